@@ -1087,12 +1087,9 @@ def largest(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def change_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each has been changed in place: torch counts that for autograd, but for writes through ``.data``.
 
-    Of a DTensor and of the part that it is around: each counts only what it was told to do itself.
+    A DTensor and the part that it is around each count only what they were told to do themselves.
     """
-    return [
-        tensor._version + (local._version if (local := getattr(tensor, "_local_tensor", None)) is not None else 0)
-        for tensor in tensors
-    ]
+    return [tensor._version for tensor in tensors]
 
 
 def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -1148,7 +1145,8 @@ def to_host(value: Any) -> Any:
 
 def _to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu")
+        # A tensor of the host's is copied, too: it may change before it is written.
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         moved = copy.copy(value)
         moved.update({key: _to_host(each) for key, each in value.items()})
@@ -1288,9 +1286,9 @@ def saved_names(model: torch.nn.Module, *, is_flat: bool) -> set[str]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """What this rank has of a tensor: itself, and not a copy."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part.detach()
+    return part
 
 
 def split_of(value: Any) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]], Any] | None:

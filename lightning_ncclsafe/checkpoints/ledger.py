@@ -48,11 +48,11 @@ class NotProvenError(RuntimeError):
 
 
 class WatchedParameter(NamedTuple):
-    """What this rank has of one parameter.
+    """What this rank has of one parameter, or of a large buffer.
 
     Attributes:
         name: Its name.
-        parameter: As optimizers know it: they change it, and it counts that.
+        parameter: What is changed, and counts that: the parameter as optimizers know it.
         values: Gives what is here of it now, wherever the module has it.
     """
 
@@ -325,7 +325,7 @@ class StepLedger:
                 WatchedParameter(name, parameter, partial(_same, parameter))
                 for name, parameter in module.named_parameters()
             ]
-        found = {part.name: (part.parameter, part.values) for part in parts}
+        found = [*parts]
         room = _MOST_BUFFER_BYTES
         for full_name, owner, name in sorted(_torch.saved_buffers(module), key=lambda each: each[1][each[2]].nbytes):
             room -= owner[name].nbytes
@@ -333,9 +333,9 @@ class StepLedger:
                 self._buffers.append((owner, name))
                 self._copies.append(owner[name].detach().clone())
             else:
-                found[full_name] = owner[name], partial(_same, owner[name])
-        self._names = [*found]
-        self._tensors, self._values = [one for one, _ in found.values()], [values for _, values in found.values()]
+                found.append(WatchedParameter(full_name, owner[name], partial(_same, owner[name])))
+        self._names = [each.name for each in found]
+        self._tensors, self._values = [each.parameter for each in found], [each.values for each in found]
 
     def _largest(self) -> Any:
         return _torch.largest(values() for values in self._values)

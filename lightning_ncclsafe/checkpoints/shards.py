@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,7 +108,7 @@ class OwnShard:
     Attributes:
         layout: A digest of which parts of which parameters it is: equal on ranks that have the same.
         model_key: Under which the checkpoint has the model's state.
-        parts: What there is of each parameter.
+        parts: What there is of each parameter, and counts its changes: a DTensor, and what it is around.
         why_unread: Why it is not known how to read it, in words; empty if it is.
     """
 
@@ -134,15 +134,15 @@ class OwnShard:
         self._names: dict[int, str] = {}
         for name, parameter in parameters.items():
             self._names.setdefault(id(parameter), name)
-        self.parts = [
-            WatchedParameter(name, parameter, self._reader(parameter)) for name, parameter in parameters.items()
-        ]
+        for name, parameter in parameters.items():
+            part = self._flat.get(id(parameter))
+            if part is not None:
+                self.parts.append(WatchedParameter(name, parameter, part.values))
+                continue
+            values = partial(_torch.local_part, parameter)
+            self.parts += [WatchedParameter(name, each, values) for each in (parameter, values())]
         self.layout = self._digest()
         _torch.import_checkpointing()
-
-    def _reader(self, parameter: Any) -> Callable[[], Any]:
-        part = self._flat.get(id(parameter))
-        return part.values if part is not None else partial(_torch.local_part, parameter)
 
     def _digest(self) -> str:
         found = []

@@ -81,6 +81,7 @@ class RecordFacts:
         has_dump: Whether a Flight Recorder's dump of the rank was read.
         is_idle: Whether that says that nothing was outstanding, in any group.
         is_empty: Whether it says nothing at all: the recorder was off.
+        is_blank: Whether the recorder was on, and the rank had called nothing at all.
         is_moving: Whether something had just ended on the device when it was written.
         has_log: Whether lines of the rank were read in a log.
         group_known: Whether the log says to which process group its collectives belong; torch says so since 2.3.
@@ -98,6 +99,7 @@ class RecordFacts:
     has_dump: bool = False
     is_idle: bool = False
     is_empty: bool = False
+    is_blank: bool = False
     is_moving: bool = False
     has_log: bool = False
     group_known: bool = True

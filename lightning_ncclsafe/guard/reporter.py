@@ -13,7 +13,7 @@ from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.plan import plan_words
 from lightning_ncclsafe.report.text import render_news
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.expected import announced_for_s, expected_for_s
+from lightning_ncclsafe.rules.kit.expected import announced_for_s, busy_for_s, expected_for_s
 from lightning_ncclsafe.rules.kit.sentences import exit_status
 from lightning_ncclsafe.rules.planning import cannot_go_on, next_start
 from lightning_ncclsafe.settings import Limits
@@ -98,7 +98,7 @@ class Reporter:
             known: The verdict on the same incident that has been printed already, by whichever rank; only what is new
                 is printed then. The report is written whole.
         """
-        quiet_s = announced_for_s(job)
+        quiet_s = announced_for_s(job) or busy_for_s(job)
         if self._limits.learned and not quiet_s:
             quiet_s = expected_for_s(job, self._limits.limit_s)
         if quiet_s > 0:

@@ -13,7 +13,7 @@ from lightning_ncclsafe.guard.state import GuardState
 from lightning_ncclsafe.guard.thresholds import Thresholds
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.report.folder import IncidentNumbers
-from lightning_ncclsafe.rules.kit.activity import activity
+from lightning_ncclsafe.rules.kit.activity import Activity, activity
 from lightning_ncclsafe.rules.kit.expected import is_compiling
 from lightning_ncclsafe.settings import Limits
 
@@ -24,6 +24,8 @@ MAX_REPORTS_AT_LIMIT = 20
 # Rounds that report nothing, as what ranks waited for was to be expected, leave a few entries each on the store. After
 # so many, ranks are asked only when they have waited for longer than can be expected.
 MAX_QUIET_ROUNDS = 500
+# After so many times the threshold a rank asks that waits by itself.
+_ASKED_FIRST = 2
 # A shorter standstill between two ticks is none.
 _LEAST_STANDSTILL_S = 0.025
 
@@ -32,8 +34,9 @@ class StuckDetector:
     """Decides whether a rank is stuck, and whether one that was stuck makes progress again.
 
     A rank is stuck if it waits for other ranks or for data, for longer than :class:`Thresholds` allows in its phase,
-    and nothing that it knows itself explains the wait. A rank that works is never stuck, however long it takes: the
-    ranks that wait for it are. Belongs to the watchdog's thread.
+    and nothing that it knows itself explains the wait; or if it waits by itself, for longer still. A
+    rank that works is never stuck, however long it takes: the ranks that wait for it are. Belongs to the watchdog's
+    thread.
 
     Args:
         rank: This rank.
@@ -146,9 +149,16 @@ class StuckDetector:
         is_at_limit = is_out and not self._state.limit_is_reported
         if is_at_limit and (self._limits.on_timeout == "abort" or self._reports_at_limit < MAX_REPORTS_AT_LIMIT):
             return IncidentKind.TIMEOUT
-        waits = doing.waits_for_peers or doing.waits_for_data
+        waits = doing.waits_for_peers or doing.waits_for_data or self._waits_alone_for_long(idle_s, doing)
         may_ask = waits and self._state.open_incident is None and self._suspicions < MAX_SUSPICIONS
         return IncidentKind.SUSPECT if may_ask and not self._is_expected(idle_s, facts) else None
+
+    def _waits_alone_for_long(self, idle_s: float, doing: Activity) -> bool:
+        """Whether it waits by itself, and for so long that ranks which wait for it have asked, if there are any."""
+        long_s = min(LONG_S, self._thresholds.limit_s(self._phase_kind) / 2)
+        if not self._limits.learned:
+            long_s = _ASKED_FIRST * self._thresholds.suspect_after_s(self._phase_kind, joined=True)
+        return doing.waits_alone and idle_s >= long_s
 
     def _is_expected(self, idle_s: float, facts: RankFacts) -> bool:
         """Whether this rank itself knows why its standstill, although unusual so far, needs no questions."""

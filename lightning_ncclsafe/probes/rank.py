@@ -173,6 +173,7 @@ class RankProbe:
         missing: list[str] = []
         groups, collectives = _try(self._recorder.read, ((), ()), "flight recorder", missing)
         unrecorded = self._recorder.unrecorded
+        stack = stacks.main_thread_stack()
         return RankFacts(
             rank=self._rank,
             local_rank=self._local_rank,
@@ -181,13 +182,13 @@ class RankProbe:
             pid=self.card.pid,
             taken_ns=time.time_ns(),
             progress=self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s),
-            stack=stacks.main_thread_stack(),
+            stack=stack,
             thread_stack=stacks.calling_thread_stack(),
             groups=groups,
             unrecorded=unrecorded,
             collectives=collectives,
             # There, only whether the main thread computes or waits distinguishes the two.
-            machine=self._machine.read(idle_s) if unrecorded else MachineFacts(),
+            machine=self._machine.read(idle_s) if unrecorded or (stack and stack[-1].user) else MachineFacts(),
             stragglers=self._stragglers(),
             exception=self.exception,
             missing=tuple(missing),

@@ -118,6 +118,11 @@ def digest(trainer: pl.Trainer) -> str:
     return hashlib.sha256(content.getvalue() + repr(rates).encode()).hexdigest()[:16]
 
 
+def say(text: str) -> None:
+    """Prints a line in one piece: ranks share an output, and the end of a line is a write of its own."""
+    print(f"{text}\n", end="", flush=True)
+
+
 def made() -> int:
     """How many collectives have been recorded."""
     return sum(len(dump.get("entries", ())) for dump in recorder_dumps(collectives=True))
@@ -127,27 +132,29 @@ class Watches(pl.Callback):
     """Says what this rank has after each step, what it begins with, and what reading that calls."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        print(f"rank {trainer.global_rank} begins at step {trainer.global_step} with {digest(trainer)}", flush=True)
+        say(f"rank {trainer.global_rank} begins at step {trainer.global_step} with {digest(trainer)}")
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         before = made()
         shard = OwnShard(trainer.model)
         state = [shard.optimizer_state(one, one.param_groups) for one in trainer.optimizers]
         assert not shard.why_unread and pieces_of({"model": shard.weights(), "optimizer_0": state[0]}, is_first=True)
-        print(f"rank {trainer.global_rank} has read its part with {made() - before} collectives", flush=True)
+        say(f"rank {trainer.global_rank} has read its part with {made() - before} collectives")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        print(f"rank {trainer.global_rank} after step {trainer.global_step} has {digest(trainer)}", flush=True)
+        say(f"rank {trainer.global_rank} after step {trainer.global_step} has {digest(trainer)}")
 
 
 def strategy_of(name: str, options: argparse.Namespace) -> Any:
     limits = {"suspect_after": options.suspect_after, "timeout": timedelta(seconds=options.timeout)}
-    flat = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "state_dict_type": "sharded"}
+    flat = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+    # Stock loads folders also where it is told to save files.
+    whole = {"save_distributed_checkpoint": False}
     return {
         "SafeModelParallel": lambda: SafeModelParallel(data_parallel_size=2, tensor_parallel_size=1, **limits),
-        "ModelParallelStrategy": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        "ModelParallelStrategy": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **whole),
         "SafeFSDP": lambda: SafeFSDP(**limits, **flat),
-        "StockFSDP": lambda: StockFSDP(**flat),
+        "StockFSDP": lambda: StockFSDP(**flat, state_dict_type="full"),
     }[name]()
 
 
@@ -196,7 +203,7 @@ def main() -> None:
         strategy=strategy_of(options.strategy, options),
     )
     trainer.fit(model, DataLoader(Noisy(), batch_size=BATCH, shuffle=True), ckpt_path=options.load)
-    print(f"rank {rank} has made {trainer.global_step} steps and has {digest(trainer)}", flush=True)
+    say(f"rank {rank} has made {trainer.global_step} steps and has {digest(trainer)}")
 
 
 if __name__ == "__main__":

@@ -160,11 +160,14 @@ class InStep(Noted):
 
     looks = 3
 
+    def __init__(self) -> None:
+        super().__init__(why="in the middle of an optimizer step")
+
     @property
     def is_in_step(self) -> bool:  # type: ignore[override]
         self.looks -= 1
-        self.why = "in the middle of an optimizer step" if self.looks > 0 else ""
-        return self.looks > 0
+        self.why = self.why if self.looks > 0 else ""
+        return bool(self.why)
 
 
 def test_a_step_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ FSDP2_UNDISTURBED = ("nothing", "--strategy=SafeModelParallel")
 FSDP2_KILLED = ("kill", "--strategy=SafeModelParallel")
 # Where nothing else is known of what is usual, ranks wait for long before they ask: not so with one that has failed.
 FSDP2_PATIENT = ("raise", "--strategy=SafeModelParallel", "--suspect-after=25", "--timeout=55")
+FSDP2_TERMINATED = ("sigterm", "--strategy=SafeModelParallel", "--batch=4", "--pace=0.05")
 FSDP_STALLS = ("stall", "--strategy=SafeFSDP")
 FSDP_UNDISTURBED = ("nothing", "--strategy=SafeFSDP")
 FIRST = [FSDP_STALLS, FSDP2_RAISES]
@@ -60,13 +61,14 @@ def states(output: str, said: str) -> dict[str, str]:
     return dict(re.findall(rf"rank (\d) {said} (\w+)$", output, re.MULTILINE))
 
 
-def assert_saved(outcome: Outcome) -> None:
-    assert outcome.saved == ["just-in-time-epoch=1-step=11.ckpt"], outcome.output
-    assert "ranks 0-1 saved the state after step 11 together in " in outcome.output
-    then = states(outcome.output, "after step 11 has")
+def assert_saved(outcome: Outcome, step: int = 11) -> None:
+    (name,) = outcome.saved
+    assert re.fullmatch(rf"just-in-time-epoch=\d-step={step}\.ckpt", name), outcome.output
+    assert f"ranks 0-1 saved the state after step {step} together in " in outcome.output
+    then = states(outcome.output, f"after step {step} has")
     assert sorted(then) == ["0", "1"]
-    assert states(outcome.stock, "begins at step 11 with") == then, outcome.stock
-    assert states(outcome.resumed, "begins at step 11 with") == then, outcome.resumed
+    assert states(outcome.stock, f"begins at step {step} with") == then, outcome.stock
+    assert states(outcome.resumed, f"begins at step {step} with") == then, outcome.resumed
     assert "begin anew" not in outcome.resumed
 
 
@@ -89,6 +91,12 @@ def test_fsdp_at_its_limit(outcome: Outcome) -> None:
 @pytest.mark.program(*FSDP2_PATIENT)
 def test_the_others_save_with_a_rank_that_raises_before_they_suspect_anything(outcome: Outcome) -> None:
     assert_saved(outcome)
+
+
+@pytest.mark.program(*FSDP2_TERMINATED)
+def test_sigterm(outcome: Outcome) -> None:
+    """All ranks stop before the same batch; which one is the machine's business."""
+    assert_saved(outcome, max(map(int, re.findall(r"after step (\d+) has", outcome.output))))
 
 
 @pytest.mark.program(*FSDP2_UNDISTURBED)

@@ -322,19 +322,21 @@ def test_a_rank_whose_part_is_less_than_it_said(tmp_path: Path) -> None:
     assert nothing_of(tmp_path)
 
 
-def test_a_rank_that_sees_another_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seen_by", ["the rank that has written it", "the first rank"])
+def test_storage_that_has_not_kept_a_file(seen_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = together.write_synced
 
-    def lost(path: Path, act: Any) -> int:
+    def lose(path: Path, act: Any) -> int:
         size = write(path, act)
-        if path.name == "__1_0.distcp":
-            path.unlink()
-            path.write_bytes(b"x" * (size - 1))
+        if path.name == ("__1_0.distcp" if seen_by == "the rank that has written it" else ".metadata"):
+            lost = path.with_name("__1_0.distcp")
+            lost.write_bytes(lost.read_bytes()[:-1])
         return size
 
-    monkeypatch.setattr(together, "write_synced", lost)
+    monkeypatch.setattr(together, "write_synced", lose)
     line = Job(tmp_path, {0: Noted(), 1: Noted()}).save()
-    assert "rank 1: OSError: " in line and "bytes were written" in line
+    assert ("rank 1: OSError: " in line) == (seen_by == "the rank that has written it"), line
+    assert "were written, " in line
     assert nothing_of(tmp_path)
 
 

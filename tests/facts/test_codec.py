@@ -436,6 +436,7 @@ RANK = RankFacts(
     ),
     record=RecordFacts(
         has_dump=True,
+        is_blank=True,
         is_moving=True,
         is_idle=True,
         is_empty=True,

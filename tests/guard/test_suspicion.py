@@ -8,7 +8,7 @@ import pytest
 from standing import in_agreement
 from thread_ranks import COMPILE, Job, wait_on_all_but
 
-from lightning_ncclsafe.facts import IncidentKind, Phase
+from lightning_ncclsafe.facts import Frame, IncidentKind, Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard import idle_times, stuck
 from lightning_ncclsafe.guard.incident_log import IncidentEntry
@@ -252,3 +252,33 @@ def test_ranks_that_wait_in_code_of_ours_are_suspected_and_timed_out(make_job: C
     assert "own-code" not in {finding["rule"] for finding in report["findings"]}  # type: ignore[attr-defined]
     job.wait_for(lambda: len(job.said) == 2)
     assert [report["job"]["incident"]["kind"] for report in job.reports()] == ["timeout"]  # type: ignore[index,call-overload]
+
+
+ALONE = (
+    Frame(file="/home/me/train.py", line=40, function="training_step", user=True),
+    Frame(file="/usr/lib/python3.11/queue.py", line=171, function="get"),
+    Frame(file="/usr/lib/python3.11/threading.py", line=327, function="wait"),
+)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_ranks_that_all_wait_for_threads_of_their_own_are_told(make_job: Callable[..., Job], learned: bool) -> None:
+    """Where patience is learned, not before it takes long: such a thread mostly only takes its time."""
+    job = make_job(learned=learned)
+    for probe in job.probes:
+        probe.stands_in = ALONE
+    job.start()
+    job.wait_for(lambda: len(job.said) == 1)
+    (report,) = job.reports()
+    assert (report["findings"][0]["rule"], report["findings"][0]["ranks"]) == ("rank-behind", [0, 1, 2])  # type: ignore[index]
+    assert (report["job"]["incident"]["idle_s"] >= LONG_S) is learned  # type: ignore[index,call-overload]
+
+
+def test_nothing_is_said_of_a_rank_that_waits_for_a_thread_of_its_own(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.probes[1].stands_in = ALONE
+    job.start()
+    rounds = count_rounds(job)
+    for _ in range(3):
+        assert rounds.acquire(timeout=20), "all ranks have heard"
+    assert not job.said

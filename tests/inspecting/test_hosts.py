@@ -21,7 +21,7 @@ WAITS = (SeenFrame(USERS, 20, "main"), BARRIER)
 HOSTS = {"node1": range(4), "node2": range(4, 8)}
 
 
-def seen(rank: int, stack: tuple[SeenFrame, ...]) -> SeenRank:
+def seen(rank: int, stack: tuple[SeenFrame, ...], world_size: int) -> SeenRank:
     looks = tuple(
         Look(
             at_s=at_s,
@@ -30,17 +30,22 @@ def seen(rank: int, stack: tuple[SeenFrame, ...]) -> SeenRank:
         )
         for at_s in (0.0, LONG_STEP_S)
     )
-    place = {"local_rank": rank % 4, "world_size": 8, "local_world_size": 4, "job": "node1:29500", "parent": 1}
+    place = {"local_rank": rank % 4, "world_size": world_size, "local_world_size": 4, "job": "node1:29500", "parent": 1}
     return SeenRank(process=RankProcess(pid=100 + rank, rank=rank, **place), looks=looks)  # type: ignore[arg-type]
 
 
 def inspected(
-    monkeypatch: pytest.MonkeyPatch, evidence: Path, host: str, stacks: dict[int, tuple[SeenFrame, ...]]
+    monkeypatch: pytest.MonkeyPatch,
+    evidence: Path,
+    host: str,
+    stacks: dict[int, tuple[SeenFrame, ...]],
+    world_size: int = 8,
 ) -> None:
     """What ``ncclsafe inspect --output`` does on a host, but for looking."""
 
     def found(*_: object, **__: object) -> Inspected:
-        ranks = [seen(rank, stacks.get(rank, WAITS)) for rank in HOSTS[host] if stacks.get(rank, WAITS)]
+        given = {rank: stacks.get(rank, WAITS) for rank in HOSTS[host]}
+        ranks = [seen(rank, stack, world_size) for rank, stack in given.items() if stack]
         return Inspected(diagnoses=(diagnosis_of(job_facts(ranks)),))
 
     monkeypatch.setattr(socket, "gethostname", lambda: host)
@@ -89,6 +94,18 @@ def test_without_the_evidence_of_one_host_it_is_said_where_nobody_has_looked(
     assert isinstance(unanswered, list)
     assert any(text.startswith("Ranks 4-7 run where nobody has looked") for text in unanswered)
     # Whoever they wait for may be there: none of these is to blame.
+    assert all(one["confidence"] == "possible" and not one["ranks"] for one in told["findings"])  # type: ignore[attr-defined]
+
+
+def test_of_two_hosts_that_were_looked_at_the_third_is_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for host in HOSTS:
+        inspected(monkeypatch, tmp_path / "evidence", host, {}, world_size=12)
+    told = joined(tmp_path / "evidence", capsys)
+    unanswered = told["unanswered"]
+    assert isinstance(unanswered, list)
+    assert any(text.startswith("Ranks 8-11 run where nobody has looked") for text in unanswered)
     assert all(one["confidence"] == "possible" and not one["ranks"] for one in told["findings"])  # type: ignore[attr-defined]
 
 

@@ -37,6 +37,9 @@ ENGINE = Frame(file=f"{SITE}/torch/autograd/graph.py", line=850, function="_engi
 LOOP = f"{SITE}/lightning/pytorch/loops/training_epoch_loop.py"
 SIGTERM = Frame(file=LOOP, line=265, function="_broadcast_sigterm_tensor", code="torch.distributed.broadcast(t, src=0)")
 SIGTERM_ITEM = replace(SIGTERM, line=269, code="if sigterm_tensor.item() == 1:")
+QUEUE_GET = Frame(file="/usr/lib/python3.11/queue.py", line=171, function="get")
+SUBPROCESS_WAIT = Frame(file="/usr/lib/python3.11/subprocess.py", line=1264, function="wait")
+CONDITION_WAIT = Frame(file="/usr/lib/python3.11/threading.py", line=327, function="wait")
 NEXT_DATA = Frame(file=f"{SITE}/torch/utils/data/dataloader.py", line=1480, function="_next_data")
 TRY_GET = Frame(file=f"{SITE}/torch/utils/data/dataloader.py", line=1290, function="_try_get_data")
 FETCH = Frame(file=f"{SITE}/torch/utils/data/_utils/fetch.py", line=54, function="fetch")

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 from builders import (
     ALL_REDUCE,
+    BACKWARD,
     BARRIER,
     CHECKPOINT_IO,
+    ENGINE,
     EPOCH_END,
     GRADIENTS,
     RUN,
@@ -36,6 +38,7 @@ from lightning_ncclsafe.facts import (
     Progress,
     RankFacts,
     StepFacts,
+    TrainerFacts,
     UnitKind,
 )
 
@@ -44,6 +47,8 @@ RESULT = Frame(
 )
 SAVE = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1465, function="save_checkpoint")
 RECV = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=2793, function="recv", code="work.wait()")
+ALL_GATHER = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=4100, function="all_gather")
+SEND = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=2793, function="send", code="work.wait()")
 NEW_GROUP = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=5863, function="new_group")
 DDP_FORWARD = Frame(file=f"{SITE}/torch/nn/parallel/distributed.py", line=1775, function="_pre_forward")
 INDUCTOR = Frame(file=f"{SITE}/torch/_inductor/async_compile.py", line=818, function="wait")
@@ -116,6 +121,26 @@ def overrun_rank(net: Backend) -> JobFacts:
     return job(*lost, world=3, witnessed=(process(0, "zombie"),))
 
 
+def another_precision_where_one_is_gone(net: Backend) -> JobFacts:
+    """Rank 1 trains in single precision, the others in half: gloo has ended rank 0, to which it sent too much."""
+    if net.name != "gloo":
+        return another_precision(net)
+    lost = [transport_error(facts) for facts in another_precision(net).ranks if facts.rank]
+    said = "Enforce fail at pair.cc:460] op.preamble.length <= op.nbytes. 102228 vs 51114"
+    return job(*lost, world=3, witnessed=(process(0, "zombie", ended_by="SIGABRT", said=said),))
+
+
+def another_precision(net: Backend) -> JobFacts:
+    """The same, with all ranks there."""
+    ranks = []
+    for n in range(3):
+        facts = net.rank(n, ENGINE, seq=61, outstanding=1, action=BACKWARD, world=3)
+        facts = with_size(facts, 61, GRADIENTS, "Float" if n == 1 else "BFloat16")
+        settings = {"precision": "32-true" if n == 1 else "bf16-true"}
+        ranks.append(replace(facts, trainer=TrainerFacts(settings=settings)))
+    return job(*ranks, world=3)
+
+
 def _in_group(number: int, name: str, net: Backend) -> RankFacts:
     """A rank that waits in the first collective of one of two groups, as recorded."""
     other = "2" if name == "1" else "1"
@@ -145,6 +170,13 @@ def microbatch_too_few(net: Backend) -> JobFacts:
     receives = net.working(1, user("receive", 76), RECV, seq=61, action=TRAINING_STEP, world=2)
     called = tuple(call for call in receives.collectives if call.seq < 61)
     return job(net.waiting(0, seq=61, world=2), replace(receives, collectives=called, steps=StepFacts(peer=0)), world=2)
+
+
+def shape_that_is_not_sent(net: Backend) -> JobFacts:
+    """Rank 1 receives a shape first, and rank 0 has sent the values without one: under another tag."""
+    sends = net.working(0, user("hand_over", 71), SEND, seq=60, action=TRAINING_STEP, world=2)
+    receives = net.working(1, user("take_over", 76), RECV, seq=60, action=TRAINING_STEP, world=2)
+    return job(replace(sends, steps=StepFacts(peer=1)), replace(receives, steps=StepFacts(peer=0)), world=2)
 
 
 def makes_group(net: Backend, number: int, made: int, *places: str) -> RankFacts:
@@ -341,6 +373,21 @@ def aborted_alone(net: Backend) -> JobFacts:
     return job(replace(lost, machine=machine), world=2, witnessed=(process(1, "zombie"),))
 
 
+def prediction_that_cannot_be_saved(net: Backend) -> JobFacts:
+    """A writer of predictions, which saves with torch.save as well."""
+    stack = (RUN, user("write_on_epoch_end", 48), TORCH_SAVE)
+    culprit = raised(net.working(2, seq=60, phase=Phase.PREDICT), "RuntimeError", "Parent directory is gone", *stack)
+    return job(culprit, *(net.waiting(n, seq=61, phase=Phase.PREDICT) for n in (0, 1, 3)))
+
+
+def predictions_gathered_by_most(net: Backend) -> JobFacts:
+    """Rank 3 had none, returned before the others' gather, and is done."""
+    line = user("write_on_epoch_end", 44)
+    options = {"op": "all_gather", "outstanding": 1, "phase": Phase.PREDICT, "last": True}
+    others = (net.rank(n, line, ALL_GATHER, seq=61, **options) for n in range(3))  # type: ignore[arg-type]
+    return job(*others, net.finished(3, seq=60, batch=11))
+
+
 def loss_under_another_function(net: Backend) -> JobFacts:
     """The same operation and another size, but rank 0 alone has called it: not the sizes are wrong."""
     line = user("on_train_epoch_end", 50)
@@ -355,6 +402,21 @@ CALL_SCENES = (
         "groups in another order", groups_in_another_order, "crossed-groups", (1,), f"{USER_FILE}:68 in training_step"
     ),
     Scene("tags that do not match", tags_that_do_not_match, "unmatched-p2p", (0, 1), f"{USER_FILE}:75 in hand_over"),
+    Scene(
+        "another precision where one is gone",
+        another_precision_where_one_is_gone,
+        "different-trainer-settings",
+        (1,),
+    ),
+    Scene("prediction not saved", prediction_that_cannot_be_saved, "failed-rank", (2,)),
+    Scene(
+        "predictions gathered by most",
+        predictions_gathered_by_most,
+        "diverged-collectives",
+        (3,),
+        f"{USER_FILE}:44 in write_on_epoch_end",
+    ),
+    Scene("shape not sent", shape_that_is_not_sent, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in take_over"),
     Scene("microbatch too few", microbatch_too_few, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in receive"),
     Scene(
         "groups made by their members",

@@ -8,6 +8,7 @@ from builders import (
     ALL_REDUCE,
     BARRIER,
     CHECKPOINT_IO,
+    CONDITION_WAIT,
     EPOCH_END,
     FETCH,
     FLUSH,
@@ -17,7 +18,9 @@ from builders import (
     NEXT_DATA,
     OFFLOAD_PUT,
     OWN_WAIT,
+    QUEUE_GET,
     RANK_ZERO,
+    SUBPROCESS_WAIT,
     SUMMARY_WRITER,
     TENSORBOARD,
     TORCH_SAVE,
@@ -40,6 +43,8 @@ from lightning_ncclsafe.facts import (
     LoaderFacts,
     LoggerFacts,
     LoopEnd,
+    MachineFacts,
+    MainThreadFacts,
     Phase,
     ProcessFacts,
     Progress,
@@ -459,6 +464,30 @@ def slow_step(net: Backend) -> JobFacts:
     return job(*(culprit if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
 
 
+def each_waits_by_itself(net: Backend) -> JobFacts:
+    """All ranks take their batch out of a queue that nobody fills any more."""
+    stack = (user("training_step", 40), QUEUE_GET, CONDITION_WAIT)
+    return job(*(net.working(rank, *stack, seq=60, action=TRAINING_STEP) for rank in range(4)))
+
+
+def outage_that_two_ranks_meet(net: Backend) -> JobFacts:
+    """Rank 1 reads a sample from a file server that is down, rank 2 a table in its step, which others skip."""
+    answer = user("answer_of_the_file_server", 90)
+    sample = net.working(1, NEXT_DATA, FETCH, user("__getitem__", 12), answer, seq=60, action=NEXT)
+    step = user("training_step", 40, condition="if self.global_rank == 2:  (line 39)")
+    table = net.working(2, step, answer, seq=60, action=TRAINING_STEP)
+    return job(net.waiting(0, seq=61), sample, table, net.waiting(3, seq=61))
+
+
+def rank_zero_works_and_the_others_look_for_its_file(net: Backend) -> JobFacts:
+    """Nobody is in a collective: rank 0 waits for a program, and the others sleep until its file is there."""
+    rests = MachineFacts(main_thread=MainThreadFacts(over_s=20.0, looks=20, ran_s=0.1, queued_s=0.0))
+    converting = user("on_train_epoch_end", 81, condition="if trainer.is_global_zero:  (line 79)")
+    culprit = net.working(0, converting, SUBPROCESS_WAIT, seq=60, action=EPOCH_END)
+    others = (net.working(rank, user("on_train_epoch_end", 84), seq=60, action=EPOCH_END) for rank in (1, 2, 3))
+    return job(*(replace(facts, machine=rests) for facts in (culprit, *others)))
+
+
 SCENES = (
     Scene("rank 0 evaluates", rank_zero_evaluates, "rank-zero-only-work", (0,), f"{USER_FILE}:73 in evaluate"),
     Scene(
@@ -611,4 +640,25 @@ SCENES = (
     Scene("hook at the end hangs", hook_at_the_end_hangs, "unfinished-rank", (2,), f"{USER_FILE}:80 in on_fit_end"),
     Scene("waits at a breakpoint", waits_at_a_breakpoint, "at-breakpoint", (2,), f"{USER_FILE}:40 in training_step"),
     Scene("slow step", slow_step, "rank-behind", (2,), f"{USER_FILE}:90 in slow"),
+    Scene(
+        "outage that two ranks meet",
+        outage_that_two_ranks_meet,
+        "rank-behind",
+        (1, 2),
+        f"{USER_FILE}:90 in answer_of_the_file_server",
+    ),
+    Scene(
+        "rank 0 works and the others look for its file",
+        rank_zero_works_and_the_others_look_for_its_file,
+        "rank-zero-only-work",
+        (0,),
+        f"{USER_FILE}:81 in on_train_epoch_end",
+    ),
+    Scene(
+        "each waits by itself",
+        each_waits_by_itself,
+        "rank-behind",
+        (0, 1, 2, 3),
+        f"{USER_FILE}:40 in training_step",
+    ),
 )

@@ -17,6 +17,7 @@ from builders import (
     NCCL,
     NEXT,
     NEXT_DATA,
+    QUEUE_GET,
     RANK_ZERO,
     RUN,
     SIGTERM_ITEM,
@@ -213,3 +214,21 @@ def test_a_wait_in_the_users_own_line_is_for_a_peer(code: str, thread: MainThrea
     assert activity(facts).waits_for_peers is waits
     library = Frame(file="/usr/lib/python3.11/threading.py", line=629, function="wait", code="gotit = waiter.wait()")
     assert not activity(replace(facts, stack=(*facts.stack, library))).waits_for_peers
+
+
+@pytest.mark.parametrize(
+    ("stack", "ran_s", "alone"),
+    [
+        ((STEP, QUEUE_GET), None, True),
+        ((STEP,), 0.1, True),
+        ((STEP,), 9.0, False),
+        ((STEP,), None, False),
+        ((STEP, ALL_REDUCE), 0.1, False),
+        ((ENGINE,), 0.1, False),
+    ],
+)
+def test_who_waits_by_itself(stack: tuple[Frame, ...], ran_s: float | None, alone: bool) -> None:
+    """By what the user's line has called, or by a main thread of which is known that it hardly runs."""
+    facts = GLOO.working(0, *stack, seq=60)
+    thread = MainThreadFacts(over_s=10.0, looks=10, ran_s=ran_s, queued_s=0.0 if ran_s is not None else None)
+    assert activity(replace(facts, machine=MachineFacts(main_thread=thread))).waits_alone is alone

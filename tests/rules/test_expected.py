@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import scenes
 from builders import (
     CHECKPOINT_IO,
     EPOCH_END,
@@ -19,8 +20,8 @@ from builders import (
     user,
 )
 
-from lightning_ncclsafe.facts import Action, Frame, IncidentKind, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.rules.kit.expected import announced_for_s, expected_for_s, is_compiling
+from lightning_ncclsafe.facts import Action, Frame, IncidentKind, JobFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.rules.kit.expected import announced_for_s, busy_for_s, expected_for_s, is_compiling
 
 STEP = user("training_step", 12)
 CONVERT = Frame(file=f"{SITE}/torch/_dynamo/convert_frame.py", line=1300, function="compile_inner")
@@ -153,3 +154,20 @@ def test_the_pause_of_one_rank_does_not_excuse_another() -> None:
 
 def test_ranks_that_wait_for_nobody_in_particular_are_in_no_pause() -> None:
     assert announced_for_s(job(*(GLOO.waiting(rank, seq=40) for rank in range(4)))) == 0.0
+
+
+def test_who_waits_by_itself_is_nobodys_concern_before_the_job_stands_still() -> None:
+    """The rank that asks is 1, and is told when to ask again."""
+    alone = scenes.each_waits_by_itself(GLOO)
+    assert busy_for_s(alone) == 0
+    works = GLOO.working(2, STEP, seq=60, action=TRAINING_STEP)
+    assert busy_for_s(replace(alone, ranks=(*alone.ranks[:2], works, alone.ranks[3]))) == 20, "one computes"
+    waits = GLOO.waiting(2, seq=61)
+    assert busy_for_s(replace(alone, ranks=(*alone.ranks[:2], waits, alone.ranks[3]))) == 0
+    soon = GLOO.waiting(2, seq=61, idle=15.0)
+    assert busy_for_s(replace(alone, ranks=(*alone.ranks[:2], soon, alone.ranks[3]))) == 5, "it has only just come"
+    child = ProcessFacts(pid=77, state="running")
+    busy = replace(alone.ranks[0], workers=(child,))
+    assert busy_for_s(replace(alone, ranks=(busy, *alone.ranks[1:]))) == 20, "a program works for it"
+    assert busy_for_s(replace(alone, ranks=alone.ranks[:3])) == 0, "one does not answer"
+    assert busy_for_s(replace(alone, incident=replace(alone.incident, kind=IncidentKind.TIMEOUT))) == 0

@@ -138,6 +138,16 @@ def test_a_pass_more_that_reduces_nothing_lets_nobody_wait() -> None:
     assert "skipped-step" in rules(stepping(batches((2,), (2,)), batches((2,), (2, 1))))
 
 
+def test_gradients_that_are_not_reduced_are_no_part_of_the_model_that_was_left_out() -> None:
+    """DDP's flag is off on rank 1, say as an exception came before it was switched on again."""
+    usual = replace(in_backward(GLOO, 0, batch=2, world=3), steps=batches((1,), (1,), (1,), under_way=True))
+    gone_on = replace(GLOO.in_barrier(1, "x", seq=60, batch=4, world=3), steps=batches((1,), (1,), (1, 1), (1, 1)))
+    found = job(usual, gone_on, replace(usual, rank=2), world=3)
+    assert (first(found).rule, first(found).ranks) == ("skipped-step", (1,))
+    assert "1 on rank 1" in first(found).summary
+    assert "unused-parameters" not in rules(found)
+
+
 def test_an_optimizer_that_asks_for_the_loss_as_often_as_it_likes_is_nobodys_fault() -> None:
     finding = first(stepping(batches((15,)), batches((16,))))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0, 1))

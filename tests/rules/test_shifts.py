@@ -8,7 +8,7 @@ from builders import BARRIER, GLOO, MAIN, RUN, job, user
 from lightning_ncclsafe.facts import Action, Collective, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.divergences import shift
+from lightning_ncclsafe.rules.kit.divergences import line_of_split, shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
 
 # Each letter is a call site: its operation, its elements, and the user's line, if it has one.
@@ -80,6 +80,13 @@ def test_the_rank_that_is_out_of_step_is_named_with_the_call(
     finding = first(of(*letters))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", ranks)
     assert finding.location.endswith(f"train.py:{line} in step"), finding
+
+
+def test_of_two_calls_that_both_were_made_before_the_usual_one_was_left_out() -> None:
+    view = timeline(of("rgsrgsrg", "rgsrgsrs"))
+    assert view.divergence is not None
+    assert line_of_split(view, view.divergence, (1,)).endswith("train.py:40 in step")
+    assert line_of_split(view, view.divergence, (0,)).endswith("train.py:40 in step")
 
 
 def test_it_is_told_in_words() -> None:

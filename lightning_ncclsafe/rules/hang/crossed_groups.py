@@ -24,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     is_in,
     ranks_words,
+    send_and_receive,
     verb,
     wait_words,
     where_evidence,
@@ -66,7 +67,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         created out of turn if no condition on the rank precedes it in a function that ranks are in.
     """
     circle = _circle(_awaited(view))
-    if circle and not gathering_alone(view):
+    if circle and not gathering_alone(view) and not circle.keys() <= send_and_receive(view).keys():
         yield _finding(view, circle)
     made = {rank: facts.steps.groups_made for rank, facts in view.facts.items()}
     # Who makes one waits for the others; who is at work may merely be late for it.

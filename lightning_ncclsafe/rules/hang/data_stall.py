@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     deepest_user_frame,
     hang_rule,
+    held_at_one_line,
     held_up,
     how_we_know,
     is_in,
@@ -71,7 +72,8 @@ def data_stall(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         What happens inside a worker's native code, beyond the kernel function it sleeps in.
     """
-    ranks = tuple(rank for rank in view.suspects if _is_stalled(view, rank))
+    shared = held_at_one_line(view)
+    ranks = tuple(rank for rank in view.suspects if _is_stalled(view, rank) and rank not in shared)
     if not ranks:
         return
     facts = view.facts[ranks[0]]

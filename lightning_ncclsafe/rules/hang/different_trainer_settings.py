@@ -14,7 +14,9 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     joined,
+    odd_sizes,
     others_wait,
+    overrun_in,
     ranks_words,
     recorder_evidence,
 )
@@ -54,7 +56,7 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     differing = _differing(view)
     if not differing or not (view.waiting or view.raised):
         return
-    odd = _odd_ones_out(differing)
+    odd = _decided(view, _odd_ones_out(differing))
     waiting = others_wait(view, ())
     # Whoever is at work may be what the others wait for, whatever else is different.
     is_explained = bool(view.working(view.facts))
@@ -72,6 +74,13 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
         remedy=_REMEDY_START if differing.keys() <= set(_START) else _REMEDY,
         location="",
     )
+
+
+def _decided(view: Timeline, odd: tuple[int, ...]) -> tuple[int, ...]:
+    """Of those that may be, the ones whose collectives are of another size, as settings of the gone are not known."""
+    split = view.divergence or view.lost_divergence
+    few = odd_sizes(view, split) if split is not None and overrun_in(view, split) else ()
+    return few if few and {*few} < {*odd} else odd
 
 
 def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:

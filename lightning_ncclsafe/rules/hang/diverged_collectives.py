@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     broken_off,
     broken_off_alone,
     call_evidence,
+    called_at,
     called_by_threads,
     called_or_ended,
     calls_location,
@@ -41,6 +42,7 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     hang_rule,
     has_gone_on,
+    how_we_know,
     in_own_call,
     is_garbled,
     is_gone,
@@ -238,6 +240,8 @@ def _elsewhere(view: Timeline) -> Finding | None:
     """Where ranks wait says that it is not for one another."""
     if alone := _after_the_others(view):
         return _crossing(view, alone)
+    if left := _finished_before(view):
+        return _left_out(view, left)
     sites = _other_call_sites(view)
     return _call_sites(view, sites) if sites else None
 
@@ -430,6 +434,30 @@ def _after_the_others(view: Timeline) -> tuple[int, ...]:
     """Ranks that wait under a condition on the rank, and all for whom they wait have finished."""
     have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
     return tuple(rank for rank in view.waiting if condition_of(view, rank)) if view.behind and have_finished else ()
+
+
+def _finished_before(view: Timeline) -> tuple[int, ...]:
+    """The few that have finished, where all others wait at one line of the user's own."""
+    are_over = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
+    if not are_over or 2 * len(view.behind) >= len(view.facts) or {*view.behind, *view.waiting} != {*view.facts}:
+        return ()
+    inside = (view.facts[rank].stack[trainer_start(view.facts[rank].stack) :] for rank in view.waiting)
+    lines = {deepest_user_frame(stack) for stack in inside}
+    return view.behind if len(lines) == 1 and None not in lines else ()
+
+
+def _left_out(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    line = calls_location(view, view.waiting)
+    text = (
+        f"{clause(ranks, 'has|have finished without')} what is called {place_words(called_at(view, view.waiting[0]))}"
+    )
+    return finding(
+        view,
+        ranks,
+        f"{text}: {others_wait(view, ranks)}.",
+        location=line,
+        evidence=(*condition_evidence(view, view.waiting), *how_we_know(view, view.facts)),
+    )
 
 
 def _crossing(view: Timeline, ranks: tuple[int, ...]) -> Finding:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
+from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -50,7 +51,8 @@ def exception_during_save(view: Timeline) -> Iterator[Finding]:
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised:
         error = view.facts[rank].exception
-        if error is not None and is_save(error.stack):
+        is_training = view.facts[rank].progress.phase is not Phase.PREDICT
+        if error is not None and is_training and is_save(error.stack):
             alike[error.type, location_of(exception_place(view.facts[rank]))].append(rank)
     for ranks in alike.values():
         yield _finding(view, tuple(ranks))

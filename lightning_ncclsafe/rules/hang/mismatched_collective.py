@@ -23,30 +23,28 @@ from lightning_ncclsafe.rules.kit import (
     collective_words,
     condition_evidence,
     conditioned,
-    culprits,
     ended_first,
     finding,
     gathering_alone,
     gone_evidence,
     group_words,
     hang_rule,
-    is_gone,
     is_of_fsdp,
     joined,
     last_of_gloo,
     location_of,
     numel,
+    odd_sizes,
+    overrun_in,
     overrun_of,
     past_aborted,
     place_words,
     ranks_words,
     same_purpose,
     signal_of,
-    size_bytes,
     skipped_words,
     skips_handled,
     units_of,
-    variants,
     verb,
     where_evidence,
 )
@@ -150,8 +148,8 @@ def _other_units(view: Timeline, split: Divergence) -> bool:
 
 
 def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
-    overrun = _overrun(view, split)
-    ranks = _odd_ones(view, split, overrun)
+    overrun = overrun_in(view, split)
+    ranks = odd_sizes(view, split)
     confidence = (
         Confidence.CERTAIN if is_alike else Confidence.LIKELY if _is_gloos(view, overrun) else Confidence.POSSIBLE
     )
@@ -180,20 +178,3 @@ def _difference(split: Divergence) -> str:
     types = {call.dtypes for call in split.calls.values()}
     what = " and ".join([*(["size"] if len(sizes) > 1 else []), *(["type"] if len(types) > 1 else [])])
     return f"the operation differs in {what} between ranks and can never complete"
-
-
-def _overrun(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """Members whose process is gone where the back end is gloo, which ends one that receives too much."""
-    group = next((group for group in view.groups if group.name == split.group), None)
-    if group is None or not all(call.backend == "gloo" for call in split.calls.values()):
-        return ()
-    return tuple(rank for rank in view.silent if is_gone(view, rank) and rank in group.members)
-
-
-def _odd_ones(view: Timeline, split: Divergence, overrun: tuple[int, ...]) -> tuple[int, ...]:
-    """The minority, in which a rank that received too much counts for the smallest call."""
-    different = variants(split.calls)
-    if not overrun or len(different) != 2:
-        return culprits(view, split)
-    smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
-    return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])

@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     hang_rule,
+    held_at_one_line,
     held_up,
     location_of,
     others_wait,
@@ -28,6 +29,10 @@ _REMEDY = (
 _REMEDY_FINISHED = (
     "Look at what these ranks skipped or the others do in addition: a stage, an epoch, a save or a collective after "
     "the last batch, under a condition that does not hold on all ranks."
+)
+_REMEDY_ALONE = (
+    "What is waited for here is no collective: look at whether the thread, the program or the service that is to "
+    "answer is still there, and at what it said last. Wait with a timeout."
 )
 _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
@@ -45,10 +50,11 @@ def is_named_otherwise(finding: Finding, others: Findings) -> bool:
 
 @hang_rule(after="host-starved", superseded=is_named_otherwise)
 def rank_behind(view: Timeline) -> Iterator[Finding]:
-    """A rank has not reached the collective in which the others wait, for no known cause.
+    """A rank has not reached the collective in which the others wait, for no known cause; or each waits by itself.
 
     Symptom:
-        All ranks but a few wait in a collective.
+        All ranks but a few wait in a collective; or none does, and each waits by itself: for a thread, a
+        program, a file, a service.
 
     Cause:
         None of the known causes: the rank's line, hook and batch show where to look.
@@ -68,14 +74,24 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, view.behind)
     elif view.waiting and not any(facts.inspection and facts.inspection.moved for facts in view.facts.values()):
         yield _nobody_stands_out(view)
+    elif view.each_waits_alone:
+        yield _each_by_itself(view)
+
+
+def _each_by_itself(view: Timeline) -> Finding:
+    """No rank is in a collective, and none works; whether one of them is awaited by the others, nothing tells."""
+    ranks = tuple(sorted(view.facts))
+    text = f"{clause(ranks, 'waits|wait')} by themselves, {standing(view, ranks[0])}: no rank is in a collective."
+    return finding(view, ranks, text, confidence=Confidence.POSSIBLE, remedy=_REMEDY_ALONE)
 
 
 def _by_place(view: Timeline) -> list[tuple[int, ...]]:
     """Those that stand at one place together; of many places, the last ones together as well."""
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    shared = held_at_one_line(view)
     for rank in view.stragglers:
         doing = view.activities[rank]
-        alike[doing.hook, location_of(doing.place)].append(rank)
+        alike["" if rank in shared else doing.hook, location_of(doing.place)].append(rank)
     listed = sorted(map(tuple, alike.values()))
     rest = tuple(sorted(rank for ranks in listed[_PLACES - 1 :] for rank in ranks))
     return [*listed[: _PLACES - 1], *([rest] if rest else [])]

@@ -22,6 +22,7 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     gathering_alone,
     hang_rule,
+    held_at_one_line,
     held_up_by_machine,
     how_we_know,
     location_of,
@@ -93,16 +94,19 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
         yield _gathering(view, gathering)
     elif broken := broken_off_alone(view):
         yield _broken_off(view, broken)
-    working = tuple(rank for rank in view.working(view.stragglers) if view.activities[rank].kind not in _OTHER_RULES)
-    if not view.waiting or not working:
+    working = tuple(rank for rank in view.working(view.suspects) if view.activities[rank].kind not in _OTHER_RULES)
+    if not working or not (view.waiting or view.each_waits_alone):
         return
-    conditioned = tuple(rank for rank in working if _is_of_few(view, rank))
+    shared = held_at_one_line(view)
+    conditioned = tuple(rank for rank in working if _is_of_few(view, rank) and rank not in shared)
     # Without a condition, what Lightning calls on all ranks has kept this one: it is merely late, unless it is the one
     # that mostly works for all.
-    alone = conditioned or tuple(rank for rank in working if rank == 0 and _in_hook_of_its_own(view, rank))
+    merely = (rank for rank in working if rank == 0 and view.waiting and _in_hook_of_its_own(view, rank))
+    alone = conditioned or tuple(merely)
     # Work that most ranks do is not the work of a few: those that wait are then merely faster.
     if alone and 2 * len(alone) <= len(view.facts):
-        yield _finding(view, alone, Confidence.CERTAIN if conditioned else _confidence_without(view, alone))
+        is_seen = conditioned and view.waiting
+        yield _finding(view, alone, Confidence.CERTAIN if is_seen else _confidence_without(view, alone))
 
 
 def _is_of_few(view: Timeline, rank: int) -> bool:
@@ -135,7 +139,11 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     doing = view.activities[ranks[0]]
     condition = f" under {condition_words(doing.rank_condition)}" if doing.rank_condition else ""
     who = f"{clause(ranks, 'is|are working alone')}{condition}"
+    # Who looks for what these make is in no collective.
+    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
     text = f"{who} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    if not view.waiting:
+        text = f"{text[:-1]}, while {clause(others, 'waits|wait')} by themselves {standing(view, others[0])}."
     return finding(
         view, ranks, text, confidence=confidence, evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks))
     )

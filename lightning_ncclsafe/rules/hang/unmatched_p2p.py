@@ -18,6 +18,7 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     place_words,
     ranks_words,
+    send_and_receive,
     stack_evidence,
     verb,
     wait_words,
@@ -38,7 +39,7 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
 
     Symptom:
         Ranks are in Work.wait() with no collective outstanding; gloo's recorder has no entry for it. Or a rank is in
-        send() or recv(), and its peer waits in a collective.
+        send() or recv(), and its peer waits in a collective, or in a send or receive of something else.
 
     Cause:
         Sends and receives with different tags, peers or numbers than those of the other side; stages of a pipeline that
@@ -57,6 +58,8 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         return
     if len(sides) > 1:
         yield _finding(view, sides)
+    elif pairs := send_and_receive(view):
+        yield _not_what_is_sent(view, pairs)
     elif alone := _left_alone(view):
         yield _left(view, alone)
 
@@ -85,6 +88,24 @@ def _left_alone(view: Timeline) -> dict[int, int]:
 def _is_in_collective(view: Timeline, rank: int) -> bool:
     doing = view.activities[rank]
     return doing.kind is Kind.COLLECTIVE and doing.collective is not None and view.facts[rank].steps.peer < 0
+
+
+def _not_what_is_sent(view: Timeline, pairs: dict[int, int]) -> Finding:
+    receiving = [rank for rank in pairs if view.activities[rank].call == "recv"]
+    parts = [
+        f"rank {rank} waits in recv for rank {pairs[rank]}, which waits in send for rank {rank} "
+        f"{place_words(view.activities[pairs[rank]].frame)}"
+        for rank in receiving
+    ]
+    batch = batch_words(view.facts[receiving[0]].progress)
+    return finding(
+        view,
+        tuple(sorted(pairs)),
+        f"{capitalised(', '.join(parts))}, {batch}: what is received is not what is sent, by its tag, its group or its "
+        f"shape.",
+        location=location_of(view.activities[receiving[0]].frame),
+        evidence=_evidence(view, tuple(sorted(pairs))),
+    )
 
 
 def _left(view: Timeline, alone: dict[int, int]) -> Finding:

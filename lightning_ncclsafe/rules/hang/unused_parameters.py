@@ -95,7 +95,7 @@ def _left_out(view: Timeline) -> tuple[int, ...]:
     if not past:
         return ()
     known = other_counts(view)
-    if known is not None and known.kind == 0:
+    if known is not None and known.are_exchanged:
         return ()
     begun = max(view.facts[rank].steps.with_backward for rank in awaited)
     everywhere = _unused_by_peers(view)

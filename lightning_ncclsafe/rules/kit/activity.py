@@ -129,6 +129,8 @@ class Activity:
         call: The function or barrier in which it waits, ``"broadcast"``, ``"barrier 'post_setup'"``; may be empty.
         on_device: Whether a collective is outstanding on a device while the main thread is free to do something else.
         exempt: Whether Lightning itself lets this rank wait without limit (``prepare_data``).
+        waits_alone: Whether the user's code waits by itself: on a queue, a lock, a pool, or as its main thread, which
+            hardly runs, shows.
         rank_condition: Condition on the rank under which the work is done, in words; empty if there is none.
         condition_frame: The frame in which that condition stands.
     """
@@ -142,6 +144,7 @@ class Activity:
     call: str = ""
     on_device: bool = False
     exempt: bool = False
+    waits_alone: bool = False
     rank_condition: str = ""
     condition_frame: Frame | None = None
 
@@ -174,6 +177,7 @@ def activity(facts: RankFacts) -> Activity:
         call=call,
         on_device=collective is not None and collective.backend.startswith("nccl"),
         exempt=mark is not None and mark.exempt,
+        waits_alone=kind is Kind.USER and (is_in(libraries.WAITS_FOR_OTHERS, _below_user(inside)) or _rests(facts)),
         rank_condition=condition,
         condition_frame=frame,
     )
@@ -194,6 +198,12 @@ def outstanding_collective(facts: RankFacts) -> Collective | None:
 def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
     """The innermost frame of the user's own code."""
     return next((frame for frame in reversed(stack) if frame.user), None)
+
+
+def _below_user(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """What the user's innermost line has called."""
+    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
+    return stack[last + 1 :]
 
 
 def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:
@@ -243,7 +253,9 @@ def _kind(facts: RankFacts, mark: _Landmark | None, collective: Collective | Non
     action = facts.progress.actions[-1].name if facts.progress.actions else ""
     if mark is not None and not (mark.weak and collective is None and not _may_wait_unseen(facts)):
         named = hook_words(action) if action.startswith(("barrier:", AGREEMENT)) else mark.call
-        return mark.kind, named
+        # What is saved of a prediction is no checkpoint.
+        is_result = mark.kind is Kind.CHECKPOINT and facts.progress.phase is Phase.PREDICT
+        return (Kind.USER if is_result else mark.kind), named
     return _kind_without_landmark(facts, action, collective)
 
 
@@ -283,8 +295,14 @@ def _may_wait_unseen(facts: RankFacts) -> bool:
 def _hardly_runs(facts: RankFacts) -> bool:
     """As far as that is known."""
     thread = facts.machine.main_thread
+    return thread is None or thread.ran_s is None or _rests(facts)
+
+
+def _rests(facts: RankFacts) -> bool:
+    """Whether the main thread is known to have hardly run, or waited for a core, since this rank made progress."""
+    thread = facts.machine.main_thread
     if thread is None or thread.ran_s is None:
-        return True
+        return False
     return thread.ran_s + (thread.queued_s or 0.0) < _COMPUTES * thread.over_s
 
 

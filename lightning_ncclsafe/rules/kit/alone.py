@@ -175,3 +175,18 @@ def _calls_of_trainer(facts: RankFacts) -> tuple[tuple[str, int], ...]:
 def _outside(facts: RankFacts) -> tuple[Frame, ...]:
     """The user's frames around the Trainer's; before and after it runs there are no others."""
     return tuple(frame for frame in facts.stack[: trainer_start(facts.stack) or None] if frame.user)
+
+
+@once
+def held_at_one_line(view: Timeline) -> tuple[int, ...]:
+    """Ranks at one line of the user's own, to which they have come by other ways: in a loader, or under a condition.
+
+    Then it is that line which holds them, say by a storage that answers none of them.
+    """
+    ways: dict[tuple[str, int], dict[int, tuple[bool, str]]] = {}
+    for rank in view.working(view.suspects):
+        doing = view.activities[rank]
+        if doing.frame is not None:
+            way = doing.waits_for_data, doing.rank_condition
+            ways.setdefault((doing.frame.file, doing.frame.line), {})[rank] = way
+    return tuple(sorted(rank for one in ways.values() if len({*one.values()}) > 1 for rank in one))

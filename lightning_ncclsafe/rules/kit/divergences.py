@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.kit.activity import (
 )
 from lightning_ncclsafe.rules.kit.caught import has_gone_on, skips_handled
 from lightning_ncclsafe.rules.kit.meaning import unit_of, unit_words
-from lightning_ncclsafe.rules.kit.overruns import aborted, few_by_site
+from lightning_ncclsafe.rules.kit.overruns import aborted, few_by_site, is_gone, size_bytes
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Signature, Timeline, signature
@@ -157,8 +157,8 @@ def _against_habit(
     aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...], before: Calls
 ) -> Shift | None:
     """The same with as many on both sides, one of which has done what all have always done at this place."""
-    next_sites = {before[at].site for at in range(_CONTEXT, index) if _same_context(before, at, index)}
-    if len(next_sites) != 1:
+    next_sites = _usual_sites(before, index)
+    if not next_sites:
         return None
     callers = tuple(rank for rank in ranks if aligned[rank][index].site in next_sites)
     others = tuple(rank for rank in ranks if rank not in callers)
@@ -170,6 +170,12 @@ def _against_habit(
     call = aligned[new[0] if new else callers[0]][index]
     made, left_out = (tuple(new), callers) if new else (callers, others)
     return Shift(ranks=others, call=call, callers=made, others=left_out, count=0, frame=deepest_user_frame(call.stack))
+
+
+def _usual_sites(before: Calls, index: int) -> set[str]:
+    """The only place from which a call has been made after what was called last; empty where there are more or none."""
+    found = {before[at].site for at in range(_CONTEXT, index) if _same_context(before, at, index)}
+    return found if len(found) == 1 and found != {""} else set()
 
 
 def _same_context(before: Calls, at: int, index: int) -> bool:
@@ -235,6 +241,23 @@ def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
     return tuple(conditioned(view, every)) or gone_on or tuple(out_of_step(view, every)) or by_site or ranks
 
 
+def overrun_in(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """Members whose process is gone where the back end is gloo, which ends one that receives too much."""
+    group = next((group for group in view.groups if group.name == split.group), None)
+    if group is None or not all(call.backend == "gloo" for call in split.calls.values()):
+        return ()
+    return tuple(rank for rank in view.silent if is_gone(view, rank) and rank in group.members)
+
+
+def odd_sizes(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """The minority, in which a rank that received too much counts for the smallest call."""
+    different, overrun = variants(split.calls), overrun_in(view, split)
+    if not overrun or len(different) != 2:
+        return culprits(view, split)
+    smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
+    return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])
+
+
 @once
 def called_by_threads(view: Timeline) -> dict[int, Frame]:
     """The line at which each rank has called a collective in a thread of its own, where collectives do not fit.
@@ -275,12 +298,16 @@ def line_of_split(view: Timeline, split: Divergence, ranks: Iterable[int]) -> st
     """The user's line that is to be looked at, as the recorder knows it; empty where that is unknown.
 
     A rank whose call has been made at this place before, by any rank, has not made one too many: it has left out the
-    call of the others.
+    call of the others; nor has one whose others have called what has always followed.
     """
     own = [call for rank, call in split.calls.items() if rank in {*ranks}]
     others = [call for rank, call in split.calls.items() if rank not in {*ranks}]
-    earlier = {c.site for calls in view.sequences(split.group).values() for c in calls if c.seq < split.seq}
-    told = sorted([*own, *others], key=lambda call: call.site in earlier)
+    sequences = view.sequences(split.group).values()
+    earlier = {c.site for calls in sequences for c in calls if c.seq < split.seq}
+    before = max(([c for c in calls if c.seq < split.seq] for calls in sequences), key=len, default=[])
+    usual = _usual_sites(before, len(before))
+    is_left_out = bool(usual) and {c.site for c in others} == usual and usual.isdisjoint(c.site for c in own)
+    told = [*others, *own] if is_left_out else sorted([*own, *others], key=lambda call: call.site in earlier)
     frames = (deepest_user_frame(call.stack) for call in told if call.site)
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
@@ -337,6 +364,18 @@ def _path_to_wait(stack: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
 
 def _is_of_wait(frame: Frame) -> bool:
     return is_telling(frame) or DISTRIBUTED.has(frame.file, frame.function)
+
+
+@once
+def send_and_receive(view: Timeline) -> dict[int, int]:
+    """Ranks of which one sends to the other and that one receives from it, with the other; and yet both wait."""
+    calls = {rank: view.activities[rank].call for rank in view.waiting if view.activities[rank].collective is None}
+    peers = {rank: view.facts[rank].steps.peer for rank in calls}
+    return {
+        rank: peer
+        for rank, peer in peers.items()
+        if peers.get(peer) == rank and {calls[rank], calls[peer]} == {"send", "recv"}
+    }
 
 
 def condition_of(view: Timeline, rank: int) -> str:

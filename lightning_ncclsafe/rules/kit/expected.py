@@ -58,6 +58,31 @@ def announced_for_s(job: JobFacts) -> float:
     return max(min(_ASKED_AGAIN_S, job.incident.timeout_s - job.incident.idle_s), 0.0)
 
 
+def busy_for_s(job: JobFacts) -> float:
+    """For how many seconds more it is nobody's concern that the rank which asks waits by itself; 0 if it is.
+
+    It is once no rank has made progress for as long as is suspicious, and others wait for that one, or each of them
+    waits by itself.
+
+    Args:
+        job: The facts of all ranks that answered.
+    """
+    if _is_alarming(job):
+        return 0.0
+    line = timeline(job)
+    opener = line.activities.get(job.incident.opened_by)
+    if opener is None or not opener.waits_alone:
+        return 0.0
+    after_s = job.incident.suspect_after_s
+    left_s = after_s - min(facts.progress.idle_s for facts in job.ranks)
+    is_awaited = any(doing.waits_for_peers for doing in line.activities.values())
+    is_concern = is_awaited or line.each_waits_alone
+    forget()
+    if left_s > 0:
+        return left_s
+    return 0.0 if is_concern else after_s
+
+
 def _has_paused(facts: RankFacts) -> bool:
     return any(action.name.startswith(PAUSE) for action in facts.progress.actions)
 
@@ -75,7 +100,7 @@ def is_compiling(stack: Iterable[Frame]) -> bool:
 def _awaited(line: Timeline) -> Iterable[int]:
     if line.waiting:
         return line.stragglers
-    return (rank for rank, doing in line.activities.items() if doing.waits_for_data)
+    return (rank for rank, doing in line.activities.items() if doing.waits_for_data or doing.waits_alone)
 
 
 def _left_s(line: Timeline, facts: RankFacts, limit_s: Callable[[str], float], *, is_awaited: bool) -> float:

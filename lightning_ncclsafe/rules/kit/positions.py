@@ -314,6 +314,8 @@ def other_counts(view: Timeline) -> OtherCounts | None:
 
 def _told(made: dict[int, Made], kind: int) -> dict[int, Made]:
     """Ranks that have made fewer than others and will not make more, and what the others have made; or nothing."""
+    if kind == 1 and (told := _exchanged_fewer(made)):
+        return told
     most = max(one.of(kind) for one in made.values())
     begun = [one for one in made.values() if one.of(kind) == most]
     final = {rank for rank, one in made.items() if one.is_over or (kind == 0 and _has_stepped(one, begun))}
@@ -323,6 +325,16 @@ def _told(made: dict[int, Made], kind: int) -> dict[int, Made]:
     # Ranks do not need one another for a pass more of which they exchange nothing.
     is_alone = kind < len(_MADE) and len({one.of(0) - one.of(1) for one in told.values()}) == 1
     return {} if is_alone else told
+
+
+def _exchanged_fewer(made: dict[int, Made]) -> dict[int, Made]:
+    """The same of passes whose gradients are reduced: who is still in one of these will not make it another one."""
+    reduced = {rank: one.of(0) - one.of(1) for rank, one in made.items()}
+    most = max(reduced.values())
+    final = [rank for rank, one in made.items() if one.is_over]
+    if not any(reduced[rank] < most and made[rank].of(1) for rank in final):
+        return {}
+    return {rank: one for rank, one in made.items() if rank in final or reduced[rank] == most}
 
 
 def _has_stepped(one: Made, begun: list[Made]) -> bool:

@@ -168,6 +168,16 @@ class Timeline(View):
         return tuple(rank for rank in sorted(self.facts) if self.waits(rank))
 
     @cached_property
+    def each_waits_alone(self) -> bool:
+        """Whether every rank has answered and waits by itself, some outside of their loaders, and no process of theirs
+        works.
+        """
+        doing = self.activities.values()
+        rest = all(one.waits_alone or one.waits_for_data for one in doing) and any(one.waits_alone for one in doing)
+        works = any(worker.state == "running" for facts in self.facts.values() for worker in facts.workers)
+        return rest and not works and not self.silent and not self.raised
+
+    @cached_property
     def awaits_joining(self) -> bool:
         """Whether some rank waits in ``init_process_group`` for others to come."""
         names = (action.name for facts in self.facts.values() for action in facts.progress.actions)

@@ -327,8 +327,9 @@ class _Standstill:
             ranks = tuple(sorted((rank, *held)))
             return Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks)
         # Of a job that was dumped while it began, some ranks have called nothing yet.
-        has_called = self.view.facts[rank].collectives or any(g.last_enqueued for g in self.groups[rank].values())
-        is_sure = bool(has_called) and is_absent and len(held) * 2 >= len(self.open) - len(held)
+        record = self.view.facts[rank].record
+        is_blank = record is not None and record.is_blank
+        is_sure = not is_blank and is_absent and len(held) * 2 >= len(self.open) - len(held)
         return Root(cause=RootCause.HOST, ranks=(rank,), held=held, ops=ops, is_sure=is_sure)
 
     def _is_with(self, rank: int) -> int | None:

@@ -21,6 +21,9 @@ import healthy_starts
 import healthy_steps
 import thread_data
 import thread_data_workers
+import thread_fifth
+import thread_fifth_healthy
+import thread_fifth_process
 import thread_fourth
 import thread_fourth_healthy
 import thread_fourth_process
@@ -60,6 +63,9 @@ THEMES = (
     healthy_steps,
     thread_data,
     thread_data_workers,
+    thread_fifth,
+    thread_fifth_healthy,
+    thread_fifth_process,
     thread_fourth,
     thread_fourth_healthy,
     thread_fourth_process,
