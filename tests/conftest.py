@@ -1,8 +1,10 @@
 """Programs of tests, which run while one another waits: started when the first of their outcomes is asked for."""
 
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,18 @@ from warm import Warm
 
 # Of one file, if it says nothing else. Each takes a core or two until it has started, and then it mostly waits.
 AT_ONCE = 4
+# Whose ``sitecustomize.py`` the interpreters run that tests start.
+FRESH = Path(__file__).with_name("fresh")
+
+# A thread of torch that has done its part spins until all others have, which on a busy machine takes ten times what
+# they compute: here it sleeps. Read where torch is loaded, which is after this, also by the programs of the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FRESH), os.environ.get("PYTHONPATH")]))
+    # They would compile this package each.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.addinivalue_line("markers", "program(*arguments): the program whose outcome the test is given")
 
 

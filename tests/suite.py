@@ -10,6 +10,7 @@ named, nothing more is waited for, and nothing that the tests have started is le
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import platform
@@ -91,6 +92,8 @@ class Asking:
         self.say(files={name: len(items) for name, items in files.items()})
         os.environ.pop(self._one_thread, "")
         session.config.hook.pytest_before_forks(session=session)
+        # Of all that the collection has made nothing becomes garbage: neither here nor in a fork it is looked at again.
+        gc.freeze()
         if self._is_first_after_forks(session.config):
             self.say(all_there=True)
         claimed = self._claimed(files)

@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -79,14 +79,17 @@ def sources(folder: Path = FOLDER) -> Sources:
     return found
 
 
-def imported(source: str) -> Iterator[str]:
+@cache  # every module is asked about again and again
+def imported(source: str) -> frozenset[str]:
     """Everything that may be the name of a module, of imports on any line but those for type checkers only."""
+    found = set[str]()
     for node in ast.walk(_NoTypeChecking().visit(ast.parse(source))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
 
 
 class _NoTypeChecking(ast.NodeTransformer):

@@ -114,11 +114,18 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_version": has(lambda: torch.Tensor, "_version"),
     "_foreach_copy_": lambda: torch._foreach_copy_([torch.ones(1)], [torch.ones(1)]),
     "_buffers": said_in("torch.nn.modules.module", "_buffers"),
+    "_extra_state": said_in("torch.nn.modules.module", "_extra_state"),
+    "_parameters": said_in("torch.nn.modules.module", "_parameters"),
     "_non_persistent_buffers_set": said_in("torch.nn.modules.module", "_non_persistent_buffers_set"),
     # FSDP and FSDP2
     "_handle": said_in(f"{FSDP}.fully_sharded_data_parallel", "_handle"),
     "_inter_node_pg": said_in(f"{FSDP}._init_utils", "_inter_node_pg"),
     **{name: said_in(f"{FSDP}._flat_param", name) for name in ("_fqns", "_sharded_size", "_unpadded_unsharded_size")},
+    **{
+        name: said_in(f"{FSDP}._flat_param", name)
+        for name in ("_local_shard", "_params", "_shapes", "_shard_param_infos", "_shared_param_infos")
+    },
+    "_fsdp_wrapped_module": said_in(f"{FSDP}._common_utils", "_fsdp_wrapped_module"),
     "_get_fsdp_state": has(lambda: importlib.import_module(FSDP).FSDPModule, "_get_fsdp_state"),
     "_fsdp_param_group": said_in(f"{FSDP}._fully_shard._fsdp_state", "_fsdp_param_group"),
     "_fsdp_param_groups": said_in(f"{FSDP}._fully_shard._fsdp_state", "_fsdp_param_groups")
@@ -137,6 +144,8 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_local_tensor": said_in("torch.distributed.tensor", "_local_tensor")
     if "_local_tensor" in inspect.getsource(importlib.import_module("torch.distributed.tensor"))
     else said_in("torch.distributed.tensor._api", "_local_tensor"),
+    # Distributed checkpoints
+    "_StorageInfo": takes("torch.distributed.checkpoint.filesystem", "_StorageInfo", "__0_0.distcp", 0, 1),
     "_json": no_check,  # the end of a dump's name
 }
 OF_LIGHTNING: dict[str, Callable[[], object]] = {

@@ -18,11 +18,13 @@ class JustInTimeCheckpointHooks:
 
     Nothing is saved, and next to nothing is done, while nothing happens. When a run is being ended, as ranks wait in
     vain, one has died or raised, a rank whose model and optimizers are whole writes the state after the last completed
-    optimizer step, from a thread beside the one that waits, without a collective. On SIGTERM all ranks stop before the
-    same batch and save together. What cannot be proven to belong together is not saved, and one line says why.
+    optimizer step, from a thread beside the one that waits, without a collective. Where a model is split among ranks,
+    each writes its part. On SIGTERM all ranks stop before the same batch and save then. What cannot be proven to belong
+    together is not saved, and one line says why.
 
     The checkpoint, ``just-in-time-epoch=…-step=….ckpt``, is one that ``trainer.fit(ckpt_path=…)`` of stock Lightning
-    loads. It is written beside, read back and then given its name; no other checkpoint is ever written over.
+    loads; of a model that is split it is a folder. It is written beside, read back and then given its name; no other
+    checkpoint is ever written over.
 
     Args:
         dirpath: The local or shared folder of these checkpoints; relative to where the program was started.

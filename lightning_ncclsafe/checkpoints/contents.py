@@ -4,7 +4,7 @@ Lightning's own code is asked for it, with another view of the Trainer: counters
 that were copied at the boundary, and what asks other ranks is not there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -32,18 +32,36 @@ class _View:
         return type(self._seen)
 
 
-def contents(
-    trainer: Any, ledger: StepLedger, boundary: Boundary, weights: Callable[[], Mapping[str, Any]]
-) -> dict[str, Any]:
-    """The checkpoint of one replica, with the very tensors that are trained: to be written while nothing changes them.
+def optimizer_state_of_replica(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of an optimizer, as of a boundary.
 
-    The user's hooks for saving are called, in the calling thread.
+    Args:
+        optimizer: The optimizer, or Lightning's around it.
+        groups: What its groups had set at the boundary.
+    """
+    state = getattr(optimizer, "_optimizer", optimizer).state_dict()
+    # A scheduler may have set another learning rate since.
+    merged = [{**group, **settings} for group, settings in zip(state["param_groups"], groups, strict=True)]
+    return {**state, "param_groups": merged}
+
+
+def contents(
+    trainer: Any,
+    ledger: StepLedger,
+    boundary: Boundary,
+    weights: Callable[[], Mapping[str, Any]],
+    optimizer_state: Callable[[Any, Sequence[Mapping[str, Any]]], dict[str, Any]] = optimizer_state_of_replica,
+) -> dict[str, Any]:
+    """The checkpoint, or what one rank has of it where a model is split, to be written while nothing changes it.
+
+    It has the very tensors that are trained. The user's hooks for saving are called, in the calling thread.
 
     Args:
         trainer: The ``Trainer``.
         ledger: Its ledger.
         boundary: What the weights belong to.
-        weights: The state of the model, by Lightning's own way to it.
+        weights: The state of the model.
+        optimizer_state: The state of an optimizer, given it and what its groups had set at the boundary.
 
     Raises:
         NotProvenError: A part of it only all ranks together have.
@@ -69,7 +87,7 @@ def contents(
         strategy=_View(
             trainer.strategy,
             lightning_module_state_dict=lambda: _as_of_boundary(weights(), ledger),
-            optimizer_state=lambda optimizer: _optimizer_state(optimizer, groups[id(optimizer)]),
+            optimizer_state=lambda optimizer: optimizer_state(optimizer, groups[id(optimizer)]),
             barrier=lambda *args, **kwargs: None,
         ),
     )
@@ -90,10 +108,3 @@ def _as_of_boundary(weights: Mapping[str, Any], ledger: StepLedger) -> dict[str,
         name: copies.get(_torch.place_of(value), value) if hasattr(value, "data_ptr") else value
         for name, value in weights.items()
     }
-
-
-def _optimizer_state(optimizer: Any, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    state = getattr(optimizer, "_optimizer", optimizer).state_dict()
-    # A scheduler may have set another learning rate since.
-    merged = [{**group, **settings} for group, settings in zip(state["param_groups"], groups, strict=True)]
-    return {**state, "param_groups": merged}

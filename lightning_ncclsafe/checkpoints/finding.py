@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe import _torch
+from lightning_ncclsafe.checkpoints.folder import METADATA, REST, check_lengths, files_of
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, keep_trying, wait_for_keys
 from lightning_ncclsafe.facts import codec
@@ -21,7 +22,7 @@ from lightning_ncclsafe.rules.kit.wording import clause
 
 _SUFFIX = ".ckpt"
 # A sharded checkpoint is a folder: its parts are in torch's distributed format, the rest in a file of Lightning's.
-_SHARDED = (".metadata", "meta.pt")
+_SHARDED = (METADATA, REST)
 # More than anybody keeps whose newest are all damaged.
 _MOST = 16
 _MOST_NAMED = 3
@@ -169,7 +170,11 @@ def why_not_whole(path: Path) -> str:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             absent = [name for name in _SHARDED if not (path / name).is_file()]
-            return f"it lacks {' and '.join(absent)}, as if its writer had been ended" if absent else ""
+            if absent:
+                return f"it lacks {' and '.join(absent)}, as if its writer had been ended"
+            check_lengths(path, files_of(path))
+            path = path / REST
+            status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "it is no file"
         # The list of what is in it comes last: a file that was cut off has none.

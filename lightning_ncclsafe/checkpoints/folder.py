@@ -5,10 +5,11 @@ Whatever is there already stays as it is until a newer one is whole: nothing is 
 
 import os
 import re
+import shutil
 import socket
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,13 +17,22 @@ from typing import Any, BinaryIO
 import psutil
 
 from lightning_ncclsafe import _torch
+from lightning_ncclsafe.exchange import wait_for
 
 KEY = "lightning_ncclsafe"
 """Of what a checkpoint of ours has beside Lightning's own."""
 
+REST = "meta.pt"
+"""Where a checkpoint that is a folder has all but the state of the model and the optimizers, by Lightning's name."""
+
+METADATA = ".metadata"
+"""What PyTorch finds everything else by in such a folder."""
+
 _NAME = re.compile(r"just-in-time-epoch=\d+-step=(\d+)(?:-v\d+)?\.ckpt")
 _PARTIAL = ".just-in-time@{host}@{pid}@{id}.ncclsafe-partial"
 _PARTIALS = re.compile(r"\.just-in-time@(?P<host>[^@]*)@(?P<pid>\d+)@[0-9a-f]+\.ncclsafe-partial")
+# How long another host's folder may take to be seen.
+_SEEN_S = 3.0
 # Two jobs that share a folder come to the same step now and then, not so many times.
 _MOST_NAMESAKES = 1000
 
@@ -68,73 +78,191 @@ class CheckpointFolder:
             OSError: The folder does not take it, or has not kept what was written.
             Exception: Whatever the two functions raise.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._clear_left_behind()
-        name = _PARTIAL.format(host=socket.gethostname().replace("@", ""), pid=os.getpid(), id=uuid.uuid4().hex)
-        partial = self.path / name
+        partial = self._partial()
         try:
-            with partial.open("xb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-                size = file.tell()
-            read_back(partial, size)
+            read_back(partial, write_synced(partial, write))
             may_finish()
             path = self._give_name(partial, epoch, step)
         finally:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-        self._sync()
+        _sync(self.path)
         # It is whole and has its name: what is left to do may fail.
         with suppress(Exception):
             self._remove_older(path)
         return path
 
+    def begin_together(self) -> Path:
+        """The folder that several ranks write a checkpoint to, each a file of its own; :meth:`finish_together` ends it.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        partial = self._partial()
+        partial.mkdir()
+        return partial
+
+    def seen_together(self, name: str) -> Path:
+        """The folder that another rank has begun, by its name.
+
+        Raises:
+            OSError: It is not there: this rank sees another storage.
+        """
+        partial = self.path / name
+        # A file system of a network may show it a moment later.
+        if not _PARTIALS.fullmatch(name) or not wait_for(partial.is_dir, deadline_s=_SEEN_S):
+            raise FileNotFoundError(f"{partial} is not seen here; the folder has to be one that all hosts see")
+        return partial
+
+    def finish_together(self, partial: Path, epoch: int, step: int, files: Mapping[str, int]) -> Path:
+        """Gives a folder its name, if what is in it is what was written.
+
+        Args:
+            partial: The folder.
+            epoch: Lightning's ``current_epoch``.
+            step: Its ``global_step``.
+            files: The length of each file, bytes.
+
+        Returns:
+            Its path.
+
+        Raises:
+            OSError: Storage has not kept it, or shows another folder to other ranks.
+        """
+        check_lengths(partial, files)
+        _sync(partial)
+        path = self._give_name(partial, epoch, step)
+        _sync(self.path)
+        with suppress(Exception):
+            self._remove_older(path)
+        return path
+
+    def abandon(self, partial: Path) -> None:
+        """Leaves nothing of a folder that never got its name."""
+        shutil.rmtree(partial, ignore_errors=True)
+
+    def _partial(self) -> Path:
+        """A name beside, for what is not whole yet."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._clear_left_behind()
+        host = socket.gethostname().replace("@", "")
+        return self.path / _PARTIAL.format(host=host, pid=os.getpid(), id=uuid.uuid4().hex)
+
     def _give_name(self, partial: Path, epoch: int, step: int) -> Path:
+        take = _take_folders_name if partial.is_dir() else _take_files_name
         for version in range(_MOST_NAMESAKES):
             path = self.path / name_of(epoch, step, version)
-            try:
-                # Unlike a rename, a hard link fails where the name is taken, on NFS as well.
-                os.link(partial, path)
-            except FileExistsError:
-                continue
-            except OSError:
-                # A file system without them.
-                if path.exists():
-                    continue
-                partial.rename(path)
-            return path
+            if take(partial, path):
+                return path
         raise FileExistsError(f"{self.path} has {_MOST_NAMESAKES} checkpoints of step {step}")
-
-    def _sync(self) -> None:
-        """A name is on storage once its folder is; what does not know that, needs no more."""
-        with suppress(OSError):
-            handle = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
 
     def _remove_older(self, newest: Path) -> None:
         """What other runs have put there, or cannot be read, is not ours to remove."""
         others = sorted(
-            (path for path in self.path.iterdir() if _NAME.fullmatch(path.name) and path != newest and path.is_file()),
+            (path for path in self.path.iterdir() if _NAME.fullmatch(path.name) and path != newest),
             key=lambda path: path.stat().st_mtime_ns,
             reverse=True,
         )
         for path in [path for path in others if self._is_mine(own_part(path))][self._keep - 1 :]:
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                # Not half of it is ever there under its name.
+                shutil.rmtree(path.rename(self._partial()), ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def _clear_left_behind(self) -> None:
         """By processes of this host that have ended while they were writing."""
         with suppress(OSError):
             for path, found in _matching(self.path.iterdir(), _PARTIALS):
                 if found["host"] == socket.gethostname().replace("@", "") and not psutil.pid_exists(int(found["pid"])):
-                    path.unlink(missing_ok=True)
+                    if path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink(missing_ok=True)
+
+
+def _take_files_name(partial: Path, path: Path) -> bool:
+    """Whether the file has that name now, which nobody had."""
+    try:
+        # Unlike a rename, a hard link fails where the name is taken, on NFS as well.
+        os.link(partial, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        # A file system without them.
+        if path.exists():
+            return False
+        partial.rename(path)
+    return True
+
+
+def _take_folders_name(partial: Path, path: Path) -> bool:
+    """Likewise of a folder."""
+    if path.exists():
+        return False
+    try:
+        # Fails where there is a file, or a folder that is not empty, by now.
+        partial.rename(path)
+    except OSError:
+        if path.exists():
+            return False
+        raise
+    return True
 
 
 def _matching(paths: Iterable[Path], pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
     return [(path, found) for path in paths if (found := pattern.fullmatch(path.name)) is not None]
+
+
+def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> int:
+    """Writes a new file and has it on storage; returns its length.
+
+    Args:
+        path: Its path; there is no file yet.
+        write: Writes to it.
+
+    Raises:
+        OSError: Storage does not take it.
+        Exception: Whatever the function raises.
+    """
+    with path.open("xb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
+    """Checks that each file is as long as it was written.
+
+    Args:
+        folder: Where they are.
+        files: The length of each, bytes.
+
+    Raises:
+        OSError: One is not there, or not of that length.
+    """
+    for name, size in files.items():
+        found = (folder / name).stat().st_size
+        if found != size:
+            raise OSError(f"{size:,} bytes of {name} were written, {found:,} are there")
+
+
+def _sync(folder: Path) -> None:
+    """A name is on storage once its folder is; what does not know that, needs no more."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """The files of a checkpoint that is a folder, with their lengths, as far as it says so itself: those of ours do."""
+    own = own_part(folder)
+    files = own.get("files") if isinstance(own, dict) else None
+    return {str(name): size for name, size in files.items()} if isinstance(files, dict) else {}
 
 
 def read_back(path: Path, size: int) -> None:
@@ -164,6 +292,24 @@ def read_back(path: Path, size: int) -> None:
 def own_part(path: Path) -> Any:
     """What a checkpoint has under :data:`KEY`; None where it cannot be read. Its tensors are not read for that."""
     with suppress(Exception):
-        found = _torch.load_plain(path)
+        found = _torch.load_plain(path / REST if path.is_dir() else path)
         return found.get(KEY) if isinstance(found, dict) else None
     return None
+
+
+def job_of(checkpoint: Path | Mapping[str, Any]) -> str:
+    """What had started the job that has saved a checkpoint, in words; empty where that is not known.
+
+    Args:
+        checkpoint: Its path, or what it has in it.
+    """
+    part = own_part(checkpoint) if isinstance(checkpoint, Path) else checkpoint.get(KEY)
+    job = part.get("job") if isinstance(part, Mapping) else ""
+    return job if isinstance(job, str) else ""
+
+
+def paths_of(folder: Path) -> list[Path]:
+    """The checkpoints of ours in a folder."""
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return []

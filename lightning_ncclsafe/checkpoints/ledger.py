@@ -12,9 +12,10 @@ with each step, and tell how far the device has come.
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe._lightning import package_of
@@ -44,6 +45,20 @@ class Event(Protocol):
 
 class NotProvenError(RuntimeError):
     """What there is does not belong together; the message says why."""
+
+
+class WatchedParameter(NamedTuple):
+    """What this rank has of one parameter.
+
+    Attributes:
+        name: Its name.
+        parameter: As optimizers know it: they change it, and it counts that.
+        values: Gives what is here of it now, wherever the module has it.
+    """
+
+    name: str
+    parameter: Any
+    values: Callable[[], Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +113,7 @@ class StepLedger:
         trainer: The ``Trainer``.
         make_event: Queues an event on the device; None where there is no device that the host runs ahead of.
         was_aborted: Whether a collective was given up: what was queued behind it has run all the same, on a device.
+        parts: This rank's parts of a model that is split; None for a replica.
     """
 
     def __init__(
@@ -106,8 +122,10 @@ class StepLedger:
         *,
         make_event: Callable[[], Event] | None = None,
         was_aborted: Callable[[], bool] = lambda: False,
+        parts: Sequence[WatchedParameter] | None = None,
     ) -> None:
         self._trainer = trainer
+        self._parts = parts
         self._make_event = make_event
         self._was_aborted = was_aborted
         self._methods: list[ReplacedMethod] = []
@@ -116,6 +134,7 @@ class StepLedger:
         self._counts: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._tensors: list[Any] = []
+        self._values: list[Callable[[], Any]] = []
         self._buffers: list[tuple[dict[str, Any], str]] = []
         self._copies: list[Any] = []
         self._stateful: dict[str, Callable[[], Any]] = {}
@@ -238,7 +257,7 @@ class StepLedger:
 
     def _note_largest(self) -> None:
         if self._boundaries:
-            self._boundaries[-1].largest = _torch.largest(self._tensors)
+            self._boundaries[-1].largest = self._largest()
 
     def _unharmed(self, note: Callable[[], None]) -> None:
         """Training goes on whatever happens here, and then nothing is saved in the end."""
@@ -279,7 +298,7 @@ class StepLedger:
             boundary.states = {key: _plain_copy(read()) for key, read in self._stateful.items()}
             boundary.loaders = _loader_states(trainer)
         if is_over and validates:
-            boundary.largest = _torch.largest(self._tensors)
+            boundary.largest = self._largest()
         if self._copies:
             _torch.copy_all(self._copies, [buffers[name] for buffers, name in self._buffers])
         if self._make_event is not None:
@@ -300,16 +319,26 @@ class StepLedger:
     def _find_tensors(self) -> None:
         """What is saved of the model: parameters, and buffers, of which the small ones are copied."""
         module = self._trainer.lightning_module
-        found = dict(module.named_parameters())
+        parts = self._parts
+        if parts is None:
+            parts = [
+                WatchedParameter(name, parameter, partial(_same, parameter))
+                for name, parameter in module.named_parameters()
+            ]
+        found = {part.name: (part.parameter, part.values) for part in parts}
         room = _MOST_BUFFER_BYTES
         for full_name, owner, name in sorted(_torch.saved_buffers(module), key=lambda each: each[1][each[2]].nbytes):
             room -= owner[name].nbytes
-            if room >= 0:
+            if room >= 0 and _torch.spread_size(owner[name]) is None:
                 self._buffers.append((owner, name))
                 self._copies.append(owner[name].detach().clone())
             else:
-                found[full_name] = owner[name]
-        self._names, self._tensors = [*found], [*found.values()]
+                found[full_name] = owner[name], partial(_same, owner[name])
+        self._names = [*found]
+        self._tensors, self._values = [one for one, _ in found.values()], [values for _, values in found.values()]
+
+    def _largest(self) -> Any:
+        return _torch.largest(values() for values in self._values)
 
     # What another thread calls, in the end.
 
@@ -317,6 +346,11 @@ class StepLedger:
     def is_on_device(self) -> bool:
         """Whether there is a device that the host runs ahead of."""
         return self._make_event is not None
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the main thread is in the middle of an optimizer step, or right after it."""
+        return self._is_changing
 
     def newest(self) -> Boundary:
         """The boundary whose weights are those that are there now, on the device.
@@ -348,7 +382,7 @@ class StepLedger:
             name for name, before, after in zip(self._names, boundary.versions, now, strict=True) if before != after
         ]
         if not changed and boundary.largest is not None:
-            pairs = zip(self._names, boundary.largest, _torch.largest(self._tensors), strict=True)
+            pairs = zip(self._names, boundary.largest, self._largest(), strict=True)
             changed = [name for name, before, after in pairs if not _is_same(before, after)]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -475,6 +509,10 @@ def _plain_copy(state: Any) -> Any:
 def _loader_states(trainer: Any) -> list[Any]:
     loader = trainer.fit_loop._combined_loader
     return loader._state_dicts() if loader is not None else []
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -24,7 +24,7 @@ import torch
 _HEADER = struct.Struct("<QII")
 # Random states of some kilobytes, three times over, and of the loaders of a training.
 _ROOM = 1 << 18
-_TENSOR, _TUPLE, _WORDS = "\0tensor", "\0tuple", "\0words"
+_TENSOR, _TUPLE, _WORDS, _MAPPING = "\0tensor", "\0tuple", "\0words", "\0mapping"
 _DTYPES = {"uint8": torch.uint8, "int64": torch.int64}
 _PREFIX, _OLD_S = "ncclsafe-position-", 3600.0
 # Longer ones are the states of generators.
@@ -57,18 +57,28 @@ class LeftBehind:
             raise
         finally:
             os.close(handle)
-        self._number = 0
+        self._number = self._place = 0
+        self._kept: Known = {}
 
-    def write(self, position: Mapping[str, Any]) -> None:
-        """Takes the place of the one before the last; what is too large, or no plain data, is left out."""
+    def write(self, position: Mapping[str, Any], *, over_last: bool = False) -> None:
+        """Takes the place of the one before the last; what is too large, or no plain data, is left out.
+
+        Args:
+            position: What is written.
+            over_last: Whether it takes that of the last one.
+        """
+        # How an epoch began stays as it was: no need to pack it each time.
+        used: Known = {}
         try:
-            content = packed(position)
+            content = packed(position, self._kept, used)
         except (TypeError, ValueError, OverflowError):
             content = b""
+        self._kept = used
         if len(content) > _ROOM - _HEADER.size:
             content = b""
         self._number += 1
-        start = (self._number % 2) * _ROOM
+        self._place = self._place if over_last else 1 - self._place
+        start = self._place * _ROOM
         self._memory[start + _HEADER.size : start + _HEADER.size + len(content)] = content
         self._memory[start : start + _HEADER.size] = _HEADER.pack(self._number, len(content), zlib.crc32(content))
 
@@ -88,8 +98,13 @@ def _clear() -> None:
                 path.unlink()
 
 
-def read_left_behind(path: Path) -> dict[str, Any] | None:
-    """The last position that a rank has written; None where there is none that is whole."""
+def read_left_behind(path: Path, step: int | None = None) -> dict[str, Any] | None:
+    """The last position that a rank has written; None where there is none that is whole.
+
+    Args:
+        path: The file.
+        step: The optimizer step that it has to be after; None for any.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
@@ -104,23 +119,33 @@ def read_left_behind(path: Path) -> dict[str, Any] | None:
             body = part[_HEADER.size : _HEADER.size + length]
             if number and len(body) == length and zlib.crc32(body) == checksum:
                 found.append((number, body))
-    if not found:
-        return None
-    try:
-        position = unpacked(max(found)[1])
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, struct.error):
-        return None
-    return position if isinstance(position, dict) else None
+    for _, body in sorted(found, reverse=True):
+        try:
+            position = unpacked(body)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError, struct.error):
+            position = None
+        if step is None or (isinstance(position, dict) and position.get("step") == step):
+            return position if isinstance(position, dict) else None
+    return None
 
 
-def packed(value: Any) -> bytes:
+Known = dict[int, tuple[Any, bytes]]
+"""Mappings that never change with their bytes, by the identity of the mappings, which are kept with them."""
+
+
+def packed(value: Any, known: Known | None = None, used: Known | None = None) -> bytes:
     """Plain data with tensors as bytes: what is small as JSON, what is long as it is in memory.
+
+    Args:
+        value: The data.
+        known: Mappings in it that have been packed before.
+        used: Gets the mappings in it, with their bytes.
 
     Raises:
         TypeError, ValueError, OverflowError: Something in it is neither.
     """
     blobs: list[bytes] = []
-    header = json.dumps(_plain(value, blobs)).encode()
+    header = json.dumps(_plain(value, blobs, known or {}, {} if used is None else used)).encode()
     lengths = [len(header), *map(len, blobs)]
     return b"".join([struct.pack(f"<I{len(lengths)}I", len(lengths), *lengths), header, *blobs])
 
@@ -140,23 +165,27 @@ def unpacked(content: bytes) -> Any:
     return _restored(json.loads(parts[0]), parts[1:])
 
 
-def _plain(value: Any, blobs: list[bytes]) -> Any:
+def _plain(value: Any, blobs: list[bytes], known: Known, used: Known, *, is_inner: bool = False) -> Any:
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
         if name not in _DTYPES or value.dim() != 1:
             raise TypeError(f"a tensor of {name} with {value.dim()} dimensions")
         blobs.append(value.cpu().numpy().tobytes())
         return {_TENSOR: [name, len(blobs) - 1]}
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise TypeError("a key that is no text")
-        return {key: _plain(item, blobs) for key, item in value.items()}
+        if is_inner and not any(isinstance(item, (dict, list)) for item in value.values()):
+            blobs.append(known[id(value)][1] if id(value) in known else packed(value))
+            used[id(value)] = value, blobs[-1]
+            return {_MAPPING: len(blobs) - 1}
+        return {key: _plain(item, blobs, known, used, is_inner=True) for key, item in value.items()}
     if isinstance(value, tuple) and len(value) > _SHORT:
         blobs.append(array("Q", value).tobytes())
         return {_WORDS: len(blobs) - 1}
     if isinstance(value, tuple):
-        return {_TUPLE: [_plain(item, blobs) for item in value]}
-    return [_plain(item, blobs) for item in value] if isinstance(value, list) else value
+        return {_TUPLE: [_plain(item, blobs, known, used, is_inner=True) for item in value]}
+    return [_plain(item, blobs, known, used, is_inner=True) for item in value] if isinstance(value, list) else value
 
 
 def _restored(value: Any, blobs: list[bytes]) -> Any:
@@ -167,6 +196,8 @@ def _restored(value: Any, blobs: list[bytes]) -> Any:
     if _TENSOR in value:
         name, number = value[_TENSOR]
         return torch.frombuffer(bytearray(blobs[number]), dtype=_DTYPES[name])
+    if _MAPPING in value:
+        return unpacked(blobs[value[_MAPPING]])
     if _WORDS in value:
         return tuple(array("Q", blobs[value[_WORDS]]))
     if _TUPLE in value:

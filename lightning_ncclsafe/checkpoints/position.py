@@ -9,7 +9,7 @@ import warnings
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +32,7 @@ from lightning_ncclsafe.report.terminal import say_on_stderr
 _WITHIN = ("sampler", "_sampler", "batch_sampler", "_batch_sampler", "base_sampler", "dataset")
 _DEEPEST = 6
 _END = object()
+_WARNED = "You're resuming from a checkpoint that ended before the epoch"
 _UNUSABLE = (ValueError, TypeError, KeyError, RuntimeError, IndexError, AttributeError)
 
 _of_trainer: "WeakKeyDictionary[Any, DataPosition]" = WeakKeyDictionary()
@@ -69,14 +70,22 @@ class DataPosition:
         self._loaders: list[_Indices | _Stateful | None] = []
         self._resumed: Mapping[str, Any] | None = None
         self._knows_all = False
+        self._goes_on = False
         self._random: Mapping[str, Any] | None = None
+        self._ahead: Mapping[str, Any] | None = None
+        self._why_not_ahead = ""
 
     def attach(self) -> None:
         """Watches the samplers of the training's loaders, each as it is about to be read."""
         fit = self._trainer.fit_loop
         loaders = ReplacedMethod(fit, "_load_combined_loader_states", lambda: self._loaders_are_there(loaders))
         begins = ReplacedMethod(fit.epoch_loop, "on_run_start", lambda *args: self._epoch_begins(begins, *args))
-        self._methods = [loaders, begins]
+        reset = ReplacedMethod(fit.epoch_loop, "reset", lambda: self._reset(reset))
+        self._methods = [loaders, begins, reset]
+        if self._left_behind is not None:
+            precision = self._trainer.precision_plugin
+            backward = ReplacedMethod(precision, "pre_backward", lambda *args: self._backward_begins(backward, *args))
+            self._methods.append(backward)
         _of_trainer[self._trainer] = self
 
     def detach(self) -> None:
@@ -88,17 +97,46 @@ class DataPosition:
 
     def capture(self) -> dict[str, Any]:
         """See :func:`capture`."""
-        batches = _batches_of(self._trainer)
+        position = self._after(_batches_of(self._trainer))
+        if self._left_behind is not None:
+            then = position | {"step": int(self._trainer.global_step)}
+            # Nothing has drawn since the backward pass: that is there.
+            if self._ahead is None or not _is_same(self._ahead, then):
+                self._left_behind.write(then)
+            self._ahead = None
+        return position
+
+    def _backward_begins(self, backward: ReplacedMethod, *args: Any) -> Any:
+        """Once its gradients are there the others can make the step, whatever becomes of this rank meanwhile.
+
+        What comes until the end of the batch hardly draws random numbers: where this rank will be then is left behind.
+        """
+        result = backward.original(*args)
+        trainer = self._trainer
+        if not self._why_not_ahead and trainer.lightning_module.automatic_optimization:
+            try:
+                if not trainer.fit_loop.epoch_loop._should_accumulate():
+                    self._leave_ahead()
+            except Exception as error:  # training goes on
+                self._why_not_ahead = repr(error)
+        return result
+
+    def _leave_ahead(self) -> None:
+        assert self._left_behind is not None
+        then = self._after(_batches_of(self._trainer) + 1) | {"step": int(self._trainer.global_step) + 1}
+        # Not over that of the step before, which counts until this one is made; some optimizers go backward repeatedly.
+        self._left_behind.write(then, over_last=self._ahead is not None)
+        self._ahead = then
+
+    def _after(self, batches: int) -> dict[str, Any]:
+        """As random numbers are now, after so many batches of the epoch."""
         loaders = [loader.record(batches) if loader is not None else None for loader in self._loaders]
-        position = {
+        return {
             # Those of a checkpoint come into force in a moment.
             "random": dict(self._random) if self._random is not None else saved_states(),
             "batches": batches,
             "loaders": loaders if loaders and all(loader is not None for loader in loaders) else None,
         }
-        if self._left_behind is not None:
-            self._left_behind.write(position | {"step": int(self._trainer.global_step)})
-        return position
 
     def resume(self, saved: Mapping[str, Any] | None, *, knows_all: bool) -> None:
         """Goes on from what :meth:`capture` has given, once Lightning has restored its loops and has its loaders.
@@ -139,9 +177,16 @@ class DataPosition:
         for loader, record in zip(self._loaders, records, strict=True):
             if loader is not None:
                 loader.go_on(record, batches, epoch, self._say_first)
-        # Lightning knows only of loaders with a state of their own.
-        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+        self._goes_on = True
         return result
+
+    def _reset(self, replaced: ReplacedMethod) -> Any:
+        """Lightning warns here of loaders that have no state of their own; it does not know of ours."""
+        goes_on, self._goes_on = self._goes_on, False
+        with warnings.catch_warnings() if goes_on else nullcontext():
+            if goes_on:
+                warnings.filterwarnings("ignore", message=_WARNED)
+            return replaced.original()
 
     def _can_go_on(self, resumed: Mapping[str, Any], records: Sequence[Any], batches: int) -> bool:
         """Whether all ranks know where their data stood: the same answer on every rank."""
@@ -175,6 +220,9 @@ class DataPosition:
     def _epoch_begins(self, replaced: ReplacedMethod, *args: Any) -> Any:
         """Lightning is about to train on the next batch, or to make up for a validation."""
         result = replaced.original(*args)
+        for loader in self._loaders:
+            if loader is not None:
+                loader.catch_up()
         states, self._random = self._random, None
         if states is not None:
             try:
@@ -211,6 +259,9 @@ class _Stateful:
         if record is not None:
             self._loader.load_state_dict(record["state"])
 
+    def catch_up(self) -> None:
+        pass
+
     def release(self) -> None:
         pass
 
@@ -234,6 +285,7 @@ class _Indices:
         self._digests = array("I")
         self._is_untouched = False
         self._resumed: tuple[Mapping[str, Any], int] | None = None
+        self._own: Iterator[Any] | None = None
         self._say: Callable[[str], None] = say_on_stderr
         parent = type(sampler)
         self._replaced = ReplacedClass(sampler, {"__iter__": lambda _: self._iterate(lambda: parent.__iter__(sampler))})
@@ -261,6 +313,13 @@ class _Indices:
                 set_epoch(epoch)
         self._resumed, self._say = (record or {}, batches), say
 
+    def catch_up(self) -> None:
+        """Asks now for what has been used: after the last batch of an epoch nobody asks for another one in it."""
+        resumed, own = self._resumed, self._own
+        if resumed is not None and own is not None:
+            self._resumed = None
+            self._skip(own, *resumed)
+
     def release(self) -> None:
         """The sampler is as it was."""
         self._replaced.restore()
@@ -270,7 +329,8 @@ class _Indices:
         if not (self._is_untouched and self._loader.num_workers):
             self._epoch_begins()
         self._is_untouched = True
-        return self._indices(begin())
+        self._own = begin()
+        return self._indices(self._own)
 
     def _epoch_begins(self) -> None:
         self._digests = array("I")
@@ -288,10 +348,8 @@ class _Indices:
 
     def _indices(self, own: Iterator[Any]) -> Iterator[Any]:
         self._is_untouched = False
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            self._skip(own, *resumed)
-        elif self._first is None:
+        self.catch_up()
+        if self._first is None:
             self._first = saved_states()
         # Some samplers are their own iterators: to iterate them once more would begin them again.
         while (indices := next(own, _END)) is not _END:
@@ -327,6 +385,21 @@ class _Indices:
         except (TypeError, OverflowError):
             content = repr(indices).encode()
         self._digests.append(zlib.crc32(content, before))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Of two positions, of which the most is the very same."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) or (isinstance(one, tuple) and any(isinstance(each, torch.Tensor) for each in one)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
 def _torch_world_size() -> int:

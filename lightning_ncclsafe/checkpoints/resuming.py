@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.checkpoints.finding import agree_on_newest, why_of_another
-from lightning_ncclsafe.checkpoints.folder import KEY
+from lightning_ncclsafe.checkpoints.folder import KEY, job_of, paths_of
 from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, read_left_behind
 from lightning_ncclsafe.checkpoints.position import DataPosition
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
+from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
@@ -77,7 +78,7 @@ class Resuming:
             ranks: Those that did not answer.
             step: Lightning's ``global_step``.
         """
-        found = {rank: read_left_behind(self._files[rank]) for rank in ranks if rank in self._files}
+        found = {rank: read_left_behind(self._files[rank], step) for rank in ranks if rank in self._files}
         return {rank: one for rank, one in found.items() if one is not None and one.pop("step", None) == step}
 
     def attach(self) -> None:
@@ -113,7 +114,9 @@ class Resuming:
             if self._rank == 0:
                 silent = [rank for rank, one in enumerate(positions) if one is None]
                 more = f"; random numbers of {ranks_words(silent)} begin anew" if silent else ""
-                say_on_stderr(f"going on from {checkpoint_path}{more}")
+                other = _other_job(job_of(loaded))
+                by = f", which another job has saved ({other})" if other else ""
+                say_on_stderr(f"going on from {checkpoint_path}{by}{more}")
 
     def _find(self, of_slurm: Any) -> str:
         callbacks = getattr(self._trainer, "checkpoint_callbacks", ())
@@ -131,7 +134,15 @@ class Resuming:
         )
 
     def _why_unfit(self, path: Path) -> str:
-        """Asked on rank 0 alone: of a model that is split among ranks nothing is asked."""
+        """Asked on rank 0 alone."""
+        # Two jobs may share the folder, at the same time even: each goes on from its own, once it has one.
+        other = _other_job(job_of(path))
+        if other and any(job_of(one) == launch_words() for one in paths_of(self._settings.dirpath)):
+            return f"another job has saved it ({other}), and this one has saved others"
+        return self._why_of_another_model(path)
+
+    def _why_of_another_model(self, path: Path) -> str:
+        """Of a model that is split among ranks nothing is asked."""
         module, strategy = self._trainer.lightning_module, self._trainer.strategy
         changes_it = not type(module).on_load_checkpoint.__module__.endswith(".core.hooks")
         if strategy.restore_checkpoint_after_setup or changes_it or not getattr(module, "strict_loading", True):
@@ -151,3 +162,9 @@ class Resuming:
             return [None] * self._world_size
         found = (positions.get(rank) for rank in range(self._world_size))
         return [one if isinstance(one, Mapping) else None for one in found]
+
+
+def _other_job(job: str) -> str:
+    """The job that has saved a checkpoint, if it is another one than this; empty where one of them has no name."""
+    mine = launch_words()
+    return job if mine and job != mine else ""

@@ -11,88 +11,39 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.checkpoints import position
+from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
 from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError, StepLedger
+from lightning_ncclsafe.checkpoints.shards import OwnShard
+from lightning_ncclsafe.checkpoints.together import Together
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for_keys
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for, wait_for_keys
+from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
 
 # How long ranks wait for what the others say about themselves: those come with one verdict, or before one batch.
 _MEET_S = 2.0
+# Of the time that there is, where none of them can be done without.
+_WORTH = 0.4
+# What a main thread is given to end the step that it is in the middle of.
+_STEP_S = 1.0
 # What is kept of the time for the last things to do, such as to give a checkpoint its name.
 _RESERVE_S = 0.5
+# Until a rank whose own attempt is stuck looks whether another one has saved.
+_POLL_S = 0.5
+# Ranks that try one after the other, within the time that there is.
+_MOST_TRIED = 8
 _VERSION = 1
-
-
-class LastCheckpoint:
-    """The last checkpoint that somebody else has saved in this call, as a ``ModelCheckpoint`` does.
-
-    Attributes:
-        path: Its name; empty if there was none.
-        took_s: How long all ranks took for it, seconds.
-    """
-
-    def __init__(self) -> None:
-        self.path = ""
-        self.took_s = 0.0
-        self._begun: tuple[str, float] | None = None
-
-    def begin(self, path: Any) -> None:
-        """One is about to be written."""
-        self._begun = str(path), time.monotonic()
-
-    def end(self) -> None:
-        """It is there, for all ranks."""
-        if self._begun is not None:
-            self.path, self.took_s = self._begun[0], time.monotonic() - self._begun[1]
-            self._begun = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What one rank says of its weights.
-
-    Attributes:
-        rank: Global rank.
-        step: The step that they are of; -1 where that cannot be told.
-        validates: Whether a validation comes before the next batch.
-        raised: Whether the rank itself has failed: another one is preferred.
-        why: Why it cannot save; empty where it can.
-    """
-
-    rank: int
-    step: int = -1
-    validates: bool = False
-    raised: bool = False
-    why: str = ""
-
-
-def savers(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Who tries to save, in this order: of the ranks that can, those of the newest step, healthy ones first."""
-    able = [candidate for candidate in candidates if not candidate.why]
-    newest = max((candidate.step for candidate in able), default=-1)
-    return sorted((each for each in able if each.step == newest), key=lambda each: (each.raised, each.rank))
-
-
-def why_none(candidates: Sequence[Candidate], world_size: int) -> str:
-    """Why no rank can save, in words."""
-    reasons: dict[str, list[int]] = {}
-    for candidate in candidates:
-        reasons.setdefault(candidate.why, []).append(candidate.rank)
-    silent = sorted({*range(world_size)} - {candidate.rank for candidate in candidates})
-    if silent:
-        reasons["no answer"] = silent
-    return "; ".join(f"{ranks_words(ranks)}: {why}" for why, ranks in reasons.items())
 
 
 # Those that save now, of all threads of this process.
@@ -115,7 +66,7 @@ class Saver:
         rank: Global rank.
         world_size: Number of ranks.
         exchange: What the ranks share, at this moment.
-        is_split: Whether a rank has but a part of the model.
+        shard: This rank's part of a model that is split; None for a replica.
         last_save_s: How long the last checkpoint took to save, seconds; 0 where that is unknown.
         last_path: The last checkpoint that somebody else has saved; empty if there was none.
         left_behind: Positions of ranks that do not answer, after this step, as far as they are known.
@@ -132,7 +83,7 @@ class Saver:
         rank: int,
         world_size: int,
         exchange: Callable[[], Exchange],
-        is_split: bool = False,
+        shard: OwnShard | None = None,
         last_save_s: Callable[[], float] = lambda: 0.0,
         last_path: Callable[[], str] = lambda: "",
         left_behind: Callable[[Iterable[int], int], Mapping[int, Any]] = lambda ranks, step: {},
@@ -146,7 +97,7 @@ class Saver:
         self._rank = rank
         self._world_size = world_size
         self._exchange = exchange
-        self._is_split = is_split
+        self._shard = shard
         self._last_save_s = last_save_s
         self._last_path = last_path
         self._say = say
@@ -155,6 +106,9 @@ class Saver:
         self._is_abandoned = False
         self._is_over = threading.Event()
         self._is_left = threading.Event()
+        # All ranks are there now; in the end some may not be.
+        if shard is not None and not shard.why_unread:
+            exchange().set(_shard_key(rank), shard.layout.encode())
 
     def begin(
         self, cause: str, *, budget_s: float, raised: bool = False, finally_do: Callable[[], None] = lambda: None
@@ -190,14 +144,28 @@ class Saver:
 
     @marked(Mark.STORE)
     def wait(self) -> None:
-        """Waits until that is over, or its time is; then nothing more is saved."""
-        if self._is_over.wait(max(0.0, self._left_s())):
-            self._is_left.wait(_RESERVE_S + max(0.0, self._left_s()))
+        """Waits until that is over, here or on another rank, or its time is; then nothing more is saved."""
+        poll_s = max(_POLL_S, poll_interval_s(self._world_size))
+        while not self._is_over.wait(min(poll_s, max(0.0, self._left_s()))):
+            # Where this rank's own attempt is stuck, another one's may be done.
+            is_saved = self._is_saved_elsewhere()
+            if not is_saved and self._left_s() > 0.0:
+                continue
+            # One that is not stuck hears of it in a moment.
+            if is_saved and self._is_over.wait(_POLL_S):
+                break
+            with self._lock:
+                is_first, self._is_abandoned = not self._is_abandoned, True
+            if is_first and not is_saved and comes_first(self._exchange(), "checkpoint/said", self._rank):
+                self._say(f"no checkpoint was saved: there was no more time{self._way_back()}")
             return
-        with self._lock:
-            is_first, self._is_abandoned = not self._is_abandoned, True
-        if is_first and comes_first(self._exchange(), "checkpoint/said", self._rank):
-            self._say(f"no checkpoint was saved: there was no more time{self._way_back()}")
+        self._is_left.wait(_RESERVE_S + max(0.0, self._left_s()))
+
+    def _is_saved_elsewhere(self) -> bool:
+        keys = [f"checkpoint/outcome/{number}" for number in range(min(self._world_size, _MOST_TRIED))]
+        with suppress(ExchangeError):
+            return any(json.loads(outcome)[0] for outcome in self._exchange().get_many(keys).values())
+        return False
 
     @property
     def is_under_way(self) -> bool:
@@ -214,7 +182,13 @@ class Saver:
             order = self._meet(exchange, candidate, boundary)
         except ExchangeError:
             # Each on its own: a name is taken once.
-            order = savers([candidate])
+            order = [] if self._shard is not None else savers([candidate])
+            if self._shard is not None:
+                why = "each rank has a part of the model, and cannot reach the others"
+                self._say(f"rank {self._rank} saved no checkpoint: {why}{self._way_back()}")
+        if self._shard is not None:
+            self._save_together(exchange, boundary, order, cause)
+            return
         for number, saver in enumerate(order):
             if saver.rank == self._rank and boundary is not None:
                 path, why = self._try(exchange, boundary, order, cause)
@@ -227,12 +201,17 @@ class Saver:
 
     def _stand(self, raised: bool) -> tuple[Boundary | None, Candidate]:
         try:
-            if self._is_split:
-                raise NotProvenError("each has but a part of the model")
+            if self._shard is not None and self._shard.why_unread:
+                raise NotProvenError(self._shard.why_unread)
+            # One that does not wait is about to: it is told of the verdict at any moment.
+            wait_for(lambda: not self._ledger.is_in_step, deadline_s=_STEP_S)
             boundary = self._ledger.newest()
         except NotProvenError as error:
             return None, Candidate(rank=self._rank, raised=raised, why=str(error))
-        return boundary, Candidate(rank=self._rank, step=boundary.step, validates=boundary.validates, raised=raised)
+        shard = self._shard.layout if self._shard is not None else ""
+        return boundary, Candidate(
+            rank=self._rank, step=boundary.step, validates=boundary.validates, raised=raised, shard=shard
+        )
 
     def _meet(self, exchange: Exchange, candidate: Candidate, boundary: Boundary | None) -> list[Candidate]:
         """Says where this rank stands; returns who tries, the same on all ranks."""
@@ -243,17 +222,32 @@ class Saver:
         found = wait_for_keys(
             exchange,
             [f"checkpoint/candidate/{rank}" for rank in ranks],
-            deadline_s=min(_MEET_S + self._world_size / 1000, self._left_s() / 3),
+            deadline_s=self._meet_s(),
             poll_s=poll_interval_s(self._world_size),
             give_up=lambda: "checkpoint/order" in exchange.get_many(["checkpoint/order"]),
         )
         candidates = sorted((Candidate(**json.loads(each)) for each in found.values()), key=lambda each: each.rank)
-        order = [asdict(each) for each in savers(candidates)]
+        shard_of = self._shard_of_each(exchange)
+        order = [asdict(each) for each in savers(candidates, {*shard_of})]
         agreed = json.loads(exchange.set_if_absent("checkpoint/order", json.dumps(order).encode()))
         is_new = any(each.why != NO_STEP for each in candidates)
         if not agreed and is_new and comes_first(exchange, "checkpoint/said", self._rank):
-            self._say(f"no checkpoint was saved: {why_none(candidates, self._world_size)}{self._way_back()}")
+            self._say(f"no checkpoint was saved: {why_none(candidates, shard_of)}{self._way_back()}")
         return [Candidate(**each) for each in agreed]
+
+    def _meet_s(self) -> float:
+        # Without the part of one rank those of the others are nothing: then it is worth waiting for.
+        if self._shard is not None:
+            return self._left_s() * _WORTH
+        return min(_MEET_S + self._world_size / 1000, self._left_s() / 3)
+
+    def _shard_of_each(self, exchange: Exchange) -> list[str]:
+        """A rank that never said it has a part that nobody else has."""
+        if self._shard is None:
+            return [""] * self._world_size
+        keys = [_shard_key(rank) for rank in range(self._world_size)]
+        found = exchange.get_many(keys)
+        return [found[key].decode() if key in found else key for key in keys]
 
     def _hear(self, exchange: Exchange, number: int, *, is_last: bool) -> tuple[str, str]:
         """What has come of another rank's attempt; one that does not end in half the time may have ended itself."""
@@ -267,10 +261,8 @@ class Saver:
 
     def _try(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str) -> tuple[str, str]:
         began = time.monotonic()
-        expected_s = self._last_save_s()
         try:
-            if expected_s and expected_s > self._left_s() - _RESERVE_S:
-                raise TimeoutError(f"the last one took {expected_s:.0f} s, and {self._left_s():.0f} s are left")
+            self._check_time()
             path = self._write(exchange, boundary, order, cause)
         except Exception as error:
             why = _words(error)
@@ -282,32 +274,102 @@ class Saver:
         )
         return str(path), ""
 
-    def _write(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str) -> Path:
-        made = contents(self._trainer, self._ledger, boundary, self._weights)
-        made[KEY] = {
+    def _check_time(self) -> None:
+        expected_s = self._last_save_s()
+        if expected_s and expected_s > self._left_s() - _RESERVE_S:
+            raise TimeoutError(f"the last one took {expected_s:.0f} s, and {self._left_s():.0f} s are left")
+
+    def _save_together(
+        self, exchange: Exchange, boundary: Boundary | None, order: Sequence[Candidate], cause: str
+    ) -> None:
+        """Each part of the model is written by one rank; the first of them makes one checkpoint of that."""
+        ranks = writers(order)
+        if not ranks or boundary is None or self._shard is None:
+            return
+        began = time.monotonic()
+        together = Together(
+            exchange,
+            self._folder(self._run_of_all(exchange)),
+            self._rank,
+            ranks,
+            is_on_device=self._ledger.is_on_device,
+            left_s=lambda: self._left_s() - _RESERVE_S,
+            check=lambda: self._ledger.check(boundary),
+            may_finish=self._check_not_abandoned,
+        )
+        if self._rank != ranks[0]:
+            if self._rank in ranks:
+                together.follow(lambda: self._state_and_rest(boundary)[0], _words)
+            self._hear(exchange, 0, is_last=True)
+            return
+        path, why = "", ""
+        try:
+            self._check_time()
+            path = str(together.lead(lambda: self._whole(exchange, boundary, order, cause), boundary))
+            took_s = time.monotonic() - began
+            who = ranks_words(sorted(ranks))
+            self._say(f"{who} saved the state after step {boundary.step} together in {took_s:.1f} s: {path}")
+        except Exception as error:
+            why = _words(error)
+            if not self._is_abandoned:
+                self._say(f"no checkpoint of step {boundary.step} was saved: {why}{self._way_back()}")
+        finally:
+            with suppress(ExchangeError):
+                together.call_off()
+                exchange.set("checkpoint/outcome/0", json.dumps([path, why]).encode())
+
+    def _whole(
+        self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        state, rest = self._state_and_rest(boundary)
+        return state, rest | {KEY: self._own_part(exchange, boundary, order, cause)}
+
+    def _state_and_rest(self, boundary: Boundary) -> tuple[dict[str, Any], dict[str, Any]]:
+        """This rank's part of what is split, and all else, as Lightning separates them."""
+        assert self._shard is not None
+        made = contents(self._trainer, self._ledger, boundary, self._shard.weights, self._shard.optimizer_state)
+        optimizers = enumerate(made.pop("optimizer_states", []))
+        state = {self._shard.model_key: made.pop("state_dict")}
+        return state | {f"optimizer_{number}": state for number, state in optimizers}, made
+
+    def _own_part(
+        self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str
+    ) -> dict[str, Any]:
+        """What a checkpoint of ours has beside Lightning's own."""
+        return {
             "version": _VERSION,
             "world_size": self._world_size,
             "positions": self._positions(exchange, boundary, order),
             "cause": cause,
             "created_ns": time.time_ns(),
             "run": self._run_of_all(exchange),
+            "job": launch_words(),
         }
+
+    def _folder(self, run: str) -> CheckpointFolder:
+        return CheckpointFolder(
+            self._settings.dirpath,
+            keep=self._settings.keep,
+            is_mine=lambda part: isinstance(part, dict) and part.get("run") == run,
+        )
+
+    def _write(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str) -> Path:
+        made = contents(self._trainer, self._ledger, boundary, self._weights)
+        made[KEY] = self._own_part(exchange, boundary, order, cause)
         # Copied from a device, it is as good as saved; else it is read while it is written.
         if self._ledger.is_on_device:
             made = _torch.to_host(made)
             self._ledger.check(boundary)
-        folder = CheckpointFolder(
-            self._settings.dirpath,
-            keep=self._settings.keep,
-            is_mine=lambda part: isinstance(part, dict) and part.get("run") == made[KEY]["run"],
-        )
-        return folder.write(
+        return self._folder(made[KEY]["run"]).write(
             boundary.epoch, boundary.step, lambda file: _torch.save(made, file), lambda: self._may_finish(boundary)
         )
 
     def _may_finish(self, boundary: Boundary) -> None:
         if not self._ledger.is_on_device:
             self._ledger.check(boundary)
+        self._check_not_abandoned()
+
+    def _check_not_abandoned(self) -> None:
         if self._is_abandoned:
             raise TimeoutError("it took too long")
 
@@ -346,6 +408,10 @@ class Saver:
     def _way_back(self) -> str:
         path = self._last_path()
         return f"; the last one is {path}" if path else "; there is no earlier one of this run"
+
+
+def _shard_key(rank: int) -> str:
+    return f"checkpoint/shard/{rank}"
 
 
 def _packed(value: Any) -> bytes:

@@ -7,7 +7,7 @@ from importlib import import_module
 from jsonargparse import ArgumentParser
 
 # Modules of this package. Each has add_to, which adds it to the subcommands of a parser, and run.
-_COMMANDS = ("diagnose", "explain", "inspect", "logs", "preflight", "render", "run")
+COMMANDS = ("diagnose", "explain", "inspect", "logs", "preflight", "render", "run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else arguments
     # Each takes a while to import: all are only for who asks what there is.
-    names = [name for name in _COMMANDS if name in given[:1]] or _COMMANDS
+    names = [name for name in COMMANDS if name in given[:1]] or COMMANDS
     modules = {name: import_module(f"{__name__}.{name}") for name in names}
     parser = ArgumentParser(prog="ncclsafe", description="Tools of lightning-ncclsafe.")
     commands = parser.add_subcommands()

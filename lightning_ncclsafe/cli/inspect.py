@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.inspecting.inspection import LOOKS, SECONDS, inspect
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe
@@ -31,7 +32,15 @@ _PIDS = "process ids of the ranks (default: all ranks that are found)"
 _FORMAT = "text, json (a document as in report.json for each job) or html (default: text)"
 _OUTPUT = "folder to write report.json, report.txt and report.html to, in one folder for each host and job"
 _HOW_OFTEN = f"how often to look at each rank (default: {LOOKS})"
-_HOW_LONG = f"seconds between the first look and the last (default: {SECONDS:g})"
+_HOW_LONG = (
+    f"seconds between the first look and the last (default: {SECONDS:g}, then on while a rank stands still as in a long"
+    f" step, until one is known to have stood for {LONG_STEP_S:g} s)"
+)
+_NATIVE = "read native frames, too: a rank that stands still is stopped for it once, for some 0.1 s"
+_RECORDER = (
+    "have ranks write PyTorch's Flight Recorder, where they were started with a pipe to ask for it"
+    " (TORCH_NCCL_DEBUG_INFO_PIPE_FILE): each writes the file that its environment names, which stays"
+)
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
@@ -49,20 +58,29 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--format", choices=[one.value for one in _Format], default="text", help=_FORMAT)
     parser.add_argument("--output", type=str, default=None, metavar="DIR", help=_OUTPUT)
     parser.add_argument("--looks", type=int, default=LOOKS, metavar="N", help=_HOW_OFTEN)
-    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help=_HOW_LONG)
+    parser.add_argument("--native", action="store_true", help=_NATIVE)
+    parser.add_argument("--recorder", action="store_true", help=_RECORDER)
+    parser.add_argument("--seconds", type=float, default=None, metavar="S", help=_HOW_LONG)
 
 
 def run(config: Namespace) -> int:
     """Runs ``ncclsafe inspect``; returns the exit code."""
-    if config.looks < 2 or config.seconds <= 0:
+    if config.looks < 2 or (config.seconds is not None and config.seconds <= 0):
         print(
             "error: --looks has to be 2 or more, and --seconds more than 0: movement is seen between looks",
             file=sys.stderr,
         )
         return 2
-    found = inspect(config.pid, looks=config.looks, over_s=config.seconds)
+    found = inspect(
+        config.pid,
+        looks=config.looks,
+        over_s=config.seconds,
+        may_write=config.recorder,
+        may_stop=config.native,
+        say=_note,
+    )
     for note in found.notes:
-        print(f"note: {safe(note)}", file=sys.stderr)
+        _note(note)
     if not found.diagnoses:
         return 2
     try:
@@ -76,6 +94,10 @@ def run(config: Namespace) -> int:
     return int(any(map(_is_held_up, found.diagnoses)))
 
 
+def _note(text: str) -> None:
+    print(f"note: {safe(text)}", file=sys.stderr, flush=True)
+
+
 def _is_held_up(diagnosis: Diagnosis) -> bool:
     """Whether anything keeps the job from being called one that moves."""
     moves = all(facts.inspection is not None and facts.inspection.moved for facts in diagnosis.job.ranks)
@@ -87,7 +109,7 @@ def _written(diagnosis: Diagnosis, folder: Path) -> Path:
     name = _NO_NAME.sub("-", f"{socket.gethostname()}-{diagnosis.job.launch}").strip("-")
     written = write_report(diagnosis, folder / name)
     if why := write_page(diagnosis, written):
-        print(f"note: {safe(why)}", file=sys.stderr)
+        _note(why)
     return written
 
 

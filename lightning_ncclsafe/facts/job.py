@@ -473,13 +473,23 @@ class InspectionFacts:
         looks: How often its stack was read.
         over_s: The time between the first look and the last, seconds.
         moved: Whether its main thread did something else between looks; None where that could not be seen.
+        slept_s: Seconds for which its main thread had not run at the last look, as the kernel counts; None where
+            unknown.
         whereabouts: What it was in, most often first.
+        native: Functions of native code that its last Python frame was in, outermost first; empty where none was read.
     """
 
     looks: int = 0
     over_s: float = 0.0
     moved: bool | None = None
+    slept_s: float | None = None
     whereabouts: tuple[Whereabouts, ...] = ()
+    native: tuple[str, ...] = ()
+
+    @property
+    def stood_s(self) -> float:
+        """Seconds for which it is known to stand still; 0 if it moves."""
+        return 0.0 if self.moved else max(self.over_s, self.slept_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

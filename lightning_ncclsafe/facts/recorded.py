@@ -64,11 +64,13 @@ class LogFacts:
         statements: What they say in so many words.
         works_on: A progress bar that went on while ranks had timed out; empty where there is none.
         is_cut: Whether a log ends where the last rank of which it tells had only just begun to speak.
+        spoke: Ranks that say something of the failure, and nothing of themselves, ascending.
     """
 
     statements: tuple[Statement, ...] = ()
     works_on: str = ""
     is_cut: bool = False
+    spoke: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,8 @@ class RecordFacts:
     Attributes:
         has_dump: Whether a Flight Recorder's dump of the rank was read.
         is_idle: Whether that says that nothing was outstanding, in any group.
-        is_empty: Whether it says nothing at all: the recorder was off, or nothing was ever called.
+        is_empty: Whether it says nothing at all: the recorder was off.
+        is_moving: Whether something had just ended on the device when it was written.
         has_log: Whether lines of the rank were read in a log.
         group_known: Whether the log says to which process group its collectives belong; torch says so since 2.3.
         waited_ms: How long a collective had run when NCCL's watchdog gave it up, milliseconds; 0 where none was.
@@ -95,6 +98,7 @@ class RecordFacts:
     has_dump: bool = False
     is_idle: bool = False
     is_empty: bool = False
+    is_moving: bool = False
     has_log: bool = False
     group_known: bool = True
     waited_ms: int = 0

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from lightning_ncclsafe.exchange import wait_for
+from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ending import Ending, end_frozen, end_run
 from lightning_ncclsafe.guard.local_ranks import Place
@@ -11,9 +12,9 @@ from lightning_ncclsafe.guard.state import GuardState
 from lightning_ncclsafe.probes.process.traceback_signal import ENDED
 from lightning_ncclsafe.probes.rank import RankProbe
 
-Save = Callable[[str, bool], None]
-"""Saves the state of the run, within a time of its own, together with the other ranks: given why the run ends, and
-whether this rank has failed itself."""
+Save = Callable[[str, bool], Callable[[], None]]
+"""Begins to save the state of the run, within a time of its own, together with the other ranks: given why the run ends,
+and whether this rank has failed itself. Returns what waits until that is over."""
 
 # What a rank that has failed is given to leave before those that are ended because of it: its callbacks may save.
 _FAILED_LEAVE_S = 5.0
@@ -60,6 +61,17 @@ class EndedRun:
         self._save = save
         self._say = say
 
+    def verdict_is_there(self, kind: IncidentKind) -> None:
+        """The run cannot go on. At the limit this rank ends; otherwise it first makes sure that it waits.
+
+        That may take a while (see ``StuckDetector.reason``), and a rank that has failed waits for others to save with
+        it, but not for long.
+        """
+        if kind is IncidentKind.TIMEOUT:
+            self.end()
+        elif not self._state.main_thread_left.is_set():
+            self._begin_to_save(raised=False)
+
     def leave(self) -> None:
         """The main thread is on its way out with our error: nothing is saved. At the limit every rank leaves alike."""
         self._close()
@@ -102,7 +114,10 @@ class EndedRun:
         Args:
             raised: Whether this rank has failed itself.
         """
-        self._save(self._state.verdict.answer if self._state.verdict is not None else "", raised)
+        self._begin_to_save(raised)()
+
+    def _begin_to_save(self, raised: bool) -> Callable[[], None]:
+        return self._save(self._state.verdict.answer if self._state.verdict is not None else "", raised)
 
     def _close(self) -> None:
         self._state.is_ending = True

@@ -72,7 +72,7 @@ class Guard:
         ending: Ending | None = None,
         write_logs: Callable[[float], None] = lambda _: None,
         before_exit: Callable[[], None] = lambda: None,
-        save: Save = lambda cause, raised: None,
+        save: Save = lambda cause, raised: lambda: None,
         phase_kind: Callable[[], tuple[PhaseKind, int]] = lambda: (PhaseKind(phase=Phase.INIT), -1),
         on_tick: Callable[[], None] = lambda: None,
         incidents: IncidentNumbers | None = None,

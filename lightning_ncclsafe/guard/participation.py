@@ -110,10 +110,8 @@ class Participation:
             self._detector.count(incident.kind)
             state.verdict = verdict or state.verdict
             self._say_on_other_hosts(verdict)
-            # Where the cause is fatal before the limit, each rank first makes sure that it still waits: see
-            # StuckDetector.reason.
-            if state.ends_run and incident.kind is IncidentKind.TIMEOUT:
-                self._ended_run.end()
+            if state.ends_run:
+                self._ended_run.verdict_is_there(incident.kind)
 
     def _close_incident(self, incident: Incident, after_s: float) -> None:
         was_reported = self._state.open_incident is not None and not self._state.is_ending

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING
@@ -29,6 +29,7 @@ from lightning_ncclsafe.facts import (
     UnrecordedGroup,
     Whereabouts,
 )
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
@@ -45,8 +46,8 @@ _LIBRARY = re.compile(r"/lib(?:64)?/python\d[\d.]*/|/python\d+\.zip/")
 _STOPPED = ("stopped", "tracing-stop")
 _ENDED = ("zombie", "gone")
 _NOT_SEEN = (
-    "The Flight Recorder, epochs, the lengths of loaders, logged keys and caught exceptions cannot be seen from "
-    "outside: a guarded strategy (SafeDDP, SafeFSDP, SafeModelParallel) sees them."
+    "Epochs, the lengths of loaders, logged keys and caught exceptions cannot be seen from outside: a guarded strategy "
+    "(SafeDDP, SafeFSDP, SafeModelParallel) sees them."
 )
 
 
@@ -64,6 +65,9 @@ class SeenRank:
         gpu: Its GPU; None where there is none.
         pressure: What its host has held up meanwhile.
         versions: Of what is installed where it runs.
+        ended_after: Whether it ended after the last of the looks.
+        recorded: Its groups and collectives, of a Flight Recorder that could be asked; None if none could.
+        native: Functions of native code that its main thread is in.
     """
 
     process: RankProcess
@@ -75,6 +79,9 @@ class SeenRank:
     gpu: GpuStateFacts | None = None
     pressure: PressureFacts | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    ended_after: bool = False
+    recorded: RankFacts | None = None
+    native: tuple[str, ...] = ()
 
 
 def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
@@ -92,32 +99,36 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering])
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})
     known = {one.process.rank for one in seen} | {process.rank for process in witnessed}
-    over_s = max((_span_s(one.looks) for one in seen), default=0.0)
     stands = any(one.inspection is None or not one.inspection.moved for one in facts) or bool(witnessed)
-    ended = sorted(one.process.rank for one in seen if _has_just_ended(one))
+    # What ends before our eyes may be the end of the job; it is not where nobody had moved before.
+    moves = any(one.inspection is not None and one.inspection.moved for one in facts)
+    ended = sorted(one.process.rank for one in seen if ends_in(one.looks) or (one.ended_after and moves))
+    after = sorted(one.process.rank for one in seen if one.ended_after and not moves)
     return JobFacts(
         incident=Incident(
             number=1,
             kind=IncidentKind.INSPECTED,
             opened_by=min(known),
             opened_ns=taken_ns,
-            # What ends before our eyes may be the end of the job.
-            idle_s=over_s if stands and not ended else 0.0,
+            idle_s=stood_s(seen) if stands and not ended else 0.0,
         ),
         world_size=world_size,
         ranks=tuple(sorted(facts, key=lambda one: one.rank)),
         witnessed=tuple(witnessed),
         elsewhere=tuple(rank for rank in range(world_size) if rank not in known),
         launch=seen[0].process.job,
-        missing=(*([f"{capitalised(ranks_words(ended))} ended meanwhile: inspect again."] if ended else []), _NOT_SEEN),
+        missing=(
+            *([f"{capitalised(ranks_words(ended))} ended meanwhile: inspect again."] if ended else []),
+            *([f"{capitalised(ranks_words(after))} ended after that: this is what was seen before."] if after else []),
+            _NOT_SEEN,
+        ),
     )
 
 
 def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     """The facts of one rank, without the source of its lines."""
-    shown, moved, over_s = _shown(seen), _moved(seen.looks), _span_s(seen.looks)
+    shown, inspection = _shown(seen), _inspection(seen.looks)
     threads = [(one.at_s, one.main_thread) for one in seen.looks]
-    problems = [one.problem for one in seen.looks if one.problem]
     facts = RankFacts(
         rank=seen.process.rank,
         local_rank=seen.process.local_rank,
@@ -125,7 +136,7 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
         host=socket.gethostname(),
         pid=seen.process.pid,
         taken_ns=taken_ns,
-        progress=progress_in(shown.stack, round(over_s, 1) if not moved else 0.0),
+        progress=progress_in(shown.stack, inspection.stood_s),
         stack=frames_of(shown.stack),
         thread_stack=calling(frames_of(thread.frames) for thread in shown.threads if not thread.is_main),
         unrecorded=(UnrecordedGroup(name="0", why=NotRecorded.OUTSIDE),),
@@ -140,17 +151,34 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
         workers=seen.workers,
         storage=seen.storage,
         versions=seen.versions,
-        missing=(problems[-1],) if len(problems) == len(seen.looks) else (),
+        missing=(seen.looks[-1].problem,) if not inspection.looks else (),
     )
-    return replace(
-        facts,
-        inspection=InspectionFacts(
-            looks=len(seen.looks) - len(problems),
-            over_s=round(over_s, 1),
-            moved=moved,
-            whereabouts=tuple(_whereabouts(facts, seen.looks)),
-        ),
+    if seen.recorded is not None:
+        of_recorder = seen.recorded
+        facts = replace(facts, groups=of_recorder.groups, collectives=of_recorder.collectives, unrecorded=())
+    whereabouts = tuple(_whereabouts(facts, seen.looks))
+    return replace(facts, inspection=replace(inspection, whereabouts=whereabouts, native=seen.native))
+
+
+def _inspection(looks: Sequence[Look]) -> InspectionFacts:
+    slept_s = looks[-1].slept_s if looks else None
+    return InspectionFacts(
+        looks=sum(not one.problem for one in looks),
+        over_s=round(_span_s(looks), 1),
+        moved=_moved(looks),
+        slept_s=round(slept_s, 1) if slept_s is not None else None,
     )
+
+
+def shows_enough(seen: Sequence[SeenRank]) -> bool:
+    """Whether looking on would add nothing: no rank of a job stands still, or one does for long, is stopped or gone."""
+    is_explained = any(_is_silent(one) and not _keeps_lock(one) for one in seen)
+    return is_explained or not any(_moved(one.looks) is False for one in seen) or stood_s(seen) >= LONG_STEP_S
+
+
+def stood_s(seen: Iterable[SeenRank]) -> float:
+    """Seconds for which a rank is known to stand still, that one that does so for longest; 0 if all move."""
+    return max((_inspection(one.looks).stood_s for one in seen), default=0.0)
 
 
 def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:
@@ -224,9 +252,9 @@ def _is_silent(seen: SeenRank) -> bool:
     return last is None or last.state in (*_STOPPED, *_ENDED) or _keeps_lock(seen)
 
 
-def _has_just_ended(seen: SeenRank) -> bool:
-    """Whether its process was there at the first look, and is not any more."""
-    first, last = seen.looks[0].process, seen.looks[-1].process
+def ends_in(looks: Sequence[Look]) -> bool:
+    """Whether a process was there at the first of these looks, and is not any more at the last."""
+    first, last = looks[0].process, looks[-1].process
     return first is not None and last is not None and first.state not in _ENDED and last.state in _ENDED
 
 

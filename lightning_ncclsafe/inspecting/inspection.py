@@ -23,8 +23,8 @@ from lightning_ncclsafe.facts import (
     StorageFacts,
 )
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, frames_of, job_facts
-from lightning_ncclsafe.inspecting.joining import diagnosis_of
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, frames_of, job_facts, shows_enough, stood_s
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, Look, SeenFrame, SeenThread, StackReader, look
 from lightning_ncclsafe.inspecting.ranks import (
     FoundRanks,
@@ -33,6 +33,7 @@ from lightning_ncclsafe.inspecting.ranks import (
     find_ranks,
     python_processes,
 )
+from lightning_ncclsafe.inspecting.recorders import recorded
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
@@ -44,8 +45,9 @@ from lightning_ncclsafe.probes.process.stacks import with_source
 LOOKS = 5
 """How often each rank is looked at, if nothing else is said."""
 SECONDS = 2.5
-"""The time between the first look and the last, if nothing else is said."""
+"""The time between the first look and the last, if nothing else is said and they show enough."""
 
+_ON_EVERY_S = 2.0
 _AT_ONCE = 4
 # A worker's stack is read only where its rank waits for data, and of few: they do the same.
 _WORKERS_READ = 2
@@ -72,7 +74,10 @@ def inspect(
     pids: Iterable[int] = (),
     *,
     looks: int = LOOKS,
-    over_s: float = SECONDS,
+    over_s: float | None = None,
+    may_write: bool = False,
+    may_stop: bool = False,
+    say: Callable[[str], object] = lambda text: None,
     processes: Callable[[], Iterable[SeenProcess]] = python_processes,
     reader: StackReader | None = None,
 ) -> Inspected:
@@ -81,35 +86,32 @@ def inspect(
     Args:
         pids: Processes of the ranks; by default all that there are.
         looks: How often to look.
-        over_s: Seconds between the first look and the last.
+        over_s: Seconds between the first look and the last; by default ``SECONDS``, and on while a rank stands still,
+            until one is known to have stood for longer than a step takes.
+        may_write: Whether a rank may be made to write its Flight Recorder into a file.
+        may_stop: Whether ranks that stand still may be stopped for a moment, to read the native code that they are in.
+        say: Is given a line if it takes longer than ``SECONDS``, and what Flight Recorders did not answer.
         processes: Gives the Python processes of this host.
         reader: Reads their stacks.
     """
     reader, chosen = reader or StackReader(), [*pids]
     jobs: dict[str, list[SeenRank]] = defaultdict(list)
-    for one in see_ranks(chosen, looks=looks, over_s=over_s, processes=processes, reader=reader):
-        jobs[one.process.job].append(one)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = find_ranks(processes(), chosen)
+        ranks = [*found.ranks, *_placed(found, reader, pool, chosen)]
+        watch = _LookedAt(ranks, reader, pool, say)
+        if ranks:
+            watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s)
+            if over_s is None:
+                watch.look_on_until_it_shows()
+        for one in watch.seen(may_write=may_write, may_stop=may_stop):
+            jobs[one.process.job].append(one)
     if not jobs:
         return Inspected(notes=tuple(_nothing_words(chosen, reader)))
     return Inspected(
         diagnoses=tuple(diagnosis_of(job_facts(of_job, are_all=not chosen)) for of_job in jobs.values()),
         notes=() if reader.is_there else (NO_PROGRAM,),
     )
-
-
-def see_ranks(
-    pids: Sequence[int],
-    *,
-    looks: int,
-    over_s: float,
-    processes: Callable[[], Iterable[SeenProcess]] = python_processes,
-    reader: StackReader,
-) -> list[SeenRank]:
-    """Looks at the ranks of this host; the arguments are those of :func:`inspect`."""
-    found = find_ranks(processes(), pids)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        ranks = [*found.ranks, *_placed(found, reader, pool, pids)]
-        return _look_at_all(ranks, reader, pool, max(looks, 1), over_s) if ranks else []
 
 
 def _nothing_words(pids: Sequence[int], reader: StackReader) -> Iterator[str]:
@@ -165,28 +167,97 @@ def _number_in(stack: Sequence[SeenFrame]) -> int | None:
     return None
 
 
-def _look_at_all(
-    ranks: Sequence[RankProcess], reader: StackReader, pool: ThreadPoolExecutor, count: int, over_s: float
-) -> list[SeenRank]:
-    began_s = time.monotonic()
-    groups, gpus = ControlGroups(), {}
-    pressure = look_at_pressure(groups)
-    for one in ranks:
-        gpus[one.pid] = GpuWatch(lambda one=one: _gpu(one, ranks))  # type: ignore[misc]
-        gpus[one.pid].begin()
-    looks: dict[int, list[Look]] = defaultdict(list)
-    for number in range(count):
-        due_s = began_s + over_s * number / max(count - 1, 1)
-        time.sleep(max(due_s - time.monotonic(), 0.0))
-        for one, seen in zip(ranks, pool.map(lambda one: _look(one, reader), ranks), strict=True):
-            looks[one.pid].append(seen)
-    span_s = time.monotonic() - began_s
-    held_up = pressure_between(pressure, look_at_pressure(groups), span_s)
-    every = [*pool.map(lambda one: _seen_rank(one, tuple(looks[one.pid]), reader, ranks), ranks)]
-    give_up_s = time.monotonic() + _GPU_S
-    return [
-        replace(one, gpu=gpus[one.process.pid].read(give_up_s - time.monotonic()), pressure=held_up) for one in every
-    ]
+class _LookedAt:
+    """Ranks that are looked at together, again and again, and what their host holds up meanwhile."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        reader: StackReader,
+        pool: ThreadPoolExecutor,
+        say: Callable[[str], object],
+    ) -> None:
+        self._ranks, self._reader, self._pool, self._say = ranks, reader, pool, say
+        self._began_s, self._groups = time.monotonic(), ControlGroups()
+        self._pressure = look_at_pressure(self._groups)
+        self._gpus = {one.pid: GpuWatch(partial(_gpu, one, ranks)) for one in ranks}
+        for gpu in self._gpus.values():
+            gpu.begin()
+        self._looks: dict[int, list[Look]] = defaultdict(list)
+        self._ended_after: set[int] = set()
+
+    def look_on(self, count: int, over_s: float) -> None:
+        for number in range(count):
+            due_s = self._began_s + over_s * number / max(count - 1, 1)
+            time.sleep(max(due_s - time.monotonic(), 0.0))
+            self._look()
+
+    def look_on_until_it_shows(self) -> None:
+        """Until everybody has moved, or somebody is known to stand still for longer than a step takes, or ends."""
+        if self._shows_enough():
+            return
+        stood_s = time.monotonic() - self._began_s
+        self._say(
+            f"a rank has stood still for {stood_s:.1f} s, as it does in a hang and in a long step: looking on until it"
+            f" moves, for {max(LONG_STEP_S - stood_s, _ON_EVERY_S):.0f} s at most"
+        )
+        while not self._shows_enough() and not self._ended_after:
+            time.sleep(_ON_EVERY_S)
+            self._look()
+            self._ended_after = {pid for pid, looks in self._looks.items() if ends_in(looks)}
+        if self._ended_after:
+            # What hung, and is being ended, is told as it was.
+            for looks in self._looks.values():
+                looks.pop()
+
+    def seen(self, *, may_write: bool, may_stop: bool) -> list[SeenRank]:
+        # Of a job that moves there is nothing to ask.
+        standing = [one for of_job in self._jobs() if stood_s(of_job) for one in of_job]
+        answers = recorded([one.process for one in standing], self._pool, may_write=may_write)
+        for note in answers.notes:
+            self._say(note)
+        native = self._native([one.process for one in standing]) if may_stop else {}
+        span_s = time.monotonic() - self._began_s
+        held_up = pressure_between(self._pressure, look_at_pressure(self._groups), span_s)
+        every = [
+            *self._pool.map(
+                lambda one: _seen_rank(one, tuple(self._looks[one.pid]), self._reader, self._ranks), self._ranks
+            )
+        ]
+        give_up_s = time.monotonic() + _GPU_S
+        return [
+            replace(
+                one,
+                gpu=self._gpus[one.process.pid].read(give_up_s - time.monotonic()),
+                pressure=held_up,
+                ended_after=one.process.pid in self._ended_after,
+                recorded=answers.facts.get(one.process.pid),
+                native=native.get(one.process.pid, ()),
+            )
+            for one in every
+        ]
+
+    def _native(self, ranks: Sequence[RankProcess]) -> dict[int, tuple[str, ...]]:
+        read = [*self._pool.map(lambda one: self._reader.native(one.pid), ranks)]
+        for one, (_, why) in zip(ranks, read, strict=True):
+            if why:
+                self._say(f"rank {one.rank}: {why}")
+        return {one.pid: functions for one, (functions, _) in zip(ranks, read, strict=True)}
+
+    def _look(self) -> None:
+        for one, seen in zip(
+            self._ranks, self._pool.map(lambda one: _look(one, self._reader), self._ranks), strict=True
+        ):
+            self._looks[one.pid].append(seen)
+
+    def _shows_enough(self) -> bool:
+        return all(map(shows_enough, self._jobs()))
+
+    def _jobs(self) -> list[list[SeenRank]]:
+        jobs: dict[str, list[SeenRank]] = defaultdict(list)
+        for one in self._ranks:
+            jobs[one.job].append(SeenRank(process=one, looks=tuple(self._looks[one.pid])))
+        return [*jobs.values()]
 
 
 def _look(one: RankProcess, reader: StackReader) -> Look:

@@ -10,6 +10,9 @@ from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit import capitalised, clause, forget, timeline, verb
 
+LONG_STEP_S = 20.0
+"""What stands still for less may be in a long step: nobody can tell that from a hang by looking at it."""
+
 _ENDED = ("gone", "zombie")
 
 
@@ -32,7 +35,10 @@ def _unless_it_goes_on(finding: Finding, job: JobFacts) -> Finding:
         words = f"{clause(finding.ranks, 'moves|move')}: {they} may come to the others, so inspect again."
         return replace(finding, summary=f"{finding.summary} {capitalised(words)}", confidence=Confidence.POSSIBLE)
     view = timeline(job)
-    at_work = view.working(rank for rank in finding.ranks if rank in view.facts)
+    keeping_lock = {process.rank for process in job.witnessed if process.gil_held}
+    at_work = {*view.working(rank for rank in finding.ranks if rank in view.facts), *(keeping_lock & {*finding.ranks})}
+    if at_work and job.incident.idle_s < LONG_STEP_S:
+        return replace(finding, confidence=Confidence.POSSIBLE)
     is_doubtful = finding.confidence is Confidence.CERTAIN and bool(at_work)
     return replace(finding, confidence=Confidence.LIKELY) if is_doubtful else finding
 

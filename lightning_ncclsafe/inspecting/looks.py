@@ -13,19 +13,22 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.facts import ProcessFacts
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.resources import look_at
-from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread, slept_s
 
-_DEADLINE_S = 3.0
+_DEADLINE_S, _NATIVE_DEADLINE_S = 3.0, 15.0
+_MOST_NATIVE = 40
 _TRIES = (("--locals",), ("--locals",), ())
 # Of what a frame's local variables say, these are kept: numbers and names of hooks and classes, never the user's data.
 _KEPT = ("batch_idx", "hook_name", "i", "process_idx", "rank", "local_rank", "self", "callback", "pl_module", "name")
 _MOST_CHARACTERS = 80
+_UNKNOWN_PYTHON = ("Unsupported version of Python", "Failed to find python version")
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -74,6 +77,7 @@ class Look:
         threads: Its threads; none where they could not be read.
         problem: Why they could not; empty where they were.
         main_thread: What the kernel counts of its main thread.
+        slept_s: Seconds for which that had not run; None where unknown.
         process: State, processor time and memory.
     """
 
@@ -81,6 +85,7 @@ class Look:
     threads: tuple[SeenThread, ...] = ()
     problem: str = ""
     main_thread: ThreadLook = field(default_factory=ThreadLook)
+    slept_s: float | None = None
     process: ProcessFacts | None = None
 
     @property
@@ -109,6 +114,23 @@ class StackReader:
         self._program = program or (str(beside) if beside.exists() else shutil.which("py-spy"))
         self.is_there = self._program is not None
 
+    def native(self, pid: int) -> tuple[tuple[str, ...], str]:
+        """Functions of native code that a main thread is in, outermost first, or why they cannot be read.
+
+        The process is stopped meanwhile, for some 0.1 s if it has loaded torch.
+        """
+        if self._program is None:
+            return (), NO_PROGRAM
+        command = [self._program, "dump", "--json", "--native", "--pid", str(pid)]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=_NATIVE_DEADLINE_S, check=False)
+        except (subprocess.TimeoutExpired, OSError) as error:
+            return (), f"its native frames could not be read ({type(error).__name__})"
+        found = or_none(partial(native_in, done.stdout, pid)) if done.returncode == 0 else None
+        if found is None:
+            return (), f"its native frames could not be read ({_last_line(done.stderr.decode(errors='replace'))})"
+        return found, ""
+
     def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
         """The threads of a process, or why they cannot be read."""
         if self._program is None:
@@ -128,8 +150,16 @@ class StackReader:
             said = done.stderr.decode(errors="replace")
             if is_denied(said):
                 return (), denied_words(pid)
-        last = said.strip().splitlines()
-        return (), f"py-spy could not read its stack ({last[-1][:200] if last else 'no output'})"
+            if any(words in said for words in _UNKNOWN_PYTHON):
+                return (), (
+                    "py-spy cannot tell its version of Python; if it is a new one: pip install --upgrade py-spy where "
+                    f"inspect runs ({_last_line(said)})"
+                )
+        return (), f"py-spy could not read its stack ({_last_line(said)})"
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["no output"])[-1][:200]
 
 
 NO_PROGRAM = (
@@ -201,6 +231,25 @@ def threads_in(dump: bytes, pid: int) -> tuple[SeenThread, ...]:
     return tuple(threads)
 
 
+def native_in(dump: bytes, pid: int) -> tuple[str, ...]:
+    """Functions that the main thread's last Python frame is in, in what ``py-spy dump --json --native`` prints.
+
+    Args:
+        dump: What it has printed.
+        pid: The process.
+
+    Raises:
+        ValueError, KeyError, TypeError, StopIteration: If it is something else.
+    """
+    plain = json.loads(dump)
+    mains = (
+        one for one in plain if pid == one["os_thread_id"] or one["thread_name"] == "MainThread" or len(plain) == 1
+    )
+    main = next(mains)
+    inner = [*takewhile(lambda frame: frame["module"] is not None, main["frames"])]
+    return tuple(f"{frame['name']} ({os.path.basename(frame['module'])})" for frame in reversed(inner[:_MOST_NATIVE]))
+
+
 def _frame(plain: Mapping[str, Any]) -> SeenFrame:
     variables = plain.get("locals") or []
     # A new number often lies where the last one did.
@@ -230,4 +279,12 @@ def look(pid: int, reader: StackReader, at_s: float) -> Look:
     """
     process = look_at(pid)
     threads, problem = reader.read(pid) if process.state not in ("gone", "zombie") else ((), "")
-    return Look(at_s=at_s, threads=threads, problem=problem, main_thread=look_at_main_thread(pid), process=process)
+    return Look(
+        at_s=at_s,
+        threads=threads,
+        problem=problem,
+        main_thread=look_at_main_thread(pid),
+        # After its stack was read: what has not run since before then has not left that stack.
+        slept_s=slept_s(pid),
+        process=process,
+    )

@@ -282,7 +282,7 @@ class RankProbe:
         seen = [self._witness(card) for card in cards]
         unknown = [facts for facts in seen if facts.rss_bytes is not None and needs_time(facts)]
         if unknown:
-            time.sleep(max(began_s + LEAST_S + _SLACK_S - time.monotonic(), 0))
+            time.sleep(LEAST_S + _SLACK_S)  # since the last of them was seen: on a busy host that takes its time
         again = [
             self.look_at_peer(card) if facts in unknown else facts for card, facts in zip(cards, seen, strict=True)
         ]

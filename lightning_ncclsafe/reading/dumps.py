@@ -103,7 +103,8 @@ class Parsed(NamedTuple):
         groups: The groups of which the position is known.
         collectives: The last collectives of each, oldest first; all around the oldest outstanding one are among them.
         is_idle: Whether nothing is outstanding.
-        is_empty: Whether the dump says nothing at all.
+        is_empty: Whether the dump says nothing at all; a recorder that is on knows at least the groups.
+        is_moving: Whether something had just ended when it was written.
         left_out: How many older entries were not read.
         unknown_backends: Back ends of which it is not known how they tell that a work has ended.
         places: Numbers, names and positions, for groups whose names other dumps may tell.
@@ -113,6 +114,7 @@ class Parsed(NamedTuple):
     collectives: tuple[Collective, ...]
     is_idle: bool
     is_empty: bool
+    is_moving: bool
     left_out: int
     unknown_backends: tuple[str, ...]
     places: Places
@@ -134,6 +136,7 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
     status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
     recorder = Recorder(entries, status)
     places = Places.of(dump, recorder)
+    has_called = bool(entries or status)
     kept = _kept(recorder)
     stacks = DumpStacks()
     calls = [call for work in kept for call in _collectives(work, stacks)]
@@ -141,8 +144,9 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
     return Parsed(
         groups=groups_of(places),
         collectives=tuple(sorted(calls, key=lambda call: call.created_ns)),
-        is_idle=recorder.is_idle,
-        is_empty=not entries and not status,
+        is_idle=recorder.is_idle or (not has_called and bool(places.members)),
+        is_empty=not has_called and not places.members,
+        is_moving=recorder.is_moving,
         left_out=max(len(given) - MOST_ENTRIES, 0),
         unknown_backends=tuple(sorted(name[:40] for name in backends if not is_known(name))),
         places=places,
@@ -251,6 +255,6 @@ def read_dump(dump: dict[Any, Any], rank: int) -> Dump:
         progress=Progress(phase=Phase.UNKNOWN),
         groups=found.groups,
         collectives=found.collectives,
-        record=RecordFacts(has_dump=True, is_idle=found.is_idle, is_empty=found.is_empty),
+        record=RecordFacts(has_dump=True, is_idle=found.is_idle, is_empty=found.is_empty, is_moving=found.is_moving),
     )
     return Dump(facts, found)

@@ -39,7 +39,7 @@ _TELLING = (
     b"Caught signal",
     b"Signal: ",
     b"Python error",
-    b"failed to connect",
+    b"onnect to ",
     b" died",
     b"death signal",
     b"Worker exit type",
@@ -67,6 +67,13 @@ _TELLING = (
     b"Got completion",
     b"NVRM",
     b"communicator data",
+    b"crashed with exit code",
+    b"first process to do so",
+    b"MPI_ABORT",
+    b"RUNNING AT",
+    b"application crash on rank",
+    b"CUDA error",
+    b"socket.c",
 )
 
 # One after the other, any of these may stand before what a rank says.

@@ -31,6 +31,12 @@ _MOST_BROKEN = 3
 _MOST_BARS = 64
 _RIGHT_BEFORE = 3
 _STARTS = "The run was started several times: this is the last start in which anything waits or fails."
+# A watchdog's lines end with a full stop or a number.
+_WITHIN = re.compile(rb"ProcessGroupNCCL\.cpp:\d+\][^\n]*[A-Za-z]$")
+_COLOURS = re.compile(rb"\x1b\[[\d;]{0,20}m")
+_LONGEST_TAIL = 2000
+_SOON = 8
+_OF_COLLECTIVES = ("NCCL", "arrier", "collective", "watchdog", "crash on rank")
 _FAILED_AT = "Stack trace of the failed collective"
 _PID = re.compile(r"\bpid=(\d+)")
 _RAY_PID = re.compile(r"Worker PID: (\d+)")
@@ -98,6 +104,7 @@ class Log:
         try:
             for line in lines(stream, most, self._wants_block):
                 self._file.line += 1
+                self._file.last = line
                 self._is_cut |= _leaves_out(line)
                 if self._wants(line):
                     for part in parts(line):
@@ -155,6 +162,7 @@ class Log:
             statements=tuple(one for one in statements if not self._has_ended_itself(one)),
             works_on=_works_on(start.bars, start.limits_s),
             is_cut=self._is_cut,
+            spoke=tuple(sorted(rank for rank, one in start.settled.items() if not one.tells)),
         )
 
     def _has_ended_itself(self, statement: Statement) -> bool:
@@ -192,7 +200,7 @@ class Log:
         is_read = self._traceback(line, rank, text)
         is_read |= self._of_the_job(text)
         is_read |= self._stated(rank, text)
-        if "NCCL" in text or "arrier" in text or "collective" in text or "watchdog" in text:
+        if any(word in text for word in _OF_COLLECTIVES):
             is_read |= self._collective(rank, line, text)
         if not is_read and not self._broken:
             self.unread.add(text)
@@ -415,6 +423,7 @@ class _File:
     Attributes:
         rank: The rank that wrote it by its name, while no line has said otherwise.
         line: Number of the line, from 1.
+        last: That line.
         spoke_at: The line in which a rank last spoke for the first time; 0 where none has.
         took_at: The last line that was read to its end.
         pending: Exceptions of which no line says whose they are.
@@ -424,6 +433,7 @@ class _File:
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
         self.line = 0
+        self.last = b""
         self.spoke_at = 0
         self.took_at = 0
         self.pending: list[ExceptionFacts] = []
@@ -437,8 +447,16 @@ class _File:
 
     @property
     def is_cut(self) -> bool:
-        """Whether no whole line follows the one in which a rank last spoke for the first time."""
-        return 0 < self.spoke_at >= max(self.line - 1, self.took_at)
+        """Whether no whole line follows the one in which a rank last spoke for the first time.
+
+        Or the log ends soon after it, within a watchdog's line: others may have spoken next.
+        """
+        if not self.spoke_at:
+            return False
+        tail = _COLOURS.sub(b"", self.last[-_LONGEST_TAIL:]).rstrip()
+        is_open = b"ProcessGroupNCCL.cpp:" in tail and tail.count(b"[") > tail.count(b"]")
+        ends_within = is_open or _WITHIN.search(tail) is not None
+        return self.spoke_at >= max(self.line - 1, self.took_at) or (ends_within and self.line - self.spoke_at <= _SOON)
 
 
 class _Unread:

@@ -122,6 +122,16 @@ _ROWS = (
         lambda found: _ended(_code(found[2]), rank=found[1], detail="mpirun"),
     ),
     _Row(
+        "crashed with exit code",
+        re.compile(r"Rank (\d+) crashed with exit code (-?\d+)"),
+        lambda found: _ended(whole(found[2]), rank=found[1], detail="composer"),
+    ),
+    _Row(
+        "MPI_ABORT",
+        re.compile(r"MPI_ABORT was invoked on rank (\d+) in communicator MPI_COMM_WORLD"),
+        lambda found: _ended(1, rank=found[1], detail="mpirun, MPI_ABORT"),
+    ),
+    _Row(
         "died, exit code",
         re.compile(r"Worker \S{1,100} pid \d+ died, exit code: (-?\d+)"),
         lambda found: _ended(whole(found[1]), detail="vLLM"),
@@ -242,6 +252,20 @@ _ROWS = (
         re.compile(r"connect to (\S{1,200}) (?:returned|failed : )([^\n]{1,80})"),
         lambda found: _about(StatementKind.UNREACHABLE, f"connecting to {found[1]} failed ({found[2].strip()})"),
     ),
+    # How NCCL's own code came back, with the words of the system: its warning about it may have been left out.
+    _Row(
+        "socket.c",
+        re.compile(r"NCCL INFO (?:misc/)?socket\.cc?:\d+ -> 2 \(([A-Za-z ]{1,60})\)"),
+        lambda found: _about(StatementKind.UNREACHABLE, f"a connection of NCCL's could not be made ({found[1]})"),
+    ),
+    _Row(
+        "ibv_modify_qp failed",
+        re.compile(
+            r"Call to ibv_modify_qp failed with (?:error )?(?:\d+ )?"
+            r"(Connection timed out|No route to host|Network is unreachable)"
+        ),
+        lambda found: _about(StatementKind.UNREACHABLE, f"InfiniBand could not connect ({found[1]})"),
+    ),
     _Row(
         "connectFullMesh failed",
         re.compile(r"Gloo connectFullMesh failed with ([^\n]{1,150})"),
@@ -292,13 +316,14 @@ class Statements:
     def __init__(self) -> None:
         self._mismatch = _Mismatch()
         self._counts = _Counts()
+        self._first = _FirstToEnd()
         self._subprocesses: set[str] = set()
         self._missing_at = ""
 
     @property
     def is_open(self) -> bool:
         """Whether one is being read that goes on in the next line."""
-        return self._mismatch.is_open or self._counts.is_open
+        return self._mismatch.is_open or self._counts.is_open or self._first.is_open
 
     def read(self, text: str, rank: int | None) -> Iterator[Statement]:
         """What this line says, also of what the lines before it have begun.
@@ -316,6 +341,7 @@ class Statements:
             self._subprocesses.add(text.rpartition(" ")[2][:20])
         yield from self._mismatch.read(text)
         yield from self._counts.read(text)
+        yield from self._first.read(text)
         yield from self._missing(text)
 
     def flush(self) -> Iterator[Statement]:
@@ -376,6 +402,7 @@ class _Mismatch:
     _OP = re.compile(r"OpType=(\w+)|^(\w+)\.?\s*$")
     _SHAPE = re.compile(r"TensorShape=\[([\d, ]*)\]")
     _SEQ = re.compile(r"SequenceNumber=(\d+)")
+    _WRAPPED = re.compile(r" {5,}")
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -408,7 +435,11 @@ class _Mismatch:
         self._lines.clear()
 
     def _calls(self) -> list[_Call]:
-        found = self._ONE.finditer(" ".join(self._lines))
+        text = " ".join(self._lines)
+        found = list(self._ONE.finditer(text))
+        if len(found) < 2:
+            # A page that was narrower than the line has torn words: five spaces stand where it was wrapped.
+            found = list(self._ONE.finditer(self._WRAPPED.sub("", text))) or found
         return [self._call(whole(one["rank"]), one["body"]) for one in found][:2]
 
     def _call(self, rank: int, body: str) -> _Call:
@@ -419,6 +450,45 @@ class _Mismatch:
     def _is_complete(self) -> bool:
         calls = self._calls()
         return len(calls) == 2 and bool(calls[1].op) and bool(calls[1].shape or "." in self._lines[-1][-3:])
+
+
+class _FirstToEnd:
+    """Who was the first to end, by launchers of MPI programs, and some lines below how.
+
+    Open MPI and Horovod: ``The first process to do so was:``, ``Process name: [[29973,1],0]``, ``Exit code:    1``;
+    Intel's MPI: ``RANK 2 PID 77 RUNNING AT node-a``, ``KILLED BY SIGNAL: 9 (Killed)``; MPICH, which names no rank:
+    ``PID 77 RUNNING AT node-a``, and of a signal ``EXIT STRING: Killed (signal 9)``.
+    """
+
+    _BEGINS = ("first process to do so was", " RUNNING AT ")
+    _RANK = re.compile(
+        r"Process name: (?:\[\[\d+,\d+\],|\[[\w.@-]{1,100},)?(\d{1,7})\]?\s*$|RANK (\d{1,7}) PID \d+ RUNNING"
+    )
+    _CODE = re.compile(r"(?:Exit code|EXIT STATUS): *(\d{1,3})")
+    _SIGNAL = re.compile(r"KILLED BY SIGNAL: *(\d{1,3})|EXIT STRING: [\w ]{1,60} \(signal (\d{1,3})\)")
+    _MOST_BETWEEN = 8
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._rank: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._left > 0
+
+    def read(self, text: str) -> Iterator[Statement]:
+        if any(words in text for words in self._BEGINS):
+            self._left, self._rank = self._MOST_BETWEEN, None
+        elif not self._left:
+            return
+        self._left -= 1
+        if named := self._RANK.search(text):
+            self._rank = named[1] or named[2]
+        code, ended_by = self._CODE.search(text), self._SIGNAL.search(text)
+        if ended_by is not None or (code is not None and self._rank is not None):
+            number = -whole(ended_by[1] or ended_by[2]) if ended_by is not None else whole(code[1] if code else "")
+            self._left = 0
+            yield replace(_ended(number, rank=self._rank, detail="mpirun"), line=text.strip()[:_LONGEST_LINE])
 
 
 class _Counts:

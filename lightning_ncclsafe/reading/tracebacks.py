@@ -30,7 +30,8 @@ _GOES_ON = re.compile(r"\s|\^|~|\.\.\.|$")
 _CONSEQUENCE_TYPES = re.compile(
     r"(?:^|\.)(?:Dist\w*Error|ChildFailedError|ProcessExitedException|ProcessRaisedException|CalledProcessError"
     r"|SignalException|SIGTERMException|KeyboardInterrupt|SystemExit|CollectiveTimeoutError|RendezvousClosedError"
-    r"|BrokenPipeError|ConnectionResetError|ActorDiedError|RayActorError|WorkerCrashedError|EngineDeadError)$"
+    r"|BrokenPipeError|ConnectionResetError|ActorDiedError|RayActorError|WorkerCrashedError|EngineDeadError"
+    r"|nccl(?:System|Remote|Internal)Error)$"
 )
 _CONSEQUENCE_TEXTS = re.compile(
     r"gloo/|Gloo connect|\[c10d\]|[Cc]onnection (?:closed|reset) by|pair closure|Broken pipe|NCCL|ncclUniqueId"
@@ -84,6 +85,8 @@ _STATED = (
         "one process gave NCCL {1} ranks, another one {2}",
         (),
     ),
+    # Of an exception that nothing has caught.
+    (re.compile(r"^\s*what\(\): +CUDA error: ([^\n]{1,200})"), "CUDA error", "{1}", ()),
     (re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'"), "CUDA error", "{1}", ()),
     (re.compile(r"NVRM: Xid \((PCI:[^)]{1,40})\): (\d+),? ?([^\n]{0,200})"), "Xid {2}", "{3} ({1})", ()),
 )

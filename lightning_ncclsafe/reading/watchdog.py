@@ -78,8 +78,11 @@ _ERROR = re.compile(
     r"(NCCL error: [^\n]{1,300}|NCCL communicator [^\n]{1,300})"
 )
 _OWN_TIMEOUT = "due to a collective timeout from this local rank"
-_NAMES_RANKS = re.compile(r"ncclUniqueId|monitoredBarrier|join collective|lagging ranks")
+_NAMES_RANKS = re.compile(r"ncclUniqueId|monitoredBarrier|join collective|lagging ranks|crash on rank")
 _UNIQUE_ID = re.compile(r"\[(\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d+)\]")
+# How the same message ends, below the stack of the store's own error.
+_UNIQUE_ID_ENDS = re.compile(r"This may indicate a possible application crash on rank (\d+) or a network set up issue")
+_SET_UP = "the set-up of the NCCL communicator"
 _MONITORED = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
 _NOT_JOINED = re.compile(r"\[([\d, ]+)\] finished collective #\d+, but didn't join collective #(\d+)")
 _NEVER_JOINED = re.compile(r"ranks \[([\d, ]+)\] are the lagging ranks that caused this timeout")
@@ -183,7 +186,9 @@ def awaited(text: str) -> Iterator[Awaited]:
     if not _NAMES_RANKS.search(text):
         return
     if unique := _UNIQUE_ID.search(text):
-        yield Awaited(whole(unique[1]), ranks([unique[2]]), "the set-up of the NCCL communicator")
+        yield Awaited(whole(unique[1]), ranks([unique[2]]), _SET_UP)
+    elif ends := _UNIQUE_ID_ENDS.search(text):
+        yield Awaited(None, ranks([ends[1]]), _SET_UP)
     if barrier := _MONITORED.search(text):
         yield Awaited(None, ranks(barrier[1]), "monitored_barrier")
     if late := _NOT_JOINED.search(text):

@@ -175,6 +175,7 @@ class Recorder(Generic[_Entry]):
         names: Name and description of groups by that number, as far as entries tell.
         is_idle: Whether nothing is outstanding, by entries and counters; False as well where nothing was recorded.
         only_open: Whether entries that have ended seem to be left out of this dump.
+        is_moving: Whether something has just ended: NCCL's watchdog, which retires it at once, has not yet come to it.
     """
 
     def __init__(self, entries: list[_Entry], status: Mapping[str, Entry], now_ns: int = 0) -> None:
@@ -201,6 +202,7 @@ class Recorder(Generic[_Entry]):
         }
         uneven = any(one.called > one.completed for one in self.positions.values())
         self.is_idle = bool(self.positions) and not uneven and not any(work.is_open for work in self.works)
+        self.is_moving = any(map(_has_just_ended, by_group.values()))
 
     def _wholes(self, entries: Sequence[_Entry]) -> list[Work[_Entry]]:
         """Works of entries: parts of what was coalesced are taken together."""
@@ -349,6 +351,14 @@ def _end_in_order(works: Sequence[Work[Any]]) -> None:
             work.state, work.gave_up = State.ENDED, False
         elif work.state is State.ENDED and work.entry.get("state") == "completed":
             later_has_ended = True
+
+
+def _has_just_ended(works: Sequence[Work[Any]]) -> bool:
+    """Whether the last of a group's works that has ended is not retired yet."""
+    for work in reversed(works):
+        if not work.is_open and work.entry.get("state") == "completed":
+            return work.entry.get("retired") is False and backend_of(work.entry)[0].startswith("nccl")
+    return False
 
 
 def _says_ended(entry: Entry) -> bool:

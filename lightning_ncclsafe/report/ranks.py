@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 
 from lightning_ncclsafe.facts import Frame, IncidentKind, InspectionFacts, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
@@ -112,6 +112,12 @@ def inspected_words(job: JobFacts) -> str:
     standing = tuple(rank for rank, one in inspections.items() if one.moved is False)
     unread = tuple(rank for rank, one in inspections.items() if one.moved is None)
     words += [f"{capitalised(clause(moving, 'moves|move'))}."] if moving else []
+    slept = [(one.slept_s, rank) for rank, one in inspections.items() if one.slept_s and one.stood_s > one.over_s]
+    if slept:
+        least_s, most_s = (duration_words(end(slept)[0]) for end in (min, max))
+        span = least_s if least_s == most_s else f"{least_s} to {most_s}"
+        who = clause([rank for _, rank in slept], "has|have")
+        words.append(f"{capitalised(who)} not run for {span}, as the kernel counts.")
     if standing:
         words.append(
             f"{capitalised(ranks_words(standing))} did not move: a step or a save that takes longer than "
@@ -275,14 +281,16 @@ def _line(alike: Alike, ranks: tuple[int, ...]) -> str:
 def stack_sections(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterable[str]]]:
     """Titles and lines of stacks: first those of the ranks that findings name, then the rest, equal ones once."""
     culprits = {rank for finding in diagnosis.findings[:1] for rank in finding.ranks}
-    alike: dict[tuple[bool, tuple[Frame, ...]], list[int]] = defaultdict(list)
+    alike: dict[tuple[bool, tuple[Frame, ...], tuple[str, ...]], list[int]] = defaultdict(list)
     for facts in diagnosis.job.ranks:
         stack = facts.exception.stack if facts.exception and facts.exception.stack else facts.stack
+        native = facts.inspection.native if facts.inspection is not None else ()
         if stack:
-            alike[(facts.rank not in culprits, stack)].append(facts.rank)
+            alike[(facts.rank not in culprits, stack, native)].append(facts.rank)
     ordered = sorted(alike.items(), key=lambda item: (item[0][0], len(item[1]), item[1]))
-    for (_, stack), ranks in ordered[:_MAX_STACKS]:
-        yield f"Stack of {ranks_words(ranks)}", _stack_lines(stack)
+    for (_, stack, native), ranks in ordered[:_MAX_STACKS]:
+        lines = chain(_stack_lines(stack), (f"  native: {function}" for function in native))
+        yield f"Stack of {ranks_words(ranks)}", lines
     if len(ordered) > _MAX_STACKS:
         yield "More stacks", [f"{len(ordered) - _MAX_STACKS} more different stacks are in report.json."]
 

@@ -47,8 +47,8 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
             failures.append(f"The rule {rule.name} failed ({type(error).__name__}: {error}).")
     missing = unknowns(job)
     others = Findings(every)
-    kept = [finding for rule, finding in every if not rule.is_superseded(finding, others)]
-    told = with_caught(sorted(kept, key=lambda finding: _CONFIDENCES.index(finding.confidence)), job)
+    kept = [(rule, finding) for rule, finding in every if not rule.is_superseded(finding, others)]
+    told = with_caught(sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence)), job)
     told = [_with_places(finding, job) for finding in _with_past_lateness(told, job)]
     forget()
     return Diagnosis(job=job, findings=tuple(told), unanswered=(*missing, *failures))

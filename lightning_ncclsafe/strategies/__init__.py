@@ -1,5 +1,5 @@
 """Plugs everything into Lightning's strategies: ``guarded`` is what they share, ``guarded_call`` one call of a Trainer,
-with its ``call_exchanges`` and ``features``.
+with its ``call_exchanges`` and ``features``, of which ``saved_at_end`` is one.
 
 Lightning itself is imported by ``lightning_ncclsafe.lightning`` and its like alone. The strategies have an older path
 here: those for the package of Lightning that is chosen.

@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe import _torch
-from lightning_ncclsafe.checkpoints.ledger import StepLedger
-from lightning_ncclsafe.checkpoints.resuming import Resuming
-from lightning_ncclsafe.checkpoints.saving import LastCheckpoint, Saver
-from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, comes_first
@@ -43,15 +39,10 @@ from lightning_ncclsafe.settings import (
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
 from lightning_ncclsafe.sigterm.handler import StopSignal
 from lightning_ncclsafe.sigterm.requeue import requeue_once
+from lightning_ncclsafe.strategies.saved_at_end import SavedAtEnd
 
 T = TypeVar("T")
 
-# What a save is given where the run is ended: within it a report was written before, and processes end after it.
-_SAVE_S = 10.0
-# The part of that time after which a main thread that has not stopped yet is not waited for any more.
-_OVERDUE = 0.4
-# What processes need to end once a save is over, of the time that a scheduler leaves them.
-_LEAVES_S = 3.0
 # How long ranks wait for one another's loaders after the guard has looked at what holds them up.
 _PRESENT_S = 30.0
 # How long they wait for one another where all are there already.
@@ -76,8 +67,7 @@ class Features:
 
     Attributes:
         timer: Times collectives; None if no callback asks for it.
-        ledger: Knows which weights belong to which counters; None if no callback asks for it.
-        last_checkpoint: What others save.
+        saved_at_end: Saves the state of a run that ends, and goes on from it, if a callback asks for it.
     """
 
     def __init__(
@@ -101,16 +91,19 @@ class Features:
         self._incidents = incidents
         self._combined = combined
         self._sigterm_error = sigterm_error
-        self._weights = weights
         self.timer: AttachedTimer | None = None
-        self.ledger: StepLedger | None = None
-        self.last_checkpoint = LastCheckpoint()
+        self.saved_at_end = SavedAtEnd(
+            trainer,
+            lambda: settings_of(trainer, CheckpointSettings),
+            weights=weights,
+            is_on_gpu=trainer_probe.is_on_gpu,
+            stop=lambda: self._stop,
+            requeue=self._requeue,
+        )
         self._connected: tuple[Place, Exchange] | None = None
-        self._saver: Saver | None = None
         self._preflight: Preflight | None = None
         self._collector: LoaderCollector | None = None
         self._tuner: Tuner | None = None
-        self._resuming: Resuming | None = None
         self._stop: StopAgreement | None = None
         self._stop_signal: StopSignal | None = None
 
@@ -127,7 +120,7 @@ class Features:
             HostPreflightError: On all ranks, if the user wants that.
         """
         self._compare_hosts(lambda preflight: preflight.compare(exchange))
-        self._resuming = self._make_resuming(place, exchange)
+        self.saved_at_end.connect(place, exchange)
         self._tuner = self._make_tuner(place, exchange)
         if place.world_size > 1 or self._tuner is not None or self._preflight is not None:
             self._collector = self._make_collector(strategy, place, exchange)
@@ -137,18 +130,6 @@ class Features:
                 self._stop_together(strategy, place, exchange)
             self.timer = self._make_timer(place, exchange)
         self._connected = place, exchange
-
-    def set_up(self) -> None:
-        """Lightning is about to begin with its loops, and has restored what a checkpoint had."""
-        if self._connected is None:
-            return
-        try:
-            self._saver = self._make_saver(*self._connected)
-            if self.ledger is not None and not self._trainer.strategy.forward_communicates:
-                self.ledger.attach()
-        except Exception as error:  # nothing is saved then
-            self._saver = None
-            say_own_failure(error, what="saving at the last moment")
 
     def meet(self, strategy: Any, place: Place, exchange: Exchange) -> bool:
         """Finds out whether the guard is on all ranks; all find the same. On SIGTERM they stop as Lightning has it.
@@ -192,23 +173,7 @@ class Features:
         """Called on the watchdog's thread while the run goes on: carries the agreement on where to stop forward."""
         if self._stop is not None:
             self._stop.poll()
-        settings = settings_of(self._trainer, CheckpointSettings) if self._saver is not None else None
-        is_asked = self._stop is not None and self._stop.is_asked
-        if self._stop and settings and is_asked and self._stop.asked_for_s > settings.grace_s * _OVERDUE:
-            # The main thread does not come to its next batch in time: what there is, is saved beside it.
-            self._begin_to_save("SIGTERM", raised=False)
-
-    @marked(Mark.STORE)
-    def save(self, cause: str, raised: bool) -> None:
-        """Saves the state of a run that ends, if a callback asks for it.
-
-        Args:
-            cause: Why it ends.
-            raised: Whether this rank has failed itself.
-        """
-        saver = self._begin_to_save(cause or "SIGTERM", raised=raised)
-        if saver is not None:
-            saver.wait()
+        self.saved_at_end.poll()
 
     def leave(self) -> None:
         """This rank has no further batch."""
@@ -222,13 +187,13 @@ class Features:
             unharmed: Makes each step, and keeps what it raises from the others.
         """
         collector, self._collector = self._collector, None
-        resuming, self._resuming = self._resuming, None
         stop_signal, self._stop_signal = self._stop_signal, None
         tuner, self._tuner = self._tuner, None
         # An exception that has just been raised may be followed by others that need what was noted.
-        for attached in (self.ledger, collector, stop_signal, resuming):
+        for attached in (collector, stop_signal):
             if attached is not None:
                 unharmed(attached.detach)
+        self.saved_at_end.detach(unharmed)
         if tuner is not None:
             unharmed(tuner.close)
 
@@ -331,71 +296,12 @@ class Features:
             say=say_on_stderr,
         )
 
-    # What is saved in the end, and gone on from.
-
-    def _make_resuming(self, place: Place, exchange: Exchange) -> Resuming | None:
-        settings = settings_of(self._trainer, CheckpointSettings)
-        if settings is None:
-            return None
-        first = place.rank - place.local_rank
-        resuming = Resuming(
-            self._trainer,
-            settings,
-            exchange,
-            rank=place.rank,
-            world_size=place.world_size,
-            local_ranks=range(first, first + place.local_world_size),
-        )
-        try:
-            resuming.attach()
-        except Exception as error:  # the run goes on as if it were the first
-            say_own_failure(error, what="what goes on from a checkpoint")
-            return None
-        return resuming
-
-    def _make_saver(self, place: Place, exchange: Exchange) -> Saver | None:
-        settings = settings_of(self._trainer, CheckpointSettings)
-        if settings is None or self._trainer.state.fn != "fit" or self._trainer.fast_dev_run:
-            return None
-        is_on_gpu = self._trainer_probe.is_on_gpu()
-        self.ledger = StepLedger(
-            self._trainer, make_event=_torch.queue_event if is_on_gpu else None, was_aborted=_torch.was_aborted
-        )
-        return Saver(
-            self._trainer,
-            settings,
-            self.ledger,
-            weights=self._weights,
-            rank=place.rank,
-            world_size=place.world_size,
-            exchange=lambda: exchange,
-            is_split=self._trainer.strategy.forward_communicates,
-            last_save_s=lambda: self.last_checkpoint.took_s,
-            last_path=lambda: self.last_checkpoint.path,
-            left_behind=self._resuming.positions_left_behind if self._resuming is not None else lambda ranks, step: {},
-        )
-
-    def _begin_to_save(self, cause: str, *, raised: bool) -> Saver | None:
-        saver = self._saver
-        if saver is not None:
-            saver.begin(cause, budget_s=self._save_s(), raised=raised, finally_do=self._requeue)
-        return saver
+    # SIGTERM, and timing.
 
     def _requeue(self) -> None:
         if self._connected is not None and self._stop_signal is not None and self._stop_signal.is_to_requeue:
             place, exchange = self._connected
             requeue_once(exchange, place.rank, say_on_stderr)
-
-    def _save_s(self) -> float:
-        """How long a save may take; on SIGTERM what is left of the time that the scheduler leaves."""
-        settings = settings_of(self._trainer, CheckpointSettings)
-        if settings is None or not (self._trainer.received_sigterm if self._stop is None else self._stop.is_asked):
-            return _SAVE_S
-        # A rank that has no others does not know since when.
-        asked_for_s = settings.grace_s / 2 if self._stop is None else self._stop.asked_for_s
-        return max(settings.grace_s - asked_for_s - _LEAVES_S, 0.0)
-
-    # SIGTERM, and timing.
 
     def _stop_together(self, strategy: Any, place: Place, exchange: Exchange) -> None:
         """On SIGTERM; a rank that has no others stops as Lightning has it."""

@@ -95,10 +95,11 @@ class GuardedCall:
             sigterm_error=sigterm_error,
             weights=weights,
         )
+        self._saved_at_end = self._features.saved_at_end
         self._group_timeouts = GroupTimeouts(limits, self._limit_name)
         self._guard: Guard | None = None
         self._place: Place | None = None
-        self._listens = False
+        self._listens = self._leaves = False
         self._meet: Callable[[], bool] | None = None
 
     @property
@@ -130,7 +131,7 @@ class GuardedCall:
         self._unharmed(self._meet_others)
         self.trainer_probe.started = True
         self._unharmed(self.steps.begin)
-        self._unharmed(self._features.set_up)
+        self._unharmed(self._saved_at_end.set_up)
         self._group_timeouts.start()
         self._unharmed(lambda: self._guard.set_up() if self._guard is not None else None)
 
@@ -152,22 +153,22 @@ class GuardedCall:
 
     def step_begins(self) -> None:
         """An optimizer's step begins."""
-        if self._features.ledger is not None:
-            self._features.ledger.step_begins()
+        if self._saved_at_end.ledger is not None:
+            self._saved_at_end.ledger.step_begins()
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step."""
-        if self._features.ledger is not None:
-            self._features.ledger.step_ended()
+        if self._saved_at_end.ledger is not None:
+            self._saved_at_end.ledger.step_ended()
         self.steps.stepped(optimizer)
 
     def saves(self, path: Any) -> None:
         """A checkpoint is about to be written."""
-        self._features.last_checkpoint.begin(path)
+        self._saved_at_end.last_checkpoint.begin(path)
 
     def saved(self) -> None:
         """All ranks are past the save of a checkpoint."""
-        self._features.last_checkpoint.end()
+        self._saved_at_end.last_checkpoint.end()
         self.steps.saved()
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
@@ -244,7 +245,7 @@ class GuardedCall:
             ending=self._ending,
             write_logs=drain_all,
             before_exit=lambda: strategy.launcher.kill(signal.SIGKILL) if strategy.launcher is not None else None,
-            save=self._features.save,
+            save=self._saved_at_end.save,
             phase_kind=lambda: (self._phase_kind(), self.trainer_probe.batch_idx()),
             on_tick=self._poll,
         )
@@ -300,17 +301,8 @@ class GuardedCall:
 
     def _leaving(self, act: Callable[[Guard], T]) -> T | None:
         guard = self._guard
-
-        def leave() -> T | None:
-            try:
-                return act(guard) if guard is not None else None
-            except RuntimeError as error:
-                # Lightning's handler of SIGTERM, which strikes wherever the main thread is, calls a collective.
-                if _torch.is_communication_error(error):
-                    return None
-                raise
-
-        return self._unharmed(leave)
+        self._leaves = True
+        return self._unharmed(lambda: act(guard) if guard is not None else None)
 
     def _unharmed(self, act: Callable[[], T]) -> T | None:
         try:
@@ -318,6 +310,9 @@ class GuardedCall:
         except (CollectiveTimeoutError, HostPreflightError):
             raise
         except Exception as error:
+            # Lightning's handler of SIGTERM, which strikes wherever the main thread is, calls a collective.
+            if self._leaves and _torch.is_communication_error(error):
+                return None
             say_own_failure(error)
             guard, self._guard = self._guard, None
             if guard is not None:

@@ -117,7 +117,7 @@ def fit(folder: Path, data: Dataset[Any], *callbacks: Any, goes_on: bool = False
 def main() -> None:
     folder = Path(sys.argv[1])
     told: dict[str, Any] = {"whole": fit(folder / "none", Noisy())}
-    for step in (2, 6):
+    for step in (2, 4, 6):
         fit(folder / f"{step}", Noisy(), StopAt(step))
         told[f"from {step}"] = fit(folder / f"{step}", Noisy(), goes_on=True)
     fit(folder / "stream", Stream(), StopAt(2))

@@ -54,10 +54,42 @@ DEEDS: dict[str, Callable[[], None]] = {
 
 
 class Says(pl.Callback):
-    """Which steps have been made."""
+    """Which steps have been made; and into a file, for whoever strikes at it, what is being done."""
+
+    def __init__(self, stage: Path | None) -> None:
+        self._stage = stage
+
+    def _is_at(self, stage: str, for_s: float = 0.0) -> None:
+        if self._stage is not None:
+            # Whole at any moment, for whoever reads it.
+            beside = self._stage.with_suffix(".new")
+            beside.write_text(stage)
+            beside.rename(self._stage)
+            time.sleep(for_s)
+
+    def on_sanity_check_start(self, *args: object) -> None:
+        self._is_at("sanity check", 0.1)
+
+    def on_train_epoch_start(self, *args: object) -> None:
+        self._is_at("between epochs")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: object) -> None:
+        # Gradients of the batch before wait for this one's.
+        begins = trainer.fit_loop.epoch_loop.batch_progress.current.completed % trainer.accumulate_grad_batches == 0
+        self._is_at("first batch of a step" if begins else "accumulation")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
         print(f"step {trainer.global_step} was made", flush=True)
+
+    def on_validation_start(self, trainer: pl.Trainer, *args: object) -> None:
+        if not trainer.sanity_checking:
+            self._is_at("validation")
+
+    def on_save_checkpoint(self, *args: object) -> None:
+        self._is_at("save", 0.02)
+
+    def on_train_epoch_end(self, *args: object) -> None:
+        self._is_at("between epochs", 0.02)
 
 
 def main() -> None:
@@ -75,6 +107,7 @@ def main() -> None:
     parser.add_argument("--sanity", action="store_true")
     parser.add_argument("--validate-every", type=int)
     parser.add_argument("--save-every", type=int, default=0, help="steps between those of a ModelCheckpoint")
+    parser.add_argument("--says-stage", action="store_true")
     parser.add_argument("--root-dir", type=Path, required=True)
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
@@ -109,7 +142,7 @@ def main() -> None:
         default_root_dir=options.root_dir,
         callbacks=[
             Remembers(),
-            Says(),
+            Says(options.root_dir / f"stage-{rank}" if options.says_stage else None),
             JustInTimeCheckpoint(folder, grace=options.grace),
             OnExceptionCheckpoint(options.root_dir),
             regular,

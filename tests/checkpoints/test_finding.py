@@ -86,8 +86,10 @@ def test_a_sharded_one_needs_its_index_and_the_rest(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(b"x")
     assert why_not_whole(folder) == "it lacks .metadata and meta.pt, as if its writer had been ended"
-    for name in (".metadata", "meta.pt"):
-        (folder / name).write_bytes(b"x")
+    (folder / ".metadata").write_bytes(b"x")
+    (folder / "meta.pt").write_bytes(b"x")
+    assert why_not_whole(folder) == "it is cut off or damaged (1 bytes)"
+    torch.save({"global_step": 1}, folder / "meta.pt")
     assert why_not_whole(folder) == ""
     assert paths(found_in([tmp_path])) == ["sharded.ckpt"]
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.data import (
 )
 
 from lightning_ncclsafe.checkpoints import position
+from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, read_left_behind
 from lightning_ncclsafe.checkpoints.position import DataPosition, capture
 from lightning_ncclsafe.probes.data.random_state import put_back, saved_states
 
@@ -103,7 +105,12 @@ class Loop:
         current = SimpleNamespace(ready=0, started=0, processed=0, completed=0)
         current.reset = lambda: vars(current).update(ready=0, started=0, processed=0, completed=0)
         progress = SimpleNamespace(current=current, total=SimpleNamespace(**vars(current)), is_last_batch=False)
-        self.epoch_loop = SimpleNamespace(batch_progress=progress, on_run_start=lambda *_: None)
+        self.epoch_loop = SimpleNamespace(
+            batch_progress=progress,
+            on_run_start=lambda *_: None,
+            reset=self._reset,
+            _should_accumulate=lambda: False,
+        )
         self.epoch_progress = SimpleNamespace(current=SimpleNamespace(processed=1))
         self._combined_loader = SimpleNamespace(flattened=[loader])
         self.restarting = False
@@ -112,17 +119,22 @@ class Loop:
     def _load_combined_loader_states(self) -> None:
         """Called once the loaders are there."""
 
+    def _reset(self) -> None:
+        warnings.warn("You're resuming from a checkpoint that ended before the epoch ended and your", stacklevel=2)
+
 
 class Trained:
     """A training that draws random numbers of its own, and what it has seen."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, left_behind: LeftBehind | None = None) -> None:
         self.fit_loop = Loop(loader)
-        self.is_global_zero, self.global_rank = True, 0
+        self.is_global_zero, self.global_rank, self.global_step = True, 0, 0
+        self.lightning_module = SimpleNamespace(automatic_optimization=True)
+        self.precision_plugin = SimpleNamespace(pre_backward=lambda loss, module: loss)
         self.loader = loader
         self.seen: list[Any] = []
         self.said: list[str] = []
-        self.position = DataPosition(self, self.said.append)
+        self.position = DataPosition(self, self.said.append, left_behind)
         self.position.attach()
 
     def begin(self) -> Iterator[Any]:
@@ -135,13 +147,32 @@ class Trained:
         self.fit_loop.epoch_loop.on_run_start(None)
         return batches
 
+    def begin_next(self) -> Iterator[Any]:
+        """Of the epochs after the first one: the loaders are the same."""
+        self.fit_loop.restarting = False
+        self.fit_loop.epoch_loop.batch_progress.current.reset()
+        self.fit_loop.epoch_progress.current.processed += 1
+        if hasattr(self.loader.sampler, "set_epoch"):
+            self.loader.sampler.set_epoch(self.fit_loop.epoch_progress.current.processed)
+        batches = iter(self.loader)
+        self.fit_loop.epoch_loop.on_run_start(None)
+        return batches
+
     def go_on(self, batches: Iterator[Any], count: int) -> None:
-        for batch in (next(batches) for _ in range(count)):
-            indices, *numbers = batch if isinstance(batch, (list, tuple)) else (batch,)
-            drawn = torch.rand(1).item(), random.random(), float(np.random.rand())
-            self.seen.append((str(indices), *drawn, str(numbers)))
-            progress = self.fit_loop.epoch_loop.batch_progress.current
-            progress.ready = progress.started = progress.processed = progress.completed = progress.ready + 1
+        for _ in range(count):
+            self.draw(batches)
+            self.end_batch()
+
+    def draw(self, batches: Iterator[Any]) -> None:
+        """The forward pass of a batch."""
+        batch = next(batches)
+        indices, *numbers = batch if isinstance(batch, (list, tuple)) else (batch,)
+        drawn = torch.rand(1).item(), random.random(), float(np.random.rand())
+        self.seen.append((str(indices), *drawn, str(numbers)))
+
+    def end_batch(self) -> None:
+        progress = self.fit_loop.epoch_loop.batch_progress.current
+        progress.ready = progress.started = progress.processed = progress.completed = progress.ready + 1
 
 
 def seed() -> None:
@@ -150,7 +181,9 @@ def seed() -> None:
     torch.manual_seed(SEED)
 
 
-def resumed(loader: Any, saved: Any, batches: int, count: int, *, knows_all: bool | None = None) -> Trained:
+def resumed(
+    loader: Any, saved: Any, batches: int, count: int, *, knows_all: bool | None = None, detaches: bool = True
+) -> Trained:
     """A new process goes on from there: nothing is as it was but what was saved."""
     random.seed(99)
     np.random.seed(99)
@@ -161,7 +194,8 @@ def resumed(loader: Any, saved: Any, batches: int, count: int, *, knows_all: boo
     later.fit_loop.restarting = True
     later.position.resume(saved, knows_all=bool(saved and saved["loaders"]) if knows_all is None else knows_all)
     later.go_on(later.begin(), count)
-    later.position.detach()
+    if detaches:
+        later.position.detach()
     return later
 
 
@@ -230,17 +264,87 @@ def test_a_second_resume_in_the_same_epoch_goes_on_as_well() -> None:
     assert first.seen + second.seen + third.seen == whole.seen
 
 
-def test_after_the_last_batch_nothing_is_loaded_and_the_next_epoch_is_as_ever() -> None:
-    make = LOADERS["shuffled by a generator"]
+def test_lightning_s_warning_is_kept_back_where_training_goes_on_and_no_filter_is_left() -> None:
+    seed()
+    first = Trained(LOADERS["shuffled"]())
+    first.go_on(first.begin(), 2)
+    saved = torch_round_trip(capture(first))
+    first.position.detach()
+    before = [*warnings.filters]
+    later = Trained(LOADERS["shuffled"]())
+    loop = later.fit_loop
+    loop.restarting = True
+    loop.epoch_loop.batch_progress.current.processed = 2
+    later.position.resume(saved, knows_all=True)
+    loop._load_combined_loader_states()
+    loop.epoch_loop.reset()
+    assert warnings.filters == before
+    with pytest.warns(UserWarning, match="You're resuming from a checkpoint"):
+        loop.epoch_loop.reset()
+    later.position.detach()
+
+
+@pytest.mark.parametrize("name", [name for name in LOADERS if name != "sample by sample"])
+def test_after_the_last_batch_nothing_is_loaded_and_the_next_epoch_is_as_ever(name: str) -> None:
+    """As where a run is ended in the validation at the end of an epoch."""
+    make = LOADERS[name]
     seed()
     first = Trained(make())
     first.go_on(first.begin(), BATCHES)
-    saved = capture(first)
-    expected = [str(batch) for batch in first.loader]
-    later = resumed(make(), saved, BATCHES, 0)
+    saved = torch_round_trip(capture(first))
+    first.go_on(first.begin_next(), BATCHES)
+    later = resumed(make(), saved, BATCHES, 0, detaches=False)
     assert later.loader.dataset.loaded == []
-    # The sampler is not asked again where nobody wants a batch: its generator stands where the epoch began.
-    assert len(expected) == BATCHES
+    assert str(capture(later)["loaders"]) == str(saved["loaders"])
+    later.go_on(later.begin_next(), BATCHES)
+    assert later.seen == first.seen[BATCHES:] and later.said == []
+
+
+@pytest.fixture
+def left() -> Iterator[LeftBehind]:
+    made = LeftBehind(0)
+    yield made
+    made.close()
+
+
+def test_a_rank_that_ends_while_others_make_the_step_has_left_behind_where_it_would_be(left: LeftBehind) -> None:
+    """From its backward pass on: before the others could make the step, and before its own batch is over."""
+    seed()
+    training = Trained(LOADERS["shuffled"](), left)
+    batches = training.begin()
+    training.go_on(batches, 2)
+    training.global_step = 2
+    capture(training)
+    training.draw(batches)
+    for _ in range(3):  # some optimizers do it repeatedly
+        training.precision_plugin.pre_backward(None, None)
+    before, ahead = read_left_behind(left.path, 2), read_left_behind(left.path, 3)
+    assert before is not None and before["batches"] == 2
+    training.end_batch()
+    training.global_step = 3
+    assert str(ahead) == str(capture(training) | {"step": 3})
+    # A hook at the end of the batch draws.
+    random.random()
+    assert str(read_left_behind(left.path, 3)) == str(ahead) != str(then := capture(training) | {"step": 3})
+    assert str(read_left_behind(left.path, 3)) == str(then)
+    assert read_left_behind(left.path, 2) is None, "of the step before nobody goes on any more"
+
+
+@pytest.mark.parametrize("why", ["accumulates", "is manual", "fails"])
+def test_nothing_is_left_ahead_where_no_step_follows_for_sure(left: LeftBehind, why: str) -> None:
+    training = Trained(LOADERS["shuffled"](), left)
+    batches = training.begin()
+    capture(training)
+    training.draw(batches)
+    epoch_loop = training.fit_loop.epoch_loop
+    if why == "is manual":
+        training.lightning_module.automatic_optimization = False
+    elif why == "accumulates":
+        epoch_loop._should_accumulate = lambda: True
+    else:
+        del epoch_loop._should_accumulate
+    assert training.precision_plugin.pre_backward("loss", None) == "loss"
+    assert read_left_behind(left.path, 1) is None and read_left_behind(left.path, 0) is not None
 
 
 def test_what_is_iterated_begins_again_and_says_so() -> None:

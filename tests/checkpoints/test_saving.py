@@ -1,19 +1,21 @@
 """Which rank saves, in which order ranks try, and that none waits for ever: ranks are threads."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
 from lightning_ncclsafe.checkpoints import saving
+from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none
 from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError
-from lightning_ncclsafe.checkpoints.saving import Candidate, Saver, savers, why_none
+from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
 from lightning_ncclsafe.settings import CheckpointSettings
@@ -42,7 +44,7 @@ def test_who_saves(candidates: Sequence[Candidate], order: list[int]) -> None:
 def test_why_nobody_does_is_said_once_for_all_ranks_alike() -> None:
     middle = "in the middle of a step"
     candidates = [Candidate(rank=0, why=middle), Candidate(rank=2, why=middle), Candidate(rank=3, why="torn")]
-    assert why_none(candidates, 5) == f"ranks 0, 2: {middle}; rank 3: torn; ranks 1, 4: no answer"
+    assert why_none(candidates, [""] * 5) == f"ranks 0, 2: {middle}; rank 3: torn; ranks 1, 4: no answer"
 
 
 class Noted:
@@ -61,7 +63,7 @@ class Noted:
             position={"seed": step},
         )
 
-    is_on_device = False
+    is_on_device = is_in_step = False
 
     def newest(self) -> Boundary:
         if self.why:
@@ -153,6 +155,24 @@ def test_what_cannot_be_proven_is_not_saved_and_said_once(tmp_path: Path) -> Non
     assert [*tmp_path.iterdir()] == []
 
 
+class InStep(Noted):
+    """A ledger whose main thread is about to end a step."""
+
+    looks = 3
+
+    @property
+    def is_in_step(self) -> bool:  # type: ignore[override]
+        self.looks -= 1
+        self.why = "in the middle of an optimizer step" if self.looks > 0 else ""
+        return self.looks > 0
+
+
+def test_a_step_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    (line,) = save_all(job(tmp_path, InStep(), Noted()))
+    assert "rank 0 saved the state after step 5" in line
+    assert saved(tmp_path)[0]["lightning_ncclsafe"]["positions"] == {0: {"seed": 5}, 1: {"seed": 5}}
+
+
 def test_before_the_first_step_there_is_nothing_to_say(tmp_path: Path) -> None:
     assert save_all(job(tmp_path, Noted(why=NO_STEP), Noted(why=NO_STEP))) == []
 
@@ -193,15 +213,64 @@ def test_without_an_exchange_each_saves_and_none_harms_another(tmp_path: Path) -
     assert [checkpoint["step"] for checkpoint in saved(tmp_path)] == [5, 5]
 
 
-@pytest.mark.parametrize("folder", ["a file", "read-only"])
-def test_a_folder_that_takes_nothing_is_said(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["a file", "read-only", "full", "gone meanwhile"])
+def test_a_folder_that_takes_nothing_is_said(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoints"
+    good = saved_before(tmp_path / "regular")
+
+    def write(value: Any, file: BinaryIO) -> None:
+        file.write(b"half of it")
+        if folder == "full":
+            raise OSError(28, "No space left on device")
+        shutil.rmtree(path)
+
     if folder == "a file":
         path.write_text("mine")
-    else:
+    elif folder == "read-only":
         path = Path("/proc/checkpoints")
-    (said,) = save_all(job(path, Noted()))
+    else:
+        good = saved_before(path) if folder == "full" else good
+        monkeypatch.setattr(saving._torch, "save", write)
+    (said,) = save_all(job(path, Noted(), last_path=lambda: str(good)))
     assert said.startswith("rank 0 saved no checkpoint of step 5: ") and "Error: " in said and "\n" not in said
+    assert said.endswith(f"; the last one is {good}")
+    assert good.read_text() == "good" and {*good.parent.iterdir()} == {good}
+
+
+def saved_before(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "good.ckpt").write_text("good")
+    return folder / "good.ckpt"
+
+
+def test_where_the_saver_dies_in_the_middle_another_one_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written a half, and nobody hears of it any more."""
+    dies, is_over, write = threading.Event(), threading.Event(), saving._torch.save
+
+    def half(value: Any, file: BinaryIO) -> None:
+        if "step" not in value or dies.is_set():
+            return write(value, file)
+        dies.set()
+        file.write(b"half of it")
+        file.flush()
+        is_over.wait(30)
+        raise OSError("it is dead")
+
+    monkeypatch.setattr(saving._torch, "save", half)
+    ranks = job(tmp_path, Noted(), Noted())
+    for rank in ranks:
+        rank.saver.begin("dead-rank", budget_s=8.0)
+    ranks[1].saver.wait()
+    (found,) = saved(tmp_path)
+    assert found["step"] == 5 and dies.is_set()
+    assert ["rank 1 saved the state after step 5" in line for line in ranks[1].said] == [True]
+    # The one that is stuck leaves as well, and does not say that nothing was saved.
+    began = time.monotonic()
+    ranks[0].saver.wait()
+    assert time.monotonic() - began < 3.0 and ranks[0].said == []
+    is_over.set()
+    assert ranks[0].saver._is_over.wait(10)
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 def test_it_is_done_once_whoever_asks(tmp_path: Path) -> None:

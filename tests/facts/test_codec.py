@@ -436,6 +436,7 @@ RANK = RankFacts(
     ),
     record=RecordFacts(
         has_dump=True,
+        is_moving=True,
         is_idle=True,
         is_empty=True,
         has_log=True,
@@ -453,7 +454,9 @@ RANK = RankFacts(
         looks=5,
         over_s=2.5,
         moved=True,
+        slept_s=614.2,
         whereabouts=(Whereabouts(doing="user code", place="train.py:41 in evaluate", looks=5),),
+        native=("cudaStreamSynchronize (libcudart.so.12)",),
     ),
     versions={"torch": "2.13.0"},
     missing=("gpu: no driver",),
@@ -499,6 +502,7 @@ JOB = JobFacts(
         ),
         works_on="9%| 1/2 [29:55<",
         is_cut=True,
+        spoke=(3,),
     ),
     elsewhere=(1,),
 )

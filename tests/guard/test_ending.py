@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+from warm import Warm
 
 from lightning_ncclsafe import _torch
 from lightning_ncclsafe.errors import CollectiveTimeoutError
@@ -232,10 +232,10 @@ def test_what_is_no_local_file_is_written_where_it_belongs(tmp_path: Path) -> No
         pytest.fail("nothing is written any more")
 
 
-def exit_of(script: str, *, within_s: float) -> int:
+def exit_of(warm: Warm, folder: Path, script: str, *, within_s: float) -> int:
     """The exit status of a process in which a run is being ended."""
     start = """
-        import atexit, itertools, threading, time
+        import atexit, itertools, sys, threading, time
         from lightning_ncclsafe.guard import ending
         from lightning_ncclsafe.errors import CollectiveTimeoutError
         run = ending.Ending()
@@ -244,10 +244,11 @@ def exit_of(script: str, *, within_s: float) -> int:
         never = threading.Event()
     """
     began = time.monotonic()
-    code = textwrap.dedent(start) + textwrap.dedent(script)
-    process = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True)
-    assert time.monotonic() - began < within_s, process.stderr
-    return process.returncode
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(start) + textwrap.dedent(script))
+    (code,), output = warm.run([str(program)], folder, timeout_s=60)
+    assert time.monotonic() - began < within_s, output
+    return code
 
 
 LATE = {
@@ -261,28 +262,36 @@ LATE = {
         class Communicator:
             def __del__(self, sleep=time.sleep):
                 sleep(60)
-        kept = Communicator()
+        sys.kept = Communicator()
         run.exit_after_main_thread()
     """,
     "a destructor holds the lock": """
         class Communicator:
             def __del__(self, endless=itertools.repeat(1, 10**12), sum=sum):
                 sum(endless)
-        kept = Communicator()
+        sys.kept = Communicator()
         run.exit_after_main_thread()
     """,
 }
 
 
 @pytest.mark.parametrize("script", LATE.values(), ids=LATE)
-def test_a_process_that_does_not_end_by_itself_is_ended(script: str) -> None:
-    assert exit_of(script, within_s=30) == EXIT_CODE
+def test_a_process_that_does_not_end_by_itself_is_ended(script: str, warm: Warm, tmp_path: Path) -> None:
+    assert exit_of(warm, tmp_path, script, within_s=30) == EXIT_CODE
 
 
-def test_a_process_that_ends_by_itself_has_its_own_status() -> None:
-    assert exit_of("ending._EXITS_S = 20; run.exit_after_main_thread(); raise SystemExit(3)", within_s=30) == 3
-    assert exit_of("run.exit_within(0.5); run.go_on(); time.sleep(1); raise SystemExit(3)", within_s=30) == 3
+@pytest.mark.parametrize(
+    "script",
+    [
+        "ending._EXITS_S = 20; run.exit_after_main_thread(); raise SystemExit(3)",
+        "run.exit_within(0.5); run.go_on(); time.sleep(1); raise SystemExit(3)",
+    ],
+    ids=["after its main thread", "after it went on"],
+)
+def test_a_process_that_ends_by_itself_has_its_own_status(script: str, warm: Warm, tmp_path: Path) -> None:
+    assert exit_of(warm, tmp_path, script, within_s=30) == 3
 
 
-def test_without_the_timer_of_the_system_a_thread_keeps_the_time() -> None:
-    assert exit_of("ending.sys.platform = 'darwin'; run.exit_within(0.5); never.wait()", within_s=30) == EXIT_CODE
+def test_without_the_timer_of_the_system_a_thread_keeps_the_time(warm: Warm, tmp_path: Path) -> None:
+    script = "ending.sys.platform = 'darwin'; run.exit_within(0.5); never.wait()"
+    assert exit_of(warm, tmp_path, script, within_s=30) == EXIT_CODE

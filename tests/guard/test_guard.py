@@ -149,6 +149,17 @@ def test_the_others_are_told_the_cause_in_place_of_the_broken_connection(make_jo
     assert len(job.reports()) == 1
 
 
+def test_all_save_with_a_rank_that_raised_though_they_wait_on_before_they_leave(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.limits = replace(job.limits, suspect_after_s=900.0)
+    wait_on_all_but(job, 2)
+    job.start()
+    job.guards[2].failed(ValueError("the batch is broken"))
+    job.wait_for(lambda: len(job.saved) == 3)
+    assert job.saved == {(0, False), (1, False), (2, True)}
+    assert not job.ended
+
+
 def test_a_rank_that_waits_for_one_that_raised_is_ended_without_waiting_for_the_limit(
     make_job: Callable[..., Job],
 ) -> None:

@@ -105,6 +105,7 @@ class Job:
     incidents: list[IncidentNumbers] = field(default_factory=lambda: [IncidentNumbers() for _ in range(3)])
     said: list[str] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    saved: set[tuple[int, bool]] = field(default_factory=set)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
@@ -124,6 +125,7 @@ class Job:
                 exchange=MemoryExchange(),
                 probe=self.probes[rank],  # type: ignore[arg-type]
                 incidents=self.incidents[rank],
+                save=lambda cause, raised, rank=rank: self._save(rank, raised),  # type: ignore[misc]
                 phase_kind=lambda rank=rank: (self.moments[rank], 7),  # type: ignore[misc]
                 say=self._say,
             )
@@ -137,6 +139,12 @@ class Job:
         with self.changed:
             self.said.append(text)
             self.changed.notify_all()
+
+    def _save(self, rank: int, raised: bool) -> Callable[[], None]:
+        with self.changed:
+            self.saved.add((rank, raised))
+            self.changed.notify_all()
+        return lambda: None
 
     def end(self, rank: int) -> None:
         with self.changed:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_ncclsafe.facts import Phase, ProcessFacts
-from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
-from lightning_ncclsafe.inspecting.joining import diagnosis_of, joined
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, denied_words, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
@@ -144,11 +144,62 @@ def test_nothing_is_certain_of_a_rank_at_work_and_one_that_moves_is_possible_and
     program = tmp_path / "train.py"
     program.write_text("def work(rank):\n    if rank == 0:\n        one()\n        two()\n")
     lines = [SeenFrame(str(program), line, "work") for line in (3, 4)]
-    stands = judged(rank(0, *(look(at, lines[0]) for at in (0, 1, 2))), waiting(1)).findings[0]
+    stands = judged(rank(0, *(look(at, lines[0]) for at in (0, 10, LONG_STEP_S))), waiting(1)).findings[0]
     assert (stands.rule, stands.confidence) == ("rank-zero-only-work", Confidence.LIKELY)
     moves = judged(rank(0, look(0, lines[0]), look(1, lines[1])), waiting(1)).findings[0]
     assert (moves.rule, moves.confidence) == ("rank-zero-only-work", Confidence.POSSIBLE)
     assert moves.summary.endswith("Rank 0 moves: it may come to the others, so inspect again.")
+
+
+@pytest.mark.parametrize("gil", [False, True])
+def test_who_stands_still_for_less_than_a_long_step_is_possibly_in_one(tmp_path, gil: bool) -> None:  # type: ignore[no-untyped-def]
+    program = tmp_path / "train.py"
+    program.write_text("def work(rank):\n    if rank == 0:\n        evaluate()\n")
+
+    def named(last_s: float, slept_s: float | None = None) -> Finding:
+        state = "running" if gil else "sleeping"
+        frame = SeenFrame(str(program), 3, "work")
+        looks = [look(at, frame, state=state, gil=gil) for at in (0.0, 1.0, last_s)]
+        works = rank(0, *looks[:-1], replace(looks[-1], slept_s=slept_s))
+        return judged(works, waiting(1)).findings[0]
+
+    short, long = named(2.5), named(LONG_STEP_S)
+    assert (short.ranks, short.confidence) == ((0,), Confidence.POSSIBLE)
+    assert (long.rule, long.ranks) == (short.rule, (0,))
+    order = [*Confidence]
+    assert order.index(long.confidence) < order.index(short.confidence)
+    # What has not run has not left its line, whoever looked.
+    before = named(2.5, slept_s=614.2)
+    assert before.confidence is long.confidence
+    assert gil or "for at least 10 min 14 s" in before.summary
+
+
+def test_for_how_long_a_rank_has_slept_is_told() -> None:
+    slept = rank(0, look(0, user(30, "evaluate")), replace(look(2, user(30, "evaluate")), slept_s=614.2))
+    text = render_text(judged(slept, waiting(1)))
+    assert "Rank 0 has not run for 10 min 14 s, as the kernel counts." in " ".join(text.split())
+
+
+def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_before_is_told() -> None:
+    works = rank(0, *(look(at, user(30, "evaluate")) for at in (0, 2)))
+    diagnosis = judged(replace(works, ended_after=True), waiting(1))
+    assert diagnosis.findings[0].ranks == (0,)
+    assert "Rank 0 ended after that: this is what was seen before." in diagnosis.unanswered
+    # A job in which somebody moved may have come to its end.
+    moves = rank(0, look(0, user(30)), look(2, user(31)))
+    diagnosis = judged(replace(moves, ended_after=True), replace(waiting(1), ended_after=True))
+    assert diagnosis.findings == () and "Ranks 0-1 ended meanwhile: inspect again." in diagnosis.unanswered
+
+
+def test_of_a_program_without_a_trainer_nobody_is_said_to_have_called_one(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    program = tmp_path / "train.py"
+    program.write_text("def export():\n    work()\n\nif rank == 0:\n    export()\nbarrier()\n")
+    works = (SeenFrame(str(program), 5, "<module>"), SeenFrame(str(program), 2, "export"))
+    waits = (SeenFrame(str(program), 6, "<module>"), BARRIER)
+    ranks = [rank(number, *(look(at, *(waits if number else works)) for at in (0, LONG_STEP_S))) for number in (0, 1)]
+    diagnosis = judged(*ranks)
+    assert [finding.rule for finding in diagnosis.findings] == ["rank-zero-only-work"]
+    assert "Trainer alone" not in render_text(diagnosis)
 
 
 def test_ranks_on_other_hosts_are_not_called_silent() -> None:

@@ -156,3 +156,42 @@ def test_an_error_of_a_device_is_what_its_watchdog_ended_with() -> None:
     first = judged("world_size=4\n" + text + timeout(0) + timeout(1) + timeout(3)).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("failed-rank", (2,), LIKELY)
     assert first.summary.startswith("Rank 2 raised CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
+    ("tail", "confidence"),
+    [
+        (
+            "[rank0]:[E x ProcessGroupNCCL.cpp:577] [Rank 0] To avoid data inconsistency, we are taking the ent",
+            POSSIBLE,
+        ),
+        ("[rank0]:[E x ProcessGroupNCCL.cpp:1] [PG ID 0 PG GUID 0(default_pg) Rank 0", POSSIBLE),
+        ("[rank0]:[E x ProcessGroupNCCL.cpp:577] [Rank 0] To avoid data inconsistency, we go down.\n", LIKELY),
+        ("[rank0]:[E x ProcessGroupNCCL.cpp:577] \x1b[36m[Rank 0] We go down.\x1b[0m\n", LIKELY),
+    ],
+    ids=["within a word", "within brackets", "whole", "whole, in colours"],
+)
+def test_a_log_that_ends_soon_within_a_line_may_go_on_with_others(tail: str, confidence: Confidence) -> None:
+    text = timeout(0) + timeout(1) + timeout(3)
+    whole = "[rank0]:[E x ProcessGroupNCCL.cpp:537] Some NCCL operations have failed or timed out.\n"
+    first = judged(text + whole + tail).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (2,), confidence)
+
+
+def test_two_ranks_of_an_unknown_number_may_be_an_excerpt() -> None:
+    text = timeout(1) + timeout(2)
+    behind = "[rank1]:[E x ProcessGroupNCCL.cpp:537] Some NCCL operations have failed or timed out.\n" * 12
+    spoke = "[rank0]:[E x ProcessGroupNCCL.cpp:1806] Observed flight recorder dump signal from another rank.\n"
+    for given, confidence in ((text, POSSIBLE), ("world_size=3\n" + text, LIKELY), (spoke + text, LIKELY)):
+        first = judged(given + behind).findings[0]
+        assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (0,), confidence)
+
+
+def test_gloo_names_ranks_where_it_gives_up() -> None:
+    """Proposed in pytorch/gloo#511, and merged since."""
+    where = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81]"
+    message = f"{where} Rank {{}} timed out after 1800000ms waiting for recv from rank 2 (slot 7)"
+    raised = TRACEBACK.replace("ValueError: bad label 11", message)
+    text = "".join(prefixed(f"[rank{rank}]: ", raised.replace("Rank {}", f"Rank {rank}")) for rank in (0, 1, 3))
+    first = judged("world_size: 4\n" + text).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (2,), LIKELY)

@@ -38,6 +38,93 @@ STATEMENTS = {
         (5,),
         LIKELY,
     ),
+    "mpirun, the first to end": (
+        "mpirun detected that one or more processes exited with non-zero status, thus causing\nthe job to be "
+        "terminated. The first process to do so was:\n\n  Process name: [[29973,1],6]\n  Exit code:    1\n",
+        "failed-rank",
+        (6,),
+        POSSIBLE,
+    ),
+    "prterun, the first to end": (
+        "job to be terminated. The first process to do so was:\n\n   Process name: [prterun-node-a-77@1,2]\n"
+        "   Exit code:    139\n",
+        "dead-rank",
+        (2,),
+        LIKELY,
+    ),
+    "horovodrun": (
+        "job to be terminated. The first process to do so was:\nProcess name: 3\nExit code:    1\n",
+        "failed-rank",
+        (3,),
+        POSSIBLE,
+    ),
+    "Intel's MPI": (
+        "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   RANK 4 PID 77 RUNNING AT node-a\n"
+        "=   KILLED BY SIGNAL: 9 (Killed)\n",
+        "dead-rank",
+        (4,),
+        LIKELY,
+    ),
+    "MPICH, which names no rank": (
+        "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 77 RUNNING AT node-a\n=   EXIT CODE: 9\n"
+        "=   CLEANING UP REMAINING PROCESSES\n=====\n"
+        "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n",
+        "dead-rank",
+        (),
+        LIKELY,
+    ),
+    "MPI_ABORT": (
+        "MPI_ABORT was invoked on rank 5 in communicator MPI_COMM_WORLD\nwith errorcode 1.\n",
+        "failed-rank",
+        (5,),
+        POSSIBLE,
+    ),
+    "composer": ("ERROR:composer.cli.launcher:Rank 2 crashed with exit code -7.\n", "dead-rank", (2,), LIKELY),
+    "composer, an exception": (
+        "ERROR:composer.cli.launcher:Rank 2 crashed with exit code 1.\n",
+        "failed-rank",
+        (2,),
+        POSSIBLE,
+    ),
+    "the end of what is said of NCCL's id": (
+        "[rank2]: . This may indicate a possible application crash on rank 0 or a network set up issue.\n",
+        "late-at-init",
+        (0,),
+        LIKELY,
+    ),
+    "how NCCL's own code came back": (
+        "a:1:2 [0] NCCL INFO misc/socket.cc:505 -> 2 (Operation now in progress)\n"
+        "a:1:2 [0] NCCL INFO bootstrap.cc:275 -> 2\n",
+        "network-cut",
+        (),
+        POSSIBLE,
+    ),
+    "InfiniBand": (
+        "a:1:2 [0] ibvwrap.cc:1 NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0\n",
+        "network-cut",
+        (),
+        POSSIBLE,
+    ),
+    "NCCL's words of a failed call": (
+        "[rank3]: ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+        "[rank3]: Last error:\n[rank3]: socketStartConnect: Connect to 127.0.0.1<45069> failed : Connection refused\n",
+        "network-cut",
+        (),
+        POSSIBLE,
+    ),
+    "what nothing has caught": (
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: out of memory\n",
+        "failed-rank",
+        (),
+        POSSIBLE,
+    ),
+    "a worker that was ended": (
+        prefixed("[rank0]: ", TRACEBACK.rpartition("ValueError")[0])
+        + "[rank0]: RuntimeError: DataLoader worker (pid 9014) is killed by signal: Terminated. \n",
+        "failed-rank",
+        (0,),
+        POSSIBLE,
+    ),
     "vLLM": (
         "ERROR 07-01 13:54:43 x.py:120] Worker VllmWorkerProcess pid 1159 died, exit code: -9\n",
         "dead-rank",

@@ -75,6 +75,12 @@ def test_one_that_only_grows_is_to_load_lazily() -> None:
     assert finding.remedy.startswith("It is still filling its memory")
 
 
+def test_one_that_may_still_be_importing_is_not_said_to_fill_the_memory() -> None:
+    finding = not_joined(process(0, "running", rss_bytes=300 * MB, memory_growth_bytes_per_s=5 * MB))
+    assert "with 300.0 MB resident, growing by 5.0 MB/s" in finding.summary
+    assert finding.remedy.startswith("Do this work once and ahead of the job")
+
+
 def test_one_that_rests_is_to_work_ahead_of_the_job() -> None:
     finding = not_joined(process(0, "sleeping", rss_bytes=3 * GB, memory_growth_bytes_per_s=20_000))
     assert "with 3.0 GB resident, while" in finding.summary

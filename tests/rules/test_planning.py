@@ -9,6 +9,7 @@ from call_scenes import CALL_SCENES
 from machine_scenes import MACHINE_SCENES
 from scenes import SCENES as OTHER_SCENES
 from scenes import Scene
+from whose_fault import OF_CODE, OF_MACHINE
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, SilentHost
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding, NextStart, Plan, Severity
@@ -18,36 +19,6 @@ from lightning_ncclsafe.rules.kit import Rule
 from lightning_ncclsafe.rules.planning import is_same, next_start
 
 SCENES = (*OTHER_SCENES, *CALL_SCENES, *MACHINE_SCENES)
-# Whose fault each cause is, written down without a look at what the rules say. What is in neither may be anybody's.
-OF_CODE = {
-    "at-breakpoint",
-    "crossed-groups",
-    "different-trainer-settings",
-    "diverged-collectives",
-    "diverged-log-keys",
-    "mismatched-collective",
-    "rank-zero-only-work",
-    "skipped-step",
-    "stopped-early",
-    "uneven-batches",
-    "unmatched-p2p",
-    "unpresented-loader",
-    "unused-parameters",
-}
-OF_MACHINE = {
-    "all-joined",
-    "blocked-on-disk",
-    "gpu-stuck",
-    "host-starved",
-    "network-cut",
-    "p2p-blocked",
-    "slow-checkpoint",
-    "slow-logger",
-    "slow-name-server",
-    "stopped-process",
-    "unreachable-host",
-    "wrong-interface",
-}
 DECIDES = {Plan.STOP, Plan.RESTART, Plan.RESTART_WITHOUT_HOST}
 
 

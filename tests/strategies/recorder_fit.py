@@ -1,5 +1,6 @@
 """Trains on two ranks, whoever launches them, and writes for each what its Flight Recorder has at the end."""
 
+import gc
 import json
 import os
 import sys
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ncclsafe import SafeDDP, SafeModelParallel, _torch
 from lightning_ncclsafe.probes.process.flight_recorder import position
 from lightning_ncclsafe.strategies import guarded_call
+
+# So that the end of each process does not look at everything that was imported.
+gc.freeze()
 
 
 class Net(L.LightningModule):

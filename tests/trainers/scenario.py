@@ -4,6 +4,7 @@ Run by the tests as a program, under every launcher: ``python scenario.py raise 
 """
 
 import argparse
+import gc
 import inspect
 import itertools
 import os
@@ -22,6 +23,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe import DatasetAgreement, SafeDDP, SafeModelParallel
 from lightning_ncclsafe._torch import recorder_dumps
+
+# So that the end of each process does not look at everything that was imported.
+gc.freeze()
 
 
 def raise_error() -> None:

@@ -20,7 +20,7 @@ _STATES = {
     "P": "parked",
 }
 # Fields of /proc/PID/stat behind the name in brackets, which may hold anything.
-_STATE_FIELD, _MAJOR_FAULTS_FIELD = 0, 9
+_STATE_FIELD, _MAJOR_FAULTS_FIELD, _CORE_FIELD = 0, 9, 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,33 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC) -> ThreadLoo
         preempted=or_none(lambda: _preempted(folder)),
         major_faults=or_none(lambda: int(fields[_MAJOR_FAULTS_FIELD])),
     )
+
+
+def slept_s(pid: int, proc: Path = _PROC) -> float | None:
+    """Seconds since the main thread of another process ran last; None where the kernel does not tell.
+
+    Args:
+        pid: Process id.
+        proc: Root of the file system that tells of processes.
+    """
+    return or_none(lambda: _slept_s(proc / str(pid) / "task" / str(pid), proc))
+
+
+def _slept_s(folder: Path, proc: Path) -> float:
+    fields = _text(folder / "stat").rpartition(")")[2].split()
+    own = os.sched_getaffinity(0)
+    # Every core has a clock of its own, which leaves out what hypervisors and interrupts took: both times have to be of
+    # the core on which the thread ran last.
+    os.sched_setaffinity(0, {int(fields[_CORE_FIELD])})
+    try:
+        return max(_ran_last_s(proc / "thread-self") - _ran_last_s(folder), 0.0)
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def _ran_last_s(folder: Path) -> float:
+    lines = (folder / "sched").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next(float(line.rpartition(":")[2]) / 1e3 for line in lines if line.startswith("se.exec_start"))
 
 
 def _turns_s(folder: Path) -> tuple[float | None, float | None]:

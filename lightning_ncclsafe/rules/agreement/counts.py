@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.agreement.shares import sampler_errors
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
+    Hangs,
     JobData,
     JobLoader,
     Plan,
@@ -47,6 +48,7 @@ _QUESTIONS: Questions[DataFacts] = {
         "around them."
     ),
     plan=Plan.STOP,
+    hangs=Hangs.AT_ONCE,
 )
 def loader_count(view: JobData) -> Iterator[Finding]:
     """Ranks present different numbers of loaders, loaders of different stages, or combine them differently.
@@ -81,6 +83,7 @@ def loader_count(view: JobData) -> Iterator[Finding]:
         "empty shard needs the same class as a full one."
     ),
     plan=Plan.STOP,
+    hangs=Hangs.IF_UNEVEN,
 )
 def sized_and_unsized(view: JobData) -> Iterator[Finding]:
     """A loader has a length on some ranks and none on others.
@@ -137,6 +140,7 @@ _WAYS_ON = {
         "epoch on all ranks with the first that runs out, and on_uneven='repeat' with the last."
     ),
     plan=Plan.STOP,
+    hangs=Hangs.IF_UNEVEN,
 )
 def unequal_batches(view: JobData) -> Iterator[Finding]:
     """A loader has different numbers of batches on different ranks.

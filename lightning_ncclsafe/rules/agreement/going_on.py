@@ -2,14 +2,7 @@
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.rules.agreement.counts import ends_apart
-from lightning_ncclsafe.rules.kit import Finding, JobData, Severity
-
-# With these there is no going on: ranks would call different collectives next.
-_NEVER = frozenset({"loader-count", "settings-disagreement"})
-# With these Lightning waits for ever, sooner or later, and no vote of ours changes that.
-_HANG = frozenset({"validation-step", "unreadable-loader"})
-# These a vote on each batch, or a common length, can mend.
-_UNEVEN = frozenset({"sized-and-unsized", "unequal-batches"})
+from lightning_ncclsafe.rules.kit import HOW_DATA_DIFFERS, Finding, Hangs, JobData, Severity
 
 _WAY = "To train anyway: Trainer(callbacks=[DatasetAgreement({options})])."
 
@@ -21,12 +14,13 @@ def is_refused(finding: Finding, job: JobFacts) -> bool:
         finding: What was found.
         job: What ranks have presented.
     """
-    if finding.rule in _NEVER:
+    hangs = HOW_DATA_DIFFERS[finding.rule].hangs
+    if hangs is Hangs.AT_ONCE:
         return True
     wanted = {facts.data.on_mismatch for facts in job.ranks if facts.data is not None}
     if finding.severity is not Severity.ERROR or wanted == {"warn"}:
         return False
-    return "raise" in wanted or finding.rule in _HANG | _UNEVEN or _end_apart(job)
+    return "raise" in wanted or hangs is not Hangs.NO or _end_apart(job)
 
 
 def way_on(findings: tuple[Finding, ...], job: JobFacts) -> str:
@@ -36,10 +30,10 @@ def way_on(findings: tuple[Finding, ...], job: JobFacts) -> str:
         findings: What was found.
         job: What ranks have presented.
     """
-    errors = {finding.rule for finding in findings if finding.severity is Severity.ERROR}
-    if errors & (_NEVER | _HANG):
+    errors = {HOW_DATA_DIFFERS[finding.rule].hangs for finding in findings if finding.severity is Severity.ERROR}
+    if errors & {Hangs.AT_ONCE, Hangs.LATER}:
         return ""
-    uneven = errors & _UNEVEN or _end_apart(job)
+    uneven = Hangs.IF_UNEVEN in errors or _end_apart(job)
     return _WAY.format(options='on_mismatch="warn"' + (', on_uneven="stop_together"' if uneven else ""))
 
 

@@ -8,6 +8,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Groups,
+    Hangs,
     JobData,
     Severity,
     agreement_rule,
@@ -69,7 +70,7 @@ _REMEDY_LENGTH = (
 )
 
 
-@agreement_rule(after="same-shard")
+@agreement_rule(after="same-shard", hangs=Hangs.LATER)
 def unreadable_loader(view: JobData) -> Iterator[Finding]:
     """Something about a loader could not be determined on some rank.
 

@@ -8,6 +8,7 @@ from lightning_ncclsafe.rules.kit import (
     Differences,
     Finding,
     Groups,
+    Hangs,
     JobData,
     JobLoader,
     Plan,
@@ -109,6 +110,7 @@ _OF_GOING_ON: Questions[DataFacts] = {
     after="unequal-batches",
     remedy="Set on_mismatch, content and on_uneven to the same values on all ranks, without a condition on the rank.",
     plan=Plan.STOP,
+    hangs=Hangs.AT_ONCE,
 )
 def settings_disagreement(view: JobData) -> Iterator[Finding]:
     """The settings of the comparison itself differ between ranks.
@@ -141,6 +143,7 @@ def settings_disagreement(view: JobData) -> Iterator[Finding]:
         "this rank's own number."
     ),
     plan=Plan.STOP,
+    hangs=Hangs.LATER,
 )
 def validation_step(view: JobData) -> Iterator[Finding]:
     """Validation would not start after the same training batch on all ranks.

@@ -118,6 +118,7 @@ _REMEDY_ALONE = (
     ),
     reads_exceptions=True,
     plan=Plan.STOP,
+    is_mutual=True,
 )
 def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     """Ranks of a process group called different collectives, so none of them can complete.

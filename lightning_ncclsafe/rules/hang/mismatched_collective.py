@@ -69,6 +69,7 @@ _DECIDES = (
     follows=("different-trainer-settings", "stopped-early"),
     unless=(alone_in_trainer, called_by_threads, ended_first, gathering_alone),
     plan=Plan.STOP,
+    is_mutual=True,
 )
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Ranks called the same collective, but the number of elements or the data type differs between them.

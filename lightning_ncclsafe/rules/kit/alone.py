@@ -113,7 +113,7 @@ def alone_in_trainer(view: Timeline) -> dict[int, str]:
     ranks that are frozen, or they have ended in good order.
     """
     # After `if rank == 0: return` it is the others that have called it, and none of them alone.
-    first = {rank: facts for rank, facts in view.facts.items() if facts.local_rank == 0}
+    first = {rank: facts for rank, facts in view.facts.items() if facts.local_rank == 0 and not _has_no_trainer(facts)}
     conditions = {rank: condition for rank, facts in first.items() if (condition := _around_trainer(facts))}
     calls = {rank: _calls_of_trainer(facts) for rank, facts in view.facts.items()}
     alone = {calls[rank] for rank in conditions}
@@ -122,6 +122,11 @@ def alone_in_trainer(view: Timeline) -> dict[int, str]:
     if not is_told or view.raised or not all(map(partial(_may_be_outside, view), view.silent)):
         return {}
     return conditions
+
+
+def _has_no_trainer(facts: RankFacts) -> bool:
+    """Who answers has one; a program that was looked at from outside may do without."""
+    return facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN
 
 
 def _may_be_outside(view: Timeline, rank: int) -> bool:

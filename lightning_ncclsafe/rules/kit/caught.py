@@ -4,13 +4,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from lightning_ncclsafe.code.libraries import PROCESSES, WAITS_FOR_THREADS
 from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, hook_words, is_in, trainer_start
 from lightning_ncclsafe.rules.kit.overruns import aborted
-from lightning_ncclsafe.rules.kit.rule import once
+from lightning_ncclsafe.rules.kit.rule import Rule, once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
 from lightning_ncclsafe.rules.kit.wording import condition_words, duration_words, joined, location_of, short_location
 
@@ -22,8 +23,6 @@ _MOMENTS_S = 10.0
 # A queue's, a pool's or a lock's frames below the line that waits.
 _INNER = 4
 _LISTED = 4
-# Where what one rank calls is held against what others do.
-_DIVERGED = ("diverged-collectives", "mismatched-collective")
 
 
 def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
@@ -89,14 +88,14 @@ def error_words(one: CaughtException) -> str:
     return f"{one.type}: {one.message.rstrip('.')}" if one.message else one.type
 
 
-def with_caught(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
+def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) -> list[Finding]:
     """The same findings; those about ranks that have caught something say so, the first one in its summary, too."""
     if job.incident.kind not in (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT):
-        return [*findings]
+        return [finding for _, finding in findings]
     view = timeline(job)
     told: list[Finding] = []
-    for index, finding in enumerate(findings):
-        found = [(rank, one) for rank in _asked(view, finding) for one in caught_by(view, rank)][:_LISTED]
+    for index, (rule, finding) in enumerate(findings):
+        found = [(rank, one) for rank in _asked(view, rule, finding) for one in caught_by(view, rank)][:_LISTED]
         evidence = tuple(Evidence(source="exception", rank=rank, text=_sentence(one, "It")) for rank, one in found)
         news = (_sentence(one, f"Rank {rank}") for rank, one in found if _is_rare(one) and not _is_told(one, finding))
         summary = joined((finding.summary, next(news, ""))) if index == 0 else finding.summary
@@ -104,13 +103,13 @@ def with_caught(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
     return told
 
 
-def _asked(view: Timeline, finding: Finding) -> Iterator[int]:
-    """The first of those that it names, and those that may have diverged from them.
+def _asked(view: Timeline, rule: Rule[Any], finding: Finding) -> Iterator[int]:
+    """The first of those that a finding names, and those that may have diverged from them.
 
     Where they are gone, those that have survived what may have ended them.
     """
     yield from finding.ranks[:_LISTED]
-    if finding.rule in _DIVERGED:
+    if rule.is_mutual:
         yield from itertools.islice((rank for rank in sorted(view.facts) if rank not in finding.ranks), _LISTED)
     elif finding.ranks and set(finding.ranks) <= set(view.silent):
         survived = (rank for rank, facts in sorted(view.facts.items()) if any(map(_is_of_call_before, facts.caught)))

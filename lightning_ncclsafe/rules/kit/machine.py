@@ -60,8 +60,10 @@ _STALLED = 0.3
 _FAULTS_PER_S = 100
 # A process that does not load data allocates and frees less than this in a second.
 _GROWS_BYTES_PER_S = 1_000_000
-# What is that far off says nothing about this start.
-_SOON_S = 3600.0
+# Python, torch and its libraries alone: one that has less may still be importing them.
+_IMPORTED_BYTES = 1_000_000_000
+# So long ranks wait for one another at a start, unless the program says otherwise: what is further off says nothing.
+_SOON_S = 1800.0
 TOO_LITTLE_MEMORY = (
     "This host has too little memory: load the dataset lazily or memory-mapped instead of whole in every rank, use a "
     "smaller batch or fewer loader workers, and keep swap off network storage."
@@ -117,7 +119,7 @@ def memory_words(facts: HostFacts | ProcessFacts) -> str:
 
 
 def used_up_words(host: HostFacts, ranks: Sequence[HostFacts | ProcessFacts]) -> str:
-    """``"the host's last 2.1 GB are used up in about 10 s"``; empty where nothing grows, or it takes above an hour.
+    """``"the host's last 2.1 GB are used up in about 10 s"``; empty where nothing grows, or it takes half an hour.
 
     Args:
         host: The host's memory, as a rank on it sees it.
@@ -171,7 +173,8 @@ def memory_remedy(swapping: bool, processes: Iterable[HostFacts | ProcessFacts])
     """What to do about the memory of processes that swap, or still grow; empty where they do neither."""
     if swapping:
         return TOO_LITTLE_MEMORY
-    return _REMEDY_GROWS if any(map(growth_bytes_per_s, processes)) else ""
+    large = (process for process in processes if (process.rss_bytes or 0) >= _IMPORTED_BYTES)
+    return _REMEDY_GROWS if any(map(growth_bytes_per_s, large)) else ""
 
 
 def directories(facts: RankFacts, *, of_checkpoints: bool) -> tuple[StorageFacts, ...]:

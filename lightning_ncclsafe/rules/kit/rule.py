@@ -7,6 +7,7 @@ consequence. Order and precedence are computed from that.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property, lru_cache, update_wrapper
 from importlib import import_module
 from inspect import cleandoc
@@ -108,6 +109,15 @@ PlanFor = Callable[[V, Finding], Plan]
 """What follows from a finding where that depends on what was seen; its docstring says on what, in one sentence."""
 
 
+class Hangs(Enum):
+    """Whether ranks that start all the same would wait for one another for ever."""
+
+    NO = "no"
+    IF_UNEVEN = "where one rank's data end first, which a vote on each batch prevents"
+    LATER = "sooner or later, and no vote prevents it"
+    AT_ONCE = "with their next collectives, which differ"
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Rule(Generic[V]):
     """A rule and what it declares.
@@ -124,6 +134,8 @@ class Rule(Generic[V]):
         superseded: Whether a finding of it is no news beside those of others.
         reads_exceptions: Whether it reads what an exception says, so that this need not be told again.
         is_of_machine: Whether it is about ranks that their machine holds up, whatever line they have come to.
+        is_mutual: Whether it compares what ranks call, so that those it does not name may be the ones that diverged.
+        hangs: Whether ranks that start with it would hang, where it is asked before they train.
         plan: What the next start is to do about it: `stop` where only the code, its settings or its data can be wrong,
             `restart` where they cannot be.
     """
@@ -138,6 +150,8 @@ class Rule(Generic[V]):
     superseded: Superseded | None = None
     reads_exceptions: bool = False
     is_of_machine: bool = False
+    is_mutual: bool = False
+    hangs: Hangs = Hangs.NO
     plan: Plan | PlanFor[V] = Plan.UNKNOWN
 
     def __repr__(self) -> str:
@@ -224,6 +238,8 @@ class Rules(Generic[V]):
         superseded: Superseded | None = None,
         reads_exceptions: bool = False,
         is_of_machine: bool = False,
+        is_mutual: bool = False,
+        hangs: Hangs = Hangs.NO,
         plan: Plan | PlanFor[V] = Plan.UNKNOWN,
     ) -> Callable[[Callable[[V], Iterable[Finding]]], Rule[V]]:
         """Makes a rule of a function, which is named after its cause; the arguments are attributes of :class:`Rule`.
@@ -244,6 +260,8 @@ class Rules(Generic[V]):
                 superseded=superseded,
                 reads_exceptions=reads_exceptions,
                 is_of_machine=is_of_machine,
+                is_mutual=is_mutual,
+                hangs=hangs,
                 plan=plan,
             )
             known = self._by_name.setdefault(rule.name, rule)
@@ -253,6 +271,9 @@ class Rules(Generic[V]):
             return rule
 
         return register
+
+    def __getitem__(self, name: str) -> Rule[V]:
+        return self._by_name[name]
 
     def __iter__(self) -> Iterator[Rule[V]]:
         return iter([*self._by_name.values()])

@@ -17,10 +17,11 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.questions import gone
+from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
 from lightning_ncclsafe.rules.recorded.splits import split_of
-from lightning_ncclsafe.rules.recorded.standstill import RootCause, has_dumps, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_dumps, roots_of
 from lightning_ncclsafe.rules.recorded.telling import (
+    consequence_evidence,
     counters_evidence,
     quotes,
     record_kinds,
@@ -85,6 +86,9 @@ def all_joined(view: Timeline) -> Iterator[Finding]:
 def _of_dumps(view: Timeline) -> Iterator[Finding]:
     groups = {group.name: group for group in view.groups}
     for root in roots_of(view, RootCause.JOINED)[:1]:
+        if not root.ops:
+            yield _of_two(view, root)
+            continue
         name, seq = root.ops[0]
         calls = {
             call_rank: call
@@ -94,6 +98,20 @@ def _of_dumps(view: Timeline) -> Iterator[Finding]:
         }
         if len(groups[name].members) == len(calls) > 1:
             yield _finding(view, groups[name], calls, known=root.is_sure)
+
+
+def _of_two(view: Timeline, root: Root) -> Finding:
+    """A send and its receive."""
+    calls = {rank: next(pending_p2p(view.facts[rank])) for rank in root.ranks}
+    words = " and ".join(f"rank {rank} waits in {told(call)}" for rank, call in calls.items())
+    return recorded(
+        root.ranks,
+        f"{words}: both sides have been called, and if they had waited there for long, a link or one of the two "
+        "devices is at fault.",
+        confidence=Confidence.POSSIBLE,
+        evidence=consequence_evidence([root]),
+        remedy=_REMEDY,
+    )
 
 
 def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, known: bool = True) -> Finding:

@@ -19,6 +19,7 @@ _WHY = "these can never complete together"
     follows=("crossed-groups", "mismatched-collective"),
     reads_exceptions=True,
     plan=Plan.STOP,
+    is_mutual=True,
 )
 def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     """Under one sequence number of a group, ranks recorded different operations, sizes or types.

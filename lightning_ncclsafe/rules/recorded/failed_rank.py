@@ -1,5 +1,6 @@
 """The cause failed-rank, in a log: an exception of its own has ended a rank."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -44,6 +45,7 @@ _REMEDIES = {
     ),
     "Mismatched NCCL version": "Install one version of PyTorch, or of NCCL, on all hosts; see LD_LIBRARY_PATH.",
 }
+_ENDED_WORKER = re.compile(r"DataLoader worker .{0,40}killed by signal: Terminated")
 # What can be meant in one way only.
 _SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
 
@@ -77,6 +79,7 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         yield from found
         if not found:
             yield from _ended_nameless(view)
+            yield from _lost_its_worker(view)
 
 
 def _key(facts: RankFacts) -> tuple[str, str]:
@@ -126,6 +129,20 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
                     Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {code}, the first one."),
                 ),
                 remedy="Look for the traceback in this rank's own output, and pass that file as well.",
+            )
+
+
+def _lost_its_worker(view: Timeline) -> Iterator[Finding]:
+    """A worker was ended by SIGTERM, as when a job is stopped, and of no other rank anything is said."""
+    for rank, facts in view.facts.items():
+        message = facts.exception.message if facts.exception is not None else ""
+        if len(view.facts) == 1 and not anybody_gave_up(view) and _ENDED_WORKER.search(message):
+            yield recorded(
+                (rank,),
+                f"Rank {rank} raised {_cut(message)}: somebody ended its loader's worker, or all of the job.",
+                confidence=Confidence.POSSIBLE,
+                evidence=(_evidence(facts),),
+                remedy="Look at who sends SIGTERM on that host: a scheduler, a script that ends leftover processes.",
             )
 
 

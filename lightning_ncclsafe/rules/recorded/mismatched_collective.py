@@ -19,6 +19,7 @@ _WHY = "the operation differs in size or type between ranks and cannot complete"
         "timeout is long enough."
     ),
     plan=Plan.STOP,
+    is_mutual=True,
 )
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     """Under one sequence number of a group, the number of elements or the type of one operation differs between ranks.

@@ -152,7 +152,7 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
         for rank in range(view.job.world_size)
         if rank not in view.facts or (view.facts[rank].exception is None and rank not in view.waiting)
     )
-    if not gave_up or not silent or gone(view):
+    if not gave_up or not silent or gone(view) or stated(view.job, StatementKind.UNREACHABLE):
         return
     exception = view.facts[gave_up[0]].exception
     stack = exception.stack if exception else ()
@@ -176,7 +176,9 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
     waiting = waiting_in(view.facts, group)
     of_two = any(call.op in OF_TWO for call in waiting.values())
-    alone = len(ranks) == 1 and len(waiting) > 1 and split_of(view) is None and not of_two
+    # Of a job of which nothing says how many ranks it has, two may be an excerpt.
+    is_known = view.job.is_sized or set(ranks) <= set(view.job.log.spoke) or len(waiting) > 2
+    alone = len(ranks) == 1 and len(waiting) > 1 and is_known and split_of(view) is None and not of_two
     number = f" of number {group.seq:,}" if group.seq else ""
     text = f"{clause(ranks, 'reports|report nothing')}{number}, while {waiting_words(waiting)}"
     if view.job.log.is_cut:

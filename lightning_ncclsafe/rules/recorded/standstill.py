@@ -8,7 +8,8 @@ there is a root. All others wait for one that waits, and are no causes of their 
 * A rank on which something is open that has ended on a member of its group, which no device can end before all have
   begun: its device does not come forward, or does not answer (``DEVICE``). For whom it waits says nothing.
 * A circle: what was called cannot come together (``ORDER``, or ``UNMATCHED`` where a send or receive is alone).
-* A collective that all have called, and none gets through (``JOINED``).
+* A collective that all have called, or a send or receive of which both sides have been, and none gets through
+  (``JOINED``).
 * A rank of which nothing was read (``UNREAD``).
 """
 
@@ -21,7 +22,7 @@ from enum import Enum
 from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts
-from lightning_ncclsafe.rules.kit import Timeline, once, signature
+from lightning_ncclsafe.rules.kit import Timeline, numel, once, signature
 
 # "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
 _ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
@@ -49,7 +50,7 @@ class Root:
 
     Attributes:
         cause: Why.
-        ranks: The ranks that are the cause, ascending; of a collective that all have called, all of them.
+        ranks: The ranks that are the cause, ascending; of what all have called, all of them.
         held: Ranks that wait for it, also by way of others, ascending.
         ops: What these wait in there: group and number, those in which most wait first.
         circle: Of a circle, all ranks of it.
@@ -85,8 +86,14 @@ def has_dumps(job: JobFacts) -> bool:
 
 
 def has_moved(job: JobFacts) -> bool:
-    """Whether so many dumps are of earlier moments than others that it was a job that moved which was dumped."""
-    return len(job.outdated) > 1 and len(job.outdated) * 4 >= job.world_size
+    """Whether it was a job that moved which was dumped.
+
+    So many dumps are of earlier moments than others; or on half of the ranks something had just ended.
+    """
+    if len(job.outdated) > 1 and len(job.outdated) * 4 >= job.world_size:
+        return True
+    moving = [facts.record.is_moving for facts in job.ranks if facts.record is not None and facts.record.has_dump]
+    return 2 * sum(moving) >= max(len(moving), 1)
 
 
 @once
@@ -249,6 +256,10 @@ class _Standstill:
             return Seen.ABSENT
         if self.is_head(rank, call) and not self.is_head(peer, other):
             return Seen.CALLED
+        if self.is_head(rank, call) and numel(call) != numel(other):
+            # What the one sends is not what the other has room for.
+            self.unmatched.add((rank, peer))
+            return Seen.ABSENT
         return Seen.OPEN if call.started and not other.started else None
 
     def _wait_in(self, op: _Op) -> None:
@@ -297,19 +308,37 @@ class _Standstill:
         seen = [self.edges[node][rank] for node in before.get(rank, ())]
         if rank in frozen:
             yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(frozen[rank]))
-        elif not seen:
-            return
         elif Seen.UNREAD in seen:
             yield Root(cause=RootCause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
         elif Seen.OPEN in seen:
             # Its device has not come to what others' have started.
             yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops))
-        elif not self.open[rank] and self._has_passed(rank, held):
-            ranks = tuple(sorted((rank, *held)))
-            yield Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks)
+        elif self.open.get(rank) and (peer := self._is_with(rank)) is not None:
+            if rank < peer or self.edges.get(peer):
+                yield Root(cause=RootCause.JOINED, ranks=tuple(sorted((rank, peer))), held=held, is_sure=False)
+        elif not seen:
+            return
         elif not self.open[rank]:
-            sure = Seen.ABSENT in seen and len(held) * 2 >= len(self.open) - len(held)
-            yield Root(cause=RootCause.HOST, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
+            yield self._idle(rank, held, tuple(ops), is_absent=Seen.ABSENT in seen)
+
+    def _idle(self, rank: int, held: tuple[int, ...], ops: tuple[_Op, ...], *, is_absent: bool) -> Root:
+        """Of a rank with nothing outstanding, for which others wait."""
+        if self._has_passed(rank, held):
+            ranks = tuple(sorted((rank, *held)))
+            return Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks)
+        # Of a job that was dumped while it began, some ranks have called nothing yet.
+        has_called = self.view.facts[rank].collectives or any(g.last_enqueued for g in self.groups[rank].values())
+        is_sure = bool(has_called) and is_absent and len(held) * 2 >= len(self.open) - len(held)
+        return Root(cause=RootCause.HOST, ranks=(rank,), held=held, ops=ops, is_sure=is_sure)
+
+    def _is_with(self, rank: int) -> int | None:
+        """The peer with which a rank stands in a send or receive that both have come to."""
+        first = self.open[rank][0]
+        end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
+        if end is None or end[1] not in self.ends:
+            return None
+        other = self.ends[end[1]].get((first.group, "recv" if end[0] == "send" else "send", rank))
+        return end[1] if other is not None and self.is_head(end[1], other) else None
 
     def _has_passed(self, rank: int, held: tuple[int, ...]) -> bool:
         """Whether a rank that only one other waits for, in a send or receive, has gone on from there.

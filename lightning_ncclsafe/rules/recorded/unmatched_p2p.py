@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     location_of,
+    numel,
     recorded_rule,
 )
 from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
@@ -58,6 +59,8 @@ def _finding(view: Timeline, root: Root) -> Finding:
     parts = [_hop(rank, call, members.get(call.group, ())) for rank, call in calls.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     why = "they wait for each other in a circle"
+    if len(calls) == 2 and len({numel(call) for call in calls.values()}) == 2 and _is_a_pair(calls, members):
+        why = f"what is sent and what is received differ in size ({' and '.join(map(_elements, calls.values()))})"
     if passed:
         why = clause(passed, "has|have gone on without the other side")
     sites = (call_site(call) for call in calls.values())
@@ -73,6 +76,17 @@ def _finding(view: Timeline, root: Root) -> Finding:
             *consequence_evidence([root]),
         ),
     )
+
+
+def _is_a_pair(calls: dict[int, Collective], members: dict[str, tuple[int, ...]]) -> bool:
+    """Whether one is the other side of the other."""
+    ends = {rank: peer_of(call, members.get(call.group, ())) for rank, call in calls.items()}
+    kinds = {end[0] for end in ends.values() if end is not None and end[1] in calls}
+    return kinds == {"send", "recv"}
+
+
+def _elements(call: Collective) -> str:
+    return f"{numel(call):,} elements"
 
 
 def _hop(rank: int, call: Collective, members: tuple[int, ...]) -> str:

@@ -1,8 +1,9 @@
 """Who finds the culprit in Flight Recorder dumps: ``python tests/programs/benchmarks/peers.py --nvrx path/to/its/src``.
 
-Dumps of two real jobs on NCCL and of simulated ones, read by ``ncclsafe diagnose``, by PyTorch's own analyser
-(``torch.distributed.flight_recorder``), and by ``fr_attribution`` of NVIDIA's resiliency extension without its language
-model. That one is not part of what PyPI has (0.4.1): name the ``src`` folder of a checkout. Nothing here runs on a GPU.
+Dumps of two real jobs on NCCL, of simulated ones and of such that were written step by step, read by ``ncclsafe
+diagnose``, by PyTorch's own analyser (``torch.distributed.flight_recorder``), and by ``fr_attribution`` of NVIDIA's
+resiliency extension without its language model. That one is not part of what PyPI has (0.4.1): name the ``src`` folder
+of a checkout. Nothing here runs on a GPU.
 """
 
 import argparse
@@ -16,14 +17,16 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS / "reading"))
 
-from simulated_incidents import Incident, incidents  # noqa: E402
+from simulated_incidents import incidents  # noqa: E402
+from written_incidents import INCIDENTS  # noqa: E402
 
 from lightning_ncclsafe.facts.findings import Confidence  # noqa: E402
 from lightning_ncclsafe.reading.evidence import Artifacts  # noqa: E402
@@ -115,9 +118,32 @@ class Tally:
         self.right += named >= truth and named <= truth | among and (bool(named) or not truth | among)
 
 
-def write(folder: Path, incident: Incident) -> None:
-    for rank, dump in incident.dumps.items():
+def write(folder: Path, dumps: dict[int, dict[str, Any]]) -> None:
+    for rank, dump in dumps.items():
         (folder / f"_dump_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+
+
+class Job(NamedTuple):
+    """The dumps of one, whose fault it is, and who may be named beside."""
+
+    kind: str
+    dumps: dict[int, dict[str, Any]]
+    truth: set[int]
+    among: set[int]
+
+
+def made(count: int) -> Iterator[Job]:
+    """Simulated jobs, and those written step by step, of which dumps tell who it was."""
+    for incident in incidents(count, first=5000):
+        if incident.is_knowable:
+            kind = "simulated, send and receive" if incident.has_p2p else "simulated, collectives alone"
+            yield Job(kind, incident.dumps, set(incident.ranks), set(incident.among))
+    for written in INCIDENTS.values():
+        if written.is_sure:
+            # Where all have called the same and none gets through, they may all be named.
+            everybody = set(written.ranks) if written.kinds == ("all-joined",) else set()
+            among = everybody or set(written.among)
+            yield Job("written step by step", written.made(), set(written.ranks) - everybody, among)
 
 
 def compare(analysers: dict[str, Analyser], count: int) -> dict[str, dict[str, Tally]]:
@@ -125,17 +151,13 @@ def compare(analysers: dict[str, Analyser], count: int) -> dict[str, dict[str, T
     table: dict[str, dict[str, Tally]] = defaultdict(lambda: defaultdict(Tally))
     for name, truth in REAL.items():
         for title, analyser in analysers.items():
-            table["recorded from real jobs"][title].add(
-                analyser, TESTS / "reading" / "nccl_dumps" / name, set(truth), set()
-            )
-    for incident in incidents(count, first=5000):
-        if not incident.is_knowable:
-            continue
-        kind = "simulated, send and receive" if incident.has_p2p else "simulated, collectives alone"
-        with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder), incident)
+            folder = TESTS / "reading" / "nccl_dumps" / name
+            table["recorded from real jobs"][title].add(analyser, folder, set(truth), set())
+    for job in made(count):
+        with tempfile.TemporaryDirectory() as folder_of_dumps:
+            write(Path(folder_of_dumps), job.dumps)
             for title, analyser in analysers.items():
-                table[kind][title].add(analyser, Path(folder), set(incident.ranks), set(incident.among))
+                table[job.kind][title].add(analyser, Path(folder_of_dumps), job.truth, job.among)
     return table
 
 

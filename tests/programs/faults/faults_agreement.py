@@ -68,7 +68,15 @@ def common(count: int, **keywords: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(values), **({"batch_size": BATCH_SIZE} | keywords))
 
 
-@fault("different-data", ranks=None, at={Moment.START: (2, 3, 4)}, has_line=False, has_phase=False, strategies=ALL)
+@fault(
+    "different-data",
+    ranks=None,
+    at={Moment.START: (2, 3, 4)},
+    has_line=False,
+    has_phase=False,
+    strategies=ALL,
+    whose="code",
+)
 def split_without_a_seed(here: Here) -> None:
     """Llama-recipes: the same number of texts on every rank, and not the same texts."""
     np.random.seed(here.rank)

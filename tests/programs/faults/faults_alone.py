@@ -75,7 +75,7 @@ def upload_at_the_end_of_training(here: Here) -> None:
     here.fit(callbacks=[Upload(), Agree()], max_epochs=1)
 
 
-@fault("unfinished-rank", ranks=(0,), at={Moment.END: (2, 3)}, has_phase=False)
+@fault("unfinished-rank", ranks=(0,), at={Moment.END: (2, 3)}, has_phase=False, whose="code")
 def export_after_the_end_of_training(here: Here) -> None:
     class Export(L.Callback):
         def on_fit_end(self, trainer: L.Trainer, net: L.LightningModule) -> None:
@@ -86,7 +86,7 @@ def export_after_the_end_of_training(here: Here) -> None:
     here.fit(callbacks=[Export()], max_epochs=1)
 
 
-@fault("unfinished-rank", ranks=(1,), at={Moment.END: (2,)}, has_phase=False)
+@fault("unfinished-rank", ranks=(1,), at={Moment.END: (2,)}, has_phase=False, whose="code")
 def teardown_that_never_ends(here: Here) -> None:
     class Pooled(Net):
         def teardown(self, stage: str) -> None:
@@ -126,6 +126,7 @@ def work_of_one_middle_rank(here: Here) -> None:
     "rank-behind",
     ranks=(-1,),
     at={Moment.FIRST_STEP: (2, 3), Moment.MIDDLE: (2, 4), Moment.VALIDATION: (2, 3)},
+    whose="code",
 )
 def large_sample_in_a_step(here: Here) -> None:
     def forward(net: Net) -> None:
@@ -141,7 +142,7 @@ def large_sample_in_a_step(here: Here) -> None:
     here.fit(forward, net=net)
 
 
-@fault("rank-behind", ranks=(1,), at={Moment.MIDDLE: (2,), Moment.FIRST_STEP: (3,)})
+@fault("rank-behind", ranks=(1,), at={Moment.MIDDLE: (2,), Moment.FIRST_STEP: (3,)}, whose="code")
 def thread_that_is_waited_for(here: Here) -> None:
     """A pool of the user's that fetches negatives, and that nobody answers."""
 

@@ -33,7 +33,7 @@ def storage_of_checkpoints_that_does_not_answer(here: Here) -> None:
     here.fit(**saving(here, plugins=[Slow()]))
 
 
-@fault("slow-checkpoint", ranks=(0,), at={Moment.CHECKPOINT: (2, 3)}, has_line=False)
+@fault("slow-checkpoint", ranks=(0,), at={Moment.CHECKPOINT: (2, 3)}, has_line=False, whose="either")
 def checkpoint_written_to_a_pipe(here: Here) -> None:
     """Real writing: the file system takes nothing more."""
 
@@ -52,7 +52,13 @@ def checkpoint_written_to_a_pipe(here: Here) -> None:
     here.fit(**saving(here, plugins=[Pipe()]))
 
 
-@fault("exception-during-save", ranks=(0,), at={Moment.EPOCH_END: (2, 3), Moment.MIDDLE: (2,)}, has_phase=False)
+@fault(
+    "exception-during-save",
+    ranks=(0,),
+    at={Moment.EPOCH_END: (2, 3), Moment.MIDDLE: (2,)},
+    has_phase=False,
+    whose="machine",
+)
 def no_space_left_for_a_checkpoint(here: Here) -> None:
     class Full(TorchCheckpointIO):
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

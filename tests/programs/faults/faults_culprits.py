@@ -256,7 +256,7 @@ def logged_metric_with_a_class_fewer(here: Here) -> None:
     here.fit(net=Logging(here))
 
 
-@fault("slow-logger", ranks=(0,), at={Moment.EPOCH_END: (2,)}, has_phase=False)
+@fault("slow-logger", ranks=(0,), at={Moment.EPOCH_END: (2,)}, has_phase=False, whose="either")
 def checkpoint_that_is_sent_to_a_server(here: Here) -> None:
     class Sending(CSVLogger):
         @rank_zero_only
@@ -288,7 +288,7 @@ class Fed(IterableDataset[torch.Tensor]):
             yield self.rows.get()  # <- thread_of_the_data_that_has_ended
 
 
-@fault("data-stall", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False)
+@fault("data-stall", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False, whose="code")
 def thread_of_the_data_that_has_ended(here: Here) -> None:
     here.fit(data=DataLoader(Fed(here), batch_size=BATCH_SIZE))
 

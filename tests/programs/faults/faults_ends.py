@@ -15,7 +15,7 @@ from truths import Moment, fault
 EVERYWHERE = {Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3, 4), Moment.EPOCH_END: (3,), Moment.VALIDATION: (2,)}
 
 
-@fault("failed-rank", ranks=(1,), at=EVERYWHERE | {Moment.START: (2,)})
+@fault("failed-rank", ranks=(1,), at=EVERYWHERE | {Moment.START: (2,)}, whose="code")
 def exception_in_a_hook(here: Here) -> None:
     def read(net: Net) -> None:
         if here.is_hit:
@@ -25,7 +25,7 @@ def exception_in_a_hook(here: Here) -> None:
     here.fit(read)
 
 
-@fault("failed-rank", ranks=(0,), at={Moment.MIDDLE: (2, 3)})
+@fault("failed-rank", ranks=(0,), at={Moment.MIDDLE: (2, 3)}, whose="code")
 def exception_on_rank_zero(here: Here) -> None:
     def read(net: Net) -> None:
         if here.is_hit:
@@ -52,12 +52,12 @@ class BrokenSample(Dataset[torch.Tensor]):
         return torch.full((8,), index / 100)
 
 
-@fault("failed-rank", ranks=(-1,), at={Moment.MIDDLE: (2, 3)})
+@fault("failed-rank", ranks=(-1,), at={Moment.MIDDLE: (2, 3)}, whose="code")
 def exception_in_a_loader_worker(here: Here) -> None:
     here.fit(data=in_order(here, BrokenSample(here), num_workers=1))
 
 
-@fault("failed-rank", ranks=(-1,), at={Moment.MIDDLE: (2,), Moment.EPOCH_END: (3,)})
+@fault("failed-rank", ranks=(-1,), at={Moment.MIDDLE: (2,), Moment.EPOCH_END: (3,)}, whose="code")
 def silent_exit(here: Here) -> None:
     def leave(net: Net) -> None:
         if here.is_hit:
@@ -83,7 +83,7 @@ def no_memory_left_on_a_device(here: Here) -> None:
     here.fit(forward)
 
 
-@fault("dead-rank", ranks=(-1,), at=EVERYWHERE, has_line=False, has_phase=False)
+@fault("dead-rank", ranks=(-1,), at=EVERYWHERE, has_line=False, has_phase=False, whose="machine")
 def killed_process(here: Here) -> None:
     def die(net: Net) -> None:
         if here.is_hit:
@@ -93,7 +93,7 @@ def killed_process(here: Here) -> None:
     here.fit(die)
 
 
-@fault("dead-rank", ranks=(0,), at={Moment.MIDDLE: (2, 3)}, has_line=False, has_phase=False)
+@fault("dead-rank", ranks=(0,), at={Moment.MIDDLE: (2, 3)}, has_line=False, has_phase=False, whose="machine")
 def killed_rank_zero(here: Here) -> None:
     """With it goes the job's store."""
 
@@ -105,7 +105,7 @@ def killed_rank_zero(here: Here) -> None:
     here.fit(die)
 
 
-@fault("dead-rank", ranks=(1,), at={Moment.MIDDLE: (2,)}, has_line=False, has_phase=False)
+@fault("dead-rank", ranks=(1,), at={Moment.MIDDLE: (2,)}, has_line=False, has_phase=False, whose="code")
 def segmentation_fault(here: Here) -> None:
     def crash(net: Net) -> None:
         if here.is_hit:
@@ -125,7 +125,7 @@ def exit_without_a_word(here: Here) -> None:
     here.fit(leave)
 
 
-@fault("failed-rank", ranks=(1,), at={Moment.MIDDLE: (2, 3)})
+@fault("failed-rank", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, whose="code")
 def exception_after_which_a_checkpoint_is_saved(here: Here) -> None:
     """By the rank that has failed alone, with a barrier at the end; its exception is never printed."""
 

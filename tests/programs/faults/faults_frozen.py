@@ -31,7 +31,7 @@ def stopped_rank_zero(here: Here) -> None:
     stopped_by_a_signal(here)
 
 
-@fault("gil-held", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (3,)})
+@fault("gil-held", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (3,)}, whose="code")
 def loop_in_native_code(here: Here) -> None:
     def count(net: Net) -> None:
         if here.is_hit:
@@ -41,7 +41,7 @@ def loop_in_native_code(here: Here) -> None:
     here.fit(count)
 
 
-@fault("gil-held", ranks=(1,), at={Moment.MIDDLE: (2,)})
+@fault("gil-held", ranks=(1,), at={Moment.MIDDLE: (2,)}, whose="machine")
 def native_call_that_sleeps_with_the_gil(here: Here) -> None:
     """In a read, which signals do not end: from a device, say, that does not answer."""
     read, (pipe, _) = ctypes.PyDLL(None).read, os.pipe()
@@ -72,7 +72,7 @@ def uninterruptible_sleep(here: Here) -> None:
     here.fit(read)
 
 
-@fault("gc-pause", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_line=False)
+@fault("gc-pause", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_line=False, whose="code")
 def finalizers_in_a_garbage_collection(here: Here) -> None:
     """Objects in a cycle, which close what they hold when they are collected: the collection lasts as long."""
 
@@ -92,7 +92,7 @@ def finalizers_in_a_garbage_collection(here: Here) -> None:
     here.fit(collect)
 
 
-@fault("gc-pause", ranks=(1,), at={Moment.MIDDLE: (2,)}, has_line=False, has_phase=False)
+@fault("gc-pause", ranks=(1,), at={Moment.MIDDLE: (2,)}, has_line=False, has_phase=False, whose="code")
 def huge_graph_of_objects(here: Here) -> None:
     """Collections of some millions of objects, again and again, each with the global interpreter lock held."""
 
@@ -130,7 +130,7 @@ def storage_that_hardly_answers(here: Here) -> None:
     here.fit(read)
 
 
-@fault("own-code", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_line=False)
+@fault("own-code", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_line=False, whose="code")
 def lock_of_ours_that_is_never_released(here: Here) -> None:
     """A fault of this package: what its main thread looks at before each batch is held by a thread that is gone."""
 

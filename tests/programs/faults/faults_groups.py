@@ -41,7 +41,7 @@ def ring_of_groups(here: Here) -> None:
 OWN_TIMEOUT = {"has_line": False, "has_phase": False, "has_ranks": False}
 
 
-@fault("timeout-misuse", ranks=(), at={Moment.MIDDLE: (2, 3)}, **OWN_TIMEOUT)
+@fault("timeout-misuse", ranks=(), at={Moment.MIDDLE: (2, 3)}, **OWN_TIMEOUT, whose="code")
 def group_with_a_timeout_of_its_own(here: Here) -> None:
     class Grouped(Net):
         def on_train_start(self) -> None:
@@ -56,7 +56,7 @@ def group_with_a_timeout_of_its_own(here: Here) -> None:
     here.fit(reduce, net=Grouped(here), strategy=here.strategy(suspect_after=20.0))
 
 
-@fault("timeout-misuse", ranks=(), at={Moment.START: (2,)}, **OWN_TIMEOUT)
+@fault("timeout-misuse", ranks=(), at={Moment.START: (2,)}, **OWN_TIMEOUT, whose="code")
 def barrier_with_a_timeout_of_its_own(here: Here) -> None:
     class Prepared(L.Callback):
         def on_fit_start(self, trainer: L.Trainer, net: L.LightningModule) -> None:

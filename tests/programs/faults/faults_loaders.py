@@ -23,6 +23,7 @@ ALL = ("SafeDDP", "SafeModelParallel", "SafeFSDP")
     at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3, 4), Moment.VALIDATION: (2,)},
     has_phase=False,
     strategies=ALL,
+    whose="machine",
 )
 def storage_that_stops_without_workers(here: Here) -> None:
     def read() -> None:
@@ -32,7 +33,14 @@ def storage_that_stops_without_workers(here: Here) -> None:
     here.fit(net=MeetingNet(here), data=(rows(here), data) if here.case.moment is Moment.VALIDATION else data)
 
 
-@fault("data-stall", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)}, has_phase=False, strategies=ALL)
+@fault(
+    "data-stall",
+    ranks=(1,),
+    at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)},
+    has_phase=False,
+    strategies=ALL,
+    whose="machine",
+)
 def storage_that_stops_with_workers(here: Here) -> None:
     def read() -> None:
         time.sleep(FOR_LONG_S)  # <- here
@@ -40,7 +48,7 @@ def storage_that_stops_with_workers(here: Here) -> None:
     here.fit(data=stored(here, read, num_workers=1))
 
 
-@fault("data-stall", ranks=(0,), at={Moment.MIDDLE: (2,)}, has_phase=False)
+@fault("data-stall", ranks=(0,), at={Moment.MIDDLE: (2,)}, has_phase=False, whose="code")
 def slow_collation(here: Here) -> None:
     seen = []
 
@@ -54,7 +62,7 @@ def slow_collation(here: Here) -> None:
     here.fit(data=rows(here, collate_fn=collate))
 
 
-@fault("data-stall", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False)
+@fault("data-stall", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False, whose="machine")
 def stream_that_stops(here: Here) -> None:
     def wait(row: int) -> None:
         if here.is_hit and row == 3 * BATCH_SIZE:
@@ -64,7 +72,14 @@ def stream_that_stops(here: Here) -> None:
     here.fit(data=DataLoader(Stream(BATCHES, here.rank, wait), batch_size=BATCH_SIZE))
 
 
-@fault("worker-died", ranks=(1,), at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)}, has_line=False, has_phase=False)
+@fault(
+    "worker-died",
+    ranks=(1,),
+    at={Moment.FIRST_STEP: (2,), Moment.MIDDLE: (2, 3)},
+    has_line=False,
+    has_phase=False,
+    whose="machine",
+)
 def killed_worker(here: Here) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -80,7 +95,7 @@ def worker_with_a_bus_error(here: Here) -> None:
     here.fit(data=stored(here, die, num_workers=2))
 
 
-@fault("worker-died", ranks=(1,), at={Moment.MIDDLE: (2,)}, has_line=False, has_phase=False)
+@fault("worker-died", ranks=(1,), at={Moment.MIDDLE: (2,)}, has_line=False, has_phase=False, whose="machine")
 def killed_worker_of_which_nobody_is_told(here: Here) -> None:
     """PyTorch is told of dead workers by a signal, which a library of the user's has taken for itself."""
 
@@ -94,7 +109,7 @@ def killed_worker_of_which_nobody_is_told(here: Here) -> None:
     here.fit(data=stored(here, die, num_workers=1, timeout=0), callbacks=[Deaf()])
 
 
-@fault("data-stall", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False)
+@fault("data-stall", ranks=(1,), at={Moment.MIDDLE: (2, 3)}, has_phase=False, whose="code")
 def worker_that_waits_for_a_lock(here: Here) -> None:
     """One that another thread held when the worker was forked: nobody will release it there."""
     lock = threading.Lock()

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import lightning as L
-import pandas
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -30,6 +29,8 @@ def expression_that_backtracks(here: Here) -> None:
 
 @fault("rank-zero-only-work", ranks=(0,), at={Moment.VALIDATION: (3,)})
 def table_of_predictions(here: Here) -> None:
+    import pandas  # takes half a second, in every rank of every case
+
     class Tabled(MeetingNet):
         def on_validation_epoch_end(self) -> None:
             if self.local_rank == 0:

@@ -64,7 +64,7 @@ class Inspector:
     def __init__(self, envs_from: str = "LOCAL_RANK") -> None:
         self.moved: list[bool] = []
         self.ended = False
-        self.took_s = 0.0
+        self.took_s: list[float] = []
         self._variable = envs_from
 
     def __call__(self, case: Case, folder: Path, running: list[Any]) -> tuple[Found, tuple[int, ...]]:
@@ -105,7 +105,7 @@ class Inspector:
         ]
         began_s = time.monotonic()
         (diagnosis,) = inspect([one.pid for one in seen], processes=lambda: seen).diagnoses
-        self.took_s = time.monotonic() - began_s
+        self.took_s.append(time.monotonic() - began_s)
         moved = [facts.inspection is not None and bool(facts.inspection.moved) for facts in diagnosis.job.ranks]
         self.moved.append(all(moved))
         plain: dict[str, Any] = json.loads(report_json(diagnosis))
@@ -158,6 +158,11 @@ def table(scores: Iterable[Score]) -> Table:
     return made
 
 
+def spread(times_s: list[float]) -> str:
+    """The median and the most of them, in words."""
+    return f"{sorted(times_s)[len(times_s) // 2]:.1f} s (median), {max(times_s):.1f} s at most" if times_s else "-"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all scores there, too")
@@ -174,13 +179,16 @@ def main() -> None:
     cases = cases[options.skip :: options.every]
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
-    console, warm, scores, moved, took_s = Console(width=150), Warm(), [], [], []
+    console, warm, scores = Console(width=150), Warm(), []
+    moved: list[bool] = []
+    took_s: list[float] = []
+    healthy_s: list[float] = []
     try:
         with ThreadPoolExecutor(options.at_once) as pool:
             for score, inspector in pool.map(lambda case: inspected(warm, case, options.keep), cases):
                 scores.append(score)
                 moved += inspector.moved if not score.causes else []
-                took_s += [inspector.took_s] if inspector.took_s else []
+                (took_s if score.causes else healthy_s).extend(inspector.took_s)
                 if not score.is_right and not score.skipped:
                     told = f"named {score.named or 'nothing'} ({score.confidence}), not {' or '.join(score.causes)}"
                     console.print(f"{score.case}: {told}: {score.answer}", markup=False, highlight=False)
@@ -192,8 +200,7 @@ def main() -> None:
     console.print(f"healthy: {alarms} of {len(healthy)} alarms; said to move at {sum(moved)} of {len(moved)} looks")
     for confidence, (right, of) in calibration(replace(score) for score in scores).items():
         console.print(f"of the answers that say {confidence}, right in cause, ranks and line: {right} of {of}")
-    if took_s:
-        console.print(f"an inspection took {sorted(took_s)[len(took_s) // 2]:.1f} s, at most {max(took_s):.1f} s")
+    console.print(f"inspections of trainings that hang took {spread(took_s)}; of healthy ones {spread(healthy_s)}")
     if options.json:
         options.json.write_text(json.dumps([asdict(score) for score in scores], indent=2) + "\n")
 

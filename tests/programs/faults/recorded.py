@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from scores import Score, score_fault
+from scores import Score, planned, score_fault
 from truths import Case, Moment, Scenario
 
 from lightning_ncclsafe.facts import JobFacts
@@ -51,7 +51,8 @@ def score_recording(case: Case) -> Score:
     """What the rules make of a file, beside its truth."""
     file = json.loads((RECORDINGS / f"{case.scenario.name}.json").read_text())
     diagnosis = judge(from_plain(JobFacts, file["job"]))
-    return score_fault(case, json.loads(report_json(diagnosis)), why_none="no finding")
+    report = json.loads(report_json(diagnosis))
+    return score_fault(case, report, why_none="no finding", start=planned(report))
 
 
 def write(name: str, causes: tuple[str, ...], ranks: tuple[int, ...] | None, job: JobFacts) -> Path:

@@ -21,7 +21,18 @@ from recorded import recorded_cases, score_recording  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from running import SUSPECT_AFTER_S, run_case  # noqa: E402
-from scores import Row, Score, calibration, exit_code, row, rows, score_fault, score_healthy  # noqa: E402
+from scores import (  # noqa: E402
+    Row,
+    Score,
+    calibration,
+    exit_code,
+    planned,
+    plans,
+    row,
+    rows,
+    score_fault,
+    score_healthy,
+)
 from truths import Case  # noqa: E402
 from warm import Warm  # noqa: E402
 
@@ -42,7 +53,8 @@ def judged(warm: Warm, case: Case, strategy: str, suspect_after_s: float) -> Sco
         return score_healthy(case, outcome.report, outcome.exit_codes, outcome.said)
     said = [line for line in outcome.output.splitlines() if "Error" in line or line.startswith("[ncclsafe]")]
     why_none = f"no report; exit codes {[*outcome.exit_codes]}; {' | '.join(said[-2:])}"
-    return score_fault(case, outcome.report, outcome.delay_s, why_none)
+    start = planned(outcome.report) if outcome.report is not None else None
+    return score_fault(case, outcome.report, outcome.delay_s, why_none, start)
 
 
 def scored(cases: Iterable[Case], strategy: str, suspect_after_s: float, at_once: int) -> Iterator[Score]:
@@ -61,11 +73,11 @@ def table(found: list[Row]) -> Table:
     """The scoreboard."""
     made = Table(box=None, header_style="bold", pad_edge=False)
     made.add_column("cause", no_wrap=True)
-    for name in ("cases", "cause", "ranks", "line", "phase", "entirely", "median", "longest", "alarms"):
+    for name in ("cases", "cause", "ranks", "line", "phase", "plan", "entirely", "median", "longest", "alarms"):
         made.add_column(name, justify="right", no_wrap=True)
     for one in found:
         skipped = f" + {one.skipped} skipped" if one.skipped else ""
-        shares = [_of(share) for share in (one.cause, one.ranks, one.line, one.phase, one.entirely)]
+        shares = [_of(share) for share in (one.cause, one.ranks, one.line, one.phase, one.plan, one.entirely)]
         times = [_seconds(one.median_s), _seconds(one.longest_s)]
         made.add_row(one.name, f"{one.scores}{skipped}", *shares, *times, _of(one.false_alarms, alarms=True))
     return made
@@ -97,6 +109,7 @@ def line_of(score: Score) -> str:
     if score.skipped:
         return f"{score.case}: skipped: {score.skipped}"
     checks = {"ranks": score.ranks_right, "line": score.line_right, "phase": score.phase_right}
+    checks[f"plan ({score.plan}, the fault is of: {score.fault_of})"] = score.plan_right
     wrong = [name for name, right in checks.items() if right is False]
     named = f"named {score.named or 'nothing'}, not {' or '.join(score.causes) or 'nothing'}"
     told = [named] if score.cause_right is False or score.false_alarm else [f"{', '.join(wrong)} wrong"]
@@ -155,6 +168,9 @@ def main() -> None:
     console.print(table(told))
     for confidence, share in calibration(scores).items():
         console.print(f"of the answers that say {confidence}, right in cause, ranks and line: {_of(share)}")
+    for side, counted in plans(scores).items():
+        told = ", ".join(f"{count} {plan}" for plan, count in counted.most_common()) or "none"
+        console.print(f"plans for faults of {side}: {told}", highlight=False)
     if options.json:
         plain = {"rows": [asdict(one) for one in rows(scores)], "scores": [asdict(one) for one in scores]}
         options.json.write_text(json.dumps(plain, indent=2) + "\n")

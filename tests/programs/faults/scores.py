@@ -1,17 +1,25 @@
 """What was right and what was not, in one case and in all: plain arithmetic."""
 
-from collections import defaultdict
+import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from truths import Case
 
+from lightning_ncclsafe.facts import IncidentKind
+from lightning_ncclsafe.facts.findings import NextStart
+from lightning_ncclsafe.report.json import read_report
+from lightning_ncclsafe.rules.planning import next_start
+
 UNREHEARSED = "from public threads"
 """The row of faults that were written without sight of a rule."""
 QUIET = "watching "
 """How the only line begins that a healthy run says."""
+PLANS = {"code": ("stop", "unknown"), "machine": ("restart", "restart-without-host", "unknown")}
+"""Those that are not wrong, by whose fault it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +36,10 @@ class Score:
         ranks_right: Whether the ranks are those that cause it.
         line_right: Whether the line is the marked one.
         phase_right: Whether those ranks were seen in the right phase.
+        fault_of: ``"code"``, ``"machine"`` or ``"either"``; empty of a healthy one.
+        plan: What the next start would be told to do; empty where nothing was reported.
+        plan_right: Whether that is no ``stop`` for a machine's fault, no ``restart`` for wrong code, and leaves no host
+            out that is healthy.
         delay_s: From when it went wrong to the verdict, seconds.
         false_alarm: Of a healthy one, whether anything was said.
         skipped: Why it was not run; empty if it was.
@@ -43,6 +55,9 @@ class Score:
     ranks_right: bool | None = None
     line_right: bool | None = None
     phase_right: bool | None = None
+    fault_of: str = ""
+    plan: str = ""
+    plan_right: bool | None = None
     delay_s: float | None = None
     false_alarm: bool | None = None
     skipped: str = ""
@@ -56,10 +71,36 @@ class Score:
     @property
     def is_right(self) -> bool:
         """Whether nothing about it is wrong; one that was not run is not."""
-        return not self.skipped and self.names_culprit and self.phase_right is not False and not self.false_alarm
+        is_wrong = self.false_alarm or False in (self.phase_right, self.plan_right)
+        return not self.skipped and self.names_culprit and not is_wrong
 
 
-def score_fault(case: Case, report: dict[str, Any] | None, delay_s: float | None = None, why_none: str = "") -> Score:
+def planned(report: dict[str, Any]) -> NextStart | None:
+    """What the next start would be told if the run were ended by what was reported; None where nothing would be."""
+    diagnosis = read_report(json.dumps(report).encode())
+    job = diagnosis.job
+    if job.incident.kind not in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
+        job = replace(job, incident=replace(job.incident, kind=IncidentKind.TIMEOUT))
+    return next_start(replace(diagnosis, job=job), is_refused=True)
+
+
+def _is_right_plan(case: Case, start: NextStart, report: dict[str, Any]) -> bool | None:
+    """None where it may be anybody's fault, and no host is left out."""
+    at_fault = {facts["host"] for facts in report["job"]["ranks"] if facts["rank"] in case.ranks}
+    at_fault |= {one["host"] for one in report["job"].get("silent_hosts", ()) if {*one["ranks"]} & {*case.ranks}}
+    if not {*start.hosts} <= at_fault:
+        return False
+    fits = PLANS.get(case.scenario.fault_of)
+    return None if fits is None else start.plan.value in fits
+
+
+def score_fault(
+    case: Case,
+    report: dict[str, Any] | None,
+    delay_s: float | None = None,
+    why_none: str = "",
+    start: NextStart | None = None,
+) -> Score:
     """Of a case that has gone wrong: its first report, or None if there was none.
 
     Args:
@@ -67,6 +108,7 @@ def score_fault(case: Case, report: dict[str, Any] | None, delay_s: float | None
         report: What was reported, as in ``report.json``.
         delay_s: From when it went wrong to the report, seconds.
         why_none: What became of it without a report.
+        start: What the next start would be told to do.
     """
     finding: dict[str, Any] = next(iter(report["findings"]), {}) if report else {}
     rank_facts = {facts["rank"]: facts for facts in report["job"]["ranks"]} if report else {}
@@ -82,6 +124,9 @@ def score_fault(case: Case, report: dict[str, Any] | None, delay_s: float | None
         ranks_right=finding.get("ranks") == [*case.ranks] if truth.has_ranks else None,
         line_right=finding.get("location", "").startswith(case.place) and bool(finding) if case.place else None,
         phase_right=phases == {case.phase} if case.phase and phases else None,
+        fault_of=truth.fault_of,
+        plan=start.plan.value if start is not None else "",
+        plan_right=_is_right_plan(case, start, report) if start is not None and report is not None else None,
         delay_s=delay_s,
         answer=finding.get("summary", "") or why_none,
     )
@@ -126,6 +171,7 @@ class Row:
         ranks: How often the ranks were, of how many.
         line: How often the line was, of how many.
         phase: How often the phase was, of how many.
+        plan: How often the plan was not against whose fault it is, of how many.
         entirely: How many were right in all of these, of how many.
         median_s: From when it went wrong to the verdict, seconds; None where nothing is known.
         longest_s: The longest of these.
@@ -139,6 +185,7 @@ class Row:
     ranks: tuple[int, int]
     line: tuple[int, int]
     phase: tuple[int, int]
+    plan: tuple[int, int]
     entirely: tuple[int, int]
     median_s: float | None
     longest_s: float | None
@@ -158,6 +205,7 @@ def row(name: str, scores: Iterable[Score]) -> Row:
         ranks=_share(score.ranks_right for score in run),
         line=_share(score.line_right for score in run),
         phase=_share(score.phase_right for score in run),
+        plan=_share(score.plan_right for score in run),
         entirely=_share(score.is_right for score in run if score.causes),
         median_s=median(delays_s) if delays_s else None,
         longest_s=max(delays_s, default=None),
@@ -193,6 +241,15 @@ def calibration(scores: Iterable[Score]) -> dict[str, tuple[int, int]]:
         if score.confidence and not score.skipped:
             by_confidence[score.confidence].append(bool(score.causes) and score.names_culprit)
     return {confidence: _share(answers) for confidence, answers in by_confidence.items()}
+
+
+def plans(scores: Iterable[Score]) -> dict[str, Counter[str]]:
+    """How often each plan was made, by whose fault it was."""
+    found: dict[str, Counter[str]] = {side: Counter() for side in (*PLANS, "either")}
+    for score in scores:
+        if score.plan:
+            found[score.fault_of][score.plan] += 1
+    return found
 
 
 def exit_code(scores: Iterable[Score]) -> int:

@@ -6,7 +6,7 @@ import pytest
 from catalogue import CASES
 from recorded import recorded_cases, score_recording
 from running import LIMIT_S, Outcome, run_case
-from scores import score_fault, score_healthy
+from scores import planned, score_fault, score_healthy
 from truths import Case
 from warm import Warm
 
@@ -41,7 +41,8 @@ def marked(names: list[str]) -> list[object]:
 
 @pytest.mark.parametrize("case", marked(FAULTS))
 def test_what_is_wrong_is_named_with_its_ranks_and_its_line(case: Case, outcome: Outcome) -> None:
-    score = score_fault(case, outcome.report, outcome.delay_s)
+    start = planned(outcome.report) if outcome.report is not None else None
+    score = score_fault(case, outcome.report, outcome.delay_s, start=start)
     assert score.is_right, (score, outcome.output)
 
 

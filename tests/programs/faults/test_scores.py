@@ -10,12 +10,26 @@ import recorded
 import scoreboard
 import truths
 from catalogue import CASES
-from scores import UNREHEARSED, Score, calibration, exit_code, row, rows, score_fault, score_healthy
+from scores import (
+    UNREHEARSED,
+    Score,
+    calibration,
+    exit_code,
+    planned,
+    plans,
+    row,
+    rows,
+    score_fault,
+    score_healthy,
+)
 from truths import Case, Moment, Scenario
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.facts.codec import from_plain
+from lightning_ncclsafe.facts.findings import NextStart, Plan
+from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.judging import judge
 
 JOB = JobFacts(
     incident=Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0),
@@ -97,6 +111,49 @@ def test_no_report_and_one_without_findings_are_wrong() -> None:
         score = score_fault(CASE, none, why_none="exit codes [0]")
         assert (score.cause_right, score.ranks_right, score.line_right) == (False, False, False)
         assert (score.named, score.answer) == ("", "exit codes [0]")
+
+
+@pytest.mark.parametrize(
+    ("whose", "plan", "hosts", "right"),
+    [
+        ("code", Plan.STOP, (), True),
+        ("code", Plan.UNKNOWN, (), True),
+        ("code", Plan.RESTART, (), False),
+        ("code", Plan.RESTART_WITHOUT_HOST, ("c",), False),
+        ("machine", Plan.STOP, (), False),
+        ("machine", Plan.RESTART, (), True),
+        ("machine", Plan.RESTART_WITHOUT_HOST, ("c",), True),
+        ("machine", Plan.RESTART_WITHOUT_HOST, ("b", "c"), False),
+        ("either", Plan.STOP, (), None),
+        ("either", Plan.RESTART_WITHOUT_HOST, ("b",), False),
+    ],
+)
+def test_a_plan_is_right_by_whose_fault_it_is(whose: str, plan: Plan, hosts: tuple[str, ...], right: bool) -> None:
+    given = report()
+    given["job"]["ranks"] = [facts | {"host": host} for facts, host in zip(given["job"]["ranks"], "abc", strict=True)]
+    case = replace(CASE, scenario=replace(SCENARIO, whose=whose))
+    score = score_fault(case, given, start=NextStart(plan=plan, hosts=hosts))
+    assert (score.plan, score.plan_right, score.is_right) == (plan.value, right, right is not False)
+
+
+def test_what_a_suspicion_would_plan_is_that_of_the_limit() -> None:
+    facts = json.loads(report_json(judge(JOB)))
+    start = planned(facts)
+    assert start is not None and start.rule == facts["findings"][0]["rule"]
+    none = planned(facts | {"findings": []})
+    assert none is not None and none.plan is Plan.UNKNOWN
+
+
+def test_causes_say_whose_fault_it_is_where_the_scenario_does_not() -> None:
+    found = {name: scenario.fault_of for name, scenario in truths.SCENARIOS.items() if scenario.causes}
+    assert (found["evaluation_on_rank_zero"], found["link_that_drops_packets"]) == ("code", "machine")
+    assert {*found.values()} == {"code", "machine", "either"}
+    assert sum(side == "either" for side in found.values()) < len(found) / 3
+
+
+def test_plans_are_counted_by_whose_fault_it_was() -> None:
+    scores = [replace(RIGHT, fault_of="code", plan="stop"), replace(RIGHT, fault_of="code", plan="unknown"), WELL]
+    assert plans(scores) == {"code": {"stop": 1, "unknown": 1}, "machine": {}, "either": {}}
 
 
 def test_a_healthy_run_ends_on_all_ranks_and_says_that_it_watches() -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, Sampler
 from training import BATCHES, IN_THE_MIDDLE, Here, MeetingNet, Net, first_tensor, rows
 from truths import Moment, fault
@@ -241,6 +240,7 @@ def answers_generated_to_their_end(here: Here) -> None:
 )
 def optimizer_state_consolidated_on_rank_zero(here: Here) -> None:
     """Only rank 0 saves, so only rank 0 consolidates the state that ZeroRedundancyOptimizer has spread."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes half a second, in every rank of every case
 
     class Sharded(Net):
         def configure_optimizers(self) -> torch.optim.Optimizer:

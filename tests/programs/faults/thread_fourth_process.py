@@ -49,6 +49,7 @@ class Shards(IterableDataset[torch.Tensor]):
     at={Moment.FIRST_STEP: (3,)},
     has_phase=False,
     source="https://github.com/webdataset/webdataset/issues/188",
+    whose="code",
 )
 def worker_without_a_shard(here: Here) -> None:
     """Five shards for three ranks with two workers each: the second worker of the last rank has none, and raises."""
@@ -109,6 +110,7 @@ class Split(IterableDataset[torch.Tensor]):
     has_line=False,
     has_phase=False,
     source="https://github.com/pytorch/pytorch/issues/30599",
+    whose="code",
 )
 def fewer_workers_on_one_host(here: Here) -> None:
     """All ranks have as many rows; but each worker ends with a batch of its own, and one host has fewer workers."""
@@ -185,6 +187,7 @@ class Mounted(Dataset[torch.Tensor]):
     at={Moment.MIDDLE: (2,)},
     has_phase=False,
     source="https://github.com/pytorch/pytorch/issues/41517",
+    whose="machine",
 )
 def storage_that_no_rank_can_read(here: Here) -> None:
     """The file server is down: every rank waits in its own read, and none in a collective."""
@@ -197,6 +200,7 @@ def storage_that_no_rank_can_read(here: Here) -> None:
     at={Moment.START: (3,)},
     has_phase=False,
     source="https://github.com/modelscope/ms-swift/pull/5763",
+    whose="code",
 )
 def lock_held_into_a_barrier(here: Here) -> None:
     """Who holds the lock of the cache waits for the others in a barrier, which they come to with the lock only."""
@@ -223,6 +227,7 @@ def lock_held_into_a_barrier(here: Here) -> None:
     at={Moment.MIDDLE: (3,)},
     has_phase=False,
     source="https://github.com/hiyouga/LlamaFactory/pull/10584",
+    whose="either",
 )
 def output_that_nobody_reads(here: Here) -> None:
     """Who has started this rank holds its output in a pipe, and reads it when the rank has ended."""
@@ -425,6 +430,7 @@ def play(here: Here, rollouts: Any) -> None:
     at={Moment.MIDDLE: (2,)},
     has_phase=False,
     source="https://github.com/huggingface/trl/pull/5751",
+    whose="machine",
 )
 def rollout_process_that_was_killed(here: Here) -> None:
     """A process plays and puts what it has seen into a queue; it is killed, and the learner waits for more."""
@@ -468,6 +474,7 @@ def old_checkpoints_that_are_removed_slowly(here: Here) -> None:
     at={Moment.MIDDLE: (4,)},
     has_phase=False,
     source="https://github.com/thinking-machines-lab/tinker-cookbook/issues/945",
+    whose="code",
 )
 def task_whose_exception_nobody_retrieves(here: Here) -> None:
     """A task that makes trajectories has raised, which asyncio tells nobody; the step waits for its queue."""

@@ -212,6 +212,7 @@ class PruningCallback(Callback):
     at={Moment.VALIDATION: (3,)},
     has_phase=False,
     source="https://github.com/optuna/optuna/pull/2849",
+    whose="code",
 )
 def trial_pruned_on_one_rank(here: Here) -> None:
     class Scored(Net):

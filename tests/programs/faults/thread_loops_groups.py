@@ -61,6 +61,7 @@ class BestModelCallback(Callback):
     at={Moment.END: (2,)},
     has_phase=False,
     source="https://github.com/roboflow/rf-detr/issues/1505",
+    whose="code",
 )
 def best_model_tested_by_rank_zero(here: Here) -> None:
     here.fit(callbacks=[BestModelCallback(here)], max_epochs=1)

@@ -276,6 +276,7 @@ def preemption_that_one_rank_is_told_of(here: Here) -> None:
     at={Moment.VALIDATION: (2,)},
     has_phase=False,
     source="https://github.com/Lightning-AI/pytorch-lightning/issues/8130",
+    whose="code",
 )
 def decoder_that_reads_beyond_its_buffer(here: Here) -> None:
     """Native code crashes on one rank, in validation."""
@@ -296,6 +297,7 @@ def decoder_that_reads_beyond_its_buffer(here: Here) -> None:
     at={Moment.MIDDLE: (3,)},
     has_phase=False,
     source="https://github.com/RadarML/red-rover/issues/23",
+    whose="code",
 )
 def prefetching_thread_that_has_died(here: Here) -> None:
     """Batches are made in a thread; it raises, nobody looks, and the training waits for its queue."""
@@ -333,6 +335,7 @@ class Prefetched:
     at={Moment.MIDDLE: (4,)},
     has_phase=False,
     source="https://github.com/delmic/odemis/pull/1952",
+    whose="code",
 )
 def finalizer_that_waits_for_a_thread(here: Here) -> None:
     """An object in a cycle is found by the garbage collector, and its `__del__` joins a thread that never ends."""
@@ -366,6 +369,7 @@ class Subscription:
     at={Moment.MIDDLE: (3,)},
     has_phase=False,
     source="https://github.com/tqdm/tqdm/issues/469",
+    whose="code",
 )
 def lock_that_a_monitor_takes_twice(here: Here) -> None:
     """A thread holds the lock of all bars when one is finalized in it, which takes that lock; now nobody gets it."""
@@ -406,6 +410,7 @@ def watch_bars() -> None:
     at={Moment.MIDDLE: (4,)},
     has_phase=False,
     source="https://github.com/pytorch/pytorch/issues/109074",
+    whose="code",
 )
 def kernel_launched_with_the_gil_held(here: Here) -> None:
     """A binding calls into a library that blocks, without letting go of Python's lock."""
@@ -476,6 +481,7 @@ def length_that_only_one_rank_compiles(here: Here) -> None:
     at={Moment.VALIDATION: (2,)},
     has_phase=False,
     source="https://github.com/optuna/optuna/pull/2849",
+    whose="code",
 )
 def trial_that_is_pruned_on_rank_zero(here: Here) -> None:
     """Only rank 0 knows the study: it raises `TrialPruned`, which the study catches, and begins the next trial."""

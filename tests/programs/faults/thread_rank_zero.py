@@ -147,6 +147,7 @@ def accuracy_logged_under_is_global_zero(here: Here) -> None:
     has_line=False,
     has_phase=False,
     source="https://github.com/Lightning-AI/pytorch-lightning/issues/15852",
+    whose="code",
 )
 def monitor_that_only_rank_zero_has_logged(here: Here) -> None:
     """The score is logged on rank 0; ModelCheckpoint looks for it on all ranks, and raises where it is not."""
@@ -214,6 +215,7 @@ class Evaluated(Net):
     at={Moment.END: (2,)},
     has_phase=False,
     source="https://github.com/roboflow/rf-detr/issues/1505",
+    whose="code",
 )
 def best_weights_tested_at_fit_end_on_rank_zero(here: Here) -> None:
     """A callback tests the best weights with the same Trainer, on the main process only; the others have returned."""
@@ -260,6 +262,7 @@ def upload(path: Path, port: int) -> None:
     has_line=False,
     has_phase=False,
     source="https://github.com/Lightning-AI/pytorch-lightning/issues/433",
+    whose="code",
 )
 def hyperparameters_that_only_rank_zero_pickles(here: Here) -> None:
     """All ranks collect the same state, only rank 0 writes it, and only there it shows that it cannot be pickled."""
@@ -332,6 +335,7 @@ def checkpoint_by_each_ranks_own_clock(here: Here) -> None:
     has_line=False,
     has_phase=False,
     source="https://github.com/GoogleCloudPlatform/gcs-connector-for-pytorch/pull/138",
+    whose="either",
 )
 def asynchronous_save_that_teardown_waits_for(here: Here) -> None:
     """The last checkpoint is still being written in a thread; the Trainer of rank 0 waits for it, the others test."""

@@ -257,6 +257,7 @@ class LoggedNet(Net):
     at={Moment.MIDDLE: (2,)},
     has_phase=False,
     source="https://github.com/wandb/wandb/issues/3223",
+    whose="either",
 )
 def tracker_whose_sender_has_gone(here: Here) -> None:
     """The tracker's internal thread has ended, nobody takes records from its queue, and the next log waits."""
@@ -270,6 +271,7 @@ def tracker_whose_sender_has_gone(here: Here) -> None:
     at={Moment.END: (3,)},
     has_phase=False,
     source="https://github.com/wandb/wandb/issues/4375",
+    whose="either",
 )
 def tracker_that_waits_for_its_file_pusher(here: Here) -> None:
     """At the end of a trial the sender shuts down and waits for the file pusher, which waits for the sender."""

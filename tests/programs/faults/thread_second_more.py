@@ -98,6 +98,7 @@ class Augmenter:
     at={Moment.MIDDLE: (2,)},
     has_phase=False,
     source="https://github.com/MIC-DKFZ/nnUNet/issues/2070",
+    whose="code",
 )
 def augmenter_whose_thread_has_died(here: Here) -> None:
     """The log says "Exception in thread Thread-1", and the loop waits for the next batch of that thread."""
@@ -130,6 +131,7 @@ class Cached(Dataset[torch.Tensor]):
     at={Moment.START: (4,)},
     has_phase=False,
     source="https://github.com/Project-MONAI/MONAI/issues/3962",
+    whose="code",
 )
 def cache_whose_pool_waits_for_itself(here: Here) -> None:
     """The log stays at "Loading dataset: 0%", depending on how many threads there are; one host has a single core."""
@@ -410,6 +412,7 @@ def handler_that_a_worker_has_inherited(here: Here) -> None:
     at={Moment.MIDDLE: (3,)},
     has_phase=False,
     source="https://github.com/Lightning-AI/pytorch-lightning/issues/21406",
+    whose="code",
 )
 def handler_that_waits_for_what_it_interrupted(here: Here) -> None:
     """The signal comes while the progress is being written, and its handler wants the lock of that writing."""
@@ -557,6 +560,7 @@ def gradients_watched_on_the_first_rank(here: Here) -> None:
     at={Moment.START: (3,)},
     has_phase=False,
     source="https://github.com/meta-pytorch/torchrec/pull/4224",
+    whose="machine",
 )
 def state_that_comes_slowly_to_one_rank(here: Here) -> None:
     """Each rank loads the dense state from remote storage, and the slowest comes minutes after DDP's first call."""

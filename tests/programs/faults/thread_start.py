@@ -22,6 +22,7 @@ from truths import Moment, fault
     ranks=(2, 3),
     at={Moment.START: (4,)},
     source="https://github.com/pytorch/pytorch/issues/189245",
+    whose="machine",
 )
 def extension_lock_left_by_a_killed_build(here: Here) -> None:
     """A build that was killed left its lock in the cache of the second node, and every later start waits for it."""
@@ -159,6 +160,7 @@ def tokenized(row: int) -> list[int]:
     has_line=False,
     has_phase=False,
     source="https://github.com/pytorch/pytorch/issues/129367",
+    whose="machine",
 )
 def port_that_a_metrics_server_has_taken(here: Here) -> None:
     """On the first host something listens on MASTER_PORT already: rank 0 raises, the others talk to a stranger."""

@@ -11,6 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from whose_fault import OF_CODE, OF_DATA, OF_MACHINE
+
 Run = Callable[[Any], None]
 HERE = "# <- here"
 """Marks the line that is to blame, in the function; a line outside of it is marked with the function's name."""
@@ -57,6 +59,8 @@ class Scenario:
         has_phase: Whether the phase of the ranks at fault is that of the moment.
         phase: The phase that they are in, where it is not that of the moment.
         needs: What it takes, and not every machine permits: ``"namespaces"``; empty for nothing.
+        whose: Whose fault it is, where the causes do not tell: ``"code"`` (settings and data are of it), ``"machine"``,
+            or ``"either"``.
         strategies: Names of those that it is for.
         is_cold: Whether its ranks are programs of their own, and no forks of one that has imported everything.
         real_time: Whether a healthy one is judged with the thresholds that users have.
@@ -74,10 +78,17 @@ class Scenario:
     has_phase: bool = True
     phase: str = ""
     needs: str = ""
+    whose: str = ""
     strategies: tuple[str, ...] = ("SafeDDP",)
     is_cold: bool = False
     real_time: bool = False
     source: str = ""
+
+    @property
+    def fault_of(self) -> str:
+        """``"code"``, ``"machine"``, or ``"either"``."""
+        sides = {"code": OF_CODE | OF_DATA, "machine": OF_MACHINE}
+        return self.whose or next((side for side, of in sides.items() if {*self.causes} <= of), "either")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Lets a training go wrong at random instants, and prints how often it goes on, and to what: ``make restarts``."""
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -99,16 +100,23 @@ class Event:
     values: tuple[str, ...]
 
 
-def cases(count: int, only: list[str], seed: int) -> Iterator[Case]:
-    """All faults in turn, at instants that the seed decides."""
+def cases(first: int, count: int, only: list[str], seed: int) -> Iterator[Case]:
+    """All faults in turn, at instants that the seed decides, from one of them on."""
+    every = _every_case(only, seed)
+    return itertools.islice(every, first, first + count)
+
+
+def _every_case(only: list[str], seed: int) -> Iterator[Case]:
     draw = random.Random(seed)
-    for number in range(count):
-        ranks = draw.choice(RANKS)
+    for number in itertools.count():
+        ranks, fault = draw.choice(RANKS), (only or FAULTS)[number % len(only or FAULTS)]
+        rank = draw.randrange(ranks)
         yield Case(
             number=number,
-            fault=(only or FAULTS)[number % len(only or FAULTS)],
+            fault=fault,
             ranks=ranks,
-            rank=draw.randrange(ranks),
+            # The others write nothing.
+            rank=0 if fault == "stalled-writer" else rank,
             # Not in the last window, after which nothing is left to go wrong.
             batch=draw.randrange(1, BATCHES[ranks] - 6),
             delay_s=round(draw.uniform(0.0, 0.06), 4),
@@ -132,32 +140,33 @@ def run(case: Case, folder: Path) -> int:
             try:
                 status = job.wait(max(deadline - time.monotonic(), 1.0))
                 # Ranks that torchrun has left behind, as one that was killed does, may come to the end by themselves.
-                left_behind(job.pid, deadline)
+                left_behind(folder, deadline)
             except subprocess.TimeoutExpired:
                 status = -signal.SIGKILL
             finally:
-                end(job.pid)
+                end(folder)
             is_over = any(event.kind == "end" for event in events(folder))
             if is_over or (status == -signal.SIGKILL and time.monotonic() > deadline) or "78" in statuses(folder):
                 break
     return status
 
 
-def left_behind(session: int, deadline: float) -> None:
-    while time.monotonic() < deadline and [*members(session)]:
+def left_behind(folder: Path, deadline: float) -> None:
+    while time.monotonic() < deadline and [*members(folder)]:
         time.sleep(0.2)
 
 
-def members(session: int) -> Iterator[psutil.Process]:
+def members(folder: Path) -> Iterator[psutil.Process]:
+    """What runs of a case: each rank that torchrun starts has a session of its own, and the folder as an argument."""
     for process in psutil.process_iter():
-        with suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+        with suppress(psutil.Error):
+            if {str(PROGRAM), str(folder)} <= {*process.cmdline()} and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
 
 
-def end(session: int) -> None:
+def end(folder: Path) -> None:
     """Nothing that this case has started is left."""
-    for process in members(session):
+    for process in members(folder):
         with suppress(psutil.Error):
             process.kill()
 
@@ -236,20 +245,22 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=100, help="how many (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=[], metavar="FAULT", help=", ".join(FAULTS))
     parser.add_argument("--seed", type=int, default=0, help="of the instants (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there, too")
+    parser.add_argument("--add-up", nargs="+", type=Path, metavar="FILE", help="only the table of these results")
     parser.add_argument("--root-dir", type=Path, default=Path("runs/restarts"), help="default: %(default)s")
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse_options()
-    console = Console(width=None if sys.stdout.isatty() else 130)
+def run_all(options: argparse.Namespace, console: Console) -> Iterator[Result]:
+    """What comes of each case, as it is known."""
     root, undisturbed = options.root_dir.absolute(), dict[int, str]()
-    results: list[Result] = []
-    for case in cases(options.faults, options.only, options.seed):
+    for case in cases(options.first, options.faults, options.only, options.seed):
         if case.ranks not in undisturbed:
             folder = root / f"undisturbed-{case.ranks}"
-            run(Case(number=-case.ranks, fault="none", ranks=case.ranks), folder)
+            # Of one campaign in several parts, the first has it.
+            if not (options.first and folder.exists()):
+                run(Case(number=-case.ranks, fault="none", ranks=case.ranks), folder)
             ends = {event.values[1] for event in events(folder) if event.kind == "end"}
             if len(ends) != 1:
                 raise SystemExit(f"undisturbed, {case.ranks} ranks came to {ends or 'no end'}: {folder / 'output'}")
@@ -257,15 +268,23 @@ def main() -> None:
         folder = root / f"{case.number:03}-{case.fault}"
         run(case, folder)
         result = result_of(case, folder, undisturbed[case.ranks])
-        results.append(result)
         where = f"rank {case.rank} of {case.ranks}, batch {case.batch} + {case.delay_s} s"
         told = f"{result.outcome} after {result.starts} starts{f': {result.why}' if result.why else ''}"
-        console.print(
-            f"{case.number:3} {case.fault}, {where}: {told}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.print(f"{case.number:3} {case.fault}, {where}: {told}", markup=False, highlight=False, soft_wrap=True)
+        yield result
+
+
+def read_results(paths: list[Path]) -> list[Result]:
+    plain = [one for path in paths for one in json.loads(path.read_text())]
+    return [Result(**one | {"case": Case(**one["case"])}) for one in plain]
+
+
+def main() -> None:
+    options = parse_options()
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    results = read_results(options.add_up or [])
+    for result in () if options.add_up else run_all(options, console):
+        results.append(result)
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps([asdict(one) for one in results], indent=1))

@@ -1,0 +1,293 @@
+"""What one rank has of a model that is split among ranks, read without a collective, as PyTorch's checkpoints name it.
+
+``state_dict`` is not asked for it: FSDP gathers whole parameters for that, and FSDP2 splits those again that the main
+thread may be computing with. What an optimizer changes is there all the time, and where it lies in the whole is known
+on each rank by itself: FSDP2's part is a box, and FSDP's a range of values, which is a few boxes.
+"""
+
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Any, BinaryIO
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.checkpoints.ledger import NotProvenError, WatchedParameter
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""A part of a tensor: its offsets and its sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What a rank has written of one entry of a checkpoint.
+
+    Attributes:
+        path: Where the entry is in the nested state, as JSON.
+        shape: Of the whole tensor.
+        dtype: By torch's name; empty where it is no tensor.
+        offsets: Where the chunk begins in the tensor.
+        sizes: Its extent.
+        begin: Where it begins in the rank's file, bytes.
+        length: Its bytes there.
+        digest: Of its content, where all ranks have the same whole; 0 where each has a part.
+    """
+
+    path: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    begin: int = 0
+    length: int = 0
+    digest: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What is to be written of one entry: a chunk, and its values; split, if other ranks have other chunks of it."""
+
+    chunk: Chunk
+    values: Any
+    is_split: bool = False
+
+
+class SplitTensor:
+    """A tensor of which this rank has a range of values, as FSDP keeps parameters and what optimizers have of them.
+
+    Args:
+        shape: Of the whole.
+        begin: The first value, counted through the whole.
+        values: Those that are here, one after the other.
+    """
+
+    def __init__(self, shape: Sequence[int], begin: int, values: Any) -> None:
+        self.shape = tuple(shape)
+        self.values = values
+        self.boxes = boxes_of_range(self.shape, begin, begin + values.numel())
+
+
+def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """The boxes that a range of a tensor's values makes, in their order: rows, and what is left of the first and last.
+
+    Args:
+        shape: Of the tensor.
+        begin: The first value.
+        end: The one after the last.
+    """
+    if begin >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    row = prod(shape[1:])
+    first, last = -(-begin // row), end // row
+    if first > last:  # within one row
+        return _within(shape, last, begin - last * row, end - last * row)
+    boxes = _within(shape, first - 1, begin - (first - 1) * row, row) if begin < first * row else []
+    if first < last:
+        boxes.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return boxes + (_within(shape, last, 0, end - last * row) if last * row < end else [])
+
+
+def _within(shape: Sequence[int], row: int, begin: int, end: int) -> list[Box]:
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_range(shape[1:], begin, end)]
+
+
+class OwnShard:
+    """One rank's part of a model, known from the beginning of ``fit`` on. Made on the main thread, between batches.
+
+    Args:
+        model: What the strategy trains: FSDP's, or one with parameters that FSDP2 or tensor parallelism split.
+
+    Attributes:
+        layout: A digest of which parts of which parameters it is: equal on ranks that have the same.
+        model_key: Under which the checkpoint has the model's state.
+        parts: What there is of each parameter.
+        why_unread: Why it is not known how to read it, in words; empty if it is.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.parts: list[WatchedParameter] = []
+        self.layout = self.why_unread = ""
+        try:
+            with _told():
+                self._find(model)
+        except NotProvenError as error:
+            self.why_unread = str(error)
+
+    def _find(self, model: Any) -> None:
+        flat = {part.name: part for part in _torch.flat_parts(model)}
+        self._flat = {id(part.parameter): part for part in flat.values()}
+        self.model_key = "model" if flat else "state_dict"
+        parameters = {name: part.parameter for name, part in flat.items()} or _torch.split_parameters(model)
+        self._buffers = {name: (owner, key) for name, owner, key in _torch.plain_buffers(model)}
+        self._parameters = parameters
+        odd = _torch.saved_names(model, is_flat=bool(flat)) ^ {*parameters, *self._buffers}
+        if odd:
+            raise NotProvenError(f"it is not known how the model saves {min(odd)!r}")
+        self._names: dict[int, str] = {}
+        for name, parameter in parameters.items():
+            self._names.setdefault(id(parameter), name)
+        self.parts = [
+            WatchedParameter(name, parameter, self._reader(parameter)) for name, parameter in parameters.items()
+        ]
+        self.layout = self._digest()
+        _torch.import_checkpointing()
+
+    def _reader(self, parameter: Any) -> Callable[[], Any]:
+        part = self._flat.get(id(parameter))
+        return part.values if part is not None else partial(_torch.local_part, parameter)
+
+    def _digest(self) -> str:
+        found = []
+        for name, value in self._weights().items():
+            shape, boxes, _ = _split(value) or (tuple(value.shape), [], None)
+            found.append((name, shape, boxes))
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+    def _weights(self) -> dict[str, Any]:
+        return {name: self._part(parameter) for name, parameter in self._parameters.items()}
+
+    def _part(self, parameter: Any) -> Any:
+        part = self._flat.get(id(parameter))
+        return parameter if part is None else SplitTensor(part.shape, part.begin, part.values())
+
+    def weights(self) -> dict[str, Any]:
+        """The state of the model, with the very tensors that are trained."""
+        return self._weights() | {name: owner[key] for name, (owner, key) in self._buffers.items()}
+
+    def optimizer_state(self, optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of an optimizer, by the parameters' names, as PyTorch's checkpoints have it.
+
+        Args:
+            optimizer: The optimizer, or Lightning's around it.
+            groups: What its groups had set at the boundary.
+
+        Raises:
+            NotProvenError: It has a state that is split in a way that is not known.
+        """
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        state = inner.state_dict()
+        parameters = [*chain.from_iterable(group["params"] for group in inner.param_groups)]
+        unknown = [parameter for parameter in parameters if id(parameter) not in self._names]
+        if unknown:
+            raise NotProvenError(f"{type(inner).__name__} has {len(unknown)} parameters that are not the model's")
+        names = [self._names[id(parameter)] for parameter in parameters]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        name_of = dict(zip(numbers, names, strict=True))
+        known = dict(zip(numbers, parameters, strict=True))
+        return {
+            "state": {
+                name_of[number]: {key: self._part_of_state(known[number], value) for key, value in values.items()}
+                for number, values in state["state"].items()
+            },
+            "param_groups": [
+                {**group, **settings, "params": [name_of[number] for number in group["params"]]}
+                for group, settings in zip(state["param_groups"], groups, strict=True)
+            ],
+        }
+
+    def _part_of_state(self, parameter: Any, value: Any) -> Any:
+        """FSDP's own rule: what has a dimension is split as its parameter is."""
+        part = self._flat.get(id(parameter))
+        if part is None or not getattr(value, "ndim", 0):
+            return value
+        if value.numel() != part.numel:
+            raise NotProvenError(f"the optimizer has {value.numel()} values for {part.numel} of {part.name!r}")
+        return SplitTensor(part.shape, part.begin, value)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except _torch.UnknownSplitError as error:
+        raise NotProvenError(str(error)) from error
+
+
+def entry_paths(state: Mapping[str, Any]) -> list[str]:
+    """The paths of all entries of a nested state, as :class:`Chunk` has them."""
+    return [json.dumps(path) for path, _ in _torch.flattened(state)]
+
+
+def pieces_of(state: Mapping[str, Any], *, is_first: bool) -> list[Piece]:
+    """What one rank writes of a nested state, named as PyTorch's checkpoints name it.
+
+    Args:
+        state: The model's and the optimizers'.
+        is_first: Whether the rank also writes what all ranks have alike.
+
+    Raises:
+        NotProvenError: A tensor is to be summed up over ranks first.
+    """
+    found: list[Piece] = []
+    for path, value in _torch.flattened(state):
+        name = json.dumps(path)
+        with _told():
+            split = _split(value)
+        if split is not None:
+            shape, boxes, values = split
+            if is_first and not prod(shape):
+                boxes = [(tuple(0 for _ in shape), shape)]
+            found += _pieces_of_tensor(name, shape, boxes, values)
+        # Each has what its optimizers know of its own parameters, of which others may have nothing.
+        elif is_first or path[1] == "state":
+            found.append(_whole_piece(name, value))
+    return found
+
+
+def _split(value: Any) -> tuple[tuple[int, ...], list[Box], Any] | None:
+    """Shape of the whole, boxes and values of a tensor that is split; None of anything else."""
+    if isinstance(value, SplitTensor):
+        return value.shape, value.boxes, value.values
+    return _torch.split_of(value)
+
+
+def _pieces_of_tensor(name: str, shape: tuple[int, ...], boxes: Sequence[Box], values: Any) -> Iterator[Piece]:
+    flat, begin = values.detach().reshape(-1), 0
+    if flat.numel() != sum(prod(sizes) for _, sizes in boxes):
+        raise NotProvenError(f"there are {flat.numel()} values of {name} here, which do not fill its part")
+    dtype = str(values.dtype).removeprefix("torch.")
+    for offsets, sizes in boxes:
+        count = prod(sizes)
+        part = flat[begin : begin + count].view(sizes)
+        begin += count
+        if count or not prod(shape):
+            chunk = Chunk(path=name, shape=shape, dtype=dtype, offsets=offsets, sizes=sizes)
+            yield Piece(chunk=chunk, values=part, is_split=True)
+
+
+def _whole_piece(name: str, value: Any) -> Piece:
+    if not _torch.is_tensor(value):
+        return Piece(chunk=Chunk(path=name), values=value)
+    shape = tuple(value.shape)
+    dtype = str(value.dtype).removeprefix("torch.")
+    chunk = Chunk(path=name, shape=shape, dtype=dtype, offsets=tuple(0 for _ in shape), sizes=shape)
+    return Piece(chunk=chunk, values=value.detach())
+
+
+def write_pieces(pieces: Sequence[Piece], file: BinaryIO) -> tuple[Chunk, ...]:
+    """Writes them one behind the other, each as ``torch.save`` does; returns where each lies.
+
+    Args:
+        pieces: What to write, on the host.
+        file: An empty file.
+    """
+    written = []
+    for piece in pieces:
+        begin, digest = file.tell(), 0
+        if piece.is_split:
+            _torch.save_part(piece.values, file)
+        else:
+            content = io.BytesIO()
+            _torch.save_part(piece.values, content)
+            digest = zlib.crc32(content.getbuffer()) or 1
+            file.write(content.getbuffer())
+        written.append(replace(piece.chunk, begin=begin, length=file.tell() - begin, digest=digest))
+    return tuple(written)

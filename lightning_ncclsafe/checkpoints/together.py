@@ -1,0 +1,158 @@
+"""One checkpoint that several ranks write, each what only it has: a folder, as PyTorch's distributed checkpoints are.
+
+The first rank makes the folder, the others write their files to it and say what is in them. It compares that with what
+the model has, writes what all else is found by, and gives the folder its name last: there is all of it, or nothing.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_ncclsafe import _torch
+from lightning_ncclsafe.checkpoints.folder import KEY, METADATA, REST, CheckpointFolder, read_back, write_synced
+from lightning_ncclsafe.checkpoints.joined import Share, file_of, joined
+from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError
+from lightning_ncclsafe.checkpoints.shards import Chunk, entry_paths, pieces_of, write_pieces
+from lightning_ncclsafe.exchange import Exchange, wait_for_keys
+from lightning_ncclsafe.facts import codec
+
+_FOLDER = "checkpoint/folder"
+# What a rank says of its file is text of this length at most.
+_MOST_BYTES = 1 << 28
+
+
+class Together:
+    """One rank's part in such a checkpoint.
+
+    Args:
+        exchange: What the ranks share.
+        folder: Where it is made.
+        rank: This rank.
+        ranks: Those that write, the first one first.
+        is_on_device: Whether tensors are on a device that the host runs ahead of.
+        left_s: Gives the time that is left, seconds.
+        check: Called once what was read is on the host, or on storage; what it raises ends it.
+        may_finish: Called before the folder gets its name; likewise.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        folder: CheckpointFolder,
+        rank: int,
+        ranks: Sequence[int],
+        *,
+        is_on_device: bool,
+        left_s: Callable[[], float],
+        check: Callable[[], None],
+        may_finish: Callable[[], None],
+    ) -> None:
+        self._exchange = exchange
+        self._folder = folder
+        self._rank = rank
+        self._others = [other for other in ranks if other != rank]
+        self._is_on_device = is_on_device
+        self._left_s = left_s
+        self._check = check
+        self._may_finish = may_finish
+
+    def follow(self, state: Callable[[], dict[str, Any]], words: Callable[[Exception], str]) -> None:
+        """Writes this rank's file, and says what is in it, or why there is none.
+
+        Args:
+            state: Gives what this rank has.
+            words: An exception in one line.
+
+        Raises:
+            ExchangeError: It cannot be said.
+        """
+        found = wait_for_keys(self._exchange, [_FOLDER], deadline_s=self._left_s())
+        # Empty where the first rank has called it off.
+        if not (name := found.get(_FOLDER, b"").decode()):
+            return
+        try:
+            share = self._write(self._folder.seen_together(name), state(), is_first=False)
+        except Exception as error:
+            share = Share(error=words(error))
+        self._exchange.set(_key(self._rank), zlib.compress(codec.encode(share), 1))
+
+    def lead(self, state_and_rest: Callable[[], tuple[dict[str, Any], dict[str, Any]]], boundary: Boundary) -> Path:
+        """Makes the folder, writes this rank's file and those that all have in common, and gives it its name.
+
+        Args:
+            state_and_rest: Gives what this rank has of the state, and what Lightning saves beside it.
+            boundary: What it belongs to.
+
+        Returns:
+            Its path.
+
+        Raises:
+            NotProvenError: What ranks have written does not make a checkpoint.
+            OSError: Storage does not take it, or has not kept it.
+            Exception: Whatever the functions raise.
+        """
+        partial = self._folder.begin_together()
+        try:
+            self._exchange.set(_FOLDER, partial.name.encode())
+            state, rest = state_and_rest()
+            shares = {self._rank: self._write(partial, state, is_first=True)}
+            shares |= self._shares_of_others()
+            files = {file_of(rank): share.size for rank, share in shares.items()}
+            metadata = _torch.distributed_metadata(joined(shares, entry_paths(state)))
+            files[METADATA] = write_synced(partial / METADATA, lambda file: file.write(metadata))
+            rest[KEY]["files"] = files
+            rest = _torch.to_host(rest) if self._is_on_device else rest
+            read_back(partial / REST, write_synced(partial / REST, lambda file: _torch.save(rest, file)))
+            if (partial / METADATA).read_bytes() != metadata:
+                raise OSError(f"{METADATA} is not what was written")
+            self._may_finish()
+            return self._folder.finish_together(partial, boundary.epoch, boundary.step, files)
+        except BaseException:
+            self._folder.abandon(partial)
+            raise
+
+    def call_off(self) -> None:
+        """The first rank will not begin, if it has not: nobody has to wait for that.
+
+        Raises:
+            ExchangeError: It cannot be said.
+        """
+        self._exchange.set_if_absent(_FOLDER, b"")
+
+    def _write(self, partial: Path, state: dict[str, Any], *, is_first: bool) -> Share:
+        pieces = pieces_of(state, is_first=is_first)
+        if self._is_on_device:
+            # As good as saved, once it is on the host.
+            values = _torch.to_host([piece.values for piece in pieces])
+            pieces = [replace(piece, values=value) for piece, value in zip(pieces, values, strict=True)]
+            self._check()
+        found: list[Chunk] = []
+        path = partial / file_of(self._rank)
+        size = write_synced(path, lambda file: found.extend(write_pieces(pieces, file)))
+        if path.stat().st_size != size:
+            raise OSError(f"{size:,} bytes were written, {path.stat().st_size:,} are there")
+        if not self._is_on_device:
+            self._check()
+        return Share(size=size, chunks=tuple(found))
+
+    def _shares_of_others(self) -> dict[int, Share]:
+        keys = {_key(rank): rank for rank in self._others}
+        found = wait_for_keys(self._exchange, keys, deadline_s=self._left_s())
+        late = [str(rank) for key, rank in keys.items() if key not in found]
+        if late:
+            raise TimeoutError(f"rank {', '.join(late)} did not write its part in time")
+        return {keys[key]: _read(content, keys[key]) for key, content in found.items()}
+
+
+def _key(rank: int) -> str:
+    return f"checkpoint/share/{rank}"
+
+
+def _read(content: bytes, rank: int) -> Share:
+    try:
+        unpacking = zlib.decompressobj()
+        return codec.decode(Share, unpacking.decompress(content, _MOST_BYTES))
+    except (zlib.error, codec.DecodeError) as error:
+        raise NotProvenError(f"what rank {rank} says of its part cannot be read: {error}") from error

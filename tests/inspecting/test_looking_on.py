@@ -1,0 +1,118 @@
+"""How long ranks are looked at: until it shows whether somebody is in a long step or hangs."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.inspecting import inspection, looks
+from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspected, inspect
+from lightning_ncclsafe.inspecting.looks import SeenFrame, SeenThread, StackReader
+from lightning_ncclsafe.inspecting.ranks import SeenProcess
+
+BARRIER = SeenFrame("/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", 5, "barrier")
+FIRST = LOOKS + 2
+
+
+class Scripted(StackReader):
+    """Gives stacks by how often a process was looked at."""
+
+    def __init__(self, stack: Callable[[int, int], tuple[SeenFrame, ...]]) -> None:
+        super().__init__()
+        self.is_there = True
+        self.times: dict[int, int] = {}
+        self._stack = stack
+
+    def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
+        self.times[pid] = self.times.get(pid, 0) + 1
+        return (SeenThread(is_main=True, frames=self._stack(pid, self.times[pid])),), ""
+
+
+@pytest.fixture
+def pair() -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Two processes that wait, in the place of ranks."""
+    ranks = [subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    yield ranks
+    for one in ranks:
+        one.kill()
+        one.communicate(timeout=10)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "SECONDS", 0.1)
+    monkeypatch.setattr(inspection, "_ON_EVERY_S", 0.01)
+    monkeypatch.setattr(looks, "slept_s", lambda pid: None)
+
+
+def user(line: int) -> SeenFrame:
+    return SeenFrame("/home/ada/train.py", line, "evaluate" if line >= 30 else "main")
+
+
+def inspected(
+    pair: "list[subprocess.Popen[bytes]]", reader: Scripted, over_s: float | None = None
+) -> tuple[Inspected, list[str]]:
+    seen = [
+        SeenProcess(pid=one.pid, environment={"RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": "1"})
+        for number, one in enumerate(pair)
+    ]
+    said: list[str] = []
+    return inspect(over_s=over_s, say=said.append, processes=lambda: seen, reader=reader), said
+
+
+def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[bytes]]") -> None:
+    works = pair[0].pid
+
+    def stack(pid: int, time: int) -> tuple[SeenFrame, ...]:
+        if pid == works:
+            return (user(30 if time < FIRST else 20),)
+        return (user(20 if time <= FIRST else 21), BARRIER)
+
+    found, said = inspected(pair, reader := Scripted(stack))
+    (diagnosis,) = found.diagnoses
+    assert diagnosis.findings == () and all(facts.inspection.moved for facts in diagnosis.job.ranks if facts.inspection)
+    assert {*reader.times.values()} == {FIRST + 1}
+    assert len(said) == 1 and "in a hang and in a long step" in said[0]
+
+
+def test_whoever_asks_for_some_seconds_gets_an_answer_after_these(pair: "list[subprocess.Popen[bytes]]") -> None:
+    found, said = inspected(
+        pair, reader := Scripted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER)), 0.1
+    )
+    assert ({*reader.times.values()}, said) == ({LOOKS}, [])
+    assert found.diagnoses[0].findings[0].confidence is Confidence.POSSIBLE
+
+
+def test_what_the_kernel_says_to_stand_for_long_need_not_be_looked_at_for_long(
+    pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "slept_s", lambda pid: 614.2 if pid == pair[1].pid else 0.0)
+    found, said = inspected(
+        pair, reader := Scripted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER))
+    )
+    assert ({*reader.times.values()}, said) == ({LOOKS}, [])
+    first = found.diagnoses[0].findings[0]
+    assert (first.ranks, found.diagnoses[0].job.incident.idle_s) == ((0,), 614.2)
+
+
+def test_what_ends_meanwhile_is_told_as_it_was_before(pair: "list[subprocess.Popen[bytes]]") -> None:
+    works = pair[0]
+
+    def stack(pid: int, time: int) -> tuple[SeenFrame, ...]:
+        if time == FIRST and works.poll() is None:
+            works.kill()
+            works.wait(10)
+        return (user(30),) if pid == works.pid else (user(20), BARRIER)
+
+    (diagnosis,) = inspected(pair, Scripted(stack))[0].diagnoses
+    assert diagnosis.findings[0].ranks == (0,)
+    assert diagnosis.findings[0].confidence is Confidence.POSSIBLE
+    assert any(text.startswith("Rank 0 ended after that") for text in diagnosis.unanswered)
+    assert not diagnosis.job.witnessed
+
+
+def test_where_no_stack_can_be_read_nobody_looks_on(pair: "list[subprocess.Popen[bytes]]") -> None:
+    _, said = inspected(pair, reader := Scripted(lambda pid, time: ()))
+    assert ({*reader.times.values()}, said) == ({LOOKS}, [])

@@ -1,0 +1,54 @@
+"""For how long another process's main thread has not run."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, slept_s
+
+ONE = "train (1, #threads: 4)\n---\nse.exec_start                                :  {:.6f}\nse.vruntime   :  7.0\n"
+
+
+def test_it_is_counted_by_the_clock_of_the_core_on_which_it_ran_last(tmp_path: Path) -> None:
+    own = os.sched_getaffinity(0)
+    folder = tmp_path / "7" / "task" / "7"
+    folder.mkdir(parents=True)
+    (folder / "stat").write_text(f"7 (a) b) S {' '.join(['0'] * 35)} {max(own)} 0 0")
+    (folder / "sched").write_text(ONE.format(1_000.5))
+    (tmp_path / "thread-self").mkdir()
+    (tmp_path / "thread-self" / "sched").write_text(ONE.format(615_200.5))
+    assert slept_s(7, tmp_path) == pytest.approx(614.2)
+    assert os.sched_getaffinity(0) == own
+    # A core on which this process may not run has a clock that it cannot read.
+    (folder / "stat").write_text(f"7 (a) S {' '.join(['0'] * 35)} 100000 0 0")
+    assert slept_s(7, tmp_path) is None
+    assert os.sched_getaffinity(0) == own
+
+
+def test_a_process_that_waits_has_slept_since_and_one_that_runs_has_not() -> None:
+    if not Path("/proc/self/sched").exists():
+        assert slept_s(os.getpid()) is None
+        return
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as waits:
+        try:
+            before_s = time.monotonic()
+            while look_at_main_thread(waits.pid).wait_channel == "" or not slept_s(waits.pid):
+                assert time.monotonic() - before_s < 20
+            since_s = time.monotonic()
+            first_s = slept_s(waits.pid)
+            time.sleep(0.3)
+            second_s = slept_s(waits.pid)
+            until_s = time.monotonic()
+        finally:
+            waits.communicate(b"\n", timeout=10)
+    assert first_s is not None and second_s is not None
+    # Clocks of a core go on with its ticks, and leave out what was taken from it.
+    assert 0.1 < second_s - first_s < until_s - since_s + 0.1
+    assert second_s < until_s - before_s + 0.1
+    own_s = slept_s(os.getpid())
+    assert own_s is not None and own_s < 1.0
+    assert slept_s(999_999_999) is None

@@ -1,0 +1,36 @@
+"""Incidents on NCCL that were written without sight of the rules: the culprit, the kind, and nothing false."""
+
+import pytest
+from written_incidents import INCIDENTS, diagnosed, wrong
+
+from lightning_ncclsafe.facts.findings import Confidence
+
+# Told as possible only. A rank that has called nothing at all is also what a job looks like that has just begun; what
+# the ring has lost, or an ended send, leaves nothing by which it could be known. And of two hosts that are stuck in one
+# group, the one that is ahead may as well wait for what the other has not called: only that one is named.
+MISSED = (
+    "the_first_call_connects",
+    "the_ring_has_lost_it",
+    "pipelines_and_data_device_freezes",
+    "two_hosts_stuck_in_one_group",
+)
+
+
+@pytest.mark.parametrize("name", INCIDENTS)
+def test_who_is_to_blame(name: str) -> None:
+    answer = wrong(INCIDENTS[name], diagnosed(INCIDENTS[name]))
+    assert not answer.startswith("FALSE"), answer
+    assert bool(answer) is (name in MISSED), answer
+
+
+def test_a_pair_of_which_both_sides_were_called_is_named_and_not_who_waits_behind_it() -> None:
+    diagnosis = diagnosed(INCIDENTS["pipelines_and_data_device_freezes"])
+    told = [(finding.rule, finding.ranks, finding.confidence) for finding in diagnosis.findings] if diagnosis else []
+    assert told == [("all-joined", (4, 6), Confidence.POSSIBLE)]
+
+
+def test_a_rank_that_has_called_nothing_has_a_dump() -> None:
+    diagnosis = diagnosed(INCIDENTS["the_first_call_connects"])
+    (finding,) = diagnosis.findings if diagnosis else ()
+    assert (finding.rule, finding.ranks) == ("host-stuck", (3,))
+    assert "no dump" not in finding.summary.lower()
