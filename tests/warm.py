@@ -2,12 +2,14 @@
 
 What such a program starts itself, as the launchers do, it starts as ever. It has its own session, directory,
 environment and arguments, is ``__main__``, and ends as a program of its own would: with its threads, what it has
-registered with ``atexit``, and its exit code.
+registered with ``atexit``, the interpreter's own end, and its exit code.
 
 Run as a program itself, with the number of a listening socket and the modules to import: each connection to it asks for
 one program.
 """
 
+import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -207,6 +209,10 @@ def watched(connection: socket.socket) -> dict[str, Any]:
 
 def become(order: dict[str, Any]) -> None:
     """Runs a program as Python does."""
+    # After the end of the interpreter, that of torch's libraries is left out: to free memory is to copy it first.
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    atexit.register(libc.fflush, None)
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])

@@ -53,7 +53,7 @@ class Trained:
         self.checkpoint_callbacks: list[Any] = []
         self.lightning_module = Model()
         self.strategy = SimpleNamespace(restore_checkpoint_after_setup=False)
-        epoch_loop = SimpleNamespace(on_run_start=lambda *_: None)
+        epoch_loop = SimpleNamespace(on_run_start=lambda *_: None, reset=lambda: None)
         self.fit_loop = SimpleNamespace(epoch_loop=epoch_loop, _load_combined_loader_states=lambda: None)
         self._checkpoint_connector = Connector()
 

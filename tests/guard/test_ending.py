@@ -246,7 +246,7 @@ def exit_of(warm: Warm, folder: Path, script: str, *, within_s: float) -> int:
     began = time.monotonic()
     program = folder / "program.py"
     program.write_text(textwrap.dedent(start) + textwrap.dedent(script))
-    (code,), output = warm.run([str(program)], folder, timeout_s=60)
+    (code,), output = warm.run([str(program)], folder, timeout_s=40)
     assert time.monotonic() - began < within_s, output
     return code
 
