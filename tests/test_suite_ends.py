@@ -31,7 +31,8 @@ CULPRITS = {
     "is killed": ("def test_it(): os.kill(os.getpid(), signal.SIGKILL)", f"{TEST}the process was ended by SIGKILL"),
     "crashes": ("def test_it(): os.abort()", f"{TEST}the process was ended by SIGABRT"),
     "kills its group": ("def test_it(): os.killpg(0, signal.SIGKILL)", f"{TEST}the process was ended by SIGKILL"),
-    "is stopped": ("def test_it(): os.kill(os.getpid(), signal.SIGSTOP)", f"{TEST}stuck beyond its limit"),
+    # It waits once it goes on: any of its threads may be the one that then takes the signal and tells the stacks.
+    "is stopped": (f"def test_it(): os.kill(os.getpid(), signal.SIGSTOP); {FOREVER}", f"{TEST}stuck beyond its limit"),
     "fails and hangs in its teardown": (
         f"@pytest.fixture\ndef what():\n    yield\n    {FOREVER}\ndef test_it(what): assert False",
         f"{TEST}stuck beyond its limit",
