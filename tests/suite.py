@@ -464,7 +464,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=900.0, help="for the whole run (%(default)s)")
     parser.add_argument("--outside-tests-s", type=float, default=60.0, help="to import a file, to start, and to end")
     # More than the two cores of CI: many tests wait for a limit, or for other processes.
-    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--json", type=Path, metavar="FILE", help="what has become of the tests, and the versions")
     options, arguments = parser.parse_known_args()
     options.arguments = [argument for argument in arguments if argument != "--"]

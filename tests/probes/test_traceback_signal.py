@@ -32,6 +32,14 @@ FORK = multiprocessing.get_context("fork")
 REAL_TIME = range(signal.SIGRTMIN + 1, signal.SIGRTMAX)
 
 
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    """Another test of this process may not have closed its signal yet, and its file would be found first."""
+    while (other := armed_in(os.getpid())) is not None:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), other.fd, inheritable=False)
+
+
 @pytest.fixture
 def armed() -> Iterator[Armed]:
     traceback = TracebackSignal()
