@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -43,6 +44,9 @@ START_S = 50
 # /etc/hosts does not have in the form ::ffff:127.0.0.1. Where a name server loses the question, a rank would wait for
 # 5 s in the constructor of its store. Also for what is forked from whatever imports this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Of ports, as long as this process runs.
+_claims: list[socket.socket] = []
 
 
 class Running:
@@ -151,12 +155,26 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
 
 
+def free_port() -> int:
+    """A port that nobody else has until this process ends.
+
+    It lies below those that Linux gives to whoever asks for any: ranks listen on it seconds later, and meanwhile one of
+    theirs could have become a connection's.
+    """
+    for port in random.sample(range(20_000, 32_768), 1_000):
+        claim = socket.socket(socket.AF_UNIX)
+        with suppress(OSError), socket.socket() as probe:
+            claim.bind(f"\0a port of the tests: {port}")  # known to all processes of this machine
+            probe.bind(("", port))
+            _claims.append(claim)
+            return port
+        claim.close()
+    raise OSError("no port is free")
+
+
 def ranks_of(world_size: int) -> list[dict[str, str]]:
     """The environments of ranks that are started by a cluster: all at once, and not by one another."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     return [job | {"LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import ended_fit
 import pytest
 from ended_fit import LIMIT_S, RANKS, SCENES, Outcome, check, contents
-from one_gpu import Ended, environment, free_port
-from warm import Warm
+from one_gpu import Ended, environment
+from warm import Warm, free_port
 
 from lightning_ncclsafe.guard.ending import EXIT_CODE
 
