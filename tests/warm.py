@@ -45,7 +45,7 @@ START_S = 50
 # 5 s in the constructor of its store. Also for what is forked from whatever imports this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Of ports, as long as this process runs.
+# Of ports: each is this process's for as long as it runs.
 _claims: list[socket.socket] = []
 
 

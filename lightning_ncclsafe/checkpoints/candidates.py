@@ -59,7 +59,7 @@ def why_none(candidates: Sequence[Candidate], shard_of: Sequence[str]) -> str:
     """
     reasons: dict[str, list[int]] = {}
     for candidate in candidates:
-        why = candidate.why or f"has a part of the model, that after step {candidate.step}"
+        why = candidate.why or f"has one part of the model, as of step {candidate.step}"
         reasons.setdefault(why, []).append(candidate.rank)
     held = {candidate.shard for candidate in candidates if not candidate.why}
     for rank in sorted({*range(len(shard_of))} - {candidate.rank for candidate in candidates}):

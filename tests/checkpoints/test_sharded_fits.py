@@ -122,6 +122,6 @@ def test_a_dead_rank_takes_its_part_with_it(outcome: Outcome) -> None:
     assert outcome.saved == []
     (line,) = re.findall(r"no checkpoint was saved: .*", outcome.output)
     assert line == (
-        "no checkpoint was saved: rank 0: has a part of the model, that after step 11; rank 1: no answer, and no other "
+        "no checkpoint was saved: rank 0: has one part of the model, as of step 11; rank 1: no answer, and no other "
         "rank has its part of the model; there is no earlier one of this run"
     )

@@ -131,11 +131,11 @@ def test_one_rank_saves_each_part_of_one_step(candidates: Sequence[Candidate], w
 def test_it_is_said_which_rank_is_the_reason() -> None:
     parts = ["a", "b", "a", "b"]
     assert why_none([able(0, "a"), able(2, "a")], parts) == (
-        "ranks 0, 2: has a part of the model, that after step 5; "
+        "ranks 0, 2: has one part of the model, as of step 5; "
         "ranks 1, 3: no answer, and no other rank has its part of the model"
     )
     assert why_none([able(0, "a"), able(1, "b", 6), able(2, "a", why="torn")], parts) == (
-        "rank 0: has a part of the model, that after step 5; rank 1: has a part of the model, that after step 6; "
+        "rank 0: has one part of the model, as of step 5; rank 1: has one part of the model, as of step 6; "
         "rank 2: torn; rank 3: no answer"
     )
 
@@ -285,7 +285,7 @@ def nothing_of(folder: Path) -> bool:
 
 def test_where_a_part_is_lost_nothing_is_saved(tmp_path: Path) -> None:
     assert Job(tmp_path, {0: Noted()}).save() == (
-        "no checkpoint was saved: rank 0: has a part of the model, that after step 5; "
+        "no checkpoint was saved: rank 0: has one part of the model, as of step 5; "
         "rank 1: no answer, and no other rank has its part of the model; the last one is last.ckpt"
     )
     assert nothing_of(tmp_path)
@@ -293,8 +293,8 @@ def test_where_a_part_is_lost_nothing_is_saved(tmp_path: Path) -> None:
 
 def test_where_a_rank_is_a_step_ahead_nothing_is_saved(tmp_path: Path) -> None:
     assert Job(tmp_path, {0: Noted(5), 1: Noted(6)}).save() == (
-        "no checkpoint was saved: rank 0: has a part of the model, that after step 5; "
-        "rank 1: has a part of the model, that after step 6; the last one is last.ckpt"
+        "no checkpoint was saved: rank 0: has one part of the model, as of step 5; "
+        "rank 1: has one part of the model, as of step 6; the last one is last.ckpt"
     )
     assert nothing_of(tmp_path)
 
