@@ -32,14 +32,6 @@ FORK = multiprocessing.get_context("fork")
 REAL_TIME = range(signal.SIGRTMIN + 1, signal.SIGRTMAX)
 
 
-@pytest.fixture(autouse=True)
-def alone() -> None:
-    """Another test of this process may not have closed its signal yet, and its file would be found first."""
-    while (other := armed_in(os.getpid())) is not None:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), other.fd, inheritable=False)
-
-
 @pytest.fixture
 def armed() -> Iterator[Armed]:
     traceback = TracebackSignal()
@@ -174,6 +166,23 @@ def test_a_rank_is_armed_before_it_has_a_guard(environment: dict[str, str], is_r
     finally:
         signal_of_guard.close()
     assert (caught_signals(), open_files()) == (caught, files)
+
+
+def arm_as_a_rank(connection: Connection) -> None:
+    arm_early(SLURM)
+    taken = take_early()
+    connection.send((armed_in(os.getpid()), taken.arm(), taken.is_inherited))
+
+
+def test_a_fork_of_a_process_that_has_armed_nothing_goes_on_with_its_own() -> None:
+    """As where a server has imported the package and forks the ranks."""
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=arm_as_a_rank, args=(there,))
+    process.start()
+    early, armed, is_inherited = here.recv()
+    process.join()
+    assert early is not None and armed == early
+    assert not is_inherited
 
 
 def test_nothing_is_said_where_it_cannot_be_armed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,12 +81,12 @@ class TracebackSignal:
         self._file: IO[bytes] | None = None
         self._signum = 0
         self._is_for_crashes = False
-        self._pid = os.getpid()
+        self._pid = 0
 
     def arm(self) -> Armed | None:
         """Arms the first real-time signal that nobody uses; None where the platform has none. Once is enough."""
         for signum in () if self._file is not None else _free_signals():
-            self._file, self._signum = _open_file(signum), signum
+            self._file, self._signum, self._pid = _open_file(signum), signum, os.getpid()
             faulthandler.register(signum, file=self._file, all_threads=True)
             # Of a crash, too, unless the user wants to read that elsewhere; see LastWords.
             self._is_for_crashes = not faulthandler.is_enabled()
@@ -107,7 +107,7 @@ class TracebackSignal:
     @property
     def is_inherited(self) -> bool:
         """Whether another process has armed it, of which this one is a fork: then the file is that one's, too."""
-        return self._pid != os.getpid()
+        return self._pid not in (0, os.getpid())
 
 
 _early = TracebackSignal()

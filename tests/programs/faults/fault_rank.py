@@ -16,10 +16,8 @@ from lightning_ncclsafe.probes.process import traceback_signal
 def main() -> None:
     name, folder, strategy_name, suspect_after_s = sys.argv[1:]
     case = CASES[name]
-    # What the import of the package does; in a fork of a program that has imported it, it would have to be done again.
-    if traceback_signal._early.is_inherited:
-        traceback_signal._early = traceback_signal.TracebackSignal()
-        traceback_signal.arm_early()
+    # The import of the package does it; a fork of a program that had imported it before it was a rank has to.
+    traceback_signal.arm_early()
     root = Path(folder)
     # What a rank that is killed leaves behind goes with the folder.
     os.environ["TMPDIR"] = tempfile.tempdir = str(root)
