@@ -17,7 +17,7 @@ from nccl_here import Here
 from nccl_scenes import SCENES
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build
 
 # Beyond the end of any scene: what hangs is to be seen by the recorder, and not ended by the back end.
 _TIMEOUT = timedelta(seconds=300)
@@ -56,7 +56,7 @@ def perform(here: Here, name: str) -> dict[str, Any]:
     if name in ABORTS:
         return ABORTS[name](here)
     truth = SCENES[name](here)
-    told = {"truth": truth, "dump": here.dump(), "versions": _torch.versions()}
+    told = {"truth": truth, "dump": here.dump(), "versions": build.versions()}
     here.meet("dumped")
     return told
 
