@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
@@ -24,8 +25,10 @@ from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 # Whose collectives each of them is known to keep.
 _RECORDER_OF = {"nccl": _RECORDERS[0], "gloo": _RECORDERS[1]}
-# CU_STREAM_CAPTURE_MODE_RELAXED of CUDA's driver.
+# CU_STREAM_CAPTURE_MODE_RELAXED and CU_EVENT_DISABLE_TIMING of CUDA's driver.
 _CAPTURE_MODE_RELAXED = 2
+_EVENT_DISABLE_TIMING = 2
+_DRIVER_ANSWERS_S = 1.0
 
 
 def dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
@@ -34,7 +37,7 @@ def dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
     Args:
         collectives: Whether to include the entries; without them only the position of each group is dumped, which
             takes about 0.05 ms. Of a recorder of more than ``MOST_ENTRIES`` only the newest are included, and of
-            NCCL's only those that are outstanding.
+            NCCL's only those that are outstanding. They are not to be asked for unless :func:`driver_answers`.
     """
     is_large = collectives and size(DEFAULT_SIZE) > MOST_ENTRIES
     for name in _RECORDERS:
@@ -56,8 +59,7 @@ def _captures_undisturbed() -> Iterator[None]:
     of any thread makes the capture invalid, unless the thread has said that it has nothing to do with it. PyTorch's
     watchdog says so, too (``CUDAStreamCaptureModeGuard``).
     """
-    # Without CUDA there is no capture, and no driver to load for this alone; ROCm goes by its name, with another.
-    if torch.version.cuda is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not _uses_cuda():
         yield
         return
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
@@ -71,9 +73,57 @@ def _captures_undisturbed() -> Iterator[None]:
             exchange(ctypes.byref(mode))
 
 
+def _uses_cuda() -> bool:
+    # Without CUDA no driver is loaded for this alone; ROCm goes by its name, with another.
+    return torch.version.cuda is not None and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+_question: threading.Thread | None = None
+
+
+def driver_answers() -> bool:
+    """Whether CUDA's driver answers within a second, so that entries can be read; true where CUDA is not used.
+
+    It does not where another thread holds the lock of a device's context, as ``cudaFree`` does while it waits for a
+    kernel that never ends. Reading entries would wait for that lock as well, with the GIL, and all Python of this
+    process with it. This asks on a thread of its own, without the GIL, for the same that the recorder asks for.
+    """
+    global _question
+    if not _uses_cuda():
+        return True
+    # One that has not been answered is not asked again.
+    if _question is None or not _question.is_alive():
+        _question = threading.Thread(target=_ask_driver, name="ncclsafe-cuda-driver", daemon=True)
+        _question.start()
+    _question.join(_DRIVER_ANSWERS_S)
+    return not _question.is_alive()
+
+
+def _ask_driver() -> None:
+    """Asks about an event on each device that this process uses; what the answer is does not matter."""
+    driver = _driver()
+    # Of this thread, which ends with it.
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
+    for number in range(torch.cuda.device_count()):
+        device, flags, is_used = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        if driver.cuDeviceGet(ctypes.byref(device), number):
+            continue
+        if driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_used)) or not is_used.value:
+            continue
+        context, event = ctypes.c_void_p(), ctypes.c_void_p()
+        if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            continue
+        if not driver.cuCtxSetCurrent(context):
+            if not driver.cuEventCreate(ctypes.byref(event), _EVENT_DISABLE_TIMING):
+                driver.cuEventQuery(event)
+                driver.cuEventDestroy_v2(event)
+            driver.cuCtxSetCurrent(None)
+        driver.cuDevicePrimaryCtxRelease_v2(device)
 
 
 def is_known(backend: str) -> bool:
@@ -97,12 +147,12 @@ def entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
     """The entries of each Flight Recorder of this process, oldest first.
 
     As pickle, which takes half the time of JSON: some 7 µs an entry (torch 2.13). The GIL is held meanwhile, so of
-    recorders of more than ``MOST_ENTRIES`` nothing is read.
+    recorders of more than ``MOST_ENTRIES`` nothing is read, nor while CUDA's driver does not answer.
 
     Args:
         stacks: Whether to include the Python stack of each call, innermost frame first: 5 µs an entry more.
     """
-    if size(DEFAULT_SIZE) > MOST_ENTRIES:
+    if size(DEFAULT_SIZE) > MOST_ENTRIES or not driver_answers():
         return
     for name in _RECORDERS:
         dump: Callable[[bool, bool, bool], bytes] | None = getattr(c10d, name.removesuffix("_json"), None)

@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -213,33 +215,86 @@ def test_a_hook_on_a_group_of_nccl_writes_to_the_other_recorder(monkeypatch: pyt
     assert {call.backend for call in collectives} == {"nccl"} and len(collectives) == len(nccl)
 
 
-class Driver:
-    """Stands in for CUDA's: keeps the capture mode of the calling thread, as the real one does."""
+class Driver(threading.local):
+    """Stands in for CUDA's: keeps the capture mode and the context of the calling thread, as the real one does.
 
-    def __init__(self) -> None:
-        self.mode = 0
-        self.failure = 0
+    Of two devices the second is used. An event is asked about without a lock, unless somebody else holds it.
+    """
+
+    failure = 0
+    mode = 0
+    context = None
+    free: threading.Event
+    retained: list[int]
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         if not self.failure:
             self.mode, mode._obj.value = mode._obj.value, self.mode
         return self.failure
 
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        device._obj.value = 10 + number
+        return 0
+
+    def cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, is_used: Any) -> int:
+        is_used._obj.value = device.value == 11
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        context._obj.value = 1000 + device.value
+        self.retained.append(device.value)
+        return self.failure
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.context = context and context.value
+        return self.failure
+
+    def cuEventCreate(self, event: Any, flags: int) -> int:
+        assert (self.context, flags) == (1011, 2)
+        event._obj.value = 5
+        return self.failure
+
+    def cuEventQuery(self, event: Any) -> int:
+        assert (event.value, self.mode, self.context) == (5, 2, 1011)
+        assert Driver.free.wait(60)
+        return 600  # not ready
+
+    def cuEventDestroy_v2(self, event: Any) -> int:
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, device: Any) -> int:
+        self.retained.remove(device.value)
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """CUDA is used, and its driver answers."""
+    driver = Driver()
+    Driver.free, Driver.retained = threading.Event(), []
+    Driver.free.set()
+    monkeypatch.setattr(recorders, "_driver", lambda: driver)
+    monkeypatch.setattr(recorders.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(recorders.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(recorders.torch.version, "cuda", "13.0")
+    yield driver
+    Driver.free.set()
+    if (question := recorders._question) is not None:
+        question.join(60)
+    assert Driver.retained == []
+
 
 @pytest.mark.parametrize(("failure", "mode"), [(0, 2), (3, 0)])
 def test_entries_are_read_without_spoiling_the_capture_of_a_graph(
-    failure: int, mode: int, monkeypatch: pytest.MonkeyPatch
+    failure: int, mode: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, seen = Driver(), []
+    seen = []
     driver.failure = failure
 
     def dump(*what: bool) -> bytes:
         seen.append(driver.mode)
         return pickle.dumps({}) if len(what) == 3 else b"{}"
 
-    monkeypatch.setattr(recorders, "_driver", lambda: driver)
-    monkeypatch.setattr(recorders.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(recorders.torch.version, "cuda", "13.0")
     for name in recorders._RECORDERS:
         for each in (name, name.removesuffix("_json")):
             monkeypatch.setattr(build.c10d, each, dump, raising=False)
@@ -250,6 +305,33 @@ def test_entries_are_read_without_spoiling_the_capture_of_a_graph(
     seen.clear()
     monkeypatch.setattr(recorders.torch.version, "cuda", None)  # ROCm
     assert [*recorders.dumps(collectives=True)] == [{}, {}] and seen == [0, 0]
+
+
+def test_entries_are_not_read_while_the_driver_does_not_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read them would wait for the driver with the GIL."""
+
+    def dump(collectives: bool, *_: bool) -> str:
+        assert not collectives
+        return json.dumps({"pg_status": {}})
+
+    for name in recorders._RECORDERS:
+        for each in (name, name.removesuffix("_json")):
+            monkeypatch.setattr(build.c10d, each, dump, raising=False)
+    monkeypatch.setattr(process_groups, "group_calls", lambda: [process_groups.GroupCalls("0", ("nccl",), 4)])
+    monkeypatch.setattr(recorders, "_DRIVER_ANSWERS_S", 0.01)
+    threads = threading.active_count()
+    Driver.free.clear()
+    assert not recorders.driver_answers() and not recorders.driver_answers()
+    assert threading.active_count() == threads + 1
+    recorder = flight_recorder.FlightRecorder()
+    assert recorder.read() == ((), ())
+    (group,) = recorder.unrecorded
+    assert (group.name, group.why, group.calls) == ("0", NotRecorded.DRIVER_SILENT, 4)
+    assert [*recorders.entries()] == []
+    flight_recorder.position()
+    Driver.free.set()
+    monkeypatch.setattr(recorders, "_DRIVER_ANSWERS_S", 60)
+    assert recorders.driver_answers()
 
 
 def test_of_a_very_large_recorder_the_newest_entries_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

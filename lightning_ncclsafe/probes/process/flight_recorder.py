@@ -53,7 +53,8 @@ class FlightRecorder:
         calls = process_groups.group_calls()
         groups: dict[str, Group] = {}
         collectives: list[Collective] = []
-        for index, dump in enumerate(recorders.dumps(collectives=True)):
+        can_be_read = recorders.driver_answers()
+        for index, dump in enumerate(recorders.dumps(collectives=True) if can_be_read else ()):
             if index == len(self._names):
                 self._names.append({})
             found_groups, found_collectives = parse(dump, self._names[index])
@@ -65,7 +66,10 @@ class FlightRecorder:
         known = [_with_members(group, members.get(name)) for name, group in groups.items()]
         others = [call for call in calls if call.name not in groups and call.called != 0]
         recorded = {collective.backend for collective in collectives}
-        gaps = {call.name: _why_not_recorded(call, recorded) for call in others}
+        gaps = {
+            call.name: _why_not_recorded(call, recorded) if can_be_read else NotRecorded.DRIVER_SILENT
+            for call in others
+        }
         self.unrecorded = tuple(_unrecorded(call, gaps[call.name], members) for call in others)
         unused = [Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values()]
         return (
