@@ -241,6 +241,7 @@ NOT_FOR_RANKS = {
     "_torch.loading._Workers._end_pinning": ITSELF,
     "_torch.loading._Workers._shutdown_workers": ITSELF,
     "_torch.loading._give_up_cut_messages.receive": ITSELF,
+    "_torch.recorders.driver_answers": ASIDE,
     "cli.preflight._compare_all": ITSELF,
     "collectives.clocks.Follower._answer": ASIDE,
     "collectives.clocks.Reference._answer": ASIDE,

@@ -1,14 +1,13 @@
 """What this build of torch is, and can do."""
 
 from contextlib import suppress
+from typing import Any
 
 import torch
 
-# torch._C._distributed_c10d is absent from builds without distributed support.
-try:
-    from torch._C import _distributed_c10d as c10d
-except ImportError:  # pragma: no cover - needs such a build
-    c10d = None  # type: ignore[assignment]
+c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+"""The part of ``torch.distributed`` that is C++; None in builds without distributed support."""
+
 GLOO_TIMEOUT_CHANGES = torch.__version__ >= "2.13"
 """Whether gloo's groups keep to a timeout that is set later: not in torch 2.8 (pytorch#165422), and in 2.13 they do."""
 
