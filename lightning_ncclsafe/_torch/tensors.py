@@ -1,7 +1,11 @@
 """Tensors of a model and of optimizers: how often they changed, copied to the host, saved and read."""
 
 import copy
+import io
 import os
+import pickle
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -85,9 +89,70 @@ def save(value: Any, file: BinaryIO) -> None:
     torch.save(value, file)
 
 
-def load_plain(file: Any) -> Any:
-    """Reads tensors and plain data, and nothing that could run; the tensors of a path are not read for that."""
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, (str, os.PathLike)) or None)
+def load_plain(file: BinaryIO) -> Any:
+    """Reads tensors and plain data, and nothing that could run."""
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class _Left:
+    """Stands for an object that is left out: it takes whatever its pickle does to it, and keeps nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "_Left":
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _take(self, *_: Any) -> "_Left":
+        return self
+
+    __call__ = __setstate__ = __setitem__ = append = extend = add = _take
+
+
+class Outlined:
+    """Stands for a tensor.
+
+    Attributes:
+        shape: Its shape.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+_OUTLINED: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, size, *_: Outlined(tuple(size)),
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+}
+
+
+class _OutlineUnpickler(pickle.Unpickler):
+    """Imports nothing, and calls nothing that is not in this file."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _OUTLINED.get((module, name), _Left)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+def load_outline(path: str | os.PathLike[str]) -> Any:
+    """What a file of ``torch.save`` has in it: plain data, of tensors their shapes, and of all else nothing.
+
+    Unlike ``torch.load(weights_only=True)`` it reads a file in which objects of any class are, a path among the
+    hyperparameters for instance; those are left out.
+
+    Raises:
+        OSError, zipfile.BadZipFile: It is no such file.
+        Exception: It is damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl")
+        return _OutlineUnpickler(io.BytesIO(archive.read(name))).load()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

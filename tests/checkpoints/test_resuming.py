@@ -34,7 +34,8 @@ def save(folder: Path, step: int, *, job: str | None = "job mine", model: str = 
     folder.mkdir(exist_ok=True)
     ours = {KEY: {"run": "r", "job": job, "world_size": ranks, "positions": {}}} if job is not None else {}
     name = f"just-in-time-epoch=0-step={step}.ckpt" if job is not None else f"epoch=0-step={step}.ckpt"
-    torch.save({"state_dict": {model: torch.ones(1, 1), "bias": torch.ones(1)}, **ours}, folder / name)
+    content = {"state_dict": {model: torch.ones(1, 1), "bias": torch.ones(1)}, "lr_schedulers": [], **ours}
+    torch.save(content, folder / name)
     os.utime(folder / name, (1e9 + step, 1e9 + step))
     return str(folder / name)
 
