@@ -219,12 +219,13 @@ def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path
     return Choice(lines=tuple(lines))
 
 
-def why_unfit(path: Path, expected: Mapping[str, Any] | None) -> str:
+def why_unfit(path: Path, expected: Mapping[str, Any] | None, *, steps: int = 0) -> str:
     """Why this training cannot go on from a checkpoint, in words; empty if nothing speaks against it.
 
     Args:
         path: Of a file or a folder.
         expected: The model's ``state_dict``; None where any may do. What a folder has of it is not looked at.
+        steps: Optimizer steps that the Trainer itself has made already, in a ``fit`` before this one.
     """
     try:
         content: Any = tensors.load_outline(path / REST if path.is_dir() else path)
@@ -235,6 +236,9 @@ def why_unfit(path: Path, expected: Mapping[str, Any] | None) -> str:
     # As Lightning asks of what it goes on from.
     if not isinstance(content, Mapping) or "lr_schedulers" not in content:
         return "it has weights alone, from which no training can go on (save_weights_only=True)"
+    step = content.get("global_step")
+    if type(step) is int and step < steps:
+        return f"it is of step {step}, and this Trainer has made {steps} already"
     if expected is None or path.is_dir():
         return ""
     found = content.get("state_dict")

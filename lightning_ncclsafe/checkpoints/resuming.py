@@ -139,7 +139,7 @@ class Resuming:
         other = _other_job(job_of(path))
         if other and any(job_of(one) == launch_words() for one in paths_of(self._settings.dirpath)):
             return f"another job has saved it ({other}), and this one has saved others"
-        return why_unfit(path, self._expected())
+        return why_unfit(path, self._expected(), steps=int(self._trainer.global_step))
 
     def _expected(self) -> Mapping[str, Any] | None:
         """The state that a checkpoint has to have of the model; None where any may do, or a model is split."""
