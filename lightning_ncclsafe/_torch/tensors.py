@@ -34,6 +34,11 @@ def change_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where each lies: what assigns to ``.data`` puts another tensor there, which counts as no change."""
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Of each buffer that is saved with a module: its whole name, where it is kept, and under which name."""
     for prefix, part in module.named_modules():

@@ -186,6 +186,19 @@ def test_weights_that_were_changed_outside_of_a_step_are_not_saved() -> None:
     )
 
 
+def test_weights_in_whose_place_others_were_put_are_not_saved() -> None:
+    """As a teacher's that follow its student's, or those of lower precision that DDP may compute with."""
+
+    def change(trainer: Any, ledger: StepLedger) -> str:
+        weight = trainer.lightning_module.layers[2].weight
+        weight.data = weight.data * 0.5
+        return why(trainer, ledger)
+
+    assert newest_at("after forward", 3, change) == (
+        "'layers.2.weight' was changed after the last optimizer step, outside of it"
+    )
+
+
 def test_weights_that_are_averaged_during_a_validation_are_not_saved() -> None:
     """As Lightning's WeightAveraging does, which writes through ``.data``."""
     seen = []
