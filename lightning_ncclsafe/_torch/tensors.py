@@ -7,6 +7,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import torch
@@ -66,13 +67,23 @@ def queue_event() -> torch.cuda.Event:
     return event
 
 
-def to_host(value: Any) -> Any:
-    """A copy of nested containers with all tensors on the host: over a stream that waits for no other one.
+@contextmanager
+def beside_others(device: Any) -> Iterator[None]:
+    """What the calling thread does on a device then, it does over a stream of its own, which waits for no other one.
 
-    What is queued on the device meanwhile, and may never run, is not waited for.
+    What others have queued there, and may never run, is not waited for. Without it, a thread has the first of all
+    devices for its own, and a copy from any of them to the host waits for all that the device has to do.
+
+    Args:
+        device: The device that is trained on.
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), torch.cuda.stream(stream):
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
+
+
+def to_host(value: Any) -> Any:
+    """A copy of nested containers with all tensors on the host; see :func:`beside_others`."""
+    with torch.no_grad():
         return _to_host(value)
 
 
