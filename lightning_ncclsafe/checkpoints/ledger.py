@@ -471,7 +471,12 @@ def _complete(*counts: Any) -> None:
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+    # A learning rate that is a tensor is changed in place.
+    return {
+        name: value.detach().clone() if tensors.is_tensor(value) else value
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def _stateful(trainer: Any) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -275,6 +275,25 @@ def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_come_to(
     assert newest_at("on_after_backward", 5, look, device={"make_event": Event}) == step
 
 
+def test_a_learning_rate_that_is_a_tensor_is_that_of_the_boundary() -> None:
+    """As a compiled step needs it; schedulers change it in place, and the host is ahead of the device."""
+    rate = torch.tensor(0.5)
+
+    def look(trainer: Any, ledger: StepLedger) -> Any:
+        pass_up_to(ledger, 3)
+        rate.fill_(0.25)
+        boundary = ledger.newest()
+        return contents(trainer, ledger, boundary, dict)["optimizer_states"][0]["param_groups"][0]["lr"]
+
+    def configure(model: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=rate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trained, "configure_optimizers", configure)
+        found = newest_at("on_after_backward", 5, look, device={"make_event": Event})
+    assert float(found) == 0.5
+
+
 def test_a_device_in_the_middle_of_a_step_has_nothing_to_save() -> None:
     def look(trainer: Any, ledger: StepLedger) -> str:
         pass_up_to(ledger, 3, next_begins=True)
