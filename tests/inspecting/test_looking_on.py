@@ -42,7 +42,7 @@ def pair() -> Iterator[list["subprocess.Popen[bytes]"]]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "SECONDS", 0.1)
+    monkeypatch.setattr(inspection, "SECONDS", 0.3)
     monkeypatch.setattr(inspection, "_ON_EVERY_S", 0.01)
     monkeypatch.setattr(looks, "slept_s", lambda pid: None)
 
@@ -75,6 +75,8 @@ def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[
     assert diagnosis.findings == () and all(facts.inspection.moved for facts in diagnosis.job.ranks if facts.inspection)
     assert {*reader.times.values()} == {FIRST + 1}
     assert len(said) == 1 and "in a hang and in a long step" in said[0]
+    # Nobody has to wait for the rest.
+    assert "So far: Rank 0 is" in said[0] and "possible)" in said[0]
 
 
 def test_whoever_asks_for_some_seconds_gets_an_answer_after_these(pair: "list[subprocess.Popen[bytes]]") -> None:

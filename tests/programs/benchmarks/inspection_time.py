@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="inspections of each hang (default: %(default)s)")
-    parser.add_argument("--ages", type=float, nargs="+", default=[0.0, 10.0, 30.0], metavar="S", help="how old it is")
+    parser.add_argument("--ages", type=float, nargs="+", default=[0.0, 30.0], metavar="S", help="how old it is")
     parser.add_argument("--doing", nargs="+", default=["sleeps", "computes"], choices=["sleeps", "computes"])
     options = parser.parse_args()
     print(f"{options.ranks} ranks, {len(os.sched_getaffinity(0))} cores, {options.rounds} rounds")
