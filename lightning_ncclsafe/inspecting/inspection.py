@@ -86,8 +86,8 @@ def inspect(
     Args:
         pids: Processes of the ranks; by default all that there are.
         looks: How often to look.
-        over_s: Seconds between the first look and the last; by default ``SECONDS``, and on while a rank stands still,
-            until one is known to have stood for longer than a step takes.
+        over_s: Seconds between the first look and the last; by default ``SECONDS``, or fewer where no rank has run for
+            longer than a step takes, and on while a rank stands still, until one is known to have stood for so long.
         may_write: Whether a rank may be made to write its Flight Recorder into a file.
         may_stop: Whether ranks that stand still may be stopped for a moment, to read the native code that they are in.
         say: Is given a line if it takes longer than ``SECONDS``, with what is known by then, and what Flight Recorders
@@ -102,7 +102,7 @@ def inspect(
         ranks = [*found.ranks, *_placed(found, reader, pool, chosen)]
         watch = _LookedAt(ranks, reader, pool, say, are_all=not chosen)
         if ranks:
-            watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s)
+            watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s, may_be_fewer=over_s is None)
             if over_s is None:
                 watch.look_on_until_it_shows()
         for one in watch.seen(may_write=may_write, may_stop=may_stop):
@@ -189,11 +189,13 @@ class _LookedAt:
         self._looks: dict[int, list[Look]] = defaultdict(list)
         self._ended_after: set[int] = set()
 
-    def look_on(self, count: int, over_s: float) -> None:
+    def look_on(self, count: int, over_s: float, *, may_be_fewer: bool = False) -> None:
         for number in range(count):
             due_s = self._began_s + over_s * number / max(count - 1, 1)
             time.sleep(max(due_s - time.monotonic(), 0.0))
             self._look()
+            if may_be_fewer and number and self._nobody_has_run():
+                return
 
     def look_on_until_it_shows(self) -> None:
         """Until everybody has moved, or somebody is known to stand still for longer than a step takes, or ends."""
@@ -262,6 +264,10 @@ class _LookedAt:
 
     def _shows_enough(self) -> bool:
         return all(map(shows_enough, self._jobs()))
+
+    def _nobody_has_run(self) -> bool:
+        """Whether the kernel has it that no rank has run for longer than a step takes: then none can have moved."""
+        return all((looks[-1].slept_s or 0.0) >= LONG_STEP_S for looks in self._looks.values())
 
     def _jobs(self) -> list[list[SeenRank]]:
         jobs: dict[str, list[SeenRank]] = defaultdict(list)

@@ -77,6 +77,8 @@ def hung(count: int, doing: str) -> Iterator[list[int]]:
             subprocess.Popen(
                 [sys.executable, str(program), str(begun), doing],
                 env={**os.environ, **shared, "RANK": str(number), "LOCAL_RANK": str(number)},
+                # What the others say of one that was killed.
+                stderr=subprocess.DEVNULL,
             )
             for number in range(count)
         ]
