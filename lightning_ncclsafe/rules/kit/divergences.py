@@ -220,6 +220,7 @@ def _odd_side(
     return tuple(sorted((*callers, *others)))
 
 
+_BETWEEN_TWO = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 _OF_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
 _WHERE = 4
 _VARIANTS = 3
@@ -341,6 +342,9 @@ def waits_apart(view: Timeline) -> WaitsApart | None:
     if len(alike) < 2:
         return None
     calls = sorted(map(tuple, alike.values()), key=lambda ranks: (-len(ranks), ranks))
+    if exchanging := tuple(rank for rank in view.waiting if view.activities[rank].call in _BETWEEN_TWO):
+        # Each side has a condition of its own, and no stack tells who the other is; of two ranks it is the other one.
+        return WaitsApart(calls=tuple(calls), ranks=view.waiting if view.job.world_size == 2 else exchanging)
     if under := conditioned(view, view.waiting):
         return WaitsApart(calls=tuple(calls), ranks=tuple(sorted(under)), why=next(iter(under.values())))
     own = tuple(rank for rank in view.waiting if in_own_call(view, rank))
