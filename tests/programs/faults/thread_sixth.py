@@ -227,7 +227,7 @@ def checkpoints_of_the_main_process_only(here: Here) -> None:
     ranks=(2,),
 )
 def group_made_by_its_members(here: Here) -> None:
-    """The group of the teachers is made when it is first needed, by the teachers."""
+    """The group of the teachers is made by the teachers; later on all make one, and count it differently."""
 
     class Distilled(Net):
         teachers = (0, 1)
@@ -244,9 +244,13 @@ def group_made_by_its_members(here: Here) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = self.loss(batch)
             if batch_idx == IN_THE_MIDDLE and self.global_rank in self.teachers:
-                here.begins()
                 loss = loss + self.agreed(loss)
             return loss
+
+        def on_train_epoch_end(self) -> None:
+            if here.is_hit:
+                here.begins()
+            dist.barrier(group=dist.new_group())
 
     here.fit(net=Distilled(here))
 
@@ -481,9 +485,17 @@ def upload_before_a_step_is_left_out(here: Here) -> None:
                 self.upload()
 
     class Skipping(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            is_spike = self.global_rank == 1 and batch_idx == IN_THE_MIDDLE + 1
-            return None if is_spike else self.loss(batch)
+        def __init__(self, here: Here) -> None:
+            super().__init__(here)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if self.global_rank == 1 and batch_idx == IN_THE_MIDDLE + 1:
+                return
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
 
     here.fit(net=Skipping(here), callbacks=[Uploading()])
 
