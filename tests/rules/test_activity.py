@@ -71,6 +71,8 @@ SWEEP = Frame(file=f"{SITE}/wandb/sdk/launch/agent.py", line=1, function="run")
         ((STEP, WANDB), Kind.LOGGER),
         ((TORCH_SAVE,), Kind.CHECKPOINT),
         ((CHECKPOINT_IO, user("write", 5)), Kind.CHECKPOINT),
+        ((CHECKPOINT_IO, user("on_save_checkpoint", 5), user("tell", 6)), Kind.USER),
+        ((CHECKPOINT_IO, user("on_save_checkpoint", 5), TORCH_SAVE), Kind.CHECKPOINT),
         ((CHECKPOINT_IO, BARRIER), Kind.COLLECTIVE),
         ((STEP,), Kind.USER),
         ((DDP_FORWARD, STEP), Kind.USER),

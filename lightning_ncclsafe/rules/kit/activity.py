@@ -20,6 +20,8 @@ PAUSE = "pause:"
 # Share of the time in which a main thread runs, or waits for a core, that does not wait for others.
 _COMPUTES = 0.2
 _WRAPPERS = ("run_training_epoch", "run_training_batch")
+# Those of the user's in which a checkpoint is put together.
+_HOOKS_OF_SAVES = ("on_save_checkpoint", "state_dict")
 
 
 class Kind(str, Enum):
@@ -233,12 +235,15 @@ def _hook_action(actions: tuple[Action, ...]) -> Action | None:
 
 def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[_Landmark | None, tuple[Frame, ...]]:
     """What the deepest telling frame says, and the frames around that frame."""
-    below_user = False
+    below_user = in_hook = False
     for depth in range(len(inside) - 1, -1, -1):
         found = _landmark(inside[depth])
-        if found and not (found.weak and below_user):
+        # What a hook does while a checkpoint is put together is none of its writing.
+        is_around = found is not None and found.kind is Kind.CHECKPOINT and in_hook
+        if found and not (found.weak and below_user) and not is_around:
             return found, inside[:depth]
         below_user = below_user or inside[depth].user
+        in_hook = in_hook or (inside[depth].user and inside[depth].function in _HOOKS_OF_SAVES)
     return None, inside
 
 
