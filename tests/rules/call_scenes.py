@@ -7,6 +7,7 @@ from builders import (
     BACKWARD,
     BARRIER,
     CHECKPOINT_IO,
+    DUMP_CHECKPOINT,
     ENGINE,
     EPOCH_END,
     GRADIENTS,
@@ -199,7 +200,7 @@ def hook_of_a_checkpoint_that_waits(net: Backend) -> JobFacts:
     save = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1380, function="save_checkpoint")
     tells = net.working(
         0,
-        *(save, hook, user("tell", 58, code="return chat.recv(64)")),
+        *(save, DUMP_CHECKPOINT, hook, user("tell", 58, code="return chat.recv(64)")),
         seq=60,
         phase=Phase.CHECKPOINT,
         action="[Callback]Notifying.on_save_checkpoint",

@@ -20,8 +20,6 @@ PAUSE = "pause:"
 # Share of the time in which a main thread runs, or waits for a core, that does not wait for others.
 _COMPUTES = 0.2
 _WRAPPERS = ("run_training_epoch", "run_training_batch")
-# Those of the user's in which a checkpoint is put together.
-_HOOKS_OF_SAVES = ("on_save_checkpoint", "state_dict")
 
 
 class Kind(str, Enum):
@@ -238,12 +236,12 @@ def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[_Landmark | None, tu
     below_user = in_hook = False
     for depth in range(len(inside) - 1, -1, -1):
         found = _landmark(inside[depth])
-        # What a hook does while a checkpoint is put together is none of its writing.
+        # What a hook of the user's does while a checkpoint is put together is none of its writing.
+        in_hook = in_hook or (below_user and is_in(libraries.PUTTING_CHECKPOINT_TOGETHER, inside[depth : depth + 1]))
         is_around = found is not None and found.kind is Kind.CHECKPOINT and in_hook
         if found and not (found.weak and below_user) and not is_around:
             return found, inside[:depth]
         below_user = below_user or inside[depth].user
-        in_hook = in_hook or (inside[depth].user and inside[depth].function in _HOOKS_OF_SAVES)
     return None, inside
 
 
