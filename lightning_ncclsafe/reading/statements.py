@@ -650,7 +650,7 @@ class _Stalled:
     """
 
     _BEGINS = "or more tensors were submitted to be reduced"
-    _TENSOR = re.compile(r"([\w./:-]{1,300}) \[(missing|ready) ranks: ([\d, ]{1,4000})(?:\]|$)")
+    _TENSOR = re.compile(r"([\w./:-]{1,300}) \[(missing|ready) ranks: ([\d, ]{1,4000})\]")
     _RANKS = re.compile(r"(?:^|[\s>])(\d{1,7}): \[([^\]]{1,4000})")
     _MOST_BETWEEN = 4
 
