@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING
 from lightning_ncclsafe.facts import (
+    COLLECTOR,
     EndedProcess,
     Frame,
     GpuStateFacts,
@@ -43,6 +44,7 @@ _MOST_FRAMES = 120
 _SOURCES_S = 1.0
 # Python's own library, of whatever installation: that of the rank need not be ours.
 _LIBRARY = re.compile(r"/lib(?:64)?/python\d[\d.]*/|/python\d+\.zip/")
+_COLLECTS = re.compile(r"\bgc\.collect\(")
 _STOPPED = ("stopped", "tracing-stop")
 _ENDED = ("zombie", "gone")
 _NOT_SEEN = (
@@ -171,8 +173,13 @@ def _inspection(looks: Sequence[Look]) -> InspectionFacts:
 
 
 def shows_enough(seen: Sequence[SeenRank]) -> bool:
-    """Whether looking on would add nothing: no rank of a job stands still, or one does for long, is stopped or gone."""
-    is_explained = any(_is_silent(one) and not _keeps_lock(one) for one in seen)
+    """Whether looking on would add nothing: no rank of a job stands still, or one does for long, is stopped or gone.
+
+    What is gone may have come to its end, unless others wait.
+    """
+    silent = [one for one in seen if _is_silent(one) and not _keeps_lock(one)]
+    someone_waits = any(_waits(one.looks[-1]) for one in seen if one.looks[-1].stack)
+    is_explained = any(someone_waits or not _is_gone(one) for one in silent)
     return is_explained or not any(_moved(one.looks) is False for one in seen) or stood_s(seen) >= LONG_STEP_S
 
 
@@ -249,7 +256,12 @@ def _whereabouts(facts: RankFacts, looks: Sequence[Look]) -> Iterator[Whereabout
 def _is_silent(seen: SeenRank) -> bool:
     """Whether its process is such that a guard could not have answered: it is stopped, gone, or keeps Python's lock."""
     last = seen.looks[-1].process
-    return last is None or last.state in (*_STOPPED, *_ENDED) or _keeps_lock(seen)
+    return _is_gone(seen) or (last is not None and last.state in _STOPPED) or _keeps_lock(seen)
+
+
+def _is_gone(seen: SeenRank) -> bool:
+    last = seen.looks[-1].process
+    return last is None or last.state in _ENDED
 
 
 def ends_in(looks: Sequence[Look]) -> bool:
@@ -274,11 +286,17 @@ def _witnessed(seen: SeenRank) -> ProcessFacts:
     return replace(
         process,
         rank=seen.process.rank,
-        stack=with_source(frames_of(shown.stack)),
+        stack=_with_collector(with_source(frames_of(shown.stack))),
         gil_held=_keeps_lock(seen),
         ran_share=_share(first.main_thread.ran_s, last.main_thread.ran_s, span_s),
         queued_share=_share(first.main_thread.queued_s, last.main_thread.queued_s, span_s),
     )
+
+
+def _with_collector(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """What a line that calls Python's garbage collector stands in, which has no frame of its own."""
+    collects = bool(stack) and _COLLECTS.search(stack[-1].code) is not None
+    return (*stack, Frame(file=COLLECTOR, line=0, function="")) if collects else stack
 
 
 def _share(before: float | None, now: float | None, span_s: float) -> float | None:

@@ -86,11 +86,12 @@ def inspect(
     Args:
         pids: Processes of the ranks; by default all that there are.
         looks: How often to look.
-        over_s: Seconds between the first look and the last; by default ``SECONDS``, and on while a rank stands still,
-            until one is known to have stood for longer than a step takes.
+        over_s: Seconds between the first look and the last; by default ``SECONDS``, or fewer where no rank has run for
+            longer than a step takes, and on while a rank stands still, until one is known to have stood for so long.
         may_write: Whether a rank may be made to write its Flight Recorder into a file.
         may_stop: Whether ranks that stand still may be stopped for a moment, to read the native code that they are in.
-        say: Is given a line if it takes longer than ``SECONDS``, and what Flight Recorders did not answer.
+        say: Is given a line if it takes longer than ``SECONDS``, with what is known by then, and what Flight Recorders
+            did not answer.
         processes: Gives the Python processes of this host.
         reader: Reads their stacks.
     """
@@ -99,9 +100,9 @@ def inspect(
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         found = find_ranks(processes(), chosen)
         ranks = [*found.ranks, *_placed(found, reader, pool, chosen)]
-        watch = _LookedAt(ranks, reader, pool, say)
+        watch = _LookedAt(ranks, reader, pool, say, are_all=not chosen)
         if ranks:
-            watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s)
+            watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s, may_be_fewer=over_s is None)
             if over_s is None:
                 watch.look_on_until_it_shows()
         for one in watch.seen(may_write=may_write, may_stop=may_stop):
@@ -176,8 +177,10 @@ class _LookedAt:
         reader: StackReader,
         pool: ThreadPoolExecutor,
         say: Callable[[str], object],
+        *,
+        are_all: bool,
     ) -> None:
-        self._ranks, self._reader, self._pool, self._say = ranks, reader, pool, say
+        self._ranks, self._reader, self._pool, self._say, self._are_all = ranks, reader, pool, say, are_all
         self._began_s, self._groups = time.monotonic(), ControlGroups()
         self._pressure = look_at_pressure(self._groups)
         self._gpus = {one.pid: GpuWatch(partial(_gpu, one, ranks)) for one in ranks}
@@ -186,20 +189,24 @@ class _LookedAt:
         self._looks: dict[int, list[Look]] = defaultdict(list)
         self._ended_after: set[int] = set()
 
-    def look_on(self, count: int, over_s: float) -> None:
+    def look_on(self, count: int, over_s: float, *, may_be_fewer: bool = False) -> None:
         for number in range(count):
             due_s = self._began_s + over_s * number / max(count - 1, 1)
             time.sleep(max(due_s - time.monotonic(), 0.0))
             self._look()
+            if may_be_fewer and number and self._nobody_has_run():
+                return
 
     def look_on_until_it_shows(self) -> None:
         """Until everybody has moved, or somebody is known to stand still for longer than a step takes, or ends."""
         if self._shows_enough():
             return
-        stood_s = time.monotonic() - self._began_s
+        open_jobs = [of_job for of_job in self._jobs() if not shows_enough(of_job)]
+        still_s = max(map(stood_s, open_jobs))
+        so_far = "".join(map(self._so_far, open_jobs))
         self._say(
-            f"a rank has stood still for {stood_s:.1f} s, as it does in a hang and in a long step: looking on until it"
-            f" moves, for {max(LONG_STEP_S - stood_s, _ON_EVERY_S):.0f} s at most"
+            f"a rank has stood still for {still_s:.1f} s, as it does in a hang and in a long step.{so_far} Looking on"
+            f" until it moves, for {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s at most."
         )
         while not self._shows_enough() and not self._ended_after:
             time.sleep(_ON_EVERY_S)
@@ -209,6 +216,11 @@ class _LookedAt:
             # What hung, and is being ended, is told as it was.
             for looks in self._looks.values():
                 looks.pop()
+
+    def _so_far(self, of_job: Sequence[SeenRank]) -> str:
+        """What these looks come to by themselves, for those who would not wait for more."""
+        findings = diagnosis_of(job_facts(of_job, are_all=self._are_all)).findings
+        return "".join(f" So far: {one.summary} ({one.rule}, {one.confidence.value})" for one in findings[:1])
 
     def seen(self, *, may_write: bool, may_stop: bool) -> list[SeenRank]:
         # Of a job that moves there is nothing to ask.
@@ -252,6 +264,10 @@ class _LookedAt:
 
     def _shows_enough(self) -> bool:
         return all(map(shows_enough, self._jobs()))
+
+    def _nobody_has_run(self) -> bool:
+        """Whether the kernel has it that no rank has run for longer than a step takes: then none can have moved."""
+        return all((looks[-1].slept_s or 0.0) >= LONG_STEP_S for looks in self._looks.values())
 
     def _jobs(self) -> list[list[SeenRank]]:
         jobs: dict[str, list[SeenRank]] = defaultdict(list)

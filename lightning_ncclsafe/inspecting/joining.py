@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_ncclsafe.facts import IncidentKind, JobFacts
+from lightning_ncclsafe.facts import IncidentKind, JobFacts, Phase
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
@@ -21,7 +21,8 @@ def diagnosis_of(job: JobFacts) -> Diagnosis:
     is_read = any(facts.inspection and facts.inspection.looks for facts in job.ranks) or bool(job.witnessed)
     stands = job.incident.idle_s > 0 and bool(job.ranks)
     diagnosis = judge(job, HANG_RULES if stands and is_read else ())
-    found = [_unless_it_goes_on(_unless_finished(finding, job), job) for finding in diagnosis.findings]
+    unfinished = (_unless_finished(finding, job) for finding in diagnosis.findings)
+    found = [_unless_it_goes_on(finding, job) for finding in unfinished if finding is not None]
     forget()
     order = [*Confidence]
     return replace(diagnosis, findings=tuple(sorted(found, key=lambda finding: order.index(finding.confidence))))
@@ -43,11 +44,16 @@ def _unless_it_goes_on(finding: Finding, job: JobFacts) -> Finding:
     return replace(finding, confidence=Confidence.LIKELY) if is_doubtful else finding
 
 
-def _unless_finished(finding: Finding, job: JobFacts) -> Finding:
-    """What is gone may have come to its end in good order: nobody has seen how it ended."""
+def _unless_finished(finding: Finding, job: JobFacts) -> Finding | None:
+    """Nobody has seen how what is gone has ended: it may have been killed, have failed, or have come to its end.
+
+    Where nobody waits, nor is in a call of the Trainer, that holds up nothing.
+    """
     unknown = {one.rank for one in job.witnessed if one.state in _ENDED and not one.ended_by and not one.exit_code}
-    is_doubtful = finding.confidence is Confidence.CERTAIN and not unknown.isdisjoint(finding.ranks)
-    return replace(finding, confidence=Confidence.LIKELY) if is_doubtful else finding
+    if unknown.isdisjoint(finding.ranks):
+        return finding
+    is_over = all(facts.progress.phase in (Phase.UNKNOWN, Phase.FINISHED) for facts in job.ranks)
+    return None if is_over and not timeline(job).waiting else replace(finding, confidence=Confidence.POSSIBLE)
 
 
 def joined(jobs: Iterable[JobFacts]) -> list[JobFacts]:

@@ -123,7 +123,7 @@ def test_a_rank_that_has_gone_on_one_host_is_named_for_both(
     for host in HOSTS:
         inspected(monkeypatch, tmp_path / "evidence", host, {6: ()})
     told = joined(tmp_path / "evidence", capsys)
-    assert first(told)[:2] == ([6], "likely")
+    assert first(told)[:2] == ([6], "possible")
 
 
 def test_of_a_host_that_was_inspected_again_the_last_counts(

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_ncclsafe.facts import Phase, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, denied_words, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
@@ -117,6 +117,39 @@ def test_a_condition_on_the_rank_around_a_call_of_its_own_makes_it_likely(tmp_pa
     first = judged(rank(0, *(look(at, *own) for at in (0, 2)), of=3), in_library(1), in_library(2)).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (0,), Confidence.LIKELY)
     assert "`if rank == 0:` (line 2)" in first.summary
+
+
+def test_each_side_of_a_send_has_its_condition_which_does_not_tell_whose_fault_it_is(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    program = tmp_path / "train.py"
+    program.write_text("def pass_on(rank):\n    if rank == 0:\n        send()\n    else:\n        recv()\n")
+    receives = (
+        SIGTERM[0],
+        SeenFrame(str(program), 5, "pass_on"),
+        SeenFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 6, "recv"),
+    )
+    for of, blamed in ((2, (0, 1)), (3, (1,))):
+        ranks = [rank(1, *(look(at, *receives) for at in (0, 2)), of=of), in_library(0, of=of), in_library(2)][:of]
+        first = judged(*ranks).findings[0]
+        assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", blamed, Confidence.POSSIBLE)
+        assert first.location == f"{program}:5 in pass_on"
+
+
+def test_who_waits_for_a_thread_of_its_own_is_behind_and_not_at_work_alone() -> None:
+    hook = SeenFrame(f"{SITE}/lightning/pytorch/trainer/call.py", 1, "_call_lightning_module_hook")
+    own = (user(10), *SIGTERM[:2], hook, user(66, "on_train_epoch_end"))
+    queue = (
+        SeenFrame("/usr/lib/python3.12/queue.py", 1, "get"),
+        SeenFrame("/usr/lib/python3.12/threading.py", 1, "wait"),
+    )
+
+    def named(*below: SeenFrame) -> tuple[str, Confidence]:
+        ranks = [rank(0, *(look(at, *own, *below) for at in (0, LONG_STEP_S)), of=3), in_library(1), in_library(2)]
+        first = judged(*ranks).findings[0]
+        assert (first.ranks, first.location) == ((0,), f"{USERS}:66 in on_train_epoch_end")
+        return first.rule, first.confidence
+
+    assert named() == ("rank-zero-only-work", Confidence.LIKELY)
+    assert named(*queue) == ("rank-behind", Confidence.POSSIBLE)
 
 
 def test_who_imports_code_of_collectives_is_in_none() -> None:
@@ -245,13 +278,44 @@ def test_ranks_that_have_ended_or_end_meanwhile_are_not_called_dead() -> None:
     # One that was gone before is what the other waits for.
     gone = rank(0, *(look(at, state="gone") for at in (0, 1)))
     first = judged(gone, waiting(1)).findings[0]
-    assert (first.rule, first.confidence) == ("dead-rank", Confidence.LIKELY)
+    assert (first.rule, first.confidence) == ("dead-rank", Confidence.POSSIBLE)
 
 
-def test_a_rank_that_keeps_the_interpreters_lock_is_told_to() -> None:
+def test_who_is_at_the_end_of_the_trainers_call_when_the_others_have_ended_has_not_finished() -> None:
+    hook = SeenFrame(f"{SITE}/lightning/pytorch/trainer/call.py", 1, "_call_callback_hooks")
+    gone = rank(1, *(look(at, state="gone") for at in (0, 1)))
+
+    def named(hook_name: str) -> tuple[str, tuple[int, ...], Confidence]:
+        stack = (user(10), SIGTERM[0], hook, user(84, hook_name))
+        first = judged(rank(0, *(look(at, *stack) for at in (0, LONG_STEP_S))), gone).findings[0]
+        return first.rule, first.ranks, first.confidence
+
+    assert named("on_fit_end") == ("unfinished-rank", (0,), Confidence.LIKELY)
+    assert named("on_train_batch_end") == ("dead-rank", (1,), Confidence.POSSIBLE)
+    # What one rank does once the others have left the program holds up nobody.
+    after = judged(rank(0, *(look(at, user(90, "export")) for at in (0, LONG_STEP_S))), gone)
+    assert after.findings == () and "gone" in render_text(after)
+
+
+def test_a_process_that_is_gone_explains_a_hang_only_where_others_wait() -> None:
+    gone = rank(1, *(look(at, state="gone") for at in (0, 1)))
+    works = rank(0, *(look(at, user(30, "evaluate")) for at in (0.0, 2.0)))
+    assert shows_enough([waiting(0), gone]) and not shows_enough([works, gone])
+    stopped = rank(1, *(look(at, user(30), state="stopped") for at in (0, 1)))
+    assert shows_enough([works, stopped])
+
+
+def test_a_rank_that_keeps_the_interpreters_lock_is_told_to(tmp_path) -> None:  # type: ignore[no-untyped-def]
     held = rank(0, *(look(at, user(30), state="running", gil=True, ran_s=float(at)) for at in (0, 1, 2)))
     first = judged(held, waiting(1)).findings[0]
     assert (first.rule, first.ranks) == ("gil-held", (0,))
+    # What calls the garbage collector is in it.
+    program = tmp_path / "train.py"
+    program.write_text("import gc\n\ndef collect():\n    gc.collect()\n")
+    frame = SeenFrame(str(program), 4, "collect")
+    collects = rank(0, *(look(at, frame, state="running", gil=True, ran_s=float(at)) for at in (0, 1, 2)))
+    first = judged(collects, waiting(1)).findings[0]
+    assert (first.rule, first.ranks, first.location) == ("gc-pause", (0,), f"{program}:4 in collect")
     # One that imports, or calls others' code, runs other lines and does not keep it.
     below = [SeenFrame(f"{SITE}/torch/__init__.py", line, "<module>") for line in (1, 2, 3)]
     imports = rank(0, *(look(at, user(30), below[at], state="running", gil=True) for at in (0, 1, 2)))

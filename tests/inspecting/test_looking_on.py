@@ -9,6 +9,7 @@ import pytest
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.inspecting import inspection, looks
 from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspected, inspect
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import SeenFrame, SeenThread, StackReader
 from lightning_ncclsafe.inspecting.ranks import SeenProcess
 
@@ -42,7 +43,7 @@ def pair() -> Iterator[list["subprocess.Popen[bytes]"]]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "SECONDS", 0.1)
+    monkeypatch.setattr(inspection, "SECONDS", 0.3)
     monkeypatch.setattr(inspection, "_ON_EVERY_S", 0.01)
     monkeypatch.setattr(looks, "slept_s", lambda pid: None)
 
@@ -75,6 +76,8 @@ def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[
     assert diagnosis.findings == () and all(facts.inspection.moved for facts in diagnosis.job.ranks if facts.inspection)
     assert {*reader.times.values()} == {FIRST + 1}
     assert len(said) == 1 and "in a hang and in a long step" in said[0]
+    # Nobody has to wait for the rest.
+    assert "So far: Rank 0 is" in said[0] and "possible)" in said[0]
 
 
 def test_whoever_asks_for_some_seconds_gets_an_answer_after_these(pair: "list[subprocess.Popen[bytes]]") -> None:
@@ -95,6 +98,17 @@ def test_what_the_kernel_says_to_stand_for_long_need_not_be_looked_at_for_long(
     assert ({*reader.times.values()}, said) == ({LOOKS}, [])
     first = found.diagnoses[0].findings[0]
     assert (first.ranks, found.diagnoses[0].job.incident.idle_s) == ((0,), 614.2)
+
+
+@pytest.mark.parametrize(("over_s", "times"), [(None, 2), (0.1, LOOKS)])
+def test_where_no_rank_has_run_for_long_two_looks_are_enough(
+    pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch, over_s: float | None, times: int
+) -> None:
+    monkeypatch.setattr(looks, "slept_s", lambda pid: LONG_STEP_S)
+    reader = Scripted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER))
+    found, said = inspected(pair, reader, over_s)
+    assert ({*reader.times.values()}, said) == ({times}, [])
+    assert found.diagnoses[0].findings[0].ranks == (0,)
 
 
 def test_what_ends_meanwhile_is_told_as_it_was_before(pair: "list[subprocess.Popen[bytes]]") -> None:

@@ -34,6 +34,7 @@ from lightning_ncclsafe.rules.kit import (
     standing,
     verb,
     wait_words,
+    waits_for_thread,
     where_evidence,
     while_others_wait,
 )
@@ -123,14 +124,14 @@ def _confidence_without(view: Timeline, alone: tuple[int, ...]) -> Confidence:
 def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
     """In a hook outside the step that none of the waiting ranks is in; before the first batch it is merely late.
 
-    Who waits for a thread that has ended does no work.
+    Who waits for a thread that has ended does no work; from outside nobody sees whether it has.
     """
-    doing = view.activities[rank]
-    if missed_thread(view.facts[rank]) is not None:
+    doing, facts = view.activities[rank], view.facts[rank]
+    if waits_for_thread(facts) and (facts.inspection is not None or missed_thread(facts) is not None):
         return False
     if doing.kind is not Kind.USER or not doing.hook or doing.hook.endswith(_STEP_HOOKS):
         return False
-    if begins(view.facts[rank].progress) or "_batch_" in doing.hook:
+    if begins(facts.progress) or "_batch_" in doing.hook:
         return False
     return all(view.activities[other].hook != doing.hook for other in view.waiting)
 

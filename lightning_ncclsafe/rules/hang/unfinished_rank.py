@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -16,6 +16,8 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     in_its_data,
     in_trainer_again,
+    is_gone,
+    left_in_order,
     location_of,
     others_wait,
     phase_evidence,
@@ -26,6 +28,7 @@ from lightning_ncclsafe.rules.kit import (
     verb,
 )
 
+_AT_END = (".on_fit_end", ".on_train_end", ".on_test_end", ".on_predict_end", ".on_predict_epoch_end", ".teardown")
 _REMEDY_CALL = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. Do it on all of them "
     "once fit has returned, or let one rank alone do it with a Trainer of its own, of one device."
@@ -62,9 +65,15 @@ def unfinished_rank(view: Timeline) -> Iterator[Finding]:
     finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
     ranks = view.working(view.facts)
     # One that still has data to go through will wait for those that have left: that is another matter.
-    if not finished or not ranks or len(finished) + len(ranks) < len(view.facts) or in_its_data(view, ranks):
+    if not ranks or len(finished) + len(ranks) < len(view.facts) or in_its_data(view, ranks):
         return
     text = f"{clause(ranks, 'has|have not finished')}: {standing(view, ranks[0])}"
+    if not finished:
+        if gone := _gone_before_the_end(view, ranks):
+            ended = f"the {'process' if len(gone) == 1 else 'processes'} of {ranks_words(gone)}"
+            text = f"{capitalised(text)}; {ended} {verb(gone, 'has', 'have')} ended."
+            yield finding(view, ranks, text, severity=Severity.WARNING, evidence=(*stack_evidence(view, ranks),))
+        return
     left = f"{clause(finished, 'has|have finished and')} {verb(finished, 'leaves', 'leave')}"
     yield finding(
         view,
@@ -78,6 +87,18 @@ def unfinished_rank(view: Timeline) -> Iterator[Finding]:
             Evidence(source="phase", text=f"{capitalised(ranks_words(finished))}: past the end of the Trainer."),
         ),
     )
+
+
+def _gone_before_the_end(view: Timeline, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Ranks whose processes are gone, seen from outside, while these are in hooks at the end of the Trainer's call."""
+    if not all(facts.inspection is not None and _is_at_end(facts) for facts in map(view.facts.__getitem__, ranks)):
+        return ()
+    gone = tuple(rank for rank in view.silent if rank in view.witnesses and is_gone(view, rank))
+    return gone if all(left_in_order(view.witnesses[rank]) for rank in gone) else ()
+
+
+def _is_at_end(facts: RankFacts) -> bool:
+    return any(action.name.endswith(_AT_END) for action in facts.progress.actions)
 
 
 def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:

@@ -37,12 +37,15 @@ def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
 
 def missed_thread(facts: RankFacts) -> CaughtException | None:
     """What has ended another thread of a rank that waits for one; the last one, and None where that is long ago."""
-    inner = facts.stack[-_INNER:]
-    waits = is_in(WAITS_FOR_THREADS, inner)
-    # In a pool's frames it waits for its processes, or for threads that hand on what they raise.
-    waits = waits and not is_in(PROCESSES, inner)
     ended = (one for one in facts.caught if one.thread and is_recent(one, facts))
-    return min(ended, key=lambda one: one.ago_s, default=None) if waits else None
+    return min(ended, key=lambda one: one.ago_s, default=None) if waits_for_thread(facts) else None
+
+
+def waits_for_thread(facts: RankFacts) -> bool:
+    """Whether a rank's main thread waits for another thread of its own, be it in vain or not."""
+    inner = facts.stack[-_INNER:]
+    # In a pool's frames it waits for its processes, or for threads that hand on what they raise.
+    return is_in(WAITS_FOR_THREADS, inner) and not is_in(PROCESSES, inner)
 
 
 def has_gone_on(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
