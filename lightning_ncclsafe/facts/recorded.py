@@ -27,6 +27,10 @@ class StatementKind(str, Enum):
     """Ranks have called one operation with other sizes or types, by the word of whoever has compared them."""
     OTHER_OPERATIONS = "other-operations"
     """The same of different operations."""
+    LATE = "late"
+    """Ranks have not called yet what others wait in, by a warning: they may still."""
+    APART = "apart"
+    """Ranks wait in different operations for each other, by a warning: they may still come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

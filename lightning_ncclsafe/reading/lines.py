@@ -80,13 +80,15 @@ _TELLING = (
     b"receive grad",
     b"socket interface found",
     b"encountered in worker",
+    b"has failed",
 )
 
 # One after the other, any of these may stand before what a rank says.
 _PREFIXES = (
     re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
     re.compile(r"\[(?P<stream>[a-z_]\w{0,60}?\d+)\]:\s?"),  # torchrun: role and local rank
-    re.compile(r"(?P<stream>\d{1,6}): "),  # srun --label
+    # srun --label; not Horovod's lists of what a rank has not come to
+    re.compile(r"(?P<stream>\d{1,6}): (?!\[(?!rank\d)[\w./:-]+(?:, |\]\s*$| \.\.\.))"),
     re.compile(r"\[(?:\d+,)?(?P<stream>\d{1,6})\]<std(?:err|out)>:"),  # mpirun, Horovod
     re.compile(r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]?\d \d\d:\d\d:\d\d \d{4}(?=\[\d)"),  # the time before that
     re.compile(r"\[(?P<stream>pod/[^\]]{1,200})\] "),  # kubectl logs --prefix

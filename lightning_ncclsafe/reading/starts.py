@@ -1,7 +1,7 @@
 """The starts of a run in its logs, and how launchers report the ends of ranks: a restart goes on in the same files."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -127,11 +127,19 @@ class Start:
                 is_first = statement.detail != OF_EACH or (may_be_first and (statement.exit_code or 0) > 0)
                 said.ended(Ended(said.rank, statement.exit_code or 0, is_first=is_first))
                 said.quote(statement.line)
+        self._settle_unexplained()
         if not has_agents:
             self._settle_tasks()
         self._find_first()
         self._attribute()
         return self.said
+
+    def _settle_unexplained(self) -> None:
+        """Of a process of which it is not said how it ended, the number may be known."""
+        for at, one in enumerate(self.statements):
+            rank = self._rank_of(one) if one.exit_code is None and one.local_rank is not None else None
+            if rank is not None:
+                self.statements[at] = replace(one, ranks=(rank,))
 
     def _settle_tasks(self) -> None:
         """A task of SLURM's is a rank. Where the kernel has ended one, the others may have failed because of that."""

@@ -111,6 +111,11 @@ _ROWS = (
             _code(found[2]) if found[2] else whole(found[3]), local=found[1], detail="torch.multiprocessing"
         ),
     ),
+    _Row(
+        "ProcessExitedException",
+        re.compile(r"ProcessExitedException: process (\d+) terminated with\s*$"),
+        lambda found: _ended(None, local=found[1], detail=f"torch.multiprocessing says that process {found[1]} ended"),
+    ),
     # DeepSpeed: the command is that of the process which it has started last.
     _Row(
         "return code = ",
@@ -166,6 +171,14 @@ _ROWS = (
         "Worker exit type",
         re.compile(r"(?:Worker PID: (\d+) )?Worker exit type: (\w+)"),
         lambda found: _ended(None, detail=f"Ray reports that a worker died ({found[2]}{_pid_words(found[1])})"),
+    ),
+    _Row(
+        "has failed",
+        # The number of a worker of Ray's trainers is its rank.
+        re.compile(r"^Worker (\d+) has failed\.?\s*$"),
+        lambda found: _ended(
+            None, rank=found[1], detail=f"Ray reports that its trainer's worker {found[1]} has failed"
+        ),
     ),
     # What a process prints of its own end: UCX, Open MPI
     _Row("Caught signal ", re.compile(r"Caught signal (\d+) \("), lambda found: _ended(_code(found[1]), detail="UCX")),
@@ -340,13 +353,14 @@ class Statements:
         self._counts = _Counts()
         self._first = _FirstToEnd()
         self._fault = _Fault()
+        self._stalled = _Stalled()
         self._subprocesses: set[str] = set()
         self._missing_at = ""
 
     @property
     def is_open(self) -> bool:
         """Whether one is being read that goes on in the next line."""
-        return any(one.is_open for one in (self._mismatch, self._counts, self._first, self._fault))
+        return any(one.is_open for one in (self._mismatch, self._counts, self._first, self._fault, self._stalled))
 
     def read(self, text: str, rank: int | None) -> Iterator[Statement]:
         """What this line says, also of what the lines before it have begun.
@@ -366,6 +380,7 @@ class Statements:
         yield from self._counts.read(text)
         yield from self._first.read(text)
         yield from self._fault.read(text, rank)
+        yield from self._stalled.read(text)
         yield from self._missing(text)
 
     def flush(self) -> Iterator[Statement]:
@@ -373,6 +388,7 @@ class Statements:
         yield from self._mismatch.flush()
         yield from self._counts.flush()
         yield from self._fault.flush()
+        yield from self._stalled.flush()
         self._subprocesses.clear()
 
     def _completed(self, said: Statement, text: str, rank: int | None) -> Statement:
@@ -624,3 +640,81 @@ class _Counts:
             yield Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail, line=self._line)
         self.is_open = False
         self._reset()
+
+
+class _Stalled:
+    """Horovod's warning that some ranks have submitted what others have not, by tensor or by rank.
+
+    ``Stalled ops: a [missing ranks: 0]``, ``a [ready ranks: 3], b [ready ranks: 0, 1]``, since 0.19 ``Missing ranks:``
+    and below it ``0: [a, b]``. Where one tensor waits for ranks that wait with another one, they run different ones.
+    """
+
+    _BEGINS = "or more tensors were submitted to be reduced"
+    _TENSOR = re.compile(r"([\w./:-]{1,300}) \[(missing|ready) ranks: ([\d, ]{1,4000})\]")
+    _RANKS = re.compile(r"(?:^|[\s>])(\d{1,7}): \[([^\]]{1,4000})")
+    _MOST_BETWEEN = 4
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._line = ""
+        self._missing: dict[str, set[int]] = {}
+        self._ready: dict[str, set[int]] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self._left > 0
+
+    def read(self, text: str) -> Iterator[Statement]:
+        begins = self._BEGINS in text
+        tensors = self._TENSOR.findall(text) if " ranks: " in text else []
+        if begins:
+            yield from self.flush()
+        if not (begins or tensors or self.is_open):
+            return
+        for name, how, who in tensors:
+            self._take(self._missing if how == "missing" else self._ready, name, ranks(who))
+        by_rank = self._RANKS.findall(text) if self.is_open and not tensors else []
+        for who, names in by_rank:
+            for name in names.split(","):
+                self._take(self._missing, name.strip(), ranks([who]))
+        if tensors or by_rank:
+            self._line = self._line or text.strip()[:_LONGEST_LINE]
+        self._left = self._MOST_BETWEEN if begins or tensors or by_rank else self._left - 1
+        if not self._left:
+            yield from self.flush()
+
+    def _take(self, of: dict[str, set[int]], name: str, who: tuple[int, ...]) -> None:
+        if name in of or len(of) < _MOST_LISTED:
+            of.setdefault(name, set()).update(who)
+
+    def flush(self) -> Iterator[Statement]:
+        missing, ready = list(self._missing.values()), list(self._ready.values())
+        apart = _least(missing) or _least(ready)
+        always = set.intersection(*missing) if missing else set()
+        words = "Horovod warns that"
+        if apart:
+            yield Statement(
+                kind=StatementKind.APART,
+                ranks=ranks(sorted(apart)),
+                detail=f"{words} ranks wait in different operations, each for the others",
+                line=self._line,
+            )
+        elif always:
+            yield Statement(
+                kind=StatementKind.LATE,
+                ranks=ranks(sorted(always)),
+                detail=f"{words} not all have called what the others wait in",
+                line=self._line,
+            )
+        self._left, self._line = 0, ""
+        self._missing.clear()
+        self._ready.clear()
+
+
+def _least(sets: list[set[int]]) -> set[int]:
+    """The smaller of two sets that have nothing in common, both if they are as large; none if there are none such."""
+    for one in sets:
+        other = next((other for other in sets if one.isdisjoint(other)), None)
+        if other is not None:
+            return one | other if len(one) == len(other) else min(one, other, key=len)
+    return set()

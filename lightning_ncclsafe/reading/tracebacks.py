@@ -42,10 +42,14 @@ _CONSEQUENCE_TEXTS = re.compile(
 
 
 # What torch raises as it raises all that goes wrong between ranks, and is an error of this one's.
-_OWN_TEXTS = re.compile(r"failed to listen on any local network address|no socket interface found")
+_OWN_TEXTS = re.compile(
+    r"failed to listen on any local network address|no socket interface found|Distributed package doesn't have"
+)
 _CUT = re.compile(r'\s+File "[^"\n]{1,400}", line \d+, in ')
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d+)\)")
-_CHILD = re.compile(r"-- Process (\d+) terminated with the following error")
+_CHILD = re.compile(
+    r"(?:-- |\b)Process (\d+) (?:terminated with the following error|exited with error code \d+ and exc)"
+)
 # What is raised in here tells of another process.
 _PARENTS = re.compile(
     r"torch/(?:multiprocessing/spawn|distributed/(?:run|launch|launcher/\w+|elastic/.*))\.py$"
@@ -206,7 +210,7 @@ def of_rank(text: str) -> int | None:
 
 
 def child(text: str) -> int | None:
-    """The number of the process of which torch.multiprocessing.spawn prints the traceback next."""
+    """The number of the process of which torch.multiprocessing.spawn, or PyTorch's tests, print the traceback next."""
     found = _CHILD.search(text)
     return whole(found[1]) if found else None
 

@@ -29,6 +29,10 @@ UNUSED = (
     "indicates that your module has parameters that were not used in producing loss.\nIf you already have done so\n"
     "Parameter indices which did not receive grad for rank 3: 282 283\n"
 )
+STALL = (
+    "[2021-03-01 10:00:00.1: W horovod/common/stall_inspector.cc:105] One or more tensors were submitted to be "
+    "reduced, gathered or broadcasted by subset of ranks and are waiting for remainder of ranks for 60 seconds."
+)
 
 # What stands in the log, the first finding's name, its ranks, and how sure it is.
 STATEMENTS = {
@@ -194,6 +198,43 @@ STATEMENTS = {
         "Worker proc VllmWorker-1 died unexpectedly, shutting down executor.\n",
         "dead-rank",
         (1,),
+        POSSIBLE,
+    ),
+    "Ray's trainer": ("(TorchTrainer pid=7) Worker 2 has failed.\n" + RAY.format(9), "dead-rank", (2,), POSSIBLE),
+    "spawn, cut": ("ProcessExitedException: process 3 terminated with\n", "dead-rank", (3,), POSSIBLE),
+    "PyTorch's tests": (
+        "RuntimeError: Process 1 exited with error code 10 and exception:\nTraceback (most recent call last):\n"
+        '  File "a.py", line 2, in f\n    g()\nValueError: bad\n',
+        "failed-rank",
+        (1,),
+        POSSIBLE,
+    ),
+    "no NCCL": (
+        "-- Process 0 terminated with the following error:\nTraceback (most recent call last):\n"
+        '  File "a.py", line 2, in f\n    g()\n'
+        "RuntimeError: Distributed package doesn't have NCCL built in\n",
+        "failed-rank",
+        (0,),
+        POSSIBLE,
+    ),
+    "Horovod waits": (f"{STALL}\nStalled ops:\na/b_0 [missing ranks: 1, 3]\n", "silent-rank", (1, 3), POSSIBLE),
+    "Horovod waits, by rank": (f"{STALL}\nMissing ranks:\n0: [a, b ...]\n", "silent-rank", (0,), POSSIBLE),
+    "Horovod waits, by mpirun's tags": (
+        f"[1,0]<stderr>:{STALL}\n[1,0]<stderr>:Stalled ops:a [missing ranks: 1]\n[1,0]<stderr>:b [missing ranks: 1]\n",
+        "silent-rank",
+        (1,),
+        POSSIBLE,
+    ),
+    "Horovod's ranks wait for each other": (
+        f"{STALL} Stalled ops: a [ready ranks: 3], b [ready ranks: 2, 0, 1]\n",
+        "diverged-collectives",
+        (3,),
+        POSSIBLE,
+    ),
+    "Horovod's ranks wait for each other, by rank": (
+        f"{STALL}\nMissing ranks:\n0: [a]\n1: [b]\n",
+        "diverged-collectives",
+        (0, 1),
         POSSIBLE,
     ),
     "vLLM's engine": ("Engine core proc EngineCore_DP0 died unexpectedly.\n", "dead-rank", (), POSSIBLE),
@@ -609,3 +650,12 @@ def test_lines_of_any_form_are_read_in_bounded_time() -> None:
         evidence.log.read(io.BytesIO(data), len(data) + 1)
         evidence.job()
         assert time.perf_counter() - begin < 8, unit
+
+
+def test_a_rank_that_failed_explains_horovods_warning() -> None:
+    """Whoever has failed comes no more; the warning stands above or below."""
+    failed = '[1,1]<stderr>:Traceback (most recent call last):\n[1,1]<stderr>:  File "a.py", line 2, in f\n'
+    failed += "[1,1]<stderr>:    g()\n[1,1]<stderr>:ValueError: bad\n"
+    warned = f"[1,0]<stderr>:{STALL}\n[1,0]<stderr>:Stalled ops:a [missing ranks: 1]\n"
+    for text in (failed + warned, warned + failed):
+        assert [one.rule for one in judged(text).findings] == ["failed-rank"]

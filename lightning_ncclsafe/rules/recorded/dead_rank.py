@@ -80,7 +80,7 @@ def _nameless(view: Timeline) -> Iterator[Finding]:
     said = next(details_of(found), "")
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     what = f"{said or 'a launcher'} says that {which} was {how}" if codes else said or f"{which} is dead"
-    ranks = said_of_all(found) if all(one.ranks for one in found) else ()
+    ranks = said_of_all(found) if _are_named(found) else ()
     text = f"{what}{'' if ranks else '; the log does not say which rank that is'}{tail}"
     yield recorded(
         ranks,
@@ -89,6 +89,13 @@ def _nameless(view: Timeline) -> Iterator[Finding]:
         evidence=lines_of(found),
         remedy=_REMEDIES.get(codes[0], _REMEDY) if codes else _REMEDY,
     )
+
+
+def _are_named(found: tuple[Statement, ...]) -> bool:
+    """Whether it is known of all; one death may be told twice by Ray, by its trainer with a number."""
+    nameless = [one for one in found if not one.ranks]
+    told_twice = len(nameless) < len(found) == 2 and all(one.detail.startswith("Ray") for one in found)
+    return not nameless or told_twice
 
 
 def _lost(view: Timeline) -> Iterator[Finding]:

@@ -1,12 +1,14 @@
 """The cause diverged-collectives, as recorded: ranks called different collectives under the same number."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lightning_ncclsafe.facts import StatementKind
-from lightning_ncclsafe.rules.kit import Finding, Plan, Timeline, recorded_rule
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Plan, Timeline, recorded_rule
 from lightning_ncclsafe.rules.recorded.splits import is_one_operation, split_finding, split_of, stated_finding
 
 _WHY = "these can never complete together"
+_UNLESS = "unless one of them still calls what the others wait in, these never complete"
 
 
 @recorded_rule(
@@ -41,3 +43,5 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     if split is not None and not is_one_operation(split):
         yield split_finding(view, split, _WHY)
     yield from stated_finding(view, StatementKind.OTHER_OPERATIONS, _WHY)
+    for finding in stated_finding(view, StatementKind.APART, _UNLESS):
+        yield replace(finding, confidence=Confidence.POSSIBLE)

@@ -1,6 +1,7 @@
 """The cause silent-rank: in a log all ranks but some say that they waited in vain."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lightning_ncclsafe.facts import Statement, StatementKind
 from lightning_ncclsafe.rules.kit import (
@@ -60,6 +61,9 @@ def silent_rank(view: Timeline) -> Iterator[Finding]:
         return
     if named := stated(view.job, StatementKind.ABSENT):
         yield _named(named)
+        return
+    if (warned := stated(view.job, StatementKind.LATE)[-1:]) and not gone(view):
+        yield replace(_named(warned), confidence=Confidence.POSSIBLE)
         return
     for absence in absences(view):
         # One rank alone may be all that somebody has copied.
