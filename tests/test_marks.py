@@ -247,6 +247,8 @@ NOT_FOR_RANKS = {
     "collectives.clocks.Reference._answer": ASIDE,
     "collectives.clocks.ClockSync.run": ASIDE,
     "collectives.timer.Timer._run": ASIDE,
+    "exchange.in_time.InTimeExchange._call": "the answer of storage to one question",
+    "exchange.in_time.InTimeExchange.close": ITSELF,
     "exchange.tcp_store.TcpStoreExchange._call": "the store's answer to one question",
     "exchange.tcp_store.TcpStoreExchange.close": ITSELF,
     "guard.ending.Ending.exit_after_main_thread.watch": ASIDE,
