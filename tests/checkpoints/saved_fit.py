@@ -4,6 +4,7 @@ Run by the tests as a program: ``python saved_fit.py raise --rank=1 --batch=3``;
 """
 
 import argparse
+import ctypes
 import os
 import signal
 import threading
@@ -38,9 +39,12 @@ def stall() -> None:
     threading.Event().wait(60)
 
 
-def be_told_to_end_and_stall() -> None:
-    be_told_to_end()
-    stall()
+def be_stuck_and_told_to_end() -> None:
+    """In C, as in a collective, where no handler in Python runs."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    threading.Timer(0.2, be_told_to_end).start()
+    for _ in range(2):  # of which the second waits for the first
+        libc.pthread_mutex_lock(mutex)
 
 
 DEEDS: dict[str, Callable[[], None]] = {
@@ -48,7 +52,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "raise": fail,
     "kill": be_killed,
     "sigterm": be_told_to_end,
-    "sigterm-stall": be_told_to_end_and_stall,
+    "sigterm-stuck": be_stuck_and_told_to_end,
     "stall": stall,
 }
 

@@ -19,7 +19,7 @@ KILLED = ("kill", "--rank=0")
 STALLS = ("stall", "--accumulate=3")
 VALIDATES = ("kill", "--hook=validation_step", "--batch=1")
 TERMINATED = ("sigterm", "--accumulate=3", "--pace=0.05", "--batch=4")
-OVERDUE = ("sigterm-stall", "--grace=12", "--timeout=7")
+OVERDUE = ("sigterm-stuck", "--grace=12", "--timeout=7")
 FIRST = [OVERDUE, STALLS, KILLED]
 
 
