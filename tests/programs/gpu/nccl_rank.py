@@ -1,4 +1,4 @@
-"""One rank of a scene, or of an abort: writes down what it has measured, and what its Flight Recorder holds.
+"""One rank of a scene, of an abort or of a reading: writes down what it has measured and recorded.
 
 Started by ``one_gpu.run_ranks``: ``python nccl_rank.py delay --ranks 2 --folder FOLDER``.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from nccl_abort import ABORTS
 from nccl_here import Here
+from nccl_reads import READS
 from nccl_scenes import SCENES
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -53,8 +54,8 @@ def leave(here: Here) -> None:
 
 def perform(here: Here, name: str) -> dict[str, Any]:
     """What the rank has to tell of a scene."""
-    if name in ABORTS:
-        return ABORTS[name](here)
+    if act := (ABORTS | READS).get(name):
+        return act(here)
     truth = SCENES[name](here)
     told = {"truth": truth, "dump": here.dump(), "versions": build.versions()}
     here.meet("dumped")
@@ -63,7 +64,7 @@ def perform(here: Here, name: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=[*SCENES, *ABORTS])
+    parser.add_argument("name", choices=[*SCENES, *ABORTS, *READS])
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
