@@ -24,6 +24,9 @@ class InTimeExchange:
         exchange: The other exchange.
         what: What does not answer then, in words.
         deadline_s: Seconds that a call may take.
+
+    Attributes:
+        lost: Why it was given up; empty while it works.
     """
 
     def __init__(self, exchange: Exchange, *, what: str, deadline_s: float = 3.0) -> None:
@@ -34,12 +37,7 @@ class InTimeExchange:
         self._thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._misses = 0
-        self._lost = ""
-
-    @property
-    def lost(self) -> str:
-        """Why it was given up; empty while it works."""
-        return self._lost or self._exchange.lost
+        self.lost = ""
 
     def set(self, key: str, value: bytes) -> None:
         """Publishes a value."""
@@ -69,8 +67,8 @@ class InTimeExchange:
             self._thread.join(self._deadline_s)
 
     def _call(self, call: Callable[[], T]) -> T:
-        if self._lost:
-            raise ExchangeError(f"{self._lost}.")
+        if self.lost:
+            raise ExchangeError(f"{self.lost}.")
         self._start()
         future: Future[T] = Future()
         self._calls.put((future, call))
@@ -80,7 +78,7 @@ class InTimeExchange:
             self._misses += 1
             missed = f"{self._what} did not answer within {self._deadline_s:g} s"
             if self._misses >= _MISSES_ALLOWED or (self._thread is not None and not self._thread.is_alive()):
-                self._lost = f"{missed}, {self._misses} times in a row"
+                self.lost = f"{missed}, {self._misses} times in a row"
             raise ExchangeError(f"{missed}.") from error
         self._misses = 0
         return answer
