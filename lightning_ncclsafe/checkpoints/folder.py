@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import time
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,8 @@ METADATA = ".metadata"
 _NAME = re.compile(r"just-in-time-epoch=\d+-step=(\d+)(?:-v\d+)?\.ckpt")
 _PARTIAL = ".just-in-time@{host}@{pid}@{id}.ncclsafe-partial"
 _PARTIALS = re.compile(r"\.just-in-time@(?P<host>[^@]*)@(?P<pid>\d+)@[0-9a-f]+\.ncclsafe-partial")
+# Nobody writes for so long, whichever host it was on.
+_OLD_S = 86_400.0
 # How long another host's folder may take to be seen.
 _SEEN_S = 3.0
 # Two jobs that share a folder come to the same step now and then, not so many times.
@@ -145,8 +148,7 @@ class CheckpointFolder:
         """A name beside, for what is not whole yet."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_left_behind()
-        host = socket.gethostname().replace("@", "")
-        return self.path / _PARTIAL.format(host=host, pid=os.getpid(), id=uuid.uuid4().hex)
+        return self.path / _PARTIAL.format(host=_here(), pid=os.getpid(), id=uuid.uuid4().hex)
 
     def _give_name(self, partial: Path, epoch: int, step: int) -> Path:
         take = _take_folders_name if partial.is_dir() else _take_files_name
@@ -171,14 +173,24 @@ class CheckpointFolder:
                 path.unlink(missing_ok=True)
 
     def _clear_left_behind(self) -> None:
-        """By processes of this host that have ended while they were writing."""
+        """By processes of this host that have ended while they were writing, or by any, long ago."""
         with suppress(OSError):
             for path, found in _matching(self.path.iterdir(), _PARTIALS):
-                if found["host"] == socket.gethostname().replace("@", "") and not psutil.pid_exists(int(found["pid"])):
+                has_ended = found["host"] == _here() and not psutil.pid_exists(int(found["pid"]))
+                if has_ended or time.time() - path.stat().st_mtime > _OLD_S:
                     if path.is_dir():
                         shutil.rmtree(path, ignore_errors=True)
                     else:
                         path.unlink(missing_ok=True)
+
+
+def _here() -> str:
+    """This host, and whose process ids they are: a container may have its own of these, and the name of its host."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return f"{socket.gethostname().replace('@', '')}-{space}"
 
 
 def _take_files_name(partial: Path, path: Path) -> bool:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
@@ -20,6 +21,49 @@ _attached: list["StopSignal"] = []
 """Those of this process whose handler a forked process would inherit."""
 _held = threading.local()
 """The signals that were blocked before a fork on this thread."""
+
+
+class _Wakeup:
+    """Hears of signals where Python runs no handler: while the main thread is in a call that does not come back.
+
+    What Python does wherever a signal strikes, it does in C, and that writes the signal's number into a pipe, if there
+    is one. There is one for each process; where somebody else has it, as an event loop, nothing is heard.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Between reading and closing: another file may have the number by then."""
+        self._pipe: tuple[int, int] | None = None
+
+    def open(self) -> None:
+        """Begins to listen; on the main thread."""
+        if threading.current_thread() is not threading.main_thread() or not hasattr(os, "pipe2"):
+            return
+        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if before == -1:
+            self._pipe = read, write
+            return
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
+
+    def heard(self) -> set[int]:
+        """The signals since it was last asked."""
+        with self._lock, suppress(BlockingIOError):
+            return {*os.read(self._pipe[0], 4096)} if self._pipe is not None else set()
+        return set()
+
+    def close(self) -> None:
+        """Leaves nothing behind."""
+        with self._lock:
+            pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            now = signal.set_wakeup_fd(-1)
+            if now not in (-1, pipe[1]):
+                signal.set_wakeup_fd(now)
+            for end in pipe:
+                os.close(end)
 
 
 class StopSignal:
@@ -50,6 +94,7 @@ class StopSignal:
         self._training = 0
         self._evaluation = 0
         self._methods: list[ReplacedMethod] = []
+        self._wakeup = _Wakeup()
         self._takes_slurms = takes_slurms
         self.is_to_requeue = False
 
@@ -69,12 +114,22 @@ class StopSignal:
         for owner, name, call in found:
             if hasattr(owner, name):
                 self._methods.append(ReplacedMethod(owner, name, call))
+        self._wakeup.open()
         _attached.append(self)
+
+    def poll(self) -> None:
+        """Called on the watchdog's thread: hears of signals while the main thread is stuck where it runs no handler."""
+        for signum in self._wakeup.heard():
+            handlers = getattr(signal.getsignal(signum), "signal_handlers", ())
+            for method in [*self._methods]:
+                if any(method is handler for handler in handlers):
+                    method(signum, None)
 
     def detach(self) -> None:
         """Restores Lightning's methods, and lets Lightning know whether SIGTERM was received."""
         if self._agreement.is_asked:
             self._trainer._signal_connector.received_sigterm = True
+        self._wakeup.close()
         while self._methods:
             self._methods.pop().remove()
         if self in _attached:
@@ -144,6 +199,8 @@ def _after_fork() -> None:
 def _after_fork_in_child() -> None:
     try:
         if _attached:
+            # Nor are its signals those of the rank.
+            signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, _attached[0].handler_before())
             _attached.clear()
     finally:

@@ -13,6 +13,7 @@ from lightning_ncclsafe.exchange import (
     Exchange,
     ExchangeError,
     FallbackExchange,
+    InTimeExchange,
     MemoryExchange,
     TcpStoreExchange,
 )
@@ -88,8 +89,9 @@ class CallExchanges:
         if self._own_keys:
             _published.append(self._own_keys)
 
-    def _files(self, name: str) -> DirectoryExchange:
-        return DirectoryExchange(self._report_dir / f".exchange-{name}")
+    def _files(self, name: str) -> Exchange:
+        files = DirectoryExchange(self._report_dir / f".exchange-{name}")
+        return InTimeExchange(files, what=f"the folder of reports, {self._report_dir},")
 
 
 def _name_of_run(store: Exchange) -> str:

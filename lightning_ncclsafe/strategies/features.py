@@ -125,9 +125,9 @@ class Features:
         if place.world_size > 1 or self._tuner is not None or self._preflight is not None:
             self._collector = self._make_collector(strategy, place, exchange)
             self._collector.attach()
+        if strategy.is_on_all_ranks and (place.world_size > 1 or self._saves):
+            self._stop_together(strategy, place, exchange)
         if place.world_size > 1:
-            if strategy.is_on_all_ranks:
-                self._stop_together(strategy, place, exchange)
             self.timer = self._make_timer(place, exchange)
         self._connected = place, exchange
 
@@ -171,6 +171,8 @@ class Features:
 
     def poll(self) -> None:
         """Called on the watchdog's thread while the run goes on: carries the agreement on where to stop forward."""
+        if self._stop_signal is not None:
+            self._stop_signal.poll()
         if self._stop is not None:
             self._stop.poll()
         self.saved_at_end.poll()
@@ -304,7 +306,7 @@ class Features:
             requeue_once(exchange, place.rank, say_on_stderr)
 
     def _stop_together(self, strategy: Any, place: Place, exchange: Exchange) -> None:
-        """On SIGTERM; a rank that has no others stops as Lightning has it."""
+        """On SIGTERM; a rank that has no others, and is not saved then, stops as Lightning has it."""
         if self._sigterm_error is None:
             return
         self._stop = StopAgreement(
@@ -313,11 +315,16 @@ class Features:
             world_size=place.world_size,
             hosts_store=stores.hosts_store(place.rank),
             # Where ranks may have different numbers of batches, and wait for no other.
-            each_alone=self._trainer.state.fn == "predict" and not strategy.forward_communicates,
+            each_alone=place.world_size == 1
+            or (self._trainer.state.fn == "predict" and not strategy.forward_communicates),
         )
-        saves = settings_of(self._trainer, CheckpointSettings) is not None and self._trainer.state.fn == "fit"
-        self._stop_signal = StopSignal(self._trainer, self._stop, self._sigterm_error, takes_slurms=saves)
+        self._stop_signal = StopSignal(self._trainer, self._stop, self._sigterm_error, takes_slurms=self._saves)
         self._stop_signal.attach()
+
+    @property
+    def _saves(self) -> bool:
+        """Whether the state of this call is saved when it is ended."""
+        return settings_of(self._trainer, CheckpointSettings) is not None and self._trainer.state.fn == "fit"
 
     def _make_timer(self, place: Place, exchange: Exchange) -> AttachedTimer | None:
         settings = settings_of(self._trainer, TimerSettings)

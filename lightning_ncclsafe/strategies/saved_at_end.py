@@ -189,6 +189,6 @@ class SavedAtEnd:
         settings, stop = self._settings(), self._stop()
         if settings is None or not (self._trainer.received_sigterm if stop is None else stop.is_asked):
             return _SAVE_S
-        # A rank that has no others does not know since when.
+        # Where Lightning handles the signal, nobody knows since when.
         asked_for_s = settings.grace_s / 2 if stop is None else stop.asked_for_s
         return max(settings.grace_s - asked_for_s - _LEAVES_S, 0.0)

@@ -4,6 +4,7 @@ Run by the tests as a program: ``python saved_fit.py raise --rank=1 --batch=3``;
 """
 
 import argparse
+import ctypes
 import os
 import signal
 import threading
@@ -38,9 +39,30 @@ def stall() -> None:
     threading.Event().wait(60)
 
 
-def be_told_to_end_and_stall() -> None:
-    be_told_to_end()
-    stall()
+def be_stuck_and_told_to_end() -> None:
+    """In C, as in a collective, where no handler in Python runs."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    threading.Timer(0.2, be_told_to_end).start()
+    for _ in range(2):  # of which the second waits for the first
+        libc.pthread_mutex_lock(mutex)
+
+
+def be_told_to_end_and_come_late() -> None:
+    """In C as well, and after most of the time that there is."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+
+    def hold() -> None:
+        libc.pthread_mutex_lock(mutex)
+        is_held.set()
+        be_told_to_end()
+        time.sleep(6.0)
+        print("the batch goes on", flush=True)
+        libc.pthread_mutex_unlock(mutex)
+
+    is_held = threading.Event()
+    threading.Thread(target=hold).start()
+    is_held.wait(30)
+    libc.pthread_mutex_lock(mutex)
 
 
 DEEDS: dict[str, Callable[[], None]] = {
@@ -48,7 +70,8 @@ DEEDS: dict[str, Callable[[], None]] = {
     "raise": fail,
     "kill": be_killed,
     "sigterm": be_told_to_end,
-    "sigterm-stall": be_told_to_end_and_stall,
+    "sigterm-stuck": be_stuck_and_told_to_end,
+    "sigterm-late": be_told_to_end_and_come_late,
     "stall": stall,
 }
 
@@ -103,6 +126,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3.0)
     parser.add_argument("--grace", type=float, default=30.0)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--sanity", action="store_true")
     parser.add_argument("--validate-every", type=int)
@@ -131,7 +155,7 @@ def main() -> None:
     model = Trained(at=at)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=options.devices,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

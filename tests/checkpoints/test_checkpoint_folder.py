@@ -97,14 +97,25 @@ def test_only_so_many_are_kept_and_those_of_other_runs_stay(tmp_path: Path) -> N
 
 def test_what_a_writer_has_left_that_is_gone_is_cleared_away(tmp_path: Path) -> None:
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, timeout=30)
-    host = socket.gethostname()
-    left = tmp_path / f".just-in-time@{host}@{int(gone.stdout)}@abc.ncclsafe-partial"
-    writing = tmp_path / f".just-in-time@{host}@{os.getppid()}@abc.ncclsafe-partial"
+    host, pid = socket.gethostname(), int(gone.stdout)
+    space = os.stat("/proc/self/ns/pid").st_ino
+    left = tmp_path / f".just-in-time@{host}-{space}@{pid}@abc.ncclsafe-partial"
+    writing = tmp_path / f".just-in-time@{host}-{space}@{os.getppid()}@abc.ncclsafe-partial"
+    # Of a container that has the name of its host, and process ids of its own.
+    contained = tmp_path / f".just-in-time@{host}-{space + 1}@{pid}@abc.ncclsafe-partial"
     elsewhere = tmp_path / ".just-in-time@elsewhere@1@abc.ncclsafe-partial"
-    for path in (left, writing, elsewhere):
+    long_ago = tmp_path / ".just-in-time@elsewhere@1@def.ncclsafe-partial"
+    for path in (left, writing, contained, elsewhere, long_ago):
         path.touch()
+    os.utime(long_ago, (1e9, 1e9))
     folder(tmp_path).write(0, 1, writes(), nothing)
-    assert [path.exists() for path in (left, writing, elsewhere)] == [False, True, True]
+    assert [path.exists() for path in (left, writing, contained, elsewhere, long_ago)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("damage", ["shorter", "overwritten"])

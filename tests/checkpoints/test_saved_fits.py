@@ -19,8 +19,9 @@ KILLED = ("kill", "--rank=0")
 STALLS = ("stall", "--accumulate=3")
 VALIDATES = ("kill", "--hook=validation_step", "--batch=1")
 TERMINATED = ("sigterm", "--accumulate=3", "--pace=0.05", "--batch=4")
-OVERDUE = ("sigterm-stall", "--grace=12", "--timeout=7")
-FIRST = [OVERDUE, STALLS, KILLED]
+OVERDUE = ("sigterm-stuck", "--grace=12", "--timeout=7")
+ALONE = ("sigterm-late", "--devices=1", "--rank=0", "--grace=8")
+FIRST = [OVERDUE, ALONE, STALLS, KILLED]
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Outcome:
 def run_program(warm: Warm, folder: Path, *options: str) -> Outcome:
     def run(*more: str) -> str:
         argv = [str(PROGRAM), *options, *more, f"--root-dir={folder}"]
-        return warm.run(argv, folder, timeout_s=LIMIT_S, envs=ranks_of(2))[1]
+        return warm.run(argv, folder, timeout_s=LIMIT_S, envs=ranks_of(1 if "--devices=1" in options else 2))[1]
 
     output, resumed = run(), ""
     saved = sorted(path.name for path in (folder / "checkpoints").glob("*"))
@@ -112,3 +113,10 @@ def test_sigterm_where_no_rank_comes_to_its_next_batch(outcome: Outcome, undistu
     """It is saved beside the main threads, before the limit is reached, and not once more at the limit."""
     assert_went_on(outcome, undisturbed[1], 11)
     assert outcome.output.index("saved the state") < outcome.output.index("the run cannot continue")
+
+
+@pytest.mark.program(*ALONE)
+def test_sigterm_in_a_long_batch_of_a_rank_without_others(outcome: Outcome) -> None:
+    assert len(outcome.saved) == 1, outcome.output
+    assert outcome.output.index("rank 0 saved the state after step 11") < outcome.output.index("the batch goes on")
+    assert "rank 0 has made 16 steps" in outcome.resumed, outcome.resumed

@@ -350,7 +350,8 @@ def test_a_folder_that_takes_nothing_is_said_at_once(tmp_path: Path) -> None:
 def test_older_ones_of_the_run_are_removed_and_what_a_dead_attempt_has_left(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    left = tmp_path / f".just-in-time@{socket.gethostname()}@{process.pid}@00ff.ncclsafe-partial"
+    here = f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    left = tmp_path / f".just-in-time@{here}@{process.pid}@00ff.ncclsafe-partial"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half of it")
     for step in (3, 4, 5):

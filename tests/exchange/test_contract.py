@@ -14,6 +14,7 @@ from lightning_ncclsafe.exchange import (
     Exchange,
     ExchangeError,
     FallbackExchange,
+    InTimeExchange,
     MemoryExchange,
     SharedMemory,
     TcpStoreExchange,
@@ -58,7 +59,20 @@ def make_fallback(tmp_path: Path) -> MakeExchange:
     return make
 
 
-@pytest.fixture(params=["memory", "directory", "store", "fallback"])
+@pytest.fixture
+def make_in_time(tmp_path: Path) -> Iterator[MakeExchange]:
+    opened: list[Exchange] = []
+
+    def make() -> Exchange:
+        opened.append(InTimeExchange(DirectoryExchange(tmp_path / "exchange"), what="the folder", deadline_s=10.0))
+        return opened[-1]
+
+    yield make
+    for exchange in opened:
+        exchange.close()
+
+
+@pytest.fixture(params=["memory", "directory", "store", "fallback", "in_time"])
 def make(request: pytest.FixtureRequest) -> MakeExchange:
     return request.getfixturevalue(f"make_{request.param}")  # type: ignore[no-any-return]
 

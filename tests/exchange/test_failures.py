@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from lightning_ncclsafe.exchange import (
     DirectoryExchange,
     ExchangeError,
     FallbackExchange,
+    InTimeExchange,
     MemoryExchange,
     TcpStoreExchange,
 )
@@ -249,3 +250,56 @@ def test_a_fallback_uses_the_first_while_it_works(tmp_path: Path) -> None:
     assert exchange.get_many(["k"]) == {"k": b"v"}
     assert not exchange.lost
     assert not (tmp_path / "x").exists()
+
+
+def test_storage_that_does_not_answer_is_given_up_and_left_behind() -> None:
+    answers, asked = threading.Event(), list[str]()
+
+    class Dead(MemoryExchange):
+        def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+            asked.append("get")
+            answers.wait(30)
+            return {}
+
+        def close(self) -> None:
+            asked.append("close")
+
+    exchange = InTimeExchange(Dead(), what="the folder", deadline_s=0.1)
+    try:
+        for _ in range(3):
+            assert not exchange.lost
+            with pytest.raises(ExchangeError, match=r"the folder did not answer within 0.1 s"):
+                exchange.get_many(["log/0"])
+        assert exchange.lost == "the folder did not answer within 0.1 s, 3 times in a row"
+        with pytest.raises(ExchangeError, match="3 times in a row"):
+            exchange.set("log/0", b"")
+        exchange.close()
+        assert asked == ["get"]
+    finally:
+        answers.set()
+    assert exchange._thread is not None
+    exchange._thread.join(30)
+    assert asked[-1] == "close", "once storage answers again"
+    exchange.close()
+
+
+def test_one_that_was_never_used_has_no_thread_and_one_miss_is_forgiven() -> None:
+    unused = InTimeExchange(MemoryExchange(), what="the folder")
+    unused.close()
+    assert unused._thread is None
+    late = threading.Event()
+
+    class Late(MemoryExchange):
+        def set(self, key: str, value: bytes) -> None:
+            late.wait(30)
+            super().set(key, value)
+
+    exchange = InTimeExchange(Late(), what="the folder", deadline_s=0.2)
+    with pytest.raises(ExchangeError):
+        exchange.set("k", b"v")
+    late.set()
+    with pytest.MonkeyPatch.context() as patient:
+        patient.setattr(exchange, "_deadline_s", 30.0)
+        assert exchange.get_many(["k"]) == {"k": b"v"}
+        exchange.close()
+    assert exchange._misses == 0

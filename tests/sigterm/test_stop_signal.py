@@ -1,7 +1,9 @@
 """What stands in for Lightning's handling of SIGTERM: counts batches, asks before each, and ends at the right one."""
 
 import copy
+import ctypes
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
-from lightning_ncclsafe.exchange import MemoryExchange
+from lightning_ncclsafe.exchange import MemoryExchange, wait_for
 from lightning_ncclsafe.sigterm.agreement import Position, StopAgreement
 from lightning_ncclsafe.sigterm.handler import StopSignal
 
@@ -42,6 +44,17 @@ class FitLoop:
 
     def on_advance_end(self) -> None:
         self.epochs += 1
+
+
+class Handlers:
+    """Lightning's, which calls several."""
+
+    def __init__(self, *handlers: Any) -> None:
+        self.signal_handlers = handlers
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        for handler in self.signal_handlers:
+            handler(signum, frame)
 
 
 class Connector:
@@ -290,3 +303,87 @@ def test_a_forked_process_has_the_handler_from_before_the_trainer(trainer: Train
     child.start()
     child.join(20.0)
     assert is_ignored.value
+
+
+@pytest.fixture
+def composed(trainer: Trainer, stop: StopSignal) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, Handlers(trainer._signal_connector._sigterm_notifier_fn))
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def within_c(act: Callable[[], None]) -> None:
+    """Does something on another thread while this one is in a call in C that no signal interrupts."""
+    libc, mutex, is_locked = ctypes.CDLL(None), ctypes.create_string_buffer(64), threading.Event()
+
+    def run() -> None:
+        libc.pthread_mutex_lock(mutex)
+        is_locked.set()
+        try:
+            act()
+        finally:
+            libc.pthread_mutex_unlock(mutex)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert is_locked.wait(30)
+    libc.pthread_mutex_lock(mutex)
+    thread.join(30)
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_stuck(
+    composed: None, trainer: Trainer, agreement: Agreement, stop: StopSignal
+) -> None:
+    """In a collective, for instance: a job that hangs is ended by its scheduler's SIGTERM."""
+    asked: list[bool] = []
+
+    def be_watched() -> None:
+        stop.poll()
+        asked.append(agreement.is_asked)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: stop.poll() or agreement.is_asked, deadline_s=20)
+        asked.append(agreement.is_asked)
+        agreement.poll()
+
+    within_c(be_watched)
+    assert asked == [False, True]
+    assert trainer.killed == [signal.SIGTERM]
+    with pytest.raises(Stopped):
+        trainer.loop.advance("next")
+
+
+def test_one_that_is_no_longer_the_trainers_is_not_taken(agreement: Agreement, stop: StopSignal) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.poll()
+        assert not agreement.is_asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_wakes_an_event_loop_is_left_to_it(trainer: Trainer, agreement: Agreement) -> None:
+    read, write = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(write)
+    try:
+        stop = StopSignal(trainer, agreement, Stopped)
+        stop.attach()
+        stop.poll()
+        stop.detach()
+        assert signal.set_wakeup_fd(-1) == write
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(read)
+        os.close(write)
+
+
+def test_no_file_is_left_and_a_process_that_is_forked_has_none(trainer: Trainer, agreement: Agreement) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    stop = StopSignal(trainer, agreement, Stopped)
+    stop.attach()
+    if (child := os.fork()) == 0:
+        os._exit(signal.set_wakeup_fd(-1) != -1)
+    assert os.waitpid(child, 0)[1] == 0
+    stop.detach()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert signal.set_wakeup_fd(-1) == -1
