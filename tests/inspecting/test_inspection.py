@@ -224,6 +224,21 @@ def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_bef
     assert diagnosis.findings == () and "Ranks 0-1 ended meanwhile: inspect again." in diagnosis.unanswered
 
 
+def test_where_all_ranks_end_after_that_it_may_have_been_a_step_and_nothing_is_found() -> None:
+    works = rank(0, *(look(at, user(30, "evaluate")) for at in (0, 8)))
+    diagnosis = judged(*(replace(one, ended_after=True) for one in (works, waiting(1))))
+    assert diagnosis.findings == ()
+    text = " ".join(render_text(diagnosis).split())
+    assert text.startswith("Nothing found: ranks 0-1 stood still, and ended while being looked at")
+    assert "Ranks 0-1 ended after that: all of them." in text and "train.py:30 in evaluate" in text
+
+
+def test_of_a_rank_whose_stack_was_read_once_nobody_knows_whether_it_stands() -> None:
+    ranks = [rank(0, look(0, user(30, "evaluate")), look(2)), waiting(1)]
+    assert [facts.inspection.stood_s for facts in job_facts(ranks).ranks if facts.inspection] == [0.0, 2.0]
+    assert judged(ranks[0], rank(1, look(0, user(20), BARRIER), look(2))).findings == ()
+
+
 def test_of_a_program_without_a_trainer_nobody_is_said_to_have_called_one(tmp_path) -> None:  # type: ignore[no-untyped-def]
     program = tmp_path / "train.py"
     program.write_text("def export():\n    work()\n\nif rank == 0:\n    export()\nbarrier()\n")
