@@ -253,6 +253,7 @@ NOT_FOR_RANKS = {
     "guard.ending._stay": "the thread of a run that has ended",
     "guard.ending._try_for": ASIDE,
     "guard.leaving.Leaving._ask_who_stays": "below Leaving.finish",
+    "guard.local_ranks.LocalRanks._find_in_time": ASIDE,
     "guard.participation.Participation._gather": ASIDE,
     "guard.watchdog.Watchdog.stop": ITSELF,
     "loaders.tuning.tuner.Tuner._run": ASIDE,
@@ -281,10 +282,12 @@ NOT_FOR_RANKS = {
     "probes.network.reach.reach": ASIDE,
     "probes.process.ended_children.ChildWatch.close": ITSELF,
     "probes.process.traceback_signal._read_answer": ASIDE,
+    "probes.process.stacks._is_read": ASIDE,
     "probes.rank.RankProbe._run": ASIDE,
     "probes.rank.RankProbe.witness": ASIDE,
     "probes.storage.directories._end": ITSELF,
     "probes.storage.directories._outputs": ITSELF,
+    "report.folder._within": ASIDE,
     "strategies.launchers._later": ASIDE,
 }
 WAITING_CALLS = {"sleep", "wait", "wait_for", "result", "select", "join"}

@@ -113,6 +113,9 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     else no_check,
     # Tensors and modules
     "_version": has(lambda: torch.Tensor, "_version"),
+    # What torch.save calls tensors by.
+    "_rebuild_tensor_v2": takes("torch._utils", "_rebuild_tensor_v2", None, 0, (1,), (1,), False, {}),
+    "_rebuild_parameter": takes("torch._utils", "_rebuild_parameter", None, True, {}),
     "_foreach_copy_": lambda: torch._foreach_copy_([torch.ones(1)], [torch.ones(1)]),
     "_buffers": said_in("torch.nn.modules.module", "_buffers"),
     "_extra_state": said_in("torch.nn.modules.module", "_extra_state"),

@@ -1,8 +1,13 @@
 """Tensors of a model and of optimizers: how often they changed, copied to the host, saved and read."""
 
 import copy
+import io
 import os
+import pickle
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import torch
@@ -28,6 +33,11 @@ def change_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
     A DTensor and the part that it is around each count only what they were told to do themselves.
     """
     return [tensor._version for tensor in tensors]
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where each lies: what assigns to ``.data`` puts another tensor there, which counts as no change."""
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -57,13 +67,23 @@ def queue_event() -> torch.cuda.Event:
     return event
 
 
-def to_host(value: Any) -> Any:
-    """A copy of nested containers with all tensors on the host: over a stream that waits for no other one.
+@contextmanager
+def beside_others(device: Any) -> Iterator[None]:
+    """What the calling thread does on a device then, it does over a stream of its own, which waits for no other one.
 
-    What is queued on the device meanwhile, and may never run, is not waited for.
+    What others have queued there, and may never run, is not waited for. Without it, a thread has the first of all
+    devices for its own, and a copy from any of them to the host waits for all that the device has to do.
+
+    Args:
+        device: The device that is trained on.
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), torch.cuda.stream(stream):
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
+
+
+def to_host(value: Any) -> Any:
+    """A copy of nested containers with all tensors on the host; see :func:`beside_others`."""
+    with torch.no_grad():
         return _to_host(value)
 
 
@@ -85,9 +105,70 @@ def save(value: Any, file: BinaryIO) -> None:
     torch.save(value, file)
 
 
-def load_plain(file: Any) -> Any:
-    """Reads tensors and plain data, and nothing that could run; the tensors of a path are not read for that."""
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, (str, os.PathLike)) or None)
+def load_plain(file: BinaryIO) -> Any:
+    """Reads tensors and plain data, and nothing that could run."""
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class _Left:
+    """Stands for an object that is left out: it takes whatever its pickle does to it, and keeps nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "_Left":
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _take(self, *_: Any) -> "_Left":
+        return self
+
+    __call__ = __setstate__ = __setitem__ = append = extend = add = _take
+
+
+class Outlined:
+    """Stands for a tensor.
+
+    Attributes:
+        shape: Its shape.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+_OUTLINED: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, size, *_: Outlined(tuple(size)),
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+}
+
+
+class _OutlineUnpickler(pickle.Unpickler):
+    """Imports nothing, and calls nothing that is not in this file."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _OUTLINED.get((module, name), _Left)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+def load_outline(path: str | os.PathLike[str]) -> Any:
+    """What a file of ``torch.save`` has in it: plain data, of tensors their shapes, and of all else nothing.
+
+    Unlike ``torch.load(weights_only=True)`` it reads a file in which objects of any class are, a path among the
+    hyperparameters for instance; those are left out.
+
+    Raises:
+        OSError, zipfile.BadZipFile: It is no such file.
+        Exception: It is damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl")
+        return _OutlineUnpickler(io.BytesIO(archive.read(name))).load()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

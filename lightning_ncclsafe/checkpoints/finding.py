@@ -219,35 +219,43 @@ def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path
     return Choice(lines=tuple(lines))
 
 
-def why_of_another(path: Path, expected: Mapping[str, Any]) -> str:
-    """Why a checkpoint is not one of this model, in words; empty if it may be.
+def why_unfit(path: Path, expected: Mapping[str, Any] | None, *, steps: int = 0) -> str:
+    """Why this training cannot go on from a checkpoint, in words; empty if nothing speaks against it.
 
     Args:
-        path: Of a file; what a folder holds is not looked at.
-        expected: The model's ``state_dict``.
+        path: Of a file or a folder.
+        expected: The model's ``state_dict``; None where any may do. What a folder has of it is not looked at.
+        steps: Optimizer steps that the Trainer itself has made already, in a ``fit`` before this one.
     """
-    if path.is_dir():
-        return ""
     try:
-        content: Any = tensors.load_plain(path)
-        found: Mapping[str, Any] = content["state_dict"]
-        names = {*found}
-    except (OSError, EOFError) as error:
+        content: Any = tensors.load_outline(path / REST if path.is_dir() else path)
+    except OSError as error:
         return f"it cannot be read ({error})"
-    except (KeyError, TypeError):
-        return "it has no state_dict"
-    except Exception:  # what of the user's is in it is no business of ours; Lightning will load it
+    except Exception:  # Lightning will load it, or say why not
         return ""
+    # As Lightning asks of what it goes on from.
+    if not isinstance(content, Mapping) or "lr_schedulers" not in content:
+        return "it has weights alone, from which no training can go on (save_weights_only=True)"
+    step = content.get("global_step")
+    if type(step) is int and step < steps:
+        return f"it is of step {step}, and this Trainer has made {steps} already"
+    if expected is None or path.is_dir():
+        return ""
+    found = content.get("state_dict")
+    if not isinstance(found, Mapping):
+        return "it has no state_dict"
+    names = {*found}
     more, less = sorted(names - expected.keys()), sorted(expected.keys() - names)
-    other = [name for name in names & expected.keys() if _shape(found[name]) != _shape(expected[name])]
+    other = [name for name in names & expected.keys() if _differ(found[name], expected[name])]
     told = [f"it lacks {_listed(less)}"] if less else []
     told += [f"it has {_listed(more)}"] if more else []
     told += [f"it has another shape of {_listed(sorted(other))}"] if other else []
     return f"it is of another model: {', '.join(told)}" if told else ""
 
 
-def _shape(value: Any) -> Any:
-    return tuple(getattr(value, "shape", ()))
+def _differ(found: Any, expected: Any) -> bool:
+    """Of what has no shape here, as a tensor of a class of its own, nothing is known."""
+    return hasattr(found, "shape") and tuple(found.shape) != tuple(getattr(expected, "shape", ()))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -3,8 +3,9 @@
 Lightning's counters run ahead of the weights while a batch is under way, and behind them between a step and the end of
 its batch. So what is small is copied at each boundary, and read from there when a checkpoint is made. What is large,
 weights and optimizers' states, is not copied: it is read in the end, if nothing has changed it since the boundary.
-Tensors count their changes themselves. Writes through ``.data`` are not counted; callbacks that average weights make
-them around a validation and at the end of training, so the largest values of all tensors are noted there as well.
+Tensors count their changes themselves, and where each lies is noted, as whoever assigns to ``.data`` puts another one
+there. Writes through ``.data`` are not counted; callbacks that average weights make them around a validation and at the
+end of training, so the largest values of all tensors are noted there as well.
 
 On a device the host runs ahead: what it has queued behind a collective that is stuck has not run. So events are queued
 with each step, and tell how far the device has come.
@@ -78,11 +79,11 @@ class Boundary:
         states: States of callbacks by their keys, and of the datamodule under an empty one, that were copied.
         loaders: States of the training's loaders that have one.
         position: See :func:`~lightning_ncclsafe.checkpoints.position.capture`; None while the batch is not over.
-        versions: How often each tensor of weights had been changed.
+        versions: How often each tensor of weights had been changed, and of a replica where it lay.
         largest: The largest absolute value of each, where that was noted.
         done: On a device, passed when the step has been made there.
         next_begins: On a device, passed right before the next step changes anything there.
-        versions_then: How often each tensor had been changed by the host's time of that.
+        versions_then: Likewise, by the host's time of that.
     """
 
     step: int
@@ -97,11 +98,11 @@ class Boundary:
     states: dict[str, Any] = field(default_factory=dict)
     loaders: list[Any] = field(default_factory=list)
     position: Any = None
-    versions: list[int] = field(default_factory=list)
+    versions: list[tuple[int, ...]] = field(default_factory=list)
     largest: Any = None
     done: Event | None = None
     next_begins: Event | None = None
-    versions_then: list[int] = field(default_factory=list)
+    versions_then: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class StepLedger:
@@ -192,7 +193,7 @@ class StepLedger:
     def _changes(self) -> None:
         if self._make_event is not None and not self._is_changing and self._boundaries:
             boundary = self._boundaries[-1]
-            boundary.versions_then = tensors.change_counts(self._tensors)
+            boundary.versions_then = self._versions()
             boundary.next_begins = self._make_event()
         self._is_changing = True
 
@@ -291,7 +292,7 @@ class StepLedger:
             is_over=is_over,
             validates=validates,
             checks=checks,
-            versions=tensors.change_counts(self._tensors),
+            versions=self._versions(),
         )
         if is_over:
             boundary.position = position.capture(trainer)
@@ -337,6 +338,11 @@ class StepLedger:
         self._names = [each.name for each in found]
         self._tensors, self._values = [each.parameter for each in found], [each.values for each in found]
 
+    def _versions(self) -> list[tuple[int, ...]]:
+        counts = tensors.change_counts(self._tensors)
+        # FSDP itself puts gathered parameters in the place of its parts.
+        return [*(zip(counts, tensors.addresses(self._tensors), strict=True) if self._parts is None else zip(counts))]
+
     def _largest(self) -> Any:
         return tensors.largest(values() for values in self._values)
 
@@ -375,7 +381,7 @@ class StepLedger:
         if boundary.next_begins is None:
             if self._is_changing:
                 raise NotProvenError("the main thread was in the middle of an optimizer step, or right after it")
-            now = tensors.change_counts(self._tensors)
+            now = self._versions()
         else:
             now = boundary.versions_then
         changed = [
@@ -465,7 +471,12 @@ def _complete(*counts: Any) -> None:
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+    # A learning rate that is a tensor is changed in place.
+    return {
+        name: value.detach().clone() if tensors.is_tensor(value) else value
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def _stateful(trainer: Any) -> Iterator[tuple[str, Callable[[], Any]]]:

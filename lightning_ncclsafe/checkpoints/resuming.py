@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.checkpoints.finding import agree_on_newest, why_of_another
+from lightning_ncclsafe.checkpoints.finding import agree_on_newest, why_unfit
 from lightning_ncclsafe.checkpoints.folder import KEY, job_of, paths_of
 from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, read_left_behind
 from lightning_ncclsafe.checkpoints.position import DataPosition
@@ -139,19 +139,19 @@ class Resuming:
         other = _other_job(job_of(path))
         if other and any(job_of(one) == launch_words() for one in paths_of(self._settings.dirpath)):
             return f"another job has saved it ({other}), and this one has saved others"
-        return self._why_of_another_model(path)
+        return why_unfit(path, self._expected(), steps=int(self._trainer.global_step))
 
-    def _why_of_another_model(self, path: Path) -> str:
-        """Of a model that is split among ranks nothing is asked."""
+    def _expected(self) -> Mapping[str, Any] | None:
+        """The state that a checkpoint has to have of the model; None where any may do, or a model is split."""
         module, strategy = self._trainer.lightning_module, self._trainer.strategy
         changes_it = not type(module).on_load_checkpoint.__module__.endswith(".core.hooks")
         if strategy.restore_checkpoint_after_setup or changes_it or not getattr(module, "strict_loading", True):
-            return ""
+            return None
         try:
-            expected = module.state_dict()
+            state: Mapping[str, Any] = module.state_dict()
         except Exception:  # of a model that is made later
-            return ""
-        return why_of_another(path, expected)
+            return None
+        return state
 
     def _positions_in(self, loaded: Mapping[str, Any]) -> list[Mapping[str, Any] | None]:
         """Those of all ranks; None of each where there are none, or the ranks share the data out in another way now."""

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,9 @@ class Saver:
 
         def act() -> None:
             try:
-                self._take_part(cause, raised)
+                is_on_device = self._ledger.is_on_device
+                with tensors.beside_others(self._trainer.strategy.root_device) if is_on_device else nullcontext():
+                    self._take_part(cause, raised)
             except Exception as error:  # the run ends in any case
                 self._say(f"rank {self._rank} cannot save a checkpoint: {_words(error)}")
             finally:

@@ -213,6 +213,7 @@ SIGTERM_BROADCAST = _in(
 LENGTH_CHECK = _in(_PYTORCH, "utilities/data.py", functions="has_len_all_ranks")
 TENSOR_GATHER = _in(_FABRIC, "utilities/distributed.py", functions="_gather_all_tensors")
 EARLY_STOPPING = _in(_PYTORCH, "callbacks/early_stopping.py")
+PUTTING_CHECKPOINT_TOGETHER = _in(_PYTORCH, "trainer/connectors/checkpoint_connector.py", functions="dump_checkpoint")
 MODEL_CHECKPOINT = _in(_PYTORCH, "callbacks/model_checkpoint.py")
 LOGGED_VALUES = _in(_PYTORCH, "trainer/connectors/logger_connector/result.py")
 LOGGING = (
@@ -227,7 +228,7 @@ SAVING = (
     | _in(_FABRIC, "utilities/cloud_io.py", functions="_atomic_save")
     | _in(_PYTORCH, "callbacks/model_checkpoint.py", functions="on_* _save* _remove* _link*")
     | _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")
-    | _in(_PYTORCH, "trainer/connectors/checkpoint_connector.py", functions="dump_checkpoint")
+    | PUTTING_CHECKPOINT_TOGETHER
 )
 # What comes before a save: whether there is to be one, and under which name.
 BEFORE_SAVING = _in(

@@ -100,7 +100,8 @@ class StepFacts:
         passes_batch: Its index within the epoch; -1 if there is none.
         under_way: The same of the batch after it, so far; empty where it has made no backward pass.
         passes_from: Of each of ``passes``, and then of ``under_way``, ``"file:line in training_step"`` of the calls of
-            ``manual_backward``: the first 8; of none with automatic optimization.
+            ``manual_backward``, or of the optimizer that has asked for the loss again: the first 8; empty of the first
+            one with automatic optimization.
         led_around: What may have left out such a call, by its place: jumps before it, and conditions around it.
         passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
         returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; looked for only

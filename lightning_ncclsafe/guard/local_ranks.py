@@ -1,5 +1,6 @@
 """The other ranks of this host: known by the cards that they leave, and before that by their processes."""
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,9 @@ _PATIENCE_S = 2.0
 # Between two looks; more on a host of so many processes that a search among them takes long.
 _LOOK_S = 2.0
 _SEARCH_SHARE = 0.05
+# Longer than a search takes among some thousand processes. Of one that is stuck on storage, the kernel may not say
+# what is in its environment before it is stuck no more.
+_SEARCH_S = 2.0
 # A process that is gone in one look may have been replaced before the next, by what has started it.
 _LOOKS_UNTIL_LOST = 2
 _GONE = ("gone", "zombie")
@@ -69,6 +73,8 @@ class LocalRanks:
         self._find = find
         self._clock = clock
         self._early: dict[int, Card] = {}
+        self._search: threading.Thread | None = None
+        self._found: dict[int, int] = {}
         self._gone: dict[int, int] = {}
         self._next_look_s = 0.0
         self._have_met = place.local_world_size == 1
@@ -116,10 +122,28 @@ class LocalRanks:
         if self._have_met:
             return
         first, own = self._place.rank - self._place.local_rank, self._place.local_rank
-        for local_rank, pid in self._find(self._place.master_port).items():
+        for local_rank, pid in self._find_in_time().items():
             if local_rank != own and local_rank < self._place.local_world_size:
                 self._know(first + local_rank, pid)
         self._probe.peers = tuple(self._early[rank] for rank in sorted(self._early))
+
+    def _find_in_time(self) -> dict[int, int]:
+        """What the last search has found that has ended; until one does, no other is begun."""
+        failed: list[Exception] = []
+
+        def search() -> None:
+            try:
+                self._found = self._find(self._place.master_port)
+            except Exception as error:
+                failed.append(error)
+
+        if self._search is None or not self._search.is_alive():
+            self._search = threading.Thread(target=search, name="ncclsafe-search", daemon=True)
+            self._search.start()
+            self._search.join(_SEARCH_S)
+        if failed:
+            raise failed[0]
+        return self._found
 
     def _know(self, rank: int, pid: int) -> None:
         if rank not in self._early or self._early[rank].pid != pid:

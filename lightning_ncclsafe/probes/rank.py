@@ -269,7 +269,7 @@ class RankProbe:
             seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
         ended_by = seen.ended_by or (ended_by if seen.exit_code is None else "")
         said = said if ended_by in ("", "SIGABRT") and seen.exit_code is None else ""
-        own, others = stacks.with_source(stack), stacks.with_source(thread_stack)
+        own, others = stacks.with_source_in_time(stack), stacks.with_source_in_time(thread_stack)
         return replace(seen, ended_by=ended_by, stack=own, thread_stack=others, said=said)
 
     def witness(self, silent: Iterable[Card]) -> list[ProcessFacts]:
@@ -306,7 +306,7 @@ class RankProbe:
         is_busy = again.state == "running" or (again.cpu_s or 0) > (seen.cpu_s or 0)
         stack = threads[0] if threads else ()
         gil_held = bool(stack) and (is_busy or guard_rests(threads)) and card.has_guard
-        return replace(again, stack=stacks.with_source(stack), gil_held=gil_held)
+        return replace(again, stack=stacks.with_source_in_time(stack), gil_held=gil_held)
 
     def _host_facts(self) -> HostFacts:
         found = self._host.read()

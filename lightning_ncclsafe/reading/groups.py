@@ -13,9 +13,12 @@ from typing import Any
 from lightning_ncclsafe.facts import Group
 from lightning_ncclsafe.reading.values import mapping, ranks, text
 from lightning_ncclsafe.recorder.model import GroupPosition, Recorder
+from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 DEFAULT_GROUP = ("0", "default_pg")
 MOST_GROUPS = 4096
+# Members and description.
+_Kind = tuple[tuple[int, ...], str]
 
 
 @dataclass(slots=True)
@@ -64,12 +67,12 @@ class Places:
         known = {name for name, _ in self.names.values()}
         return [name for name in self.members if name and name not in known]
 
-    def kind(self, name: str) -> tuple[tuple[int, ...], str]:
+    def kind(self, name: str) -> _Kind:
         """Members and description of a group, which are the same on all ranks."""
         return self.members.get(name, ()), self.about.get(name, "")
 
     @property
-    def mixed(self) -> set[tuple[tuple[int, ...], str]]:
+    def mixed(self) -> set[_Kind]:
         """Groups in which sends and receives were seen."""
         return {self.kind(name) for number, (name, _) in self.names.items() if self._is_mixed(number)}
 
@@ -77,7 +80,7 @@ class Places:
         position = self.positions.get(number)
         return position is not None and position.is_mixed
 
-    def is_even_but_for(self, mixed: Container[tuple[tuple[int, ...], str]]) -> bool:
+    def is_even_but_for(self, mixed: Container[_Kind]) -> bool:
         """Whether by its counters nothing is outstanding, but for groups of which they do not tell."""
         uneven = [number for number, position in self.positions.items() if position.called > position.completed]
         return all(number in self.names and self.kind(self.names[number][0]) in mixed for number in uneven)
@@ -123,21 +126,34 @@ def complete(all_places: Iterable[Places]) -> bool:
 def called_otherwise(all_places: Mapping[int, Places]) -> dict[int, dict[str, str]]:
     """Names that one group has on some ranks only, by rank, and the name that it has on the lowest of its members.
 
-    Names are numbered or hashed by each process for itself, so that members of one group may disagree on its name.
+    Names are numbered or hashed by each process for itself, so that members of one group may disagree on its name, and
+    what one member calls a group may be another group on the next; the members are in the name then.
     """
-    by_members: dict[tuple[tuple[int, ...], str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    by_members: dict[_Kind, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for rank, places in sorted(all_places.items()):
         for name, there in places.members.items():
             if name and rank in there:
                 by_members[(there, places.about.get(name, ""))][rank].append(name)
+    one = {kind: by_rank for kind, by_rank in by_members.items() if all(len(own) == 1 for own in by_rank.values())}
+    common = {kind: next(iter(by_rank.values()))[0] for kind, by_rank in one.items()}
+    differ = {kind for kind, by_rank in one.items() if len({own[0] for own in by_rank.values()}) > 1}
+    if differ:
+        common |= {kind: f"{common[kind]} of {ranks_words(kind[0])}" for kind in _ambiguous(one, common)}
     renamed: dict[int, dict[str, str]] = defaultdict(dict)
-    for by_rank in by_members.values():
-        is_one = all(len(names) == 1 for names in by_rank.values())
-        if is_one and len({names[0] for names in by_rank.values()}) > 1:
-            common = next(iter(by_rank.values()))[0]
-            for rank, names in by_rank.items():
-                renamed[rank][names[0]] = common
+    for kind, by_rank in one.items():
+        for rank, own in by_rank.items():
+            if own[0] != common[kind] or kind in differ:
+                renamed[rank][own[0]] = common[kind]
     return renamed
+
+
+def _ambiguous(groups: Mapping[_Kind, Mapping[int, list[str]]], common: Mapping[_Kind, str]) -> set[_Kind]:
+    """Groups of which the name would be that of another one on a member that both have."""
+    taken: dict[tuple[int, str], set[_Kind]] = defaultdict(set)
+    for kind, by_rank in groups.items():
+        for rank in by_rank:
+            taken[(rank, common[kind])].add(kind)
+    return {kind for kinds in taken.values() if len(kinds) > 1 for kind in kinds}
 
 
 def groups_of(places: Places) -> tuple[Group, ...]:

@@ -45,6 +45,7 @@ _TELLING = (
     b"Worker exit type",
     b"Root Cause (",
     b"  host ",
+    b"  time      : ",
     b"srun: error",
     b"slurmstepd",
     b"oom",
@@ -74,6 +75,11 @@ _TELLING = (
     b"application crash on rank",
     b"CUDA error",
     b"socket.c",
+    b"exit with status code",
+    b"unexpectedly disconnected",
+    b"receive grad",
+    b"socket interface found",
+    b"encountered in worker",
 )
 
 # One after the other, any of these may stand before what a rank says.
@@ -81,7 +87,8 @@ _PREFIXES = (
     re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
     re.compile(r"\[(?P<stream>[a-z_]\w{0,60}?\d+)\]:\s?"),  # torchrun: role and local rank
     re.compile(r"(?P<stream>\d{1,6}): "),  # srun --label
-    re.compile(r"\[\d+,(?P<stream>\d{1,6})\]<std(?:err|out)>:"),  # mpirun
+    re.compile(r"\[(?:\d+,)?(?P<stream>\d{1,6})\]<std(?:err|out)>:"),  # mpirun, Horovod
+    re.compile(r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]?\d \d\d:\d\d:\d\d \d{4}(?=\[\d)"),  # the time before that
     re.compile(r"\[(?P<stream>pod/[^\]]{1,200})\] "),  # kubectl logs --prefix
     re.compile(  # Ray, vLLM
         r"\((?P<stream>[\w.:-]{1,100}(?:\[rank=(?P<ray>\d+)\])? (?:rank=(?P<vllm>\d+) )?(?:pid|ip)=[^)]{0,100})\)\s?"

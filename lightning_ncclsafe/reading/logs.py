@@ -16,10 +16,11 @@ from lightning_ncclsafe.reading.starts import (
     Summary,
     has_started,
     launcher_remark,
+    of_agents,
     srun_ended,
     starts_again,
 )
-from lightning_ncclsafe.reading.statements import Statements
+from lightning_ncclsafe.reading.statements import Statements, ended_child
 from lightning_ncclsafe.reading.tracebacks import frame
 from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, whole
 
@@ -82,6 +83,7 @@ class Log:
         self._gave_up_pids: set[str] = set()
         self._words: tuple[bytes, ...] = ()
         self._child: int | None = None
+        self._worker: tuple[int | None, ExceptionFacts] | None = None
         self._begun: _Key | None = None
 
     def read(self, stream: IO[bytes], most: int, rank: int | None = None, start: int = 0) -> None:
@@ -100,7 +102,7 @@ class Log:
         self._starts.begin(start)
         self._open.clear()
         self._chained.clear()
-        self._child = None
+        self._child, self._worker = None, None
         try:
             for line in lines(stream, most, self._wants_block):
                 self._file.line += 1
@@ -127,6 +129,11 @@ class Log:
     def _ends_file(self) -> None:
         for statement in self._statements.flush():
             self._starts.now.has_said(statement)
+        if self._worker is not None:
+            self._raised(*self._worker, None)
+        if self._child is not None:
+            # Of what it raised, the end is not there.
+            self._starts.now.has_said(ended_child(self._child))
         self._is_cut |= self._file.is_cut
         said = self._of(self._file.rank) if self._file.pending else None
         for exception in self._file.pending:
@@ -140,7 +147,10 @@ class Log:
 
         Of several starts of a run in one log, the last one of which anything is said counts.
         """
-        return tuple(one for _, one in sorted(self._starts.last.settled.items()) if one.tells)
+        return tuple(one for _, one in sorted(self._settled().items()) if one.tells)
+
+    def _settled(self) -> dict[int, RankLog]:
+        return self._starts.last.settled(has_agents=self._starts.has_agents)
 
     @property
     def unnamed(self) -> tuple[ExceptionFacts, ...]:
@@ -157,12 +167,12 @@ class Log:
     def facts(self) -> LogFacts:
         """What was said of that start beyond single ranks."""
         start = self._starts.last
-        statements = start.unsettled
+        statements = start.unsettled(has_agents=self._starts.has_agents)
         return LogFacts(
             statements=tuple(one for one in statements if not self._has_ended_itself(one)),
             works_on=_works_on(start.bars, start.limits_s),
             is_cut=self._is_cut,
-            spoke=tuple(sorted(rank for rank, one in start.settled.items() if not one.tells)),
+            spoke=tuple(sorted(rank for rank, one in self._settled().items() if not one.tells)),
         )
 
     def _has_ended_itself(self, statement: Statement) -> bool:
@@ -210,6 +220,7 @@ class Log:
         self._frame_of_failed(text)
         if size := watchdog.world_size(text):
             self._starts.has_size(size)
+        self._starts.has_agents |= of_agents(text)
         remark = launcher_remark(text)
         if remark and len(self.remarks) < _MOST_REMARKS and remark not in self.remarks:
             self.remarks.append(remark)
@@ -309,11 +320,19 @@ class Log:
             self._child = child
 
     def _without_traceback(self, rank: int | None, text: str) -> bool:
+        worker = tracebacks.of_worker(text)
+        if worker is not None:
+            self._worker = rank, worker
+            return True
         found = tracebacks.alone(text, is_of_rank=rank is not None)
         if found is None:
             return False
+        same = next((one for one in self._file.pending if tracebacks.is_one(one, found.exception)), None)
+        if same is not None:
+            # Its traceback did not say whose it was, and this does.
+            self._file.pending.remove(same)
         for one in found.ranks or (rank,):
-            self._raised(one, found.exception, None)
+            self._raised(one, same or found.exception, None)
         return True
 
     def _raised(self, rank: int | None, exception: ExceptionFacts, key: _Key | None) -> None:
@@ -321,9 +340,12 @@ class Log:
             # The one above is where it began.
             self._chained.discard(key)
             return
-        if rank is None and self._child is not None:
+        child, self._child = self._child, None
+        if rank is None:
             # What a parent prints of one of the processes that it has started.
-            rank, self._child = self._child, None
+            rank = child
+        if "DataLoader worker" in exception.message:
+            self._worker = None
         said = self._of(rank)
         if said is not None:
             said.raised(exception)
@@ -341,14 +363,16 @@ class Log:
             self._failed.stacks.append(frame(*found))
 
     def _ends(self, text: str) -> bool:
-        ended = self._summary.add(text)
-        ends = [*([ended] if ended else []), *srun_ended(text)]
+        ends, tasks = self._summary.add(text), srun_ended(text)
         for end in ends:
             said = self._of(end.rank)
             self._file.speaks(end.rank)
             if said is not None:
-                said.ended(end.exit_code, end.is_first, end.host)
-        return bool(ends)
+                said.ended(end)
+        for task in tasks:
+            self._starts.now.has_ended(task)
+            self._file.speaks(task.rank)
+        return bool(ends or tasks)
 
     def _collective(self, rank: int | None, line: Line, text: str) -> bool:
         call, standing = watchdog.timed_out(text), watchdog.standing(text)

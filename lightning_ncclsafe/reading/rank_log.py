@@ -1,6 +1,7 @@
 """What a log has said of one rank so far, and the facts that this comes to."""
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Group, Phase, Progress, RankFacts, RecordFacts
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
@@ -10,9 +11,20 @@ from lightning_ncclsafe.reading.watchdog import Standing, TimedOut
 _MOST_LINES = 6
 _LONGEST_LINE = 300
 _MOST_GROUPS = 256
-_OF_DEVICES = ("CUDA error", "Xid", "Duplicate GPU")
+_OF_DEVICES = ("CUDA error", "CUDA failure", "Xid", "Duplicate GPU")
 UNKNOWN_GROUP = "unknown"
 """Stands for a process group of which the log does not say which it is, only that it is not the default one."""
+
+
+class Ended(NamedTuple):
+    """How the process of a rank ended, by whoever started it."""
+
+    rank: int
+    exit_code: int
+    host: str = ""
+    is_first: bool = False
+    at_s: float | None = None
+    """By that host's clock, seconds; None where that is not said."""
 
 
 @dataclass(slots=True)
@@ -26,6 +38,7 @@ class RankLog:
         at: In which group it stands at a sequence number, as far as that is said.
         is_mixed: Whether collectives of several groups stand in the log without the names of these.
         is_apart: Whether what stands in groups of which the name is not known has different numbers.
+        ended_s: When its process ended, by its host's clock, seconds; None where that is not known.
     """
 
     rank: int
@@ -40,6 +53,7 @@ class RankLog:
     awaited_in: str = ""
     exit_code: int | None = None
     ended_first: bool = False
+    ended_s: float | None = None
     host: str = ""
     stuck_s: int = 0
     lines: list[str] = field(default_factory=list)
@@ -65,11 +79,12 @@ class RankLog:
         if not self.timeouts:
             self.timeouts[(0, "")] = TimedOut(0, "", None, None, 0, 0, None)
 
-    def ended(self, exit_code: int, is_first: bool, host: str = "") -> None:
+    def ended(self, end: Ended) -> None:
         """Keeps how its process ended: the first word on that."""
-        self.exit_code = self.exit_code or exit_code
-        self.ended_first = self.ended_first or is_first
-        self.host = self.host or host
+        self.exit_code = self.exit_code or end.exit_code
+        self.ended_first = self.ended_first or end.is_first
+        self.ended_s = end.at_s if self.ended_s is None else self.ended_s
+        self.host = self.host or end.host
 
     def has_named(self, seq: int) -> bool:
         """Whether it is known what has timed out under a number."""

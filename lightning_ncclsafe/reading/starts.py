@@ -2,11 +2,12 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from datetime import datetime
+from typing import Any
 
 from lightning_ncclsafe.facts import ExceptionFacts, Statement, StatementKind
-from lightning_ncclsafe.reading.rank_log import RankLog
-from lightning_ncclsafe.reading.statements import WAITS
+from lightning_ncclsafe.reading.rank_log import Ended, RankLog
+from lightning_ncclsafe.reading.statements import OF_EACH, WAITS
 from lightning_ncclsafe.reading.values import MOST_RANKS, whole
 
 _MOST_SAID = 100_000
@@ -15,14 +16,25 @@ _MOST_STATEMENTS = 64
 _MOST_LIMITS = 16
 RANKS_OF_A_HOST = 8
 """Hardly any host has more processes than this, one for each GPU."""
+# Clocks of hosts differ by less, and what follows from a failure may come as soon.
+_LONG_S = 10
 # What becomes of whoever ends well, or is ended by his launcher.
 _NO_CAUSE = (0, -15)
 
 _FIRST = "Root Cause (first observed failure)"
-_RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)")
-_HOST = re.compile(r"^\s*host\s*:\s*(\S{1,100})")
-_EXIT = re.compile(r"^\s*exitcode\s*:\s*(-?\d+) \(pid: \d+\)")
-_SRUN = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>[A-Za-z ]+)")
+_OF_SUMMARY = (_FIRST, "rank", "exitcode", "host ", "time ")
+_FIELD = re.compile(
+    rf"(?P<first>{re.escape(_FIRST)})|(?:^|(?<=\s))(?:time\s*:\s*(?P<time>\d{{4}}-\d\d-\d\d_\d\d:\d\d:\d\d)"
+    r"|host\s*:\s*(?P<host>\S{1,100})|rank\s{0,20}:?\s{0,4}(?P<rank>\d+) \(local[_ ]rank: \d+\))"
+    r"|\bexitcode\s*:\s*(?P<code>-?\d+) \(pid: \d+\)"
+)
+_SRUN = re.compile(
+    r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): "
+    r"(?:Exited with exit code (?P<code>\d+)|(?P<how>[A-Za-z ]+))"
+)
+_AGENT = re.compile(
+    r"distributed[./]elastic[./](?:agent|rendezvous|multiprocessing[./]api)|distributed[./]run\b|\btorchrun\b"
+)
 _CHILD = re.compile(r"\[rank: (\d+)\] Child process with PID (\d+) terminated with code (-?\d+)")
 _ENDINGS = (
     (
@@ -47,6 +59,7 @@ class Start:
         said: What was said of each rank, by rank.
         unnamed: Exceptions of which no rank is known.
         world_size: The number of ranks by a log's own word; 0 where it says nothing of that.
+        tasks: The ends of SLURM's tasks.
         statements: What logs say in so many words.
         bars: Progress bars that were seen once a rank had given up.
         limits_s: Timeouts of what was given up, seconds.
@@ -55,6 +68,7 @@ class Start:
     said: dict[int, RankLog] = field(default_factory=dict)
     unnamed: list[ExceptionFacts] = field(default_factory=list)
     world_size: int = 0
+    tasks: list[Ended] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
     bars: list[Any] = field(default_factory=list)
     limits_s: set[float] = field(default_factory=set)
@@ -62,7 +76,7 @@ class Start:
     @property
     def tells(self) -> bool:
         """Whether any rank is said to wait, to fail or to end."""
-        return bool(self.unnamed or self.statements) or any(one.tells for one in self.said.values())
+        return bool(self.unnamed or self.statements or self.tasks) or any(one.tells for one in self.said.values())
 
     def of(self, rank: int) -> RankLog | None:
         """What is said of a rank; None where there is no room for more."""
@@ -90,20 +104,49 @@ class Start:
         if len(self.limits_s) < _MOST_LIMITS:
             self.limits_s.add(limit_s)
 
-    @property
-    def settled(self) -> dict[int, RankLog]:
-        """What is said of each rank, with the ends of processes of which it follows which rank they were."""
+    def has_ended(self, task: Ended) -> None:
+        """Keeps the end of a task of SLURM's."""
+        if len(self.tasks) < _MOST_SAID:
+            self.tasks.append(task)
+
+    def settled(self, *, has_agents: bool) -> dict[int, RankLog]:
+        """What is said of each rank, with the ends of processes of which it follows which rank they were.
+
+        Args:
+            has_agents: Whether torchrun has started the ranks: then a task of SLURM's is none.
+        """
         has_table = any(one.exit_code is not None for one in self.said.values())
-        for statement in [one for one in self.statements if one.kind is StatementKind.ENDED]:
+        ends = [one for one in self.statements if one.kind is StatementKind.ENDED and one.exit_code is not None]
+        may_be_first = not any(_is_fatal(one.exit_code) for one in ends if one.detail == OF_EACH)
+        for statement in ends:
             rank = self._rank_of(statement)
             said = self.of(rank) if rank is not None else None
             if said is not None or (has_table and statement.detail == "torchrun"):
                 self.statements.remove(statement)
-            if said is not None and statement.exit_code is not None and not has_table:
-                said.ended(statement.exit_code, is_first=True)
+            if said is not None and not has_table:
+                is_first = statement.detail != OF_EACH or (may_be_first and (statement.exit_code or 0) > 0)
+                said.ended(Ended(said.rank, statement.exit_code or 0, is_first=is_first))
                 said.quote(statement.line)
+        if not has_agents:
+            self._settle_tasks()
+        self._find_first()
         self._attribute()
         return self.said
+
+    def _settle_tasks(self) -> None:
+        """A task of SLURM's is a rank. Where the kernel has ended one, the others may have failed because of that."""
+        may_be_first = not any(_is_fatal(task.exit_code) for task in self.tasks)
+        for task in self.tasks:
+            if (said := self.of(task.rank)) is not None:
+                said.ended(task._replace(is_first=may_be_first))
+
+    def _find_first(self) -> None:
+        """Launchers of several hosts each report their own first; the one that was long before the others is."""
+        first = [one for one in self.said.values() if one.ended_first]
+        times = [one.ended_s for one in first if one.ended_s is not None]
+        if len(times) == len(first) > 1:
+            for one in first:
+                one.ended_first = (one.ended_s or 0) < min(times) + _LONG_S
 
     def _rank_of(self, statement: Statement) -> int | None:
         """The number within the only host is the rank."""
@@ -120,10 +163,9 @@ class Start:
             first[0].raised(own[0])
             self.unnamed.remove(own[0])
 
-    @property
-    def unsettled(self) -> tuple[Statement, ...]:
+    def unsettled(self, *, has_agents: bool) -> tuple[Statement, ...]:
         """The statements of which it does not follow which rank they are about, and all others."""
-        _ = self.settled
+        self.settled(has_agents=has_agents)
         return tuple(self.statements)
 
     def has_raised(self, exception: ExceptionFacts) -> None:
@@ -133,9 +175,14 @@ class Start:
 
 
 class Starts:
-    """All starts. Files number theirs alike: what one says of the second belongs to what another says of the second."""
+    """All starts. Files number theirs alike: what one says of the second belongs to what another says of the second.
+
+    Attributes:
+        has_agents: Whether torchrun has started the ranks.
+    """
 
     def __init__(self) -> None:
+        self.has_agents = False
         self._by_number: dict[int, Start] = {}
         self._number = 0
         self._world_size = 0
@@ -174,35 +221,47 @@ class Starts:
         return max((number for number, start in self._by_number.items() if start.tells), default=-1)
 
 
-class Ended(NamedTuple):
-    """How the process of a rank ended."""
-
-    rank: int
-    exit_code: int
-    host: str = ""
-    is_first: bool = False
-
-
 class Summary:
-    """torchrun's summary, which has a line for each of host, rank and exit code."""
+    """torchrun's summary, which has a line for each of time, host, rank and exit code; or all of them in one."""
 
     def __init__(self) -> None:
         self._host = ""
         self._rank: int | None = None
+        self._at_s: float | None = None
         self._is_first = False
 
-    def add(self, text: str) -> Ended | None:
-        """Reads the next line; an end where this line completes one."""
-        if _FIRST in text:
+    def add(self, text: str) -> list[Ended]:
+        """Reads the next line; the ends that this line completes."""
+        if not any(word in text for word in _OF_SUMMARY):
+            return []
+        return [end for field in _FIELD.finditer(text) if (end := self._take(field)) is not None]
+
+    def _take(self, field: re.Match[str]) -> Ended | None:
+        if field["first"]:
             self._is_first = True
-        elif host := _HOST.match(text):
-            self._host, self._rank = host[1], None
-        elif rank := _RANK.match(text):
-            self._rank = whole(rank[1], MOST_RANKS)
-        elif (code := _EXIT.match(text)) and self._rank is not None and self._rank < MOST_RANKS:
-            ended = Ended(self._rank, whole(code[1]), self._host, self._is_first)
-            self._host, self._rank, self._is_first = "", None, False
+        elif field["time"]:
+            self._at_s, self._rank = _seconds(field["time"]), None
+        elif field["host"]:
+            self._host, self._rank = field["host"], None
+        elif field["rank"]:
+            self._rank = whole(field["rank"], MOST_RANKS)
+        elif self._rank is not None and self._rank < MOST_RANKS:
+            ended = Ended(self._rank, whole(field["code"]), self._host, self._is_first, self._at_s)
+            self._host, self._rank, self._at_s, self._is_first = "", None, None, False
             return ended
+        return None
+
+
+def _is_fatal(code: int | None) -> bool:
+    """Whether a signal has ended a process, by its exit code or that of its shell; an abort is what ends who waits."""
+    return code is not None and (code < 0 or 128 < code <= 192) and code not in (-6, -15, 134, 143)
+
+
+def _seconds(words: str) -> float | None:
+    """Of ``"2023-06-03_22:45:52"``, from any beginning."""
+    try:
+        return (datetime.fromisoformat(words.replace("_", "T")) - datetime(2000, 1, 1)).total_seconds()
+    except ValueError:
         return None
 
 
@@ -230,12 +289,17 @@ def has_started(text: str) -> bool:
 
 
 def srun_ended(text: str) -> list[Ended]:
-    """The ends of ranks in a line of srun's: ``"srun: error: node-7: task 13: Out Of Memory"``."""
+    """The ends of tasks in a line of srun's: ``"srun: error: node-7: task 13: Out Of Memory"``."""
     found = _SRUN.search(text)
-    code = _SRUN_SIGNALS.get(found["how"].strip()) if found else None
-    if found is None or code is None:
+    if found is None:
         return []
-    return [Ended(task, code, found["host"][:100]) for task in _tasks(found["tasks"])]
+    code = whole(found["code"]) if found["code"] else _SRUN_SIGNALS.get(found["how"].strip())
+    return [Ended(task, code, found["host"][:100]) for task in _tasks(found["tasks"])] if code else []
+
+
+def of_agents(text: str) -> bool:
+    """Whether torchrun speaks here, which starts the ranks itself: SLURM's tasks are its agents then."""
+    return _AGENT.search(text) is not None
 
 
 def _tasks(words: str) -> list[int]:

@@ -15,6 +15,8 @@ from lightning_ncclsafe.reading.values import MOST_RANKS, ranks, whole
 
 WAITS = "still waits"
 """Said of a rank that waits at the store, and has not given up."""
+OF_EACH = "Horovod"
+"""Said by a launcher that reports the end of each process, whichever was the first."""
 _LONGEST_LINE = 300
 _LONGEST_DETAIL = 200
 _MOST_LINES = 12
@@ -79,6 +81,11 @@ def _waited(found: _Match, detail: str) -> Statement | None:
     return _about(kind, detail)
 
 
+def ended_child(number: int) -> Statement:
+    """That the process of this number has ended by an exception, of which torch.multiprocessing has begun to tell."""
+    return replace(_ended(1, local=str(number), detail="torch.multiprocessing"), line=f"Process {number} terminated")
+
+
 _FAULTS = {"Segmentation fault": -11, "Bus error": -7, "Illegal instruction": -4, "Floating point exception": -8}
 # Keys by which ranks find each other when a process group, or torchrun's group of agents, is made.
 _OF_INIT = re.compile(r"default_pg|store_based_barrier|torchelastic|rdzv|/ranks?\b|worker_count|//c(?:uda|pu)//|init")
@@ -89,6 +96,12 @@ _ROWS = (
         "exitcode: ",
         re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)"),
         lambda found: _ended(whole(found[1]), local=found[2], detail="torchrun"),
+    ),
+    # torchrun of torch 1.9
+    _Row(
+        "FAILED (exitcode",
+        re.compile(r"Child process \d+ \(local_rank (\d+)\) FAILED \(exitcode (-?\d+)\)"),
+        lambda found: _ended(whole(found[2]), local=found[1], detail="torchrun"),
     ),
     # torch.multiprocessing.spawn
     _Row(
@@ -127,6 +140,11 @@ _ROWS = (
         lambda found: _ended(whole(found[2]), rank=found[1], detail="composer"),
     ),
     _Row(
+        "exit with status code",
+        re.compile(r"Process (\d+) exit with status code (\d+)"),
+        lambda found: _ended(whole(found[2]), rank=found[1], detail=OF_EACH),
+    ),
+    _Row(
         "MPI_ABORT",
         re.compile(r"MPI_ABORT was invoked on rank (\d+) in communicator MPI_COMM_WORLD"),
         lambda found: _ended(1, rank=found[1], detail="mpirun, MPI_ABORT"),
@@ -138,30 +156,23 @@ _ROWS = (
     ),
     _Row(
         "died unexpectedly",
-        re.compile(r"((?:Worker|Engine core) proc \S{1,100}) died unexpectedly"),
-        lambda found: _ended(None, detail=f"vLLM reports that {found[1]} died unexpectedly"),
+        # The number of a worker is its rank.
+        re.compile(r"((?:Worker proc VllmWorker-(\d+)|(?:Worker|Engine core) proc )\S{0,100}) died unexpectedly"),
+        lambda found: _ended(
+            None, rank=found[2], detail=f"an executor of vLLM reports that {found[1]} died unexpectedly"
+        ),
     ),
     _Row(
         "Worker exit type",
         re.compile(r"(?:Worker PID: (\d+) )?Worker exit type: (\w+)"),
         lambda found: _ended(None, detail=f"Ray reports that a worker died ({found[2]}{_pid_words(found[1])})"),
     ),
-    # What a process prints of its own end: Python, UCX, Open MPI
-    _Row(
-        "Fatal Python error: ",
-        re.compile(r"Fatal Python error: (Segmentation fault|Bus error|Illegal instruction|Floating point exception)"),
-        lambda found: _ended(_FAULTS[found[1]], detail="Python"),
-    ),
+    # What a process prints of its own end: UCX, Open MPI
     _Row("Caught signal ", re.compile(r"Caught signal (\d+) \("), lambda found: _ended(_code(found[1]), detail="UCX")),
     _Row("Signal: ", re.compile(r"\*\*\* .{0,60}Signal: [\w ]{1,40} \((\d+)\)"), lambda found: _ended(_code(found[1]))),
     # SLURM and Kubernetes
     _Row("oom", re.compile(r"[Dd]etected \d+ oom[-_]kill event"), lambda _: _ended(-9, detail="SLURM")),
     _Row("OOMKilled", re.compile(r"\bOOMKilled\b"), lambda _: _ended(-9, detail="Kubernetes")),
-    _Row(
-        "Exited with exit code",
-        re.compile(r"srun: error: \S{1,100}: tasks? (\d+): Exited with exit code (\d+)"),
-        lambda found: _ended(whole(found[2]), rank=found[1], detail="srun"),
-    ),
     _Row(
         "srun: error",
         re.compile(
@@ -226,6 +237,12 @@ _ROWS = (
         lambda found: _waited(found, f"for key {found[1]}"),
     ),
     _Row("Socket Timeout", re.compile(r"Error: Socket Timeout\b"), lambda found: _waited(found, "")),
+    # A store that is a file, in which ranks find each other.
+    _Row(
+        "Wait timeout",
+        re.compile(r"Error: Wait timeout\s*$"),
+        lambda _: _about(StatementKind.NOT_JOINED, "for the others"),
+    ),
     _Row(
         "successfully reached monitoredBarrier",
         re.compile(r"Rank (\d{1,7}) successfully reached monitoredBarrier, but .{0,80}from rank (\d{1,7})"),
@@ -241,6 +258,11 @@ _ROWS = (
         "roken pipe",
         re.compile(r"failed : Broken pipe"),
         lambda found: _lost(found),
+    ),
+    _Row(
+        "unexpectedly disconnected",
+        re.compile(r"MPI communication peer process has unexpectedly disconnected"),
+        lambda found: _about(StatementKind.PEER_LOST, found[0]),
     ),
     _Row(
         "Connect to ",
@@ -317,13 +339,14 @@ class Statements:
         self._mismatch = _Mismatch()
         self._counts = _Counts()
         self._first = _FirstToEnd()
+        self._fault = _Fault()
         self._subprocesses: set[str] = set()
         self._missing_at = ""
 
     @property
     def is_open(self) -> bool:
         """Whether one is being read that goes on in the next line."""
-        return self._mismatch.is_open or self._counts.is_open or self._first.is_open
+        return any(one.is_open for one in (self._mismatch, self._counts, self._first, self._fault))
 
     def read(self, text: str, rank: int | None) -> Iterator[Statement]:
         """What this line says, also of what the lines before it have begun.
@@ -342,12 +365,14 @@ class Statements:
         yield from self._mismatch.read(text)
         yield from self._counts.read(text)
         yield from self._first.read(text)
+        yield from self._fault.read(text, rank)
         yield from self._missing(text)
 
     def flush(self) -> Iterator[Statement]:
         """What the file's last lines have begun."""
         yield from self._mismatch.flush()
         yield from self._counts.flush()
+        yield from self._fault.flush()
         self._subprocesses.clear()
 
     def _completed(self, said: Statement, text: str, rank: int | None) -> Statement:
@@ -456,14 +481,16 @@ class _FirstToEnd:
     """Who was the first to end, by launchers of MPI programs, and some lines below how.
 
     Open MPI and Horovod: ``The first process to do so was:``, ``Process name: [[29973,1],0]``, ``Exit code:    1``;
-    Intel's MPI: ``RANK 2 PID 77 RUNNING AT node-a``, ``KILLED BY SIGNAL: 9 (Killed)``; MPICH, which names no rank:
-    ``PID 77 RUNNING AT node-a``, and of a signal ``EXIT STRING: Killed (signal 9)``.
+    Horovod's elastic driver, which names a host and a slot of it: ``Process name: worker-1[0]``; Intel's MPI: ``RANK 2
+    PID 77 RUNNING AT node-a``, ``KILLED BY SIGNAL: 9 (Killed)``; MPICH, which names no rank: ``PID 77 RUNNING AT
+    node-a``, and of a signal ``EXIT STRING: Killed (signal 9)``.
     """
 
     _BEGINS = ("first process to do so was", " RUNNING AT ")
     _RANK = re.compile(
         r"Process name: (?:\[\[\d+,\d+\],|\[[\w.@-]{1,100},)?(\d{1,7})\]?\s*$|RANK (\d{1,7}) PID \d+ RUNNING"
     )
+    _NAME = "Process name: "
     _CODE = re.compile(r"(?:Exit code|EXIT STATUS): *(\d{1,3})")
     _SIGNAL = re.compile(r"KILLED BY SIGNAL: *(\d{1,3})|EXIT STRING: [\w ]{1,60} \(signal (\d{1,3})\)")
     _MOST_BETWEEN = 8
@@ -471,6 +498,7 @@ class _FirstToEnd:
     def __init__(self) -> None:
         self._left = 0
         self._rank: str | None = None
+        self._has_name = False
 
     @property
     def is_open(self) -> bool:
@@ -478,17 +506,64 @@ class _FirstToEnd:
 
     def read(self, text: str) -> Iterator[Statement]:
         if any(words in text for words in self._BEGINS):
-            self._left, self._rank = self._MOST_BETWEEN, None
+            self._left, self._rank, self._has_name = self._MOST_BETWEEN, None, False
         elif not self._left:
             return
         self._left -= 1
         if named := self._RANK.search(text):
             self._rank = named[1] or named[2]
+        self._has_name |= self._rank is not None or self._NAME in text
         code, ended_by = self._CODE.search(text), self._SIGNAL.search(text)
-        if ended_by is not None or (code is not None and self._rank is not None):
+        if ended_by is not None or (code is not None and self._has_name):
             number = -whole(ended_by[1] or ended_by[2]) if ended_by is not None else whole(code[1] if code else "")
             self._left = 0
             yield replace(_ended(number, rank=self._rank, detail="mpirun"), line=text.strip()[:_LONGEST_LINE])
+
+
+class _Fault:
+    """``Fatal Python error: Segmentation fault``, and below it the stacks of the process.
+
+    By these it is told whether it was a launcher's: of that, nothing follows about a rank.
+    """
+
+    _BEGINS = re.compile(
+        r"Fatal Python error: (Segmentation fault|Bus error|Illegal instruction|Floating point exception)"
+    )
+    _GOES_ON = re.compile(r'\s*(?:File "|(?:Current thread|Thread) 0x|<no Python frame>|\.\.\.|$)')
+    _OF_LAUNCHER = re.compile(
+        r"torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/agent/)|deepspeed/launcher/|accelerate/commands/launch"
+    )
+    # A process that was forked has its launcher's frames below its own.
+    _OF_CHILD = re.compile(r'multiprocessing/process\.py", line \d+ in _bootstrap')
+    _MOST_LINES = 200
+
+    def __init__(self) -> None:
+        self._said: Statement | None = None
+        self._left = 0
+        self._is_launcher = False
+        self._is_child = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._said is not None
+
+    def read(self, text: str, rank: int | None) -> Iterator[Statement]:
+        begins = self._BEGINS.search(text)
+        self._left -= 1
+        if begins is not None or (self.is_open and (not self._left or not self._GOES_ON.match(text))):
+            yield from self.flush()
+        if begins is not None:
+            said = _ended(_FAULTS[begins[1]], detail="Python")
+            self._said = replace(said, by=rank, line=text.strip()[:_LONGEST_LINE])
+            self._left, self._is_launcher, self._is_child = self._MOST_LINES, False, False
+        elif self.is_open:
+            self._is_launcher |= self._OF_LAUNCHER.search(text) is not None
+            self._is_child |= self._OF_CHILD.search(text) is not None
+
+    def flush(self) -> Iterator[Statement]:
+        said, self._said = self._said, None
+        if said is not None and (self._is_child or not self._is_launcher):
+            yield said
 
 
 class _Counts:

@@ -37,17 +37,19 @@ _CONSEQUENCE_TEXTS = re.compile(
     r"gloo/|Gloo connect|\[c10d\]|[Cc]onnection (?:closed|reset) by|pair closure|Broken pipe|NCCL|ncclUniqueId"
     r"|monitored_?[Bb]arrier|store based barrier|Socket Timeout|wait timeout after|waiting for (?:clients|key)"
     r"|Caught collective operation timeout|Detected mismatch between collectives|DDP expects same model"
-    r"|DataLoader worker .* killed by signal: (?:Terminated|Aborted)"
+    r"|DataLoader worker .* killed by signal: (?:Terminated|Aborted)|^Wait timeout$"
 )
 
 
+# What torch raises as it raises all that goes wrong between ranks, and is an error of this one's.
+_OWN_TEXTS = re.compile(r"failed to listen on any local network address|no socket interface found")
 _CUT = re.compile(r'\s+File "[^"\n]{1,400}", line \d+, in ')
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d+)\)")
 _CHILD = re.compile(r"-- Process (\d+) terminated with the following error")
 # What is raised in here tells of another process.
 _PARENTS = re.compile(
     r"torch/(?:multiprocessing/spawn|distributed/(?:run|launch|launcher/\w+|elastic/.*))\.py$"
-    r"|accelerate/(?:commands/|test_utils/testing|utils/launch)|deepspeed/launcher/"
+    r"|accelerate/(?:commands/|test_utils/testing|utils/launch)|deepspeed/launcher/|horovod/run(?:ner)?/"
 )
 _CHAIN = re.compile(
     r"During handling of the above exception, another exception occurred|The above exception was the direct cause of"
@@ -57,9 +59,13 @@ _ALONE = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::\s(?
 # What says enough without a traceback, whoever says it.
 _OF_DEVICES = re.compile(
     r"CUDA error|CUDA out of memory|out of memory\. Tried|CUBLAS_STATUS|CUDNN_STATUS|DataLoader worker"
+    r"|failed to listen on any local network address"
 )
-# What NCCL, and the driver, say of a device or of how processes were started: the kind of error, the rest of it with
-# the groups' words in it, and the groups that are ranks.
+_NOT_REDUCED = "Expected to have finished reduction in the prior iteration before starting a new one"
+# What a loader's worker prints before the process that has started it raises.
+_WORKER = re.compile(r"ERROR: Unexpected (bus error|segmentation fault) encountered in worker")
+# What NCCL, the driver and DDP say in so many words of a device, of how processes were started, or of a model: the kind
+# of error, the rest of it with the groups' words in it, and the groups that are ranks.
 _STATED = (
     (
         re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on CUDA device (\w+)"),
@@ -85,9 +91,22 @@ _STATED = (
         "one process gave NCCL {1} ranks, another one {2}",
         (),
     ),
+    (
+        re.compile(r"(?:Bootstrap ?: no socket|no NCCL_SOCKET_IFNAME) interface found"),
+        "No network interface",
+        "NCCL has found none that it may use",
+        (),
+    ),
+    (
+        re.compile(r"Parameter(?:s| indices) which did not receive grad for rank (\d+): ([^\n]{1,100})"),
+        "RuntimeError",
+        f"{_NOT_REDUCED} (rank {{1}}: parameters {{2}} received no gradient)",
+        (1,),
+    ),
     # Of an exception that nothing has caught.
     (re.compile(r"^\s*what\(\): +CUDA error: ([^\n]{1,200})"), "CUDA error", "{1}", ()),
-    (re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'"), "CUDA error", "{1}", ()),
+    # A warning: NCCL has other ways for some of them.
+    (re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'"), "CUDA failure", "{1}", ()),
     (re.compile(r"NVRM: Xid \((PCI:[^)]{1,40})\): (\d+),? ?([^\n]{0,200})"), "Xid {2}", "{3} ({1})", ()),
 )
 
@@ -162,6 +181,19 @@ def alone(text: str, *, is_of_rank: bool) -> Alone | None:
     return Alone(_exception(found["type"], own, []))
 
 
+def of_worker(text: str) -> ExceptionFacts | None:
+    """What a loader's worker says of itself here, which is what its process raises next."""
+    found = _WORKER.search(text)
+    how = {"bus error": "Bus error", "segmentation fault": "Segmentation fault"}[found[1]] if found else ""
+    return ExceptionFacts(type="RuntimeError", message=f"DataLoader worker is killed by signal: {how}") if how else None
+
+
+def is_one(exception: ExceptionFacts, other: ExceptionFacts) -> bool:
+    """Whether two say the same of one failure, at different length."""
+    begin = other.message[: len(_NOT_REDUCED)]
+    return exception.type == other.type and begin == _NOT_REDUCED == exception.message[: len(_NOT_REDUCED)]
+
+
 def is_chain(text: str) -> bool:
     """Whether the next traceback only tells what became of the exception above."""
     return _CHAIN.search(text) is not None
@@ -196,6 +228,8 @@ def _exception(type_: str, message: str, frames: list[Frame]) -> ExceptionFacts:
 
 def is_consequence(type_: str, message: str) -> bool:
     """Whether an exception says only that a collective failed or that another process is gone."""
+    if _OWN_TEXTS.search(message):
+        return False
     return bool(_CONSEQUENCE_TYPES.search(type_) or _CONSEQUENCE_TEXTS.search(message))
 
 

@@ -6,6 +6,8 @@ else is lost with it.
 
 import os
 import tempfile
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +22,11 @@ from lightning_ncclsafe.rules.planning import next_start
 # Others wait for what comes after the page: it has a moment, and with more ranks it would take longer.
 _MOST_S = 3.0
 _MOST_RANKS = 2_048
+# What storage is given for a report, by the number of its ranks: some seconds later another rank writes it.
+_STORAGE_S, _STORAGE_S_A_RANK = 2.5, 0.005
+
+# What waits for storage, by the folder of reports.
+_waiting: dict[Path, threading.Thread] = {}
 
 
 def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = False) -> Path:
@@ -30,8 +37,8 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
     Args:
         diagnosis: What to write.
         is_refused: Whether ranks do not start with it, where their data or their hosts were only compared.
-        report_dir: The folder of all incidents. If it cannot be written to, a folder of the system's temporary files
-            is used instead.
+        report_dir: The folder of all incidents. If it cannot be written to, or does not answer, which may be why ranks
+            wait, a folder of the system's temporary files is used instead.
 
     Returns:
         The folder that was written to.
@@ -39,11 +46,17 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
     Raises:
         OSError: If neither can be written to.
     """
-    name = folder_name(diagnosis.job.incident)
+    name, files = folder_name(diagnosis.job.incident), _files(diagnosis, is_refused)
+    deadline_s = _STORAGE_S + _STORAGE_S_A_RANK * len(diagnosis.job.ranks)
     try:
-        return _write(diagnosis, report_dir / name, is_refused)
+        return _within(deadline_s, report_dir, lambda: _write(report_dir / name, files))
     except OSError:
-        return _write(diagnosis, Path(tempfile.mkdtemp(prefix="ncclsafe-")) / name, is_refused)
+        elsewhere = Path(tempfile.gettempdir())
+        return _within(
+            deadline_s,
+            elsewhere,
+            lambda: _write(Path(tempfile.mkdtemp(prefix="ncclsafe-", dir=elsewhere)) / name, files),
+        )
 
 
 def write_page(diagnosis: Diagnosis, folder: Path) -> str:
@@ -78,18 +91,58 @@ def folder_name(incident: Incident) -> str:
     return f"{moment:%Y-%m-%dT%H-%M-%S}Z-incident-{incident.number}"
 
 
-def _write(diagnosis: Diagnosis, folder: Path, is_refused: bool) -> Path:
+def _files(diagnosis: Diagnosis, is_refused: bool) -> dict[str, bytes | None]:
+    """The files of a report by their names; None of what an earlier report on the incident may have left."""
+    start = next_start(diagnosis, is_refused=is_refused)
+    return {
+        "report.json": report_json(diagnosis),
+        "report.txt": render_text(diagnosis).encode("utf-8", "replace"),
+        PLAN_FILE: plan_json(start) if start is not None else None,
+    }
+
+
+def _write(folder: Path, files: Mapping[str, bytes | None]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.mkdir(exist_ok=True, mode=0o700)
-    _write_file(folder / "report.json", report_json(diagnosis))
-    _write_file(folder / "report.txt", render_text(diagnosis).encode("utf-8", "replace"))
-    start = next_start(diagnosis, is_refused=is_refused)
-    if start is not None:
-        _write_file(folder / PLAN_FILE, plan_json(start))
-    else:
-        # Of an earlier report on the incident.
-        (folder / PLAN_FILE).unlink(missing_ok=True)
+    for name, content in files.items():
+        if content is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            _write_file(folder / name, content)
     return folder
+
+
+def _within(deadline_s: float, storage: Path, act: Callable[[], Path]) -> Path:
+    """Does it on a thread, which is left behind where storage does not answer; until it does, no other is begun.
+
+    Raises:
+        OSError: Storage refuses, or does not answer.
+        Exception: Whatever else is raised.
+    """
+    done: list[Path] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(act())
+        except BaseException as error:
+            failed.append(error)
+
+    if storage in _waiting and _waiting[storage].is_alive():
+        raise TimeoutError(f"{storage} has not answered yet")
+    thread = _waiting[storage] = threading.Thread(target=run, name="ncclsafe-report", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # there are none any more, at the end of the interpreter for instance
+        run()
+    else:
+        thread.join(deadline_s)
+    if thread.is_alive():
+        raise TimeoutError(f"{storage} did not answer within {deadline_s:.1f} s")
+    _waiting.pop(storage, None)
+    if failed:
+        raise failed[0]
+    return done[0]
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -276,7 +276,7 @@ def test_the_trace_is_private_and_can_be_read(fitted: Fitted) -> None:
 def test_everything_is_as_it_was(fitted: Fitted, rank: int) -> None:
     _, _, seen = fitted
     found = seen[rank]
-    assert found["steps"] == 320
+    assert found["steps"] == 240
     assert found["threads_before"] == found["threads_after"] == []
     assert "ncclsafe-timer" in found["threads_meanwhile"]
     assert found["names_meanwhile"] == found["new_names"] == []

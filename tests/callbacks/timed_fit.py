@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ncclsafe import CollectiveTimer, SafeDDP
 from lightning_ncclsafe.strategies.guarded import timer_of
 
-STEPS = 320
-LATE_S = 0.02
+STEPS = 240
+LATE_S = 0.06  # more than a busy machine adds
 
 
 class Rows(Dataset[torch.Tensor]):

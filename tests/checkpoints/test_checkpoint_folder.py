@@ -123,6 +123,23 @@ def test_what_storage_has_not_kept_is_found(damage: str, tmp_path: Path) -> None
         read_back(path, size)
 
 
-def test_what_could_run_is_not_unpickled(tmp_path: Path) -> None:
-    torch.save({KEY: {"run": MINE}, "code": threading.Thread}, path := tmp_path / "code.ckpt")
-    assert own_part(path) is None
+class Told:
+    """Its pickle would print."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return print, ("run",)
+
+
+def test_what_could_run_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hyperparameters may be objects of any class; ours is read all the same, and nothing of theirs runs."""
+    torch.save({KEY: {"run": MINE, "odd": Told()}, "code": Told(), "hparams": tmp_path}, path := tmp_path / "code.ckpt")
+    part = own_part(path)
+    assert part["run"] == MINE and capsys.readouterr().out == ""
+
+
+def test_those_with_objects_of_any_class_are_not_kept_for_ever(tmp_path: Path) -> None:
+    def write(file: BinaryIO) -> None:
+        torch.save({KEY: {"run": MINE}, "hyper_parameters": {"data_dir": tmp_path}}, file)
+
+    kept = [folder(tmp_path).write(0, step, write, nothing) for step in (1, 2, 3)][1:]
+    assert set(names(tmp_path)) == {path.name for path in kept}

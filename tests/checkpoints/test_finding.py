@@ -16,7 +16,7 @@ from lightning_ncclsafe.checkpoints.finding import (
     chosen,
     found_in,
     why_not_whole,
-    why_of_another,
+    why_unfit,
 )
 from lightning_ncclsafe.exchange import MemoryExchange, SharedMemory
 
@@ -25,7 +25,8 @@ NAMES = ("net.weight", "net.bias")
 
 def save(path: Path, *, names: tuple[str, ...] = NAMES, second: int = 0) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"state_dict": {name: torch.ones(100) for name in names}, "epoch": 1}, path)
+    content = {"state_dict": {name: torch.ones(100) for name in names}, "lr_schedulers": [], "epoch": 1}
+    torch.save(content, path)
     os.utime(path, (1e9 + second, 1e9 + second))
     return path
 
@@ -97,10 +98,22 @@ def test_a_sharded_one_needs_its_index_and_the_rest(tmp_path: Path) -> None:
 def test_one_of_another_model_says_what_differs(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt", names=("net.weight", "head.weight"))
     model = {name: torch.ones(100) for name in NAMES}
-    assert why_of_another(path, model) == "it is of another model: it lacks 'net.bias', it has 'head.weight'"
-    assert why_of_another(save(path), model) == ""
+    assert why_unfit(path, model) == "it is of another model: it lacks 'net.bias', it has 'head.weight'"
+    assert why_unfit(path, None) == ""
+    assert why_unfit(save(path), model) == ""
     larger = model | {"net.bias": torch.ones(200)}
-    assert why_of_another(path, larger) == "it is of another model: it has another shape of 'net.bias'"
+    assert why_unfit(path, larger) == "it is of another model: it has another shape of 'net.bias'"
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_one_that_has_weights_alone_is_passed_over(is_split: bool, tmp_path: Path) -> None:
+    """``ModelCheckpoint(save_weights_only=True)``: each start would end by an error of Lightning's."""
+    path = tmp_path / "best.ckpt"
+    if is_split:
+        path.mkdir()
+    torch.save({"state_dict": {name: torch.ones(100) for name in NAMES}}, path / "meta.pt" if is_split else path)
+    why = "it has weights alone, from which no training can go on (save_weights_only=True)"
+    assert why_unfit(path, {name: torch.ones(100) for name in NAMES}) == why_unfit(path, None) == why
 
 
 class Sly:
@@ -115,9 +128,13 @@ class Sly:
 
 def test_what_is_looked_at_is_not_run(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    torch.save({"state_dict": {"x": torch.ones(1)}, "more": Sly(tmp_path / "run")}, path)
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    odd = {"more": Sly(tmp_path / "run"), "where": tmp_path, "named": [Sly(tmp_path / "too")], "why": OSError("x")}
+    torch.save({"state_dict": {"x": parameter}, "lr_schedulers": [], **odd}, path)
     found_in([tmp_path])
-    assert why_of_another(path, {}) == "" and not (tmp_path / "run").exists()
+    assert why_unfit(path, {"x": torch.ones(2, 3)}) == ""
+    assert why_unfit(path, {"x": torch.ones(2)}) == "it is of another model: it has another shape of 'x'"
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def seen(*names: str, size: int = 1) -> CheckpointList:

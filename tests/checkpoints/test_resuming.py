@@ -34,7 +34,9 @@ def save(folder: Path, step: int, *, job: str | None = "job mine", model: str = 
     folder.mkdir(exist_ok=True)
     ours = {KEY: {"run": "r", "job": job, "world_size": ranks, "positions": {}}} if job is not None else {}
     name = f"just-in-time-epoch=0-step={step}.ckpt" if job is not None else f"epoch=0-step={step}.ckpt"
-    torch.save({"state_dict": {model: torch.ones(1, 1), "bias": torch.ones(1)}, **ours}, folder / name)
+    state = {model: torch.ones(1, 1), "bias": torch.ones(1)}
+    content = {"state_dict": state, "lr_schedulers": [], "global_step": step, **ours}
+    torch.save(content, folder / name)
     os.utime(folder / name, (1e9 + step, 1e9 + step))
     return str(folder / name)
 
@@ -48,7 +50,8 @@ class Model(pl.LightningModule):
 class Trained:
     """As much of a ``Trainer`` as a start asks before it goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int = 0) -> None:
+        self.global_step = steps
         self.state = SimpleNamespace(fn="fit")
         self.checkpoint_callbacks: list[Any] = []
         self.lightning_module = Model()
@@ -58,10 +61,10 @@ class Trained:
         self._checkpoint_connector = Connector()
 
 
-def gone_on_from(folder: Path, monkeypatch: pytest.MonkeyPatch, job: str = "mine") -> str | None:
+def gone_on_from(folder: Path, monkeypatch: pytest.MonkeyPatch, job: str = "mine", steps: int = 0) -> str | None:
     """The checkpoint that a training of one rank goes on from."""
     monkeypatch.setenv("NCCLSAFE_JOB", job)
-    trainer, settings = Trained(), CheckpointSettings(dirpath=folder, resume=True)
+    trainer, settings = Trained(steps), CheckpointSettings(dirpath=folder, resume=True)
     resuming = Resuming(trainer, settings, MemoryExchange(), rank=0, world_size=1)
     resuming.attach()
     try:
@@ -117,6 +120,15 @@ def test_what_is_damaged_or_of_another_model_is_passed_over_and_stays(
     assert said.count(f"{cut} is passed over: it is cut off or damaged (300 bytes)") == 1
     assert said.count(f"{other} is passed over: it is of another model: it lacks 'weight', it has 'head.weight'") == 1
     assert all(os.path.exists(path) for path in (good, older, other, cut))
+
+
+def test_a_trainer_that_fits_once_more_does_not_go_back_behind_what_it_has(
+    folder: Path, monkeypatch: Patch, capsys: Said
+) -> None:
+    newest = save(folder, 3, job=None)
+    assert gone_on_from(folder, monkeypatch, steps=4) is None
+    assert f"{newest} is passed over: it is of step 3, and this Trainer has made 4 already" in capsys.readouterr().err
+    assert gone_on_from(folder, monkeypatch, steps=3) == newest
 
 
 def test_with_another_number_of_ranks_random_numbers_begin_anew(folder: Path, monkeypatch: Patch, capsys: Said) -> None:

@@ -3,8 +3,9 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -174,6 +175,42 @@ def test_a_step_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     (line,) = save_all(job(tmp_path, InStep(), Noted()))
     assert "rank 0 saved the state after step 5" in line
     assert saved(tmp_path)[0]["lightning_ncclsafe"]["positions"] == {0: {"seed": 5}, 1: {"seed": 5}}
+
+
+def test_what_is_queued_on_a_device_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks a device, as a scaler's state does, goes over a stream of its own, of the device that is trained on."""
+    of_thread = threading.local()
+
+    @contextmanager
+    def stream(made: str) -> Iterator[None]:
+        of_thread.stream = made
+        yield
+        of_thread.stream = None
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: f"another of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    seen: list[Any] = []
+
+    class OnDevice(Noted):
+        is_on_device = True
+
+        def newest(self) -> Boundary:
+            seen.append(("newest", getattr(of_thread, "stream", None)))
+            return super().newest()
+
+        def check(self, boundary: Boundary) -> None:
+            seen.append(("check", getattr(of_thread, "stream", None)))
+
+    def contents(trainer: Any, ledger: Any, boundary: Boundary, weights: Any) -> dict[str, Any]:
+        seen.append(("contents", getattr(of_thread, "stream", None)))
+        return {"step": boundary.step}
+
+    monkeypatch.setattr(saving, "contents", contents)
+    (rank,) = job(tmp_path, OnDevice())
+    rank.saver._trainer.strategy = SimpleNamespace(root_device="cuda:3")
+    rank.save()
+    assert [one["step"] for one in saved(tmp_path)] == [5]
+    assert seen == [(asked, "another of cuda:3") for asked in ("newest", "contents", "check")]
 
 
 def test_before_the_first_step_there_is_nothing_to_say(tmp_path: Path) -> None:

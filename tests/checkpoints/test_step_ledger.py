@@ -186,6 +186,19 @@ def test_weights_that_were_changed_outside_of_a_step_are_not_saved() -> None:
     )
 
 
+def test_weights_in_whose_place_others_were_put_are_not_saved() -> None:
+    """As a teacher's that follow its student's, or those of lower precision that DDP may compute with."""
+
+    def change(trainer: Any, ledger: StepLedger) -> str:
+        weight = trainer.lightning_module.layers[2].weight
+        weight.data = weight.data * 0.5
+        return why(trainer, ledger)
+
+    assert newest_at("after forward", 3, change) == (
+        "'layers.2.weight' was changed after the last optimizer step, outside of it"
+    )
+
+
 def test_weights_that_are_averaged_during_a_validation_are_not_saved() -> None:
     """As Lightning's WeightAveraging does, which writes through ``.data``."""
     seen = []
@@ -260,6 +273,25 @@ def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_come_to(
         return boundary.step
 
     assert newest_at("on_after_backward", 5, look, device={"make_event": Event}) == step
+
+
+def test_a_learning_rate_that_is_a_tensor_is_that_of_the_boundary() -> None:
+    """As a compiled step needs it; schedulers change it in place, and the host is ahead of the device."""
+    rate = torch.tensor(0.5)
+
+    def look(trainer: Any, ledger: StepLedger) -> Any:
+        pass_up_to(ledger, 3)
+        rate.fill_(0.25)
+        boundary = ledger.newest()
+        return contents(trainer, ledger, boundary, dict)["optimizer_states"][0]["param_groups"][0]["lr"]
+
+    def configure(model: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=rate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trained, "configure_optimizers", configure)
+        found = newest_at("on_after_backward", 5, look, device={"make_event": Event})
+    assert float(found) == 0.5
 
 
 def test_a_device_in_the_middle_of_a_step_has_nothing_to_save() -> None:

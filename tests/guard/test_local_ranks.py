@@ -1,6 +1,7 @@
 """The ranks of a host that have not joined: found by their processes, looked at now and then, and missed."""
 
 import os
+import threading
 from collections.abc import Iterator
 
 import psutil
@@ -8,6 +9,7 @@ import pytest
 
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.facts import ProcessFacts, codec
+from lightning_ncclsafe.guard import local_ranks as module
 from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
 from lightning_ncclsafe.probes.rank import Card
 
@@ -164,3 +166,27 @@ def test_a_card_of_another_host_is_none_of_a_neighbour(host: Host) -> None:
     exchange.set("card/5", codec.encode(Card(rank=5, host="container-2", pid=1)))
     host.neighbours.meet(exchange)
     assert [card.rank for card in host.peers] == [3]
+
+
+def test_a_search_that_does_not_end_is_left_behind(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what it tells of a process, the kernel waits for a lock that one which is stuck on storage may hold."""
+    monkeypatch.setattr(module, "_SEARCH_S", 0.1)
+    answers = threading.Event()
+
+    def find(master_port: str) -> dict[int, int]:
+        host.searches += 1
+        answers.wait(30)
+        return {0: 70}
+
+    host.neighbours._find = find
+    try:
+        for _ in range(2):
+            host.neighbours.search()
+            assert host.peers == ()
+        assert host.searches == 1
+    finally:
+        answers.set()
+    assert host.neighbours._search is not None
+    host.neighbours._search.join(30)
+    host.neighbours.search()
+    assert [card.pid for card in host.peers] == [70]

@@ -1,6 +1,7 @@
 """Stacks: which lines are the user's, and which run on some ranks only."""
 
 import json
+import linecache
 import threading
 import traceback
 from collections.abc import Callable
@@ -169,6 +170,46 @@ def test_another_thread_sees_the_line_the_main_thread_is_at() -> None:
     mine = [frame for frame in seen if getattr(frame, "file", "") == __file__]
     assert getattr(mine[-1], "code", "") in ("done.wait()  # <- the main thread is here", "ready.set()")
     assert getattr(mine[-1], "user", False)
+
+
+def test_source_on_storage_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be what the thread waits for; then the watchdog's thread would wait as well."""
+    file, asked, answers = str(tmp_path / "user.py"), list[str](), threading.Event()
+    there, goes_on = threading.Lock(), threading.Lock()
+    Path(file).write_text("def wait(there, lock):\n    there.release(); lock.acquire()\n")
+    found: dict[str, Any] = {}
+    exec(compile(Path(file).read_text(), file, "exec"), found)
+    getlines = linecache.getlines
+
+    def late(filename: str, *args: Any) -> list[str]:
+        if filename == file:
+            asked.append(filename)
+            answers.wait(30)
+        return getlines(filename, *args)
+
+    monkeypatch.setattr(linecache, "getlines", late)
+    monkeypatch.setattr(stacks, "_READ_S", 0.1)
+    there.acquire()
+    goes_on.acquire()
+    thread = threading.Thread(target=found["wait"], args=(there, goes_on), daemon=True)
+    thread.start()
+    assert there.acquire(timeout=30)
+    try:
+        for _ in range(2):
+            stack = stacks.thread_stack(thread.ident or 0)
+            assert [stack[-1].file, stack[-1].line, stack[-1].code] == [file, 2, ""]
+            assert stacks.with_source_in_time(stack)[-1].code == ""
+        assert len(asked) == 1, "no second thread waits for it"
+        answers.set()
+        reading = stacks._reading
+        assert reading is not None
+        reading.join(30)
+        assert stacks.thread_stack(thread.ident or 0)[-1].code == "there.release(); lock.acquire()"
+        assert stacks.with_source_in_time(stack)[-1].code == "there.release(); lock.acquire()"
+    finally:
+        answers.set()
+        goes_on.release()
+        thread.join(30)
 
 
 def test_another_thread_that_is_in_a_collective_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,19 @@ def test_with_automatic_optimization_no_call_is_the_users() -> None:
     assert record.facts().passes_from == ()
 
 
+def search(record: StepRecord, passes: int) -> None:
+    for _ in range(passes):
+        record.backward()  # <- asks again
+
+
+def test_where_an_optimizer_has_asked_for_the_loss_again_is_told() -> None:
+    of, record = begun(Module())
+    for batch, passes in enumerate((2, 1)):
+        begin(of, batch=batch)
+        search(record, passes)
+    assert record.facts().passes_from == (("", place("asks again", "search")), ())
+
+
 def test_a_batch_is_over_where_another_one_has_begun() -> None:
     of, record = begun(Module())
     for batch in range(2):

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -463,6 +463,17 @@ def test_what_ranks_have_to_have_alike_is_what_they_had_when_training_began(tmp_
     assert "gradient_clip_val" not in facts.settings
     trainer.validate(Net(), loader(Held()), verbose=False)
     assert probe.facts() is None
+
+
+def test_accumulation_that_a_callback_will_set_is_compared(tmp_path: Path) -> None:
+    """It sets the Trainer's number when an epoch begins: what is there before the first one says nothing."""
+    trainer = make_trainer(tmp_path, GradientAccumulationScheduler({4: 8, 0: 2}))
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    trainer.fit(Net(), *LOADERS["fit"])
+    facts = probe.facts()
+    assert facts is not None
+    assert facts.settings["accumulate_grad_batches"] == "2 from epoch 0 on, 8 from epoch 4 on"
 
 
 def test_validation_by_the_clock(tmp_path: Path) -> None:

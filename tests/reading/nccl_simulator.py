@@ -274,6 +274,9 @@ class _Recorder:
     def has_ended(self, task: Task) -> bool:
         return task.ends is not None and task.ends <= min(self.at, self.rank.blind_from)
 
+    def has_started(self, task: Task) -> bool:
+        return self.timing and task.arrives is not None and task.arrives <= min(self.at, self.rank.blind_from)
+
     def dump(self, only_open: bool, ring: int, version: str) -> Dump:
         tasks = [task for task in self.rank.tasks if task.call.group is not None and task.called <= self.at]
         entries = [entry for task in tasks for entry in self.entries(task, version)]
@@ -300,6 +303,8 @@ class _Recorder:
                 {"last_enqueued_collective": 0, "last_started_collective": -1, "last_completed_collective": -1},
             )
             one["last_enqueued_collective"] = number
+            if self.has_started(task):
+                one["last_started_collective"] = number
             if self.has_ended(task):
                 one["last_completed_collective"] = number
         return status
@@ -329,7 +334,7 @@ class _Recorder:
         group = task.call.group
         assert group is not None
         ended = self.has_ended(task)
-        started = self.timing and task.arrives is not None and task.arrives <= min(self.at, self.rank.blind_from)
+        started = self.has_started(task)
         made = {
             "record_id": task.record if record is None else record,
             "pg_id": self.ids[group.name],

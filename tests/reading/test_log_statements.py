@@ -24,6 +24,12 @@ RAS = (
     "  Rank 3 -- GPU 3 managed by process 77 on node 10.0.0.1\n"
 )
 
+UNUSED = (
+    "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error "
+    "indicates that your module has parameters that were not used in producing loss.\nIf you already have done so\n"
+    "Parameter indices which did not receive grad for rank 3: 282 283\n"
+)
+
 # What stands in the log, the first finding's name, its ranks, and how sure it is.
 STATEMENTS = {
     "torchrun, a signal": (ELASTIC.format(-9, 3), "dead-rank", (3,), LIKELY),
@@ -31,6 +37,26 @@ STATEMENTS = {
     "torchrun, one host of several": ("world_size=64\n" + ELASTIC.format(-9, 3), "dead-rank", (), LIKELY),
     "DeepSpeed": (KILLED.format(1) + KILLED.format(2) + DEEPSPEED.format(1, -9), "dead-rank", (), LIKELY),
     "DeepSpeed, one process": (KILLED.format(1) + DEEPSPEED.format(0, -9), "dead-rank", (0,), LIKELY),
+    "torchrun of torch 1.9": (
+        "Child process 77 (local_rank 2) FAILED (exitcode 1)\nError msg: Process failed with exitcode 1\n",
+        "failed-rank",
+        (2,),
+        POSSIBLE,
+    ),
+    "torchrun's table on one line": (
+        "Root Cause (first observed failure): [0]: time : 2024-01-01_00:00:00 host : node-a rank : 2 (local_rank: 2) "
+        "exitcode : -9 (pid: 7) error_file: <N/A> traceback : Signal 9 (SIGKILL) received by PID 7\n",
+        "dead-rank",
+        (2,),
+        LIKELY,
+    ),
+    "spawn, an exception of which no more is there": (
+        "-- Process 3 terminated with the following error:\nTraceback (most recent call last):\n"
+        '  File "/home/me/train.py", line 9, in main\n',
+        "failed-rank",
+        (3,),
+        POSSIBLE,
+    ),
     "spawn": ("process 2 terminated with signal SIGSEGV\n", "dead-rank", (2,), LIKELY),
     "mpirun": (
         "prterun noticed that process rank 5 with PID 0 on node a exited on signal 9 (Killed).\n",
@@ -56,6 +82,39 @@ STATEMENTS = {
         "job to be terminated. The first process to do so was:\nProcess name: 3\nExit code:    1\n",
         "failed-rank",
         (3,),
+        POSSIBLE,
+    ),
+    "Horovod, of each that failed": (
+        "Process 1 exit with status code 250.\nProcess 0 exit with status code 1.\n",
+        "failed-rank",
+        (0, 1),
+        POSSIBLE,
+    ),
+    "Horovod, one that was killed": (
+        "Process 2 exit with status code 134.\nProcess 0 exit with status code 137.\n"
+        "Process 1 exit with status code 1.\n",
+        "dead-rank",
+        (0,),
+        LIKELY,
+    ),
+    "Horovod's elastic driver": (
+        "RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus causing the job "
+        "to be terminated. The first process to do so was:\nProcess name: worker-1[0]\nExit code: 137\n",
+        "dead-rank",
+        (),
+        LIKELY,
+    ),
+    "Horovod's prefix": (prefixed("Fri Sep 25 16:52:53 2020[5]<stderr>:", TRACEBACK), "failed-rank", (5,), POSSIBLE),
+    "mpirun's prefix with the time": (
+        "Fri Aug 11 12:31:45 2023[1,3]<stdout>:a:1:2 [3] transport.cc:154 NCCL WARN Cuda failure 'invalid argument'\n",
+        "failed-rank",
+        (3,),
+        POSSIBLE,
+    ),
+    "MPI, a peer": (
+        "An MPI communication peer process has unexpectedly disconnected.  This\nusually indicates a failure in the\n",
+        "dead-rank",
+        (),
         POSSIBLE,
     ),
     "Intel's MPI": (
@@ -131,7 +190,13 @@ STATEMENTS = {
         (),
         LIKELY,
     ),
-    "vLLM, newer": ("Worker proc VllmWorker-1 died unexpectedly, shutting down executor.\n", "dead-rank", (), POSSIBLE),
+    "vLLM, newer": (
+        "Worker proc VllmWorker-1 died unexpectedly, shutting down executor.\n",
+        "dead-rank",
+        (1,),
+        POSSIBLE,
+    ),
+    "vLLM's engine": ("Engine core proc EngineCore_DP0 died unexpectedly.\n", "dead-rank", (), POSSIBLE),
     "Ray": (RAY.format(9), "dead-rank", (), POSSIBLE),
     "SLURM": ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.\n", "dead-rank", (), LIKELY),
     "Lightning": (
@@ -219,6 +284,54 @@ STATEMENTS = {
         (),
         POSSIBLE,
     ),
+    "a port that is taken, by nobody in particular": (
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. The "
+        "server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).\n",
+        "failed-rank",
+        (),
+        POSSIBLE,
+    ),
+    "no network interface": (
+        "[rank2]: torch.distributed.DistBackendError: NCCL error in: a.cpp:1, internal error, NCCL version 2.21.5\n"
+        "[rank2]: ncclInternalError: Internal check failed.\n[rank2]: Last error:\n"
+        "[rank2]: Bootstrap : no socket interface found\n",
+        "failed-rank",
+        (2,),
+        POSSIBLE,
+    ),
+    "parameters that got no gradient": (UNUSED, "failed-rank", (3,), POSSIBLE),
+    "a loader's worker": (
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory.\n",
+        "failed-rank",
+        (),
+        POSSIBLE,
+    ),
+    "a store that is a file": (
+        'dist.init_process_group(init_method="file:///shared/store")\nRuntimeError: Wait timeout\n',
+        "late-at-init",
+        (),
+        LIKELY,
+    ),
+    "srun, several": (
+        "srun: error: node-a: tasks 2-3: Exited with exit code 1\nsrun: error: node-b: tasks 8,10-11: Exited with exit "
+        "code 1\n",
+        "failed-rank",
+        (2, 3, 8, 10, 11),
+        POSSIBLE,
+    ),
+    "srun, one of several was killed": (
+        "srun: error: node-a: task 2: Exited with exit code 1\nsrun: error: node-a: task 3: Out Of Memory\n",
+        "dead-rank",
+        (3,),
+        LIKELY,
+    ),
+    "srun, of torchrun": (
+        "srun: error: node-a: task 3: Out Of Memory\n"
+        "WARNING:torch.distributed.elastic.agent.server.api:Received 15 death signal, shutting down workers\n",
+        "dead-rank",
+        (),
+        POSSIBLE,
+    ),
     "srun": ("srun: error: node-3: task 24: Killed\n", "dead-rank", (), POSSIBLE),
     "Open MPI": ("[a:7] *** Process received signal *** Signal: Bus error (7)\n", "dead-rank", (), LIKELY),
     "a key of the start": (
@@ -274,6 +387,65 @@ def test_an_abort_and_a_launchers_own_signal_are_no_cause() -> None:
         assert read(DEEPSPEED.format(1, code)) is None or not judged(DEEPSPEED.format(1, code)).findings
     ended = judged("world_size=3\n" + timeout(0) + timeout(1) + ELASTIC.format(-6, 0)).findings
     assert [finding.rule for finding in ended] == ["silent-rank"]
+
+
+AGENT = '  File "/venv/lib/python3.12/site-packages/torch/distributed/{}", line 9, in {}\n'
+FAULT = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f4e (most recent call first):\n"
+
+
+def test_a_launcher_that_dies_of_a_fault_says_nothing_of_a_rank() -> None:
+    wrapper = AGENT.format("elastic/multiprocessing/errors/__init__.py", "wrapper")
+    barrier, agent = AGENT.format("distributed_c10d.py", "barrier"), AGENT.format("elastic/agent/server/api.py", "run")
+    for begin in (FAULT, "terminate\n" + FAULT):
+        assert judged(begin + barrier + wrapper).findings[0].rule == "dead-rank"
+        assert judged(begin + barrier + "End\n" + agent).findings[0].rule == "dead-rank", "another stack"
+        assert read(begin + agent + wrapper) is None
+        forked = '  File "/usr/lib/python3.12/multiprocessing/process.py", line 314 in _bootstrap\n'
+        assert judged(begin + barrier + forked + agent).findings[0].rule == "dead-rank"
+
+
+def test_tasks_that_are_launchers_are_no_ranks() -> None:
+    ended = "srun: error: node-a: task 1: Exited with exit code 1\n"
+    assert judged(ended).findings[0].ranks == (1,)
+    closed = "torch.distributed.elastic.rendezvous.api.RendezvousClosedError\n"
+    for text in (closed + ended, ended + closed):
+        assert read(text) is None or not judged(text).findings
+
+
+def test_of_several_launchers_first_ones_the_one_that_was_long_before_the_others_counts() -> None:
+    table = (
+        "Root Cause (first observed failure):\n[0]:\n  time      : 2023-06-03_22:{}\n  host      : node-{}\n"
+        "  rank      : {} (local_rank: 0)\n  exitcode  : 1 (pid: 7)\n"
+    )
+    for second, ranks in (("45:52", (4,)), ("45:05", (0, 4)), ("44:01", (0,))):
+        text = table.format(second, "a", 0) + table.format("45:01", "b", 4)
+        assert judged(text).findings[0].ranks == ranks
+    assert judged(table.format("99:99", "a", 0) + table.format("45:01", "b", 4)).findings[0].ranks == (0, 4)
+
+
+def test_a_line_without_its_traceback_does_not_explain_a_signal() -> None:
+    killed = "Process 0 exit with status code 137.\n"
+    said = judged("[0]<stderr>:RuntimeError: check and exit\n" + killed).findings[0]
+    assert (said.rule, said.ranks) == ("dead-rank", (0,))
+    assert judged(prefixed("[0]<stderr>:", TRACEBACK) + killed).findings[0].rule == "failed-rank"
+
+
+def test_what_is_told_of_one_failure_twice_is_one_finding() -> None:
+    where = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 9, in step\n    model(batch)\n'
+    said = judged(where + UNUSED).findings
+    assert [(one.rule, one.ranks) for one in said] == [("failed-rank", (3,))]
+    assert "train.py:9" in said[0].summary
+    worker = "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory.\n"
+    said = judged(worker + where + "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error.\n").findings
+    assert len(said) == 1 and "train.py:9" in said[0].summary
+
+
+def test_a_transfer_that_broke_off_says_nothing_against_its_address() -> None:
+    address = "fe80::966d:ae03:8b:df78%ib0<53249>"
+    broken = f"a:1:2 [1] NCCL WARN NET/IB : Got completion from peer {address} with error 4, opcode 1, len 1\n"
+    assert [one.confidence for one in judged(broken).findings] == [POSSIBLE]
+    refused = f"a:1:2 [1] NCCL WARN Net : Connect to {address} failed : Connection timed out\n"
+    assert [one.confidence for one in judged(refused).findings] == [LIKELY]
 
 
 def test_a_table_says_more_than_the_line_above_it() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -182,6 +183,34 @@ def test_if_nothing_can_be_written_at_all_it_is_an_oserror(tmp_path: Path, monke
     with pytest.raises(OSError, match="No space left"):
         write_report(at(incident()), tmp_path / "reports")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_storage_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the very cause, and whoever writes the report is to say so."""
+    answers, asked = threading.Event(), list[Path]()
+    write = report_folder._write_file
+
+    def write_file(path: Path, content: bytes) -> None:
+        if path.is_relative_to(tmp_path / "reports"):
+            asked.append(path)
+            answers.wait(30)
+        write(path, content)
+
+    monkeypatch.setattr(report_folder, "_write_file", write_file)
+    monkeypatch.setattr(report_folder, "_STORAGE_S", 0.2)
+    try:
+        for number in (1, 2):
+            folder = write_report(at(incident(number)), tmp_path / "reports")
+            assert folder.is_relative_to(temporary) and names(folder) == FILES
+        assert len(asked) == 1, "no second thread waits for it"
+    finally:
+        answers.set()
+    for thread in [*report_folder._waiting.values()]:
+        thread.join(30)
+    assert write_report(at(incident(3)), tmp_path / "reports").parent == tmp_path / "reports"
+    assert len([*(tmp_path / "reports").iterdir()]) == 2, "what it has taken at last, and the third"
 
 
 def test_the_page_is_put_beside_the_report_for_the_user_alone(tmp_path: Path) -> None:

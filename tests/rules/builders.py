@@ -57,6 +57,9 @@ FLUSH = Frame(
 )
 RANK_ZERO = Frame(file=f"{SITE}/lightning_utilities/core/rank_zero.py", line=41, function="wrapped_fn")
 TORCH_SAVE = Frame(file=f"{SITE}/torch/serialization.py", line=950, function="save")
+DUMP_CHECKPOINT = Frame(
+    file=f"{SITE}/lightning/pytorch/trainer/connectors/checkpoint_connector.py", line=475, function="dump_checkpoint"
+)
 CHECKPOINT_IO = Frame(file=f"{SITE}/lightning/fabric/plugins/io/torch_io.py", line=60, function="save_checkpoint")
 INFINITE = Frame(file=f"{SITE}/lightning/fabric/utilities/distributed.py", line=428, function="__exit__")
 

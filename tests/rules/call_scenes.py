@@ -7,6 +7,7 @@ from builders import (
     BACKWARD,
     BARRIER,
     CHECKPOINT_IO,
+    DUMP_CHECKPOINT,
     ENGINE,
     EPOCH_END,
     GRADIENTS,
@@ -156,6 +157,83 @@ def _in_group(number: int, name: str, net: Backend) -> RankFacts:
 def groups_in_another_order(net: Backend) -> JobFacts:
     """Rank 1 has entered group 2 first, the others group 1."""
     return job(*(_in_group(n, "2" if n == 1 else "1", net) for n in range(3)), world=3)
+
+
+def call_of_a_pair_left_out(net: Backend) -> JobFacts:
+    """Ranks meet in pairs and then all together in each step, and rank 2 has not met its own in this one."""
+    ranks = []
+    for rank in range(4):
+        pair, others = str(1 + rank // 2), {"backend": net.name, "op": "all_reduce", "dtypes": ("Float",)}
+        met = [
+            call
+            for step in range(1, 6)
+            for call in (
+                Collective(group=pair, seq=step, input_sizes=((1,),), completed=True, **others),  # type: ignore[arg-type]
+                Collective(group="0", seq=step, input_sizes=GRADIENTS, completed=True, **others),  # type: ignore[arg-type]
+            )
+        ]
+        waits_for_all = replace(met.pop(), completed=False)
+        waits_for_pair = replace(met.pop(), completed=rank < 2)
+        met += {2: [waits_for_all], 3: [waits_for_pair]}.get(rank, [waits_for_pair, waits_for_all])
+        called = {name: max(call.seq for call in met if call.group == name) for name in ("0", pair)}
+        groups = tuple(
+            Group(name=name, ranks=(0, 1, 2, 3) if name == "0" else (2 * (rank // 2), 2 * (rank // 2) + 1))
+            for name in ("0", pair)
+        )
+        groups = tuple(
+            replace(
+                group,
+                last_enqueued=called[group.name],
+                last_completed=max(call.seq for call in met if call.group == group.name and call.completed),
+            )
+            for group in groups
+        )
+        stack = (user("with_its_pair", 33), ALL_REDUCE) if rank == 3 else (ENGINE,)
+        base = net.rank(rank, *stack, seq=0, action=TRAINING_STEP if rank == 3 else BACKWARD)
+        ranks.append(replace(base, groups=groups, collectives=tuple(met)))
+    return job(*ranks)
+
+
+def hook_of_a_checkpoint_that_waits(net: Backend) -> JobFacts:
+    """Rank 0 tells somebody of the checkpoint while it is put together, and gets no answer."""
+    hook = user("on_save_checkpoint", 64, condition="if trainer.is_global_zero:  (line 63)")
+    save = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1380, function="save_checkpoint")
+    tells = net.working(
+        0,
+        *(save, DUMP_CHECKPOINT, hook, user("tell", 58, code="return chat.recv(64)")),
+        seq=60,
+        phase=Phase.CHECKPOINT,
+        action="[Callback]Notifying.on_save_checkpoint",
+    )
+    options = {"phase": Phase.CHECKPOINT}
+    return job(tells, *(net.in_barrier(rank, "Trainer.save_checkpoint", seq=61, **options) for rank in (1, 2, 3)))
+
+
+def step_skipped_twice_by_hand(net: Backend) -> JobFacts:
+    """Manual optimization: rank 1 left a batch of each epoch, in both of which the others have gone on to backward."""
+    steps = StepFacts(with_backward=10, skipped=2, skipped_epoch=1, skipped_batch=3, passes_epoch=1, passes_batch=5)
+    culprit = replace(net.finished(1, seq=60, batch=-1, epoch=2), steps=steps)
+    made = StepFacts(with_backward=10, passes_epoch=1, passes_batch=3)
+    line = user("training_step", 47)
+    others = {
+        n: replace(net.rank(n, line, ALL_REDUCE, seq=61, outstanding=1, sizes=((1,),), epoch=1, batch=4), steps=made)
+        for n in (0, 2, 3)
+    }
+    return ordered({1: culprit} | others)
+
+
+def search_that_ends_sooner(net: Backend) -> JobFacts:
+    """An optimizer asks for the loss again; rank 1's has asked once in batch 3, and the run is out of step since."""
+    again = f"{USER_FILE}:14 in step"
+    made = StepFacts(with_backward=12, passes=((0, 0, 2, 0, 1),), passes_epoch=1, passes_batch=4)
+    made = replace(made, under_way=(1, 5, 1), passes_from=(("", again), ()))
+    fewer = ((0, 0, 2, 0, 1), (0, 3, 1, 0, 1), (0, 4, 2, 0, 1))
+    culprit = replace(
+        net.finished(1, seq=60, batch=-1, epoch=2),
+        steps=replace(made, passes=fewer, passes_batch=5, under_way=(), passes_from=(("", again), (), ("", again))),
+    )
+    others = {n: replace(in_backward(net, n, epoch=1, batch=5, last=True), steps=made) for n in (0, 2, 3)}
+    return ordered({1: culprit} | others)
 
 
 def tags_that_do_not_match(net: Backend) -> JobFacts:
@@ -401,6 +479,22 @@ CALL_SCENES = (
     Scene(
         "groups in another order", groups_in_another_order, "crossed-groups", (1,), f"{USER_FILE}:68 in training_step"
     ),
+    Scene(
+        "call of a pair left out",
+        call_of_a_pair_left_out,
+        "crossed-groups",
+        (2,),
+        f"{USER_FILE}:33 in with_its_pair",
+    ),
+    Scene(
+        "hook of a checkpoint that waits",
+        hook_of_a_checkpoint_that_waits,
+        "rank-zero-only-work",
+        (0,),
+        f"{USER_FILE}:58 in tell",
+    ),
+    Scene("step skipped twice by hand", step_skipped_twice_by_hand, "skipped-step", (1,)),
+    Scene("search that ends sooner", search_that_ends_sooner, "skipped-step", (1,), f"{USER_FILE}:14 in step"),
     Scene("tags that do not match", tags_that_do_not_match, "unmatched-p2p", (0, 1), f"{USER_FILE}:75 in hand_over"),
     Scene(
         "another precision where one is gone",

@@ -440,6 +440,28 @@ def test_what_was_sent_tells_whether_the_other_had_been_in_that_line(
     assert (finding.rule, finding.ranks) == (rule, ranks)
 
 
+@pytest.mark.parametrize(("room", "ranks"), [(4, (1,)), (8, (0,))])
+def test_who_was_ended_counts_for_what_there_was_room_for(room: int, ranks: tuple[int, ...]) -> None:
+    """Rank 2's code has caught that the connection broke and gone on, so that its line is another one by now."""
+    line = user("on_validation_epoch_end", 607)
+    waits = GLOO.waiting(1, seq=61, world=3)
+    waits = replace(waits, collectives=tuple(replace(call, site="backward") for call in waits.collectives))
+    *before, gradients = waits.collectives
+    own = replace(gradients, input_sizes=((1,),), stack=(line,), site="end", completed=True)
+    lost = transport_error(GLOO.waiting(2, seq=62, world=3))
+    assert lost.exception is not None
+    gone_on = replace(
+        lost,
+        collectives=(*before, own, replace(gradients, seq=62)),
+        exception=replace(lost.exception, stack=(MAIN, RUN, ENGINE)),
+    )
+    gone = process(0, "gone", ended_by="SIGABRT", said=f"what(): op.preamble.length <= op.nbytes. 17040 vs {room}")
+    gone = replace(gone, stack=(RUN, line, ALL_REDUCE))
+    finding = first(job(waits, gone_on, world=3, witnessed=(gone,)))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", ranks)
+    assert finding.location.endswith("train.py:607 in on_validation_epoch_end")
+
+
 @pytest.mark.parametrize(("elements", "rule"), [(2403, "mismatched-collective"), (11, "diverged-collectives")])
 def test_what_was_sent_from_where_a_rank_has_ended_is_the_same_call(elements: int, rule: str) -> None:
     """The others have gone on from DDP's broadcast of its buffers to backward; 9,612 bytes are 2,403 floats."""

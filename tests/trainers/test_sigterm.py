@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -180,7 +180,7 @@ def test_without_a_signal_nothing_is_broadcast_before_a_batch(outcome: Outcome) 
     assert "SIGTERM" not in outcome.output
 
 
-@pytest.mark.skipif(Version(lightning.__version__) < Version("2.5.2"), reason="this Lightning does not broadcast it")
+@pytest.mark.skipif(Version(L.__version__) < Version("2.5.2"), reason="this Lightning does not broadcast it")
 @pytest.mark.program(*STOCK)
 def test_lightnings_own_handling_is_left_where_that_is_asked_for(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output

@@ -26,6 +26,8 @@ _MAX_FRAMES = 120
 _MAX_MESSAGE = 2000
 # Of the user's lines above a collective.
 _MAX_USERS = 8
+# What storage is given for a source file where somebody waits for it: that storage may be why ranks stand still.
+_READ_S = 0.5
 
 _PACKAGE = str(Path(__file__).parents[2])
 _OWN = f"{_PACKAGE}{os.sep}"
@@ -44,7 +46,8 @@ _RANK_WORDS = re.compile(
 def main_thread_stack() -> tuple[Frame, ...]:
     """The main thread's Python stack, outermost frame first.
 
-    Only the deepest frame has its source line, which shows whether it waits; :func:`with_source` gives the others.
+    Only the deepest frame has its source line, which shows whether it waits, unless storage does not answer;
+    :func:`with_source` gives the others.
     """
     return thread_stack(threading.main_thread().ident or 0)
 
@@ -57,8 +60,8 @@ def thread_stack(ident: int) -> tuple[Frame, ...]:
     """
     frame = sys._current_frames().get(ident)
     inner = _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame))
-    deepest = tuple(replace(f, code=linecache.getline(f.file, f.line).strip()) for f in inner[:1])
-    return (deepest + inner[1:])[::-1]
+    deepest = tuple(replace(f, code=_line(f.file, f.line)) for f in inner[:1] if _is_read(f.file))
+    return ((deepest or inner[:1]) + inner[1:])[::-1]
 
 
 def calling_thread_stack() -> tuple[Frame, ...]:
@@ -180,12 +183,46 @@ def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
     return tuple(
         replace(
             frame,
-            code=linecache.getline(frame.file, frame.line).strip(),
+            code=_line(frame.file, frame.line),
             rank_condition=rank_condition(frame.file, frame.line) if frame.user else "",
             handler=_around(frame.file).handlers.get(frame.line, "") if frame.user else "",
         )
         for frame in stack
     )
+
+
+def with_source_in_time(stack: Iterable[Frame]) -> tuple[Frame, ...]:
+    """The same, for whoever cannot wait for storage: what it does not give within a moment is left out."""
+    return tuple(with_source([frame])[0] if _is_read(frame.file) else frame for frame in stack)
+
+
+def _line(file: str, line: int) -> str:
+    return linecache.getline(file, line).strip()
+
+
+_read: set[str] = set()
+_reading: threading.Thread | None = None
+
+
+def _is_read(file: str) -> bool:
+    """Whether the lines of a file are known, as far as there are any, or can be had in a moment."""
+    global _reading
+    if file in _read or file.startswith("<"):
+        return True
+    if _reading is not None and _reading.is_alive():
+        return False
+
+    def read() -> None:
+        linecache.getlines(file)
+        _read.add(file)
+
+    _reading = threading.Thread(target=read, name="ncclsafe-source", daemon=True)
+    try:
+        _reading.start()
+    except RuntimeError:  # there are none any more
+        return False
+    _reading.join(_READ_S)
+    return file in _read
 
 
 def seen_frame(file: str, line: int, function: str) -> Frame:

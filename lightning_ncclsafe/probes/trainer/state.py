@@ -172,6 +172,12 @@ class TrainerProbe:
         found = {name: getattr(trainer, name, None) for name in _SETTINGS}
         if (validation_s := self._validation_s()) is not None:
             found["val_check_interval"] = f"{validation_s:g} s"
+        # What a callback is going to set, epoch by epoch.
+        schedules = (getattr(callback, "scheduling", None) for callback in getattr(trainer, "callbacks", ()))
+        for schedule in schedules:
+            if isinstance(schedule, dict):
+                counts = (f"{count} from epoch {epoch} on" for epoch, count in sorted(schedule.items()))
+                found["accumulate_grad_batches"] = ", ".join(counts)
         found |= {"first epoch": getattr(trainer, "current_epoch", 0), "first step": getattr(trainer, "global_step", 0)}
         return {name: str(value) for name, value in found.items() if value is not None}
 

@@ -1,7 +1,8 @@
 """What each batch has made, saves that failed and what is logged on all ranks; Lightning is not imported.
 
 On the training's thread a number and the first nodes of the loss's graph are looked at in each batch, and with manual
-optimization the line that calls for the pass: some microseconds; everything else is read when ranks are asked.
+optimization, or from a batch's second pass on, the line that calls for the pass: some microseconds; everything else is
+read when ranks are asked.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe._torch import process_groups
-from lightning_ncclsafe.code.libraries import GROUP_CREATION, LOGGED_VALUES, SEND_OR_RECV, Code
+from lightning_ncclsafe.code.libraries import GROUP_CREATION, LOGGED_VALUES, SEND_OR_RECV, TRAINING_LOOPS, Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, LoggedKey, MetricFacts, StepFacts
 from lightning_ncclsafe.probes.process.stacks import exception_facts, is_user_code, main_thread_stack, rank_condition
@@ -105,11 +106,14 @@ class StepRecord:
         self._made[1] += not is_reduced
         module = getattr(self._trainer, "lightning_module", None)
         self._without_graph += _is_from_nothing(loss, module)
-        if len(self._calls) < _MOST_CALLS and not getattr(module, "automatic_optimization", True):
+        is_by_hand = not getattr(module, "automatic_optimization", True)
+        if len(self._calls) < _MOST_CALLS and (is_by_hand or self._made[0] > 1):
+            # Lightning's own first pass of a batch is that of every batch; an optimizer may ask for more.
+            self._calls += [()] * (self._made[0] - 1 - len(self._calls))
             self._calls.append(self._called_from())
 
     def _called_from(self) -> Call:
-        """The user's functions up to Lightning's."""
+        """The user's functions up to Lightning's, within its loop."""
         found: list[tuple[CodeType, int]] = []
         for frame, line in itertools.islice(traceback.walk_stack(sys._getframe(2)), _LOOKED_AT):
             code = frame.f_code
@@ -117,7 +121,7 @@ class StepRecord:
                 self._is_users[code.co_filename] = is_user_code(code.co_filename)
             if self._is_users[code.co_filename]:
                 found.append((code, line))
-            elif found:
+            elif found or TRAINING_LOOPS.has(code.co_filename, code.co_name):
                 break
         return tuple(found[:_MOST_CALLERS])
 

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
 from lightning_ncclsafe.facts import Collective, RankFacts
 from lightning_ncclsafe.rules.kit import (
+    FEW_STEPS,
     Confidence,
     Evidence,
     Finding,
@@ -23,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     hang_rule,
     is_in,
+    missed_call,
     ranks_words,
     send_and_receive,
     verb,
@@ -172,16 +174,28 @@ def _circle(awaited: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
 
 
 def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
-    ranks = _odd_ones(view, {name for name, _ in circle.values()})
+    skipped = tuple(rank for rank in circle if _has_skipped(view, rank, circle))
+    is_decided = 0 < len(skipped) < len(circle)
+    ranks = skipped if is_decided else _odd_ones(view, {name for name, _ in circle.values()}, tuple(circle))
+    # The call that one has left out is that in which another waits for it.
+    callers = [rank for rank, (_, late) in circle.items() if late in skipped] if is_decided else ranks
     hops = [_hop(view, rank, name, late) for rank, (name, late) in list(circle.items())[:_SAID]]
+    why = f", and {ranks_words(skipped)} skipped what it called in every step before" if is_decided else ""
+    is_seen = all(_is_alone(view.facts[rank]) for rank in circle) and not is_decided
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
-        confidence=Confidence.CERTAIN if all(_is_alone(view.facts[rank]) for rank in circle) else Confidence.LIKELY,
-        location=calls_location(view, ranks),
+        f"{capitalised(', '.join(hops))}: they wait for each other in a circle{why}.",
+        confidence=Confidence.CERTAIN if is_seen else Confidence.LIKELY,
+        location=calls_location(view, callers),
         evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
     )
+
+
+def _has_skipped(view: Timeline, rank: int, circle: dict[int, tuple[str, int]]) -> bool:
+    """Whether another waits for it in a group that it has called in every step before, and not in this one."""
+    found = missed_call(view, rank, of_any_group=True)
+    return found is not None and found[1] >= FEW_STEPS and (found[0].group, rank) in circle.values()
 
 
 def _is_alone(facts: RankFacts) -> bool:
@@ -189,11 +203,16 @@ def _is_alone(facts: RankFacts) -> bool:
     return len({call.group for call in facts.collectives if not call.completed and not call.is_p2p}) <= 1
 
 
-def _odd_ones(view: Timeline, names: set[str]) -> tuple[int, ...]:
-    """Those that wait in another of these groups than most do; all of them where there is no majority."""
+def _odd_ones(view: Timeline, names: set[str], circle: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that wait in another of these groups than most do; all of the circle where nothing decides.
+
+    Of a group with fewer members fewer wait, whoever is wrong.
+    """
     if "" in names:
         return tuple(sorted(rank for rank in view.waiting if _peer(view, rank) in view.facts))
     waits = {rank: name for rank in view.waiting if (name := _waits_in(view, rank)) in names}
+    if len({group.members for group in view.groups if group.name in names}) > 1:
+        return tuple(sorted(circle))
     counts = Counter(waits.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         return tuple(sorted(waits))

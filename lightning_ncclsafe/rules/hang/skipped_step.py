@@ -143,11 +143,15 @@ def _skipped_more(view: Timeline) -> tuple[int, ...]:
         return ()
     # A rank that is some batches ahead may have skipped as many more as all do.
     least = min(steps.values(), key=lambda known: (known.skipped, -known.with_backward))
-    return tuple(rank for rank, known in steps.items() if known.skipped - least.skipped > max(_ahead(known, least), 0))
+    return tuple(rank for rank, known in steps.items() if known.skipped - least.skipped > _may_be_ahead(known, least))
 
 
-def _ahead(steps: StepFacts, of: StepFacts) -> int:
-    return steps.with_backward + steps.skipped - of.with_backward - of.skipped
+def _may_be_ahead(steps: StepFacts, of: StepFacts) -> int:
+    """How many of the batches that one rank has skipped another may not have come to."""
+    last = (steps.skipped_epoch, steps.skipped_batch)
+    if min(last) >= 0 and last <= (of.passes_epoch, of.passes_batch):
+        return 0
+    return max(steps.with_backward + steps.skipped - of.with_backward - of.skipped, 0)
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:

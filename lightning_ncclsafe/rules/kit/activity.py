@@ -233,10 +233,13 @@ def _hook_action(actions: tuple[Action, ...]) -> Action | None:
 
 def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[_Landmark | None, tuple[Frame, ...]]:
     """What the deepest telling frame says, and the frames around that frame."""
-    below_user = False
+    below_user = in_hook = False
     for depth in range(len(inside) - 1, -1, -1):
         found = _landmark(inside[depth])
-        if found and not (found.weak and below_user):
+        # What a hook of the user's does while a checkpoint is put together is none of its writing.
+        in_hook = in_hook or (below_user and is_in(libraries.PUTTING_CHECKPOINT_TOGETHER, inside[depth : depth + 1]))
+        is_around = found is not None and found.kind is Kind.CHECKPOINT and in_hook
+        if found and not (found.weak and below_user) and not is_around:
             return found, inside[:depth]
         below_user = below_user or inside[depth].user
     return None, inside

@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.kit.activity import (
 )
 from lightning_ncclsafe.rules.kit.caught import has_gone_on, skips_handled
 from lightning_ncclsafe.rules.kit.meaning import unit_of, unit_words
-from lightning_ncclsafe.rules.kit.overruns import aborted, few_by_site, is_gone, size_bytes
+from lightning_ncclsafe.rules.kit.overruns import aborted, bytes_at_once, few_by_site, is_gone, overrun_of, size_bytes
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Signature, Timeline, signature
@@ -226,7 +226,7 @@ _WHERE = 4
 _VARIANTS = 3
 _LISTED = 8
 # What a rank has called in as many steps belongs to them.
-_FEW_STEPS, _STEPS = 2, 4
+FEW_STEPS, _STEPS = 2, 4
 
 
 def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
@@ -238,8 +238,27 @@ def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
     ended = len(every) > len(split.calls)
     ranks = split.deviating
     gone_on = has_gone_on(view, ranks) or skips_handled(view, ranks)[0] if len(ranks) == len(split.calls) else ()
-    by_site = few_by_site(view, every) if ended else ()
-    return tuple(conditioned(view, every)) or gone_on or tuple(out_of_step(view, every)) or by_site or ranks
+    few = (_few_by_room(view, split) or few_by_site(view, every)) if ended else ()
+    return tuple(conditioned(view, every)) or gone_on or tuple(out_of_step(view, every)) or few or ranks
+
+
+def _few_by_room(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """The minority, to which those count that gloo has ended: there was room for what they had called, as it says."""
+    different = variants(split.calls)
+    called = [[*ranks] for _, ranks in different]
+    for rank in aborted(view):
+        told = overrun_of(view, rank)
+        fits = [
+            number
+            for number, (call, _) in enumerate(different)
+            if told is not None and told[1] in bytes_at_once(call, view.job.world_size)
+        ]
+        if len(fits) != 1:
+            return ()
+        called[fits[0]].append(rank)
+    most, *others = sorted(called, key=len, reverse=True)
+    is_most = bool(others) and len(others[0]) < len(most)
+    return tuple(sorted(rank for few in others for rank in few)) if is_most else ()
 
 
 def overrun_in(view: Timeline, split: Divergence) -> tuple[int, ...]:
@@ -427,13 +446,13 @@ def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, 
     others = tuple(rank for rank in ranks if rank not in own)
     if not own or len(own) != len(others) or not all(map(inside.__getitem__, others)):
         return {}
-    left_out = {rank: found for rank in others if (found := _left_out(view, rank))}
-    if not left_out:
+    skipped = {rank: found for rank in others if (found := missed_call(view, rank))}
+    if not skipped:
         return own
-    if left_out.keys() != {*others} or any(steps < _FEW_STEPS for _, steps in left_out.values()):
+    if skipped.keys() != {*others} or any(steps < FEW_STEPS for _, steps in skipped.values()):
         return {}
     words = "and skipped {}, which it called in every step before"
-    return {rank: words.format(call_words(call)) for rank, (call, _) in left_out.items()}
+    return {rank: words.format(call_words(call)) for rank, (call, _) in skipped.items()}
 
 
 def _own_call(stack: tuple[Frame, ...]) -> str:
@@ -444,29 +463,36 @@ def _own_call(stack: tuple[Frame, ...]) -> str:
     return ""
 
 
-def _left_out(view: Timeline, rank: int) -> tuple[Collective, int] | None:
+def missed_call(view: Timeline, rank: int, *, of_any_group: bool = False) -> tuple[Collective, int] | None:
     """What a rank has called in each of its last steps, and not in this one; and in how many of them.
 
     A step goes from one call of what it is in to the next.
+
+    Args:
+        view: The job.
+        rank: The rank.
+        of_any_group: Whether calls of other groups than that which it waits in count, too.
     """
     if rank not in view.facts:
         return None
-    entries = view.facts[rank].collectives
+    entries = [entry for entry in view.facts[rank].collectives if not entry.is_p2p]
     present = view.activities[rank].collective or next(reversed(entries), None)
     if present is None:
         return None
-    steps: list[dict[Signature, Collective]] = [{}]
+    steps: list[dict[tuple[str, Signature], Collective]] = [{}]
     for entry in entries:
-        if entry.group == present.group and entry.seq <= present.seq:
-            if signature(entry) == signature(present):
+        if entry.group != present.group and not of_any_group:
+            continue
+        if entry.group != present.group or entry.seq <= present.seq:
+            if (entry.group, signature(entry)) == (present.group, signature(present)):
                 steps.append({})
             else:
-                steps[-1][signature(entry)] = entry
+                steps[-1][entry.group, signature(entry)] = entry
     # The first is no whole step, the last one has only begun with the present call.
     *before, last = steps[1:-1] or [{}]
     before = before[-_STEPS:]
     missing = [found for kind, found in (before[-1].items() if before else ()) if kind not in last]
-    usual = (call for call in missing if all(signature(call) in step for step in before))
+    usual = (call for call in missing if all((call.group, signature(call)) in step for step in before))
     return next(((call, len(before)) for call in usual), None)
 
 

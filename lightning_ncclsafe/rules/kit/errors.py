@@ -21,7 +21,7 @@ _LIMIT = re.compile(
 # Of late peers only, though raised as any error may be; and what a back end raises of the rank's own call.
 _OF_OTHERS = re.compile(r"monitoredBarrier|Watchdog caught collective operation timeout")
 _OF_ITS_OWN = re.compile(
-    r"Duplicate GPU detected|Address already in use|EADDRINUSE"
+    r"Duplicate GPU detected|Address already in use|EADDRINUSE|no socket interface found"
     r"|ncclInvalidUsage|ncclInvalidArgument|No backend type associated|no GPUs found"
     r"|Tensors must be (?:CUDA|on GPU|contiguous|dense)"
 )

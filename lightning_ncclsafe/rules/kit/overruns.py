@@ -111,7 +111,7 @@ def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
     places = {(frame.file, frame.function) for rank in ended for frame in view.witnesses[rank].stack}
     recent = (view.with_stack(call) for facts in view.facts.values() for call in facts.collectives[-_RECENT:])
     return any(
-        size in _bytes_at_once(call, view.job.world_size)
+        size in bytes_at_once(call, view.job.world_size)
         and bool(call.stack)
         and all((frame.file, frame.function) in places for frame in call.stack)
         for call in recent
@@ -131,12 +131,12 @@ def few_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sent_at_once(facts: RankFacts, world_size: int) -> tuple[int, ...]:
-    """What `_bytes_at_once` says of the last collective of a rank."""
+    """What `bytes_at_once` says of the last collective of a rank."""
     last = next(reversed(facts.collectives), None)
-    return () if last is None else _bytes_at_once(last, world_size)
+    return () if last is None else bytes_at_once(last, world_size)
 
 
-def _bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:
+def bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:
     """Bytes that gloo sends at once for a collective: all of a tensor, or a segment of its ring."""
     if call.backend != "gloo":
         return ()

@@ -277,7 +277,8 @@ class OtherCounts(NamedTuple):
     @property
     def left_out(self) -> str:
         """The call that these have left out, where another rank has made it; empty where that is not known."""
-        own = self.made[self.ranks[0]].called
+        few = self.made[self.ranks[0]]
+        own = (*few.called, *[""] * (few.of(self.kind) - len(few.called)))
         for made in self.made.values():
             if made.of(self.kind) > len(own) and len(made.called) > len(own):
                 pairs = zip(made.called, (*own, ""), strict=False)
@@ -287,7 +288,7 @@ class OtherCounts(NamedTuple):
     @property
     def _is_searched(self) -> bool:
         """Whether an optimizer may have asked for the loss as often as its search took: all have several passes."""
-        are_by_hand = any(made.called for made in self.made.values())
+        are_by_hand = any(made.called[:1] not in ((), ("",)) for made in self.made.values())
         return self.kind == 0 and min(self._by_count()) > _USUAL and not are_by_hand
 
     def _by_count(self) -> dict[int, list[int]]:

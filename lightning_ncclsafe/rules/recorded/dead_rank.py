@@ -12,10 +12,12 @@ from lightning_ncclsafe.rules.recorded.questions import (
     compared,
     details_of,
     died,
+    fatal,
     fatal_exit,
     gone,
     lines_of,
     raised,
+    said_of_all,
     stated,
 )
 from lightning_ncclsafe.rules.recorded.telling import recorded
@@ -66,21 +68,22 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
 def _killed(view: Timeline) -> tuple[Statement, ...]:
     """Ends of processes of which the log does not say which rank they were; not by an exception, nor by an abort."""
     ends = stated(view.job, StatementKind.ENDED)
-    return tuple(one for one in ends if one.exit_code is None or one.exit_code in FATAL)
+    return tuple(one for one in ends if one.exit_code is None or fatal(one.exit_code))
 
 
 def _nameless(view: Timeline) -> Iterator[Finding]:
     found = _killed(view)
-    codes = [one.exit_code for one in found if one.exit_code is not None]
+    codes = [code for one in found if (code := fatal(one.exit_code))]
     how = FATAL[codes[0]] if codes else ""
     local = next((one.local_rank for one in found if one.local_rank is not None), None)
     which = f"process {local} of a host" if local is not None else "a process"
     said = next(details_of(found), "")
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     what = f"{said or 'a launcher'} says that {which} was {how}" if codes else said or f"{which} is dead"
-    text = f"{what}; the log does not say which rank that is{tail}"
+    ranks = said_of_all(found) if all(one.ranks for one in found) else ()
+    text = f"{what}{'' if ranks else '; the log does not say which rank that is'}{tail}"
     yield recorded(
-        (),
+        ranks,
         f"{text}.",
         confidence=Confidence.LIKELY if codes else Confidence.POSSIBLE,
         evidence=lines_of(found),

@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.recorded.questions import (
     compared,
     details_of,
     died,
+    is_error,
     lines_of,
     raised,
     stated,
@@ -30,7 +31,6 @@ from lightning_ncclsafe.rules.recorded.questions import (
 from lightning_ncclsafe.rules.recorded.telling import recorded
 
 _GIST = 200
-_BY_SIGNAL = 128
 _OF_DEVICE = (
     "Look at this GPU and at its host: nvidia-smi -q, the kernel's log (dmesg | grep -i xid), its ECC counters. Take "
     "the host out if it happens again; if it moves to another GPU with the code, CUDA_LAUNCH_BLOCKING=1 finds its "
@@ -38,10 +38,19 @@ _OF_DEVICE = (
 )
 _REMEDIES = {
     "CUDA error": _OF_DEVICE,
+    "CUDA failure": _OF_DEVICE,
     "Xid": _OF_DEVICE,
     "Duplicate GPU": (
         "Give every rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK) before the process group is made, no "
         "fixed device in the code, no more processes on a host than CUDA_VISIBLE_DEVICES has GPUs."
+    ),
+    "No network interface": (
+        "Let NCCL_SOCKET_IFNAME name an interface of this host that leads to the others (ip -brief address lists "
+        "them), or unset it; in a container see whether it has any but lo."
+    ),
+    "DistNetworkError": (
+        "Give every launch a port of its own (torchrun --rdzv-endpoint, MASTER_PORT), and end what earlier ones have "
+        "left running (ss -ltnp shows who listens)."
     ),
     "Mismatched NCCL version": "Install one version of PyTorch, or of NCCL, on all hosts; see LD_LIBRARY_PATH.",
 }
@@ -113,23 +122,33 @@ def _remedy(name: str, at: str, what: str) -> str:
 def _ended(view: Timeline, rank: int) -> bool:
     """Whether a launcher says that an error of its own has ended this rank."""
     record = view.facts[rank].record
-    return record is not None and 0 < (record.exit_code or 0) < _BY_SIGNAL
+    return record is not None and is_error(record.exit_code)
 
 
 def _ended_first(view: Timeline) -> Iterator[Finding]:
-    """By its launcher's word a rank was the first to fail, by an error that was read nowhere."""
+    """By its launcher's word a rank was the first to fail, or one of those, by an error that was read nowhere."""
+    codes: dict[int, int] = {}
     for rank, facts in sorted(view.facts.items()):
         code = facts.record.exit_code if facts.record is not None and facts.record.ended_first else None
-        if code is not None and 0 < code < _BY_SIGNAL and facts.exception is None and not view.waits(rank):
-            yield recorded(
-                (rank,),
-                f"Rank {rank} was the first to end, with exit code {code}; its traceback was not read.",
-                confidence=Confidence.POSSIBLE,
-                evidence=(
-                    Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {code}, the first one."),
-                ),
-                remedy="Look for the traceback in this rank's own output, and pass that file as well.",
-            )
+        if code is not None and is_error(code) and facts.exception is None and not view.waits(rank):
+            codes[rank] = code
+    ranks, words = tuple(codes), " or ".join(map(str, sorted(set(codes.values()))))
+    if not ranks:
+        return
+    one = f"{ranks_words(ranks)} was the first to end, with exit code {words}; its traceback was not read."
+    several = f"{ranks_words(ranks)} ended with exit code {words}; the log does not say which was the first."
+    yield recorded(
+        ranks,
+        one if len(ranks) == 1 else several,
+        confidence=Confidence.POSSIBLE,
+        evidence=tuple(
+            Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {codes[rank]}, no earlier one.")
+            for rank in ranks[:8]
+        ),
+        remedy="Look for the traceback in the output of these ranks, and pass those files as well."
+        if len(ranks) > 1
+        else "Look for the traceback in this rank's own output, and pass that file as well.",
+    )
 
 
 def _lost_its_worker(view: Timeline) -> Iterator[Finding]:
@@ -150,7 +169,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     """Processes ended with an error, and it is not said of which rank, or which of several was the first."""
     if anybody_gave_up(view) or compared(view.job) or died(view):
         return
-    ends = tuple(one for one in stated(view.job, StatementKind.ENDED) if 0 < (one.exit_code or 0) < _BY_SIGNAL)
+    ends = tuple(one for one in stated(view.job, StatementKind.ENDED) if is_error(one.exit_code))
     several = tuple(rank for rank in sorted(view.facts) if _ended(view, rank) and not view.waits(rank))
     if not ends and not several:
         return

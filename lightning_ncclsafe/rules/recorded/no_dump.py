@@ -56,7 +56,8 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     only = only and split_of(view) is None and view.facts.keys() == set(first.held)
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
     if older:
-        who = f"The dumps of {ranks_words(older)} are older than those of the others, which wait"
+        whose = f"The dumps of {ranks_words(older)}"
+        who = f"{whose} are older than those of the others, or of another start, and the others wait"
         whom = f"{'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
         then = f"Unless the run still moved then, these wait for {whom}"
     else:

@@ -15,16 +15,27 @@ FATAL = {
     -4: "ended by an illegal instruction (SIGILL)",
     -8: "ended by an arithmetic error (SIGFPE)",
 }
-_FROM_SHELL = {128 - code: code for code in FATAL}
+_LAST_CODE, _SIGNALS = 128, 64
+_FROM_SHELL = {_LAST_CODE - code: code for code in FATAL}
 # More than there are bytes in any GPU: a length that was read of something else than a length.
 _ABSURD = re.compile(r"[Tt]ried to allocate more than 1EB")
+
+
+def fatal(code: int | None) -> int:
+    """The signal in an exit code, negative, also where a shell has made it a number above 128; 0 where it is none that
+    explains anything."""
+    return code if code in FATAL else _FROM_SHELL.get(code or 0, 0)
+
+
+def is_error(code: int | None) -> bool:
+    """Whether a process has ended by itself with this exit code, and not well."""
+    return code is not None and (0 < code <= _LAST_CODE or code > _LAST_CODE + _SIGNALS)
 
 
 def fatal_exit(view: Timeline, rank: int) -> int:
     """The signal that ended this rank, negative; 0 where it was none that explains anything."""
     record = view.facts[rank].record
-    code = record.exit_code if record is not None and record.exit_code is not None else 0
-    return code if code in FATAL else _FROM_SHELL.get(code, 0)
+    return fatal(record.exit_code) if record is not None else 0
 
 
 def died(view: Timeline) -> tuple[int, ...]:
@@ -39,8 +50,16 @@ def died(view: Timeline) -> tuple[int, ...]:
 
 
 def raised(view: Timeline) -> tuple[int, ...]:
-    """Ranks with an exception of their own, those aside that only a mismatched collective can have brought about."""
-    return tuple(rank for rank in view.raised if not _ABSURD.search(_message(view, rank)))
+    """Ranks with an exception of their own, those aside that only a mismatched collective can have brought about.
+
+    A line with the name of an exception, without a traceback, does not explain a signal that a launcher reports.
+    """
+    return tuple(rank for rank in view.raised if not _ABSURD.search(_message(view, rank)) and not _is_line(view, rank))
+
+
+def _is_line(view: Timeline, rank: int) -> bool:
+    exception = view.facts[rank].exception
+    return exception is not None and not exception.stack and fatal_exit(view, rank) != 0
 
 
 def misled(view: Timeline) -> tuple[int, ...]:

@@ -129,12 +129,18 @@ class _Standstill:
         self.open = {
             rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()
         }
+        # The first number that a rank's ring still has, where dumps have what has ended as well.
+        self.first: dict[tuple[int, str], int] = {}
+        self.is_whole = 2 * sum(any(one.completed for one in facts.collectives) for facts in view.facts.values()) > len(
+            self.open
+        )
         self.calls: dict[_Op, dict[int, Collective]] = defaultdict(dict)
         self.ended: dict[_Op, set[int]] = defaultdict(set)
         for rank, facts in view.facts.items():
             for call in facts.collectives:
                 if call.is_p2p:
                     continue
+                self.first[(rank, call.group)] = min(call.seq, self.first.get((rank, call.group), call.seq))
                 if call.completed:
                     self.ended[(call.group, call.seq)].add(rank)
                 else:
@@ -142,6 +148,8 @@ class _Standstill:
         # The oldest of each group, and the oldest of all, of which parts of a batch are one.
         self.waits = {rank: dict(_oldest_by_group(calls)) for rank, calls in self.open.items()}
         self.ends = {rank: self._ends(rank) for rank in self.open}
+        # What devices have started is known with TORCH_NCCL_ENABLE_TIMING only, which may be set on some hosts.
+        self.timed = {rank for rank in view.facts if self._is_timed(rank)}
         self.edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
         self.unmatched: set[tuple[int, int]] = set()
         self.moved = False
@@ -153,6 +161,12 @@ class _Standstill:
             call.seq > group.last_completed + 1
             for name, call in self.waits[rank].items()
             if (group := self.groups[rank].get(name)) is not None and not group.is_mixed
+        )
+
+    def _is_timed(self, rank: int) -> bool:
+        calls = self.view.facts[rank].collectives
+        return any(call.duration_ms is not None or (call.started and not call.completed) for call in calls) or any(
+            group.last_started > 0 for group in self.groups[rank].values()
         )
 
     def is_idle(self, rank: int) -> bool:
@@ -176,8 +190,9 @@ class _Standstill:
             return Seen.ABSENT
         if op[1] <= group.last_completed:
             return Seen.ENDED
-        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost them all.
-        return Seen.ENDED if op[0] in self.waits[rank] else Seen.CALLED
+        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost it, or all.
+        is_lost = self.is_whole and op[1] < self.first.get((rank, op[0]), 0)
+        return Seen.ENDED if op[0] in self.waits[rank] and not is_lost else Seen.CALLED
 
     def is_head(self, rank: int, call: Collective) -> bool:
         """Whether a rank's device has nothing older to get through, as far as is known."""
@@ -260,7 +275,7 @@ class _Standstill:
             # What the one sends is not what the other has room for.
             self.unmatched.add((rank, peer))
             return Seen.ABSENT
-        return Seen.OPEN if call.started and not other.started else None
+        return Seen.OPEN if call.started and not other.started and peer in self.timed else None
 
     def _wait_in(self, op: _Op) -> None:
         """For whom a collective waits: those that have not called it, else those that have not come to it."""
@@ -276,8 +291,8 @@ class _Standstill:
         if Seen.ABSENT in edges.values():
             # What is known to be missing explains it.
             self.edges[op] = {node: seen for node, seen in edges.items() if seen is not Seen.UNKNOWN}
-        elif 0 < len(started) < len(called):
-            edges.update(dict.fromkeys(called.keys() - started - edges.keys(), Seen.OPEN))
+        elif started:
+            edges.update(dict.fromkeys((called.keys() & self.timed) - started - edges.keys(), Seen.OPEN))
 
     def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
         found: dict[tuple[str, str, int], Collective] = {}

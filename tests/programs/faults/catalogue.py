@@ -38,6 +38,9 @@ import thread_rank_zero
 import thread_second
 import thread_second_healthy
 import thread_second_more
+import thread_sixth
+import thread_sixth_healthy
+import thread_sixth_process
 import thread_start
 from truths import all_cases
 
@@ -80,6 +83,9 @@ THEMES = (
     thread_second,
     thread_second_healthy,
     thread_second_more,
+    thread_sixth,
+    thread_sixth_healthy,
+    thread_sixth_process,
     thread_start,
 )
 
