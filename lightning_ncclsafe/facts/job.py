@@ -490,8 +490,8 @@ class InspectionFacts:
 
     @property
     def stood_s(self) -> float:
-        """Seconds for which it is known to stand still; 0 if it moves."""
-        return 0.0 if self.moved else max(self.over_s, self.slept_s or 0.0)
+        """Seconds for which it is known to stand still; 0 if it moves, or nothing is known."""
+        return 0.0 if self.moved else max(self.over_s if self.moved is False else 0.0, self.slept_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,13 +106,16 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     moves = any(one.inspection is not None and one.inspection.moved for one in facts)
     ended = sorted(one.process.rank for one in seen if ends_in(one.looks) or (one.ended_after and moves))
     after = sorted(one.process.rank for one in seen if one.ended_after and not moves)
+    # So does a job whose last step took a while.
+    is_over = len(after) == len(seen)
+    after_words = "all of them" if is_over else "this is what was seen before"
     return JobFacts(
         incident=Incident(
             number=1,
             kind=IncidentKind.INSPECTED,
             opened_by=min(known),
             opened_ns=taken_ns,
-            idle_s=stood_s(seen) if stands and not ended else 0.0,
+            idle_s=stood_s(seen) if stands and not ended and not is_over else 0.0,
         ),
         world_size=world_size,
         ranks=tuple(sorted(facts, key=lambda one: one.rank)),
@@ -121,7 +124,7 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
         launch=seen[0].process.job,
         missing=(
             *([f"{capitalised(ranks_words(ended))} ended meanwhile: inspect again."] if ended else []),
-            *([f"{capitalised(ranks_words(after))} ended after that: this is what was seen before."] if after else []),
+            *([f"{capitalised(ranks_words(after))} ended after that: {after_words}."] if after else []),
             _NOT_SEEN,
         ),
     )

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from lightning_ncclsafe.code.libraries import (
     EVALUATION_LOOPS,
@@ -14,7 +15,9 @@ from lightning_ncclsafe.code.libraries import (
     PREDICTION_LOOPS,
     SANITY_CHECK,
     SAVE_CHECKPOINT,
+    SETUP_OF_LOADERS,
     STRATEGY_BARRIER,
+    TEARDOWN,
     TESTING,
     TRAINER,
     TRAINING_LOOPS,
@@ -68,10 +71,17 @@ def _phase(stack: Sequence[SeenFrame], actions: Sequence[str]) -> Phase:
     )
     found = next((phase for code, phase in known if _is_in(code, stack)), None)
     if found is not None:
-        return found
+        return Phase.INIT if found is Phase.TRAIN and _is_before_the_loop(stack) else found
     if any(name.endswith(_AFTER_THE_LOOP) for name in actions):
         return Phase.TRAIN
     return Phase.INIT if is_in_trainer(stack) else Phase.UNKNOWN
+
+
+def _is_before_the_loop(stack: Sequence[SeenFrame]) -> bool:
+    """Whether the loop makes its loaders for the first time; those that are made anew belong to an epoch."""
+    return any(
+        SETUP_OF_LOADERS.has(one.file, one.function) and above.function == "run" for above, one in pairwise(stack)
+    )
 
 
 def _actions(stack: Sequence[SeenFrame]) -> Iterator[str]:
@@ -87,6 +97,8 @@ def _actions(stack: Sequence[SeenFrame]) -> Iterator[str]:
             loop = ""
         elif INIT_PROCESS_GROUP.has(frame.file, frame.function):
             yield "init_process_group"
+        elif TEARDOWN.has(frame.file, frame.function):
+            yield "teardown"
         elif STRATEGY_BARRIER.has(frame.file, frame.function):
             named = _BARRIER.search(frame.values.get("name", ""))
             yield from [f"barrier:{named[1]}"] if named else []

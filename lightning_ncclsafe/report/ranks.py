@@ -141,6 +141,11 @@ def inspected_answer(job: JobFacts) -> str:
     if standing and moving:
         meanwhile = clause(standing, "stood still meanwhile")
         return f"Nothing found: {clause(moving, 'moves|move')}, and {meanwhile}: inspect again."
+    if standing and not job.incident.idle_s:
+        return (
+            f"Nothing found: {clause(standing, 'stood still')}, and ended while being looked at, as after a long step, "
+            "or as what hangs and is ended."
+        )
     if standing:
         return f"Nothing found: {clause(standing, 'stands|stand')} still, and nobody is seen to wait for another rank."
     return f"Nothing found: the job moves. {capitalised(clause([f.rank for f in job.ranks], 'goes|go'))} on."

@@ -158,6 +158,26 @@ def test_who_imports_code_of_collectives_is_in_none() -> None:
     assert [finding.ranks for finding in judged(waiting(0), late).findings] == [(1,)]
 
 
+def test_who_votes_on_stopping_may_be_the_only_one_to_have_that_callback() -> None:
+    """Beside that, ranks that are past their batches have run out of them, as far as can be told."""
+
+    def named(file: str, function: str) -> tuple[str, tuple[int, ...]]:
+        votes = (user(10), SIGTERM[0], SeenFrame(f"{SITE}/lightning/pytorch/loops/fit_loop.py", 9, "on_advance_end"))
+        hook = SeenFrame(
+            f"{SITE}/lightning/pytorch/trainer/call.py",
+            1,
+            "_call_callback_hooks",
+            {"hook_name": "'on_train_epoch_end'"},
+        )
+        own = (*votes, hook, SeenFrame(f"{SITE}/lightning/pytorch/callbacks/{file}", 3, function), BARRIER)
+        ranks = [rank(0, *(look(at, *own) for at in (0, LONG_STEP_S)), of=3), in_library(1), in_library(2)]
+        first = judged(*ranks).findings[0]
+        return first.rule, first.ranks
+
+    assert named("early_stopping.py", "_run_early_stopping_check") == ("diverged-collectives", (0,))
+    assert named("model_checkpoint.py", "_save_topk_checkpoint") == ("uneven-batches", (0,))
+
+
 def test_ranks_that_wait_in_one_call_or_beside_one_that_works_have_not_diverged() -> None:
     together = judged(in_library(0, of=2), in_library(1, of=2))
     works = rank(2, *(look(at, user(10), SIGTERM[0], user(40, "evaluate")) for at in (0, 1, 2)), of=3)
@@ -222,6 +242,21 @@ def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_bef
     moves = rank(0, look(0, user(30)), look(2, user(31)))
     diagnosis = judged(replace(moves, ended_after=True), replace(waiting(1), ended_after=True))
     assert diagnosis.findings == () and "Ranks 0-1 ended meanwhile: inspect again." in diagnosis.unanswered
+
+
+def test_where_all_ranks_end_after_that_it_may_have_been_a_step_and_nothing_is_found() -> None:
+    works = rank(0, *(look(at, user(30, "evaluate")) for at in (0, 8)))
+    diagnosis = judged(*(replace(one, ended_after=True) for one in (works, waiting(1))))
+    assert diagnosis.findings == ()
+    text = " ".join(render_text(diagnosis).split())
+    assert text.startswith("Nothing found: ranks 0-1 stood still, and ended while being looked at")
+    assert "Ranks 0-1 ended after that: all of them." in text and "train.py:30 in evaluate" in text
+
+
+def test_of_a_rank_whose_stack_was_read_once_nobody_knows_whether_it_stands() -> None:
+    ranks = [rank(0, look(0, user(30, "evaluate")), look(2)), waiting(1)]
+    assert [facts.inspection.stood_s for facts in job_facts(ranks).ranks if facts.inspection] == [0.0, 2.0]
+    assert judged(ranks[0], rank(1, look(0, user(20), BARRIER), look(2))).findings == ()
 
 
 def test_of_a_program_without_a_trainer_nobody_is_said_to_have_called_one(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -291,6 +326,9 @@ def test_who_is_at_the_end_of_the_trainers_call_when_the_others_have_ended_has_n
         return first.rule, first.ranks, first.confidence
 
     assert named("on_fit_end") == ("unfinished-rank", (0,), Confidence.LIKELY)
+    stack = (user(10), SIGTERM[0], replace(hook, function="_call_teardown_hook"), user(86, "finalize"))
+    first = judged(rank(0, *(look(at, *stack) for at in (0, LONG_STEP_S))), gone).findings[0]
+    assert (first.rule, first.ranks) == ("unfinished-rank", (0,)) and "in teardown at" in first.summary
     assert named("on_train_batch_end") == ("dead-rank", (1,), Confidence.POSSIBLE)
     # What one rank does once the others have left the program holds up nobody.
     after = judged(rank(0, *(look(at, user(90, "export")) for at in (0, LONG_STEP_S))), gone)

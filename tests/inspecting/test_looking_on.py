@@ -82,7 +82,7 @@ def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[
 
 def test_whoever_asks_for_some_seconds_gets_an_answer_after_these(pair: "list[subprocess.Popen[bytes]]") -> None:
     found, said = inspected(
-        pair, reader := Scripted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER)), 0.1
+        pair, reader := Scripted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER)), 0.5
     )
     assert ({*reader.times.values()}, said) == ({LOOKS}, [])
     assert found.diagnoses[0].findings[0].confidence is Confidence.POSSIBLE

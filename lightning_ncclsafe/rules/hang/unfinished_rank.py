@@ -28,7 +28,7 @@ from lightning_ncclsafe.rules.kit import (
     verb,
 )
 
-_AT_END = (".on_fit_end", ".on_train_end", ".on_test_end", ".on_predict_end", ".on_predict_epoch_end", ".teardown")
+_AT_END = (".on_fit_end", ".on_train_end", ".on_test_end", ".on_predict_end", ".on_predict_epoch_end", "teardown")
 _REMEDY_CALL = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. Do it on all of them "
     "once fit has returned, or let one rank alone do it with a Trainer of its own, of one device."

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import END_OF_EPOCH
+from lightning_ncclsafe.code.libraries import EARLY_STOPPING, END_OF_EPOCH
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts, StepFacts
 from lightning_ncclsafe.rules.kit.activity import hook_words, is_in
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
@@ -110,7 +110,12 @@ def _may_be_left_behind(view: Timeline, ended: tuple[int, ...], still: tuple[int
     """
     are_seen = waits_apart(view) is not None
     is_early = all(view.facts[rank].progress.batch_idx < 1 for rank in still)
-    return are_seen and is_early and all(in_own_call(view, rank) for rank in ended)
+    # Not all need have this callback, or the value that it looks at.
+    return are_seen and is_early and all(in_own_call(view, rank) or _votes_on_stopping(view, rank) for rank in ended)
+
+
+def _votes_on_stopping(view: Timeline, rank: int) -> bool:
+    return is_in(EARLY_STOPPING, view.facts[rank].stack)
 
 
 def _is_explained(view: Timeline) -> bool:
