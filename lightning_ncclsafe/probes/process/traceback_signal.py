@@ -88,12 +88,19 @@ class TracebackSignal:
         self._signum = 0
         self._is_for_crashes = False
         self._pid = 0
+        self._is_of_rank = False
         self._hook_before = sys.excepthook
 
     def arm(self) -> Armed | None:
-        """Arms the first real-time signal that nobody uses; None where the platform has none. Once is enough."""
+        """Arms the first real-time signal that nobody uses, or the same again; None where the platform has none."""
+        if self._file is not None and not _handles(os.getpid(), self._signum):
+            # Lightning sets all signals back, and Python knows nothing of faulthandler's handler.
+            faulthandler.unregister(self._signum)
+            faulthandler.register(self._signum, file=self._file, all_threads=True)
         for signum in () if self._file is not None else _free_signals():
             self._file, self._signum, self._pid = _open_file(signum), signum, os.getpid()
+            # Lightning takes that out of the environment again when its Trainer ends.
+            self._is_of_rank = _is_launched(os.environ)
             faulthandler.register(signum, file=self._file, all_threads=True)
             # Of a crash, too, unless the user wants to read that elsewhere; see LastWords.
             self._is_for_crashes = not faulthandler.is_enabled()
@@ -124,6 +131,11 @@ class TracebackSignal:
         self._hook_before(kind, error, trace)
 
     @property
+    def stays(self) -> bool:
+        """Whether it is that of one of several ranks, for which there may be another guard to come."""
+        return self._is_of_rank and not self.is_inherited
+
+    @property
     def is_inherited(self) -> bool:
         """Whether another process has armed it, of which this one is a fork: then the file is that one's, too."""
         return self._pid not in (0, os.getpid())
@@ -150,11 +162,12 @@ def take_early() -> TracebackSignal:
     return TracebackSignal() if taken.is_inherited else taken
 
 
-def leave(signal_: TracebackSignal, environ: Mapping[str, str] = os.environ) -> None:
+def leave(signal_: TracebackSignal) -> None:
     """A guard ends: of one of several ranks the signal stays armed, for the next guard and until there is one."""
     global _early
-    if _is_launched(environ) and not signal_.is_inherited:
+    if signal_.stays:
         _early = signal_
+        signal_.arm()
     else:
         signal_.close()
 
