@@ -29,8 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Before torch 2.11 the first test that looks at a recorder would make it, off, for all others and their forks."""
-    if (torch_part := sys.modules.get("lightning_ncclsafe._torch")) is not None:
-        torch_part.make_recorders(torch_part.DEFAULT_RECORDER_SIZE)
+    if (recorders := sys.modules.get("lightning_ncclsafe._torch.recorders")) is not None:
+        recorders.make(recorders.DEFAULT_SIZE)
 
 
 # What all processes of the suite fork their programs from. It ends when the last of them has ended.

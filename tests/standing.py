@@ -14,6 +14,7 @@ from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Frame, Phase, PreflightFacts, Progress, RankFacts
 from lightning_ncclsafe.guard.watchdog import Watchdog
 from lightning_ncclsafe.loggers.intake import Intake, LoggedScalars
+from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.probes.process import stacks
@@ -103,7 +104,7 @@ def in_offload() -> tuple[Frame, ...]:
     """A rank whose offloaded logger has no room."""
     intake = Intake(limit_bytes=1_000, overflow="block", block_s=60.0)
     point = LoggedScalars(step=1, values={"loss": 1.0}, created=0.0)
-    offload: Any = SimpleNamespace(_is_forked=False, _intake=intake, _ledger=SimpleNamespace(waited_s=0.0))
+    offload: Any = SimpleNamespace(_is_forked=False, _intake=intake, _ledger=Ledger("CSVLogger", print))
 
     def put() -> None:
         while not intake.is_closed:

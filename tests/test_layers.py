@@ -35,7 +35,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 # Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
 IMPORTS_TORCH = {
-    "_torch",
+    "_torch.build",
+    "_torch.loading",
+    "_torch.process_groups",
+    "_torch.recorders",
+    "_torch.sent_together",
+    "_torch.sharded",
+    "_torch.stores",
+    "_torch.tensors",
     "checkpoints.left_behind",
     "checkpoints.position",
     "collectives.scalars",

@@ -17,7 +17,7 @@ import torch
 from standing import FACTS, in_offload, in_preflight, meeting, of_guard, seen, standing
 
 import lightning_ncclsafe
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups, stores
 from lightning_ncclsafe.code import marks
 from lightning_ncclsafe.code.marks import Mark, mark_at, marked
 from lightning_ncclsafe.collectives.recording import PhaseHistory
@@ -69,7 +69,9 @@ def voting() -> Wait:
             self.over.wait(60)
 
     work = Work()
-    return Wait(_torch.wait_for_vote, lambda: _torch.wait_for_vote(work, torch.tensor((1,))), work.over.set)
+    return Wait(
+        process_groups.wait_for_vote, lambda: process_groups.wait_for_vote(work, torch.tensor((1,))), work.over.set
+    )
 
 
 def stopping() -> Wait:
@@ -176,15 +178,15 @@ def connecting(at: Callable[..., object], call: Callable[[int], object]) -> Wait
 
 
 def launched() -> Wait:
-    return connecting(_torch.launched_store, lambda port: _torch.launched_store("127.0.0.1", port, 1))
+    return connecting(stores.launched_store, lambda port: stores.launched_store("127.0.0.1", port, 1))
 
 
 def under_an_agent() -> Wait:
     def connect(port: int) -> None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        _torch.agents_store()
+        stores.agents_store()
 
-    return connecting(_torch.agents_store, connect)
+    return connecting(stores.agents_store, connect)
 
 
 WAITS: dict[str, Callable[[], Wait]] = {
@@ -221,7 +223,7 @@ def test_a_rank_of_ours_that_waits_for_others_is_seen_to_wait(name: str) -> None
     wait = WAITS[name]()
     doing = activity(facts_with(seen(wait.call, wait.at, wait.release)))
     assert doing.waits_for_peers, doing
-    assert doing.kind is (Kind.COLLECTIVE if wait.at is _torch.wait_for_vote else Kind.STORE)
+    assert doing.kind is (Kind.COLLECTIVE if wait.at is process_groups.wait_for_vote else Kind.STORE)
 
 
 def test_what_waits_for_itself_or_for_a_logger_does_not_wait_for_ranks() -> None:
@@ -236,9 +238,10 @@ ITSELF = "a thread or a process of this rank"
 ASIDE = "on a thread of ours, which no rank's facts show"
 LOGGER = "below a logger's mark"
 NOT_FOR_RANKS = {
-    "_torch._Workers._end_pinning": ITSELF,
-    "_torch._Workers._shutdown_workers": ITSELF,
-    "_torch._give_up_cut_messages.receive": ITSELF,
+    "_torch.loading._Workers._end_pinning": ITSELF,
+    "_torch.loading._Workers._shutdown_workers": ITSELF,
+    "_torch.loading._give_up_cut_messages.receive": ITSELF,
+    "_torch.recorders.driver_answers": ASIDE,
     "cli.preflight._compare_all": ITSELF,
     "collectives.clocks.Follower._answer": ASIDE,
     "collectives.clocks.Reference._answer": ASIDE,

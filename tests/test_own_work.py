@@ -14,6 +14,7 @@ from lightning_ncclsafe.code.own_work import OwnWork, take_own_work
 from lightning_ncclsafe.loaders import collecting
 from lightning_ncclsafe.loaders.collecting import LoaderCollector
 from lightning_ncclsafe.loggers.intake import MARKER
+from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.settings import AgreementSettings
@@ -108,7 +109,7 @@ def test_so_is_the_beginning_of_an_epoch_of_a_loader_that_is_tuned(monkeypatch: 
 def test_what_a_logger_is_given_is_taken_in_by_us() -> None:
     """Where its queue is full, the caller may have to wait."""
     offload = Offload.__new__(Offload)
-    parts = {"intake": SimpleNamespace(put=work), "ledger": SimpleNamespace(waited_s=0.0), "is_forked": False}
+    parts = {"intake": SimpleNamespace(put=work), "ledger": Ledger("CSVLogger", print), "is_forked": False}
     vars(offload).update({f"_{name}": part for name, part in parts.items()})
     offload.put(MARKER)
     assert busy_ns() >= MS

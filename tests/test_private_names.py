@@ -19,15 +19,16 @@ import torch.distributed as dist
 from packaging.version import Version
 
 import lightning_ncclsafe
-from lightning_ncclsafe import _torch
 from lightning_ncclsafe._lightning import chosen
+from lightning_ncclsafe._torch import build
 
 HERE = Path(lightning_ncclsafe.__file__).parent
+OWN_OF_TORCH = [*(HERE / "_torch").glob("*.py")]
 CHOSEN = chosen()
 TORCH = Version(torch.__version__)
 HAS_NCCL = dist.is_nccl_available()
 
-c10d: Any = _torch._c10d
+c10d: Any = build.c10d
 distributed: Any = dist.distributed_c10d
 
 
@@ -255,7 +256,7 @@ def private(node: ast.AST) -> Iterator[str]:
 def used_in(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     found = {name for node in ast.walk(tree) for name in private(node)}
-    if path.name in ("_torch.py", "_lightning.py"):
+    if path in (*OWN_OF_TORCH, HERE / "_lightning.py"):
         # Names in tables, too.
         found |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str}
     names = {name for name in found if isinstance(name, str) and re.fullmatch(r"_[A-Za-z]\w+", name)}
@@ -274,11 +275,10 @@ def ours(paths: list[Path]) -> set[str]:
 
 
 def test_every_private_name_that_is_used_is_listed() -> None:
-    (torch_part,) = HERE.glob("_torch.py")
     listed = {*OF_TORCH, *OF_MULTIPROCESSING} - {"_dump_fr_trace", "_dump_nccl_trace"}
-    assert used_in(torch_part) - ours([torch_part]) - listed == set()
-    others = [path for path in HERE.rglob("*.py") if path != torch_part]
-    assert set().union(*map(used_in, others)) - ours([*others, torch_part]) - ALL.keys() == set()
+    assert set().union(*map(used_in, OWN_OF_TORCH)) - ours(OWN_OF_TORCH) - listed == set()
+    others = [path for path in HERE.rglob("*.py") if path not in OWN_OF_TORCH]
+    assert set().union(*map(used_in, others)) - ours([*others, *OWN_OF_TORCH]) - ALL.keys() == set()
 
 
 def test_a_name_that_is_listed_is_used() -> None:

@@ -1,6 +1,5 @@
 """``make test`` ends and names the test, whatever that one does to its process, its threads or its children."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from warm import Warm
+from warm import Warm, environment
 
 ROOT = Path(__file__).parents[1]
 # For what the suites below take until they end; the longest wait for a limit of 10 s.
@@ -95,9 +94,8 @@ def below(folder: Path) -> Iterator[psutil.Process]:
 
 def run(folder: Path, *options: str) -> Ended:
     """Runs the suite of a folder as ``make test`` runs this one, but for the limits, and with no plugin but that."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     # All others, Hypothesis above all, take longer to import than these suites take.
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SUITE_OF": str(folder)}
     shutil.copy(ROOT / "pyproject.toml", folder)
     command = [sys.executable, str(ROOT / "tests" / "suite.py"), *options, "-p", "pytest_timeout"]
     command += ["--override-ini", "timeout=2", "."]
@@ -105,7 +103,7 @@ def run(folder: Path, *options: str) -> Ended:
         suite = subprocess.Popen(
             command,
             cwd=folder,
-            env={**environment, "SUITE_OF": str(folder)},
+            env=environment() | own,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

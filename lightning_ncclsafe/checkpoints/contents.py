@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError, StepLedger
 
 # The method of optimizers whose states are split among ranks, such as ZeroRedundancyOptimizer: a collective.
@@ -105,6 +105,6 @@ def _with_state(owner: Any, key: str, boundary: Boundary) -> Any:
 def _as_of_boundary(weights: Mapping[str, Any], ledger: StepLedger) -> dict[str, Any]:
     copies = ledger.copied_buffers()
     return {
-        name: copies.get(_torch.place_of(value), value) if hasattr(value, "data_ptr") else value
+        name: copies.get(tensors.place_of(value), value) if hasattr(value, "data_ptr") else value
         for name, value in weights.items()
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints.folder import METADATA, REST, check_lengths, files_of
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, keep_trying, wait_for_keys
@@ -229,7 +229,7 @@ def why_of_another(path: Path, expected: Mapping[str, Any]) -> str:
     if path.is_dir():
         return ""
     try:
-        content: Any = _torch.load_plain(path)
+        content: Any = tensors.load_plain(path)
         found: Mapping[str, Any] = content["state_dict"]
         names = {*found}
     except (OSError, EOFError) as error:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.exchange import wait_for
 
 KEY = "lightning_ncclsafe"
@@ -292,7 +292,7 @@ def read_back(path: Path, size: int) -> None:
 def own_part(path: Path) -> Any:
     """What a checkpoint has under :data:`KEY`; None where it cannot be read. Its tensors are not read for that."""
     with suppress(Exception):
-        found = _torch.load_plain(path / REST if path.is_dir() else path)
+        found = tensors.load_plain(path / REST if path.is_dir() else path)
         return found.get(KEY) if isinstance(found, dict) else None
     return None
 

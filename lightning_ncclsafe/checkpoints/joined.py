@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from lightning_ncclsafe._torch import StoredChunk, StoredEntry
+from lightning_ncclsafe._torch.sharded import StoredChunk, StoredEntry
 from lightning_ncclsafe.checkpoints.ledger import NotProvenError
 from lightning_ncclsafe.checkpoints.shards import Box, Chunk
 

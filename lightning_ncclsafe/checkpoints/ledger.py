@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from lightning_ncclsafe import _torch
 from lightning_ncclsafe._lightning import package_of
+from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints import position
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.report.terminal import say_own_failure
@@ -192,7 +192,7 @@ class StepLedger:
     def _changes(self) -> None:
         if self._make_event is not None and not self._is_changing and self._boundaries:
             boundary = self._boundaries[-1]
-            boundary.versions_then = _torch.change_counts(self._tensors)
+            boundary.versions_then = tensors.change_counts(self._tensors)
             boundary.next_begins = self._make_event()
         self._is_changing = True
 
@@ -291,7 +291,7 @@ class StepLedger:
             is_over=is_over,
             validates=validates,
             checks=checks,
-            versions=_torch.change_counts(self._tensors),
+            versions=tensors.change_counts(self._tensors),
         )
         if is_over:
             boundary.position = position.capture(trainer)
@@ -300,7 +300,7 @@ class StepLedger:
         if is_over and validates:
             boundary.largest = self._largest()
         if self._copies:
-            _torch.copy_all(self._copies, [buffers[name] for buffers, name in self._buffers])
+            tensors.copy_all(self._copies, [buffers[name] for buffers, name in self._buffers])
         if self._make_event is not None:
             boundary.done = self._make_event()
         # In this order: another thread may look at any moment.
@@ -327,9 +327,9 @@ class StepLedger:
             ]
         found = [*parts]
         room = _MOST_BUFFER_BYTES
-        for full_name, owner, name in sorted(_torch.saved_buffers(module), key=lambda each: each[1][each[2]].nbytes):
+        for full_name, owner, name in sorted(tensors.saved_buffers(module), key=lambda each: each[1][each[2]].nbytes):
             room -= owner[name].nbytes
-            if room >= 0 and _torch.spread_size(owner[name]) is None:
+            if room >= 0 and tensors.spread_size(owner[name]) is None:
                 self._buffers.append((owner, name))
                 self._copies.append(owner[name].detach().clone())
             else:
@@ -338,7 +338,7 @@ class StepLedger:
         self._tensors, self._values = [each.parameter for each in found], [each.values for each in found]
 
     def _largest(self) -> Any:
-        return _torch.largest(values() for values in self._values)
+        return tensors.largest(values() for values in self._values)
 
     # What another thread calls, in the end.
 
@@ -375,7 +375,7 @@ class StepLedger:
         if boundary.next_begins is None:
             if self._is_changing:
                 raise NotProvenError("the main thread was in the middle of an optimizer step, or right after it")
-            now = _torch.change_counts(self._tensors)
+            now = tensors.change_counts(self._tensors)
         else:
             now = boundary.versions_then
         changed = [
@@ -436,8 +436,8 @@ class StepLedger:
         return state
 
     def copied_buffers(self) -> dict[tuple[Any, ...], Any]:
-        """Buffers as they were at the boundary, by what :func:`lightning_ncclsafe._torch.place_of` says of them."""
-        places = (_torch.place_of(buffers[name]) for buffers, name in self._buffers)
+        """Buffers as they were at the boundary, by what ``_torch.tensors.place_of`` says of them."""
+        places = (tensors.place_of(buffers[name]) for buffers, name in self._buffers)
         return dict(zip(places, self._copies, strict=True))
 
 

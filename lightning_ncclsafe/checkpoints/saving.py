@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints import position
 from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
 from lightning_ncclsafe.checkpoints.contents import contents
@@ -358,10 +358,10 @@ class Saver:
         made[KEY] = self._own_part(exchange, boundary, order, cause)
         # Copied from a device, it is as good as saved; else it is read while it is written.
         if self._ledger.is_on_device:
-            made = _torch.to_host(made)
+            made = tensors.to_host(made)
             self._ledger.check(boundary)
         return self._folder(made[KEY]["run"]).write(
-            boundary.epoch, boundary.step, lambda file: _torch.save(made, file), lambda: self._may_finish(boundary)
+            boundary.epoch, boundary.step, lambda file: tensors.save(made, file), lambda: self._may_finish(boundary)
         )
 
     def _may_finish(self, boundary: Boundary) -> None:
@@ -385,7 +385,7 @@ class Saver:
         with suppress(ExchangeError):
             for key, packed in exchange.get_many(same).items():
                 with suppress(Exception):
-                    positions[same[key]] = _torch.load_plain(io.BytesIO(packed))
+                    positions[same[key]] = tensors.load_plain(io.BytesIO(packed))
         # Those of this host that were killed, or cannot answer.
         silent = [rank for rank in positions if rank not in {each.rank for each in order}]
         positions |= self._left_behind(silent, boundary.step)
@@ -416,7 +416,7 @@ def _shard_key(rank: int) -> str:
 
 def _packed(value: Any) -> bytes:
     file = io.BytesIO()
-    _torch.save(value, file)
+    tensors.save(value, file)
     return file.getvalue()
 
 

@@ -17,7 +17,7 @@ from itertools import chain
 from math import prod
 from typing import Any, BinaryIO
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import sharded, tensors
 from lightning_ncclsafe.checkpoints.ledger import NotProvenError, WatchedParameter
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -122,13 +122,13 @@ class OwnShard:
             self.why_unread = str(error)
 
     def _find(self, model: Any) -> None:
-        flat = {part.name: part for part in _torch.flat_parts(model)}
+        flat = {part.name: part for part in sharded.flat_parts(model)}
         self._flat = {id(part.parameter): part for part in flat.values()}
         self.model_key = "model" if flat else "state_dict"
-        parameters = {name: part.parameter for name, part in flat.items()} or _torch.split_parameters(model)
-        self._buffers = {name: (owner, key) for name, owner, key in _torch.plain_buffers(model)}
+        parameters = {name: part.parameter for name, part in flat.items()} or sharded.split_parameters(model)
+        self._buffers = {name: (owner, key) for name, owner, key in sharded.plain_buffers(model)}
         self._parameters = parameters
-        odd = _torch.saved_names(model, is_flat=bool(flat)) ^ {*parameters, *self._buffers}
+        odd = sharded.saved_names(model, is_flat=bool(flat)) ^ {*parameters, *self._buffers}
         if odd:
             raise NotProvenError(f"it is not known how the model saves {min(odd)!r}")
         self._names: dict[int, str] = {}
@@ -139,10 +139,10 @@ class OwnShard:
             if part is not None:
                 self.parts.append(WatchedParameter(name, parameter, part.values))
                 continue
-            values = partial(_torch.local_part, parameter)
+            values = partial(tensors.local_part, parameter)
             self.parts += [WatchedParameter(name, each, values) for each in (parameter, values())]
         self.layout = self._digest()
-        _torch.import_checkpointing()
+        sharded.import_checkpointing()
 
     def _digest(self) -> str:
         found = []
@@ -207,13 +207,13 @@ class OwnShard:
 def _told() -> Iterator[None]:
     try:
         yield
-    except _torch.UnknownSplitError as error:
+    except sharded.UnknownSplitError as error:
         raise NotProvenError(str(error)) from error
 
 
 def entry_paths(state: Mapping[str, Any]) -> list[str]:
     """The paths of all entries of a nested state, as :class:`Chunk` has them."""
-    return [json.dumps(path) for path, _ in _torch.flattened(state)]
+    return [json.dumps(path) for path, _ in sharded.flattened(state)]
 
 
 def pieces_of(state: Mapping[str, Any], *, is_first: bool) -> list[Piece]:
@@ -227,7 +227,7 @@ def pieces_of(state: Mapping[str, Any], *, is_first: bool) -> list[Piece]:
         NotProvenError: A tensor is to be summed up over ranks first.
     """
     found: list[Piece] = []
-    for path, value in _torch.flattened(state):
+    for path, value in sharded.flattened(state):
         name = json.dumps(path)
         with _told():
             split = _split(value)
@@ -246,7 +246,7 @@ def _split(value: Any) -> tuple[tuple[int, ...], list[Box], Any] | None:
     """Shape of the whole, boxes and values of a tensor that is split; None of anything else."""
     if isinstance(value, SplitTensor):
         return value.shape, value.boxes, value.values
-    return _torch.split_of(value)
+    return sharded.split_of(value)
 
 
 def _pieces_of_tensor(name: str, shape: tuple[int, ...], boxes: Sequence[Box], values: Any) -> Iterator[Piece]:
@@ -264,7 +264,7 @@ def _pieces_of_tensor(name: str, shape: tuple[int, ...], boxes: Sequence[Box], v
 
 
 def _whole_piece(name: str, value: Any) -> Piece:
-    if not _torch.is_tensor(value):
+    if not tensors.is_tensor(value):
         return Piece(chunk=Chunk(path=name), values=value)
     shape = tuple(value.shape)
     dtype = str(value.dtype).removeprefix("torch.")
@@ -283,10 +283,10 @@ def write_pieces(pieces: Sequence[Piece], file: BinaryIO) -> tuple[Chunk, ...]:
     for piece in pieces:
         begin, digest = file.tell(), 0
         if piece.is_split:
-            _torch.save_part(piece.values, file)
+            sharded.save_part(piece.values, file)
         else:
             content = io.BytesIO()
-            _torch.save_part(piece.values, content)
+            sharded.save_part(piece.values, content)
             digest = zlib.crc32(content.getbuffer()) or 1
             file.write(content.getbuffer())
         written.append(replace(piece.chunk, begin=begin, length=file.tell() - begin, digest=digest))

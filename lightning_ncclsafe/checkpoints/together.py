@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import sharded, tensors
 from lightning_ncclsafe.checkpoints.folder import KEY, METADATA, REST, CheckpointFolder, read_back, write_synced
 from lightning_ncclsafe.checkpoints.joined import Share, file_of, joined
 from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError
@@ -100,11 +100,11 @@ class Together:
             shares = {self._rank: self._write(partial, state, is_first=True)}
             shares |= self._shares_of_others()
             files = {file_of(rank): share.size for rank, share in shares.items()}
-            metadata = _torch.distributed_metadata(joined(shares, entry_paths(state)))
+            metadata = sharded.distributed_metadata(joined(shares, entry_paths(state)))
             files[METADATA] = write_synced(partial / METADATA, lambda file: file.write(metadata))
             rest[KEY]["files"] = files
-            rest = _torch.to_host(rest) if self._is_on_device else rest
-            read_back(partial / REST, write_synced(partial / REST, lambda file: _torch.save(rest, file)))
+            rest = tensors.to_host(rest) if self._is_on_device else rest
+            read_back(partial / REST, write_synced(partial / REST, lambda file: tensors.save(rest, file)))
             if (partial / METADATA).read_bytes() != metadata:
                 raise OSError(f"{METADATA} is not what was written")
             self._may_finish()
@@ -125,7 +125,7 @@ class Together:
         pieces = pieces_of(state, is_first=is_first)
         if self._is_on_device:
             # As good as saved, once it is on the host.
-            values = _torch.to_host([piece.values for piece in pieces])
+            values = tensors.to_host([piece.values for piece in pieces])
             pieces = [replace(piece, values=value) for piece, value in zip(pieces, values, strict=True)]
             self._check()
         found: list[Chunk] = []

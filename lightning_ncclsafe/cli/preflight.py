@@ -119,11 +119,11 @@ def _compare_all(compared: Preflight, place: Launched, timeout_s: float) -> Agre
     # They need torch, and with it some seconds: only where there are other ranks, and not while this one is looked at.
     compared.wait()
     with _quiet_torch():
-        from lightning_ncclsafe import _torch
+        from lightning_ncclsafe._torch import stores
     from lightning_ncclsafe.guard.ending import say_goodbye, wait_for_others
 
     # Torch tries for that long, and then once more.
-    store = _torch.launched_store(
+    store = stores.launched_store(
         place.master_addr, place.master_port, place.rank, timeout_s=min(timeout_s / 2, _DAY_S)
     )
     exchange = TcpStoreExchange(store)

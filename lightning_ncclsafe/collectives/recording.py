@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.code.own_work import take_own_work
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
 from lightning_ncclsafe.recorder.model import Recorder, WorkKind, size_bytes, told_once
@@ -105,7 +105,7 @@ class Recording:
         phase_history: PhaseHistory,
         *,
         since_ns: int = 0,
-        entries: Callable[[], Iterable[list[Entry]]] = _torch.recorder_entries,
+        entries: Callable[[], Iterable[list[Entry]]] = recorders.entries,
     ) -> None:
         self._rank = rank
         self._phase_history = phase_history
@@ -188,7 +188,7 @@ class Recording:
         names = {entry["process_group"][0]: entry for entry in entries if entry["process_group"][1] != VOTE_AHEAD_GROUP}
         if names.keys() <= self._groups.keys():
             return
-        members = {group.name: group.ranks for group in _torch.process_groups()}
+        members = {group.name: group.ranks for group in process_groups.own_groups()}
         for name, entry in names.items():
             if name not in self._groups:
                 backend, mark, _ = entry["profiling_name"].partition(":")
@@ -209,7 +209,7 @@ class Recording:
         if self._device_times_fail:
             return
         try:
-            _torch.time_collectives_on_device()
+            process_groups.time_collectives_on_device()
         except Exception as error:
             self._device_times_fail = True
             self.say(f"this torch does not time collectives on the device ({type(error).__name__}: {error}).")

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.collectives.clocks import ClockSync
@@ -124,7 +124,7 @@ class Timer:
         self._pace = Pace(
             world_size=world_size,
             every_n_steps=settings.every_n_steps,
-            recorder_size=_torch.recorder_size(RECORDER_SIZE),
+            recorder_size=recorders.size(RECORDER_SIZE),
         )
         self._unsent: list[Window] = []
         self._shared_at = time.monotonic()
@@ -141,7 +141,7 @@ class Timer:
 
     def start(self) -> None:
         """Starts the threads."""
-        size = _torch.recorder_size(RECORDER_SIZE)
+        size = recorders.size(RECORDER_SIZE)
         if not 0 < size <= MOST_ENTRIES:
             found = f"keeps {size:,} entries, too many to be read continuously" if size else "is off"
             self._recording.say(

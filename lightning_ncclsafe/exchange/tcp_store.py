@@ -28,7 +28,7 @@ class TcpStoreExchange:
 
     Args:
         store: A connection of our own, a ``torch.distributed.Store``; see
-            :func:`lightning_ncclsafe._torch.own_store_connection`.
+            :func:`lightning_ncclsafe._torch.stores.own_connection`.
         prefix: What all keys of this exchange begin with on the store, and those of no other do.
         deadline_s: Seconds that a call may take.
 

@@ -170,6 +170,8 @@ class NotRecorded(str, Enum):
     """It is not known where its back end records, if it does."""
     LOST = "lost"
     """The recorder has entries, and those of the group have been overwritten."""
+    DRIVER_SILENT = "driver-silent"
+    """CUDA's driver did not answer, and to read the recorder would have stopped all Python of the rank."""
     OUTSIDE = "outside"
     """The rank was looked at from outside, where its recorder cannot be read."""
 

@@ -176,6 +176,7 @@ class LoggerFacts:
         writing_s: For how long the write that is going on has waited for the storage, seconds; 0 if there is none.
         longest_write_s: The longest write that has ended, seconds.
         waited_s: For how long training has waited for this logger in total, seconds.
+        longest_wait_s: For how long it has waited at once, at most.
         finalize_s: For how long the end of the run has waited for it, seconds.
         faults: Writes that failed, whether or not a later try succeeded.
         last_fault: The last such failure; empty if there was none.
@@ -193,6 +194,7 @@ class LoggerFacts:
     writing_s: float = 0.0
     longest_write_s: float = 0.0
     waited_s: float = 0.0
+    longest_wait_s: float = 0.0
     finalize_s: float = 0.0
     faults: int = 0
     last_fault: str = ""

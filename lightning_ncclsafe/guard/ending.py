@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for, wait_for_keys
@@ -333,7 +333,7 @@ def end_run(
     _write_logs(exchange, write_logs, rank=rank, logging_ranks=logging_ranks)
     end_frozen()
     say_goodbye(exchange, rank)
-    if _torch.hosts_store(rank):
+    if stores.hosts_store(rank):
         wait_for_others(exchange, rank, world_size)
     _try_for(_LAST_STEP_S, ending.clear_partial)
     _try_for(_LAST_STEP_S, before_exit)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.facts import VOTE_GROUPS, Phase
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, is_occasional
 from lightning_ncclsafe.guard.thresholds import DEFAULT_TIMEOUTS_S
@@ -99,7 +99,7 @@ class GroupTimeouts:
                 self._has_set = True
                 group.set_timeout(wanted_s)
 
-    def _wanted_s(self, group: _torch.TimedGroup) -> float:
+    def _wanted_s(self, group: process_groups.TimedGroup) -> float:
         before_s = self._before_s.setdefault(group.name, group.timeout_s)
         phase_s = self._limits.limit_s(self._phase) + BACKSTOP_S
         if round(before_s, 3) in self._nobodys_s:
@@ -114,8 +114,8 @@ class GroupTimeouts:
             before_s = self._before_s.get(group.name, group.timeout_s)
             group.set_timeout(own_s if round(before_s, 3) in self._as_made_s else before_s)
 
-    def _groups(self) -> list[_torch.TimedGroup]:
-        groups = [group for group in _torch.timed_groups() if group.description not in VOTE_GROUPS]
+    def _groups(self) -> list[process_groups.TimedGroup]:
+        groups = [group for group in process_groups.timed_groups() if group.description not in VOTE_GROUPS]
         names = {group.name for group in groups}
         self._before_s = {name: timeout_s for name, timeout_s in self._before_s.items() if name in names}
         return groups

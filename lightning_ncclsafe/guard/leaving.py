@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeGuard
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups, stores
 from lightning_ncclsafe.code.libraries import TRAINER_STAGE
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError, PlannedStopError
@@ -82,7 +82,7 @@ class Leaving:
             limit it does not return: the process exits.
         """
         state = self._state
-        is_consequence = self._ending.is_closed or _torch.is_communication_error(error)
+        is_consequence = self._ending.is_closed or process_groups.is_communication_error(error)
         if self._leaves_at_the_end(error):
             self.finish()
             return None
@@ -130,7 +130,7 @@ class Leaving:
             )
             self._settle()
             say_goodbye(exchange, rank)
-            if _torch.hosts_store(rank) and not self._state.ends_run:
+            if stores.hosts_store(rank) and not self._state.ends_run:
                 wait_for_others(exchange, rank, world_size)
         if self._state.ends_run:
             self._ended_run.leave()

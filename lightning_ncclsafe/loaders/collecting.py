@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups, sent_together
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
@@ -77,7 +77,7 @@ class Stage:
             data_ranks=int(share.get("num_replicas", strategy.world_size)),
             random=random_states(),
             forward_communicates=getattr(strategy, "forward_communicates", False)
-            or _torch.sends_buffers(getattr(strategy, "model", None)),
+            or sent_together.sends_buffers(getattr(strategy, "model", None)),
             on_mismatch=settings.on_mismatch,
             content=settings.content,
             on_uneven=settings.on_uneven,
@@ -150,7 +150,7 @@ class LoaderCollector:
         self._stage: Stage | None = None
         self._methods: list[ReplacedMethod] = []
         self._replaced: dict[str, list[ReplacedIteration]] = {}
-        self._votes: dict[bool, _torch.VoteGroup] = {}
+        self._votes: dict[bool, process_groups.VoteGroup] = {}
         """By whether ranks vote one batch ahead."""
         self._is_off = False
 
@@ -279,7 +279,7 @@ class LoaderCollector:
         for looks_ahead in sorted(wanted - self._votes.keys()):
             error: Exception | None = None
             try:
-                self._votes[looks_ahead] = _torch.VoteGroup(
+                self._votes[looks_ahead] = process_groups.VoteGroup(
                     VOTE_AHEAD_GROUP if looks_ahead else VOTE_GROUP,
                     timeout_s=self._timeout_s + BACKSTOP_S,
                     # Well before the guard would end the run, which can go on without votes.
@@ -343,7 +343,7 @@ class LoaderCollector:
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
             on_uneven = self._settings.on_uneven
-            called = partial(_torch.calls_besides, VOTE_GROUPS) if end.may_part else None
+            called = partial(process_groups.calls_besides, VOTE_GROUPS) if end.may_part else None
             return Lockstep(
                 begin, votes, on_uneven, report, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
             )

@@ -22,6 +22,7 @@ class Ledger:
 
     Attributes:
         waited_s: How long training has waited, seconds.
+        longest_wait_s: How long at most at once.
         finalize_s: How long the end of the run has waited, seconds.
         lost_points: Points that were left out because they could not be written.
         lost_records: Everything else that was left out.
@@ -33,6 +34,7 @@ class Ledger:
 
     def __init__(self, logger: str, say: Callable[[str], None]) -> None:
         self.waited_s = 0.0
+        self.longest_wait_s = 0.0
         self.finalize_s = 0.0
         self.lost_points = 0
         self.lost_records = 0
@@ -43,6 +45,11 @@ class Ledger:
         self._logger = logger
         self._say = say
         self._reported: set[str] = set()
+
+    def wait(self, waited_s: float) -> None:
+        """Counts a wait of training."""
+        self.waited_s += waited_s
+        self.longest_wait_s = max(self.longest_wait_s, waited_s)
 
     def lose(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
         """Counts what cannot be written, whatever its storage.
@@ -98,7 +105,8 @@ def is_worth_printing(facts: LoggerFacts, *, is_done: bool) -> bool:
         facts: Those of the offload.
         is_done: Whether everything accepted is on storage.
     """
-    is_late = facts.longest_write_s >= _LATE_WRITE_S or max(facts.waited_s, facts.finalize_s) >= _LONG_WAIT_S
+    # In a long run what each call takes adds up.
+    is_late = facts.longest_write_s >= _LATE_WRITE_S or max(facts.longest_wait_s, facts.finalize_s) >= _LONG_WAIT_S
     return not is_done or is_late or bool(facts.thinned or facts.dropped or facts.faults)
 
 

@@ -167,7 +167,7 @@ class Offload:
         began = time.perf_counter()
         with OwnWork():
             self._intake.put(entry)
-        self._ledger.waited_s += time.perf_counter() - began
+        self._ledger.wait(time.perf_counter() - began)
 
     def run_on_delivery(self, job: Callable[[], None], data_bytes: int = 0) -> None:
         """Runs something that writes to the storage itself on the delivering thread.
@@ -234,7 +234,7 @@ class Offload:
         is_done = self._intake.wait_until_empty(deadline) and self._delivery.flush(deadline, or_fault=True)
         self._stager.relax()
         self._is_behind = not is_done and (self._is_behind or most_s == math.inf)
-        self._ledger.waited_s += time.monotonic() - began
+        self._ledger.wait(time.monotonic() - began)
 
     def finalize(self, status: str) -> None:
         """Delivers everything within the deadline; for the last time if the Trainer is ending."""
@@ -288,6 +288,7 @@ class Offload:
             writing_s=round(delivery.writing_s, 3),
             longest_write_s=round(max(delivery.longest_write_s, delivery.writing_s), 3),
             waited_s=round(ledger.waited_s, 3),
+            longest_wait_s=round(ledger.longest_wait_s, 3),
             finalize_s=round(ledger.finalize_s, 3),
             faults=delivery.faults + ledger.failures,
             last_fault=repr(delivery.last_fault) if delivery.last_fault else ledger.last_failure,

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.facts import LoadFacts
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.data.reading import chain
@@ -23,7 +23,7 @@ def model_load(module: Any) -> LoadFacts:
     whole = or_none(lambda: _bytes([*module.parameters(), *module.buffers()]))
     replica = whole + _GRADIENT_COPIES * trained if whole is not None and trained is not None else None
     return LoadFacts(
-        omp_threads=or_none(_torch.operation_threads),
+        omp_threads=or_none(build.operation_threads),
         parameter_bytes=whole,
         gradient_bytes=trained,
         replica_bytes=replica,

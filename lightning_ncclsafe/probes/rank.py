@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.facts import (
     ExceptionFacts,
     HostFacts,
@@ -224,7 +224,7 @@ class RankProbe:
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
             "storage": self._trainer.storage,
-            "versions": _torch.versions,
+            "versions": build.versions,
         }
         if facts.exception is not None:
             slow["exception"] = lambda: _sourced(facts.exception)

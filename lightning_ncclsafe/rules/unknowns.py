@@ -22,6 +22,10 @@ _REASONS = {
     NotRecorded.UNKNOWN_BACKEND: (
         "{ranks} called {calls} with {backend}, an unknown recorder: {by_stacks}. Those of gloo and NCCL are known."
     ),
+    NotRecorded.DRIVER_SILENT: (
+        "{ranks} called {calls} with {backend}, and CUDA's driver does not answer there, so that the Flight Recorder "
+        "is not read: {by_stacks}. A thread that waits for the device (cudaFree, cudaMalloc) holds the driver's lock."
+    ),
     NotRecorded.OUTSIDE: (
         "{ranks} {was} looked at from outside, where the Flight Recorder cannot be read: {by_stacks}."
     ),

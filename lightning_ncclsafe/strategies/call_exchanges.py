@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import (
     DirectoryExchange,
     Exchange,
@@ -56,17 +56,17 @@ class CallExchanges:
             ExchangeError: The other ranks have not come.
         """
         global _start
-        if place.world_size == 1 or _start is not None or _torch.hosts_store(0):
+        if place.world_size == 1 or _start is not None or stores.hosts_store(0):
             return
-        store = _torch.agents_store()
-        exchange = TcpStoreExchange(_torch.with_prefix("ncclsafe/starts", store))
+        store = stores.agents_store()
+        exchange = TcpStoreExchange(stores.with_prefix("ncclsafe/starts", store))
         try:
             _start = agree_on_start(
                 exchange,
                 rank=place.rank,
                 world_size=place.world_size,
                 deadline_s=deadline_s,
-                clear=lambda: _torch.forget_last_start(store),
+                clear=lambda: stores.forget_last_start(store),
             )
         finally:
             exchange.close()
@@ -76,7 +76,7 @@ class CallExchanges:
         if world_size == 1:
             return MemoryExchange()
         name = "ncclsafe" if _start is None else f"ncclsafe/{_start}"
-        store = TcpStoreExchange(_torch.own_store_connection(name), prefix=f"{next(_calls)}/")
+        store = TcpStoreExchange(stores.own_connection(name), prefix=f"{next(_calls)}/")
         self._own_keys = store.published
         # A rank that begins a call has seen all ranks finish the one before, so that none reads what was before that.
         while len(_published) > 1:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, comes_first
@@ -311,7 +311,7 @@ class Features:
             exchange,
             rank=place.rank,
             world_size=place.world_size,
-            hosts_store=_torch.hosts_store(place.rank),
+            hosts_store=stores.hosts_store(place.rank),
             # Where ranks may have different numbers of batches, and wait for no other.
             each_alone=self._trainer.state.fn == "predict" and not strategy.forward_communicates,
         )

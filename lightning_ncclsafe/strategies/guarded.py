@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning_ncclsafe import _torch
 from lightning_ncclsafe._lightning import known, lightnings, package_of, refuse_other_caller
+from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.guard.ending import Ending
@@ -196,7 +196,7 @@ class GuardedStrategy(_ParallelStrategy):
         watched.begin(self)
         timeout = self._timeout
         # The guard keeps to the limit of each phase; a back end that cannot change its own must not end one early.
-        limit_s = self._limits.limit_s("init") if _torch.GLOO_TIMEOUT_CHANGES else self._limits.longest_s
+        limit_s = self._limits.limit_s("init") if build.GLOO_TIMEOUT_CHANGES else self._limits.longest_s
         self._timeout = timedelta(seconds=limit_s + BACKSTOP_S)
         try:
             with watched.tracker.action("init_process_group"), watched.recorder():

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
 from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError, HostPreflightError
@@ -43,7 +43,7 @@ _incidents = IncidentNumbers()
 # Of the other ranks of this host, for the time before they come to the next call.
 _met: dict[int, Card] = {}
 # For all calls, too: what ended one call, and was caught, may be why this rank is somewhere else in the next.
-_caught = CaughtExceptions(_torch.is_communication_error)
+_caught = CaughtExceptions(process_groups.is_communication_error)
 
 
 class GuardedCall:
@@ -79,7 +79,7 @@ class GuardedCall:
     ) -> None:
         self.trainer_probe = TrainerProbe(trainer)
         self.tracker = ActionTracker()
-        self.steps = StepRecord(trainer, _torch.is_communication_error)
+        self.steps = StepRecord(trainer, process_groups.is_communication_error)
         self.tracker.on_failed = self._action_failed
         self._trainer = trainer
         self._limits = limits
@@ -113,13 +113,13 @@ class GuardedCall:
         """Starts the guard. There is no process group, and so no store, yet."""
         self._unharmed(self._listen)
         # Before the guard looks: to look at a recorder makes it, and fixes its size.
-        self._unharmed(lambda: _torch.make_recorders(self._recorder_size()))
+        self._unharmed(lambda: recorders.make(self._recorder_size()))
         self._unharmed(lambda: self._begin(strategy))
 
     def recorder(self) -> AbstractContextManager[None]:
         """Around the creation of the process group, which reads the Flight Recorder's size, too."""
         self._unharmed(self._name_start)
-        return _torch.recorder_of_size(self._recorder_size())
+        return recorders.of_size(self._recorder_size())
 
     def connect(self, strategy: Any) -> None:
         """Changes over to the job's store, which exists now, and announces that the guard is on."""
@@ -218,7 +218,7 @@ class GuardedCall:
 
     def _recorder_size(self) -> int:
         timed = settings_of(self._trainer, TimerSettings) is not None
-        return RECORDER_SIZE if timed else _torch.DEFAULT_RECORDER_SIZE
+        return RECORDER_SIZE if timed else recorders.DEFAULT_SIZE
 
     def _begin(self, strategy: Any) -> None:
         # As the strategy is about to do: some environments do not know the rank by themselves.
@@ -314,7 +314,7 @@ class GuardedCall:
             raise
         except Exception as error:
             # Lightning's handler of SIGTERM, which strikes wherever the main thread is, calls a collective.
-            if self._leaves and _torch.is_communication_error(error):
+            if self._leaves and process_groups.is_communication_error(error):
                 return None
             say_own_failure(error)
             guard, self._guard = self._guard, None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups, tensors
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
 from lightning_ncclsafe.checkpoints.resuming import Resuming
 from lightning_ncclsafe.checkpoints.saving import Saver
@@ -162,8 +162,8 @@ class SavedAtEnd:
         shard = OwnShard(strategy.model) if strategy.forward_communicates else None
         self.ledger = StepLedger(
             self._trainer,
-            make_event=_torch.queue_event if self._is_on_gpu() else None,
-            was_aborted=_torch.was_aborted,
+            make_event=tensors.queue_event if self._is_on_gpu() else None,
+            was_aborted=process_groups.was_aborted,
             parts=shard.parts if shard is not None else None,
         )
         return Saver(

@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus
 
 from lightning_ncclsafe import JustInTimeCheckpoint, SafeFSDP, SafeModelParallel
-from lightning_ncclsafe._torch import recorder_dumps
+from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.checkpoints.shards import OwnShard, pieces_of
 
 ROWS = torch.randn(32, 5, generator=torch.Generator().manual_seed(0))
@@ -125,7 +125,7 @@ def say(text: str) -> None:
 
 def made() -> int:
     """How many collectives have been recorded."""
-    return sum(len(dump.get("entries", ())) for dump in recorder_dumps(collectives=True))
+    return sum(len(dump.get("entries", ())) for dump in recorders.dumps(collectives=True))
 
 
 class Watches(pl.Callback):

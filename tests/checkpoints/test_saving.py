@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_not_begun(tmp_path: Path) -> None:
 
 def test_storage_that_does_not_answer_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(saving._torch, "save", lambda value, file: answers.wait(20))
+    monkeypatch.setattr(saving.tensors, "save", lambda value, file: answers.wait(20))
     ranks = job(tmp_path, Noted())
     began = time.monotonic()
     said = save_all(ranks, budget_s=0.5)
@@ -233,7 +233,7 @@ def test_a_folder_that_takes_nothing_is_said(folder: str, tmp_path: Path, monkey
         path = Path("/proc/checkpoints")
     else:
         good = saved_before(path) if folder == "full" else good
-        monkeypatch.setattr(saving._torch, "save", write)
+        monkeypatch.setattr(saving.tensors, "save", write)
     (said,) = save_all(job(path, Noted(), last_path=lambda: str(good)))
     assert said.startswith("rank 0 saved no checkpoint of step 5: ") and "Error: " in said and "\n" not in said
     assert said.endswith(f"; the last one is {good}")
@@ -248,7 +248,7 @@ def saved_before(folder: Path) -> Path:
 
 def test_where_the_saver_dies_in_the_middle_another_one_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has written a half, and nobody hears of it any more."""
-    dies, is_over, write = threading.Event(), threading.Event(), saving._torch.save
+    dies, is_over, write = threading.Event(), threading.Event(), saving.tensors.save
 
     def half(value: Any, file: BinaryIO) -> None:
         if "step" not in value or dies.is_set():
@@ -259,7 +259,7 @@ def test_where_the_saver_dies_in_the_middle_another_one_saves(tmp_path: Path, mo
         is_over.wait(30)
         raise OSError("it is dead")
 
-    monkeypatch.setattr(saving._torch, "save", half)
+    monkeypatch.setattr(saving.tensors, "save", half)
     ranks = job(tmp_path, Noted(), Noted())
     for rank in ranks:
         rank.saver.begin("dead-rank", budget_s=8.0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from recorder_entries import BEGAN_NS, MS, Recorder, entry, nccl
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build, process_groups, recorders
 from lightning_ncclsafe.collectives import recording as recording_module
 from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP
@@ -28,11 +28,11 @@ CLOCK = Clock(offset_ns=5, uncertainty_ns=1)
 @pytest.fixture(autouse=True)
 def groups(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [
-        _torch.OwnGroup("0", "default_pg", (0, 1)),
-        _torch.OwnGroup("7", "mine", (1, 3)),
+        process_groups.OwnGroup("0", "default_pg", (0, 1)),
+        process_groups.OwnGroup("7", "mine", (1, 3)),
     ]
-    monkeypatch.setattr(_torch, "process_groups", lambda: members)
-    monkeypatch.setattr(_torch, "time_collectives_on_device", lambda: 0)
+    monkeypatch.setattr(process_groups, "own_groups", lambda: members)
+    monkeypatch.setattr(process_groups, "time_collectives_on_device", lambda: 0)
 
 
 class Read:
@@ -222,7 +222,7 @@ def test_collectives_are_timed_on_the_device_whenever_a_group_is_met_for_the_fir
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times: list[int] = []
-    monkeypatch.setattr(_torch, "time_collectives_on_device", lambda: times.append(1))
+    monkeypatch.setattr(process_groups, "time_collectives_on_device", lambda: times.append(1))
     read = Read()
     read(entry(0)), read(entry(1))
     assert len(times) == 1
@@ -235,7 +235,7 @@ def test_that_this_torch_does_not_time_is_said_once(monkeypatch: pytest.MonkeyPa
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(_torch, "time_collectives_on_device", fail)
+    monkeypatch.setattr(process_groups, "time_collectives_on_device", fail)
     read = Read()
     (sentence,) = read(entry(0)).missing
     assert "does not time collectives on the device" in sentence and str(error) in sentence
@@ -336,7 +336,7 @@ def test_what_was_recorded_by_a_call_of_the_trainer_before_is_not_read_again() -
 
 REAL = """
 import torch, torch.distributed as dist
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build, process_groups, recorders
 from lightning_ncclsafe.collectives.recording import Recording
 from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.timing.windows import Clock
@@ -382,29 +382,29 @@ class Evil:
 def dump(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What the recorder of this process dumps; each name of it once."""
     dumped: list[Any] = [{}]
-    for name in _torch._RECORDERS:
-        monkeypatch.setattr(_torch._c10d, name.removesuffix("_json"), None, raising=False)
-    name = _torch._RECORDERS[0].removesuffix("_json")
-    monkeypatch.setattr(_torch._c10d, name, lambda *_: pickle.dumps(dumped[0], protocol=2), raising=False)
+    for name in recorders._RECORDERS:
+        monkeypatch.setattr(build.c10d, name.removesuffix("_json"), None, raising=False)
+    name = recorders._RECORDERS[0].removesuffix("_json")
+    monkeypatch.setattr(build.c10d, name, lambda *_: pickle.dumps(dumped[0], protocol=2), raising=False)
     yield dumped
 
 
 def test_the_dump_is_read_as_plain_data(dump: list[Any]) -> None:
     dump[0] = {"entries": [entry(0)], "version": "2.10"}
-    assert [*_torch.recorder_entries()] == [[entry(0)]]
+    assert [*recorders.entries()] == [[entry(0)]]
 
 
 def test_a_recorder_that_takes_too_long_to_read_is_left_alone(dump: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     dump[0] = {"entries": [entry(0)], "version": "2.10"}
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20001")
-    assert [*_torch.recorder_entries()] == []
+    assert [*recorders.entries()] == []
 
 
 @pytest.mark.parametrize("value", [Evil(), {"entries": [Evil()]}, io.BytesIO, os.system])
 def test_a_dump_that_asks_for_anything_else_is_refused(dump: list[Any], value: Any) -> None:
     dump[0] = value
     with pytest.raises(pickle.UnpicklingError, match="it should be plain data"):
-        list(_torch.recorder_entries())
+        list(recorders.entries())
 
 
 def test_a_batch_of_sends_and_receives_is_no_collective() -> None:
@@ -429,12 +429,12 @@ def test_of_groups_that_are_made_again_and_again_the_last_are_known(monkeypatch:
 
 STACKS = """
 import sys, torch, torch.distributed as dist
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build, process_groups, recorders
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 def call():
     dist.all_reduce(torch.ones(10))
 call()
-((entry,),) = [found for found in _torch.recorder_entries(stacks=True) if found]
+((entry,),) = [found for found in recorders.entries(stacks=True) if found]
 print([frame["name"] for frame in entry["frames"]][-2:], "torch._inductor" in sys.modules)
 dist.destroy_process_group()
 """
@@ -453,13 +453,13 @@ def test_what_stands_for_inductor_is_the_real_one_but_for_stacks(monkeypatch: py
     monkeypatch.setitem(sys.modules, real.__name__, real)
     monkeypatch.setitem(sys.modules, cache.__name__, ModuleType(cache.__name__))
     monkeypatch.setitem(vars(torch), "_inductor", real)
-    with _torch._inductor_not_imported():
+    with recorders._inductor_not_imported():
         # Another thread may look there meanwhile.
         assert torch._inductor.codecache.PyCodeCache.stack_frames_for_code("x.py", 1) is None
     assert vars(torch)["_inductor"] is real
     monkeypatch.setitem(sys.modules, cache.__name__, cache)
-    with _torch._inductor_not_imported():
+    with recorders._inductor_not_imported():
         assert vars(torch)["_inductor"].codecache.PyCodeCache.load == "the real one"
     real.codecache = cache  # type: ignore[attr-defined]
-    with _torch._inductor_not_imported():
+    with recorders._inductor_not_imported():
         assert vars(torch)["_inductor"] is real, "it is there: nothing has to stand for it"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from recorder_entries import BEGAN_NS, MS, Recorder, entry
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.collectives import recording, timer
 from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.collectives.timer import Timer
@@ -21,8 +21,8 @@ from lightning_ncclsafe.timing.windows import Clock, Window, empty_window, joine
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "process_groups", lambda: [_torch.OwnGroup("0", "default_pg", (0, 1))])
-    monkeypatch.setattr(_torch, "time_collectives_on_device", lambda: 0)
+    monkeypatch.setattr(process_groups, "own_groups", lambda: [process_groups.OwnGroup("0", "default_pg", (0, 1))])
+    monkeypatch.setattr(process_groups, "time_collectives_on_device", lambda: 0)
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
 

@@ -109,7 +109,7 @@ def test_offloaded_logging_does_not_notice_its_storage(outcome: Outcome) -> None
     [said] = re.findall(waits, output)
     longest_write_s, waited_s, end_s = map(float, said)
     assert waited_s < 0.1
-    assert 0.3 < end_s < longest_write_s + 1
+    assert longest_write_s > 0.3 and end_s < longest_write_s + 1
     [log_dir] = outcome.folder.glob("lightning_logs/*")
     events = EventAccumulator(str(log_dir), size_guidance={"scalars": 0})
     events.Reload()

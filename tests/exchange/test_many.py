@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, TcpStoreExchange, in_parts
 from lightning_ncclsafe.exchange.interface import AT_ONCE
 from lightning_ncclsafe.exchange.tcp_store import MOST_BYTES
@@ -87,7 +87,7 @@ def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(
         client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
         return PrefixStore(prefix, client)
 
-    monkeypatch.setattr(_torch, "own_store_connection", connect)
+    monkeypatch.setattr(stores, "own_connection", connect)
     monkeypatch.setattr(call_exchanges, "_published", type(call_exchanges._published)())
     keys = []
     with closing_call(tmp_path) as outer:

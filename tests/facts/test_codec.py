@@ -365,6 +365,7 @@ RANK = RankFacts(
             writing_s=1.5,
             longest_write_s=0.4,
             waited_s=0.1,
+            longest_wait_s=0.05,
             finalize_s=0.2,
             faults=1,
             last_fault="OSError(28, 'No space left on device')",

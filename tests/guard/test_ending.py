@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from warm import Warm
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, MemoryExchange, SharedMemory
 from lightning_ncclsafe.guard import ending
@@ -174,7 +174,7 @@ def test_a_child_that_cannot_be_killed_is_no_reason_to_stay(events: list[str]) -
     ],
 )
 def test_what_only_says_that_a_collective_failed_is_told_from_a_cause(error: Exception, is_communication: bool) -> None:
-    assert _torch.is_communication_error(error) is is_communication
+    assert process_groups.is_communication_error(error) is is_communication
 
 
 def test_a_process_that_cannot_end_itself_is_killed_and_one_that_has_its_number_is_not() -> None:

@@ -12,7 +12,8 @@ import jsonargparse
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_ncclsafe import PhaseTimeouts, SafeDDP, _torch
+from lightning_ncclsafe import PhaseTimeouts, SafeDDP
+from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.facts import Collective, Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.thresholds import Thresholds, limits_words
@@ -134,7 +135,7 @@ def test_the_first_line_names_the_limits() -> None:
 def test_the_process_group_is_created_with_the_limit_of_init_where_that_can_be_changed(
     changes: bool, limit_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch, "GLOO_TIMEOUT_CHANGES", changes)
+    monkeypatch.setattr(build, "GLOO_TIMEOUT_CHANGES", changes)
     seen: list[timedelta | None] = []
     monkeypatch.setattr(DDPStrategy, "setup_environment", lambda strategy: seen.append(strategy._timeout))
     strategy = SafeDDP(phase_timeouts=EXAMPLE)

@@ -344,7 +344,7 @@ def fork_each(folder: Path, names: list[str]) -> str | None:
         pid = os.fork()
         if not pid:
             # Whatever hangs, the others are not to wait for it.
-            signal.alarm(50)
+            signal.alarm(100)
             # A shell has programs in the background ignore it.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return name

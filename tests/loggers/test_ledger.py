@@ -79,9 +79,10 @@ WELL = replace(FACTS, thinned=0, dropped=0)
         ({"dropped": 1}, True, True),
         ({"faults": 1}, True, True),
         ({"longest_write_s": 2.0}, True, True),
-        ({"waited_s": 5.0}, True, True),
+        ({"longest_wait_s": 5.0}, True, True),
+        ({"waited_s": 5000.0}, True, False),  # in a long run
         ({"finalize_s": 5.0}, True, True),
-        ({"longest_write_s": 1.9, "waited_s": 4.9, "finalize_s": 4.9}, True, False),
+        ({"longest_write_s": 1.9, "longest_wait_s": 4.9, "finalize_s": 4.9}, True, False),
     ],
 )
 def test_only_what_was_thinned_dropped_or_late_is_worth_a_line(

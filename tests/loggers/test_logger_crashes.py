@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from warm import Warm, environment
 
 # The first test waits for all programs.
-pytestmark = pytest.mark.timeout(220)  # for two such programs, one after the other, on a busy machine
+pytestmark = pytest.mark.timeout(320)  # for two such programs, one after the other, on a busy machine
 
 SCENARIO = Path(__file__).with_name("logging_scenario.py")
 LOGGERS = ("tensorboard", "csv")
@@ -61,7 +61,7 @@ Cases = dict[str, Case]
 
 def run(warm: Warm, folder: Path, *names: str) -> Cases:
     """Runs cases, and waits for their ends."""
-    codes, output = warm.run([str(SCENARIO), str(folder), *names], folder, timeout_s=100)
+    codes, output = warm.run([str(SCENARIO), str(folder), *names], folder, timeout_s=150)
     assert codes == [0], output
     return cases_in(folder, output)
 
@@ -78,7 +78,7 @@ def run_after(prefix: tuple[str, ...], folder: Path, *names: str) -> Cases:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=150)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -203,7 +203,7 @@ def test_ranks_of_a_launcher_find_each_other_and_one_of_them_speaks(warm: Warm, 
 def test_a_rank_that_finds_nobody_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_ncclsafe import _torch
+    from lightning_ncclsafe._torch import stores
 
     within_s = []
 
@@ -211,7 +211,7 @@ def test_a_rank_that_finds_nobody_says_so(
         within_s.append(timeout_s)
         raise RuntimeError("connect() timed out")
 
-    monkeypatch.setattr(_torch, "launched_store", unreachable)
+    monkeypatch.setattr(stores, "launched_store", unreachable)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}.items():
         monkeypatch.setitem(os.environ, name, value)
     for timeout in ([], ["--timeout", "3"], ["--timeout", "inf"]):

@@ -3,11 +3,13 @@
 import copy
 import json
 import pickle
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build, process_groups, recorders
 from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.probes.process import flight_recorder
 from lightning_ncclsafe.probes.process.stacks import call_site
@@ -125,8 +127,8 @@ def test_without_a_process_group_there_is_nothing_to_read() -> None:
 
 
 def test_a_build_without_distributed_support_has_no_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "_c10d", None)
-    monkeypatch.setattr(_torch.dist, "is_available", lambda: False)
+    monkeypatch.setattr(recorders, "c10d", None)
+    monkeypatch.setattr(process_groups.dist, "is_available", lambda: False)
     assert flight_recorder.FlightRecorder().read() == ((), ())
     assert flight_recorder.position() == ()
 
@@ -155,11 +157,11 @@ READ = [
 def test_what_no_recorder_tells_is_not_read_as_if_nothing_had_been_called(
     backend: str, called: int | None, dumps: list[Any], why: NotRecorded | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch, "process_groups", lambda: [_torch.OwnGroup("0", "default_pg", (0, 1))])
-    monkeypatch.setattr(_torch, "group_calls", lambda: [_torch.GroupCalls("0", (backend,), called)])
-    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter(dumps))
+    monkeypatch.setattr(process_groups, "own_groups", lambda: [process_groups.OwnGroup("0", "default_pg", (0, 1))])
+    monkeypatch.setattr(process_groups, "group_calls", lambda: [process_groups.GroupCalls("0", (backend,), called)])
+    monkeypatch.setattr(recorders, "dumps", lambda **_: iter(dumps))
     if not dumps:
-        monkeypatch.delattr(_torch._c10d, _torch._RECORDER_OF["gloo"])
+        monkeypatch.delattr(build.c10d, recorders._RECORDER_OF["gloo"])
     recorder = flight_recorder.FlightRecorder()
     groups, _ = recorder.read()
     assert [group.name for group in groups] == ([] if why else ["0"])
@@ -172,11 +174,11 @@ def test_what_no_recorder_tells_is_not_read_as_if_nothing_had_been_called(
 def test_a_group_of_which_the_ring_has_no_entry_left_is_not_one_that_was_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    members = [_torch.OwnGroup("0", "default_pg", (0, 1)), _torch.OwnGroup("1", "tp", (0, 1))]
-    monkeypatch.setattr(_torch, "process_groups", lambda: members)
-    calls = [_torch.GroupCalls("0", ("gloo",), 4), _torch.GroupCalls("1", ("gloo",), 2)]
-    monkeypatch.setattr(_torch, "group_calls", lambda: calls)
-    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter([GLOO]))
+    members = [process_groups.OwnGroup("0", "default_pg", (0, 1)), process_groups.OwnGroup("1", "tp", (0, 1))]
+    monkeypatch.setattr(process_groups, "own_groups", lambda: members)
+    calls = [process_groups.GroupCalls("0", ("gloo",), 4), process_groups.GroupCalls("1", ("gloo",), 2)]
+    monkeypatch.setattr(process_groups, "group_calls", lambda: calls)
+    monkeypatch.setattr(recorders, "dumps", lambda **_: iter([GLOO]))
     recorder = flight_recorder.FlightRecorder()
     assert [group.name for group in recorder.read()[0]] == ["0"]
     assert [(group.name, group.why) for group in recorder.unrecorded] == [("1", NotRecorded.LOST)]
@@ -207,49 +209,129 @@ def test_where_only_a_hook_records_the_last_call_may_be_waited_for() -> None:
 def test_a_hook_on_a_group_of_nccl_writes_to_the_other_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = [entry | {"profiling_name": "nccl:all_reduce", "state": "completed"} for entry in GLOO["entries"]]
     dumps = [GLOO | {"entries": nccl}, GLOO | {"entries": [hooked(1), hooked(2)]}]
-    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter(dumps))
+    monkeypatch.setattr(recorders, "dumps", lambda **_: iter(dumps))
     (group,), collectives = flight_recorder.FlightRecorder().read()
     assert group.last_enqueued == 4
     assert {call.backend for call in collectives} == {"nccl"} and len(collectives) == len(nccl)
 
 
-class Driver:
-    """Stands in for CUDA's: keeps the capture mode of the calling thread, as the real one does."""
+class Driver(threading.local):
+    """Stands in for CUDA's: keeps the capture mode and the context of the calling thread, as the real one does.
 
-    def __init__(self) -> None:
-        self.mode = 0
-        self.failure = 0
+    Of two devices the second is used. An event is asked about without a lock, unless somebody else holds it.
+    """
+
+    failure = 0
+    mode = 0
+    context = None
+    free: threading.Event
+    retained: list[int]
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         if not self.failure:
             self.mode, mode._obj.value = mode._obj.value, self.mode
         return self.failure
 
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        device._obj.value = 10 + number
+        return 0
+
+    def cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, is_used: Any) -> int:
+        is_used._obj.value = device.value == 11
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        context._obj.value = 1000 + device.value
+        self.retained.append(device.value)
+        return self.failure
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.context = context and context.value
+        return self.failure
+
+    def cuEventCreate(self, event: Any, flags: int) -> int:
+        assert (self.context, flags) == (1011, 2)
+        event._obj.value = 5
+        return self.failure
+
+    def cuEventQuery(self, event: Any) -> int:
+        assert (event.value, self.mode, self.context) == (5, 2, 1011)
+        assert Driver.free.wait(60)
+        return 600  # not ready
+
+    def cuEventDestroy_v2(self, event: Any) -> int:
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, device: Any) -> int:
+        self.retained.remove(device.value)
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """CUDA is used, and its driver answers."""
+    driver = Driver()
+    Driver.free, Driver.retained = threading.Event(), []
+    Driver.free.set()
+    monkeypatch.setattr(recorders, "_driver", lambda: driver)
+    monkeypatch.setattr(recorders.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(recorders.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(recorders.torch.version, "cuda", "13.0")
+    yield driver
+    Driver.free.set()
+    if (question := recorders._question) is not None:
+        question.join(60)
+    assert Driver.retained == []
+
 
 @pytest.mark.parametrize(("failure", "mode"), [(0, 2), (3, 0)])
 def test_entries_are_read_without_spoiling_the_capture_of_a_graph(
-    failure: int, mode: int, monkeypatch: pytest.MonkeyPatch
+    failure: int, mode: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, seen = Driver(), []
+    seen = []
     driver.failure = failure
 
     def dump(*what: bool) -> bytes:
         seen.append(driver.mode)
         return pickle.dumps({}) if len(what) == 3 else b"{}"
 
-    monkeypatch.setattr(_torch, "_driver", lambda: driver)
-    monkeypatch.setattr(_torch.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(_torch.torch.version, "cuda", "13.0")
-    for name in _torch._RECORDERS:
+    for name in recorders._RECORDERS:
         for each in (name, name.removesuffix("_json")):
-            monkeypatch.setattr(_torch._c10d, each, dump, raising=False)
-    assert [*_torch.recorder_dumps(collectives=True), *_torch.recorder_entries()] == [{}, {}, [], []]
+            monkeypatch.setattr(build.c10d, each, dump, raising=False)
+    assert [*recorders.dumps(collectives=True), *recorders.entries()] == [{}, {}, [], []]
     assert seen == [mode] * 4 and driver.mode == 0
     seen.clear()
-    assert [*_torch.recorder_dumps(collectives=False)] == [{}, {}] and seen == [0, 0]
+    assert [*recorders.dumps(collectives=False)] == [{}, {}] and seen == [0, 0]
     seen.clear()
-    monkeypatch.setattr(_torch.torch.version, "cuda", None)  # ROCm
-    assert [*_torch.recorder_dumps(collectives=True)] == [{}, {}] and seen == [0, 0]
+    monkeypatch.setattr(recorders.torch.version, "cuda", None)  # ROCm
+    assert [*recorders.dumps(collectives=True)] == [{}, {}] and seen == [0, 0]
+
+
+def test_entries_are_not_read_while_the_driver_does_not_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read them would wait for the driver with the GIL."""
+
+    def dump(collectives: bool, *_: bool) -> str:
+        assert not collectives
+        return json.dumps({"pg_status": {}})
+
+    for name in recorders._RECORDERS:
+        for each in (name, name.removesuffix("_json")):
+            monkeypatch.setattr(build.c10d, each, dump, raising=False)
+    monkeypatch.setattr(process_groups, "group_calls", lambda: [process_groups.GroupCalls("0", ("nccl",), 4)])
+    monkeypatch.setattr(recorders, "_DRIVER_ANSWERS_S", 0.01)
+    threads = threading.active_count()
+    Driver.free.clear()
+    assert not recorders.driver_answers() and not recorders.driver_answers()
+    assert threading.active_count() == threads + 1
+    recorder = flight_recorder.FlightRecorder()
+    assert recorder.read() == ((), ())
+    (group,) = recorder.unrecorded
+    assert (group.name, group.why, group.calls) == ("0", NotRecorded.DRIVER_SILENT, 4)
+    assert [*recorders.entries()] == []
+    flight_recorder.position()
+    Driver.free.set()
+    monkeypatch.setattr(recorders, "_DRIVER_ANSWERS_S", 60)
+    assert recorders.driver_answers()
 
 
 def test_of_a_very_large_recorder_the_newest_entries_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,21 +341,21 @@ def test_of_a_very_large_recorder_the_newest_entries_are_read(monkeypatch: pytes
         asked.append((entries, only_active))
         return json.dumps({"entries": [*range(30_000)]})
 
-    for name in _torch._RECORDERS:
-        monkeypatch.setattr(_torch._c10d, name, dump, raising=False)
+    for name in recorders._RECORDERS:
+        monkeypatch.setattr(build.c10d, name, dump, raising=False)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "30000")
-    assert [dump["entries"] for dump in _torch.recorder_dumps(collectives=True)] == [[*range(10_000, 30_000)]] * 2
+    assert [dump["entries"] for dump in recorders.dumps(collectives=True)] == [[*range(10_000, 30_000)]] * 2
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
-    assert all(len(dump["entries"]) == 30_000 for dump in _torch.recorder_dumps(collectives=True))
+    assert all(len(dump["entries"]) == 30_000 for dump in recorders.dumps(collectives=True))
     assert asked == [(True, True)] * 2 + [(True, False)] * 2
 
 
 def test_a_position_moves_with_what_is_called_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter([{"version": "2.9"}]))
-    monkeypatch.setattr(_torch, "counts", lambda: (3, None))
+    monkeypatch.setattr(recorders, "dumps", lambda **_: iter([{"version": "2.9"}]))
+    monkeypatch.setattr(process_groups, "counts", lambda: (3, None))
     before = flight_recorder.position()
     assert flight_recorder.position() == before
-    monkeypatch.setattr(_torch, "counts", lambda: (4, None))
+    monkeypatch.setattr(process_groups, "counts", lambda: (4, None))
     assert flight_recorder.position() != before
 
 
@@ -329,7 +411,7 @@ def test_collectives_are_given_where_they_were_called(monkeypatch: pytest.Monkey
     elsewhere = [STACK[0], {**STACK[3], "line": 8}, *STACK[4:]]
     frames = {1_000: STACK, 1_001: elsewhere, 1_002: STACK}
     entries = [{"time_created_ns": at, "frames": stack} for at, stack in frames.items()]
-    monkeypatch.setattr(_torch, "recorder_entries", lambda *, stacks: [entries] if stacks else [])
+    monkeypatch.setattr(recorders, "entries", lambda *, stacks: [entries] if stacks else [])
     first, second, again, unknown = flight_recorder.with_source(flight_recorder.with_call_sites(calls))
     assert first.site == again.site != second.site
     # The user's line, that under a condition, and what has called torch: nothing beyond the Trainer.

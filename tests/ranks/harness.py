@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, TcpStoreExchange
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.guard.ending import Ending
@@ -155,7 +155,7 @@ def _rank(
     before_joining(rank)
     with tracker.action("init_process_group"):
         _join(rank, pipes, timedelta(seconds=limits.timeout_s + BACKSTOP_S), hosts_store and rank == 0)
-    store = TcpStoreExchange(_torch.own_store_connection("test"))
+    store = TcpStoreExchange(stores.own_connection("test"))
     guard.connect(FallbackExchange(store, DirectoryExchange(folder / "fallback")))
     trainer.started = True
     try:

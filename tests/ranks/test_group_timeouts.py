@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build, process_groups, stores
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard import group_timeouts
@@ -76,7 +76,7 @@ def test_groups_have_the_timeout_of_the_phase_and_in_the_end_the_one_they_had(tm
     run(tmp_path, body)
 
 
-@pytest.mark.skipif(not _torch.GLOO_TIMEOUT_CHANGES, reason="gloo of this torch keeps the timeout of the group's start")
+@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="gloo of this torch keeps the timeout of the group's start")
 def test_a_collective_fails_at_the_limit_of_the_phase_in_which_it_was_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +101,7 @@ def test_a_collective_fails_at_the_limit_of_the_phase_in_which_it_was_called(
             with pytest.raises(RuntimeError, match="Timed out waiting 500ms"):
                 short.wait()
             assert time.monotonic() - began < 5
-        turn = _torch.own_store_connection("turn")
+        turn = stores.own_connection("turn")
         if rank == 0:
             turn.set("over", "")
             long.wait()
@@ -128,7 +128,7 @@ class FakeGroup:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[FakeGroup]:
     found: list[FakeGroup] = []
-    monkeypatch.setattr(_torch, "timed_groups", lambda: found)
+    monkeypatch.setattr(process_groups, "timed_groups", lambda: found)
     return found
 
 

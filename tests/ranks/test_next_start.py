@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import TcpStoreExchange
 from lightning_ncclsafe.guard.restarts import agree_on_start
 
@@ -43,16 +43,16 @@ def _rank(rank: int, port: int, folder: Path) -> None:
         WORLD_SIZE=str(RANKS),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    store = _torch.agents_store()
-    exchange = TcpStoreExchange(_torch.with_prefix("ncclsafe/starts", store))
+    store = stores.agents_store()
+    exchange = TcpStoreExchange(stores.with_prefix("ncclsafe/starts", store))
     name = agree_on_start(
-        exchange, rank=rank, world_size=RANKS, deadline_s=30, clear=lambda: _torch.forget_last_start(store)
+        exchange, rank=rank, world_size=RANKS, deadline_s=30, clear=lambda: stores.forget_last_start(store)
     )
     # By now all ranks know that rank 0 has cleared it, and none has made its process group.
     (folder / f"found-{name}-{rank}").write_text("\n".join(keys_of(store)))
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     dist.all_reduce(torch.ones(1), group=dist.new_group())
-    _torch.own_store_connection(f"ncclsafe/{name}/0").set("verdict", "the run cannot go on")
+    stores.own_connection(f"ncclsafe/{name}/0").set("verdict", "the run cannot go on")
     # NCCL's watchdog sets it beside all groups, on the store as it is.
     for signal in SIGNALS:
         store.set(signal, "\0\0\0\0")
@@ -91,6 +91,6 @@ def test_a_store_that_cannot_list_its_keys_is_rid_of_the_signal() -> None:
     store = dist.HashStore()
     for key in (*SIGNALS, *OTHERS):
         store.set(key, "1")
-    _torch.forget_last_start(Unlistable(store))
+    stores.forget_last_start(Unlistable(store))
     assert not any(store.check([key]) for key in SIGNALS)
     assert store.check([*OTHERS])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import all_reduce, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.guard.ending import EXIT_CODE
 from lightning_ncclsafe.strategies.launchers import EXPLAIN_S
@@ -244,9 +244,9 @@ def test_a_run_ends_at_its_limit_where_no_recorder_tells_anything(
 ) -> None:
     """In a backward pass the stack alone does not tell a wait for others."""
     if build == "off":
-        monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter([{"version": "2.9"}]))
-    for name in _torch._RECORDERS if build == "without a dump" else ():
-        monkeypatch.delattr(_torch._c10d, name, raising=False)
+        monkeypatch.setattr(recorders, "dumps", lambda **_: iter([{"version": "2.9"}]))
+    for name in recorders._RECORDERS if build == "without a dump" else ():
+        monkeypatch.delattr(recorders.c10d, name, raising=False)
 
     def body(rank: int) -> None:
         model = DistributedDataParallel(torch.nn.Linear(3, 1))
@@ -269,7 +269,7 @@ def test_a_rank_that_calls_again_and_again_within_one_hook_is_not_taken_for_one_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is recorded, and Lightning says nothing of what goes on in a hook."""
-    monkeypatch.setattr(_torch, "recorder_dumps", lambda **_: iter([{"version": "2.9"}]))
+    monkeypatch.setattr(recorders, "dumps", lambda **_: iter([{"version": "2.9"}]))
 
     def body(rank: int) -> None:
         until = time.monotonic() + 3

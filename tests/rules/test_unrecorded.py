@@ -28,6 +28,10 @@ def unrecorded(why: NotRecorded, *calls: int, backend: str = "gloo", name: str =
         (unrecorded(NotRecorded.NO_ENTRY, 1200, 1), "Ranks 0-1 called 1 to 1,200 collectives with gloo, and"),
         (unrecorded(NotRecorded.NO_DUMP, 1), "Rank 0 called 1 collective with gloo, and this build of PyTorch cannot"),
         (unrecorded(NotRecorded.UNKNOWN_BACKEND, -1, backend="ucc"), "Rank 0 called collectives with ucc, an unknown"),
+        (
+            unrecorded(NotRecorded.DRIVER_SILENT, 3, backend="nccl"),
+            "Rank 0 called 3 collectives with nccl, and CUDA's",
+        ),
         (unrecorded(NotRecorded.LOST, 3, name="tp"), "Rank 0 called 3 collectives in group 'tp' of which the Flight"),
     ],
 )

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.utils.data import DataLoader
 
 import lightning_ncclsafe
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups
 
 # So that the end of each process does not look at everything that was imported.
 gc.freeze()
@@ -45,7 +45,7 @@ class GroupTimeout(pl.Callback):
         self.seen: dict[str, list[float]] = {}
 
     def note(self, where: str) -> None:
-        (group,) = _torch.timed_groups()
+        (group,) = process_groups.timed_groups()
         self.seen.setdefault(where, []).append(group.timeout_s)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

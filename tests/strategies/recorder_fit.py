@@ -12,7 +12,8 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ncclsafe import SafeDDP, SafeModelParallel, _torch
+from lightning_ncclsafe import SafeDDP, SafeModelParallel
+from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.probes.process.flight_recorder import position
 from lightning_ncclsafe.strategies import guarded_call
 
@@ -32,8 +33,8 @@ class Net(L.LightningModule):
         return self.layer(batch[0]).square().mean()
 
     def on_train_end(self) -> None:
-        recorded = sum(len(dump.get("entries", ())) for dump in _torch.recorder_dumps(collectives=True))
-        sizes = {name: os.environ.get(name) for name in _torch._RECORDER_SIZES}
+        recorded = sum(len(dump.get("entries", ())) for dump in recorders.dumps(collectives=True))
+        sizes = {name: os.environ.get(name) for name in recorders._SIZES}
         (self.folder / f"rank-{self.global_rank}").write_text(json.dumps([recorded, sizes]))
 
     def configure_optimizers(self) -> Any:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 from warm import Warm, ranks_of
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import recorders
 
 LIMIT_S = 100
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 FIT = Path(__file__).with_name("recorder_fit.py")
-NEW, OLD = _torch._RECORDER_SIZES
+NEW, OLD = recorders._SIZES
 FIRST = [("lightning", "spawn"), ("lightning", "popen")]
 
 
@@ -59,7 +59,7 @@ def slurm() -> list[dict[str, str]]:
 )
 def test_the_recorder_is_on_with_every_launcher(launched: Any, outcome: Outcome) -> None:
     assert all(recorded >= 8 for recorded in outcome.recorded)  # one collective a batch at least
-    assert outcome.sizes == [dict.fromkeys(_torch._RECORDER_SIZES)] * 2  # nothing is left behind
+    assert outcome.sizes == [dict.fromkeys(recorders._SIZES)] * 2  # nothing is left behind
     assert not [line for line in outcome.said if "Flight Recorder" in line]
 
 
@@ -81,7 +81,7 @@ def test_the_size_that_a_timer_wants_is_there_although_the_guard_has_looked_befo
     program = f"""
 import os, torch, torch.distributed as dist
 from types import SimpleNamespace
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.strategies import guarded_call
 from lightning_ncclsafe.probes.process.flight_recorder import position
 guarded_call.RECORDER_SIZE = 7
@@ -95,11 +95,11 @@ with call.recorder():
     dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=0, world_size=1)
 for _ in range(20):
     dist.all_reduce(torch.ones(1))
-print([len(dump["entries"]) for dump in _torch.recorder_dumps(collectives=True) if dump.get("entries")])
-print([name for name in os.environ if name in _torch._RECORDER_SIZES])
+print([len(dump["entries"]) for dump in recorders.dumps(collectives=True) if dump.get("entries")])
+print([name for name in os.environ if name in recorders._SIZES])
 dist.destroy_process_group()
 """
-    environment = {name: value for name, value in os.environ.items() if name not in _torch._RECORDER_SIZES}
+    environment = {name: value for name, value in os.environ.items() if name not in recorders._SIZES}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True
     )

@@ -32,7 +32,8 @@ from lightning.pytorch.strategies import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ncclsafe import CollectiveTimeoutError, HostPreflight, SafeDDP, SafeFSDP, SafeModelParallel, _torch
+from lightning_ncclsafe import CollectiveTimeoutError, HostPreflight, SafeDDP, SafeFSDP, SafeModelParallel
+from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.loaders.collecting import Stage
 from lightning_ncclsafe.loaders.iteration import replaceable
@@ -466,7 +467,7 @@ def test_a_preflight_sees_the_environment_as_it_was_before_the_recorder_got_its_
     )
     call._features.begin(guarded_call.Place(rank=0, local_rank=0, world_size=1, local_world_size=1, master_port="1"))
     before = dict(os.environ)
-    with _torch.recorder_of_size(7):
+    with recorders.of_size(7):
         looks[0]()
         assert dict(os.environ) != before
     assert dict(seen["environment"]) == before

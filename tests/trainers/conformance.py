@@ -41,8 +41,8 @@ from lightning_ncclsafe import (
     SafeDDP,
     SafeFSDP,
     SafeModelParallel,
-    _torch,
 )
+from lightning_ncclsafe._torch import process_groups
 
 ROWS = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
 
@@ -151,8 +151,8 @@ def digest(tensors: dict[str, Any]) -> str:
 
 def timeouts_s() -> dict[str, float]:
     """Of the groups that this rank is a member of, by their ranks."""
-    groups = {group.name: group.ranks for group in _torch.process_groups()}
-    return {str(groups[group.name]): group.timeout_s for group in _torch.timed_groups()}
+    groups = {group.name: group.ranks for group in process_groups.own_groups()}
+    return {str(groups[group.name]): group.timeout_s for group in process_groups.timed_groups()}
 
 
 # What each rank has seen, by strategy, that is not the same with both.

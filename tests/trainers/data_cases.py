@@ -20,7 +20,8 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset, TensorDataset
 
-from lightning_ncclsafe import DatasetAgreement, SafeDDP, _torch
+from lightning_ncclsafe import DatasetAgreement, SafeDDP
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.facts import VOTE_GROUPS
 from lightning_ncclsafe.loaders import collecting
@@ -191,7 +192,7 @@ class Case:
 def what_is_left(trainer: L.Trainer, loaders: tuple[Any, ...]) -> list[str]:
     """What we have not taken away: threads, groups, what stands in for Lightning's methods, classes of loaders."""
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe")]
-    left += [group.description for group in _torch.process_groups() if group.description in VOTE_GROUPS]
+    left += [group.description for group in process_groups.own_groups() if group.description in VOTE_GROUPS]
     left += [repr(loader) for loader in loaders if isinstance(loader, DataLoader) and type(loader) not in LOADERS]
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.predict_loop)
     owners = (trainer._signal_connector, trainer.fit_loop.epoch_loop, *(loop._data_source for loop in loops))

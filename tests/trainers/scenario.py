@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe import DatasetAgreement, SafeDDP, SafeModelParallel
-from lightning_ncclsafe._torch import recorder_dumps
+from lightning_ncclsafe._torch import recorders
 
 # So that the end of each process does not look at everything that was imported.
 gc.freeze()
@@ -225,7 +225,7 @@ def batches_of(trainer: L.Trainer) -> str:
     loop = trainer.fit_loop.epoch_loop
     begun, validation = loop.batch_progress.total.ready, loop.val_loop.batch_progress.current.completed
     recorded = [
-        entry["profiling_name"] for dump in recorder_dumps(collectives=True) for entry in dump.get("entries", ())
+        entry["profiling_name"] for dump in recorders.dumps(collectives=True) for entry in dump.get("entries", ())
     ]
     broadcasts = sum(name.endswith(":broadcast") for name in recorded)
     return f"begun {begun} batches and ended {validation} of validation, with {broadcasts} broadcasts"

@@ -13,7 +13,7 @@ import pytest
 from warm import Warm, ranks_of
 
 import lightning_ncclsafe
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.guard.ending import EXIT_CODE
 
 PACKAGE = str(Path(lightning_ncclsafe.__file__).parent)
@@ -194,7 +194,7 @@ def test_a_rank_that_presents_no_loader_is_named_with_what_it_does_instead(outco
     assert outcome.said[-1] == "the run cannot continue and is being ended"
 
 
-@pytest.mark.skipif(not _torch.GLOO_TIMEOUT_CHANGES, reason="groups of a mesh keep the timeout that torch gives them")
+@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="groups of a mesh keep the timeout that torch gives them")
 @pytest.mark.program("cluster", "stall", "--devices", "4", "--tensor-parallel", "2", "--rank", "2", "--timeout", "5")
 def test_a_rank_that_its_neighbours_in_the_mesh_wait_for(outcome: Outcome) -> None:
     finding = first_finding(outcome)

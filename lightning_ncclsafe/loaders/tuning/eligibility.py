@@ -18,7 +18,7 @@ from itertools import chain, islice
 from multiprocessing.pool import Pool
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import loading
 from lightning_ncclsafe.loaders import iteration
 
 # Lightning's seed_everything sets it, also for processes that it starts.
@@ -84,11 +84,11 @@ _KINDS: dict[tuple[str, str], tuple[str, Check]] = {
 
 def unresizable(loader: Any) -> str:
     """Why the workers of a loader cannot be changed while it is read; empty if they can."""
-    if not _torch.is_dataloader(loader):
+    if not loading.is_dataloader(loader):
         return f"a {type(loader).__name__} is not a torch DataLoader"
-    if _torch.has_iterable_dataset(loader):
+    if loading.has_iterable_dataset(loader):
         return "the number of batches of an iterable dataset depends on the number of workers"
-    own = [method for method in _torch.iterates_its_own_way(loader) if method.__module__ != iteration.__name__]
+    own = [method for method in loading.iterates_its_own_way(loader) if method.__module__ != iteration.__name__]
     if own:
         return f"{type(loader).__name__} overrides how it is iterated ({own[0].__qualname__})"
     return unsafe(loader)
@@ -120,7 +120,7 @@ def parts_of(loader: Any) -> list[Any]:
 def is_seeded(loader: Any) -> bool:
     """Whether a loader's batches depend on a seed: that of the run, or of a generator that the user gave it."""
     own = (getattr(part, "__dict__", {}).get("generator") for part in parts_of(loader))
-    return _SEED in os.environ or _torch.is_seeded() or any(generator is not None for generator in own)
+    return _SEED in os.environ or loading.is_seeded() or any(generator is not None for generator in own)
 
 
 def forks(loader: Any) -> bool:

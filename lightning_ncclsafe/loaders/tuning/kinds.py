@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import loading
 from lightning_ncclsafe.loaders.iteration import Begin
 from lightning_ncclsafe.loaders.tuning.deciding import LoaderReport, LoaderSetting
 from lightning_ncclsafe.loaders.tuning.eligibility import holds_generator, is_seeded, unresizable, unsafe
@@ -184,10 +184,10 @@ def kind_of(loader: Any, settings: TunerSettings) -> type[AdvisedLoader] | None:
         loader: What Lightning iterates.
         settings: What the user has set.
     """
-    if not _torch.is_dataloader(loader):
+    if not loading.is_dataloader(loader):
         return None
     if settings.apply and not unresizable(loader):
         return MapStyleLoader
-    if settings.apply and settings.apply_to_iterables and _torch.has_iterable_dataset(loader):
+    if settings.apply and settings.apply_to_iterables and loading.has_iterable_dataset(loader):
         return AdvisedLoader if unsafe(loader) else IterableLoader
     return AdvisedLoader

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import loading
 from lightning_ncclsafe.loaders.tuning.eligibility import forks, unforkable_dataset
 from lightning_ncclsafe.loaders.tuning.measuring import INTERVAL_S, BatchSize, Interval, Measurement, Observer
 from lightning_ncclsafe.loaders.tuning.worker_pool import (
@@ -139,7 +139,7 @@ class ResizableLoader:
             self._begin_at_once(epoch, indices, draws=draws)
         else:
             indices.begin()
-            self._seed = _torch.draw_base_seed(self._loader)
+            self._seed = loading.draw_base_seed(self._loader)
         return epoch
 
     def _begin_at_once(self, epoch: "Epoch", indices: EpochIndices, *, draws: bool) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import loading
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, wait_for_keys
 from lightning_ncclsafe.facts import Capacity, codec
@@ -171,7 +171,7 @@ class Tuner:
     def _why_fixed(self, loader: Any) -> str:
         if not self._settings.apply:
             return ADVICE_ONLY
-        return ITERABLE if _torch.has_iterable_dataset(loader) else OWN_WAY
+        return ITERABLE if loading.has_iterable_dataset(loader) else OWN_WAY
 
     def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize) -> int | None:
         """How many batches a loader may have ahead; all loaders of the rank get equal shares of the budget."""

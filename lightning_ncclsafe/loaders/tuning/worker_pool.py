@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import loading
 
 # A thread pool, a lock or a client in the dataset that does not survive a fork makes workers wait forever.
 _FIRST_S = 5.0
@@ -277,11 +277,11 @@ class WorkerPool:
         self._is_first = True
         self._is_silent = False
         self._is_in_order = bool(getattr(loader, "in_order", True))
-        generator = loader.generator if seed is None else _torch.generator_from(seed)
+        generator = loader.generator if seed is None else loading.generator_from(seed)
         self._loader = _copy_of(loader, setting, sampler, generator)
-        self.iterator: Iterator[Any] = _torch.begin_loading(self._loader)
-        self.pids = _torch.worker_pids(self.iterator)
-        self.seed = _torch.base_seed_of(self.iterator)
+        self.iterator: Iterator[Any] = loading.begin_loading(self._loader)
+        self.pids = loading.worker_pids(self.iterator)
+        self.seed = loading.base_seed_of(self.iterator)
 
     def renew(self, indices: EpochIndices) -> None:
         """Begins another epoch with the same workers."""
@@ -301,7 +301,7 @@ class WorkerPool:
         try:
             with self._in_time():
                 batch = next(self.iterator)
-        except _torch.WorkersSilent:
+        except loading.WorkersSilent:
             self._is_silent = True
             raise
         self._is_first = False
@@ -310,14 +310,14 @@ class WorkerPool:
 
     def _in_time(self) -> AbstractContextManager[None]:
         within_s = self._deadlines.of_batch(is_first=self._is_first) if self.is_extra else None
-        return _torch.answered_within(self.iterator, within_s)
+        return loading.answered_within(self.iterator, within_s)
 
     def handed(self) -> None:
         """Notes that it has handed out a batch."""
         if self._is_in_order or not self.pids:
             self.sampler.handed()
         else:
-            self.sampler.handed(_torch.pending_batches(self.iterator))
+            self.sampler.handed(loading.pending_batches(self.iterator))
         self._fill()
 
     def limit(self, most: int | None) -> None:
@@ -328,18 +328,18 @@ class WorkerPool:
 
     def _fill(self) -> None:
         while self.sampler.waits:
-            _torch.ask_for_batch(self.iterator)
+            loading.ask_for_batch(self.iterator)
 
     def ask_to_end(self) -> None:
         """Asks its workers to end; :meth:`end` waits for them. Their unfinished batches are already taken back."""
         if not self._is_silent:
-            _torch.ask_to_end_loading(self.iterator)
+            loading.ask_to_end_loading(self.iterator)
 
     def end(self) -> None:
         """Ends its workers and waits for them. What it has not handed out is due again."""
         self.sampler.take_back()
         # Explicitly, so that workers are gone before the first batch of their successors.
-        _torch.end_loading(self.iterator, at_once=self._is_silent)
+        loading.end_loading(self.iterator, at_once=self._is_silent)
         self.pids = ()
 
 

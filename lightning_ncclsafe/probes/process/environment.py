@@ -62,9 +62,9 @@ def versions_seen() -> dict[str, str]:
 
 
 def _of_torch() -> dict[str, str]:
-    from lightning_ncclsafe import _torch
+    from lightning_ncclsafe._torch import build
 
-    return _torch.versions()
+    return build.versions()
 
 
 def _of_packages() -> dict[str, str]:

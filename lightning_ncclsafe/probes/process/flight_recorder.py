@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.facts import Collective, Frame, Group, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.probes.process.stacks import call_site, telling_frames
 from lightning_ncclsafe.recorder.model import HOOK, Entry, Recorder, State, Work, WorkKind, backend_of
@@ -29,10 +29,10 @@ def position() -> Position:
     """
     statuses = tuple(
         (group, status["last_enqueued_collective"], status["last_completed_collective"])
-        for dump in _torch.recorder_dumps(collectives=False)
+        for dump in recorders.dumps(collectives=False)
         for group, status in dump.get("pg_status", {}).items()
     )
-    return *_torch.counts(), *statuses
+    return *process_groups.counts(), *statuses
 
 
 class FlightRecorder:
@@ -48,12 +48,13 @@ class FlightRecorder:
 
     def read(self) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
         """The groups of this rank, and the last entries of each, oldest first; all outstanding ones are among them."""
-        members = {group.name: group for group in _torch.process_groups()}
+        members = {group.name: group for group in process_groups.own_groups()}
         # Before the dumps: what is called meanwhile is recorded, too.
-        calls = _torch.group_calls()
+        calls = process_groups.group_calls()
         groups: dict[str, Group] = {}
         collectives: list[Collective] = []
-        for index, dump in enumerate(_torch.recorder_dumps(collectives=True)):
+        can_be_read = recorders.driver_answers()
+        for index, dump in enumerate(recorders.dumps(collectives=True) if can_be_read else ()):
             if index == len(self._names):
                 self._names.append({})
             found_groups, found_collectives = parse(dump, self._names[index])
@@ -65,7 +66,10 @@ class FlightRecorder:
         known = [_with_members(group, members.get(name)) for name, group in groups.items()]
         others = [call for call in calls if call.name not in groups and call.called != 0]
         recorded = {collective.backend for collective in collectives}
-        gaps = {call.name: _why_not_recorded(call, recorded) for call in others}
+        gaps = {
+            call.name: _why_not_recorded(call, recorded) if can_be_read else NotRecorded.DRIVER_SILENT
+            for call in others
+        }
         self.unrecorded = tuple(_unrecorded(call, gaps[call.name], members) for call in others)
         unused = [Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values()]
         return (
@@ -79,7 +83,7 @@ def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]
 
     Takes some 10 µs for each entry of the recorders; no file is read.
     """
-    recorded = (entry for entries in _torch.recorder_entries(stacks=True) for entry in entries)
+    recorded = (entry for entries in recorders.entries(stacks=True) for entry in entries)
     frames = {entry.get("time_created_ns"): entry.get("frames") or () for entry in recorded}
     sites: dict[tuple[int, ...], tuple[str, tuple[Frame, ...]]] = {}
 
@@ -106,17 +110,19 @@ def with_source(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     return tuple(replace(collective, stack=stacks.get(index, ())) for index, collective in enumerate(every))
 
 
-def _why_not_recorded(call: _torch.GroupCalls, recorded: Set[str]) -> NotRecorded:
+def _why_not_recorded(call: process_groups.GroupCalls, recorded: Set[str]) -> NotRecorded:
     """Why the recorders tell nothing of a group that was used, or of which nobody can say whether it was."""
-    known = [backend for backend in call.backends if _torch.recorder_is_known(backend)]
+    known = [backend for backend in call.backends if recorders.is_known(backend)]
     if not known:
         return NotRecorded.UNKNOWN_BACKEND
-    if not all(map(_torch.recorder_can_be_read, known)):
+    if not all(map(recorders.can_be_read, known)):
         return NotRecorded.NO_DUMP
     return NotRecorded.NO_ENTRY if recorded.isdisjoint(known) else NotRecorded.LOST
 
 
-def _unrecorded(call: _torch.GroupCalls, why: NotRecorded, members: Mapping[str, _torch.OwnGroup]) -> UnrecordedGroup:
+def _unrecorded(
+    call: process_groups.GroupCalls, why: NotRecorded, members: Mapping[str, process_groups.OwnGroup]
+) -> UnrecordedGroup:
     return UnrecordedGroup(
         name=call.name,
         why=why,
@@ -151,7 +157,7 @@ def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collect
     return groups, [_collective(entry, work) for work in recorder.works for entry in work.parts or (work.entry,)]
 
 
-def _with_members(group: Group, members: _torch.OwnGroup | None) -> Group:
+def _with_members(group: Group, members: process_groups.OwnGroup | None) -> Group:
     if members is None:
         return group
     return replace(group, description=members.description, ranks=members.ranks)

@@ -181,9 +181,9 @@ def _is_of_others(error: BaseException) -> bool:
     """Whether it only says that a collective failed; without torch none does."""
     if "torch" not in sys.modules:
         return False
-    from lightning_ncclsafe._torch import is_communication_error
+    from lightning_ncclsafe._torch import process_groups
 
-    return is_communication_error(error)
+    return process_groups.is_communication_error(error)
 
 
 def _number(text: str | None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import sent_together, tensors
 from lightning_ncclsafe.facts import Collective, ModelUnit, UnitKind
 from lightning_ncclsafe.rules.kit.meaning import matches
 
@@ -39,7 +39,7 @@ def all_units(model: Any) -> Iterator[ModelUnit]:
     for given, module in model.named_modules():
         name = plain_name(given)
         yield from _buckets(module)
-        for sent in _torch.fsdp_units(module):
+        for sent in sent_together.fsdp_units(module):
             is_root = not any(root in ("", name) or name.startswith(f"{root}.") for root in roots)
             yield _unit(UnitKind.FSDP_UNIT, name, sent, prefix=f"{name}." if name else "", is_root=is_root)
             roots += [name] if is_root else []
@@ -54,13 +54,13 @@ def plain_name(name: str) -> str:
 
 
 def _buckets(module: Any) -> Iterator[ModelUnit]:
-    for buckets in _torch.ddp_buckets(module):
+    for buckets in sent_together.ddp_buckets(module):
         for index, sent in enumerate(buckets):
             yield _unit(UnitKind.DDP_BUCKET, f"{index + 1} of {len(buckets)}", sent)
 
 
 def _unit(
-    kind: UnitKind, name: str, sent: _torch.SentTogether, *, prefix: str = "", is_root: bool = False
+    kind: UnitKind, name: str, sent: sent_together.SentTogether, *, prefix: str = "", is_root: bool = False
 ) -> ModelUnit:
     names, ends = sent.parameters, _NAMES_AT_ENDS
     return ModelUnit(
@@ -78,7 +78,7 @@ def _unit(
 
 def _parameters(model: Any) -> Iterator[ModelUnit]:
     for name, parameter in model.named_parameters():
-        size = _torch.spread_size(parameter)
+        size = tensors.spread_size(parameter)
         if size is not None:
             elements, mine = size
             yield ModelUnit(

@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import CodeType
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.code.libraries import GROUP_CREATION, LOGGED_VALUES, SEND_OR_RECV, TRAINING_LOOPS, Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, LoggedKey, MetricFacts, StepFacts
@@ -205,7 +205,7 @@ class StepRecord:
             metrics=tuple(itertools.islice(_metrics(module), _MAX_KEYS)),
             reducing=_reducing(),
             peer=_peer(),
-            groups_made=_torch.groups_made(),
+            groups_made=process_groups.groups_made(),
             groups_at=(_groups_under_condition() or _lines(users, _makes_group)) if makes_group else (),
             accumulates_at=_lines(users, _sets_accumulation) if any(run[3:4] > (0,) for run in runs) else (),
         )

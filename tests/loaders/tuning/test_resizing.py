@@ -630,14 +630,14 @@ def test_workers_of_the_user_that_cannot_be_started_again_are_not_the_end(monkey
     tuned = tuned_of(DataLoader(Items(), num_workers=2), 2, prefetch=1, say=lines)
     epoch = tuned.begin()
     next(epoch)
-    begin = worker_pool._torch.begin_loading
+    begin = worker_pool.loading.begin_loading
 
     def none(loader: Any) -> Any:
         if loader.num_workers:
             raise OSError(24, "Too many open files")
         return begin(loader)
 
-    monkeypatch.setattr(worker_pool._torch, "begin_loading", none)
+    monkeypatch.setattr(worker_pool.loading, "begin_loading", none)
     tuned.resize(1, 1)
     assert [int(batch) for batch in epoch] == list(range(1, 23))
     assert tuned.workers == 0 and len(lines) == 1

@@ -21,7 +21,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints.folder import CheckpointFolder
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
 
@@ -88,7 +88,7 @@ def save_s(checkpoint: Any, folder: Path) -> dict[str, float]:
 
     def ours() -> None:
         kept = CheckpointFolder(folder, keep=1, is_mine=lambda part: False)
-        kept.write(0, 0, lambda file: _torch.save(checkpoint, file), lambda: None).unlink()
+        kept.write(0, 0, lambda file: tensors.save(checkpoint, file), lambda: None).unlink()
 
     ways = {"torch.save": lambda: stock(sync=False), "torch.save and fsync": lambda: stock(sync=True), "ours": ours}
     took = {}

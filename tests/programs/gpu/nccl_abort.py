@@ -14,7 +14,7 @@ from nccl_here import Here
 
 # The main thread is in its wait by then.
 _BEFORE_ABORT_S = 2.0
-_GIVE_UP = timedelta(seconds=60)
+GIVE_UP = timedelta(seconds=60)
 
 
 def _abort_later(aborted_at: list[float]) -> None:
@@ -35,7 +35,7 @@ def _wait_in_vain(here: Here, wait: Callable[[], None]) -> dict[str, Any]:
     dist.all_reduce(here.ones(8))
     here.sync()
     if here.rank != 0:
-        here.store.wait(["told"], _GIVE_UP)
+        here.store.wait(["told"], GIVE_UP)
         return {}
     aborted_at, raised, next_raised = list[float](), "", ""
     _abort_later(aborted_at)

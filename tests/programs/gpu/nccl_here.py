@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as _c10d
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups, recorders
 
 # Collectives before timing is switched on; the first one makes what NCCL has not made yet.
 WARM_UP = 5
@@ -61,7 +61,7 @@ class Here:
             "rank": self.rank,
             "json": json.loads(as_json),
             "pickle": base64.b64encode(as_pickle).decode(),
-            "groups": {group.name: list(group.ranks) for group in _torch.process_groups()},
+            "groups": {group.name: list(group.ranks) for group in process_groups.own_groups()},
         }
 
     def settle(self) -> None:
@@ -72,7 +72,7 @@ class Here:
         self.sync()
         deadline = time.monotonic() + _SETTLE_S
         while time.monotonic() < deadline:
-            entries = [entry for found in _torch.recorder_entries() for entry in found]
+            entries = [entry for found in recorders.entries() for entry in found]
             if all(_is_settled(entry) for entry in entries):
                 return
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""One rank of a scene, or of an abort: writes down what it has measured, and what its Flight Recorder holds.
+"""One rank of a scene, of an abort or of a reading: writes down what it has measured and recorded.
 
 Started by ``one_gpu.run_ranks``: ``python nccl_rank.py delay --ranks 2 --folder FOLDER``.
 """
@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from nccl_abort import ABORTS
 from nccl_here import Here
+from nccl_reads import READS
 from nccl_scenes import SCENES
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import build
 
 # Beyond the end of any scene: what hangs is to be seen by the recorder, and not ended by the back end.
 _TIMEOUT = timedelta(seconds=300)
@@ -53,17 +54,17 @@ def leave(here: Here) -> None:
 
 def perform(here: Here, name: str) -> dict[str, Any]:
     """What the rank has to tell of a scene."""
-    if name in ABORTS:
-        return ABORTS[name](here)
+    if act := (ABORTS | READS).get(name):
+        return act(here)
     truth = SCENES[name](here)
-    told = {"truth": truth, "dump": here.dump(), "versions": _torch.versions()}
+    told = {"truth": truth, "dump": here.dump(), "versions": build.versions()}
     here.meet("dumped")
     return told
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=[*SCENES, *ABORTS])
+    parser.add_argument("name", choices=[*SCENES, *ABORTS, *READS])
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from nccl_here import NUMEL, WARM_UP, Here
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups
 
 LATE_RANK = 1
 HOST_DELAY_S = 0.15
@@ -24,7 +24,7 @@ def _warm_up(here: Here) -> None:
     for _ in range(WARM_UP):
         dist.all_reduce(here.ones())
     here.sync()
-    _torch.time_collectives_on_device()
+    process_groups.time_collectives_on_device()
     here.meet("warm")
 
 
@@ -143,7 +143,7 @@ def sub_groups(here: Here) -> Truth:
     _warm_up(here)
     pairs = [[first, first + 1] for first in range(0, here.ranks - 1, 2)]
     groups = [dist.new_group(members, group_desc=f"pair{members[0]}") for members in [*pairs, [0]]]
-    _torch.time_collectives_on_device()
+    process_groups.time_collectives_on_device()
     for _ in range(5):
         for members, group in zip([*pairs, [0]], groups, strict=True):
             if here.rank in members:

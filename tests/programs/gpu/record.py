@@ -21,7 +21,7 @@ _UNENDED: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 def told_by_ranks(name: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """Runs a scene or an abort, and returns what each rank has written down.
+    """Runs a scene, an abort or a reading, and returns what each rank has written down.
 
     Raises:
         RuntimeError: A rank has written nothing; the message has what all have printed.

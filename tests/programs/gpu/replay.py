@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from recordings import Recording as File
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
 from lightning_ncclsafe.facts import (
     Collective,
@@ -55,7 +55,7 @@ class Delay:
 
 def unpickled(dump: dict[str, Any]) -> dict[str, Any]:
     """The pickled form of a rank's recorder, by the way that the package reads it."""
-    found: dict[str, Any] = _torch._PlainUnpickler(io.BytesIO(base64.b64decode(dump["pickle"]))).load()
+    found: dict[str, Any] = recorders._PlainUnpickler(io.BytesIO(base64.b64decode(dump["pickle"]))).load()
     return found
 
 

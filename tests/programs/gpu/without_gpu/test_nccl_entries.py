@@ -16,7 +16,7 @@ import torch.distributed as dist
 from replay import compared, default_group, delays, wrong_about_delays
 from torch._C._distributed_c10d import Backend, HashStore
 
-from lightning_ncclsafe import _torch
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
 from lightning_ncclsafe.probes.process import flight_recorder
@@ -208,7 +208,7 @@ def test_timing_is_switched_on_for_a_group_of_nccl(monkeypatch: pytest.MonkeyPat
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         nccl = SimpleNamespace(name=lambda: "nccl")
-        monkeypatch.setattr(_torch, "_backend_of", lambda group, device: nccl)
-        assert _torch.time_collectives_on_device() == 1
+        monkeypatch.setattr(process_groups, "backend_of", lambda group, device: nccl)
+        assert process_groups.time_collectives_on_device() == 1
     finally:
         dist.destroy_process_group()

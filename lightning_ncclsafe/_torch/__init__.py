@@ -1,0 +1,5 @@
+"""The only room that calls private functions of torch; what differs between its versions is decided here.
+
+Each module is a door: ``own_groups``, ``stores`` and ``recorders`` of ``torch.distributed``, ``loading`` of its
+loaders, ``sent_together``, ``tensors`` and ``sharded`` of models, and ``build`` of the installation.
+"""

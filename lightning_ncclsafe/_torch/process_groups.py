@@ -1,0 +1,258 @@
+"""Process groups of this process: who is in them, how far they are, how long they wait."""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_ncclsafe.code.marks import Mark, marked
+
+
+class OwnGroup(NamedTuple):
+    """A process group of this process: its unique name, its description and the global ranks of its members."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+
+
+class GroupCalls(NamedTuple):
+    """What a process group says of itself, whether or not there is a recorder.
+
+    Attributes:
+        name: Its unique name.
+        backends: Names of its back ends: ``("gloo",)``.
+        called: How many collectives this process has called in it; None where its back end does not count them.
+    """
+
+    name: str
+    backends: tuple[str, ...]
+    called: int | None
+
+
+def group_calls() -> list[GroupCalls]:
+    """What the groups of this process count themselves, which no setting turns off. Takes some microseconds."""
+    return [GroupCalls(group.group_name, _backends(group), _count(group)) for group in groups_here()]
+
+
+def _backends(group: Any) -> tuple[str, ...]:
+    try:
+        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    except (KeyError, ValueError):  # it has just been destroyed
+        return ()
+    return tuple(dict.fromkeys(part.rpartition(":")[2] for part in config.split(",")))
+
+
+def _count(group: Any) -> int | None:
+    with suppress(RuntimeError):  # its back end does not count
+        return int(group._get_sequence_number_for_group())
+    return None
+
+
+def counts() -> tuple[int | None, ...]:
+    """How many collectives this process has called in each of its groups; takes less than a microsecond a group."""
+    return tuple(map(_count, groups_here()))
+
+
+def calls_besides(descriptions: Collection[str]) -> int:
+    """How many collectives this process has called in its groups, those of these descriptions aside."""
+    groups = (group for group in groups_here() if group.group_desc not in descriptions)
+    return sum(count for count in map(_count, groups) if count is not None)
+
+
+def groups_made() -> int:
+    """How many process groups this process has taken part in making, as a member or not; -1 before the first one."""
+    return dist.distributed_c10d.get_pg_count() if distributed_is_initialized() else -1
+
+
+def own_groups() -> list[OwnGroup]:
+    """The process groups that this process is a member of."""
+    if not distributed_is_initialized():
+        return []
+    # A copy first: user code may create groups while another thread reads. Where this process is not a member, torch
+    # keeps a number in the group's place.
+    members: list[tuple[Any, dict[int, int]]] = [*dist.distributed_c10d._world.pg_group_ranks.items()]
+    return [
+        OwnGroup(group.group_name, group.group_desc, tuple(sorted(ranks)))
+        for group, ranks in members
+        if isinstance(group, dist.ProcessGroup)
+    ]
+
+
+def distributed_is_initialized() -> bool:
+    """Whether this build has ``torch.distributed`` and the default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an exception says only that a collective failed, because a peer is gone or late, or by an abort.
+
+    Gloo has no exception type of its own: it raises ``RuntimeError`` with its source path or a socket's error in the
+    text.
+    """
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _GLOO_MARKS)
+
+
+_GLOO_MARKS = (
+    "gloo/",
+    "Connection closed by peer",
+    "Application timeout caused pair closure",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Gloo connect",
+    "[c10d]",
+)
+
+
+@marked(Mark.VOTE)
+def wait_for_vote(work: Any, tensor: Any) -> int:
+    """Waits for a vote, and gives the flags that any rank has set."""
+    work.wait()
+    return int(tensor.item())
+
+
+class VoteGroup:
+    """A gloo process group of our own, on which ranks vote without waiting; made by all ranks at the same time.
+
+    Args:
+        description: The group's description.
+        timeout_s: Seconds after which a vote that not all ranks take part in fails.
+
+        connect_s: Seconds that ranks are given to connect.
+
+    Raises:
+        RuntimeError: If they cannot: gloo takes the network interface that the host's name resolves to, or the one
+            that ``GLOO_SOCKET_IFNAME`` names.
+    """
+
+    def __init__(self, description: str, *, timeout_s: float, connect_s: float) -> None:
+        connect = timedelta(seconds=connect_s)
+        self._group: Any = dist.new_group(backend="gloo", timeout=connect, group_desc=description)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), self._group)
+        self._any = dist.AllreduceOptions()
+        self._any.reduceOp = dist.ReduceOp.BOR  # type: ignore[assignment]
+        self._works: deque[Any] = deque()
+
+    def start(self, flags: int) -> Callable[[], int]:
+        """Starts a vote, and does not wait for it.
+
+        Returns:
+            A function that waits for it, and gives the flags that any rank has set.
+        """
+        # One element: of more, gloo makes several messages, which takes three times the processor time.
+        tensor = torch.tensor((flags,), dtype=torch.int64)
+        # dist.all_reduce does the same, after 20 µs of checks.
+        work = self._group.allreduce([tensor], self._any)
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
+        self._works.append(work)
+
+        return partial(wait_for_vote, work, tensor)
+
+    def gather(self, *values: int) -> list[list[int]]:
+        """The values of every rank, by rank. Waits."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everybodys, mine, self._group)
+        return [tensor.tolist() for tensor in everybodys]
+
+    def close(self) -> None:
+        """Gives the group back, unless a vote on it has not ended: waiting for that could take for ever."""
+        if all(work.is_completed() for work in self._works):
+            with suppress(Exception):
+                dist.destroy_process_group(self._group)
+
+
+def time_collectives_on_device() -> int:
+    """Makes NCCL's back ends of this process record how long each collective takes on the device.
+
+    As ``TORCH_NCCL_ENABLE_TIMING=1`` does, but for groups that exist already. It adds two CUDA events to a collective
+    and no synchronisation.
+
+    Returns:
+        The number of back ends that now do.
+
+    Raises:
+        AttributeError: If this torch cannot.
+    """
+    count = 0
+    for group in groups_here():
+        backend = backend_of(group, "cuda")
+        if backend is not None and "nccl" in backend.name().lower():
+            # Bound on the group only, which passes it on to its back ends.
+            group._enable_collectives_timing()
+            count += 1
+    return count
+
+
+def groups_here() -> list[Any]:
+    if not distributed_is_initialized():
+        return []
+    return [*dist.distributed_c10d._world.pg_map]
+
+
+def backend_of(group: Any, device: str) -> Any:
+    with suppress(RuntimeError):  # the group has none for this type of device
+        return group._get_backend(torch.device(device))
+    return None
+
+
+class TimedGroup(NamedTuple):
+    """A process group whose back end has a timeout that can be set.
+
+    Attributes:
+        name: The group's unique name.
+        description: Its description.
+        timeout_s: Seconds; the longest, where it has several back ends.
+        group: The group itself.
+    """
+
+    name: str
+    description: str
+    timeout_s: float
+    group: Any
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Sets the timeout of collectives that are called from now on."""
+        timeout = timedelta(seconds=timeout_s)
+        # Public from torch 2.14 on.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timeout, self.group)
+
+
+def timed_groups() -> list[TimedGroup]:
+    """The process groups that this process is a member of; without those whose back end has no timeout to set."""
+    timeouts = [(group, _timeout_s(group)) for group in groups_here()]
+    return [
+        TimedGroup(group.group_name, group.group_desc, timeout_s, group)
+        for group, timeout_s in timeouts
+        if timeout_s is not None
+    ]
+
+
+def _timeout_s(group: Any) -> float | None:
+    """Only gloo and NCCL have a timeout that can be set; ``_set_pg_timeout`` warns about the others."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    known = [backend for backend in backends if type(backend).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL")]
+    return max((backend.options._timeout.total_seconds() for backend in known), default=None)
+
+
+def was_aborted() -> bool:
+    """Whether a group of NCCL has met an error: what was queued behind its collectives may have run on partial sums.
+
+    Also true where that cannot be asked.
+    """
+    for group in groups_here():
+        backend = backend_of(group, "cuda")
+        if backend is not None and "nccl" in backend.name().lower():
+            error = getattr(backend, "get_error", None)
+            if error is None or int(error()) != 0:
+                return True
+    return False

@@ -1,0 +1,255 @@
+"""The Flight Recorders of this process: made, asked and read."""
+
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lightning_ncclsafe._torch.build import c10d
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES
+
+# NCCL keeps a recorder of its own, absent from CPU builds; every other back end (and, in newer releases, "nccl2")
+# writes to the general one. Both are asked, so that a job with gloo and NCCL groups is seen whole.
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+# Whose collectives each of them is known to keep.
+_RECORDER_OF = {"nccl": _RECORDERS[0], "gloo": _RECORDERS[1]}
+# CU_STREAM_CAPTURE_MODE_RELAXED and CU_EVENT_DISABLE_TIMING of CUDA's driver.
+_CAPTURE_MODE_RELAXED = 2
+_EVENT_DISABLE_TIMING = 2
+_DRIVER_ANSWERS_S = 1.0
+
+
+def dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
+    """What each Flight Recorder of this process holds, as PyTorch's own JSON.
+
+    Args:
+        collectives: Whether to include the entries; without them only the position of each group is dumped, which
+            takes about 0.05 ms. Of a recorder of more than ``MOST_ENTRIES`` only the newest are included, and of
+            NCCL's only those that are outstanding. They are not to be asked for unless :func:`driver_answers`.
+    """
+    is_large = collectives and size(DEFAULT_SIZE) > MOST_ENTRIES
+    for name in _RECORDERS:
+        dump: Callable[[bool, bool], bytes] | None = getattr(c10d, name, None)
+        if dump is not None:
+            with _captures_undisturbed() if collectives else nullcontext():
+                data = dump(collectives, is_large)
+            found = json.loads(data)
+            if is_large and "entries" in found:
+                found["entries"] = found["entries"][-MOST_ENTRIES:]
+            yield found
+
+
+@contextmanager
+def _captures_undisturbed() -> Iterator[None]:
+    """For reading entries of NCCL's recorder while another thread may capture a CUDA graph.
+
+    The recorder asks CUDA about the events of its entries. While a stream is captured in the default mode, such a call
+    of any thread makes the capture invalid, unless the thread has said that it has nothing to do with it. PyTorch's
+    watchdog says so, too (``CUDAStreamCaptureModeGuard``).
+    """
+    if not _uses_cuda():
+        yield
+        return
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    is_said = exchange(ctypes.byref(mode)) == 0
+    try:
+        yield
+    finally:
+        if is_said:
+            # What the thread had said before.
+            exchange(ctypes.byref(mode))
+
+
+def _uses_cuda() -> bool:
+    # Without CUDA no driver is loaded for this alone; ROCm goes by its name, with another.
+    return torch.version.cuda is not None and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+_question: threading.Thread | None = None
+
+
+def driver_answers() -> bool:
+    """Whether CUDA's driver answers within a second, so that entries can be read; true where CUDA is not used.
+
+    It does not where another thread holds the lock of a device's context, as ``cudaFree`` does while it waits for a
+    kernel that never ends. Reading entries would wait for that lock as well, with the GIL, and all Python of this
+    process with it. This asks on a thread of its own, without the GIL, for the same that the recorder asks for.
+    """
+    global _question
+    if not _uses_cuda():
+        return True
+    # One that has not been answered is not asked again.
+    if _question is None or not _question.is_alive():
+        _question = threading.Thread(target=_ask_driver, name="ncclsafe-cuda-driver", daemon=True)
+        _question.start()
+    _question.join(_DRIVER_ANSWERS_S)
+    return not _question.is_alive()
+
+
+def _ask_driver() -> None:
+    """Asks about an event on each device that this process uses; what the answer is does not matter."""
+    driver = _driver()
+    # Of this thread, which ends with it.
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
+    for number in range(torch.cuda.device_count()):
+        device, flags, is_used = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        if driver.cuDeviceGet(ctypes.byref(device), number):
+            continue
+        if driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_used)) or not is_used.value:
+            continue
+        context, event = ctypes.c_void_p(), ctypes.c_void_p()
+        if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            continue
+        if not driver.cuCtxSetCurrent(context):
+            if not driver.cuEventCreate(ctypes.byref(event), _EVENT_DISABLE_TIMING):
+                driver.cuEventQuery(event)
+                driver.cuEventDestroy_v2(event)
+            driver.cuCtxSetCurrent(None)
+        driver.cuDevicePrimaryCtxRelease_v2(device)
+
+
+def is_known(backend: str) -> bool:
+    """Whether it is known which of PyTorch's recorders keeps a back end's collectives."""
+    return backend in _RECORDER_OF
+
+
+def can_be_read(backend: str) -> bool:
+    """Whether this build of torch can dump the recorder of a back end that is known."""
+    return hasattr(c10d, _RECORDER_OF[backend])
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads what the recorder dumps: lists, dictionaries, numbers and text. Nothing that is imported or called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"The Flight Recorder's dump asks for {module}.{name}; it should be plain data.")
+
+
+def entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
+    """The entries of each Flight Recorder of this process, oldest first.
+
+    As pickle, which takes half the time of JSON: some 7 µs an entry (torch 2.13). The GIL is held meanwhile, so of
+    recorders of more than ``MOST_ENTRIES`` nothing is read, nor while CUDA's driver does not answer.
+
+    Args:
+        stacks: Whether to include the Python stack of each call, innermost frame first: 5 µs an entry more.
+    """
+    if size(DEFAULT_SIZE) > MOST_ENTRIES or not driver_answers():
+        return
+    for name in _RECORDERS:
+        dump: Callable[[bool, bool, bool], bytes] | None = getattr(c10d, name.removesuffix("_json"), None)
+        if dump is not None:
+            with _captures_undisturbed(), _inductor_not_imported() if stacks else nullcontext():
+                data = dump(True, stacks, False)
+            yield _load_plain(data).get("entries", [])
+
+
+class _Unimported(ModuleType):
+    """Stands for a module that is not imported just for one of its functions; everything else is the module's own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+class _NothingGenerated:
+    """Stands for Inductor's cache of generated code, which is empty while Inductor is not imported."""
+
+    def stack_frames_for_code(self, path: str, lineno: int) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch._inductor.codecache").PyCodeCache, name)
+
+
+@contextmanager
+def _inductor_not_imported() -> Iterator[None]:
+    """For reading stacks: torch asks Inductor what code it has generated (torch 2.13: python_tracer.cpp).
+
+    Importing it for that takes a second and 800 modules, and never ends where the main thread hangs in that import.
+    """
+    codecache = sys.modules.get("torch._inductor.codecache")
+    if hasattr(codecache, "PyCodeCache") and getattr(vars(torch).get("_inductor"), "codecache", None) is codecache:
+        yield
+        return
+    stand_in, cache = _Unimported("torch._inductor"), _Unimported("torch._inductor.codecache")
+    stand_in.codecache, cache.PyCodeCache = cache, _NothingGenerated()  # type: ignore[attr-defined]
+    before = vars(torch).get("_inductor")
+    vars(torch)["_inductor"] = stand_in
+    try:
+        yield
+    finally:
+        # Unless it has been imported meanwhile.
+        if vars(torch)["_inductor"] is stand_in:
+            del vars(torch)["_inductor"]
+            if before is not None:
+                vars(torch)["_inductor"] = before
+
+
+def _load_plain(data: bytes) -> Any:
+    """Ten objects an entry would set off Python's garbage collector, also for all that the training has: 0.2 s once."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    finally:
+        if was_on:
+            gc.enable()
+
+
+DEFAULT_SIZE = 2000
+"""Entries that a Flight Recorder keeps by default from torch 2.11 on. Before that it is off by default."""
+# The second is the older name.
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+def size(default: int) -> int:
+    """How many entries the Flight Recorder keeps by the user's word, in the environment; 0 where it is off."""
+    for name in _SIZES:
+        with suppress(KeyError, ValueError):
+            return max(int(os.environ[name]), 0)
+    return default
+
+
+@contextmanager
+def of_size(default: int) -> Iterator[None]:
+    """What is made meanwhile finds this size of the recorder in the environment, unless the user has said how many.
+
+    Both the recorders and NCCL's process groups look there.
+    """
+    if any(name in os.environ for name in _SIZES):
+        yield
+        return
+    os.environ[_SIZES[0]] = str(default)
+    try:
+        yield
+    finally:
+        os.environ.pop(_SIZES[0], None)
+
+
+def make(default: int) -> None:
+    """Makes the Flight Recorders of this process, where there are none yet, unless the user has said how many entries.
+
+    A recorder is made at its first use and keeps the size that the environment says then, off or on: asking it for a
+    dump is a use, and so is a process group's first collective.
+    """
+    with of_size(default):
+        for _ in dumps(collectives=False):
+            pass

@@ -1,0 +1,230 @@
+"""What one rank has of a model that is split, and distributed checkpoints of it, without a collective."""
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from lightning_ncclsafe._torch.sent_together import param_groups
+from lightning_ncclsafe._torch.tensors import saved_buffers
+
+
+class FlatPart(NamedTuple):
+    """What this rank has of a parameter that FSDP has made a part of a flat one, which is cut into equal pieces.
+
+    Attributes:
+        name: As in the model without FSDP.
+        parameter: As optimizers know it.
+        shape: Of the whole.
+        begin: The first value that is here, counted through the whole.
+        numel: Number of values that are here.
+        values: Gives them as they are now.
+    """
+
+    name: str
+    parameter: Any
+    shape: tuple[int, ...]
+    begin: int
+    numel: int
+    values: Callable[[], torch.Tensor]
+
+
+class UnknownSplitError(Exception):
+    """A model is split in a way that cannot be read on one rank alone; the message says how."""
+
+
+def flat_parts(model: torch.nn.Module) -> Iterator[FlatPart]:
+    """Each parameter of FSDP; nothing where the model is not FSDP's.
+
+    Raises:
+        UnknownSplitError: FSDP was told something with which Lightning loads no sharded checkpoint, or that keeps
+            optimizers from knowing the parameters.
+    """
+    for prefix, module in model.named_modules():
+        handle: Any = getattr(module, "_handle", None)
+        if handle is None or not hasattr(handle, "flat_param"):
+            continue
+        flat = handle.flat_param
+        if not handle.uses_sharded_strategy:
+            raise UnknownSplitError("FSDP with NO_SHARD has no sharded checkpoints")
+        if flat._params is None:
+            raise UnknownSplitError("FSDP with use_orig_params=False lets optimizers see only flat parameters")
+        if flat._shared_param_infos:
+            raise UnknownSplitError("FSDP keeps parameters that modules share in a way of its own")
+        before = f"{prefix}." if prefix else ""
+        infos: Any = zip(flat._fqns, flat._params, flat._shapes, flat._shard_param_infos, strict=True)
+        for name, parameter, shape, info in infos:
+            begin, numel = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
+            yield FlatPart(
+                name=_saved_name(f"{before}{name}"),
+                parameter=parameter,
+                shape=tuple(shape),
+                begin=info.intra_param_start_idx if info.in_shard else 0,
+                numel=numel,
+                values=partial(_flat_values, flat, begin, numel),
+            )
+
+
+def _flat_values(flat: Any, begin: int, numel: int) -> torch.Tensor:
+    # The parameter itself is one rank's share or all of it, by turns; only that share before the first batch.
+    values: torch.Tensor = getattr(flat, "_local_shard", flat)
+    return values.detach()[begin : begin + numel]
+
+
+def _saved_name(name: str) -> str:
+    """The name in a checkpoint: without what wraps modules to split, recompute or compile them."""
+    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def split_parameters(model: torch.nn.Module) -> dict[str, Any]:
+    """All parameters by their names in a checkpoint, those of FSDP2 as optimizers know them.
+
+    In the middle of a batch the module has whole parameters in their places.
+    """
+    split: dict[tuple[int, str], Any] = {}
+    for module in model.modules():
+        for parameter in (one for group in param_groups(module) for one in group.fsdp_params):
+            info = parameter._module_info
+            owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+            split |= {(id(owner), name): parameter.sharded_param for owner, name in owners}
+    return {
+        _saved_name(f"{prefix}.{name}".removeprefix(".")): split.get((id(module), name), parameter)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def plain_buffers(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """As :func:`saved_buffers`, by their names in a checkpoint."""
+    for name, owner, key in saved_buffers(model):
+        yield _saved_name(name), owner, key
+
+
+def saved_names(model: torch.nn.Module, *, is_flat: bool) -> set[str]:
+    """The names that the model's own way to its state gives, without a collective.
+
+    Args:
+        model: The model.
+        is_flat: Whether it is FSDP's, which gathers whole parameters for that: then the names of what is registered,
+            and of what modules add that save in their own way.
+    """
+    if not is_flat:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        return {*get_model_state_dict(model)}
+    found = {part.name for part in flat_parts(model)} | {name for name, _, _ in plain_buffers(model)}
+    for prefix, module in model.named_modules():
+        kind, before = type(module), _saved_name(f"{prefix}.")
+        if kind.get_extra_state is not torch.nn.Module.get_extra_state:
+            found.add(f"{before}_extra_state".removeprefix("."))
+        elif kind.state_dict is not torch.nn.Module.state_dict and not [*flat_parts(module)]:
+            found |= {f"{before}{name}".removeprefix(".") for name in module.state_dict()}
+    managed = {id(part.parameter) for part in flat_parts(model)}
+    # What FSDP was told to ignore is saved as it is.
+    found |= {_saved_name(name) for name, parameter in model.named_parameters() if id(parameter) not in managed}
+    return found
+
+
+def split_of(value: Any) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]], Any] | None:
+    """Of a DTensor its shape, where this rank's part lies in it, and the part; None of anything else.
+
+    Raises:
+        UnknownSplitError: Ranks have summands of it.
+    """
+    if not hasattr(value, "_local_tensor"):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in value.placements):
+        raise UnknownSplitError("a tensor of the model is a sum over ranks that has not been made")
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(value.shape), [(tuple(offsets), tuple(sizes))], value._local_tensor
+
+
+def import_checkpointing() -> None:
+    """What is needed in the end: imports may wait for the main thread then."""
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.tensor._utils  # noqa: F401
+
+
+def flattened(state: Any) -> Iterator[tuple[list[str | int], Any]]:
+    """The entries of a nested state, each with its path, as torch.distributed.checkpoint takes them apart."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    values, paths = flatten_state_dict(state)
+    for name, value in values.items():
+        yield [*paths[name]], value
+
+
+def save_part(value: Any, file: BinaryIO) -> None:
+    """As :func:`save`; of a view only what it shows."""
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+        value = value.clone()
+    torch.save(value, file)
+
+
+class StoredChunk(NamedTuple):
+    """A part of a tensor, or another value, in a file of a distributed checkpoint."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+class StoredEntry(NamedTuple):
+    """One entry of a distributed checkpoint; without a type a value that is no tensor."""
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: list[StoredChunk]
+
+
+def distributed_metadata(entries: Iterable[StoredEntry]) -> bytes:
+    """The content of ``.metadata``, by which PyTorch finds everything else.
+
+    Raises:
+        ValueError: There is no such type of tensors.
+    """
+    from torch.distributed.checkpoint import metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    described: dict[str, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    stored: dict[Any, Any] = {}
+    for entry in entries:
+        name = ".".join(map(str, entry.path))
+        paths[name] = entry.path
+        if entry.dtype:
+            dtype = getattr(torch, entry.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{name!r} is of {entry.dtype!r}, which is no type of tensors")
+            described[name] = metadata.TensorStorageMetadata(
+                properties=metadata.TensorProperties(dtype=dtype),
+                size=torch.Size(entry.shape),
+                chunks=[
+                    metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                    for chunk in entry.chunks
+                ],
+            )
+        else:
+            described[name] = metadata.BytesStorageMetadata()
+        for number, chunk in enumerate(entry.chunks):
+            index = (
+                metadata.MetadataIndex(name, torch.Size(chunk.offsets), number)
+                if entry.dtype
+                else metadata.MetadataIndex(name)
+            )
+            stored[index] = _StorageInfo(chunk.file, chunk.begin, chunk.length)
+    found = metadata.Metadata(
+        state_dict_metadata=described, planner_data=paths, storage_data=stored, storage_meta=metadata.StorageMeta()
+    )
+    found.version = "1.0.0"
+    return pickle.dumps(found)
