@@ -285,7 +285,6 @@ NOT_FOR_RANKS = {
     "probes.process.ended_children.ChildWatch.close": ITSELF,
     "probes.process.stacks._is_read": ASIDE,
     "probes.process.traceback_signal._read_answer": ASIDE,
-    "probes.process.stacks._is_read": ASIDE,
     "probes.rank.RankProbe._run": ASIDE,
     "probes.rank.RankProbe.witness": ASIDE,
     "probes.storage.directories._end": ITSELF,

@@ -317,6 +317,24 @@ class HostFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExceptionFacts:
+    """An exception that ended, or is ending, the Trainer on a rank.
+
+    Attributes:
+        type: Class name.
+        message: Its text, cut to 2,000 characters.
+        stack: Where it was raised, outermost frame first.
+        is_consequence: Whether it only says that a peer is gone or a collective failed (a transport error), so that
+            the cause must be looked for elsewhere.
+    """
+
+    type: str
+    message: str
+    stack: tuple[Frame, ...] = ()
+    is_consequence: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:
     """A process as another process on the same host sees it: a peer rank that may be silent, or a loader worker.
 
@@ -339,6 +357,7 @@ class ProcessFacts:
         said: Why it has aborted itself, in the words of what has, as they stand last on its stderr; other ranks may
             write to the same file.
         exit_code: The status with which it has ended itself; None where it lives, or nothing tells.
+        raised: What has left its program, outside of the Trainer; None where it goes on, or nothing tells.
         ran_share: Share of a core that its main thread got between two looks, 0 to 1.
         queued_share: Share of the time between them in which it could have run and had to wait for a core.
     """
@@ -358,6 +377,7 @@ class ProcessFacts:
     ended_by: str = ""
     said: str = ""
     exit_code: int | None = None
+    raised: ExceptionFacts | None = None
     ran_share: float | None = None
     queued_share: float | None = None
 
@@ -375,24 +395,6 @@ class StorageFacts:
     owner: str
     path: str
     filesystem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExceptionFacts:
-    """An exception that ended, or is ending, the Trainer on a rank.
-
-    Attributes:
-        type: Class name.
-        message: Its text, cut to 2,000 characters.
-        stack: Where it was raised, outermost frame first.
-        is_consequence: Whether it only says that a peer is gone or a collective failed (a transport error), so that
-            the cause must be looked for elsewhere.
-    """
-
-    type: str
-    message: str
-    stack: tuple[Frame, ...] = ()
-    is_consequence: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

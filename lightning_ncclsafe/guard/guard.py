@@ -26,7 +26,7 @@ from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.guard.watchdog import Watchdog
 from lightning_ncclsafe.probes.network.reach import own_address_towards
 from lightning_ncclsafe.probes.process.environment import launch_words
-from lightning_ncclsafe.probes.rank import RankProbe, card_key
+from lightning_ncclsafe.probes.rank import Card, RankProbe, card_key
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 from lightning_ncclsafe.rules.unknowns import not_recorded
@@ -58,6 +58,7 @@ class Guard:
         phase_kind: What kind of phase the Trainer is in, and the index of its batch; costs next to nothing.
         on_tick: Called at the watchdog's pace on its thread, once ranks have joined; it must be quick and not raise.
         incidents: Numbers of the incidents of this process; None for its first call.
+        met: Cards of the other ranks of this host, kept from call to call of this process; None for its first.
         say: Prints one or more lines to the user.
     """
 
@@ -76,6 +77,7 @@ class Guard:
         phase_kind: Callable[[], tuple[PhaseKind, int]] = lambda: (PhaseKind(phase=Phase.INIT), -1),
         on_tick: Callable[[], None] = lambda: None,
         incidents: IncidentNumbers | None = None,
+        met: dict[int, Card] | None = None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self._place = place
@@ -85,7 +87,7 @@ class Guard:
         self._say = say
         self._state = state = GuardState()
         self._connection = connection = Connection(exchange, not_before_ns=int(probe.card.started * 1e9))
-        self._local_ranks = LocalRanks(place, probe)
+        self._local_ranks = LocalRanks(place, probe, met=met)
         self._rank_hosts = RankHosts(
             rank=place.rank, world_size=place.world_size, host=probe.card.host, launch=launch_words()
         )

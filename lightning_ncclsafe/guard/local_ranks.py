@@ -1,10 +1,13 @@
-"""The other ranks of this host: known by the cards that they leave, and before that by their processes."""
+"""The other ranks of this host: known by the cards that they leave, and before that by their processes.
+
+In a later call of the Trainer they are known from the one before.
+"""
 
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -55,6 +58,7 @@ class LocalRanks:
         probe: Looks at them.
         find: Finds ranks by their environment: process ids by local ranks.
         clock: Seconds that only grow; for tests.
+        met: The cards of the last call of the Trainer in this process, by rank; those of this one take their place.
 
     Attributes:
         has_lost: Whether the process of a rank has ended before the ranks met, and no other has taken its place.
@@ -67,18 +71,23 @@ class LocalRanks:
         *,
         find: Callable[[str], dict[int, int]] = resources.find_ranks,
         clock: Callable[[], float] = time.monotonic,
+        met: dict[int, Card] | None = None,
     ) -> None:
         self._place = place
         self._probe = probe
         self._find = find
         self._clock = clock
-        self._early: dict[int, Card] = {}
         self._search: threading.Thread | None = None
         self._found: dict[int, int] = {}
+        self._met = met if met is not None else {}
+        # They may not have come to this call yet, and then no guard of theirs would answer.
+        self._early: dict[int, Card] = {rank: replace(card, has_guard=False) for rank, card in self._met.items()}
         self._gone: dict[int, int] = {}
         self._next_look_s = 0.0
         self._have_met = place.local_world_size == 1
         self.has_lost = False
+        if self._early:
+            self._probe.peers = tuple(self._early.values())
 
     def meet(self, exchange: Exchange) -> None:
         """Reads their cards, once they are all there: later the store may be gone."""
@@ -92,6 +101,8 @@ class LocalRanks:
             if len(cards) == len(keys):
                 self._have_met = True
                 self._probe.peers = tuple(card for card in cards if card.host == self._probe.card.host)
+                self._met.clear()
+                self._met.update({card.rank: card for card in self._probe.peers})
 
     def look_around(self, idle_s: float) -> None:
         """Looks every 2 s at the ranks that have not joined, while this rank waits for them.

@@ -163,8 +163,8 @@ class RankProbe:
         return self._tracker.transitions, flight_recorder.position()
 
     def close(self) -> None:
-        """Restores the signal and closes its file."""
-        self._signal.close()
+        """Gives back the signal, and what is held of others."""
+        traceback_signal.leave(self._signal)
         self._last_words.close()
         self._machine.close()
 
@@ -256,6 +256,8 @@ class RankProbe:
         Of one whose process has ended, what it has written last.
         """
         seen = look_at(card.pid, rank=card.rank, started=card.started or None)
+        if (raised := self._last_words.raised(card.pid)) is not None:
+            seen = replace(seen, raised=replace(raised, stack=stacks.with_source(raised.stack)))
         if seen.state in ENDED:
             return self._ended(seen)
         grows, swaps = self._growth.measure(card.pid, seen.rss_bytes, seen.swap_bytes)

@@ -24,7 +24,7 @@ from lightning_ncclsafe.guard.restarts import heed_plan, incident_before
 from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
-from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.probes.rank import Card, RankProbe
 from lightning_ncclsafe.probes.trainer.actions import SAVE, ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 from lightning_ncclsafe.probes.trainer.steps import StepRecord
@@ -40,7 +40,9 @@ T = TypeVar("T")
 _said_watch = ""
 # For all calls of this process; the same on all ranks.
 _incidents = IncidentNumbers()
-# Likewise: what ended one call, and was caught, may be why this rank is somewhere else in the next.
+# Of the other ranks of this host, for the time before they come to the next call.
+_met: dict[int, Card] = {}
+# For all calls, too: what ended one call, and was caught, may be why this rank is somewhere else in the next.
 _caught = CaughtExceptions(process_groups.is_communication_error)
 
 
@@ -229,6 +231,7 @@ class GuardedCall:
             limits=self._limits,
             report_dir=self._report_dir,
             incidents=_incidents,
+            met=_met,
             exchange=self._exchanges.before_start(strategy),
             probe=RankProbe(
                 rank=place.rank,

@@ -92,6 +92,7 @@ WORKER = ProcessFacts(
     ended_by="SIGABRT",
     said="what(): too much",
     exit_code=2,
+    raised=ExceptionFacts(type="KeyError", message="'lr'", stack=(FRAME,), is_consequence=True),
     ran_share=0.25,
     queued_share=0.5,
 )

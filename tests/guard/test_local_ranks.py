@@ -11,7 +11,7 @@ from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.facts import ProcessFacts, codec
 from lightning_ncclsafe.guard import local_ranks as module
 from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
-from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.probes.rank import Card, card_key
 
 
 class Host:
@@ -65,6 +65,17 @@ def test_they_are_found_by_their_environment_and_have_no_guard(host: Host) -> No
         Card(rank=3, host="node", pid=70, started=1070.0, has_guard=False),
         Card(rank=5, host="node", pid=72, started=1072.0, has_guard=False),
     )
+
+
+def test_in_a_later_call_of_the_trainer_they_are_known_before_they_come_to_it(host: Host) -> None:
+    cards = {rank: Card(rank=rank, host="node", pid=70 + rank) for rank in (3, 5)}
+    LocalRanks(host.neighbours._place, host, find=host.find, met=cards)  # type: ignore[arg-type]
+    assert [(card.rank, card.pid, card.has_guard) for card in host.peers] == [(3, 73, False), (5, 75, False)]
+    exchange, met = MemoryExchange(), {3: Card(rank=3, host="node", pid=7)}
+    for rank, card in cards.items():
+        exchange.set(card_key(rank), codec.encode(card))
+    LocalRanks(host.neighbours._place, host, find=host.find, met=met).meet(exchange)  # type: ignore[arg-type]
+    assert met == cards and [card.has_guard for card in host.peers] == [True, True]
 
 
 def test_one_that_ends_while_it_is_found_is_left_out(host: Host) -> None:

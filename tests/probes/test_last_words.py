@@ -104,6 +104,27 @@ def test_they_outlive_their_process(words: LastWords) -> None:
     assert words.of(os.getpid()) == NOTHING
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
+def test_what_has_left_a_program_outlives_its_process(words: LastWords) -> None:
+    script = (
+        "import sys\n"
+        "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
+        "print(TracebackSignal().arm().fd, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "raise KeyError('lr')\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", script], **pipes)  # type: ignore[call-overload]
+    words.hold([(process.pid, int(process.stdout.readline()))])
+    assert words.raised(process.pid) is None
+    _, printed = process.communicate("\n", timeout=30)
+    assert process.returncode == 1 and "KeyError: 'lr'" in printed
+    raised = words.raised(process.pid)
+    assert raised is not None and (raised.type, raised.message, raised.is_consequence) == ("KeyError", "'lr'", False)
+    assert [(frame.line, frame.function) for frame in raised.stack] == [(5, "<module>")]
+    assert words.of(process.pid) == NOTHING and words.raised(os.getpid()) is None
+
+
 def test_a_process_that_is_gone_already(words: LastWords) -> None:
     words.hold([(2**22 + 1, 3)])
     assert words.of(2**22 + 1) == NOTHING

@@ -23,6 +23,7 @@ from lightning_ncclsafe.probes.process.traceback_signal import (
     arm_early,
     armed_in,
     ask,
+    leave,
     parse,
     parse_threads,
     take_early,
@@ -118,6 +119,35 @@ def test_signals_that_others_use_are_left_alone(armed: Armed) -> None:
         other.close()
         signal.signal(armed.signum - 1, taken)
         signal.signal(armed.signum - 2, ignored)
+
+
+def test_that_of_a_rank_stays_until_another_guard_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning sets all signals back to what Python knows of them, and takes the number of ranks away again."""
+    for name, value in {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    traceback = TracebackSignal()
+    armed = traceback.arm()
+    try:
+        assert armed is not None and armed.signum in caught_signals()
+        monkeypatch.delenv("WORLD_SIZE")
+        signal.signal(armed.signum, signal.SIG_DFL)
+        leave(traceback)
+        assert armed.signum in caught_signals()
+        signal.signal(armed.signum, signal.SIG_DFL)
+        assert take_early() is traceback and traceback.arm() == armed
+        assert armed.signum in caught_signals()
+    finally:
+        traceback.close()
+
+
+def test_that_of_a_program_without_ranks_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    hook, traceback = sys.excepthook, TracebackSignal()
+    armed = traceback.arm()
+    assert armed is not None and sys.excepthook != hook
+    leave(traceback)
+    assert armed.signum not in caught_signals() and sys.excepthook == hook
 
 
 def test_close_may_come_twice_or_without_arm() -> None:

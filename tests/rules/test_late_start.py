@@ -4,10 +4,20 @@ from dataclasses import replace
 
 import pytest
 import scenes
-from builders import GLOO, INIT_GROUP, job, process, user
+from builders import BARRIER, FETCH, GLOO, INIT_GROUP, MAIN, SITE, job, process, user
 
-from lightning_ncclsafe.facts import Action, HostFacts, JobFacts, Phase, ProcessFacts, Progress, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts import (
+    Action,
+    ExceptionFacts,
+    Frame,
+    HostFacts,
+    JobFacts,
+    Phase,
+    ProcessFacts,
+    Progress,
+    RankFacts,
+)
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Plan
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.machine import growth_bytes_per_s, memory_words, used_up_words
 
@@ -187,6 +197,44 @@ def test_a_rank_outside_of_the_trainer_is_not_frozen(seen: ProcessFacts | None) 
     assert "while ranks 1-2 wait in" in finding.summary
     assert "frozen-rank" not in {finding.rule for finding in judge(replace(facts, absent=(0,))).findings}
     assert judge(facts).findings[0].rule == "frozen-rank"
+
+
+def outside(*stack: Frame, raised: ExceptionFacts | None = None, state: str = "sleeping") -> Finding:
+    """What is told first of rank 0, which is in the program between two calls of the Trainer, or was."""
+    seen = process(0, state, stack=(MAIN, *stack), raised=raised)
+    others = (GLOO.in_barrier(rank, "pre_setup", seq=23, phase=Phase.INIT, batch=-1, world=3) for rank in (1, 2))
+    return judge(replace(job(*others, world=3, witnessed=(seen,)), absent=(0,))).findings[0]
+
+
+@pytest.mark.parametrize(
+    ("condition", "confidence"),
+    [("if trainer.is_global_zero:  (line 79)", Confidence.CERTAIN), ("", Confidence.LIKELY)],
+)
+def test_a_rank_that_waits_between_two_calls_of_the_trainer_has_called_something_alone(
+    condition: str, confidence: Confidence
+) -> None:
+    save = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1380, function="save_checkpoint")
+    finding = outside(user("main", 80, condition=condition), save, BARRIER)
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (0,), confidence)
+    assert finding.location.endswith("train.py:80 in main")
+    assert ("under `if trainer.is_global_zero:` (line 79)" in finding.summary) is bool(condition)
+
+
+def test_a_rank_that_works_between_two_calls_of_the_trainer_is_late_for_the_next() -> None:
+    finding = outside(user("evaluate", 81), FETCH, user("read", 12))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("late-at-init", (0,), Confidence.LIKELY)
+    assert finding.location.endswith("train.py:12 in read")
+
+
+@pytest.mark.parametrize("state", ["running", "gone"])
+def test_what_has_left_a_program_between_two_calls_of_the_trainer_is_why_it_does_not_come(state: str) -> None:
+    error = ExceptionFacts(type="TypeError", message="not serializable", stack=(MAIN, user("write", 82)))
+    finding = outside(raised=error, state=state)
+    assert (finding.rule, finding.ranks, finding.confidence) == ("failed-rank", (0,), Confidence.CERTAIN)
+    assert finding.location.endswith("train.py:82 in write")
+    assert finding.plan is Plan.UNKNOWN
+    lost = replace(error, is_consequence=True)
+    assert outside(raised=lost, state="gone").rule == "dead-rank"
 
 
 def test_a_rank_outside_of_the_trainer_that_is_gone_is_dead() -> None:

@@ -8,8 +8,11 @@ A rank that has not come to its Trainer cannot send its peers the number of that
 the import of the package, and the file's name, which is among those of its open files, says it.
 
 ``faulthandler`` writes to the same file when a fatal signal (SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL) ends the
-process. Whoever has opened it before can read it when the process is gone; when nobody holds it, it is gone, too. Why a
-process has aborted itself is on its stderr: where that is a file, its end is read.
+process, and so does a hook of ours with an exception that nobody has caught. Whoever has opened it before can read it
+when the process is gone; when nobody holds it, it is gone, too. Why a process has aborted itself is on its stderr:
+where that is a file, its end is read.
+
+Between two calls of the Trainer there is no guard either, so that a rank stays armed once it has been.
 """
 
 import faulthandler
@@ -17,16 +20,18 @@ import os
 import re
 import signal
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import IO, NamedTuple
 
-from lightning_ncclsafe.facts import COLLECTOR, Frame
-from lightning_ncclsafe.probes.process.stacks import calling, seen_frame
+from lightning_ncclsafe.facts import COLLECTOR, ExceptionFacts, Frame, codec
+from lightning_ncclsafe.probes.process.stacks import calling, exception_facts, seen_frame
 
 # What faulthandler writes above the frames of a thread that collects garbage.
 _COLLECTS = "  Garbage-collecting"
@@ -41,6 +46,7 @@ ENDED = ("gone", "zombie")
 """States of a process that has ended, as :class:`~lightning_ncclsafe.facts.ProcessFacts` has them."""
 
 _SAID = "Fatal Python error: "
+_RAISED = "Uncaught exception: "
 _SIGNALS = {
     "Aborted": "SIGABRT",
     "Segmentation fault": "SIGSEGV",
@@ -82,16 +88,25 @@ class TracebackSignal:
         self._signum = 0
         self._is_for_crashes = False
         self._pid = 0
+        self._is_of_rank = False
+        self._hook_before = sys.excepthook
 
     def arm(self) -> Armed | None:
-        """Arms the first real-time signal that nobody uses; None where the platform has none. Once is enough."""
+        """Arms the first real-time signal that nobody uses, or the same again; None where the platform has none."""
+        if self._file is not None and not _handles(os.getpid(), self._signum):
+            # Lightning sets all signals back, and Python knows nothing of faulthandler's handler.
+            faulthandler.unregister(self._signum)
+            faulthandler.register(self._signum, file=self._file, all_threads=True)
         for signum in () if self._file is not None else _free_signals():
             self._file, self._signum, self._pid = _open_file(signum), signum, os.getpid()
+            # Lightning takes that out of the environment again when its Trainer ends.
+            self._is_of_rank = _is_launched(os.environ)
             faulthandler.register(signum, file=self._file, all_threads=True)
             # Of a crash, too, unless the user wants to read that elsewhere; see LastWords.
             self._is_for_crashes = not faulthandler.is_enabled()
             if self._is_for_crashes:
                 faulthandler.enable(file=self._file, all_threads=True)
+            self._hook_before, sys.excepthook = sys.excepthook, self._uncaught
             break
         return None if self._file is None else Armed(signum=self._signum, fd=self._file.fileno())
 
@@ -101,8 +116,24 @@ class TracebackSignal:
             faulthandler.unregister(self._signum)
             if self._is_for_crashes:
                 faulthandler.disable()
+            # Whoever has set another one since may call ours, which then only passes on.
+            if sys.excepthook == self._uncaught:
+                sys.excepthook = self._hook_before
             self._file.close()
             self._file = None
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """What ends the program is told to whoever holds the file, for none may be left to ask."""
+        with suppress(Exception):
+            if self._file is not None and not self.is_inherited:
+                raised = codec.encode(exception_facts(error.with_traceback(trace), is_consequence=_is_of_others(error)))
+                os.write(self._file.fileno(), f"\n{_RAISED}".encode() + raised + b"\n")
+        self._hook_before(kind, error, trace)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is that of one of several ranks, for which there may be another guard to come."""
+        return self._is_of_rank and not self.is_inherited
 
     @property
     def is_inherited(self) -> bool:
@@ -119,7 +150,7 @@ def arm_early(environ: Mapping[str, str] = os.environ) -> None:
     Args:
         environ: What the launcher has told the process.
     """
-    if any(_number(environ.get(rank)) >= 0 and _number(environ.get(size)) > 1 for rank, size in _LAUNCHED):
+    if _is_launched(environ):
         with suppress(Exception):
             _early.arm()
 
@@ -129,6 +160,30 @@ def take_early() -> TracebackSignal:
     global _early
     taken, _early = _early, TracebackSignal()
     return TracebackSignal() if taken.is_inherited else taken
+
+
+def leave(signal_: TracebackSignal) -> None:
+    """A guard ends: of one of several ranks the signal stays armed, for the next guard and until there is one."""
+    global _early
+    if signal_.stays:
+        _early = signal_
+        signal_.arm()
+    else:
+        signal_.close()
+
+
+def _is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    return any(_number(environ.get(rank)) >= 0 and _number(environ.get(size)) > 1 for rank, size in _LAUNCHED)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether it only says that a collective failed; without torch none does."""
+    if "torch" not in sys.modules:
+        return False
+    from lightning_ncclsafe._torch import process_groups
+
+    return process_groups.is_communication_error(error)
 
 
 def _number(text: str | None) -> int:
@@ -305,6 +360,13 @@ class LastWords:
                     said=why(_text(file, max(began, os.fstat(file).st_size - _TAIL_BYTES), _TAIL_BYTES))
                 )
         return found
+
+    def raised(self, pid: int) -> ExceptionFacts | None:
+        """The exception that has left the program of a process, be it gone or about to end; None without one."""
+        with suppress(OSError, KeyError, codec.DecodeError):
+            found = _text(self._files[pid], 0, _MOST_BYTES).rpartition(f"\n{_RAISED}")
+            return codec.decode(ExceptionFacts, found[2].partition("\n")[0].encode()) if found[1] else None
+        return None
 
     def close(self) -> None:
         """Gives the files back."""

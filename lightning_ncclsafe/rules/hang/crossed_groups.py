@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.kit import (
     gathering_alone,
     group_words,
     hang_rule,
+    in_own_call,
     is_in,
     missed_call,
     ranks_words,
@@ -177,10 +178,12 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     skipped = tuple(rank for rank in circle if _has_skipped(view, rank, circle))
     is_decided = 0 < len(skipped) < len(circle)
     ranks = skipped if is_decided else _odd_ones(view, {name for name, _ in circle.values()}, tuple(circle))
-    # The call that one has left out is that in which another waits for it.
-    callers = [rank for rank, (_, late) in circle.items() if late in skipped] if is_decided else ranks
+    # One that waits in what Lightning calls will not come to the call in which another waits for it.
+    is_left_out = is_decided and not any(in_own_call(view, rank) for rank in ranks)
+    callers = [rank for rank, (_, late) in circle.items() if late in ranks] if is_left_out else ranks
     hops = [_hop(view, rank, name, late) for rank, (name, late) in list(circle.items())[:_SAID]]
-    why = f", and {ranks_words(skipped)} skipped what it called in every step before" if is_decided else ""
+    did = "skipped what it called" if is_left_out else "entered them in a different order"
+    why = f", and {ranks_words(ranks)} {did} {'in' if is_left_out else 'from'} every step before" if is_decided else ""
     is_seen = all(_is_alone(view.facts[rank]) for rank in circle) and not is_decided
     return finding(
         view,

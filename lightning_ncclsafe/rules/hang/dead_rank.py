@@ -107,7 +107,7 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         How a process ended that something other than a rank started and already waited for; who sent a signal;
         processes on hosts where no rank answered.
     """
-    explained = _explained(view)
+    explained = _explained(view) | view.raised_outside.keys()
     seen = tuple(rank for rank in view.silent if is_gone(view, rank) and rank not in explained)
     # Whom gloo has ended in what another rank has left out is a consequence of that.
     if seen and past_aborted(view):

@@ -29,6 +29,7 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     caught_by,
     clause,
+    condition_around,
     condition_evidence,
     condition_of,
     condition_words,
@@ -68,8 +69,10 @@ from lightning_ncclsafe.rules.kit import (
     trainer_start,
     verb,
     wait_words,
+    waiting_outside,
     waits_apart,
     where_evidence,
+    while_others_wait,
 )
 
 _REMEDY = (
@@ -143,6 +146,9 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     if alone := alone_in_trainer(view):
         yield _alone(view, tuple(sorted(alone)), next(iter(alone.values())))
         return
+    if apart := waiting_outside(view):
+        yield _outside(view, apart)
+        return
     if told := _in_threads(view) or _more_passes(view) or _monitored_by_some(view):
         yield told
         return
@@ -155,6 +161,35 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
     elif found := _broken(view) or _elsewhere(view) or _seen_apart(view):
         yield found
+
+
+def _outside(view: Timeline, apart: dict[int, tuple[Frame, ...]]) -> Finding:
+    """Between two calls of the Trainer these have called something that takes all ranks, which are in the next one."""
+    ranks = tuple(sorted(apart))
+    frame = deepest_user_frame(apart[ranks[0]])
+    conditions = {rank: told for rank, stack in apart.items() if (told := condition_around(stack))[0]}
+    condition = next((f", under {condition_words(told)}" for told, _ in conditions.values()), "")
+    text = (
+        f"{clause(ranks, 'waits|wait for all ranks')} {place_words(frame)}{condition}, outside of the Trainer, which "
+        f"the others have called{while_others_wait(view, ranks)}."
+    )
+    return finding(
+        view,
+        ranks,
+        text,
+        confidence=Confidence.CERTAIN if conditions.keys() == apart.keys() else Confidence.LIKELY,
+        location=location_of(frame),
+        evidence=(
+            *(
+                Evidence(
+                    source="source code", rank=rank, text=f"{condition_words(told)} encloses {location_of(where)}."
+                )
+                for rank, (told, where) in conditions.items()
+            ),
+            *where_evidence(view, view.facts),
+        ),
+        remedy=_REMEDY,
+    )
 
 
 def _in_threads(view: Timeline) -> Finding | None:

@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     batch_words,
+    deepest_user_frame,
     exception_place,
     exit_status,
     finding,
@@ -50,7 +51,9 @@ def is_told_as_exception(finding: Finding, others: Findings) -> bool:
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
     """``stop`` for an error that only code can make, such as NameError; ``unknown`` for all others."""
-    raised = {exception.type for rank in finding.ranks if (exception := view.facts[rank].exception) is not None}
+    inside = {rank: facts.exception for rank, facts in view.facts.items() if facts.exception is not None}
+    told = inside | view.raised_outside
+    raised = {told[rank].type for rank in finding.ranks if rank in told}
     return Plan.STOP if raised and raised <= _OF_CODE else Plan.UNKNOWN
 
 
@@ -78,6 +81,25 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         alike[_key(view.facts[rank])].append(rank)
     for ranks in [*alike.values()][:_MOST]:
         yield _finding(view, tuple(ranks))
+    for rank, raised in [*view.raised_outside.items()][:_MOST]:
+        yield _outside(view, rank, raised)
+
+
+def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
+    """No guard was there to tell the others; the program has written it down before it ended."""
+    frame = deepest_user_frame(raised.stack)
+    at = f" at {short_location(frame)}" if frame else ""
+    did = f"{_deed(raised)}{at}, outside of the Trainer, and its program ended"
+    return finding(
+        view,
+        (rank,),
+        f"Rank {rank} {did}{while_others_wait(view, (rank,))}.",
+        severity=Severity.ERROR,
+        confidence=Confidence.CERTAIN,
+        location=location_of(frame),
+        evidence=(Evidence(source="exception", rank=rank, text=f"{raised.type}: {raised.message}"),),
+        remedy=f"Correct the {raised.type}{at}; the other ranks are ended because of it.",
+    )
 
 
 def _key(facts: RankFacts) -> tuple[str, str]:

@@ -30,6 +30,7 @@ from lightning_ncclsafe.rules.kit import (
     swaps,
     used_up_words,
     verb,
+    waiting_outside,
     waits_in_init,
     while_others_wait,
 )
@@ -68,7 +69,8 @@ def late_at_init(view: Timeline) -> Iterator[Finding]:
     late = tuple(rank for rank in view.working(view.stragglers) if _is_late(view, rank))
     if late and view.waiting:
         yield _finding(view, late)
-    unborn = tuple(rank for rank in view.silent if is_unborn(view, rank))
+    apart = waiting_outside(view)
+    unborn = tuple(rank for rank in view.silent if is_unborn(view, rank) and rank not in apart)
     if unborn and view.awaits_joining:
         yield _not_joined(view, unborn)
     elif unborn and view.waiting and not alone_in_trainer(view):
@@ -80,21 +82,24 @@ def _is_late(view: Timeline, rank: int) -> bool:
 
 
 def _outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    """No guard is there that would say what they do: it may be work, or a collective that waits for the others."""
+    """No guard is there that would say what they do; where their stacks cannot be had, they may wait for the others."""
+    seen = [process for rank in ranks if (process := view.witnesses.get(rank)) is not None]
+    frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
+    does = place_words(frame) if frame else "at work or in a collective that the others do not call"
     text = (
         f"{clause(ranks, 'has|have not come to this call of the Trainer')}: "
-        f"{verb(ranks, 'it is', 'they are')} still in the program's own code before it, at work or in a collective "
-        f"that the others do not call{while_others_wait(view, ranks)}."
+        f"{verb(ranks, 'it is', 'they are')} still in the program's own code before it, {does}"
+        f"{while_others_wait(view, ranks)}."
     )
     known = f"The process group is there, and {clause(ranks, 'has|have not begun to watch')}."
     return finding(
         view,
         ranks,
         text,
-        confidence=Confidence.POSSIBLE,
+        confidence=Confidence.LIKELY if frame else Confidence.POSSIBLE,
         evidence=(Evidence(source="process", text=known), *how_we_know(view, ())),
         remedy=_REMEDY_OUTSIDE,
-        location="",
+        location=location_of(frame),
     )
 
 

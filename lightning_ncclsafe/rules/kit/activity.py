@@ -332,6 +332,13 @@ def is_in(code: Code, stack: Iterable[Frame]) -> bool:
     return any(code.has(frame.file, frame.function) for frame in stack)
 
 
+def is_in_wait(stack: tuple[Frame, ...]) -> bool:
+    """Whether this stack is that of a wait for other ranks, below the user's deepest line."""
+    mark, outer = _innermost_landmark(stack)
+    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
+    return mark is not None and not mark.weak and mark.kind in (Kind.COLLECTIVE, Kind.STORE) and len(outer) > last
+
+
 def is_telling(frame: Frame) -> bool:
     """Whether a frame of others' code says what everything below it is about."""
     return _landmark(frame) is not None

@@ -68,7 +68,8 @@ def overrun_of(view: Timeline, rank: int) -> tuple[int, int] | None:
 
 def _has_aborted(view: Timeline, rank: int) -> bool:
     """As far as is known."""
-    return view.witnesses[rank].exit_code is None and signal_of(view, rank) in ("", "SIGABRT")
+    process = view.witnesses[rank]
+    return process.exit_code is None and process.raised is None and signal_of(view, rank) in ("", "SIGABRT")
 
 
 def _ended_in_collective(view: Timeline, rank: int) -> bool:

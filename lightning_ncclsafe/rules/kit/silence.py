@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from enum import Enum
 
-from lightning_ncclsafe.facts import COLLECTOR, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import COLLECTOR, Frame, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in_wait
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
@@ -41,7 +41,7 @@ def silent_processes(view: Timeline, reason: Reason) -> Iterator[tuple[int, Proc
     """
     for rank in view.silent:
         process = view.witnesses.get(rank)
-        if process is None or process.state in _DEAD or is_unborn(view, rank):
+        if process is None or process.state in _DEAD or is_unborn(view, rank) or rank in view.raised_outside:
             continue
         if reason_of(process) is reason:
             yield rank, process
@@ -128,7 +128,15 @@ def is_unborn(view: Timeline, rank: int) -> bool:
     """
     process = view.witnesses.get(rank)
     may_work = process is None or (process.state in _ALIVE and not process.gil_held and not _is_held(process))
+    if rank in view.raised_outside:
+        return False
     return may_work and (view.awaits_joining or rank in view.job.absent)
+
+
+def waiting_outside(view: Timeline) -> dict[int, tuple[Frame, ...]]:
+    """Ranks that have not come to this call of the Trainer, and wait in a collective of the program's own; where."""
+    stacks = {rank: view.witnesses[rank].stack for rank in view.job.absent if rank in view.witnesses}
+    return {rank: stack for rank, stack in stacks.items() if is_unborn(view, rank) and is_in_wait(stack)}
 
 
 def _is_held(process: ProcessFacts) -> bool:

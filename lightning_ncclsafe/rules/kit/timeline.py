@@ -8,6 +8,7 @@ from functools import cached_property
 
 from lightning_ncclsafe.facts import (
     Collective,
+    ExceptionFacts,
     Frame,
     Group,
     IncidentKind,
@@ -188,6 +189,12 @@ class Timeline(View):
         """Ranks with an exception of their own, ascending."""
         own = (rank for rank, facts in self.facts.items() if facts.exception and not facts.exception.is_consequence)
         return tuple(sorted(own))
+
+    @cached_property
+    def raised_outside(self) -> dict[int, ExceptionFacts]:
+        """What has left the programs of silent ranks, outside of the Trainer, as they have written it."""
+        told = {rank: process.raised for rank, process in self.witnesses.items() if rank in self.silent}
+        return {rank: raised for rank, raised in told.items() if raised is not None and not raised.is_consequence}
 
     @cached_property
     def behind(self) -> tuple[int, ...]:
