@@ -265,7 +265,15 @@ class Saver:
         began = time.monotonic()
         try:
             self._check_time()
-            path = self._write(exchange, boundary, order, cause)
+            while True:
+                try:
+                    path = self._write(exchange, boundary, order, cause)
+                    break
+                except NotProvenError:
+                    newer = self._newer(boundary)
+                    if newer is None:
+                        raise
+                    boundary = newer
         except Exception as error:
             why = _words(error)
             if not self._is_abandoned:
@@ -275,6 +283,16 @@ class Saver:
             f"rank {self._rank} saved the state after step {boundary.step} in {time.monotonic() - began:.1f} s: {path}"
         )
         return str(path), ""
+
+    def _newer(self, than: Boundary) -> Boundary | None:
+        """What training has come to meanwhile: on SIGTERM it goes on to the batch at which all ranks stop."""
+        if self._left_s() <= _RESERVE_S or self._is_abandoned:
+            return None
+        with suppress(NotProvenError):
+            wait_for(lambda: not self._ledger.is_in_step, deadline_s=_STEP_S)
+            boundary = self._ledger.newest()
+            return boundary if boundary is not than else None
+        return None
 
     def _check_time(self) -> None:
         expected_s = self._last_save_s()
@@ -382,14 +400,15 @@ class Saver:
         same = {
             f"checkpoint/position/{each.rank}": each.rank
             for each in order
-            if each.validates == boundary.validates and each.rank != self._rank
+            if (each.step, each.validates) == (boundary.step, boundary.validates) and each.rank != self._rank
         }
         with suppress(ExchangeError):
             for key, packed in exchange.get_many(same).items():
                 with suppress(Exception):
                     positions[same[key]] = tensors.load_plain(io.BytesIO(packed))
         # Those of this host that were killed, or cannot answer.
-        silent = [rank for rank in positions if rank not in {each.rank for each in order}]
+        told = {self._rank, *(each.rank for each in order if each.step == boundary.step)}
+        silent = [rank for rank in positions if rank not in told]
         positions |= self._left_behind(silent, boundary.step)
         return positions
 

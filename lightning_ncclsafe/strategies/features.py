@@ -171,8 +171,10 @@ class Features:
 
     def poll(self) -> None:
         """Called on the watchdog's thread while the run goes on: carries the agreement on where to stop forward."""
-        if self._stop_signal is not None:
-            self._stop_signal.poll()
+        # The main thread may be about to leave.
+        stop_signal = self._stop_signal
+        if stop_signal is not None:
+            stop_signal.poll()
         if self._stop is not None:
             self._stop.poll()
         self.saved_at_end.poll()

@@ -15,6 +15,7 @@ import torch
 
 from lightning_ncclsafe.checkpoints import saving
 from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none
+from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, MemoryExchange
@@ -169,6 +170,31 @@ class InStep(Noted):
         self.looks -= 1
         self.why = self.why if self.looks > 0 else ""
         return bool(self.why)
+
+
+def test_where_training_goes_on_meanwhile_what_it_has_come_to_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on SIGTERM in a long batch, which ends while the state before it is being written."""
+
+    class GoesOn(Noted):
+        def check(self, boundary: Boundary) -> None:
+            if boundary is not self.boundary:
+                raise NotProvenError("training went on meanwhile")
+
+    ledger = GoesOn(5)
+
+    def contents(trainer: Any, asked: Any, boundary: Boundary, weights: Any) -> dict[str, Any]:
+        if boundary.step == 5:
+            ledger.boundary = Noted(6).boundary
+        return {"step": boundary.step}
+
+    monkeypatch.setattr(saving, "contents", contents)
+    said = save_all(job(tmp_path, ledger, Noted(5)))
+    (made,) = saved(tmp_path)
+    # Where the other rank is after that step is not known.
+    assert (made["step"], made[KEY]["positions"]) == (6, {0: {"seed": 6}, 1: None})
+    assert len(said) == 1 and said[0].startswith("rank 0 saved the state after step 6 in ")
 
 
 def test_a_step_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
