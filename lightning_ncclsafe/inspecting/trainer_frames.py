@@ -7,6 +7,7 @@ from itertools import pairwise
 from lightning_ncclsafe.code.libraries import (
     EVALUATION_LOOPS,
     FETCHERS,
+    FIT_LOOP_RUN,
     HOOKS_OF_CALLBACKS,
     HOOKS_OF_DATA,
     HOOKS_OF_MODULES,
@@ -80,7 +81,8 @@ def _phase(stack: Sequence[SeenFrame], actions: Sequence[str]) -> Phase:
 def _is_before_the_loop(stack: Sequence[SeenFrame]) -> bool:
     """Whether the loop makes its loaders for the first time; those that are made anew belong to an epoch."""
     return any(
-        SETUP_OF_LOADERS.has(one.file, one.function) and above.function == "run" for above, one in pairwise(stack)
+        FIT_LOOP_RUN.has(above.file, above.function) and SETUP_OF_LOADERS.has(one.file, one.function)
+        for above, one in pairwise(stack)
     )
 
 

@@ -214,6 +214,17 @@ def test_a_rank_that_works_may_be_late_for_a_group_and_one_that_waits_elsewhere_
     assert "crossed-groups" not in found(job(*unknown, waits))
 
 
+def test_of_a_smaller_group_fewer_wait_whoever_is_wrong() -> None:
+    """Rank 3 waits in its pair for rank 2, and the three others in the group of all."""
+    scene = scenes.call_of_a_pair_left_out(GLOO)
+    told = found(scene)["crossed-groups"]
+    assert (told.ranks, told.confidence) == ((2,), Confidence.LIKELY)
+    assert "rank 2 skipped what it called in every step before" in told.summary
+    forgotten = tuple(replace(facts, collectives=facts.collectives[-2:]) for facts in scene.ranks)
+    told = found(replace(scene, ranks=forgotten))["crossed-groups"]
+    assert (told.ranks, told.confidence) == ((2, 3), Confidence.CERTAIN)
+
+
 def test_who_works_may_be_the_other_side_of_what_is_sent() -> None:
     scene = scenes.tags_that_do_not_match(GLOO)
     works = GLOO.working(2, user("training_step", 40), seq=60, world=3)
