@@ -124,7 +124,6 @@ class VoteGroup:
     Args:
         description: The group's description.
         timeout_s: Seconds after which a vote that not all ranks take part in fails.
-
         connect_s: Seconds that ranks are given to connect.
 
     Raises:

@@ -89,9 +89,10 @@ _question: threading.Thread | None = None
 def driver_answers() -> bool:
     """Whether CUDA's driver answers within a second, so that entries can be read; true where CUDA is not used.
 
-    It does not where another thread holds the lock of a device's context, as ``cudaFree`` does while it waits for a
-    kernel that never ends. Reading entries would wait for that lock as well, with the GIL, and all Python of this
-    process with it. This asks on a thread of its own, without the GIL, for the same that the recorder asks for.
+    It may not where another thread holds the lock of a device's context, as ``cudaFree`` may while it waits for a
+    kernel that never ends; this has not been seen on a GPU. Reading entries would wait for that lock as well, with the
+    GIL, and all Python of this process with it. This asks on a thread of its own, without the GIL, for the same that
+    the recorder asks for.
     """
     global _question
     if not _uses_cuda():

@@ -24,7 +24,7 @@ _REASONS = {
     ),
     NotRecorded.DRIVER_SILENT: (
         "{ranks} called {calls} with {backend}, and CUDA's driver does not answer there, so that the Flight Recorder "
-        "is not read: {by_stacks}. A thread that waits for the device (cudaFree, cudaMalloc) holds the driver's lock."
+        "is not read: {by_stacks}. A thread that waits for the device (cudaFree) may hold the driver's lock."
     ),
     NotRecorded.OUTSIDE: (
         "{ranks} {was} looked at from outside, where the Flight Recorder cannot be read: {by_stacks}."
