@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from lightning_ncclsafe._torch.sharded import StoredChunk, StoredEntry
-from lightning_ncclsafe.checkpoints.ledger import NotProvenError
+from lightning_ncclsafe.checkpoints.boundary import NotProvenError
 from lightning_ncclsafe.checkpoints.shards import Box, Chunk
 
 

@@ -18,10 +18,11 @@ from weakref import WeakSet
 
 from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints import position
+from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
-from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError, StepLedger
+from lightning_ncclsafe.checkpoints.ledger import NO_STEP, StepLedger
 from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.checkpoints.together import Together
 from lightning_ncclsafe.code.marks import Mark, marked

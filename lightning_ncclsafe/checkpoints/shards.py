@@ -18,7 +18,8 @@ from math import prod
 from typing import Any, BinaryIO
 
 from lightning_ncclsafe._torch import sharded, tensors
-from lightning_ncclsafe.checkpoints.ledger import NotProvenError, WatchedParameter
+from lightning_ncclsafe.checkpoints.boundary import NotProvenError
+from lightning_ncclsafe.checkpoints.weights import WatchedParameter
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: its offsets and its sizes."""

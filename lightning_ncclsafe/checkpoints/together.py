@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe._torch import sharded, tensors
+from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.folder import KEY, METADATA, REST, CheckpointFolder, read_back, write_synced
 from lightning_ncclsafe.checkpoints.joined import Share, file_of, joined
-from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.shards import Chunk, entry_paths, pieces_of, write_pieces
 from lightning_ncclsafe.exchange import Exchange, wait_for_keys
 from lightning_ncclsafe.facts import codec

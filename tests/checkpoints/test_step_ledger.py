@@ -10,8 +10,9 @@ import pytest
 import torch
 from trained import FEATURES, Remembers, Stateful, Trained
 
+from lightning_ncclsafe.checkpoints.boundary import NotProvenError
 from lightning_ncclsafe.checkpoints.contents import contents
-from lightning_ncclsafe.checkpoints.ledger import NO_STEP, NotProvenError, StepLedger
+from lightning_ncclsafe.checkpoints.ledger import NO_STEP, StepLedger
 
 BATCHES, EPOCHS = 6, 2
 
@@ -269,7 +270,7 @@ def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_come_to(
         pass_up_to(ledger, step)
         assert trainer.global_step == 5
         boundary = ledger.newest()
-        assert ledger.loops(boundary)["epoch_loop.batch_progress"]["total"]["completed"] == step
+        assert ledger.loop_state(boundary)["epoch_loop.batch_progress"]["total"]["completed"] == step
         return boundary.step
 
     assert newest_at("on_after_backward", 5, look, device={"make_event": Event}) == step
@@ -321,8 +322,8 @@ def test_boundaries_that_the_device_has_passed_are_forgotten() -> None:
 
 
 def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    def look(trainer: Any, ledger: StepLedger) -> None:
-        ledger._counts.append(None)  # type: ignore[arg-type]
+    def fail() -> None:
+        raise AttributeError("a state that cannot be had any more")
 
     undisturbed = fit(limit_val_batches=0)
     calls = [0]
@@ -331,7 +332,8 @@ def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture
         if name == "training_step":
             calls[0] += 1
             if calls[0] == 3:
-                look(trainer, ledger)
+                (remembers,) = (each for each in trainer.callbacks if isinstance(each, Remembers))
+                remembers.state_dict = fail
             if calls[0] == 5:
                 assert why(trainer, ledger).startswith("the ledger has failed: AttributeError")
 
