@@ -12,6 +12,10 @@ from lightning_ncclsafe._torch import tensors
 _MOST_VALUES = 256
 
 
+NO_STEP = "no optimizer step had been made"
+"""Why there is nothing to save at the beginning, which is no problem."""
+
+
 class NotProvenError(RuntimeError):
     """What there is does not belong together; the message says why."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_ncclsafe.checkpoints import position
 from lightning_ncclsafe.checkpoints.boundary import (
+    NO_STEP,
     Boundary,
     Event,
     NotProvenError,
@@ -25,9 +26,6 @@ from lightning_ncclsafe.checkpoints.counters import LoopCounters
 from lightning_ncclsafe.checkpoints.weights import WatchedParameter, WatchedWeights
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.report.terminal import say_own_failure
-
-NO_STEP = "no optimizer step had been made"
-"""Why there is nothing to save at the beginning."""
 
 # Boundaries by which the host may be ahead of the device; what is older is not known any more.
 _MOST_AHEAD = 512

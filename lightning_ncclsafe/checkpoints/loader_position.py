@@ -190,10 +190,10 @@ class _SamplerPosition:
             except StopIteration:
                 break
         put_back(now)
-        told = record.get("digest")
+        expected = record.get("digest")
         if len(self._digests) < batches:
             self._say(f"the data has only {len(self._digests)} batches now, of which {batches} had been trained on")
-        elif batches and told is not None and told != self._digests[-1]:
+        elif batches and expected is not None and expected != self._digests[-1]:
             self._say(
                 f"the order of samples is not that of the start before: batch {batches} and those after it may have "
                 "been trained on in this epoch already (another dataset or seed, or a sampler that draws elsewhere)"

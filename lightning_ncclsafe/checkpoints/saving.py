@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -19,10 +18,10 @@ from weakref import WeakSet
 from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints import position
 from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
-from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
+from lightning_ncclsafe.checkpoints.candidates import Candidate, agree_on_savers, publish_shard, savers, writers
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
-from lightning_ncclsafe.checkpoints.ledger import NO_STEP, StepLedger
+from lightning_ncclsafe.checkpoints.ledger import StepLedger
 from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.checkpoints.together import Together
 from lightning_ncclsafe.code.marks import Mark, marked
@@ -109,7 +108,7 @@ class Saver:
         self._is_left = threading.Event()
         # All ranks are there now; in the end some may not be.
         if shard is not None and not shard.why_unread:
-            exchange().set(_shard_key(rank), shard.layout.encode())
+            publish_shard(exchange(), rank, shard.layout)
 
     def begin(
         self, cause: str, *, budget_s: float, raised: bool = False, finally_do: Callable[[], None] = lambda: None
@@ -220,37 +219,18 @@ class Saver:
         """Says where this rank stands; returns who tries, the same on all ranks."""
         if boundary is not None and self._world_size > 1:
             exchange.set(f"checkpoint/position/{self._rank}", _packed(self._own_position(boundary)))
-        exchange.set(f"checkpoint/candidate/{self._rank}", json.dumps(asdict(candidate)).encode())
-        ranks = range(self._world_size)
-        found = wait_for_keys(
-            exchange,
-            [f"checkpoint/candidate/{rank}" for rank in ranks],
-            deadline_s=self._meet_s(),
-            poll_s=poll_interval_s(self._world_size),
-            give_up=lambda: "checkpoint/order" in exchange.get_many(["checkpoint/order"]),
+        order, why_none = agree_on_savers(
+            exchange, candidate, self._world_size, is_split=self._shard is not None, deadline_s=self._meet_s()
         )
-        candidates = sorted((Candidate(**json.loads(each)) for each in found.values()), key=lambda each: each.rank)
-        shard_of = self._shard_of_each(exchange)
-        order = [asdict(each) for each in savers(candidates, {*shard_of})]
-        agreed = json.loads(exchange.set_if_absent("checkpoint/order", json.dumps(order).encode()))
-        is_new = any(each.why != NO_STEP for each in candidates)
-        if not agreed and is_new and comes_first(exchange, "checkpoint/said", self._rank):
-            self._say(f"no checkpoint was saved: {why_none(candidates, shard_of)}{self._way_back()}")
-        return [Candidate(**each) for each in agreed]
+        if why_none and comes_first(exchange, "checkpoint/said", self._rank):
+            self._say(f"no checkpoint was saved: {why_none}{self._way_back()}")
+        return order
 
     def _meet_s(self) -> float:
         # Without the part of one rank those of the others are nothing: then it is worth waiting for.
         if self._shard is not None:
             return self._left_s() * _WORTH
         return min(_MEET_S + self._world_size / 1000, self._left_s() / 3)
-
-    def _shard_of_each(self, exchange: Exchange) -> list[str]:
-        """A rank that never said it has a part that nobody else has."""
-        if self._shard is None:
-            return [""] * self._world_size
-        keys = [_shard_key(rank) for rank in range(self._world_size)]
-        found = exchange.get_many(keys)
-        return [found[key].decode() if key in found else key for key in keys]
 
     def _hear(self, exchange: Exchange, number: int, *, is_last: bool) -> tuple[str, str]:
         """What has come of another rank's attempt; one that does not end in half the time may have ended itself."""
@@ -408,8 +388,8 @@ class Saver:
                 with suppress(Exception):
                     positions[same[key]] = tensors.load_plain(io.BytesIO(packed))
         # Those of this host that were killed, or cannot answer.
-        told = {self._rank, *(each.rank for each in order if each.step == boundary.step)}
-        silent = [rank for rank in positions if rank not in told]
+        answered = {self._rank, *(each.rank for each in order if each.step == boundary.step)}
+        silent = [rank for rank in positions if rank not in answered]
         positions |= self._left_behind(silent, boundary.step)
         return positions
 
@@ -430,10 +410,6 @@ class Saver:
     def _way_back(self) -> str:
         path = self._last_path()
         return f"; the last one is {path}" if path else "; there is no earlier one of this run"
-
-
-def _shard_key(rank: int) -> str:
-    return f"checkpoint/shard/{rank}"
 
 
 def _packed(value: Any) -> bytes:

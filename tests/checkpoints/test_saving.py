@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from lightning_ncclsafe.checkpoints import saving
-from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
+from lightning_ncclsafe.checkpoints.boundary import NO_STEP, Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none
 from lightning_ncclsafe.checkpoints.folder import KEY
-from lightning_ncclsafe.checkpoints.ledger import NO_STEP
 from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory

@@ -10,9 +10,9 @@ import pytest
 import torch
 from trained import FEATURES, Remembers, Stateful, Trained
 
-from lightning_ncclsafe.checkpoints.boundary import NotProvenError
+from lightning_ncclsafe.checkpoints.boundary import NO_STEP, NotProvenError
 from lightning_ncclsafe.checkpoints.contents import contents
-from lightning_ncclsafe.checkpoints.ledger import NO_STEP, StepLedger
+from lightning_ncclsafe.checkpoints.ledger import StepLedger
 
 BATCHES, EPOCHS = 6, 2
 
