@@ -27,6 +27,7 @@ from lightning_ncclsafe.checkpoints.weights import WatchedParameter, WatchedWeig
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.report.terminal import say_own_failure
 
+_UNCOUNTED = "weights were changed, but by no step of self.optimizers(), which alone are counted"
 # Boundaries by which the host may be ahead of the device; what is older is not known any more.
 _MOST_AHEAD = 512
 
@@ -61,6 +62,7 @@ class StepLedger:
         self._weights = WatchedWeights(trainer.lightning_module, parts)
         self._small_states = dict(small_states(trainer))
         self._first_step = trainer.global_step
+        self._first_batch = trainer.fit_loop.epoch_loop.batch_progress.total.completed
         self._sees_closure = hasattr(trainer.precision_plugin, "_after_closure")
         self._is_changing = False
         self._has_stepped = False
@@ -249,7 +251,7 @@ class StepLedger:
         """
         boundary = self._reached()
         if boundary.step == self._first_step:
-            raise NotProvenError(NO_STEP)
+            raise NotProvenError(_UNCOUNTED if self._has_changed_uncounted(boundary) else NO_STEP)
         self.check(boundary)
         return boundary
 
@@ -271,6 +273,13 @@ class StepLedger:
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise NotProvenError(f"{changed[0]!r}{more} was changed after the last optimizer step, outside of it")
+
+    def _has_changed_uncounted(self, boundary: Boundary) -> bool:
+        """Whether weights are not those of the beginning although no step was counted."""
+        completed = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        return bool(
+            completed > self._first_batch and self._weights.changed(boundary.versions, self._weights.versions())
+        )
 
     def _reached(self) -> Boundary:
         """How far the device has come."""
