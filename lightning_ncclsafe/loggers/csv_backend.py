@@ -13,7 +13,8 @@ import torch
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.capture import FIRST_S, Replacements, ScalarCollector
-from lightning_ncclsafe.loggers.files import FilesSink, open_destination
+from lightning_ncclsafe.loggers.destinations import open_destination
+from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame

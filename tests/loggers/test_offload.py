@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_ncclsafe.loggers import offload as offload_module
 from lightning_ncclsafe.loggers import starting
-from lightning_ncclsafe.loggers.files import LocalDestination
+from lightning_ncclsafe.loggers.destinations import LocalDestination
 from lightning_ncclsafe.loggers.media import MediaProcess
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.recovery import recover
