@@ -9,16 +9,16 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, LOADING, TRAINER_RUN
+from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, LOADING, TRAINER_RUN, Code
 from lightning_ncclsafe.code.marks import mark_at
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import ELSE, ExceptionFacts, Frame
@@ -175,6 +175,14 @@ def _serves_ours(file: str, function: str) -> bool:
         return False
     is_library = file.startswith(("<frozen ", *_LIBRARY)) and "-packages" not in file
     return is_library or ALL_OF_TORCH.has(file, function)
+
+
+def main_thread_frames(code: Code | None = None) -> Iterator[Any]:
+    """The main thread's frames, innermost first; only those in there if that is given."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    for inner, _ in traceback.walk_stack(frame):
+        if code is None or code.has(inner.f_code.co_filename, inner.f_code.co_name):
+            yield inner
 
 
 def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
