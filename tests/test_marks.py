@@ -273,6 +273,8 @@ NOT_FOR_RANKS = {
     "loggers.media.MediaProcess.close": ASIDE,
     "loggers.stager.Stager._stage": ASIDE,
     "loggers.stager.Stager.join": LOGGER,
+    "preflight.check.Preflight.compare": ITSELF,
+    "preflight.check.Preflight.wait": ITSELF,
     "preflight.probe._watched_swap": ASIDE,
     "probes.network.reach.reach": ASIDE,
     "probes.process.ended_children.ChildWatch.close": ITSELF,
