@@ -56,8 +56,8 @@ class CollectiveTimerHooks:
         refuse_second(CollectiveTimerHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
-                f"CollectiveTimer was given to a Trainer with {type(trainer.strategy).__name__}, which times nothing; "
-                "use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+                f"CollectiveTimer needs a strategy of lightning_ncclsafe, but this Trainer has "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )
 
     def on_train_batch_end(
@@ -80,7 +80,7 @@ class CollectiveTimerHooks:
             if trainer.is_global_zero and not attached.timer.is_off:
                 self._show(attached, trainer, is_fit=stage == "fit")
         except Exception as error:
-            say_own_failure(error, what="the results of timing collectives")
+            say_own_failure(error, what="writing the timings of collectives")
 
     def _log(self, trainer: Trainer) -> None:
         attached = timer_of(trainer.strategy)

@@ -50,6 +50,6 @@ class DatasetAgreementHooks:
         refuse_second(DatasetAgreementHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
-                f"DatasetAgreement was given to a Trainer with {type(trainer.strategy).__name__}, which compares "
-                "nothing; use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+                f"DatasetAgreement needs a strategy of lightning_ncclsafe, but this Trainer has "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )

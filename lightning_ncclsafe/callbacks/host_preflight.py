@@ -39,6 +39,6 @@ class HostPreflightHooks:
         refuse_second(HostPreflightHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
-                f"HostPreflight was given to a Trainer with {type(trainer.strategy).__name__}, which looks at nothing; "
-                "use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+                f"HostPreflight needs a strategy of lightning_ncclsafe, but this Trainer has "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )

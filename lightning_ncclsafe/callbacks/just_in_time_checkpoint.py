@@ -57,7 +57,7 @@ class JustInTimeCheckpointHooks:
         grace: timedelta | float = 30.0,
     ) -> None:
         if "://" in os.fspath(dirpath):
-            raise ValueError(f"dirpath={dirpath!r} is remote; it must be a folder that this host sees.")
+            raise ValueError(f"dirpath={dirpath!r} is remote; it must be a local or mounted folder.")
         self.dirpath = Path(dirpath).absolute()
         self.resume = resume
         self.settings = CheckpointSettings(
@@ -75,8 +75,8 @@ class JustInTimeCheckpointHooks:
         refuse_second(JustInTimeCheckpointHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
-                f"JustInTimeCheckpoint was given to a Trainer with {type(trainer.strategy).__name__}, which ends no "
-                "run; use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+                f"JustInTimeCheckpoint needs a strategy of lightning_ncclsafe, but this Trainer has "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )
 
 

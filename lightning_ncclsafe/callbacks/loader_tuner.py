@@ -48,6 +48,6 @@ class LoaderTunerHooks:
         refuse_second(LoaderTunerHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
-                f"LoaderTuner was given to a Trainer with {type(trainer.strategy).__name__}, which tunes nothing; "
-                "use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+                f"LoaderTuner needs a strategy of lightning_ncclsafe, but this Trainer has "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )

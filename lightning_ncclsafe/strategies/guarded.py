@@ -74,7 +74,7 @@ def refuse_saving(trainer: Any, rank: int, ending: Ending) -> list[ReplacedMetho
     """
 
     def refuse(kind: str) -> None:
-        say_on_stderr(f"rank {rank}: {kind} saves nothing: that needs all ranks, and not all of them have failed")
+        say_on_stderr(f"rank {rank}: {kind} saves nothing, because that needs all ranks and not all of them failed")
 
     refused = []
     for callback in trainer.callbacks:
