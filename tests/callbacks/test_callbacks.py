@@ -43,9 +43,7 @@ def test_an_unknown_word_is_refused_with_what_is_allowed(argument: str, allowed:
 
 def test_a_strategy_that_compares_nothing_is_refused(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(strategy=DDPStrategy())
-    with pytest.raises(
-        TypeError, match="DatasetAgreement needs a strategy .*, but this Trainer has DDPStrategy"
-    ):
+    with pytest.raises(TypeError, match=r"DatasetAgreement needs a strategy .*, but this Trainer has DDPStrategy"):
         DatasetAgreement().setup(trainer, LightningModule(), "fit")
 
 
