@@ -39,7 +39,7 @@ class _Need(Enum):
 
     CORES = (
         "is|are waiting for a core most of the time",
-        "Give this rank cores of its own: fewer loader workers and threads (OMP_NUM_THREADS) for all ranks of the host "
+        "Give this rank its own cores: fewer loader workers and threads (OMP_NUM_THREADS) for all ranks of the host "
         "together, no other job on it, a CPU mask that does not put several ranks on one core (taskset, srun "
         "--cpus-per-task, --cpu-bind).",
     )

@@ -35,7 +35,7 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-_REMEDY_NOT_STARTED = "Check also that every rank's process has been started, and its own output."
+_REMEDY_NOT_STARTED = "Also check that every rank's process was started, and read its output."
 _LISTED = 8
 _OTHER_RULES = (Kind.LOADER, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _REMEDY = (
@@ -44,7 +44,7 @@ _REMEDY = (
 )
 _REMEDY_OUTSIDE = (
     "Look at the code before this call of the Trainer, above all under a condition on the rank: work there takes time, "
-    "and trainer.save_checkpoint, barriers and gathers have to be called by all ranks."
+    "and trainer.save_checkpoint, barriers and gathers must be called by all ranks."
 )
 
 

@@ -29,9 +29,9 @@ _UNREAD = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "NCCL_COMM_TIMEOUT", "TORCH_NCCL_T
 _LISTED = 8
 _RECENT = 16
 _REMEDY = (
-    "Give this group the same timeout: torch.distributed.new_group(ranks, timeout=timedelta(...)), "
-    "DeviceMesh and the store have one of their own, and timeout=timedelta(...) of the strategy is for the groups that "
-    "the strategy makes. Then look at why it was waited for that long: a longer timeout alone makes the wait longer."
+    "Give this group the same timeout: torch.distributed.new_group(ranks, timeout=timedelta(...)), DeviceMesh and the "
+    "store have their own, and timeout=timedelta(...) of the strategy applies to the groups that the strategy creates. "
+    "Then find out why the wait was that long: a longer timeout alone makes it longer."
 )
 _REMEDY_UNREAD = " {name} is read by nothing: remove it, and pass timeout=timedelta(...) to the strategy."
 

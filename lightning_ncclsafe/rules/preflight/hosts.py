@@ -11,7 +11,7 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
 @check(
     after="too-many-workers",
     remedy=(
-        "Look at this rank's own output: it failed, was never started, or is held up before the check, by imports from "
+        "Look at this rank's own output: it failed, was never started, or is delayed before the check, by imports from "
         "a slow file system, swapping, or loading the dataset. Compare the launcher's number of ranks with those that "
         "run."
     ),

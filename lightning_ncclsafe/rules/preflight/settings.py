@@ -101,7 +101,7 @@ _UNSET = "not set"
     after="gpu-shared",
     remedy=(
         "Set it in one place for all ranks: exported by the job script before srun, torchrun or mpirun -x starts them, "
-        "or in the container image; look into ~/.bashrc and /etc/nccl.conf of the hosts that deviate."
+        "or in the container image; check ~/.bashrc and /etc/nccl.conf of the hosts that differ."
     ),
 )
 def different_settings(view: Checked) -> Iterator[Problem]:
@@ -157,9 +157,8 @@ _LOOPBACK = {"lo", "=lo"}
 @check(
     after="host-under-pressure",
     remedy=(
-        "Remove what is no longer needed: NCCL's guide says of its debugging variables that a run may be slow, crash "
-        "or hang where they are left set. For thread pools, set OMP_NUM_THREADS to the cores of a rank less its "
-        "workers."
+        "Remove what is no longer needed: according to NCCL's guide, a run may be slow, crash or hang if its debugging "
+        "variables stay set. For thread pools, set OMP_NUM_THREADS to a rank's cores minus its workers."
     ),
 )
 def harmful_settings(view: Checked) -> Iterator[Problem]:
@@ -278,7 +277,7 @@ _IGNORED = {
 }
 
 
-@check(after="harmful-settings", remedy="Remove the variable, or use what the sentence names instead.")
+@check(after="harmful-settings", remedy="Remove the variable, or use what the finding names instead.")
 def ignored_settings(view: Checked) -> Iterator[Problem]:
     """A variable is set that has no effect, or is read only under an old name.
 
