@@ -71,7 +71,7 @@ def same_shard(view: JobData) -> Iterator[Finding]:
         IterableDataset that yields the same on all ranks because it does not know its rank.
 
     Remedy:
-        Let a sampler split the data, or give each rank its own shard; of data that is iterated, in its __iter__, or by
+        Let a sampler split the data, or give each rank its own shard; for an iterable dataset, in its __iter__, or by
         a seed that depends on the rank.
 
     Cannot see:

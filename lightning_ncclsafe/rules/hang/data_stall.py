@@ -121,7 +121,7 @@ def _evidence(facts: RankFacts) -> Iterator[Evidence]:
     for loader in facts.loaders:
         yield Evidence(source="loader", rank=facts.rank, text=_loader_words(loader))
     for worker in facts.workers[:8]:
-        cpu = f", {worker.cpu_s:.1f} s of processor time" if worker.cpu_s is not None else ""
+        cpu = f", {worker.cpu_s:.1f} s of CPU time" if worker.cpu_s is not None else ""
         rss = f", {size_words(worker.rss_bytes)} resident" if worker.rss_bytes is not None else ""
         text = f"Worker {worker.pid} is {_worker_words(worker)}{cpu}{rss}."
         yield Evidence(source="process", rank=facts.rank, text=text)

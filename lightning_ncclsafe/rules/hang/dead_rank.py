@@ -67,8 +67,8 @@ _FAULTS = {
 }
 _ENDS = ("SIGTERM", "SIGINT", "SIGHUP")
 _REMEDY_GLOO = (
-    ' "op.preamble.length <= op.nbytes" there is gloo, which ends a process that is sent more than it has room for: '
-    "then ranks called different collectives or different sizes."
+    ' "op.preamble.length <= op.nbytes" there means that gloo aborted a process that received more than it had room '
+    "for: then ranks called different collectives or different sizes."
 )
 _REMEDY_OOM = (
     "Use less memory on the host: fewer loader workers, a smaller prefetch_factor, no full copy of the dataset in "

@@ -74,7 +74,7 @@ def host_starved(view: Timeline) -> Iterator[Finding]:
     """
     for rank, process in _starved(view):
         swapped = process.state == "disk-sleep"
-        starved = f"starved of processor time: it got {process.ran_share or 0:.0%} of a core"
+        starved = f"starved of CPU time: it got {process.ran_share or 0:.0%} of a core"
         yield silent_finding(
             view,
             rank,

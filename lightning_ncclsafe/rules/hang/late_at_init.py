@@ -87,11 +87,11 @@ def _outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
     does = place_words(frame) if frame else "at work or in a collective that the others do not call"
     text = (
-        f"{clause(ranks, 'has|have not come to this call of the Trainer')}: "
+        f"{clause(ranks, 'has|have not reached this call of the Trainer')}: "
         f"{verb(ranks, 'it is', 'they are')} still in the program's own code before it, {does}"
         f"{while_others_wait(view, ranks)}."
     )
-    known = f"The process group is there, and {clause(ranks, 'has|have not begun to watch')}."
+    known = f"The process group exists, but {clause(ranks, 'has|have not started the guard')}."
     return finding(
         view,
         ranks,

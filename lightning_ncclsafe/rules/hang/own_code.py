@@ -40,7 +40,7 @@ def own_code(view: Timeline) -> Iterator[Finding]:
         Nothing makes progress; the stack of one rank ends in a callback or in the guard of this package.
 
     Cause:
-        A fault of this package, or storage or a store that does not answer it.
+        A bug in this package, or a storage or store that does not answer it.
 
     Remedy:
         Continue without the callback that is named; report it.

@@ -44,7 +44,7 @@ _REMEDY_CALL = (
     ),
 )
 def unfinished_rank(view: Timeline) -> Iterator[Finding]:
-    """All ranks but some have returned from the Trainer's function and leave those behind.
+    """Some ranks are still in the Trainer's function after all others have returned from it.
 
     Symptom:
         Training has ended, most processes are gone or idle, and the job does not end.

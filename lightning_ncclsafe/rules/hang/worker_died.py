@@ -73,7 +73,7 @@ def _plan(view: Timeline, finding: Finding) -> Plan:
 
 @hang_rule(after="shm-exhausted", reads_exceptions=True, plan=_plan)
 def worker_died(view: Timeline) -> Iterator[Finding]:
-    """A process that makes a rank's batches, or works for it otherwise, is dead.
+    """A process that makes a rank's batches, or otherwise works for it, is dead.
 
     Symptom:
         "DataLoader worker (pid 4711) is killed by signal: Killed" or "exited unexpectedly" on one rank, at whatever

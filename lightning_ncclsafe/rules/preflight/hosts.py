@@ -21,7 +21,7 @@ def silent_at_preflight(view: Checked) -> Iterable[Problem]:
     """Some ranks did not take part in the check of the hosts.
 
     Symptom:
-        The other ranks would wait for them when the process group is made, or in the first collective.
+        The other ranks would wait for them when the process group is created, or in the first collective.
 
     Cause:
         A rank failed, was killed, was never started, or is much slower to start than the others.

@@ -26,7 +26,7 @@ def unreachable_interface(view: Checked) -> Iterable[Problem]:
     """A named interface does not exist; hosts have none, or the same address, different networks or different speeds.
 
     Symptom:
-        The process group cannot be made ("Unable to find address for: eth9") or is never complete, or the first
+        The process group cannot be created ("Unable to find address for: eth9") or is never complete, or the first
         collective hangs on all ranks; or one host is slow in all.
 
     Cause:

@@ -142,9 +142,9 @@ def _may_differ(view: Checked, name: str) -> bool:
 
 # What these do: NCCL's user guide, "Environment Variables", and torch.distributed's documentation, "Debugging".
 _SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait for its end",
-    "TORCH_NCCL_BLOCKING_WAIT": "makes every collective wait for its end on the CPU",
-    "NCCL_BLOCKING_WAIT": "makes every collective wait for its end on the CPU",
+    "CUDA_LAUNCH_BLOCKING": "makes the host wait for every kernel",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
+    "NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
 }
 _SLOW_BETWEEN_GPUS = {
     "NCCL_P2P_DISABLE": "sends data between the GPUs of a host through its memory",
@@ -222,7 +222,7 @@ def _switched_on(facts: PreflightFacts, names: dict[str, str]) -> Iterator[str]:
 
 
 _TIMEOUT = "is read by neither NCCL nor torch; pass timeout=timedelta(...) to the strategy"
-_LOST = "is read by nothing"
+_LOST = "has no effect, because nothing reads it"
 
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp and FlightRecorder.hpp (2.13) list the second name of each of these
 # as an alias: read with a warning, and overruled where both are set (getCvarString in Utils.hpp).
