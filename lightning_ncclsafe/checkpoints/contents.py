@@ -12,7 +12,7 @@ from typing import Any
 from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError, StepLedger
 
-# The method of optimizers whose states are split among ranks, such as ZeroRedundancyOptimizer: a collective.
+# The method of optimizers whose states are divided among ranks, such as ZeroRedundancyOptimizer: a collective.
 _CONSOLIDATE = "consolidate_state_dict"
 
 
@@ -69,7 +69,7 @@ def contents(
     """
     for optimizer in trainer.optimizers:
         if hasattr(getattr(optimizer, "_optimizer", optimizer), _CONSOLIDATE):
-            raise NotProvenError(f"the states of {type(optimizer).__name__} are split among ranks")
+            raise NotProvenError(f"the states of {type(optimizer).__name__} are divided among ranks")
     groups = {id(optimizer): settings for optimizer, settings in zip(trainer.optimizers, boundary.groups, strict=True)}
     schedulers = [
         _View(config, scheduler=_View(config.scheduler, state_dict=partial(dict, state)))

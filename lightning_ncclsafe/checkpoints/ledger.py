@@ -24,7 +24,7 @@ from lightning_ncclsafe.checkpoints import position
 from lightning_ncclsafe.code.patching import ReplacedMethod
 from lightning_ncclsafe.report.terminal import say_own_failure
 
-NO_STEP = "no optimizer step had been made"
+NO_STEP = "no optimizer step was made yet"
 """Why there is nothing to save at the beginning."""
 
 # Buffers that are copied at each boundary, all together: statistics of normalization, which each forward pass changes.
@@ -267,8 +267,8 @@ class StepLedger:
         try:
             note()
         except Exception as error:
-            self._why_off = f"the ledger has failed: {error!r}"
-            say_own_failure(error, what="the ledger of JustInTimeCheckpoint")
+            self._why_off = f"the bookkeeping failed: {error!r}"
+            say_own_failure(error, what="the bookkeeping of JustInTimeCheckpoint")
 
     def _is_within_window(self) -> bool:
         """Whether gradients of this batch wait for those of others."""
@@ -377,10 +377,10 @@ class StepLedger:
             NotProvenError: They are not, or not for sure, those of the boundary any more.
         """
         if self._reached() is not boundary:
-            raise NotProvenError("training went on meanwhile")
+            raise NotProvenError("training continued meanwhile")
         if boundary.next_begins is None:
             if self._is_changing:
-                raise NotProvenError("the main thread was in the middle of an optimizer step, or right after it")
+                raise NotProvenError("the main thread was in an optimizer step, or right after one")
             now = self._versions()
         else:
             now = boundary.versions_then
@@ -392,7 +392,7 @@ class StepLedger:
             changed = [name for name, before, after in pairs if not _is_same(before, after)]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise NotProvenError(f"{changed[0]!r}{more} was changed after the last optimizer step, outside of it")
+            raise NotProvenError(f"{changed[0]!r}{more} changed after the last optimizer step, outside of a step")
 
     def _reached(self) -> Boundary:
         """How far the device has come."""
@@ -402,13 +402,13 @@ class StepLedger:
         if not boundaries:
             raise NotProvenError(NO_STEP)
         if self._make_event is not None and self._was_aborted():
-            raise NotProvenError("a collective was aborted, and what was queued behind it has run on partial sums")
+            raise NotProvenError("a collective was aborted, and the work queued behind it ran on partial sums")
         passed = [each for each in boundaries if each.done is None or each.done.query()]
         if not passed:
-            raise NotProvenError("the device is further behind than is kept in mind")
+            raise NotProvenError("the device is more steps behind than are recorded")
         newest = passed[-1]
         if newest.next_begins is not None and newest.next_begins.query():
-            raise NotProvenError("the device was in the middle of an optimizer step")
+            raise NotProvenError("the device was in an optimizer step")
         return newest
 
     def loops(self, boundary: Boundary) -> dict[str, Any]:

@@ -208,9 +208,9 @@ class DataPosition:
         progress.total.started = progress.total.processed = progress.total.completed = progress.total.ready
         progress.is_last_batch = False
         self._say_first(
-            f"training begins epoch {fit.epoch_progress.current.processed} again: {batches} of its batches had been "
-            "trained on, and where the data of every rank stood is not known (data that is iterated, a sampler that "
-            "cannot be asked again, a rank that could not say it any more, another number of ranks)"
+            f"training restarts epoch {fit.epoch_progress.current.processed} from its first batch, after {batches} "
+            "batches: the data position of every rank is not known (an iterable dataset, a sampler that cannot be "
+            "replayed, a rank that could not report its position, or a different number of ranks)"
         )
 
     def _say_first(self, text: str) -> None:
@@ -342,7 +342,7 @@ class _Indices:
                 for generator, state in zip(self._generators, record["generators"], strict=True):
                     _set(generator, state)
         except _UNUSABLE as error:
-            self._say(f"how the epoch of the checkpoint began is unusable: {error}")
+            self._say(f"the record of how the checkpoint's epoch began is unusable: {error}")
         self._begin = saved_states()
         self._then = [_get(generator) for generator in self._generators]
 
@@ -371,11 +371,11 @@ class _Indices:
         put_back(now)
         told = record.get("digest")
         if len(self._digests) < batches:
-            self._say(f"the data has only {len(self._digests)} batches now, of which {batches} had been trained on")
+            self._say(f"the data has only {len(self._digests)} batches now, but {batches} were already trained on")
         elif batches and told is not None and told != self._digests[-1]:
             self._say(
-                f"the order of samples is not that of the start before: batch {batches} and those after it may have "
-                "been trained on in this epoch already (another dataset or seed, or a sampler that draws elsewhere)"
+                f"the order of samples differs from the previous start: batch {batches} and later ones may repeat "
+                "samples of this epoch (another dataset or seed, or a sampler with another source of randomness)"
             )
 
     def _note(self, indices: Any) -> None:

@@ -152,7 +152,7 @@ def test_one_that_dies_while_it_loads_is_not_waited_for(
     assert not waiting.leaves_files()
     finding = waiting.report().findings[0]
     assert (finding.rule, finding.ranks) == ("dead-rank", (0,))
-    assert waiting.said[-1].endswith("the run cannot continue and is being ended")
+    assert waiting.said[-1].endswith("the run cannot continue, so the guard ends it")
 
 
 def _then(call: object, act: object) -> object:

@@ -744,7 +744,7 @@ def test_where_no_offload_can_be_started_the_logger_is_as_it_was(
         monkeypatch.setattr(CSVBackend, "attach", fail)
     fit(logger, {1: log_rows}, offload(tmp_path))
     error = "" if what == "staging" else "OSError('no space')"
-    assert f"the offload of CSVLogger has failed and is off, training goes on: {error}" in capsys.readouterr().err
+    assert f"the offload of CSVLogger failed and is off; training continues: {error}" in capsys.readouterr().err
     if what == "staging":
         (tmp_path / "staging").unlink()
     check_given_back(tmp_path, logger)

@@ -1,4 +1,4 @@
-"""Lets a training go wrong at random instants, and prints how often it resumes, and with which result: ``make restarts``."""
+"""Lets a training go wrong at random instants, and prints how often it resumes, and to what: ``make restarts``."""
 
 import argparse
 import itertools
