@@ -350,10 +350,7 @@ def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture
                 assert why(trainer, ledger).startswith("the bookkeeping failed: AttributeError")
 
     assert same(fit(at, limit_val_batches=0), undisturbed)
-<<<<<<< HEAD
     assert capsys.readouterr().err.count("the bookkeeping of JustInTimeCheckpoint has failed") == 1
-=======
-    assert capsys.readouterr().err.count("the ledger of JustInTimeCheckpoint has failed") == 1
 
 
 @pytest.mark.parametrize(
@@ -375,4 +372,3 @@ def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture
 def test_the_largest_value_of_any_type(values: torch.Tensor, expected: float) -> None:
     (found,) = tensors.largest([values])
     assert float(found) == pytest.approx(expected, nan_ok=True)
->>>>>>> attack2
