@@ -170,7 +170,7 @@ def test_the_other_trainer_is_refused_with_what_to_import() -> None:
     with pytest.raises(TypeError) as caught:
         CollectiveTimer().setup(trainer_of("pytorch_lightning.trainer.trainer"), Any, "fit")
     assert str(caught.value) == (
-        "CollectiveTimer is made for a Trainer of lightning.pytorch, but was given to one of pytorch_lightning: these "
+        "CollectiveTimer is for a Trainer of lightning.pytorch, but was given to one of pytorch_lightning: these "
         "are two packages, whose classes do not fit together. Write: from lightning_ncclsafe.pytorch_lightning import "
         "CollectiveTimer (in a program that you cannot edit, set NCCLSAFE_LIGHTNING=pytorch_lightning in its "
         "environment)."
@@ -189,7 +189,7 @@ def test_of_a_class_of_the_users_own_the_line_names_ours() -> None:
 @needs_both
 def test_a_strategy_is_shown_to_all_but_the_other_trainer() -> None:
     asking = {"__name__": "pytorch_lightning.trainer.connectors.accelerator_connector", "strategy": SafeDDP()}
-    with pytest.raises(TypeError, match=r"^SafeDDP is made for a Trainer of lightning\.pytorch, but"):
+    with pytest.raises(TypeError, match=r"^SafeDDP is for a Trainer of lightning\.pytorch, but"):
         eval("f'{strategy!r}'", asking)
     for name in ("__main__", "pytorch_lightning.utilities", "lightning.pytorch.trainer.connectors.x"):
         assert "SafeDDP object" in eval("f'{strategy!r}'", asking | {"__name__": name})
@@ -227,7 +227,7 @@ def test_with_only_pytorch_lightning_everything_works(outcome: dict[str, Any]) -
 
 @needs_both
 def test_the_other_way_round_a_trainer_of_lightning_is_refused(outcome: dict[str, Any]) -> None:
-    said = "is made for a Trainer of pytorch_lightning, but was given to one of lightning.pytorch: "
+    said = "is for a Trainer of pytorch_lightning, but was given to one of lightning.pytorch: "
     assert outcome["strategy_refused"].startswith(f"TypeError: SafeDDP {said}")
     assert len(outcome["callbacks_refused"]) == 5
     # Lightning 2.5.0 has refused such a callback before it is asked for anything.
@@ -273,7 +273,7 @@ def test_each_is_of_its_package_and_not_of_the_other() -> None:
         callbacks = ours.safe_callbacks()  # type: ignore[attr-defined]
         assert all(isinstance(callback, theirs.Callback) for callback in callbacks)
         assert not any(isinstance(callback, foreign.Callback) for callback in callbacks)
-        with pytest.raises(TypeError, match=f"which is no Callback of {theirs.__name__}"):
+        with pytest.raises(TypeError, match=f"which is not a Callback of {theirs.__name__}"):
             ours.safe_callbacks(foreign.Callback())  # type: ignore[attr-defined]
 
 

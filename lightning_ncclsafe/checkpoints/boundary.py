@@ -12,7 +12,7 @@ from lightning_ncclsafe._torch import tensors
 _MOST_VALUES = 256
 
 
-NO_STEP = "no optimizer step had been made"
+NO_STEP = "no optimizer step was made yet"
 """Why there is nothing to save at the beginning, which is no problem."""
 
 

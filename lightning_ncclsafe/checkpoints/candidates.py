@@ -127,11 +127,11 @@ def why_none(candidates: Sequence[Candidate], shard_of: Sequence[str]) -> str:
     """
     reasons: dict[str, list[int]] = {}
     for candidate in candidates:
-        why = candidate.why or f"has one part of the model, as of step {candidate.step}"
+        why = candidate.why or f"has a shard of the model, of step {candidate.step}"
         reasons.setdefault(why, []).append(candidate.rank)
     held = {candidate.shard for candidate in candidates if not candidate.why}
     for rank in sorted({*range(len(shard_of))} - {candidate.rank for candidate in candidates}):
         is_lost = shard_of[rank] and shard_of[rank] not in held
-        why = "no answer, and no other rank has its part of the model" if is_lost else "no answer"
+        why = "no answer, and no other rank has its shard of the model" if is_lost else "no answer"
         reasons.setdefault(why, []).append(rank)
     return "; ".join(f"{ranks_words(ranks)}: {why}" for why, ranks in reasons.items())

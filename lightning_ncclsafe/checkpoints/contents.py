@@ -13,7 +13,7 @@ from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
 
-# The method of optimizers whose states are split among ranks, such as ZeroRedundancyOptimizer: a collective.
+# The method of optimizers whose states are divided among ranks, such as ZeroRedundancyOptimizer: a collective.
 _CONSOLIDATE = "consolidate_state_dict"
 
 
@@ -70,7 +70,7 @@ def contents(
     """
     for optimizer in trainer.optimizers:
         if hasattr(getattr(optimizer, "_optimizer", optimizer), _CONSOLIDATE):
-            raise NotProvenError(f"the states of {type(optimizer).__name__} are split among ranks")
+            raise NotProvenError(f"the states of {type(optimizer).__name__} are divided among ranks")
     groups = {id(optimizer): settings for optimizer, settings in zip(trainer.optimizers, boundary.groups, strict=True)}
     schedulers = [
         _View(config, scheduler=_View(config.scheduler, state_dict=partial(dict, state)))

@@ -182,8 +182,8 @@ class StepLedger:
         try:
             note()
         except Exception as error:
-            self._why_off = f"the ledger has failed: {error!r}"
-            say_own_failure(error, what="the ledger of JustInTimeCheckpoint")
+            self._why_off = f"the bookkeeping failed: {error!r}"
+            say_own_failure(error, what="the bookkeeping of JustInTimeCheckpoint")
 
     def _is_within_window(self) -> bool:
         """Whether gradients of this batch wait for those of others."""
@@ -262,17 +262,17 @@ class StepLedger:
             NotProvenError: They are not, or not for sure, those of the boundary any more.
         """
         if self._reached() is not boundary:
-            raise NotProvenError("training went on meanwhile")
+            raise NotProvenError("training continued meanwhile")
         is_ahead = boundary.next_begins is not None
         if self._is_changing and not is_ahead:
-            raise NotProvenError("the main thread was in the middle of an optimizer step, or right after it")
+            raise NotProvenError("the main thread was in an optimizer step, or right after one")
         now = boundary.versions_then if is_ahead else self._weights.versions()
         changed = self._weights.changed(boundary.versions, now)
         if not changed and boundary.largest is not None:
             changed = self._weights.changed_values(boundary.largest)
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise NotProvenError(f"{changed[0]!r}{more} was changed after the last optimizer step, outside of it")
+            raise NotProvenError(f"{changed[0]!r}{more} changed after the last optimizer step, outside of a step")
 
     def _has_changed_uncounted(self, boundary: Boundary) -> bool:
         """Whether weights are not those of the beginning although no step was counted."""
@@ -289,13 +289,13 @@ class StepLedger:
         if not boundaries:
             raise NotProvenError(NO_STEP)
         if self._make_event is not None and self._was_aborted():
-            raise NotProvenError("a collective was aborted, and what was queued behind it has run on partial sums")
+            raise NotProvenError("a collective was aborted, and the work queued behind it ran on partial sums")
         passed = [each for each in boundaries if each.done is None or each.done.query()]
         if not passed:
-            raise NotProvenError("the device is further behind than is kept in mind")
+            raise NotProvenError("the device is more steps behind than are recorded")
         newest = passed[-1]
         if newest.next_begins is not None and newest.next_begins.query():
-            raise NotProvenError("the device was in the middle of an optimizer step")
+            raise NotProvenError("the device was in an optimizer step")
         return newest
 
     def loop_state(self, boundary: Boundary) -> dict[str, Any]:

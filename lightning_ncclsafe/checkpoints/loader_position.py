@@ -163,7 +163,7 @@ class _SamplerPosition:
                 for generator, state in zip(self._generators, record["generators"], strict=True):
                     _set(generator, state)
         except UNUSABLE as error:
-            self._say(f"how the epoch of the checkpoint began is unusable: {error}")
+            self._say(f"the record of how the checkpoint's epoch began is unusable: {error}")
         self._begin = saved_states()
         self._then = [_get(generator) for generator in self._generators]
 
@@ -192,11 +192,11 @@ class _SamplerPosition:
         put_back(now)
         expected = record.get("digest")
         if len(self._digests) < batches:
-            self._say(f"the data has only {len(self._digests)} batches now, of which {batches} had been trained on")
+            self._say(f"the data has only {len(self._digests)} batches now, but {batches} were already trained on")
         elif batches and expected is not None and expected != self._digests[-1]:
             self._say(
-                f"the order of samples is not that of the start before: batch {batches} and those after it may have "
-                "been trained on in this epoch already (another dataset or seed, or a sampler that draws elsewhere)"
+                f"the order of samples differs from the previous start: batch {batches} and later ones may repeat "
+                "samples of this epoch (another dataset or seed, or a sampler with another source of randomness)"
             )
 
     def _note(self, indices: Any) -> None:

@@ -189,9 +189,9 @@ class DataPosition:
         progress.total.started = progress.total.processed = progress.total.completed = progress.total.ready
         progress.is_last_batch = False
         self._say_first(
-            f"training begins epoch {fit.epoch_progress.current.processed} again: {batches} of its batches had been "
-            "trained on, and where the data of every rank stood is not known (data that is iterated, a sampler that "
-            "cannot be asked again, a rank that could not say it any more, another number of ranks)"
+            f"training restarts epoch {fit.epoch_progress.current.processed} from its first batch, after {batches} "
+            "batches: the data position of every rank is not known (an iterable dataset, a sampler that cannot be "
+            "replayed, a rank that could not report its position, or a different number of ranks)"
         )
 
     def _say_first(self, text: str) -> None:

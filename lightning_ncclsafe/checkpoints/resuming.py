@@ -112,10 +112,10 @@ class Resuming:
             self._position.resume(positions[self._rank], knows_all=knows_all)
             if self._rank == 0:
                 silent = [rank for rank, one in enumerate(positions) if one is None]
-                more = f"; random numbers of {ranks_words(silent)} begin anew" if silent else ""
+                more = f"; random numbers of {ranks_words(silent)} start anew" if silent else ""
                 other = _other_job(job_of(loaded))
-                by = f", which another job has saved ({other})" if other else ""
-                say_on_stderr(f"going on from {checkpoint_path}{by}{more}")
+                by = f", saved by another job ({other})" if other else ""
+                say_on_stderr(f"resuming from {checkpoint_path}{by}{more}")
 
     def _find(self, of_slurm: Any) -> str:
         callbacks = getattr(self._trainer, "checkpoint_callbacks", ())
@@ -137,7 +137,7 @@ class Resuming:
         # Two jobs may share the folder, at the same time even: each goes on from its own, once it has one.
         other = _other_job(job_of(path))
         if other and any(job_of(one) == launch_words() for one in paths_of(self._settings.dirpath)):
-            return f"another job has saved it ({other}), and this one has saved others"
+            return f"another job saved it ({other}), and this job has checkpoints of its own"
         return why_unfit(path, self._expected(), steps=int(self._trainer.global_step))
 
     def _expected(self) -> Mapping[str, Any] | None:

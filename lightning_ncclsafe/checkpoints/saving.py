@@ -159,7 +159,7 @@ class Saver:
             with self._lock:
                 is_first, self._is_abandoned = not self._is_abandoned, True
             if is_first and not is_saved and comes_first(self._exchange(), "checkpoint/said", self._rank):
-                self._say(f"no checkpoint was saved: there was no more time{self._way_back()}")
+                self._say(f"no checkpoint was saved: no time was left{self._way_back()}")
             return
         self._is_left.wait(_RESERVE_S + max(0.0, self._left_s()))
 
@@ -186,7 +186,7 @@ class Saver:
             # Each on its own: a name is taken once.
             order = [] if self._shard is not None else savers([candidate])
             if self._shard is not None:
-                why = "each rank has a part of the model, and cannot reach the others"
+                why = "each rank has only a shard of the model, and this one cannot reach the others"
                 self._say(f"rank {self._rank} saved no checkpoint: {why}{self._way_back()}")
         if self._shard is not None:
             self._save_together(exchange, boundary, order, cause)
@@ -409,7 +409,7 @@ class Saver:
 
     def _way_back(self) -> str:
         path = self._last_path()
-        return f"; the last one is {path}" if path else "; there is no earlier one of this run"
+        return f"; the last checkpoint is {path}" if path else "; this run has no earlier checkpoint"
 
 
 def _packed(value: Any) -> bytes:

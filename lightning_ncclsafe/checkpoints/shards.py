@@ -131,7 +131,7 @@ class OwnShard:
         self._parameters = parameters
         odd = sharded.saved_names(model, is_flat=bool(flat)) ^ {*parameters, *self._buffers}
         if odd:
-            raise NotProvenError(f"it is not known how the model saves {min(odd)!r}")
+            raise NotProvenError(f"the format in which the model saves its state is unknown: {min(odd)!r}")
         self._names: dict[int, str] = {}
         for name, parameter in parameters.items():
             self._names.setdefault(id(parameter), name)
@@ -178,7 +178,7 @@ class OwnShard:
         parameters = [*chain.from_iterable(group["params"] for group in inner.param_groups)]
         unknown = [parameter for parameter in parameters if id(parameter) not in self._names]
         if unknown:
-            raise NotProvenError(f"{type(inner).__name__} has {len(unknown)} parameters that are not the model's")
+            raise NotProvenError(f"{type(inner).__name__} has {len(unknown)} parameters that are not in the model")
         names = [self._names[id(parameter)] for parameter in parameters]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         name_of = dict(zip(numbers, names, strict=True))
@@ -200,7 +200,7 @@ class OwnShard:
         if part is None or not getattr(value, "ndim", 0):
             return value
         if value.numel() != part.numel:
-            raise NotProvenError(f"the optimizer has {value.numel()} values for {part.numel} of {part.name!r}")
+            raise NotProvenError(f"the optimizer has {value.numel()} values for the {part.numel} of {part.name!r}")
         return SplitTensor(part.shape, part.begin, value)
 
 
@@ -253,7 +253,7 @@ def _split(value: Any) -> tuple[tuple[int, ...], list[Box], Any] | None:
 def _pieces_of_tensor(name: str, shape: tuple[int, ...], boxes: Sequence[Box], values: Any) -> Iterator[Piece]:
     flat, begin = values.detach().reshape(-1), 0
     if flat.numel() != sum(prod(sizes) for _, sizes in boxes):
-        raise NotProvenError(f"there are {flat.numel()} values of {name} here, which do not fill its part")
+        raise NotProvenError(f"this rank has {flat.numel()} values of {name}, which do not fill its shard")
     dtype = str(values.dtype).removeprefix("torch.")
     for offsets, sizes in boxes:
         count = prod(sizes)

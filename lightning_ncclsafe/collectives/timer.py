@@ -215,7 +215,7 @@ class Timer:
                 self.stragglers = self._tree.told().stragglers
         except ExchangeError as error:
             # It is kept, and shared later; of an exchange that is lost this rank goes on alone, and quietly.
-            self._recording.say(f"some of what was timed could not be shared in time: {error}")
+            self._recording.say(f"some timings could not be shared in time: {error}")
         if self._tree.unreadable > self._unreadable:
             self._recording.say(f"{self._tree.unreadable} messages of ranks could not be read.")
             self._unreadable = self._tree.unreadable

@@ -187,14 +187,14 @@ def reason_to_stop(report_dir: Path, environ: Mapping[str, str] = os.environ) ->
     folder, last = ended[0]
     same = _starts([*itertools.takewhile(lambda start: is_same(start, last), (start for _, start in ended))])
     if last.plan is Plan.STOP:
-        why = f"the previous start ended by {last.rule}, and its plan is to {plan_words(last)}"
+        why = f"the previous start ended with {last.rule}, and its plan is {plan_words(last)}"
     elif same >= SAME_MOST:
-        why = f"the last {same} starts ended by {last.rule}, each at step {last.step}, and another would, too"
+        why = f"the last {same} starts ended with {last.rule}, each at step {last.step}, and the next one would, too"
     else:
         return ""
     return (
-        f"this start ends before it trains: {why}\n  the cause was: {last.answer}\n  report: {folder}\n"
-        f"  to start all the same, remove {folder / PLAN_FILE}"
+        f"this start ends before training: {why}\n  the cause was: {last.answer}\n  report: {folder}\n"
+        f"  to start anyway, remove {folder / PLAN_FILE}"
     )
 
 

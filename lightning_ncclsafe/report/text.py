@@ -67,7 +67,7 @@ def answer_lines(diagnosis: Diagnosis) -> list[str]:
     lines = [answer_words(diagnosis)]
     told = told_once(diagnosis.findings)
     for finding, alike in told[:1]:
-        lines += [f"  likewise: {ranks_words(alike)}"] if alike else []
+        lines += [f"  same for: {ranks_words(alike)}"] if alike else []
         lines += [f"  where: {finding.location}"] if finding.location else []
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
         lines.append(f"  remedy: {finding.remedy}")
@@ -100,7 +100,7 @@ def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
     lines = [f"still {first.rule} after {duration_words(incident.idle_s)}{limit}: {ranks_words(first.ranks)}{place}"]
     told = {*map(_cause, known)}
     for item, alike in told_once(item for item in findings if _cause(item) not in told):
-        likewise = f" Likewise {ranks_words(alike)}." if alike else ""
+        likewise = f" The same for {ranks_words(alike)}." if alike else ""
         lines.append(f"  also possible now: {item.rule}: {item.summary}{likewise}")
     return "\n".join(safe(cut(line)) for line in lines)
 

@@ -143,10 +143,10 @@ def test_a_dead_rank_is_not_waited_for_long(tmp_path: Path) -> None:
 
 
 def test_the_next_one_tries_where_one_cannot_write(tmp_path: Path) -> None:
-    ranks = job(tmp_path, Noted(why_then="training went on meanwhile"), Noted())
+    ranks = job(tmp_path, Noted(why_then="training continued meanwhile"), Noted())
     said = save_all(ranks)
     assert len(saved(tmp_path)) == 1
-    assert "rank 0 saved no checkpoint of step 5: training went on meanwhile; there is no earlier one" in said[0]
+    assert "rank 0 saved no checkpoint of step 5: training continued meanwhile; there is no earlier one" in said[0]
     assert "rank 1 saved the state" in said[1]
 
 
@@ -180,7 +180,7 @@ def test_where_training_goes_on_meanwhile_what_it_has_come_to_is_saved(
     class GoesOn(Noted):
         def check(self, boundary: Boundary) -> None:
             if boundary is not self.boundary:
-                raise NotProvenError("training went on meanwhile")
+                raise NotProvenError("training continued meanwhile")
 
     ledger = GoesOn(5)
 
@@ -256,7 +256,7 @@ def test_storage_that_does_not_answer_is_left_behind(tmp_path: Path, monkeypatch
     began = time.monotonic()
     said = save_all(ranks, budget_s=0.5)
     assert time.monotonic() - began < 2.0
-    assert said == ["no checkpoint was saved: there was no more time; there is no earlier one of this run"]
+    assert said == ["no checkpoint was saved: no time was left; this run has no earlier checkpoint"]
     answers.set()
     assert ranks[0].saver._is_over.wait(10)
     assert [*tmp_path.iterdir()] == []
@@ -299,7 +299,7 @@ def test_a_folder_that_takes_nothing_is_said(folder: str, tmp_path: Path, monkey
         monkeypatch.setattr(saving.tensors, "save", write)
     (said,) = save_all(job(path, Noted(), last_path=lambda: str(good)))
     assert said.startswith("rank 0 saved no checkpoint of step 5: ") and "Error: " in said and "\n" not in said
-    assert said.endswith(f"; the last one is {good}")
+    assert said.endswith(f"; the last checkpoint is {good}")
     assert good.read_text() == "good" and {*good.parent.iterdir()} == {good}
 
 

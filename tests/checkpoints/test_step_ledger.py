@@ -197,7 +197,7 @@ def test_weights_that_were_changed_outside_of_a_step_are_not_saved() -> None:
         return why(trainer, ledger)
 
     assert newest_at("training_step", 3, change) == (
-        "'layers.0.weight' was changed after the last optimizer step, outside of it"
+        "'layers.0.weight' changed after the last optimizer step, outside of a step"
     )
 
 
@@ -210,7 +210,7 @@ def test_weights_in_whose_place_others_were_put_are_not_saved() -> None:
         return why(trainer, ledger)
 
     assert newest_at("after forward", 3, change) == (
-        "'layers.2.weight' was changed after the last optimizer step, outside of it"
+        "'layers.2.weight' changed after the last optimizer step, outside of a step"
     )
 
 
@@ -227,7 +227,7 @@ def test_weights_that_are_averaged_during_a_validation_are_not_saved() -> None:
 
     with pytest.raises(Stop):
         fit(swap)
-    assert seen == ["'layers.0.weight' was changed after the last optimizer step, outside of it"]
+    assert seen == ["'layers.0.weight' changed after the last optimizer step, outside of a step"]
 
 
 def test_within_a_step_nothing_is_saved() -> None:
@@ -254,7 +254,7 @@ def test_within_a_step_nothing_is_saved() -> None:
         callbacks=[listens],
     )
     trainer.fit(model, Stateful(BATCHES), Stateful(2))
-    assert seen == ["the main thread was in the middle of an optimizer step, or right after it"]
+    assert seen == ["the main thread was in an optimizer step, or right after one"]
 
 
 class Event:
@@ -315,7 +315,7 @@ def test_a_device_in_the_middle_of_a_step_has_nothing_to_save() -> None:
         return why(trainer, ledger)
 
     found = newest_at("training_step", 5, look, device={"make_event": Event})
-    assert found == "the device was in the middle of an optimizer step"
+    assert found == "the device was in an optimizer step"
 
 
 def test_what_has_run_behind_an_aborted_collective_is_not_saved() -> None:
@@ -349,10 +349,10 @@ def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture
                 (remembers,) = (each for each in trainer.callbacks if isinstance(each, Remembers))
                 remembers.state_dict = fail
             if calls[0] == 5:
-                assert why(trainer, ledger).startswith("the ledger has failed: AttributeError")
+                assert why(trainer, ledger).startswith("the bookkeeping failed: AttributeError")
 
     assert same(fit(at, limit_val_batches=0), undisturbed)
-    assert capsys.readouterr().err.count("the ledger of JustInTimeCheckpoint has failed") == 1
+    assert capsys.readouterr().err.count("the bookkeeping of JustInTimeCheckpoint has failed") == 1
 
 
 @pytest.mark.parametrize(

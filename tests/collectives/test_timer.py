@@ -1,4 +1,4 @@
-"""The thread of each rank: it shares and judges while training goes on, ends in time, and fails without harm."""
+"""The thread of each rank: it shares and judges while training continues, ends in time, and fails without harm."""
 
 import threading
 import time

@@ -152,7 +152,7 @@ def leave_plans(folder: Path, *starts: NextStart, launch: str = "SLURM job 4711"
 def test_a_stop_ends_the_next_start_with_the_reason_and_a_way_on(tmp_path: Path) -> None:
     (folder,) = leave_plans(tmp_path, STOP)
     reason = reason_to_stop(tmp_path, RESTARTED)
-    assert "the previous start ended by diverged-collectives" in reason and "Rank 0 called another." in reason
+    assert "the previous start ended with diverged-collectives" in reason and "Rank 0 called another." in reason
     assert str(folder) in reason
     (folder / PLAN_FILE).unlink()
     assert reason_to_stop(tmp_path, RESTARTED) == ""
@@ -186,7 +186,7 @@ def test_the_third_restart_for_the_same_cause_at_the_same_step_ends(tmp_path: Pa
     leave_plans(tmp_path, AGAIN, AGAIN)
     assert reason_to_stop(tmp_path, RESTARTED) == ""
     leave_plans(tmp_path / "more", AGAIN, AGAIN, AGAIN)
-    assert "the last 3 starts ended by gil-held, each at step 12" in reason_to_stop(tmp_path / "more", RESTARTED)
+    assert "the last 3 starts ended with gil-held, each at step 12" in reason_to_stop(tmp_path / "more", RESTARTED)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_the_socket_of_another_process_is_not_asked(tmp_path: Path) -> None:
         finally:
             other.communicate(b"\n", timeout=10)
     assert (found.facts, asked) == ({}, [])
-    assert f"the socket of its worker server is process {os.getpid()}'s" in found.notes[0]
+    assert f"the socket of its worker server belongs to process {os.getpid()}" in found.notes[0]
 
 
 @contextmanager

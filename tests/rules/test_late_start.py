@@ -193,7 +193,7 @@ def test_a_rank_outside_of_the_trainer_is_not_frozen(seen: ProcessFacts | None) 
     facts = job(*others, world=3, witnessed=() if seen is None else (seen,))
     finding = judge(replace(facts, absent=(0,))).findings[0]
     assert (finding.rule, finding.ranks, finding.confidence) == ("late-at-init", (0,), Confidence.POSSIBLE)
-    assert "Rank 0 has not come to this call of the Trainer" in finding.summary
+    assert "Rank 0 has not reached this call of the Trainer" in finding.summary
     assert "while ranks 1-2 wait in" in finding.summary
     assert "frozen-rank" not in {finding.rule for finding in judge(replace(facts, absent=(0,))).findings}
     assert judge(facts).findings[0].rule == "frozen-rank"

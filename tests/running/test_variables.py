@@ -75,7 +75,7 @@ def test_all_callbacks_of_ours_are_known_by_their_names() -> None:
         ("_PHASE_TIMEOUTS", "trian=5", "phases are init, sanity_check,"),
         ("_PHASE_TIMEOUTS", "train=5,train=6", "phases are init, sanity_check,"),
         ("_PHASE_TIMEOUTS", "train", "it must be a number of seconds, more than 0"),
-        ("_CALLBACKS", "Tuner", "'Tuner' is no callback; it must be recommended, one of HostPreflight,"),
+        ("_CALLBACKS", "Tuner", "'Tuner' is not a callback; it must be recommended, one of HostPreflight,"),
         ("_CALLBACKS", "LoaderTuner,", "'' is no callback"),
         ("_CALLBACKS", "os.system('true')", "is no callback"),
         ("_CALLBACKS", "[1]", "'1' is no callback"),

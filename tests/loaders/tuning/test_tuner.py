@@ -199,7 +199,7 @@ def test_far_more_workers_than_cores_are_fewer_from_the_start(make: Callable[...
         one.take("train_dataloader", [loader])
     (line,) = ranks.said[0]
     assert line == (
-        "train_dataloader: num_workers=4 instead of 16 on every rank: that is far more than there are cores for "
+        "train_dataloader: num_workers=4 instead of 16 on every rank: the cores allow no more "
         "(2 cores shared by 2 ranks)"
     )
     assert ranks.said[1] == []
@@ -225,7 +225,7 @@ def test_fewer_batches_are_ahead_than_set_where_memory_is_short_and_that_is_said
         assert len(list(tuning(lambda: iter(loader)))) == 10
     (line,) = ranks.said[0]
     assert line.startswith(
-        "train_dataloader: 5 batches of 32 bytes ahead instead of 100: bound by memory (half of the "
+        "train_dataloader: 5 batches of 32 bytes prefetched instead of 100: limited by memory (half of the "
     )
 
 
