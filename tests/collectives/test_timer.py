@@ -298,7 +298,7 @@ def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(
         first._judge(empty_window())
     exchange.answers = True
     first._judge(empty_window())
-    assert [straggler.rank for straggler in second._tree.told().stragglers] == [1]
+    assert [straggler.rank for straggler in second._tree.newest_report().stragglers] == [1]
     asked = exchange.asked
     first._judge(empty_window())
     assert exchange.asked == asked and len(said.said) == 1, "once"

@@ -17,7 +17,7 @@ from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMem
 from lightning_ncclsafe.facts.findings import NextStart, Plan
 from lightning_ncclsafe.guard import restarts
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.restarts import agree_on_start, heed_plan, incident_before, reason_to_stop
+from lightning_ncclsafe.guard.restarts import agree_on_start, follow_plan, incident_before, reason_to_stop
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.settings import check_limits
@@ -223,7 +223,7 @@ def heeded(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> tu
         # Each host has one rank here, and only rank 0's has the reports.
         place = Place(rank=rank, local_rank=0, world_size=world_size, local_world_size=1)
         try:
-            heed_plan(MemoryExchange(shared), place, folder if rank == 0 else folder / "none", said.append)
+            follow_plan(MemoryExchange(shared), place, folder if rank == 0 else folder / "none", said.append)
         except PlannedStopError as stop:
             return f"{stop.code}: {stop.reason}"
         return ""
@@ -231,7 +231,7 @@ def heeded(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> tu
     ends = []
     for rank in range(world_size):
         # Of this process, which all ranks are a part of here.
-        monkeypatch.setattr(restarts, "_has_heeded", False)
+        monkeypatch.setattr(restarts, "_has_followed", False)
         ends.append(rank_ends(rank))
     return ends, said
 
@@ -248,7 +248,7 @@ def test_only_the_first_call_of_a_process_is_ended(tmp_path: Path, monkeypatch: 
     heeded(monkeypatch, tmp_path, 1)
     leave_plans(tmp_path, STOP)
     place = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    heed_plan(MemoryExchange(), place, tmp_path)
+    follow_plan(MemoryExchange(), place, tmp_path)
 
 
 @pytest.mark.timeout(30)
