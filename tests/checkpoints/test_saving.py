@@ -249,7 +249,8 @@ def test_before_the_first_step_there_is_nothing_to_say(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     said = save_all(job(tmp_path, Noted(), last_save_s=lambda: 60.0))
     assert said == [
-        "rank 0 saved no checkpoint of step 5: the last one took 60 s, and 5 s are left; this run has no earlier checkpoint"
+        "rank 0 saved no checkpoint of step 5: the last one took 60 s, and 5 s are left; "
+        "this run has no earlier checkpoint"
     ]
 
 
