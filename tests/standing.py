@@ -96,7 +96,7 @@ def in_preflight() -> tuple[Frame, ...]:
     preflight.begin()
     exchange = MemoryExchange()
     exchange.close()
-    return seen(lambda: preflight.compare(exchange), Preflight.wait, over.set)
+    return seen(lambda: preflight.compare(exchange), Preflight.compare, over.set)
 
 
 @cache

@@ -26,6 +26,7 @@ from lightning_ncclsafe.report.terminal import say_own_failure
 
 NO_STEP = "no optimizer step was made yet"
 """Why there is nothing to save at the beginning."""
+_UNCOUNTED = "weights were changed, but by no step of self.optimizers(), which alone are counted"
 
 # Buffers that are copied at each boundary, all together: statistics of normalization, which each forward pass changes.
 _MOST_BUFFER_BYTES = 64 << 20
@@ -139,7 +140,7 @@ class StepLedger:
         self._buffers: list[tuple[dict[str, Any], str]] = []
         self._copies: list[Any] = []
         self._stateful: dict[str, Callable[[], Any]] = {}
-        self._first_step = 0
+        self._first_step = self._first_batch = 0
         self._sees_begin = False
         self._is_changing = False
         self._has_stepped = False
@@ -153,7 +154,7 @@ class StepLedger:
         """Listens to Lightning's training loop, which is about to begin."""
         trainer = self._trainer
         loop, precision = trainer.fit_loop.epoch_loop, trainer.precision_plugin
-        self._first_step = trainer.global_step
+        self._first_step, self._first_batch = trainer.global_step, loop.batch_progress.total.completed
         self._progress = [*_progress(trainer.fit_loop)]
         self._counts = [vars(part) for _, progress in self._progress for part in _parts(progress)]
         self._stateful = dict(_stateful(trainer))
@@ -366,7 +367,8 @@ class StepLedger:
         """
         boundary = self._reached()
         if boundary.step == self._first_step:
-            raise NotProvenError(NO_STEP)
+            has_trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed > self._first_batch
+            raise NotProvenError(_UNCOUNTED if has_trained and self._versions() != boundary.versions else NO_STEP)
         self.check(boundary)
         return boundary
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, UnansweredError
 from lightning_ncclsafe.errors import PlannedStopError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts.findings import NextStart, Plan
@@ -30,6 +31,9 @@ from lightning_ncclsafe.rules.planning import SAME_MOST, is_same
 _MOST_LOOKED_AT = 100
 # What rank 0 has read of the starts before, and for how long the others wait for it: a folder is listed in no time.
 _PLAN, _PLAN_S = "plan", 10.0
+# For how long rank 0 itself waits for the storage of reports.
+_READ_S = 5.0
+_storage = SideThread("ncclsafe-starts")
 # A start that trains is not ended by what was before it, whatever it calls.
 _has_heeded = False
 
@@ -107,6 +111,13 @@ def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -
         report_dir: The folder of all incidents.
         environ: Of this process.
     """
+    # Nothing is said where storage does not answer.
+    with suppress(UnansweredError, NoThreadError):
+        return _storage.call(lambda: _incident_before(report_dir, environ), _READ_S)
+    return ""
+
+
+def _incident_before(report_dir: Path, environ: Mapping[str, str]) -> str:
     not_before_s = _earlier_starts_since_s(environ)
     if not_before_s is None:
         return ""
@@ -141,7 +152,7 @@ def heed_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[
     _has_heeded, reason = True, ""
     with suppress(ExchangeError):
         if place.rank == 0:
-            reason = reason_to_stop(report_dir)
+            reason = _reason_in_time(report_dir, say)
             exchange.set(_PLAN, reason.encode())
         else:
             reason = wait_for_keys(exchange, [_PLAN], deadline_s=_PLAN_S).get(_PLAN, b"").decode()
@@ -153,6 +164,14 @@ def heed_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[
     if place.rank == 0:
         wait_for_others(exchange, place.rank, place.world_size)
     raise PlannedStopError(reason)
+
+
+def _reason_in_time(report_dir: Path, say: Callable[[str], None]) -> str:
+    try:
+        return _storage.call(lambda: reason_to_stop(report_dir), _READ_S)
+    except (UnansweredError, NoThreadError) as error:
+        say(f"what earlier starts of this job have left in {report_dir} is not known, so training starts: it {error}")
+        return ""
 
 
 def reason_to_stop(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:

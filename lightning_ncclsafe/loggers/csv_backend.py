@@ -100,7 +100,7 @@ class CSVBackend:
         self._writer.metrics.append({**values, "step": step})
         # NumPy's numbers have a text of their own.
         row = {str(name): _cell(value) for name, value in values.items()}
-        if self._collecting.is_on and all(isinstance(value, Real) for value in row.values()):
+        if row and self._collecting.is_on and all(isinstance(value, Real) for value in row.values()):
             for name, value in row.items():
                 self._collecting.add(name, value, step, time.time())
         else:

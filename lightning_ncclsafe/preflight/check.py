@@ -1,12 +1,12 @@
 """Hosts are compared before training starts: every rank looks at its own, rank 0 judges, and all follow its verdict."""
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for_keys
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
@@ -69,16 +69,15 @@ class Preflight:
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         self._meeting: Meeting | None = None
         self._found: PreflightFacts | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="ncclsafe-preflight", daemon=True)
+        self._thread = SideThread("ncclsafe-preflight")
 
     def begin(self) -> None:
         """Starts to look at the host, while ranks have yet to find each other."""
-        self._thread.start()
+        self._thread.begin(self._look)
 
     def wait(self) -> None:
         """Waits until this rank has looked, or its time is over."""
-        self._thread.join(LOOK_S + 1)
+        self._own_facts()
 
     def compare(self, exchange: Exchange) -> Agreed:
         """Waits until all ranks have looked, and compares what they have found.
@@ -91,9 +90,7 @@ class Preflight:
                 would fail.
             ExchangeError: If ranks cannot share.
         """
-        self.wait()
-        found = self._found or PreflightFacts(missing=(f"no answer within {LOOK_S:g} s{self._why()}",))
-        self._found = self._with_clock(exchange, found)
+        self._found = self._with_clock(exchange, self._own_facts())
         self._meeting = Meeting(
             exchange=exchange,
             rank=self._identity.rank,
@@ -125,14 +122,15 @@ class Preflight:
             raise HostPreflightError(agreed.error, findings=agreed.findings, report_folder=agreed.folder)
         return agreed
 
-    def _run(self) -> None:
+    def _own_facts(self) -> PreflightFacts:
         try:
-            self._found = self._look()
+            found: PreflightFacts = self._thread.answer(LOOK_S + 1)
+            return found
+        except UnansweredError:
+            why = ""
         except Exception as error:  # what is missing is reported; the run goes on
-            self._error = error
-
-    def _why(self) -> str:
-        return f": {type(self._error).__name__}: {self._error}" if self._error is not None else ""
+            why = f": {type(error).__name__}: {error}"
+        return PreflightFacts(missing=(f"no answer within {LOOK_S:g} s{why}",))
 
     def _with_clock(self, exchange: Exchange, found: PreflightFacts) -> PreflightFacts:
         """Rank 0 publishes its time once all are there, and the others compare theirs when they see it."""

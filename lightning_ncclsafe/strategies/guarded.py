@@ -326,9 +326,12 @@ class GuardedStrategy(_ParallelStrategy):
         """Lightning's hook for what ends a call of the Trainer; here it has come past the last frame of ours."""
         drop_passing_frames(exception)
         # Those of callbacks have been before.
+        self._allow_saving()
+        super().on_exception(exception)
+
+    def _allow_saving(self) -> None:
         while self._refused:
             self._refused.pop().remove()
-        super().on_exception(exception)
 
     def __repr__(self) -> str:
         # A Trainer of Lightning's other package asks only for this, in an error about a strategy that it does not know.
@@ -343,6 +346,8 @@ class GuardedStrategy(_ParallelStrategy):
     def watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
         self._ending.is_called_here()
+        # A callback that raises as it hears of an exception keeps that from coming to the strategy.
+        self._allow_saving()
         package = package_of(type(self))
         watched = self._watched = GuardedCall(
             trainer,

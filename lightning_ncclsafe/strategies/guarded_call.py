@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
-from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError, HostPreflightError
+from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard.guard import Guard
+from lightning_ncclsafe.guard.leaving import is_orderly
 from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import heed_plan, incident_before
 from lightning_ncclsafe.guard.thresholds import limits_words
@@ -181,10 +182,9 @@ class GuardedCall:
 
     def leaves_others(self, error: BaseException) -> bool:
         """Whether not all ranks leave with an exception, so that nothing can be done any more that needs them all."""
-        # These are raised on all ranks, or come from somebody who interrupts them all.
-        orderly = isinstance(error, (KeyboardInterrupt, DatasetMismatchError, HostPreflightError))
-        is_told = type(error).__name__ == "SIGTERMException"
-        return self._guard is not None and not orderly and not is_told and not self._guard.leaves_jointly
+        # A run that is ended is not joined by all, though each of its ranks may hear of it so.
+        stops_all = is_orderly(error) and not isinstance(error, CollectiveTimeoutError)
+        return self._guard is not None and not stops_all and not self._guard.leaves_jointly
 
     def finish(self) -> None:
         """Waits until all ranks have finished."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from trained import FEATURES, Remembers, Stateful, Trained
 
+from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.ledger import NO_STEP, NotProvenError, StepLedger
 
@@ -175,6 +176,19 @@ def test_before_the_first_step_there_is_nothing() -> None:
     assert newest_at("on_after_backward", 0, why) == NO_STEP
 
 
+def test_steps_of_an_optimizer_that_lightning_does_not_know_are_said_to_be_uncounted() -> None:
+    """``self.optimizers(use_pl_optimizer=False)``, for instance."""
+
+    def step(trainer: Any, ledger: StepLedger) -> str:
+        assert why(trainer, ledger) == NO_STEP
+        torch.optim.SGD(trainer.lightning_module.parameters(), lr=0.1).step()
+        return why(trainer, ledger)
+
+    said = "weights were changed, but by no step of self.optimizers(), which alone are counted"
+    # Accumulating, Lightning makes no step of its own either.
+    assert newest_at("on_after_backward", 1, step, accumulate=4) == said
+
+
 def test_weights_that_were_changed_outside_of_a_step_are_not_saved() -> None:
     def change(trainer: Any, ledger: StepLedger) -> str:
         with torch.no_grad():
@@ -337,3 +351,24 @@ def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture
 
     assert same(fit(at, limit_val_batches=0), undisturbed)
     assert capsys.readouterr().err.count("the bookkeeping of JustInTimeCheckpoint failed and is off") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (torch.tensor([1.5, -7.0, 3.0]), 7.0),
+        (torch.tensor([1.5, float("nan")]), float("nan")),
+        (torch.tensor([-7.0, 3.0], dtype=torch.bfloat16), 7.0),
+        (torch.tensor([-7, 3]), 7),
+        (torch.tensor([7, 3], dtype=torch.uint16), 7),
+        (torch.tensor([-4j, 3]), 4.0),
+        (torch.tensor([False, True]), 1),
+        (torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn), 0x40),
+        (torch.empty(0), 0.0),
+        (torch.arange(6.0).reshape(2, 3).T, 5.0),
+    ],
+    ids=str,
+)
+def test_the_largest_value_of_any_type(values: torch.Tensor, expected: float) -> None:
+    (found,) = tensors.largest([values])
+    assert float(found) == pytest.approx(expected, nan_ok=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
+from own_threads import own_threads
 from recorder_entries import BEGAN_NS, MS, Recorder, entry
 
 from lightning_ncclsafe._torch import process_groups
@@ -87,10 +88,6 @@ def until_clocks_are_known(ranks: list[Timer]) -> None:
     until(lambda: all(one._clocks.clock().uncertainty_ns >= 0 for one in ranks))
 
 
-def timer_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe-")]
-
-
 def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
     shared, recorders = SharedMemory(), [Recorder(), Recorder()]
     ranks = [make(rank, recorders[rank], MemoryExchange(shared)) for rank in range(2)]
@@ -111,7 +108,7 @@ def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
     scalars = ranks[0].scalars()
     assert scalars["straggler/rank"] in (0.0, 1.0) and "collectives/all_reduce/skew_ms" in scalars
     assert ranks[0].scalars() == {}, "each is given once"
-    assert timer_threads() == []
+    assert own_threads() == []
     assert not ranks[0].is_off and not ranks[1].is_off
 
 
@@ -144,7 +141,7 @@ def test_peers_that_are_silent_are_not_waited_for_longer_than_the_bound(
     took_s = time.monotonic() - began
     assert took_s < 0.4 + 40 / 100 + 1.0
     assert took_s < 0.3 or rank != 1
-    assert timer_threads() == []
+    assert own_threads() == []
 
 
 def test_ending_twice_or_before_it_began_is_nothing(make: Make) -> None:
@@ -154,7 +151,7 @@ def test_ending_twice_or_before_it_began_is_nothing(make: Make) -> None:
     other.start()
     other.end()
     other.end()
-    assert timer_threads() == []
+    assert own_threads() == []
 
 
 @pytest.mark.parametrize("where", ["read", "pass_on", "add"])
@@ -173,7 +170,7 @@ def test_a_failing_part_switches_it_off_once_and_says_so(
     assert one.is_off and one.scalars() == {}
     said = capfd.readouterr().err
     assert said.count("as the test wants") == 1 and "the timing of collectives" in said
-    assert timer_threads() == []
+    assert own_threads() == []
 
 
 class Broken(MemoryExchange):
@@ -285,7 +282,7 @@ def test_of_a_reader_that_never_reads_it_waits_no_longer_than_the_bound(
     began = time.monotonic()
     one.end()
     assert 0.15 < time.monotonic() - began < 1.5
-    assert timer_threads() == [] and not one.is_off
+    assert own_threads() == [] and not one.is_off
 
 
 def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(

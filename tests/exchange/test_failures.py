@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from own_threads import own_threads
 from torch.distributed import TCPStore
 
 from lightning_ncclsafe.exchange import (
@@ -77,7 +78,7 @@ def test_a_store_whose_host_is_stopped_is_given_up_after_some_deadlines(
     assert time.monotonic() - began < 10
     process.kill()
     exchange.close()
-    assert not store_threads()
+    assert not own_threads("store")
 
 
 def test_a_store_that_misses_one_deadline_is_used_again(store_host: tuple[subprocess.Popen[str], int]) -> None:
@@ -92,7 +93,7 @@ def test_a_store_that_misses_one_deadline_is_used_again(store_host: tuple[subpro
         assert exchange.get_many(["key"]) == {"key": b"value"}
     assert not exchange.lost
     exchange.close()
-    assert not store_threads()
+    assert not own_threads("store")
 
 
 def test_a_store_whose_host_is_killed_is_given_up_at_once(store_host: tuple[subprocess.Popen[str], int]) -> None:
@@ -104,11 +105,7 @@ def test_a_store_whose_host_is_killed_is_given_up_at_once(store_host: tuple[subp
         exchange.set("key", b"value")
     assert exchange.lost
     exchange.close()
-    assert not store_threads()
-
-
-def store_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ncclsafe-store"]
+    assert not own_threads("store")
 
 
 def test_ranks_go_on_in_the_directory_when_the_store_is_lost(

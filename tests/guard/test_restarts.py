@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.errors import STOP_CODE, PlannedStopError
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts.findings import NextStart, Plan
@@ -20,6 +22,7 @@ from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.settings import check_limits
 from lightning_ncclsafe.strategies import guarded_call
+from tests.own_threads import join_own_threads
 
 
 def start(shared: SharedMemory, world_size: int, *, late_rank: int = 0, deadline_s: float = 20.0) -> list[str]:
@@ -246,3 +249,23 @@ def test_only_the_first_call_of_a_process_is_ended(tmp_path: Path, monkeypatch: 
     leave_plans(tmp_path, STOP)
     place = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
     heed_plan(MemoryExchange(), place, tmp_path)
+
+
+@pytest.mark.timeout(30)
+def test_storage_of_reports_that_does_not_answer_holds_up_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(restarts, "_earlier_starts_since_s", lambda environ: answers.wait(60) and None)
+    monkeypatch.setattr(restarts, "_storage", SideThread("ncclsafe-starts"))
+    monkeypatch.setattr(restarts, "_READ_S", 0.05)
+    try:
+        ends, said = heeded(monkeypatch, tmp_path, 2)
+        assert ends == ["", ""] and len(said) == 1
+        assert f"left in {tmp_path} is not known, so training starts" in said[0]
+        # It is not waited for once more.
+        monkeypatch.setattr(restarts, "_READ_S", 60.0)
+        assert incident_before(tmp_path, RESTARTED) == ""
+    finally:
+        answers.set()
+        join_own_threads("starts")

@@ -286,6 +286,7 @@ def log_rows(model: Model) -> None:
     logger.log_metrics({"text": 'some, "text"\nof two lines', "number": 1e-20})
     logger.log_metrics({"list": [1, (2, 3)], "step": 99}, 9)
     logger.log_metrics({"only text": "x"}, step=None)
+    logger.log_metrics({}, 10)
     logger.experiment.log_metrics({"directly": torch.tensor(1.5), "big": 2**70})
     logger.experiment.log_metrics({"directly": 2.5}, 3)
     logger.log_hyperparams({"later": {"deep": (1, 2)}})
@@ -301,7 +302,7 @@ def test_csv_files_are_the_same_to_the_byte(tmp_path: Path) -> None:
     for name in ("metrics.csv", "hparams.yaml"):
         path = Path("run/version_0") / name
         assert (offloaded / path).read_bytes() == (stock / path).read_bytes()
-    assert len((stock / "run/version_0/metrics.csv").read_text().splitlines()) > STEPS + 16
+    assert len((stock / "run/version_0/metrics.csv").read_text().splitlines()) > STEPS + 18
 
 
 @pytest.mark.parametrize("make_logger", [csv, tensorboard])

@@ -2,13 +2,13 @@
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from own_threads import own_threads
 
 from lightning_ncclsafe.probes.storage import directories
 from lightning_ncclsafe.probes.storage.directories import run_all
@@ -70,7 +70,7 @@ def test_one_that_cannot_be_killed_is_left_and_reaped_once_it_ends(monkeypatch: 
     begin = time.monotonic()
     assert run_all({"a": ["sleep", "0.6"]}, 0.1) == {"a": None}
     assert time.monotonic() - begin < 0.5
-    (reaper,) = [thread for thread in threading.enumerate() if thread.name == "ncclsafe-reap"]
+    (reaper,) = own_threads("reap")
     assert reaper.daemon
     reaper.join(5)
     assert not reaper.is_alive()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from own_threads import join_own_threads
 
 from lightning_ncclsafe.facts import EndedProcess, GarbageFacts, GpuStateFacts, InterfaceFacts
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
@@ -130,8 +131,7 @@ def test_the_interface_is_looked_for_once_and_nobody_waits_for_it() -> None:
         assert probe.read().interface is None
     finally:
         release.set()
-    (seeks,) = (thread for thread in threading.enumerate() if thread.name == "ncclsafe-interface")
-    seeks.join(AMPLE_S)
+    join_own_threads("interface")
     probe.note()
     probe.close()
     assert probe.read().interface == InterfaceFacts(backend="gloo", name="eth0")

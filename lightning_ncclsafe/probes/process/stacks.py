@@ -10,6 +10,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, LOADING, TRAINER_RUN
 from lightning_ncclsafe.code.marks import mark_at
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import ELSE, ExceptionFacts, Frame
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
@@ -201,27 +203,20 @@ def _line(file: str, line: int) -> str:
 
 
 _read: set[str] = set()
-_reading: threading.Thread | None = None
+_source_thread = SideThread("ncclsafe-source")
 
 
 def _is_read(file: str) -> bool:
     """Whether the lines of a file are known, as far as there are any, or can be had in a moment."""
-    global _reading
     if file in _read or file.startswith("<"):
         return True
-    if _reading is not None and _reading.is_alive():
-        return False
 
     def read() -> None:
         linecache.getlines(file)
         _read.add(file)
 
-    _reading = threading.Thread(target=read, name="ncclsafe-source", daemon=True)
-    try:
-        _reading.start()
-    except RuntimeError:  # there are none any more
-        return False
-    _reading.join(_READ_S)
+    with suppress(Exception):  # what cannot be read is left out
+        _source_thread.call(read, _READ_S)
     return file in _read
 
 

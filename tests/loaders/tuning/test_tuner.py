@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+from own_threads import own_threads
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
@@ -53,10 +54,6 @@ def children() -> int:
     return sum(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
 
 
-def tuner_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "ncclsafe-tuner"]
-
-
 class Ranks:
     """Tuners of ranks that share memory."""
 
@@ -93,7 +90,7 @@ def make() -> Iterator[Callable[..., Ranks]]:
     yield make
     for ranks in made:
         ranks.close()
-    assert tuner_threads() == []
+    assert own_threads("tuner") == []
 
 
 def test_the_budget_is_the_least_of_all_hosts() -> None:
@@ -280,7 +277,7 @@ def test_our_own_failure_is_said_once_and_training_goes_on(
     (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
     monkeypatch.setattr(ranks.tuners[0], "_turn", lambda: 1 / 0)
     ranks.tuners[0]._wake.set()
-    until(lambda: tuner_threads() == [])
+    until(lambda: own_threads("tuner") == [])
     assert tuning is not None and len(list(tuning(lambda: iter(loader)))) == 10
     assert capsys.readouterr().err.count("the tuning of loaders failed and is off") == 1
 
@@ -300,7 +297,7 @@ def test_an_exchange_that_misses_a_deadline_is_asked_again(
     monkeypatch.setattr(tuner, "_POLL_S", 0.0)
     ranks.tuners[0]._wake.set()
     until(lambda: len(turns) >= 2)
-    assert tuner_threads() == ["ncclsafe-tuner"]
+    assert len(own_threads("tuner")) == 1
 
 
 def test_an_epoch_of_an_iterable_dataset_has_one_setting_on_all_ranks(make: Callable[..., Ranks]) -> None:
