@@ -78,7 +78,7 @@ def test_far_more_workers_than_cores_are_fewer_from_the_start(outcome: Any) -> N
 @pytest.mark.program("tuned")
 def test_what_was_changed_is_said_by_rank_0_once_and_nothing_else(outcome: Any) -> None:
     said = [line for line in outcome.output.splitlines() if "_dataloader: " in line]
-    changed = f"train_dataloader: num_workers={most_workers()} instead of {ASKED} on every rank: the cores allow no more"
+    changed = f"num_workers={most_workers()} instead of {ASKED} on every rank: the cores allow no more"
     assert len(said) == (most_workers() < ASKED)
     assert all(changed in line for line in said)
 
