@@ -220,7 +220,7 @@ def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make, monkeyp
     (op,) = first.analysis.summary().ops
     assert op.compared == 30 and not second.is_off
     missing = first.analysis.summary().missing
-    assert [sentence for sentence in missing if "Rank 1: some of what was timed could not be shared" in sentence]
+    assert [sentence for sentence in missing if "Rank 1: some timings could not be shared" in sentence]
 
 
 def test_what_cannot_be_shared_does_not_pile_up(make: Make) -> None:

@@ -849,7 +849,7 @@ def test_workers_that_never_answer_are_ended(since: int, workers: int, monkeypat
     lines = Lines()
     tuned = tuned_of(DataLoader(Silent(since)), workers, say=lines)
     assert [int(batch) for batch in tuned.begin()] == list(range(23))
-    assert len(lines) == 1 and "WorkersSilent: no batch has come for" in lines[0]
+    assert len(lines) == 1 and "WorkersSilent: no batch has arrived for" in lines[0]
     assert tuned.workers == 0 and tuned.frozen
 
 
