@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from own_threads import own_threads
+from polling import until
 from recorder_entries import BEGAN_NS, MS, Recorder, entry
 
 from lightning_ncclsafe._torch import process_groups
@@ -73,13 +74,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield make
     for one in reversed(made):
         one.end()
-
-
-def until(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, "it did not come about"
-        threading.Event().wait(0.01)
 
 
 def until_clocks_are_known(ranks: list[Timer]) -> None:

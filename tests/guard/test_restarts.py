@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from polling import until
 
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.errors import STOP_CODE, PlannedStopError
@@ -41,10 +42,8 @@ def start(shared: SharedMemory, world_size: int, *, late_rank: int = 0, deadline
 
     with ThreadPoolExecutor(world_size) as pool:
         others = [pool.submit(agree, rank) for rank in range(world_size) if rank != late_rank]
-        give_up = time.monotonic() + 10
-        # The others have said that they are there, and wait; rank 0 waits for the late one.
-        while len(shared.values) < (world_size - 1) and time.monotonic() < give_up:
-            time.sleep(0.001)
+        # The others have announced themselves, and wait; rank 0 waits for the late one.
+        until(lambda: len(shared.values) >= world_size - 1)
         late = pool.submit(agree, late_rank)
         names = [future.result() for future in (*others, late)]
     assert len(seen) == 1

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 from own_threads import own_threads
+from polling import until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
@@ -41,13 +42,6 @@ class Numbers(Dataset[int]):
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(100))
-
-
-def until(is_so: Callable[[], object]) -> None:
-    give_up = time.monotonic() + 45
-    while not is_so():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
 
 
 def children() -> int:
