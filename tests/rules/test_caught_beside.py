@@ -19,6 +19,7 @@ from builders import (
     transport_error,
     user,
 )
+from judged import first
 
 from lightning_ncclsafe.facts import (
     CaughtException,
@@ -29,7 +30,7 @@ from lightning_ncclsafe.facts import (
     MachineFacts,
     RankFacts,
 )
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
 
 NO_FACES = CaughtException(
@@ -43,10 +44,6 @@ HANDLED = replace(user("average", 44), handler="except ValueError:  (line 45)")
 QUEUE_GET = Frame(file="/usr/lib/python3.12/queue.py", line=171, function="get")
 CONDITION = Frame(file="/usr/lib/python3.12/threading.py", line=355, function="wait")
 POOL = Frame(file="/usr/lib/python3.12/multiprocessing/pool.py", line=768, function="wait")
-
-
-def first(facts: JobFacts) -> Finding:
-    return judge(facts).findings[0]
 
 
 def rank_that_skipped(net: Backend, *, handled: bool = False, caught: tuple[CaughtException, ...] = ()) -> JobFacts:
