@@ -303,3 +303,19 @@ def test_one_that_was_never_used_has_no_thread_and_one_miss_is_forgiven() -> Non
     assert not own_threads("files")
     with pytest.raises(ExchangeError, match="after it was closed"):
         exchange.get_many(["k"])
+
+
+def test_a_closed_exchange_gives_its_connection_back(store_host: tuple[subprocess.Popen[str], int]) -> None:
+    """At once, though what has used it is still there, or is not collected as garbage yet."""
+    process, port = store_host
+    open_files = Path(f"/proc/{process.pid}/fd")
+    exchange = exchange_with(port)
+    exchange.set("key", b"value")
+    before = len([*open_files.iterdir()])
+    exchange.close()
+    give_up = time.monotonic() + 10
+    while len([*open_files.iterdir()]) >= before and time.monotonic() < give_up:
+        time.sleep(0.01)  # the host hears of it by itself
+    assert len([*open_files.iterdir()]) == before - 1
+    with pytest.raises(ExchangeError, match="after it was closed"):
+        exchange.get_many(["key"])
