@@ -223,6 +223,21 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> N
             call()
 
 
+def test_a_value_that_is_deleted_just_when_another_rank_finds_its_place_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a rank that goes over to the job's store, and takes its files with it."""
+    exchange = DirectoryExchange(tmp_path / "x")
+
+    def taken(written: Path, path: Path) -> None:
+        raise FileExistsError(path)
+
+    monkeypatch.setattr(os, "link", taken)
+    with pytest.raises(ExchangeError, match=r"Ranks could not read the folder .*No such file"):
+        exchange.set_if_absent("key", b"value")
+    exchange.close()
+
+
 def test_a_fallback_whose_first_exchange_does_not_close_takes_its_files(tmp_path: Path) -> None:
     class Stuck(MemoryExchange):
         lost = "the store is gone"
