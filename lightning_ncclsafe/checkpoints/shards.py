@@ -117,7 +117,7 @@ class OwnShard:
         self.parts: list[WatchedParameter] = []
         self.layout = self.why_unread = ""
         try:
-            with _told():
+            with _unknown_as_not_proven():
                 self._find(model)
         except NotProvenError as error:
             self.why_unread = str(error)
@@ -205,7 +205,7 @@ class OwnShard:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _unknown_as_not_proven() -> Iterator[None]:
     try:
         yield
     except sharded.UnknownSplitError as error:
@@ -230,7 +230,7 @@ def pieces_of(state: Mapping[str, Any], *, is_first: bool) -> list[Piece]:
     found: list[Piece] = []
     for path, value in sharded.flattened(state):
         name = json.dumps(path)
-        with _told():
+        with _unknown_as_not_proven():
             split = _split(value)
         if split is not None:
             shape, boxes, values = split

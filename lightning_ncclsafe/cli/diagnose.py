@@ -26,7 +26,7 @@ _RULES = {
     IncidentKind.TIMEOUT: HANG_RULES,
     IncidentKind.RECORDED: RECORDED_RULES,
 }
-_DIAGNOSE = "explain why a run hung, from its logs and dumps"
+_DIAGNOSE = "find out why a run hung, from its logs and dumps"
 _DESCRIPTION = (
     "Reads Flight Recorder dumps of PyTorch (pickle or JSON), logs of any launcher (also .gz), and reports of this"
     " package. Names the rank that the others waited for, and the reason. Dumps and logs of one command must be of one"
@@ -34,7 +34,7 @@ _DESCRIPTION = (
     " could be read."
 )
 _PATHS = "files or folders; - reads a log from standard input"
-_FORMAT = "text, or json: one document like report.json per run and report"
+_FORMAT = "text (default), or json: one document like report.json per run and report"
 
 
 def add_to(commands: Any) -> None:

@@ -20,7 +20,7 @@ from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.terminal import shown_report
 
-_INSPECT = "explain what the training processes of this host do now, and why they hang"
+_INSPECT = "inspect the training processes of this host: what they do now, and why they hang"
 _DESCRIPTION = (
     "Inspects the training processes of this user on this host from outside, several times. Names the rank that the"
     " others wait for, and the reason; if the job makes progress, shows where the time goes. The job needs no"

@@ -26,7 +26,9 @@ _RECOVER = (
     " writes, 1 if something could not be recovered, 2 if DIR does not exist."
 )
 _DIR = "a staging folder, a folder of staging folders, or the directory (or URL) of a logger or a parent of it"
-_STAGING_DIR = "folder to search for the staging of a logger's directory: the staging_dir of LoggerOffload"
+_STAGING_DIR = (
+    "folder to search for the staging of a logger's directory: the staging_dir of LoggerOffload (default: %(default)s)"
+)
 
 
 def add_to(commands: Any) -> None:

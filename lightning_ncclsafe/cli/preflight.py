@@ -36,8 +36,10 @@ def add_to(commands: Any) -> None:
     """Adds the command to the subcommands of a parser."""
     parser = ArgumentParser(description=_DESCRIPTION)
     commands.add_subcommand("preflight", parser, help=_PREFLIGHT)
-    parser.add_argument("--log-dir", type=str, default=".", help="where loggers will write")
-    parser.add_argument("--checkpoint-dir", type=str, default=None, help="where checkpoints will go")
+    parser.add_argument(
+        "--log-dir", type=str, default=".", help="where loggers will write (default: the working directory)"
+    )
+    parser.add_argument("--checkpoint-dir", type=str, default=None, help="where checkpoints will be saved")
     parser.add_argument("--data-dir", type=str, default=None, help="where data will be read from")
     parser.add_argument("--workers", type=NonNegativeInt, default=None, help=_WORKERS)
     parser.add_argument("--timeout", type=PositiveFloat, default=10.0, help=_TIMEOUT)

@@ -212,7 +212,7 @@ class Timer:
             if found is not None:
                 self._judge(found)
             else:
-                self.stragglers = self._tree.told().stragglers
+                self.stragglers = self._tree.newest_report().stragglers
         except ExchangeError as error:
             # It is kept, and shared later; of an exchange that is lost this rank goes on alone, and quietly.
             self._recording.say(f"some timings could not be shared in time: {error}")
@@ -238,7 +238,7 @@ class Timer:
             self._say(straggler_sentence(straggler))
         self.stragglers = self.analysis.summary().stragglers
         self._is_untold = True  # until the exchange has taken it
-        self._tree.tell(StragglerReport(stragglers=self.stragglers))
+        self._tree.send_report(StragglerReport(stragglers=self.stragglers))
         self._is_untold = False
 
     def _await_others(self) -> None:

@@ -35,7 +35,7 @@ _PLAN, _PLAN_S = "plan", 10.0
 _READ_S = 5.0
 _storage = SideThread("ncclsafe-starts")
 # A start that trains is not ended by what was before it, whatever it calls.
-_has_heeded = False
+_has_followed = False
 
 
 @marked(Mark.STORE)
@@ -83,7 +83,7 @@ def _lead(exchange: Exchange, world_size: int, deadline_s: float, poll_s: float,
     clear()
 
     def all_are_welcome() -> bool:
-        for rank, hello in _hellos(exchange, waiting).items():
+        for rank, hello in _announced(exchange, waiting).items():
             exchange.set(f"welcome/{rank}", hello + b" " + name.encode())
             waiting.remove(rank)
         return not waiting
@@ -95,7 +95,7 @@ def _lead(exchange: Exchange, world_size: int, deadline_s: float, poll_s: float,
     return name
 
 
-def _hellos(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
+def _announced(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
     found = exchange.get_many([f"hello/{rank}" for rank in waiting])
     return {int(key.rpartition("/")[2]): hello for key, hello in found.items() if hello}
 
@@ -134,7 +134,7 @@ def _incident_before(report_dir: Path, environ: Mapping[str, str]) -> str:
 
 
 @marked(Mark.STORE)
-def heed_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[[str], None] = say_on_stderr) -> None:
+def follow_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[[str], None] = say_on_stderr) -> None:
     """Ends this start where the starts before it say so. All ranks call it; rank 0 reads, and the others follow it.
 
     Args:
@@ -146,10 +146,10 @@ def heed_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[
     Raises:
         PlannedStopError: On all ranks.
     """
-    global _has_heeded
-    if _has_heeded or not launch_words():
+    global _has_followed
+    if _has_followed or not launch_words():
         return
-    _has_heeded, reason = True, ""
+    _has_followed, reason = True, ""
     with suppress(ExchangeError):
         if place.rank == 0:
             reason = _reason_in_time(report_dir, say)

@@ -230,7 +230,7 @@ class Alike:
 _NUMBERS = re.compile(r"(?:\branks? )?\d+(?:(?:, |[-.,:])\d+)*(?:, … \(\d+ ranks\))?")
 
 
-def told_once(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
+def without_repeats(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
     """The findings; those that say the same of different ranks once.
 
     Returns:

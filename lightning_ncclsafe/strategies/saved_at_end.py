@@ -143,16 +143,16 @@ class SavedAtEnd:
         self._begin(cause or "SIGTERM", raised=raised)
         return self._saver.wait if self._saver is not None else lambda: None
 
-    def detach(self, unharmed: Callable[[Callable[[], None]], object]) -> None:
+    def detach(self, safely: Callable[[Callable[[], None]], object]) -> None:
         """Lightning is as it was.
 
         Args:
-            unharmed: Makes each step, and keeps what it raises from the others.
+            safely: Makes each step, and keeps what it raises from the others.
         """
         resuming, self._resuming = self._resuming, None
         for attached in (self.ledger, resuming):
             if attached is not None:
-                unharmed(attached.detach)
+                safely(attached.detach)
 
     def _make_saver(self, place: Place, exchange: Exchange) -> Saver | None:
         settings = self._settings()

@@ -96,7 +96,7 @@ def test_what_contradicts_itself_is_refused(own: Any, without: Any, said: str) -
         ((3,), (), "was given 3, which is not a Callback of lightning.pytorch"),
         ((), LoaderTuner, "must be a list with classes from HostPreflight, "),
         ((), "LoaderTuner", "without='LoaderTuner' must be a list with classes from HostPreflight, "),
-        ((), None, "without=None must be a list of classes"),
+        ((), None, "without=None must be a list with classes"),
     ],
 )
 def test_what_is_no_callback_is_refused(own: Any, without: Any, said: str) -> None:

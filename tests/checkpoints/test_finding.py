@@ -167,7 +167,7 @@ def test_checkpoints_that_some_ranks_lack_are_an_error_and_not_lost() -> None:
 
 
 def test_ranks_that_did_not_come_are_an_error() -> None:
-    assert chosen([seen("a")], 3).error.startswith("2 of 3 ranks did not say")
+    assert chosen([seen("a")], 3).error.startswith("2 of 3 ranks did not report")
 
 
 def test_one_that_does_not_fit_is_passed_over() -> None:

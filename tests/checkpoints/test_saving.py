@@ -146,14 +146,17 @@ def test_the_next_one_tries_where_one_cannot_write(tmp_path: Path) -> None:
     ranks = job(tmp_path, Noted(why_then="training continued meanwhile"), Noted())
     said = save_all(ranks)
     assert len(saved(tmp_path)) == 1
-    assert "rank 0 saved no checkpoint of step 5: training continued meanwhile; there is no earlier one" in said[0]
+    assert (
+        "rank 0 saved no checkpoint of step 5: training continued meanwhile; this run has no earlier checkpoint"
+        in said[0]
+    )
     assert "rank 1 saved the state" in said[1]
 
 
 def test_what_cannot_be_proven_is_not_saved_and_said_once(tmp_path: Path) -> None:
-    why = "the main thread was in the middle of an optimizer step"
+    why = "the main thread was in an optimizer step"
     said = save_all(job(tmp_path, Noted(why=why), Noted(why=why), last_path=lambda: "last.ckpt"))
-    assert said == [f"no checkpoint was saved: ranks 0-1: {why}; the last one is last.ckpt"]
+    assert said == [f"no checkpoint was saved: ranks 0-1: {why}; the last checkpoint is last.ckpt"]
     assert [*tmp_path.iterdir()] == []
 
 
@@ -245,8 +248,10 @@ def test_before_the_first_step_there_is_nothing_to_say(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     said = save_all(job(tmp_path, Noted(), last_save_s=lambda: 60.0))
-    assert said == ["rank 0 saved no checkpoint of step 5: the last one took 60 s, and 5 s are left; there is no "
-                    "earlier one of this run"]  # fmt: skip
+    assert said == [
+        "rank 0 saved no checkpoint of step 5: the last one took 60 s, and 5 s are left; "
+        "this run has no earlier checkpoint"
+    ]
 
 
 def test_storage_that_does_not_answer_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,7 +286,7 @@ def nothing_of(folder: Path) -> bool:
 def test_where_a_part_is_lost_nothing_is_saved(tmp_path: Path) -> None:
     assert Job(tmp_path, {0: Noted()}).save() == (
         "no checkpoint was saved: rank 0: has a shard of the model, of step 5; "
-        "rank 1: no answer, and no other rank has its shard of the model; the last one is last.ckpt"
+        "rank 1: no answer, and no other rank has its shard of the model; the last checkpoint is last.ckpt"
     )
     assert nothing_of(tmp_path)
 
@@ -294,7 +294,7 @@ def test_where_a_part_is_lost_nothing_is_saved(tmp_path: Path) -> None:
 def test_where_a_rank_is_a_step_ahead_nothing_is_saved(tmp_path: Path) -> None:
     assert Job(tmp_path, {0: Noted(5), 1: Noted(6)}).save() == (
         "no checkpoint was saved: rank 0: has a shard of the model, of step 5; "
-        "rank 1: has a shard of the model, of step 6; the last one is last.ckpt"
+        "rank 1: has a shard of the model, of step 6; the last checkpoint is last.ckpt"
     )
     assert nothing_of(tmp_path)
 
@@ -303,7 +303,9 @@ def test_where_a_rank_is_a_step_ahead_nothing_is_saved(tmp_path: Path) -> None:
 def test_where_a_rank_s_weights_change_meanwhile_nothing_is_saved(rank: int, tmp_path: Path) -> None:
     ledgers = {0: Noted(), 1: Noted()} | {rank: Noted(why_then="training continued meanwhile")}
     line = Job(tmp_path, ledgers).save()
-    assert line.startswith("no checkpoint of step 5 was saved: ") and line.endswith("; the last one is last.ckpt")
+    assert line.startswith("no checkpoint of step 5 was saved: ") and line.endswith(
+        "; the last checkpoint is last.ckpt"
+    )
     assert "training continued meanwhile" in line and (rank == 0 or "rank 1: " in line)
     assert nothing_of(tmp_path)
 

@@ -91,8 +91,8 @@ def written(change: Callable[[dict[str, Any]], Any]) -> bytes:
         (written(lambda plain: plain.update(schema=99)), "another version: schema 99"),
         (written(lambda plain: plain.pop("job")), "The report lacks 'job'"),
         (written(lambda plain: plain["job"].update(world_size="two")), "The report is damaged"),
-        (written(lambda plain: plain["job"].update(world_size=10**12)), "is about 1000000000000 ranks"),
-        (written(lambda plain: plain["job"].update(world_size=-1)), "is about -1 ranks"),
+        (written(lambda plain: plain["job"].update(world_size=10**12)), "claims 1000000000000 ranks"),
+        (written(lambda plain: plain["job"].update(world_size=-1)), "claims -1 ranks"),
         (written(lambda plain: plain["job"]["incident"].update(kind="\x1b[31m")), "The report is damaged"),
     ],
     ids=[

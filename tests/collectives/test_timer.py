@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from own_threads import own_threads
+from polling import until
 from recorder_entries import BEGAN_NS, MS, Recorder, entry
 
 from lightning_ncclsafe._torch import process_groups
@@ -73,13 +74,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield make
     for one in reversed(made):
         one.end()
-
-
-def until(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, "it did not come about"
-        threading.Event().wait(0.01)
 
 
 def until_clocks_are_known(ranks: list[Timer]) -> None:
@@ -220,7 +214,7 @@ def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make, monkeyp
     (op,) = first.analysis.summary().ops
     assert op.compared == 30 and not second.is_off
     missing = first.analysis.summary().missing
-    assert [sentence for sentence in missing if "Rank 1: some of what was timed could not be shared" in sentence]
+    assert [sentence for sentence in missing if "Rank 1: some timings could not be shared" in sentence]
 
 
 def test_what_cannot_be_shared_does_not_pile_up(make: Make) -> None:
@@ -298,7 +292,7 @@ def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(
         first._judge(empty_window())
     exchange.answers = True
     first._judge(empty_window())
-    assert [straggler.rank for straggler in second._tree.told().stragglers] == [1]
+    assert [straggler.rank for straggler in second._tree.newest_report().stragglers] == [1]
     asked = exchange.asked
     first._judge(empty_window())
     assert exchange.asked == asked and len(said.said) == 1, "once"

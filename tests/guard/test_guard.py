@@ -382,7 +382,7 @@ def test_without_any_exchange_each_rank_reports_alone(make_job: Callable[..., Jo
         connection._next = connection.exchange = broken
     job.probes[1].waits = True
     job.wait_for(lambda: len(job.said) >= 1)
-    assert "guard has failed" not in job.said[0]
+    assert "guard failed" not in job.said[0]
 
 
 def test_a_report_folder_that_cannot_be_written_costs_the_folder_only(

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from own_threads import join_own_threads
+from polling import until
 
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.errors import STOP_CODE, PlannedStopError
@@ -18,7 +19,7 @@ from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMem
 from lightning_ncclsafe.facts.findings import NextStart, Plan
 from lightning_ncclsafe.guard import restarts
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.restarts import agree_on_start, heed_plan, incident_before, reason_to_stop
+from lightning_ncclsafe.guard.restarts import agree_on_start, follow_plan, incident_before, reason_to_stop
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.settings import check_limits
@@ -41,10 +42,8 @@ def start(shared: SharedMemory, world_size: int, *, late_rank: int = 0, deadline
 
     with ThreadPoolExecutor(world_size) as pool:
         others = [pool.submit(agree, rank) for rank in range(world_size) if rank != late_rank]
-        give_up = time.monotonic() + 10
-        # The others have said that they are there, and wait; rank 0 waits for the late one.
-        while len(shared.values) < (world_size - 1) and time.monotonic() < give_up:
-            time.sleep(0.001)
+        # The others have announced themselves, and wait; rank 0 waits for the late one.
+        until(lambda: len(shared.values) >= world_size - 1)
         late = pool.submit(agree, late_rank)
         names = [future.result() for future in (*others, late)]
     assert len(seen) == 1
@@ -223,7 +222,7 @@ def heeded(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> tu
         # Each host has one rank here, and only rank 0's has the reports.
         place = Place(rank=rank, local_rank=0, world_size=world_size, local_world_size=1)
         try:
-            heed_plan(MemoryExchange(shared), place, folder if rank == 0 else folder / "none", said.append)
+            follow_plan(MemoryExchange(shared), place, folder if rank == 0 else folder / "none", said.append)
         except PlannedStopError as stop:
             return f"{stop.code}: {stop.reason}"
         return ""
@@ -231,7 +230,7 @@ def heeded(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> tu
     ends = []
     for rank in range(world_size):
         # Of this process, which all ranks are a part of here.
-        monkeypatch.setattr(restarts, "_has_heeded", False)
+        monkeypatch.setattr(restarts, "_has_followed", False)
         ends.append(rank_ends(rank))
     return ends, said
 
@@ -248,7 +247,7 @@ def test_only_the_first_call_of_a_process_is_ended(tmp_path: Path, monkeypatch: 
     heeded(monkeypatch, tmp_path, 1)
     leave_plans(tmp_path, STOP)
     place = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    heed_plan(MemoryExchange(), place, tmp_path)
+    follow_plan(MemoryExchange(), place, tmp_path)
 
 
 @pytest.mark.timeout(30)

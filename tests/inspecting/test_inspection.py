@@ -366,7 +366,7 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_told_to(tmp_path) -> None:  
 def test_a_rank_for_which_nobody_waits_is_not_behind() -> None:
     diagnosis = judged(rank(0, *(look(at, user(30)) for at in (0, 1, 2)), of=1))
     assert diagnosis.findings == ()
-    assert "nobody is seen to wait" in render_text(diagnosis)
+    assert "no rank is seen waiting" in render_text(diagnosis)
 
 
 def test_where_no_stack_can_be_read_nothing_is_concluded_and_why_is_said() -> None:

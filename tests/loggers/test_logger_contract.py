@@ -256,7 +256,7 @@ def test_a_wrong_call_of_the_experiment_is_said_once_and_counted(
 
     fit(tensorboard(tmp_path), {1: call_wrongly, 2: call_wrongly}, offload(tmp_path, finalize_timeout=5.0))
     said = capsys.readouterr().err
-    left_out = sorted(line.partition("TensorBoardLogger: ")[2] for line in said.splitlines() if "left out" in line)
+    left_out = sorted(line.partition("TensorBoardLogger: ")[2] for line in said.splitlines() if "it is skipped" in line)
     assert [line.partition("(")[0] for line in left_out] == [
         "add_embedding failed: AssertionError",
         "add_hparams failed: TypeError",
@@ -776,7 +776,7 @@ def test_two_running_trainers_may_share_a_logger(tmp_path: Path) -> None:
 
 
 def test_two_offloads_of_one_trainer_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="two LoggerOffload callbacks; give it one"):
+    with pytest.raises(ValueError, match="two LoggerOffload callbacks; pass only one"):
         fit(csv(tmp_path), None, offload(tmp_path), offload(tmp_path))
 
 

@@ -343,7 +343,7 @@ def test_a_full_staging_disk_costs_no_point(on_small_disks: Cases) -> None:
     case = on_small_disks["full-staging"]
     assert case.exit_code == 0, case.output
     assert "made 400 steps, left behind: ['filler']" in case.output
-    assert "left out" not in case.output
+    assert "it is skipped" not in case.output
     for logger in LOGGERS:
         assert case.steps(logger) == list(range(400)), case.output
         assert (case.folder / "logs" / logger / "version_0" / "hparams.yaml").read_text() == "width: 2\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from own_threads import own_threads
+from polling import until
 
 from lightning_ncclsafe.probes.storage import directories
 from lightning_ncclsafe.probes.storage.directories import run_all
@@ -52,10 +53,7 @@ def test_what_it_has_started_is_killed_too(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     assert run_all({"a": ["sh", "-c", f"sleep 60 & echo $! > {told}; wait"]}, 0.5) == {"a": None}
     child = int(told.read_text())
-    ends_s = time.monotonic() + 5
-    while not gone(child) and time.monotonic() < ends_s:
-        os.sched_yield()
-    assert gone(child)
+    until(lambda: gone(child))
 
 
 def test_all_run_at_the_same_time() -> None:

@@ -251,7 +251,7 @@ def test_keys_that_all_have_logged_before_are_only_possible() -> None:
     rules = found(replace(scene, ranks=alike))
     assert list(rules) == ["diverged-collectives", "diverged-log-keys"]
     assert rules["diverged-log-keys"].confidence is Confidence.POSSIBLE
-    assert "If the step at this moment does not log it" in rules["diverged-log-keys"].remedy
+    assert "If the other ranks do not log it in this step" in rules["diverged-log-keys"].remedy
 
 
 def test_keys_of_both_ranks_are_the_fault_of_both() -> None:

@@ -96,7 +96,7 @@ def test_one_that_rests_is_to_work_ahead_of_the_job() -> None:
     assert "with 3.0 GB resident, while" in finding.summary
     assert finding.remedy.startswith("Do this work once and ahead of the job")
     # Nobody knows what it does.
-    assert finding.remedy.endswith("has been started, and its own output.")
+    assert finding.remedy.endswith("was started, and read its output.")
 
 
 def test_one_that_nobody_can_see_is_not_claimed_to_be_there() -> None:

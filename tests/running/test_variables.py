@@ -76,12 +76,12 @@ def test_all_callbacks_of_ours_are_known_by_their_names() -> None:
         ("_PHASE_TIMEOUTS", "train=5,train=6", "phases are init, sanity_check,"),
         ("_PHASE_TIMEOUTS", "train", "it must be a number of seconds, more than 0"),
         ("_CALLBACKS", "Tuner", "'Tuner' is not a callback; it must be recommended, one of HostPreflight,"),
-        ("_CALLBACKS", "LoaderTuner,", "'' is no callback"),
-        ("_CALLBACKS", "os.system('true')", "is no callback"),
-        ("_CALLBACKS", "[1]", "'1' is no callback"),
-        ("_CALLBACKS", '[{"class_path": "recommended", "init_args": {"trace": 1}}]', "is no callback"),
-        ("_CALLBACKS", '[{"class_path": "LoaderTuner", "args": {}}]', "is no callback"),
-        ("_CALLBACKS", "[" * 100_000, "it begins as a list of JSON does, but is none"),
+        ("_CALLBACKS", "LoaderTuner,", "'' is not a callback"),
+        ("_CALLBACKS", "os.system('true')", "is not a callback"),
+        ("_CALLBACKS", "[1]", "'1' is not a callback"),
+        ("_CALLBACKS", '[{"class_path": "recommended", "init_args": {"trace": 1}}]', "is not a callback"),
+        ("_CALLBACKS", '[{"class_path": "LoaderTuner", "args": {}}]', "is not a callback"),
+        ("_CALLBACKS", "[" * 100_000, "it starts like a JSON list, but is not valid JSON"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, text: str, said: str) -> None:

@@ -20,11 +20,11 @@ BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by pee
 def left(error: Exception) -> None:
     """A call that has raised and is closed; meanwhile this is raised, by a handler of SIGTERM for instance."""
 
-    def detach(unharmed: Callable[[Callable[[], Any]], Any]) -> None:
+    def detach(safely: Callable[[Callable[[], Any]], Any]) -> None:
         def strikes() -> None:
             raise error
 
-        unharmed(strikes)
+        safely(strikes)
 
     call = GuardedCall.__new__(GuardedCall)
     call._features = SimpleNamespace(detach=detach, detach_timer=lambda: None)  # type: ignore[assignment]

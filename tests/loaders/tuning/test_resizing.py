@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from polling import until
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -488,10 +489,7 @@ def test_nothing_is_left_behind(by: str) -> None:
         assert len([batch.shape for batch in epoch]) == 25
     del epoch
     # Threads of multiprocessing's queues close their ends of pipes a interval later; those of what was before, too.
-    give_up = time.monotonic() + 5
-    while any(map(gt, left_behind(), before)) and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert not any(map(gt, left_behind(), before)), (left_behind(), before)
+    until(lambda: not any(map(gt, left_behind(), before)))
     assert by != "close" or tuned.frozen
 
 
@@ -849,7 +847,7 @@ def test_workers_that_never_answer_are_ended(since: int, workers: int, monkeypat
     lines = Lines()
     tuned = tuned_of(DataLoader(Silent(since)), workers, say=lines)
     assert [int(batch) for batch in tuned.begin()] == list(range(23))
-    assert len(lines) == 1 and "WorkersSilent: no batch has come for" in lines[0]
+    assert len(lines) == 1 and "WorkersSilent: no batch has arrived for" in lines[0]
     assert tuned.workers == 0 and tuned.frozen
 
 
