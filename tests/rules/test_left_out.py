@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from builders import ALL_REDUCE, BARRIER, ENGINE, GLOO, RUN, SITE, USER_FILE, job, raised, user
 from call_scenes import RESULT, UNUSED, in_backward
-from judged import first, found
+from judged import first
+from judged import found as rules
 
 from lightning_ncclsafe.facts import (
     Frame,
@@ -101,9 +102,9 @@ def test_who_has_made_its_step_after_fewer_passes_will_not_make_the_missing_one(
     finding = first(stepping(others, early, others))
     assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (1,), RETURN)
     late = batches((1,), called=((call,),), under_way=True)
-    assert "skipped-step" not in found(stepping(others, late, others))
+    assert "skipped-step" not in rules(stepping(others, late, others))
     stepped = batches((2, 0, 1), called=((call, call),), under_way=True)
-    assert "skipped-step" not in found(stepping(stepped, early, stepped))
+    assert "skipped-step" not in rules(stepping(stepped, early, stepped))
 
 
 def test_who_makes_more_passes_than_usual_has_not_skipped_any() -> None:
@@ -122,13 +123,13 @@ def test_more_passes_are_no_part_of_the_model_that_was_left_out_nor_fewer_batche
     more = replace(GLOO.finished(1, seq=60, batch=2, world=2), steps=batches((1,), (2,), (1,)))
     found = job(usual, more, world=2)
     assert (first(found).rule, first(found).ranks) == ("diverged-collectives", (1,))
-    assert {"unused-parameters", "uneven-batches"}.isdisjoint(found(found))
+    assert {"unused-parameters", "uneven-batches"}.isdisjoint(rules(found))
 
 
 def test_a_pass_more_that_reduces_nothing_lets_nobody_wait() -> None:
     told = judge(stepping(batches((1,), (1,)), batches((1,), (2, 1)))).findings
     assert not any("batch 1 of epoch 0" in finding.summary for finding in told)
-    assert "skipped-step" in found(stepping(batches((2,), (2,)), batches((2,), (2, 1))))
+    assert "skipped-step" in rules(stepping(batches((2,), (2,)), batches((2,), (2, 1))))
 
 
 def test_gradients_that_are_not_reduced_are_no_part_of_the_model_that_was_left_out() -> None:
@@ -138,7 +139,7 @@ def test_gradients_that_are_not_reduced_are_no_part_of_the_model_that_was_left_o
     found = job(usual, gone_on, replace(usual, rank=2), world=3)
     assert (first(found).rule, first(found).ranks) == ("skipped-step", (1,))
     assert "1 on rank 1" in first(found).summary
-    assert "unused-parameters" not in found(found)
+    assert "unused-parameters" not in rules(found)
 
 
 def test_an_optimizer_that_asks_for_the_loss_as_often_as_it_likes_is_nobodys_fault() -> None:
@@ -183,7 +184,7 @@ def test_who_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -> None:
     assert (finding.rule, finding.ranks, finding.confidence) == ("stopped-early", (1,), LIKELY)
     assert finding.location == RETURN
     inside = trained(GLOO.rank(1, RESULT, BARRIER, seq=61, **options))  # type: ignore[arg-type]
-    assert "stopped-early" not in found(job(ranks[0], inside, ranks[2], world=3))
+    assert "stopped-early" not in rules(job(ranks[0], inside, ranks[2], world=3))
 
 
 def _generates(made: int) -> JobFacts:
@@ -200,7 +201,7 @@ def test_who_has_validated_all_batches_has_neither_less_data_nor_stopped() -> No
     finding = first(_generates(4))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
     assert finding.location == f"{USER_FILE}:46 in validation_step"
-    assert {"uneven-batches", "stopped-early"}.isdisjoint(found(_generates(4)))
+    assert {"uneven-batches", "stopped-early"}.isdisjoint(rules(_generates(4)))
     fewer = first(_generates(2))
     assert (fewer.rule, fewer.ranks, fewer.confidence) == ("uneven-batches", (1,), LIKELY)
 
@@ -221,7 +222,7 @@ def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
     assert "max_epochs is 2 there since training began, and was 6" in finding.summary
     assert finding.location == RETURN
     alike = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2), max_epochs="2") for n in (0, 2, 3)]
-    assert "stopped-early" not in found(job(alike[0], ended, *alike[1:]))
+    assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))
 
 
 def test_where_lightnings_own_callback_may_have_stopped_no_line_is_blamed() -> None:
@@ -248,11 +249,11 @@ def test_who_has_called_the_trainer_again_is_unfinished_and_no_data_has_run_out(
     finding = first(found)
     assert (finding.rule, finding.ranks, finding.confidence) == ("unfinished-rank", (0,), LIKELY)
     assert finding.location == f"{USER_FILE}:54 in on_fit_end"
-    assert {"uneven-batches", "diverged-collectives"}.isdisjoint(found(found))
+    assert {"uneven-batches", "diverged-collectives"}.isdisjoint(rules(found))
     both = job(_tests_again(0), _tests_again(1), world=2)
-    assert "unfinished-rank" not in found(both)
+    assert "unfinished-rank" not in rules(both)
     for other in (_tests_again(0, inner=False), _tests_again(0, hook=""), _tests_again(0, phase=Phase.TRAIN)):
-        assert "unfinished-rank" not in found(job(other, ended, world=2))
+        assert "unfinished-rank" not in rules(job(other, ended, world=2))
 
 
 def test_of_a_rank_whose_batches_are_not_known_no_data_is_said_to_have_run_out() -> None:

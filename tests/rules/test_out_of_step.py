@@ -24,7 +24,8 @@ from builders import (
     transport_error,
     user,
 )
-from judged import first, found
+from judged import first
+from judged import found as rules
 
 from lightning_ncclsafe.facts import (
     ELSE,
@@ -161,7 +162,7 @@ def test_who_calls_the_trainer_alone_is_named_and_not_what_differs_there(others:
     fits = (_outside(GLOO.waiting(n, seq=61, batch=3, world=world), 32, settings={"max_steps": "-1"}) for n in others)
     facts = job(alone, *fits, world=world)
     finding = first(facts)
-    assert found(facts) == {"diverged-collectives": LIKELY}
+    assert rules(facts) == {"diverged-collectives": LIKELY}
     assert (finding.ranks, finding.location) == ((0,), "/home/me/project/train.py:31 in main")
     assert finding.summary.startswith(
         "Rank 0 has called the Trainer alone at train.py:31 in main, under `if rank == 0:`"
@@ -173,7 +174,7 @@ def test_who_calls_the_trainer_alone_is_named_and_not_what_differs_there(others:
 def test_peers_that_have_come_to_their_end_are_no_cause() -> None:
     alone = _outside(transport_error(GLOO.in_barrier(0, "x", seq=61, world=2)), 31, ZERO)
     gone = job(alone, world=2, witnessed=(process(1, "gone"),))
-    assert found(gone) == {"diverged-collectives": LIKELY}
+    assert rules(gone) == {"diverged-collectives": LIKELY}
     assert first(gone).summary.endswith("The process of rank 1 has ended.")
     assert first(gone).ranks == (0,)
     for how in ({"ended_by": "SIGKILL"}, {"exit_code": 3}):
@@ -198,7 +199,7 @@ def _aborted(line: int, condition: str = "", **more: object) -> JobFacts:
 
 def test_what_gloo_has_said_last_is_told_with_its_sizes() -> None:
     finding = first(_aborted(57, said=WHAT))
-    assert found(_aborted(57, said=WHAT)) == {"mismatched-collective": LIKELY}
+    assert rules(_aborted(57, said=WHAT)) == {"mismatched-collective": LIKELY}
     assert "as gloo ended it: it was sent 9,612 bytes at once and had room for 8, while rank 0" in finding.summary
     assert f"Last output on stderr: {WHAT}" in [item.text for item in finding.evidence]
 
@@ -208,14 +209,14 @@ def test_gloos_own_word_is_enough() -> None:
     scene = scenes.aborted_alone(GLOO)
     blind = replace(transport_error(GLOO.working(0, seq=61, world=2)), collectives=())
     facts = replace(scene, ranks=(blind,), witnessed=(process(1, "gone", said=WHAT),))
-    assert found(facts) == {"mismatched-collective": LIKELY}
-    assert set(found(replace(facts, witnessed=(process(1, "gone"),)))) == {"dead-rank"}
+    assert rules(facts) == {"mismatched-collective": LIKELY}
+    assert set(rules(replace(facts, witnessed=(process(1, "gone"),)))) == {"dead-rank"}
 
 
 def test_lines_that_differ_are_different_collectives() -> None:
     facts = _aborted(30)
     finding = first(facts)
-    assert found(facts) == {"diverged-collectives": LIKELY}
+    assert rules(facts) == {"diverged-collectives": LIKELY}
     assert "rank 1 aborted itself (SIGABRT) at train.py:30 in export, as gloo ends a process" in finding.summary
     assert "while rank 0 was at train.py:57 in training_step: these are different collectives." in finding.summary
     assert finding.ranks == (0, 1)
@@ -302,7 +303,7 @@ def test_a_pass_that_the_others_have_begun_and_one_will_not_make() -> None:
     assert (finding.rule, finding.ranks, finding.confidence) == ("skipped-step", (1,), LIKELY)
     assert "backward passes in batch 3 of epoch 0 (1 on rank 1, 2 on rank 0)" in finding.summary
     early = replace(waits, under_way=(0, 3, 1))
-    assert "skipped-step" not in found(_with_steps({0: early, 1: left}))
+    assert "skipped-step" not in rules(_with_steps({0: early, 1: left}))
 
 
 def test_gradients_that_ranks_do_not_reduce_in_the_same_batches() -> None:
@@ -317,7 +318,7 @@ def test_a_step_that_an_optimizer_has_left_out_lets_nobody_wait() -> None:
     usual = StepFacts(with_backward=4, passes=((0, 0, 1, 0, 1),), passes_epoch=0, passes_batch=5)
     other = replace(usual, passes=((0, 0, 1, 0, 1), (0, 2, 1), (0, 3, 1, 0, 1)))
     facts = _with_steps({0: usual, 1: usual, 2: other})
-    assert found(facts)["skipped-step"] is POSSIBLE
+    assert rules(facts)["skipped-step"] is POSSIBLE
     finding = next(item for item in judge(facts).findings if item.rule == "skipped-step")
     assert "steps of optimizer 0 in batch 2 of epoch 0 (0 on rank 2, 1 on ranks 0-1)" in finding.summary
 
@@ -358,7 +359,7 @@ def test_states_of_a_metric_that_is_not_logged_are_compared_where_one_is_synchro
         finding.summary[0].lower() + finding.summary[1:]
     )
     elsewhere = job(*(replace(GLOO.waiting(n, seq=61, world=3), steps=steps[n]) for n in steps), world=3)
-    assert "diverged-log-keys" not in found(elsewhere)
+    assert "diverged-log-keys" not in rules(elsewhere)
 
 
 @pytest.mark.parametrize(("line", "ranks"), [(user("training_step", 57), (2,)), (ENGINE, (1,))])
@@ -385,8 +386,8 @@ def test_an_abort_of_a_rank_whose_peers_have_diverged_is_their_consequence() -> 
     scene = scenes.overrun_rank(GLOO)
     stack = (RUN, user("training_step", 57), ALL_REDUCE)
     facts = replace(scene, witnessed=(process(0, "gone", ended_by="SIGABRT", stack=stack),))
-    assert set(found(facts)) == {"mismatched-collective"}
-    assert set(found(scene)) == {"mismatched-collective", "dead-rank"}
+    assert set(rules(facts)) == {"mismatched-collective"}
+    assert set(rules(scene)) == {"mismatched-collective", "dead-rank"}
 
 
 def test_a_rank_that_has_aborted_itself_elsewhere_has_died_by_itself() -> None:
@@ -394,10 +395,10 @@ def test_a_rank_that_has_aborted_itself_elsewhere_has_died_by_itself() -> None:
     forward = Frame(file=f"{SITE}/torch/nn/parallel/distributed.py", line=1500, function="forward")
     gone = process(1, "gone", ended_by="SIGABRT", stack=(RUN, forward, user("training_step", 57)))
     facts = job(GLOO.waiting(0, seq=61, world=2), world=2, witnessed=(gone,))
-    assert found(facts) == {"dead-rank": LIKELY}
+    assert rules(facts) == {"dead-rank": LIKELY}
     inside = replace(gone, stack=(RUN, ENGINE))
-    assert "mismatched-collective" in found(replace(facts, witnessed=(inside,)))
-    assert found(replace(facts, witnessed=(replace(gone, ended_by="SIGSEGV"),))) == {"dead-rank": CERTAIN}
+    assert "mismatched-collective" in rules(replace(facts, witnessed=(inside,)))
+    assert rules(replace(facts, witnessed=(replace(gone, ended_by="SIGSEGV"),))) == {"dead-rank": CERTAIN}
 
 
 def test_who_waits_under_a_condition_does_not_wait_for_the_end_of_data() -> None:
