@@ -87,7 +87,7 @@ class DirectoryExchange:
         return True
 
     def _taken(self, key: str) -> bytes:
-        """The value that another rank has given a key; it may be deleted meanwhile, and the folder with the last rank."""
+        """The value that another rank has given a key; it may be deleted meanwhile, the folder with the last rank."""
         found = wait_for(lambda: [*self.get_many([key]).values()], deadline_s=_CLAIMED_S)
         if not found:
             raise ExchangeError(f"The value of {key} in the folder {str(self._folder)!r} is gone.")
