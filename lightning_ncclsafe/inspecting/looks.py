@@ -152,8 +152,8 @@ class StackReader:
                 return (), denied_words(pid)
             if any(words in said for words in _UNKNOWN_PYTHON):
                 return (), (
-                    "py-spy does not recognise its version of Python; if it is new: pip install --upgrade py-spy where inspect"
-                    f" runs ({_last_line(said)})"
+                    "py-spy does not recognise its version of Python; if it is new: pip install --upgrade py-spy where "
+                    f"inspect runs ({_last_line(said)})"
                 )
         return (), f"py-spy could not read its stack ({_last_line(said)})"
 
