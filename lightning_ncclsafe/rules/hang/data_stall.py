@@ -48,7 +48,7 @@ _REMEDY_FEEDER = (
     "output. Let it pass its exceptions to whoever reads from it, and wait with a timeout."
 )
 _REMEDY_THREAD = (
-    "Correct the {error}; and report it to whoever waits: catch it in the thread and put it into the queue, use a "
+    "Correct the {error}, and report it to whoever waits: catch it in the thread and put it into the queue, use a "
     "concurrent.futures executor, whose result() raises it, or wait with a timeout and check the thread."
 )
 # Python has no frame of its own for these.
