@@ -41,7 +41,7 @@ _REMEDIES = {
     "CUDA failure": _OF_DEVICE,
     "Xid": _OF_DEVICE,
     "Duplicate GPU": (
-        "Give every rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK) before the process group is created, no "
+        "Give every rank its own GPU: torch.cuda.set_device(LOCAL_RANK) before the process group is created, no "
         "fixed device in the code, no more processes on a host than CUDA_VISIBLE_DEVICES has GPUs."
     ),
     "No network interface": (
@@ -49,7 +49,7 @@ _REMEDIES = {
         "them), or unset it; in a container, check that it has any besides lo."
     ),
     "DistNetworkError": (
-        "Give every launch a port of its own (torchrun --rdzv-endpoint, MASTER_PORT), and end what earlier ones have "
+        "Give every launch its own port (torchrun --rdzv-endpoint, MASTER_PORT), and end what earlier ones have "
         "left running (ss -ltnp shows who listens)."
     ),
     "Mismatched NCCL version": "Install one version of PyTorch, or of NCCL, on all hosts; see LD_LIBRARY_PATH.",

@@ -62,7 +62,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     if len(calls) == 2 and len({numel(call) for call in calls.values()}) == 2 and _is_a_pair(calls, members):
         why = f"what is sent and what is received differ in size ({' and '.join(map(_elements, calls.values()))})"
     if passed:
-        why = clause(passed, "has|have gone on without the other side")
+        why = clause(passed, "has|have continued without the other side")
     sites = (call_site(call) for call in calls.values())
     return recorded(
         root.ranks,
