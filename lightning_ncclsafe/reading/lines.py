@@ -14,75 +14,6 @@ _ENDS = re.compile(rb"[\r\n]+")
 _COLOURS = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-9;?]*[ -/]*[@-~]|\x1b.|(?<![\w])\[\d{1,3}(?:;\d{1,3})*m"
 )
-# What is of use has one of these in it; most lines of a log, and most megabytes, have none.
-_TELLING = (
-    b"ProcessGroup",
-    b"WorkNCCL",
-    b"atchdog ",
-    b"[PG ",
-    b"onitoredBarrier",
-    b"ncclUniqueId",
-    b"join",
-    b"ranks",
-    b"Culprit rank",
-    b"ismatch",
-    b"Traceback (most",
-    b'  File "',
-    b"Error",
-    b"xception",
-    b"exitcode",
-    b"local_rank: ",
-    b"return code",
-    b"subprocess",
-    b"terminated with ",
-    b"exited on signal",
-    b"Caught signal",
-    b"Signal: ",
-    b"Python error",
-    b"onnect to ",
-    b" died",
-    b"death signal",
-    b"Worker exit type",
-    b"Root Cause (",
-    b"  host ",
-    b"  time      : ",
-    b"srun: error",
-    b"slurmstepd",
-    b"oom",
-    b"OOMKilled",
-    b"will restart worker",
-    b"orld_size",
-    b"WORLD_SIZE",
-    b"Num processes",
-    b"MEMBER: ",
-    b"Starting with ",
-    b"store",
-    b"keys: ",
-    b"timed out",
-    b"waitForInput",
-    b"NCCL WARN",
-    b"Duplicate GPU",
-    b"Cuda failure",
-    b"Connection ",
-    b"roken pipe",
-    b"Got completion",
-    b"NVRM",
-    b"communicator data",
-    b"crashed with exit code",
-    b"first process to do so",
-    b"MPI_ABORT",
-    b"RUNNING AT",
-    b"application crash on rank",
-    b"CUDA error",
-    b"socket.c",
-    b"exit with status code",
-    b"unexpectedly disconnected",
-    b"receive grad",
-    b"socket interface found",
-    b"encountered in worker",
-    b"has failed",
-)
-
 # One after the other, any of these may stand before what a rank says.
 _PREFIXES = (
     re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
@@ -167,8 +98,8 @@ def _decoder(head: bytes) -> codecs.IncrementalDecoder | None:
     return codecs.getincrementaldecoder(name)("replace") if name else None
 
 
-def telling(text: bytes, words: Iterable[bytes] = _TELLING) -> tuple[bytes, ...]:
-    """The words in a line, or in many of them, by which these may say something about ranks."""
+def telling(text: bytes, words: Iterable[bytes]) -> tuple[bytes, ...]:
+    """Which of these words stand in a line, or in many of them."""
     return tuple(word for word in words if word in text)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import IO, NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, LogFacts, Statement, StatementKind
-from lightning_ncclsafe.reading import tracebacks, watchdog
+from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
 from lightning_ncclsafe.reading.rank_log import RankLog
@@ -24,6 +24,10 @@ from lightning_ncclsafe.reading.statements import Statements, ended_child
 from lightning_ncclsafe.reading.tracebacks import frame
 from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, whole
 
+# What is of use has one of these in it; most lines of a log, and most megabytes, have none.
+_TELLING = tuple(
+    word.encode() for word in sorted({*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS})
+)
 _Key = tuple[int | None, str]
 _MOST_OPEN = 4096
 _MOST_IDLE = 5000
@@ -118,7 +122,7 @@ class Log:
             self._ends_file()
 
     def _wants_block(self, block: bytes) -> bool:
-        self._words = telling(block)
+        self._words = telling(block, _TELLING)
         return bool(self._words) or self._wants(block)
 
     def _wants(self, text: bytes) -> bool:

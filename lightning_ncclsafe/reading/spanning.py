@@ -14,6 +14,17 @@ _MOST_LISTED = 1024
 _FAULTS = {"Segmentation fault": -11, "Bus error": -7, "Illegal instruction": -4, "Floating point exception": -8}
 _Match = re.Match[str]
 
+WORDS = (
+    "Detected mismatch between collectives",
+    "first process to do so was",
+    " RUNNING AT ",
+    "Fatal Python error",
+    "launched up to operation",
+    "communicator data",
+    "ranks",
+)
+"""Whatever begins a message that is read here has one of these in it."""
+
 
 def _line(text: str) -> str:
     return text.strip()[:_LONGEST_LINE]

@@ -21,6 +21,26 @@ _LONG_S = 10
 # What becomes of whoever ends well, or is ended by his launcher.
 _NO_CAUSE = (0, -15)
 
+WORDS = (
+    "exitcode",
+    "local_rank: ",
+    "Root Cause (",
+    "  host ",
+    "  time      : ",
+    "srun: error",
+    "slurmstepd",
+    "death signal",
+    "SignalException",
+    "CANCELLED AT ",
+    "NODE FAILURE",
+    "NODE_FAIL",
+    "will restart worker",
+    "Child process with PID",
+    "elastic",
+    "All distributed processes registered",
+)
+"""Whatever says a thing that is read here has one of these in it."""
+
 _FIRST = "Root Cause (first observed failure)"
 _OF_SUMMARY = (_FIRST, "rank", "exitcode", "host ", "time ")
 _FIELD = re.compile(

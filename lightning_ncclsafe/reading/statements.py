@@ -10,6 +10,7 @@ from functools import partial
 
 from lightning_ncclsafe.facts import Statement, StatementKind
 from lightning_ncclsafe.reading.messages import Found, found_in, message
+from lightning_ncclsafe.reading.spanning import WORDS as SPANNING
 from lightning_ncclsafe.reading.spanning import Spanning
 from lightning_ncclsafe.reading.values import ranks, whole
 
@@ -218,6 +219,10 @@ _MESSAGES = (
         "{why}",
     ),
 )
+
+# Of what DeepSpeed starts and ends, see below.
+WORDS = (*(one.word for one in _MESSAGES), *SPANNING, "Killing subprocess ", "Completed store-based barrier")
+"""Whatever says a thing that is read here has one of these in it."""
 
 
 def _code(found: Found[StatementKind]) -> int | None:

@@ -45,6 +45,26 @@ class Awaited(NamedTuple):
     where: str
 
 
+WORDS = (
+    "ProcessGroup",
+    "WorkNCCL",
+    "atchdog ",
+    "[PG ",
+    "onitoredBarrier",
+    "ncclUniqueId",
+    "join",
+    "ranks",
+    "application crash on rank",
+    "CUDA error",
+    "timed out",
+    "orld_size",
+    "WORLD_SIZE",
+    "Num processes",
+    "MEMBER: ",
+    "Starting with ",
+)
+"""Whatever says a thing that is read here has one of these in it."""
+
 # Where one of these goes on in the next line, a terminal has broken it.
 _BROKEN = re.compile(
     r"[Cc]aught collective operation timeout(?!.*before timing out)"
