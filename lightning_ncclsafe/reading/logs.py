@@ -2,11 +2,11 @@
 
 import re
 import zlib
-from collections.abc import Iterable
-from typing import IO, NamedTuple
+from typing import IO
 
 from lightning_ncclsafe.facts import ExceptionFacts, LogFacts, Statement, StatementKind
 from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
+from lightning_ncclsafe.reading.bars import LastBar, works_on
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
 from lightning_ncclsafe.reading.rank_log import RankLog
@@ -22,7 +22,8 @@ from lightning_ncclsafe.reading.starts import (
 )
 from lightning_ncclsafe.reading.statements import Statements, ended_child
 from lightning_ncclsafe.reading.tracebacks import frame
-from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, whole
+from lightning_ncclsafe.reading.unread import Unread
+from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError
 
 # What is of use has one of these in it; most lines of a log, and most megabytes, have none.
 _TELLING = tuple(
@@ -33,8 +34,6 @@ _MOST_OPEN = 4096
 _MOST_IDLE = 5000
 _MOST_REMARKS = 8
 _MOST_BROKEN = 3
-_MOST_BARS = 64
-_RIGHT_BEFORE = 3
 _STARTS = "The run was started several times: this is the last start in which anything waits or fails."
 # A watchdog's lines end with a full stop or a number.
 _WITHIN = re.compile(rb"ProcessGroupNCCL\.cpp:\d+\][^\n]*[A-Za-z]$")
@@ -45,20 +44,6 @@ _OF_COLLECTIVES = ("NCCL", "arrier", "collective", "watchdog", "crash on rank")
 _FAILED_AT = "Stack trace of the failed collective"
 _PID = re.compile(r"\bpid=(\d+)")
 _RAY_PID = re.compile(r"Worker PID: (\d+)")
-# "Running tokenizer:  9%|▉    | 280000/2969526 [29:55<4:48:08, 155.57 examples/s]"
-_BAR = re.compile(
-    r"\d{1,3}%\|[^|\n]{0,200}\| *(?P<count>[\d,.]{1,20}\w?)/(?P<total>[\d,.]{1,20}\w?) "
-    r"\[(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d\d)<"
-)
-
-
-class _Bar(NamedTuple):
-    """A progress bar, as it stood when ranks had timed out."""
-
-    text: str
-    done: str
-    total: str
-    elapsed_s: int
 
 
 class Log:
@@ -70,7 +55,7 @@ class Log:
 
     def __init__(self) -> None:
         self.remarks: list[str] = []
-        self.unread = _Unread()
+        self.unread = Unread()
         self._starts = Starts()
         self._idle = 0
         self._open: dict[_Key, tracebacks.Traceback] = {}
@@ -115,7 +100,8 @@ class Log:
                 if self._wants(line):
                     for part in parts(line):
                         self._add(part)
-                    self._keep_bar()
+                    is_meant = self._file.spoke_at > 0 or bool(self._starts.now.limits_s)
+                    self._file.bar.move(self._starts.now.bars, self._file.line, is_meant=is_meant)
         except (EOFError, zlib.error, OSError) as error:
             raise ReadingError(f"only part of it could be read ({error})") from error
         finally:
@@ -174,7 +160,7 @@ class Log:
         statements = start.unsettled(has_agents=self._starts.has_agents)
         return LogFacts(
             statements=tuple(one for one in statements if not self._has_ended_itself(one)),
-            works_on=_works_on(start.bars, start.limits_s),
+            works_on=works_on(start.bars, start.limits_s),
             is_cut=self._is_cut,
             spoke=tuple(sorted(rank for rank, one in self._settled().items() if not one.tells)),
         )
@@ -210,7 +196,7 @@ class Log:
         if self._has_next_start(text):
             self._start_again()
         rank = self._speaker(line)
-        self._bar(line.text)
+        self._file.bar.read(line.text, self._file.line)
         is_read = self._traceback(line, rank, text)
         is_read |= self._of_the_job(text)
         is_read |= self._stated(rank, text)
@@ -240,24 +226,6 @@ class Log:
         if "Completed store-based barrier" in text:
             self._starts.now.has_joined()
         return bool(said)
-
-    def _bar(self, text: str) -> None:
-        found = _BAR.search(text) if "%|" in text else None
-        if found is not None:
-            elapsed_s = whole(found["hours"] or "0") * 3600 + whole(found["minutes"]) * 60 + whole(found["seconds"])
-            name = text[max(found.start() - 60, 0) : found.end()].strip()
-            self._file.bar_at = self._file.line
-            self._file.bar = _Bar(f"{name}…", found["count"], found["total"], elapsed_s)
-
-    def _keep_bar(self) -> None:
-        """One that stands right before a rank's last words was there when these were written."""
-        start = self._starts.now
-        if self._file.bar is not None and (self._file.spoke_at or start.limits_s):
-            start.bars.append(self._file.bar)
-            del start.bars[:-_MOST_BARS]
-            self._file.bar = None
-        elif self._file.line - self._file.bar_at >= _RIGHT_BEFORE:
-            self._file.bar = None
 
     def _whole_line(self, line: Line) -> str:
         """The text, with what a terminal has broken off, as far as it has been read."""
@@ -455,7 +423,7 @@ class _File:
         spoke_at: The line in which a rank last spoke for the first time; 0 where none has.
         took_at: The last line that was read to its end.
         pending: Exceptions of which no line says whose they are.
-        bar: The last progress bar, and the line that it stands in.
+        bar: The last progress bar.
     """
 
     def __init__(self, rank: int | None) -> None:
@@ -465,8 +433,7 @@ class _File:
         self.spoke_at = 0
         self.took_at = 0
         self.pending: list[ExceptionFacts] = []
-        self.bar: _Bar | None = None
-        self.bar_at = 0
+        self.bar = LastBar()
 
     def speaks(self, rank: int) -> None:
         """A line is by this rank."""
@@ -487,54 +454,6 @@ class _File:
         return self.spoke_at >= max(self.line - 1, self.took_at) or (ends_within and self.line - self.spoke_at <= _SOON)
 
 
-class _Unread:
-    """Lines that look as if something had failed, and of which nothing was understood."""
-
-    _ALARM = re.compile(
-        r"\[[EF][ \d][^\]]{0,80}\.(?:cpp|hpp|cu):\d+\]|NCCL WARN|[RHX]CCL (?:WARN|ERROR)"
-        r"|Dist(?:Backend|Store|Network)Error|\[ERROR\].{0,80}(?:rank|device|collective)|terminated by signal|MPI_ABORT"
-        r"|libfabric|NET/\w+ .{0,80}error"
-    )
-    _SAYS_NO_MORE = re.compile(
-        r"Some NCCL operations|To avoid (?:data|this) inconsistency|Exception raised from|Stack trace of the failed"
-        r"|debug info|dump signal|Terminating the process|First PG on this rank|terminate called|ncclInvalidUsage"
-        r"|flight recorder|timed out in blocking wait|watchdog got stuck|NCCL (?:operations|error)"
-        r"|ProcessGroupNCCL\.cpp:\d+\] Rank \d+$|Failed to execute operation|Socket recv failed"
-        r"|Error encountered progressing|successfully reached|poll for socket"
-    )
-    _MOST = 3
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._lines: dict[str, str] = {}
-
-    def add(self, text: str) -> None:
-        """Keeps a line if it looks so; of those that differ in numbers only, the first."""
-        head = text[:1000]
-        if self._ALARM.search(head) and not self._SAYS_NO_MORE.search(text[:2000]):
-            self._count += 1
-            if len(self._lines) < self._MOST:
-                self._lines.setdefault(re.sub(r"\d+", "0", head[:80]), head.strip()[:160])
-
-    @property
-    def sentences(self) -> Iterable[str]:
-        """One sentence, or none."""
-        if self._count:
-            shown = "; ".join(f'"{line}"' for line in self._lines.values())
-            what = "1 line looks like an error" if self._count == 1 else f"{self._count:,} lines look like errors"
-            yield f"{what} in a format that is not known, such as: {shown}."
-
-
 def _leaves_out(line: bytes) -> bool:
     """Whether a line stands for others: three dots of whoever has copied it, or Ray's count of lines that are alike."""
     return (len(line) < 40 and b"..." in line and not line.strip(b" .[]>#|")) or b"x across cluster]" in line
-
-
-def _works_on(bars: list[_Bar], limits_s: set[float]) -> str:
-    """A bar that moved after a rank had given up, or whose work began when it began to wait."""
-    for bar in bars:
-        began_with_it = any(0.9 * limit_s <= bar.elapsed_s <= 1.2 * limit_s for limit_s in limits_s)
-        moved = any(other.total == bar.total and other.done != bar.done for other in bars)
-        if bar.done != bar.total and (began_with_it or moved):
-            return bar.text
-    return ""
