@@ -9,6 +9,7 @@ from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
 from lightning_ncclsafe.reading.bars import LastBar, works_on
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
+from lightning_ncclsafe.reading.raising import Raised, Raising
 from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.starts import (
     RANKS_OF_A_HOST,
@@ -29,9 +30,6 @@ from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError
 _TELLING = tuple(
     word.encode() for word in sorted({*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS})
 )
-_Key = tuple[int | None, str]
-_MOST_OPEN = 4096
-_MOST_IDLE = 5000
 _MOST_REMARKS = 8
 _MOST_BROKEN = 3
 _STARTS = "The run was started several times: this is the last start in which anything waits or fails."
@@ -57,9 +55,7 @@ class Log:
         self.remarks: list[str] = []
         self.unread = Unread()
         self._starts = Starts()
-        self._idle = 0
-        self._open: dict[_Key, tracebacks.Traceback] = {}
-        self._chained: set[_Key] = set()
+        self._raising = Raising()
         self._rank_of: dict[str, int] = {}
         self._broken: list[str] = []
         self._broken_of: int | None = None
@@ -71,9 +67,6 @@ class Log:
         self._is_cut = False
         self._gave_up_pids: set[str] = set()
         self._words: tuple[bytes, ...] = ()
-        self._child: int | None = None
-        self._worker: tuple[int | None, ExceptionFacts] | None = None
-        self._begun: _Key | None = None
 
     def read(self, stream: IO[bytes], most: int, rank: int | None = None, start: int = 0) -> None:
         """Reads a log.
@@ -89,9 +82,7 @@ class Log:
         """
         self._file = _File(rank)
         self._starts.begin(start)
-        self._open.clear()
-        self._chained.clear()
-        self._child, self._worker = None, None
+        self._raising.begin()
         try:
             for line in lines(stream, most, self._wants_block):
                 self._file.line += 1
@@ -112,21 +103,21 @@ class Log:
         return bool(self._words) or self._wants(block)
 
     def _wants(self, text: bytes) -> bool:
-        if self._open or self._broken or self._failed or self._statements.is_open:
+        if self._raising.is_open or self._broken or self._failed or self._statements.is_open:
             return True
         return bool(telling(text, self._words)) or (self._file.spoke_at > 0 and b"%|" in text)
 
     def _ends_file(self) -> None:
         for statement in self._statements.flush():
             self._starts.now.has_said(statement)
-        if self._worker is not None:
-            self._raised(*self._worker, None)
-        if self._child is not None:
+        for one in self._raising.flush():
+            self._raised(one)
+        if self._raising.child is not None:
             # Of what it raised, the end is not there.
-            self._starts.now.has_said(ended_child(self._child))
+            self._starts.now.has_said(ended_child(self._raising.child))
         self._is_cut |= self._file.is_cut
-        said = self._of(self._file.rank) if self._file.pending else None
-        for exception in self._file.pending:
+        said = self._of(self._file.rank) if self._raising.nameless else None
+        for exception in self._raising.nameless:
             if said is not None:
                 said.raised(exception)
             elif tracebacks.is_telling(exception):
@@ -197,7 +188,7 @@ class Log:
             self._start_again()
         rank = self._speaker(line)
         self._file.bar.read(line.text, self._file.line)
-        is_read = self._traceback(line, rank, text)
+        is_read = self._exceptions(line, rank, text)
         is_read |= self._of_the_job(text)
         is_read |= self._stated(rank, text)
         if any(word in text for word in _OF_COLLECTIVES):
@@ -250,79 +241,20 @@ class Log:
             return self._rank_of.get(line.stream, int(line.stream))
         return self._rank_of.get(line.stream) if line.stream else None
 
-    def _traceback(self, line: Line, rank: int | None, text: str) -> bool:
-        """Reads a traceback on, or begins one; whether the line says anything of one."""
-        key = (line.rank, line.stream)
-        self._loses_its_prefix(key, text)
-        reading = self._open.get(key)
-        self._idle = 0 if reading is not None else self._idle + 1
-        if self._idle > _MOST_IDLE:
-            # Their ranks have been ended in the middle of them.
-            self._open.clear()
-        self._between_tracebacks(key, text)
-        if reading is not None and not reading.goes_on(text):
-            del self._open[key]
-            if reading.exception is not None:
-                self._raised(rank if reading.rank is None else reading.rank, reading.exception, key)
-                return True
-        if tracebacks.begins(text) and len(self._open) < _MOST_OPEN:
-            self._open[key] = tracebacks.Traceback(rank=tracebacks.of_rank(text))
-            self._begun = key if line.rank is not None else None
-        elif reading is None and tracebacks.begins_cut(text) and len(self._open) < _MOST_OPEN:
-            self._open[key] = tracebacks.Traceback(has_head=False)
-            self._open[key].goes_on(text)
-        elif reading is None:
-            return self._without_traceback(rank, text)
-        return True
+    def _exceptions(self, line: Line, rank: int | None, text: str) -> bool:
+        """Keeps what ends with this line; whether it says anything of an exception."""
+        has_numbers = self._starts.world_size <= RANKS_OF_A_HOST
+        found, is_read = self._raising.read(line, rank, text, has_numbers=has_numbers)
+        for one in found:
+            self._raised(one)
+        return is_read
 
-    def _loses_its_prefix(self, key: _Key, text: str) -> None:
-        """A logger puts the rank before the first line of a traceback only."""
-        begun, self._begun = self._begun, None
-        if begun in self._open and key == (None, "") and key not in self._open and tracebacks.begins_cut(text):
-            reading = self._open.pop(begun)
-            reading.rank = begun[0] if reading.rank is None else reading.rank
-            self._open[key] = reading
-
-    def _between_tracebacks(self, key: _Key, text: str) -> None:
-        """What is said of the next one."""
-        if tracebacks.is_chain(text):
-            self._chained.add(key)
-        child = tracebacks.child(text)
-        if child is not None and self._starts.world_size <= RANKS_OF_A_HOST:
-            self._child = child
-
-    def _without_traceback(self, rank: int | None, text: str) -> bool:
-        worker = tracebacks.of_worker(text)
-        if worker is not None:
-            self._worker = rank, worker
-            return True
-        found = tracebacks.alone(text, is_of_rank=rank is not None)
-        if found is None:
-            return False
-        same = next((one for one in self._file.pending if tracebacks.is_one(one, found.exception)), None)
-        if same is not None:
-            # Its traceback did not say whose it was, and this does.
-            self._file.pending.remove(same)
-        for one in found.ranks or (rank,):
-            self._raised(one, same or found.exception, None)
-        return True
-
-    def _raised(self, rank: int | None, exception: ExceptionFacts, key: _Key | None) -> None:
-        if key is not None and key in self._chained:
-            # The one above is where it began.
-            self._chained.discard(key)
-            return
-        child, self._child = self._child, None
-        if rank is None:
-            # What a parent prints of one of the processes that it has started.
-            rank = child
-        if "DataLoader worker" in exception.message:
-            self._worker = None
-        said = self._of(rank)
+    def _raised(self, one: Raised) -> None:
+        said = self._of(one.rank)
         if said is not None:
-            said.raised(exception)
-        elif len(self._file.pending) < _MOST_REMARKS * 2:
-            self._file.pending.append(exception)
+            said.raised(one.exception)
+        else:
+            self._raising.keep(one.exception)
 
     def _frame_of_failed(self, text: str) -> None:
         """The stack of a failed collective stands below the line that announces it, without anything before it."""
@@ -358,7 +290,7 @@ class Log:
         if said is None:
             error = watchdog.device_error(text)
             if error:
-                self._raised(None, ExceptionFacts(type="CUDA error", message=error), None)
+                self._raised(self._raising.owned(None, ExceptionFacts(type="CUDA error", message=error)))
             return is_read or bool(error) or call is not None
         self._last = said
         self._file.speaks(said.rank)
@@ -422,7 +354,6 @@ class _File:
         last: That line.
         spoke_at: The line in which a rank last spoke for the first time; 0 where none has.
         took_at: The last line that was read to its end.
-        pending: Exceptions of which no line says whose they are.
         bar: The last progress bar.
     """
 
@@ -432,7 +363,6 @@ class _File:
         self.last = b""
         self.spoke_at = 0
         self.took_at = 0
-        self.pending: list[ExceptionFacts] = []
         self.bar = LastBar()
 
     def speaks(self, rank: int) -> None:
