@@ -1,6 +1,7 @@
 """Progress bars in a log: one that goes on, or that began when ranks began to wait, is of a process that works."""
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.reading.values import whole
@@ -27,25 +28,28 @@ class LastBar:
     """The last progress bar of a file, until something else has been said for some lines."""
 
     def __init__(self) -> None:
-        self._bar: Bar | None = None
+        self._text = b""
         self._at = 0
 
-    def read(self, text: str, line: int) -> None:
+    def read(self, text: bytes, line: int) -> None:
         """Keeps the one in a line of this number."""
-        found = _BAR.search(text) if "%|" in text else None
-        if found is not None:
-            elapsed_s = whole(found["hours"] or "0") * 3600 + whole(found["minutes"]) * 60 + whole(found["seconds"])
-            name = text[max(found.start() - 60, 0) : found.end()].strip()
-            self._bar, self._at = Bar(f"{name}…", found["count"], found["total"], elapsed_s), line
+        if b"%|" in text:
+            self._text, self._at = text, line
 
-    def move(self, bars: list[Bar], line: int, *, is_meant: bool) -> None:
-        """Adds it to others where somebody has given up: one right before a rank's last words was there by then."""
-        if self._bar is not None and is_meant:
-            bars.append(self._bar)
+    def move(self, bars: list[Bar], line: int) -> None:
+        """Adds it to others, as somebody has given up: one right before a rank's last words was there by then."""
+        if self._text and line - self._at < _RIGHT_BEFORE:
+            bars += bars_in(self._text.decode("utf-8", "replace"))
             del bars[:-_MOST]
-            self._bar = None
-        elif line - self._at >= _RIGHT_BEFORE:
-            self._bar = None
+        self._text = b""
+
+
+def bars_in(text: str) -> Iterator[Bar]:
+    """The progress bars in a line."""
+    for found in _BAR.finditer(text):
+        elapsed_s = whole(found["hours"] or "0") * 3600 + whole(found["minutes"]) * 60 + whole(found["seconds"])
+        name = text[max(found.start() - 60, 0) : found.end()].strip()
+        yield Bar(f"{name}…", found["count"], found["total"], elapsed_s)
 
 
 def works_on(bars: list[Bar], limits_s: set[float]) -> str:

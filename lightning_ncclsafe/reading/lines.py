@@ -14,13 +14,15 @@ _ENDS = re.compile(rb"[\r\n]+")
 _COLOURS = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-9;?]*[ -/]*[@-~]|\x1b.|(?<![\w])\[\d{1,3}(?:;\d{1,3})*m"
 )
+# mpirun and Horovod, which write it into the middle of a line as well where a process has written the line in pieces.
+_TAG = re.compile(r"\[(?:\d+,)?(?P<stream>\d{1,6})\]<std(?:err|out)>:")
 # One after the other, any of these may stand before what a rank says.
 _PREFIXES = (
     re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
     re.compile(r"\[(?P<stream>[a-z_]\w{0,60}?\d+)\]:\s?"),  # torchrun: role and local rank
     # srun --label; not Horovod's lists of what a rank has not come to
     re.compile(r"(?P<stream>\d{1,6}): (?!\[(?!rank\d)[\w./:-]+(?:, |\]\s*$| \.\.\.))"),
-    re.compile(r"\[(?:\d+,)?(?P<stream>\d{1,6})\]<std(?:err|out)>:"),  # mpirun, Horovod
+    _TAG,
     re.compile(r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]?\d \d\d:\d\d:\d\d \d{4}(?=\[\d)"),  # the time before that
     re.compile(r"\[(?P<stream>pod/[^\]]{1,200})\] "),  # kubectl logs --prefix
     re.compile(  # Ray, vLLM
@@ -36,8 +38,9 @@ _PREFIXES = (
     re.compile(r"std(?:err|out)(?:: | [FP] )"),  # Accelerate; containers of Kubernetes
     re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d TP(?P<tp>\d{1,6})(?: EP\d{1,6})?\]\s?"),  # SGLang
     re.compile(r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s*"),
+    re.compile(r"UTC [\w.-]{1,60} -- "),  # polyaxon
     re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\s+"),
-    re.compile(r"\[?(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[[\w.]{1,60}:\d+\] ?"),  # vLLM
+    re.compile(r"\[?(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w.]{1,60}:\d+\] ?"),  # vLLM
     re.compile(r"\[\d+\] (?=\[|\(|Traceback|\s+File|$)"),  # a line's number
     re.compile(r"[|>]\s+|\s*\|\s+(?=\d{4}-)|\s+(?=[(\[]|\d{4}-|\| )"),
 )
@@ -125,6 +128,8 @@ def _stripped(text: str) -> Line:
         if match is None or not match.group():
             break
         position = match.end()
+        if match.re is _TAG:
+            text = text[:position] + text[position:].replace(match.group(), "")
         said = match.groupdict()
         stream = stream or said.get("stream") or ""
         rank = _rank(said.get("rank") or said.get("ray") or said.get("vllm") or said.get("tp"), rank)

@@ -88,11 +88,12 @@ class Log:
                 self._file.line += 1
                 self._file.last = line
                 self._is_cut |= _leaves_out(line)
+                self._file.bar.read(line, self._file.line)
                 if self._wants(line):
                     for part in parts(line):
                         self._add(part)
-                    is_meant = self._file.spoke_at > 0 or bool(self._starts.now.limits_s)
-                    self._file.bar.move(self._starts.now.bars, self._file.line, is_meant=is_meant)
+                    if self._file.spoke_at or self._starts.now.limits_s:
+                        self._file.bar.move(self._starts.now.bars, self._file.line)
         except (EOFError, zlib.error, OSError) as error:
             raise ReadingError(f"only part of it could be read ({error})") from error
         finally:
@@ -187,7 +188,6 @@ class Log:
         if self._has_next_start(text):
             self._start_again()
         rank = self._speaker(line)
-        self._file.bar.read(line.text, self._file.line)
         is_read = self._exceptions(line, rank, text)
         is_read |= self._of_the_job(text)
         is_read |= self._stated(rank, text)
@@ -281,7 +281,7 @@ class Log:
     def _collective(self, rank: int | None, line: Line, text: str) -> bool:
         call, standing = watchdog.timed_out(text), watchdog.standing(text)
         if rank is None:
-            rank = self._rank_within(call, standing)
+            rank = self._rank_within(call, standing, text)
         said = self._of(rank)
         is_read = False
         for awaited in watchdog.awaited(text):
@@ -330,11 +330,11 @@ class Log:
             return True
         return False
 
-    def _rank_within(self, call: watchdog.TimedOut | None, standing: watchdog.Standing | None) -> int | None:
+    def _rank_within(self, call: watchdog.TimedOut | None, standing: watchdog.Standing | None, text: str) -> int | None:
         """Before torch 2.2 nothing but the rank within the group is said; of the default group that is the rank."""
         if standing is not None:
             return standing.rank if standing.group == DEFAULT_GROUP[0] else None
-        return call.rank if call is not None else None
+        return call.rank if call is not None else watchdog.ended_rank(text)
 
     def _awaits(self, awaited: watchdog.Awaited, said: RankLog | None, text: str) -> None:
         # A desync report is some lines below the one that says whose it is; a monitored barrier fails on rank 0.

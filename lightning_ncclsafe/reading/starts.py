@@ -148,6 +148,7 @@ class Start:
                 said.ended(Ended(said.rank, statement.exit_code or 0, is_first=is_first))
                 said.quote(statement.line)
         self._settle_unexplained()
+        self._settle_words_of_srun(has_agents=has_agents)
         if not has_agents:
             self._settle_tasks()
         self._find_first()
@@ -160,6 +161,13 @@ class Start:
             rank = self._rank_of(one) if one.exit_code is None and one.local_rank is not None else None
             if rank is not None:
                 self.statements[at] = replace(one, ranks=(rank,))
+
+    def _settle_words_of_srun(self, *, has_agents: bool) -> None:
+        """That a task was killed, as it is also said of all others once one has failed: of one alone it is said."""
+        words = [at for at, one in enumerate(self.statements) if one.detail.startswith("srun ")]
+        if has_agents or len(words) > 1:
+            for at in words:
+                self.statements[at] = replace(self.statements[at], ranks=())
 
     def _settle_tasks(self) -> None:
         """A task of SLURM's is a rank. Where the kernel has ended one, the others may have failed because of that."""

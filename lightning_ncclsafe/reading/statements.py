@@ -27,6 +27,8 @@ _OF_INIT = r"default_pg|store_based_barrier|torchelastic|rdzv|/ranks?\b|worker_c
 _AT_STORE = r"^(?!.*ncclUniqueId).*"
 # Programs lose connections of other kinds as well.
 _OF_RANKS = r"^(?=.*(?:gloo|NCCL|socket|Net :|c10d)).*?"
+_SRUN = r"srun: error: \S{1,100}"
+_KILLED = r"(?:Out Of Memory|Killed|Bus error|Segmentation fault)"
 
 _ended = partial(message, StatementKind.ENDED)
 _not_joined = partial(message, StatementKind.NOT_JOINED)
@@ -62,7 +64,7 @@ _MESSAGES = (
     _ended("returned non-zero", r"CalledProcessError: Command .{0,4000}returned non-zero exit status (?P<code>\d+)"),
     _ended(
         "Child process with PID",
-        r"\[rank: (?P<local>\d+)\] Child process with PID \d+ terminated with code (?P<code>-?\d+)",
+        r"(?:\[rank: (?P<local>\d+)\] )?Child process with PID \d+ terminated with code (?P<code>-?\d+)",
         "Lightning",
     ),
     _ended(
@@ -97,6 +99,9 @@ _MESSAGES = (
         r"^Worker (?P<rank>\d+) has failed\.?\s*$",
         "Ray reports that its trainer's worker {rank} has failed",
     ),
+    _ended(
+        "status failed", r"Container rank (?P<rank>\d+) status failed .{0,4000}\bcode (?P<code>-?\d+) log", "Paddle"
+    ),
     # What a process prints of its own end: UCX, Open MPI
     _ended("Caught signal ", r"Caught signal (?P<signal>\d+) \(", "UCX"),
     _ended("Signal: ", r"\*\*\* .{0,60}Signal: [\w ]{1,40} \((?P<signal>\d+)\)"),
@@ -105,12 +110,12 @@ _MESSAGES = (
     _ended("OOMKilled", r"\bOOMKilled\b", "Kubernetes", code=-9),
     _ended(
         "srun: error",
-        r"srun: error: \S{1,100}: (?P<who>task [\d,-]{1,60}): (?:Out Of Memory|Killed|Bus error|Segmentation fault)",
+        rf"{_SRUN}: (?P<who>task (?P<rank>\d{{1,7}})): {_KILLED}",
         "srun reports that {who} was killed",
     ),
     _ended(
         "srun: error",
-        r"srun: error: \S{1,100}: (?P<who>tasks [\d,-]{1,60}): (?:Out Of Memory|Killed|Bus error|Segmentation fault)",
+        rf"{_SRUN}: (?P<who>tasks [\d,-]{{1,60}}): {_KILLED}",
         "srun reports that {who} were killed",
     ),
     # Stores
@@ -198,7 +203,13 @@ _MESSAGES = (
         r"Got completion from peer (?P<where>\S{1,200}) with (?:status=|error )(?P<why>\d+)",
         "InfiniBand gave up on {where} with status {why}, which can also mean a dead peer",
     ),
-    # Ranks that were compared
+    # Ranks that were compared, or have met with data of another length
+    message(
+        StatementKind.OTHER_SIZES,
+        "preamble.length",
+        r"op\.preamble\.length <= op\.nbytes\. (?P<got>\d+) vs (?P<room>\d+)",
+        "gloo has received {got} bytes where a collective called for {room}",
+    ),
     message(
         StatementKind.OTHER_OPERATIONS,
         "ismatched collective",

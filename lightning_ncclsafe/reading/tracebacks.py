@@ -45,6 +45,7 @@ _CONSEQUENCE_TEXTS = re.compile(
 # What torch raises as it raises all that goes wrong between ranks, and is an error of this one's.
 _OWN_TEXTS = re.compile(
     r"failed to listen on any local network address|no socket interface found|Distributed package doesn't have"
+    r"|(?:NCCL [Ee]rror(?: 1)?|nccl\w+ failed): unhandled cuda error"
 )
 _CUT = re.compile(r'\s+File "[^"\n]{1,400}", line \d+, in ')
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d+)\)")
