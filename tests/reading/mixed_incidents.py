@@ -1,4 +1,4 @@
-"""Incidents of jobs that are parallel in several ways at once, written after PyTorch's source and before their first run.
+"""Incidents of jobs that are parallel in several ways at once, each with its truth, which was written first.
 
 Tensor, data and pipeline parallel groups with a batch's sends between stages, experts, hosts that are far ahead, calls
 that cross between groups, dumps of different moments and jobs. What was said of them at the first run is in
@@ -287,7 +287,7 @@ def three_groups_in_a_circle() -> Dumps:
 
 @incident(NOBODY)
 def another_order_that_ends_all_the_same() -> Dumps:
-    """Rank 2 launches two groups' calls the other way round on streams of their own, where neither waits for the other."""
+    """Rank 2 launches two groups' calls the other way round, on streams of which neither waits for the other."""
     groups = {**world(4), "metrics": [0, 1, 2, 3]}
 
     def program(rank: int) -> list[Step]:
@@ -486,7 +486,7 @@ def roots_are_far_ahead() -> Dumps:
 
 @incident(HOST, 3)
 def a_first_call_of_a_subgroup() -> Dumps:
-    """Rank 3 never makes the first call with rank 1, whose host is blocked inside it; ranks 0 and 2 wait for the two."""
+    """Rank 3 never makes the first call with rank 1, whose host is blocked inside; ranks 0 and 2 wait for these."""
 
     def program(rank: int) -> list[Step]:
         first: list[Step] = [Collective(f"dp{rank % 2}", sizes=(8192,)), Synchronize()]
