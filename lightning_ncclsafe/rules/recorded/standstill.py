@@ -383,7 +383,9 @@ class _Standstill:
         yield Root(cause=RootCause.JOINED, ranks=tuple(sorted(called)), held=held, ops=(op,), is_sure=sure)
 
     def _circle(self, ranks: tuple[int, ...], ops: list[_Op], held: tuple[int, ...]) -> Root:
-        inside = set(ranks)
+        core = self._core(ranks)
+        held = tuple(sorted({*held, *ranks} - set(core)))
+        ranks, inside = core, set(core)
         pairs = [(one, other) for one, other in self.unmatched if one in inside and other in inside]
         # Or one side stands in a send or receive whose other side comes after what the first has not come to.
         pairs = pairs or [(one, other) for one in ranks for other in ranks if self._stands_at(one, other)]
@@ -396,6 +398,32 @@ class _Standstill:
         odd = self._odd_ones(ranks, ops)
         sure = self.lost.isdisjoint(ranks)
         return Root(cause=RootCause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
+
+    def _core(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of a circle that are in one by where their devices stand; all others wait behind something older."""
+        edges: dict[_Node, dict[_Node, Seen]] = {
+            rank: dict.fromkeys(self._held_up_by(rank), Seen.OPEN) for rank in ranks
+        }
+        inside = set(ranks)
+        found = [
+            {node for node in component if isinstance(node, int)}
+            for component in _components(edges)
+            if len(component) > 1
+            and all(other in component or other not in inside for node in component for other in edges.get(node, ()))
+        ]
+        return tuple(sorted(set().union(*found))) or ranks
+
+    def _held_up_by(self, rank: int) -> Iterator[int]:
+        """The ranks for which the oldest that is open on a rank waits."""
+        first = self.open[rank][0]
+        if not first.is_p2p:
+            around = self.edges.get((first.group, first.seq), ())
+            yield from (node for node in around if isinstance(node, int) and node != rank)
+        for (name, kind, peer), call in self.ends[rank].items():
+            if call.is_p2p and first.is_p2p and (name, call.seq) == (first.group, first.seq):
+                other = self.ends.get(peer, {}).get((name, "recv" if kind == "send" else "send", rank))
+                if other is None or not self.is_head(peer, other) or numel(call) != numel(other):
+                    yield peer
 
     def _stands_at(self, rank: int, peer: int) -> bool:
         """Whether the oldest that is open on a rank is a send or receive with a peer."""
