@@ -131,9 +131,8 @@ class _Standstill:
         }
         # The first number that a rank's ring still has, where dumps have what has ended as well.
         self.first: dict[tuple[int, str], int] = {}
-        self.is_whole = 2 * sum(any(one.completed for one in facts.collectives) for facts in view.facts.values()) > len(
-            self.open
-        )
+        with_ended = sum(any(one.completed for one in facts.collectives) for facts in view.facts.values())
+        self.has_ended, self.is_whole = with_ended > 0, 2 * with_ended > len(self.open)
         self.calls: dict[_Op, dict[int, Collective]] = defaultdict(dict)
         self.ended: dict[_Op, set[int]] = defaultdict(set)
         for rank, facts in view.facts.items():
@@ -157,6 +156,10 @@ class _Standstill:
 
     def _has_lost(self, rank: int) -> bool:
         """Whether the ring has lost what a rank's device stands in: by its counters, something older has not ended."""
+        calls = self.view.facts[rank].collectives
+        if self.has_ended and calls and not calls[0].completed and calls[0].seq > 1:
+            # Nothing before it is left, of which some may be open as well.
+            return True
         return any(
             call.seq > group.last_completed + 1
             for name, call in self.waits[rank].items()
@@ -338,8 +341,9 @@ class _Standstill:
 
     def _idle(self, rank: int, held: tuple[int, ...], ops: tuple[_Op, ...], *, is_absent: bool) -> Root:
         """Of a rank with nothing outstanding, for which others wait."""
-        if self._has_passed(rank, held):
-            ranks = tuple(sorted((rank, *held)))
+        lost = self._asked_wrongly(rank, held)
+        if lost or self._has_passed(rank, held):
+            ranks = tuple(sorted((rank, *(lost or held))))
             return Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks)
         # Of a job that was dumped while it began, some ranks have called nothing yet.
         record = self.view.facts[rank].record
@@ -372,6 +376,21 @@ class _Standstill:
             len(others) > 0 and all(self.is_idle(other) for other in others)
         )
 
+    def _asked_wrongly(self, rank: int, held: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that wait for a rank, if only in sends and receives and none has ever exchanged anything with it."""
+        waiting = tuple(one for one in held if rank in self.edges.get(one, ()))
+        is_alone = not any(rank in edges for node, edges in self.edges.items() if not isinstance(node, int))
+        return waiting if is_alone and all(self._are_strangers(one, rank) for one in waiting) else ()
+
+    def _are_strangers(self, rank: int, other: int) -> bool:
+        """Whether a rank waits for one with which it has never exchanged anything, unlike with others."""
+        peers = set()
+        for call in self.view.facts[rank].collectives:
+            end = peer_of(call, self.members.get(call.group, ())) if call.is_p2p and call.completed else None
+            if end is not None:
+                peers.add(end[1])
+        return bool(peers) and other not in peers
+
     def _most(self, op: _Op) -> tuple[int, str, int]:
         return (-len(self.calls[op]), *op)
 
@@ -393,7 +412,8 @@ class _Standstill:
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
             named = _in_circle(at_heads) or _in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
             both = tuple(sorted(named))
-            return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both)
+            sure = self.lost.isdisjoint(ranks)
+            return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
         ops = sorted(ops, key=self._most)
         odd = self._odd_ones(ranks, ops)
         sure = self.lost.isdisjoint(ranks)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Collective
 from lightning_ncclsafe.rules.kit import (
+    Confidence,
     Evidence,
     Finding,
     Plan,
@@ -67,6 +68,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     return recorded(
         root.ranks,
         f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
+        confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(
             *(
