@@ -193,9 +193,11 @@ class _Standstill:
             return Seen.ABSENT
         if op[1] <= group.last_completed:
             return Seen.ENDED
-        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost it, or all.
+        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost it, or all; what is
+        # older than all that is open there, and not counted as ended, it has lost.
+        oldest = self.waits[rank].get(op[0])
         is_lost = self.is_whole and op[1] < self.first.get((rank, op[0]), 0)
-        return Seen.ENDED if op[0] in self.waits[rank] and not is_lost else Seen.CALLED
+        return Seen.ENDED if oldest is not None and op[1] > oldest.seq and not is_lost else Seen.CALLED
 
     def is_head(self, rank: int, call: Collective) -> bool:
         """Whether a rank's device has nothing older to get through, as far as is known."""
@@ -330,7 +332,8 @@ class _Standstill:
             yield Root(cause=RootCause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
         elif Seen.OPEN in seen:
             # Its device has not come to what others' have started.
-            yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops))
+            sure = rank not in self.lost
+            yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
         elif self.open.get(rank) and (peer := self._is_with(rank)) is not None:
             if rank < peer or self.edges.get(peer):
                 yield Root(cause=RootCause.JOINED, ranks=tuple(sorted((rank, peer))), held=held, is_sure=False)
