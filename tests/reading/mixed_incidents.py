@@ -179,9 +179,12 @@ def three_ways_a_host_and_a_size() -> Dumps:
     return all_of(Played(groups_of_3d(2), programs))
 
 
-@incident((*DIFFERENT, *CROSSED, *HOST, *PAIRS), 7)
+@incident((*DIFFERENT, *CROSSED, *HOST, *PAIRS), 7, among=(3,))
 def a_stage_skips_its_gradients() -> Dumps:
-    """Rank 7 finds its loss not a number, leaves the rest of the step out and begins the next one."""
+    """Rank 7 finds its loss not a number, leaves the rest of the step out and begins the next one.
+
+    Rank 3, to which it turns, is where it should be; but so is a rank that has sent once too often and gone on.
+    """
     programs = programs_of_3d(2, times=3)
     half = len(programs[7]) // 3
     programs[7] = [*programs[7][: 2 * half - 2], *programs[7][2 * half :]]
@@ -450,9 +453,12 @@ def hosts_far_ahead() -> Dumps:
     return {rank: played.dump(rank, 0.35 + 0.001 * rank) for rank in range(4)}
 
 
-@incident(NOBODY)
-def a_straggler_is_not_stuck() -> Dumps:
-    """Rank 2 computes for four seconds in each step, for which the others wait; the job moves."""
+@incident(DEVICE, 2, is_sure=False)
+def a_straggler_looks_stuck() -> Dumps:
+    """Rank 2 computes for four seconds in each step, for which the others wait; the job moves.
+
+    Dumps do not say when they were taken: within these seconds they look as if its device hung.
+    """
     programs = {rank: [*([Kernel(4.0)] if rank == 2 else []), *step_of_ddp()] * 8 for rank in range(4)}
     played = Played(world(4), programs)
     return {rank: played.dump(rank, 15.0 + 0.01 * rank, timing=True) for rank in range(4)}

@@ -14,23 +14,16 @@ there is a root. All others wait for one that waits, and are no causes of their 
 """
 
 import math
-import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts
 from lightning_ncclsafe.rules.kit import Timeline, numel, once, signature
-
-# "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
-_ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
-# Of these no rank sees the end before all have called them.
-_OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
-
-_Op = tuple[str, int]
-_Node = Hashable
+from lightning_ncclsafe.rules.recorded.calls import Calls, Op, Seen, is_of_all, peer_of
+from lightning_ncclsafe.rules.recorded.circles import Node, all_before, components, in_circle
 
 
 class RootCause(str, Enum):
@@ -60,21 +53,9 @@ class Root:
     cause: RootCause
     ranks: tuple[int, ...]
     held: tuple[int, ...] = ()
-    ops: tuple[_Op, ...] = ()
+    ops: tuple[Op, ...] = ()
     circle: tuple[int, ...] = ()
     is_sure: bool = True
-
-
-class Seen(Enum):
-    """What is known of a rank and a number of a group."""
-
-    OPEN = "open"
-    ENDED = "ended"
-    ABSENT = "absent"
-    CALLED = "called"
-    """It was called; whether it has ended is not known."""
-    UNKNOWN = "unknown"
-    UNREAD = "unread"
 
 
 _MISSED = (Seen.ABSENT, Seen.UNREAD, Seen.UNKNOWN)
@@ -107,108 +88,17 @@ def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
     return [root for root in roots(view) if root.cause is cause]
 
 
-def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
-    """``("send", 4)``: what a send or receive is, and the global rank of its other side."""
-    ends = _ENDS.match(call.op)
-    number = int(ends[3]) if ends else -1
-    return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
-
-
-def is_of_all(call: Collective) -> bool:
-    """Whether no rank can see its end before all have called it; a root may leave a broadcast earlier."""
-    return call.op.startswith(_OF_ALL) and call.backend.startswith("nccl")
-
-
-class _Standstill:
+class _Standstill(Calls):
     def __init__(self, view: Timeline) -> None:
-        self.view = view
-        self.members = {group.name: group.members for group in view.groups}
-        self.groups: dict[int, dict[str, Group]] = {
-            rank: {group.name: group for group in facts.groups} for rank, facts in view.facts.items()
-        }
-        self.open = {
-            rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()
-        }
-        # The first number that a rank's ring still has, where dumps have what has ended as well.
-        self.first: dict[tuple[int, str], int] = {}
-        with_ended = sum(any(one.completed for one in facts.collectives) for facts in view.facts.values())
-        self.has_ended, self.is_whole = with_ended > 0, 2 * with_ended > len(self.open)
-        self.calls: dict[_Op, dict[int, Collective]] = defaultdict(dict)
-        self.ended: dict[_Op, set[int]] = defaultdict(set)
-        for rank, facts in view.facts.items():
-            for call in facts.collectives:
-                if call.is_p2p:
-                    continue
-                self.first[(rank, call.group)] = min(call.seq, self.first.get((rank, call.group), call.seq))
-                if call.completed:
-                    self.ended[(call.group, call.seq)].add(rank)
-                else:
-                    self.calls[(call.group, call.seq)].setdefault(rank, call)
-        # The oldest of each group, and the oldest of all, of which parts of a batch are one.
-        self.waits = {rank: dict(_oldest_by_group(calls)) for rank, calls in self.open.items()}
-        self.ends = {rank: self._ends(rank) for rank in self.open}
-        # What devices have started is known with TORCH_NCCL_ENABLE_TIMING only, which may be set on some hosts.
-        self.timed = {rank for rank in view.facts if self._is_timed(rank)}
-        self.edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
+        super().__init__(view)
+        self.edges: dict[Node, dict[Node, Seen]] = defaultdict(dict)
         self.unmatched: set[tuple[int, int]] = set()
         self.moved = False
-        self.lost = {rank for rank in self.open if self._has_lost(rank)}
 
-    def _has_lost(self, rank: int) -> bool:
-        """Whether the ring has lost what a rank's device stands in: by its counters, something older has not ended."""
-        calls = self.view.facts[rank].collectives
-        if self.has_ended and calls and not calls[0].completed and calls[0].seq > 1:
-            # Nothing before it is left, of which some may be open as well.
-            return True
-        return any(
-            call.seq > group.last_completed + 1
-            for name, call in self.waits[rank].items()
-            if (group := self.groups[rank].get(name)) is not None and not group.is_mixed
-        )
-
-    def _is_timed(self, rank: int) -> bool:
-        calls = self.view.facts[rank].collectives
-        return any(call.duration_ms is not None or (call.started and not call.completed) for call in calls) or any(
-            group.last_started > 0 for group in self.groups[rank].values()
-        )
-
-    def is_idle(self, rank: int) -> bool:
-        """Whether it is known that nothing is outstanding there."""
-        record = self.view.facts[rank].record
-        return record is not None and record.is_idle and not self.open[rank]
-
-    def seen(self, rank: int, op: _Op) -> Seen:
-        """What is known of a rank and a number."""
-        facts = self.view.facts.get(rank)
-        if facts is None or (facts.record is not None and facts.record.is_empty):
-            return Seen.UNREAD
-        if rank in self.calls.get(op, ()):
-            return Seen.OPEN
-        group = self.groups[rank].get(op[0])
-        if rank in self.ended.get(op, ()):
-            return Seen.ENDED
-        if group is None:
-            return Seen.ABSENT if self.is_idle(rank) else Seen.UNKNOWN
-        if op[1] > group.last_enqueued:
-            return Seen.ABSENT
-        if op[1] <= group.last_completed:
-            return Seen.ENDED
-        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost it, or all; what is
-        # older than all that is open there, and not counted as ended, it has lost.
-        oldest = self.waits[rank].get(op[0])
-        is_lost = self.is_whole and op[1] < self.first.get((rank, op[0]), 0)
-        return Seen.ENDED if oldest is not None and op[1] > oldest.seq and not is_lost else Seen.CALLED
-
-    def is_head(self, rank: int, call: Collective) -> bool:
-        """Whether a rank's device has nothing older to get through, as far as is known."""
-        first = self.open[rank][0]
-        same = (call.group, call.seq, call.is_p2p) == (first.group, first.seq, first.is_p2p)
-        return same or (call.started and not call.completed)
-
-    def frozen(self) -> dict[int, list[_Op]]:
+    def frozen(self) -> dict[int, list[Op]]:
         """Ranks that hold open what has ended on others of the group, and what that is."""
-        through: dict[_Op, list[int]] = {}
-        found: dict[int, list[_Op]] = defaultdict(list)
+        through: dict[Op, list[int]] = {}
+        found: dict[int, list[Op]] = defaultdict(list)
         for rank, waits in self.waits.items():
             for name, call in waits.items():
                 if not is_of_all(call) or call.launching:
@@ -232,23 +122,27 @@ class _Standstill:
         for rank in self.open:
             if rank not in frozen:
                 self._wait(rank)
-        components = list(_components(self.edges))
-        home = {node: number for number, nodes in enumerate(components) for node in nodes}
+        parts = list(components(self.edges))
+        home = {node: number for number, nodes in enumerate(parts) for node in nodes}
         ends = [
             number
-            for number, nodes in enumerate(components)
+            for number, nodes in enumerate(parts)
             if all(home[other] == number for node in nodes for other in self.edges.get(node, ()))
         ]
-        before: dict[_Node, list[_Node]] = defaultdict(list)
+        before: dict[Node, list[Node]] = defaultdict(list)
         for node, others in self.edges.items():
             for other in others:
                 before[other].append(node)
-        found = [root for number in ends for root in self._root(components[number], frozen, before)]
+        found = [root for number in ends for root in self._root(parts[number], frozen, before)]
         if not any(root.cause is not RootCause.JOINED for root in found):
-            found = [
-                Root(cause=RootCause.DEVICE, ranks=(rank,), ops=tuple(ops)) for rank, ops in frozen.items()
-            ] or found
+            found = [self._frozen(rank, ops, ()) for rank, ops in frozen.items()] or found
         yield from _ranked(found)
+
+    def _frozen(self, rank: int, ops: list[Op], held: tuple[int, ...]) -> Root:
+        sure = any(
+            self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
+        )
+        return Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
 
     def _wait(self, rank: int) -> None:
         """What a rank waits for: of each group the oldest collective, of each pair the oldest send and receive."""
@@ -282,7 +176,7 @@ class _Standstill:
             return Seen.ABSENT
         return Seen.OPEN if call.started and not other.started and peer in self.timed else None
 
-    def _wait_in(self, op: _Op) -> None:
+    def _wait_in(self, op: Op) -> None:
         """For whom a collective waits: those that have not called it, else those that have not come to it."""
         edges = self.edges[op]
         called = self.calls[op]
@@ -299,21 +193,12 @@ class _Standstill:
         elif started:
             edges.update(dict.fromkeys((called.keys() & self.timed) - started - edges.keys(), Seen.OPEN))
 
-    def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
-        found: dict[tuple[str, str, int], Collective] = {}
-        for call in self.open[rank]:
-            if call.is_p2p:
-                end = peer_of(call, self.members.get(call.group, ()))
-                if end is not None:
-                    found.setdefault((call.group, *end), call)
-        return found
-
     def _root(
-        self, nodes: list[_Node], frozen: Mapping[int, list[_Op]], before: Mapping[_Node, list[_Node]]
+        self, nodes: list[Node], frozen: Mapping[int, list[Op]], before: Mapping[Node, list[Node]]
     ) -> Iterator[Root]:
         ranks = tuple(sorted(node for node in nodes if isinstance(node, int)))
         ops = [node for node in nodes if isinstance(node, tuple)]
-        held = tuple(sorted(rank for rank in _all_before(nodes, before) if rank not in ranks))
+        held = tuple(sorted(rank for rank in all_before(nodes, before) if rank not in ranks))
         if not ranks:
             yield from self._joined(ops[0], held)
         elif len(nodes) == 1:
@@ -322,12 +207,12 @@ class _Standstill:
             yield self._circle(ranks, ops, held)
 
     def _alone(
-        self, rank: int, held: tuple[int, ...], frozen: Mapping[int, list[_Op]], before: Mapping[_Node, list[_Node]]
+        self, rank: int, held: tuple[int, ...], frozen: Mapping[int, list[Op]], before: Mapping[Node, list[Node]]
     ) -> Iterator[Root]:
         ops = sorted((node for node in before.get(rank, ()) if isinstance(node, tuple)), key=self._most)
         seen = [self.edges[node][rank] for node in before.get(rank, ())]
         if rank in frozen:
-            yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(frozen[rank]))
+            yield self._frozen(rank, frozen[rank], held)
         elif Seen.UNREAD in seen:
             yield Root(cause=RootCause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
         elif Seen.OPEN in seen:
@@ -342,7 +227,7 @@ class _Standstill:
         elif not self.open[rank]:
             yield self._idle(rank, held, tuple(ops), is_absent=Seen.ABSENT in seen)
 
-    def _idle(self, rank: int, held: tuple[int, ...], ops: tuple[_Op, ...], *, is_absent: bool) -> Root:
+    def _idle(self, rank: int, held: tuple[int, ...], ops: tuple[Op, ...], *, is_absent: bool) -> Root:
         """Of a rank with nothing outstanding, for which others wait."""
         lost = self._asked_wrongly(rank, held)
         if lost or self._has_passed(rank, held):
@@ -394,17 +279,17 @@ class _Standstill:
                 peers.add(end[1])
         return bool(peers) and other not in peers
 
-    def _most(self, op: _Op) -> tuple[int, str, int]:
+    def _most(self, op: Op) -> tuple[int, str, int]:
         return (-len(self.calls[op]), *op)
 
-    def _joined(self, op: _Op, held: tuple[int, ...]) -> Iterator[Root]:
+    def _joined(self, op: Op, held: tuple[int, ...]) -> Iterator[Root]:
         called = self.calls[op]
         if len({signature(call) for call in called.values()}) > 1:
             return
         sure = self.lost.isdisjoint(called)
         yield Root(cause=RootCause.JOINED, ranks=tuple(sorted(called)), held=held, ops=(op,), is_sure=sure)
 
-    def _circle(self, ranks: tuple[int, ...], ops: list[_Op], held: tuple[int, ...]) -> Root:
+    def _circle(self, ranks: tuple[int, ...], ops: list[Op], held: tuple[int, ...]) -> Root:
         core = self._core(ranks)
         held = tuple(sorted({*held, *ranks} - set(core)))
         ranks, inside = core, set(core)
@@ -413,7 +298,7 @@ class _Standstill:
         pairs = pairs or [(one, other) for one in ranks for other in ranks if self._stands_at(one, other)]
         if pairs:
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
-            named = _in_circle(at_heads) or _in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
+            named = in_circle(at_heads) or in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
             both = tuple(sorted(named))
             sure = self.lost.isdisjoint(ranks)
             return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
@@ -424,13 +309,11 @@ class _Standstill:
 
     def _core(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Those of a circle that are in one by where their devices stand; all others wait behind something older."""
-        edges: dict[_Node, dict[_Node, Seen]] = {
-            rank: dict.fromkeys(self._held_up_by(rank), Seen.OPEN) for rank in ranks
-        }
+        edges: dict[Node, dict[Node, Seen]] = {rank: dict.fromkeys(self._held_up_by(rank), Seen.OPEN) for rank in ranks}
         inside = set(ranks)
         found = [
             {node for node in component if isinstance(node, int)}
-            for component in _components(edges)
+            for component in components(edges)
             if len(component) > 1
             and all(other in component or other not in inside for node in component for other in edges.get(node, ()))
         ]
@@ -454,7 +337,7 @@ class _Standstill:
         end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
         return end is not None and end[1] == peer
 
-    def _odd_ones(self, circle: tuple[int, ...], ops: list[_Op]) -> tuple[int, ...]:
+    def _odd_ones(self, circle: tuple[int, ...], ops: list[Op]) -> tuple[int, ...]:
         """Those of a circle that have called its collectives in another order than most ranks; all without a majority.
 
         Ranks of other groups of the same kinds have a say, too.
@@ -466,7 +349,7 @@ class _Standstill:
         odd = tuple(rank for rank in circle if orders.get(rank, counts[0][0]) != counts[0][0])
         return odd or circle
 
-    def _order(self, rank: int, ops: list[_Op]) -> tuple[str, ...]:
+    def _order(self, rank: int, ops: list[Op]) -> tuple[str, ...]:
         """Which of the first two kinds of group a rank has called first, at these numbers; empty where not known."""
         about = {group.name: group.description or group.name for group in self._described}
         kinds = list({about.get(name, name): (name, seq) for name, seq in reversed(ops)}.items())[::-1][:2]
@@ -483,7 +366,7 @@ class _Standstill:
             return ()
         return tuple(kind for _, kind in sorted(places))
 
-    def _place(self, rank: int, op: _Op) -> float | None:
+    def _place(self, rank: int, op: Op) -> float | None:
         """Where in its order of calls: what has ended comes before what is open, and that before what is not called."""
         seen = self.seen(rank, op)
         if seen is Seen.OPEN:
@@ -493,35 +376,6 @@ class _Standstill:
     @cached_property
     def _described(self) -> list[Group]:
         return [group for groups in self.groups.values() for group in groups.values() if group.description]
-
-
-def _oldest_by_group(calls: Iterable[Collective]) -> Iterator[tuple[str, Collective]]:
-    seen: set[str] = set()
-    for call in calls:
-        if not call.is_p2p and call.group not in seen:
-            seen.add(call.group)
-            yield call.group, call
-
-
-def _in_circle(pairs: Iterable[tuple[int, int]]) -> set[int]:
-    """Ranks that wait for one another in sends and receives alone; others of the circle wait for these."""
-    edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
-    for one, other in pairs:
-        edges[one][other] = Seen.ABSENT
-    circles = (component for component in _components(edges) if len(component) > 1)
-    return {node for component in circles for node in component if isinstance(node, int)}
-
-
-def _all_before(nodes: Iterable[_Node], before: Mapping[_Node, list[_Node]]) -> set[int]:
-    """All ranks from which these can be reached."""
-    seen = set(nodes)
-    todo = list(seen)
-    while todo:
-        for node in before.get(todo.pop(), ()):
-            if node not in seen:
-                seen.add(node)
-                todo.append(node)
-    return {node for node in seen if isinstance(node, int)}
 
 
 def _ranked(found: list[Root]) -> list[Root]:
@@ -535,35 +389,3 @@ def _ranked(found: list[Root]) -> list[Root]:
         unread = [root for root in found if root.cause is RootCause.UNREAD and not explained.issuperset(root.held)]
         found = [*known, *circles, *unread]
     return sorted(found, key=lambda root: -len(root.held))
-
-
-def _components(edges: Mapping[_Node, Mapping[_Node, Seen]]) -> Iterator[list[_Node]]:
-    """Nodes that can be reached from one another, together (Kosaraju's algorithm, without recursion)."""
-    back: dict[_Node, dict[_Node, None]] = defaultdict(dict)
-    for node, others in edges.items():
-        for other in others:
-            back[other][node] = None
-    seen: set[_Node] = set()
-    order = [node for start in list(edges) for node in _postorder(start, edges, seen)]
-    seen.clear()
-    for start in reversed(order):
-        component = list(_postorder(start, back, seen))
-        if component:
-            yield component
-
-
-def _postorder(start: _Node, edges: Mapping[_Node, Iterable[_Node]], seen: set[_Node]) -> Iterator[_Node]:
-    """What can be reached and was not seen before, each node after those that it leads to."""
-    if start in seen:
-        return
-    seen.add(start)
-    path = [(start, iter(edges.get(start, ())))]
-    while path:
-        node, others = path[-1]
-        other = next((one for one in others if one not in seen), None)
-        if other is None:
-            path.pop()
-            yield node
-        else:
-            seen.add(other)
-            path.append((other, iter(edges.get(other, ()))))

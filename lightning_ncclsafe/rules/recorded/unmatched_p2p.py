@@ -15,8 +15,9 @@ from lightning_ncclsafe.rules.kit import (
     numel,
     recorded_rule,
 )
+from lightning_ncclsafe.rules.recorded.calls import peer_of
 from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, peer_of, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
 
 _LISTED = 6
