@@ -15,7 +15,7 @@ _BAR = re.compile(
 )
 
 
-class Bar(NamedTuple):
+class ProgressBar(NamedTuple):
     """A progress bar, as it stood when ranks had timed out."""
 
     text: str
@@ -36,7 +36,7 @@ class LastBar:
         if b"%|" in text:
             self._text, self._at = text, line
 
-    def move(self, bars: list[Bar], line: int) -> None:
+    def move(self, bars: list[ProgressBar], line: int) -> None:
         """Adds it to others, as somebody has given up: one right before a rank's last words was there by then."""
         if self._text and line - self._at < _RIGHT_BEFORE:
             bars += bars_in(self._text.decode("utf-8", "replace"))
@@ -44,15 +44,15 @@ class LastBar:
         self._text = b""
 
 
-def bars_in(text: str) -> Iterator[Bar]:
+def bars_in(text: str) -> Iterator[ProgressBar]:
     """The progress bars in a line."""
     for found in _BAR.finditer(text):
         elapsed_s = whole(found["hours"] or "0") * 3600 + whole(found["minutes"]) * 60 + whole(found["seconds"])
         name = text[max(found.start() - 60, 0) : found.end()].strip()
-        yield Bar(f"{name}…", found["count"], found["total"], elapsed_s)
+        yield ProgressBar(f"{name}…", found["count"], found["total"], elapsed_s)
 
 
-def works_on(bars: list[Bar], limits_s: set[float]) -> str:
+def works_on(bars: list[ProgressBar], limits_s: set[float]) -> str:
     """A bar that moved after a rank had given up, or whose work began when it began to wait; empty if none did.
 
     Args:

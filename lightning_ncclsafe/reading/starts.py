@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from lightning_ncclsafe.facts import ExceptionFacts, Statement, StatementKind
-from lightning_ncclsafe.reading.bars import Bar
+from lightning_ncclsafe.reading.bars import ProgressBar
 from lightning_ncclsafe.reading.rank_log import Ended, RankLog
 from lightning_ncclsafe.reading.statements import OF_EACH, WAITS
 from lightning_ncclsafe.reading.values import MOST_RANKS, whole
@@ -90,7 +90,7 @@ class Start:
     world_size: int = 0
     tasks: list[Ended] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
-    bars: list[Bar] = field(default_factory=list)
+    bars: list[ProgressBar] = field(default_factory=list)
     limits_s: set[float] = field(default_factory=set)
 
     @property
