@@ -265,19 +265,20 @@ class _Standstill(Calls):
         )
 
     def _asked_wrongly(self, rank: int, held: tuple[int, ...]) -> tuple[int, ...]:
-        """Those that wait for a rank, if only in sends and receives and none has ever exchanged anything with it."""
+        """Those that wait for a rank, if only in sends and receives, and if each of them and it have exchanged things
+        with others and never with each other."""
         waiting = tuple(one for one in held if rank in self.edges.get(one, ()))
         is_alone = not any(rank in edges for node, edges in self.edges.items() if not isinstance(node, int))
-        return waiting if is_alone and all(self._are_strangers(one, rank) for one in waiting) else ()
+        known = self._has_exchanged_with(rank)
+        are_strangers = all(
+            known and (theirs := self._has_exchanged_with(one)) and rank not in theirs for one in waiting
+        )
+        return waiting if is_alone and are_strangers and known.isdisjoint(waiting) else ()
 
-    def _are_strangers(self, rank: int, other: int) -> bool:
-        """Whether a rank waits for one with which it has never exchanged anything, unlike with others."""
-        peers = set()
-        for call in self.view.facts[rank].collectives:
-            end = peer_of(call, self.members.get(call.group, ())) if call.is_p2p and call.completed else None
-            if end is not None:
-                peers.add(end[1])
-        return bool(peers) and other not in peers
+    def _has_exchanged_with(self, rank: int) -> set[int]:
+        calls = (call for call in self.view.facts[rank].collectives if call.is_p2p and call.completed)
+        ends = (peer_of(call, self.members.get(call.group, ())) for call in calls)
+        return {end[1] for end in ends if end is not None}
 
     def _most(self, op: Op) -> tuple[int, str, int]:
         return (-len(self.calls[op]), *op)
@@ -311,13 +312,12 @@ class _Standstill(Calls):
         """Those of a circle that are in one by where their devices stand; all others wait behind something older."""
         edges: dict[Node, dict[Node, Seen]] = {rank: dict.fromkeys(self._held_up_by(rank), Seen.OPEN) for rank in ranks}
         inside = set(ranks)
-        found = [
-            {node for node in component if isinstance(node, int)}
-            for component in components(edges)
-            if len(component) > 1
-            and all(other in component or other not in inside for node in component for other in edges.get(node, ()))
-        ]
-        return tuple(sorted(set().union(*found))) or ranks
+        found: set[int] = set()
+        for nodes in components(edges):
+            goes_on = any(other in inside and other not in nodes for node in nodes for other in edges.get(node, ()))
+            if len(nodes) > 1 and not goes_on:
+                found |= {node for node in nodes if isinstance(node, int)}
+        return tuple(sorted(found)) or ranks
 
     def _held_up_by(self, rank: int) -> Iterator[int]:
         """The ranks for which the oldest that is open on a rank waits."""
