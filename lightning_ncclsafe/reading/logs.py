@@ -27,9 +27,8 @@ from lightning_ncclsafe.reading.unread import Unread
 from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError
 
 # What is of use has one of these in it; most lines of a log, and most megabytes, have none.
-_TELLING = tuple(
-    word.encode() for word in sorted({*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS})
-)
+_WORDS = {*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS}
+_TELLING = tuple(word.encode() for word in sorted(_WORDS) if not any(one in word and one != word for one in _WORDS))
 _MOST_REMARKS = 8
 _MOST_BROKEN = 3
 _STARTS = "The run was started several times: this is the last start in which anything waits or fails."

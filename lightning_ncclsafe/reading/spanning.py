@@ -15,11 +15,10 @@ _FAULTS = {"Segmentation fault": -11, "Bus error": -7, "Illegal instruction": -4
 _Match = re.Match[str]
 
 WORDS = (
-    "Detected mismatch between collectives",
+    "ismatch",
     "first process to do so was",
     " RUNNING AT ",
     "Fatal Python error",
-    "launched up to operation",
     "communicator data",
     "ranks",
 )

@@ -31,13 +31,8 @@ WORDS = (
     "slurmstepd",
     "death signal",
     "SignalException",
-    "CANCELLED AT ",
-    "NODE FAILURE",
-    "NODE_FAIL",
     "will restart worker",
-    "Child process with PID",
     "elastic",
-    "All distributed processes registered",
 )
 """Whatever says a thing that is read here has one of these in it."""
 

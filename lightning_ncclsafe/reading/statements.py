@@ -60,10 +60,10 @@ _MESSAGES = (
     # DeepSpeed: the command is that of the process which it has started last.
     _ended("return code = ", r"exits with return code = (?P<code>-?\d+)", "DeepSpeed's launcher"),
     # torch.distributed.launch before 1.9, and Accelerate: likewise
-    _ended("died with <Signals.", r"died with <Signals\.(?P<signal>\w+): \d+>"),
-    _ended("returned non-zero", r"CalledProcessError: Command .{0,4000}returned non-zero exit status (?P<code>\d+)"),
+    _ended(" died", r"died with <Signals\.(?P<signal>\w+): \d+>"),
+    _ended("CalledProcessError", r"CalledProcessError: Command .{0,4000}returned non-zero exit status (?P<code>\d+)"),
     _ended(
-        "Child process with PID",
+        "terminated with ",
         r"(?:\[rank: (?P<local>\d+)\] )?Child process with PID \d+ terminated with code (?P<code>-?\d+)",
         "Lightning",
     ),
@@ -80,10 +80,10 @@ _MESSAGES = (
         "mpirun, MPI_ABORT",
         code=1,
     ),
-    _ended(" died, exit code", r"Worker \S{1,100} pid \d+ died, exit code: (?P<code>-?\d+)", "vLLM"),
+    _ended(" died", r"Worker \S{1,100} pid \d+ died, exit code: (?P<code>-?\d+)", "vLLM"),
     # The number of a worker is its rank.
     _ended(
-        " died unexpectedly",
+        " died",
         r"(?P<who>(?:Worker proc VllmWorker-(?P<rank>\d+)|(?:Worker|Engine core) proc )\S{0,100}) died unexpectedly",
         "an executor of vLLM reports that {who} died unexpectedly",
     ),
@@ -147,7 +147,9 @@ _MESSAGES = (
         "the store at {where} has not been reached",
     ),
     _waited(
-        "waitForInput", r"waitForInput: socket SocketImpl\([^)]{0,200}\) timed out after (?P<ms>\d+)ms", "for {ms} ms"
+        "timed out after",
+        r"waitForInput: socket SocketImpl\([^)]{0,200}\) timed out after (?P<ms>\d+)ms",
+        "for {ms} ms",
     ),
     *(
         message(kind, word, rf"{_AT_STORE}{pattern}(?P<key>{is_it}\S{{1,200}})", words)
@@ -160,9 +162,9 @@ _MESSAGES = (
             ("waiting for key", r"Timeout waiting for key: ", "for key {key}"),
         )
     ),
-    _waited("Socket Timeout", rf"{_AT_STORE}Error: Socket Timeout\b"),
+    _waited("Error: Socket Timeout", rf"{_AT_STORE}Error: Socket Timeout\b"),
     # A store that is a file, in which ranks find each other.
-    _not_joined("Wait timeout", r"Error: Wait timeout\s*$", "for the others"),
+    _not_joined("Error: Wait timeout", r"Error: Wait timeout\s*$", "for the others"),
     message(
         StatementKind.BARRIER_WAIT,
         "onitoredBarrier",

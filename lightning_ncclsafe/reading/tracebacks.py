@@ -88,7 +88,7 @@ _STATED = (
     ),
     message(
         "Rank given twice",
-        "already checked in",
+        "ranks has already checked in",
         r"Bootstrap Root : rank (?P<rank>\d+) of (?P<of>\d+) ranks has already checked in",
         "two processes are rank {rank} of {of}",
     ),
