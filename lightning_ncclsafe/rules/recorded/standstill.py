@@ -136,7 +136,17 @@ class _Standstill(Calls):
         found = [root for number in ends for root in self._root(parts[number], frozen, before)]
         if not any(root.cause is not RootCause.JOINED for root in found):
             found = [self._frozen(rank, ops, ()) for rank, ops in frozen.items()] or found
-        yield from _ranked(found)
+        if not self._are_of_moments(found):
+            yield from _ranked(found)
+
+    def _are_of_moments(self, found: list[Root]) -> bool:
+        """Whether most ranks seem to be at fault, some by their hosts and some by their devices: dumps of a job that
+        moved, taken at different moments."""
+        at_fault = [
+            {rank for root in found if root.cause is cause for rank in root.ranks}
+            for cause in (RootCause.HOST, RootCause.DEVICE)
+        ]
+        return all(at_fault) and 2 * len(set().union(*at_fault)) > len(self.open)
 
     def _frozen(self, rank: int, ops: list[Op], held: tuple[int, ...]) -> Root:
         sure = any(
