@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 _Kind = TypeVar("_Kind")
 
 
-class Message(NamedTuple, Generic[_Kind]):
+@dataclass(frozen=True, slots=True)
+class Message(Generic[_Kind]):
     """Messages of one form.
 
     Attributes:
@@ -25,7 +27,8 @@ class Message(NamedTuple, Generic[_Kind]):
     code: int | None = None
 
 
-class Found(NamedTuple, Generic[_Kind]):
+@dataclass(frozen=True, slots=True)
+class Found(Generic[_Kind]):
     """A message in a line: what it says in words, and its groups; of those that are not there, nothing."""
 
     message: Message[_Kind]
