@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Collective
 from lightning_ncclsafe.rules.kit import (
+    Confidence,
     Evidence,
     Finding,
     Plan,
@@ -14,8 +15,9 @@ from lightning_ncclsafe.rules.kit import (
     numel,
     recorded_rule,
 )
+from lightning_ncclsafe.rules.recorded.calls import peer_of
 from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, peer_of, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
 
 _LISTED = 6
@@ -67,6 +69,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     return recorded(
         root.ranks,
         f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
+        confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(
             *(
