@@ -122,19 +122,18 @@ def preparation_within_a_preparation(here: Here) -> None:
     has_ranks=False,
 )
 def mesh_of_those_that_see_pictures(here: Here) -> None:
-    """The mesh of the picture's encoder is made by the ranks that have it, and not by the others."""
+    """The mesh of each part of the model is made by the ranks that have it: who has both counts one more."""
 
     class Modal(Net):
-        pictures = (0, 1)
+        parts = ((0, 1), (1, 2))
 
-        def mesh(self) -> DeviceMesh:
-            return DeviceMesh("cpu", [*self.pictures])  # <- here
+        def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+            return DeviceMesh("cpu", [*ranks])  # <- here
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             if batch_idx == IN_THE_MIDDLE:
                 here.begins()
-                if self.global_rank in self.pictures:
-                    self.encoder_mesh = self.mesh()
+                self.meshes = [self.mesh(ranks) for ranks in self.parts if self.global_rank in ranks]
             return self.loss(batch)
 
     here.fit(net=Modal(here))
