@@ -271,21 +271,22 @@ def events_that_wait_for_a_bucket(here: Here) -> None:
     "failed-rank",
     ranks=(0,),
     moment=Moment.CHECKPOINT,
-    has_line=False,
 )
 def last_checkpoint_that_cannot_be_linked(here: Here) -> None:
-    """The last checkpoint is a link to the newest one, which cannot be made: what has its name is no file."""
-    folder = here.folder / "saved"
-    if here.is_hit:
-        folder.mkdir()
-        os.mkfifo(folder / "last.ckpt")
+    """Whatever is saved is also linked as the latest, in a file system that knows no links."""
 
-    class Ending(Net):
-        def on_train_epoch_end(self) -> None:
+    class Linking(TorchCheckpointIO):
+        def link(self, path: Path) -> None:
+            os.symlink(path, "/proc/latest.ckpt")  # <- here
+
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            super().save_checkpoint(checkpoint, path, storage_options)
             here.begins()
+            self.link(Path(path))
 
-    saving = ModelCheckpoint(folder, save_last="link")
-    here.fit(net=Ending(here), callbacks=[saving], enable_checkpointing=True)
+    saving = ModelCheckpoint(here.folder / "saved")
+    strategy = here.strategy(checkpoint_io=Linking())
+    here.fit(strategy=strategy, callbacks=[saving], enable_checkpointing=True)
 
 
 @thread("https://github.com/MLDataAnalytics/pNet/issues/6", "dead-rank", has_line=False)
