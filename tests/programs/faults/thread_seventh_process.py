@@ -610,7 +610,7 @@ def container_that_is_paused(here: Here) -> None:
     class Paused(Net):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             if goes_wrong(here, batch_idx):
-                group.mkdir()
+                group.mkdir(exist_ok=True)
                 state = group / "freezer.state"
                 # Frozen processes cannot be ended, so somebody has to let go of them.
                 subprocess.Popen([sys.executable, "-c", THAW, str(state)], start_new_session=True)
