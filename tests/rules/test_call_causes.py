@@ -232,14 +232,15 @@ def test_who_works_may_be_the_other_side_of_what_is_sent() -> None:
     assert "unmatched-p2p" not in found(replace(scene, ranks=scene.ranks[:2])), "one does not answer"
 
 
-def test_a_receive_without_its_send_needs_a_peer_that_waits_in_a_collective() -> None:
+def test_a_receive_without_its_send_is_surer_of_a_known_peer_that_waits_in_a_collective() -> None:
     scene = scenes.microbatch_too_few(GLOO)
     told = found(scene)["unmatched-p2p"]
     assert "rank 1 waits in" in told.summary.lower() and "for rank 0, which waits in" in told.summary
     works = GLOO.working(0, user("training_step", 40), seq=61, world=2)
     assert "unmatched-p2p" not in found(replace(scene, ranks=(works, scene.ranks[1])))
     unknown = replace(scene.ranks[1], steps=StepFacts())
-    assert "unmatched-p2p" not in found(replace(scene, ranks=(scene.ranks[0], unknown)))
+    told = found(replace(scene, ranks=(scene.ranks[0], unknown)))["unmatched-p2p"]
+    assert (told.ranks, told.confidence) == ((0, 1), Confidence.POSSIBLE)
 
 
 def test_keys_that_all_have_logged_before_are_only_possible() -> None:

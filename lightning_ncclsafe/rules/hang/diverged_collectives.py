@@ -59,7 +59,7 @@ from lightning_ncclsafe.rules.kit import (
     positions,
     raised_at,
     ranks_words,
-    receives_from_anybody,
+    receives_alone,
     same_purpose,
     shift,
     short_location,
@@ -463,7 +463,7 @@ def _crossed(view: Timeline) -> tuple[int, ...]:
     """Ranks that others wait for and that wait themselves, elsewhere: the wait is a circle."""
     if view.working(view.facts) or any(facts.exception for facts in view.facts.values()):
         return ()
-    if receives_from_anybody(view) is not None:
+    if receives_alone(view) is not None:
         return ()
     return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)
 

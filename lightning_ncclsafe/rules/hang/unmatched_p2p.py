@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     place_words,
     ranks_words,
-    receives_from_anybody,
+    receives_alone,
     send_and_receive,
     stack_evidence,
     verb,
@@ -64,8 +64,8 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         yield _not_what_is_sent(view, pairs)
     elif alone := _left_alone(view):
         yield _left(view, alone)
-    elif (anybody := receives_from_anybody(view)) is not None:
-        yield _sent_too_rarely(view, anybody)
+    elif (rank := receives_alone(view)) is not None:
+        yield _sent_too_rarely(view, rank)
 
 
 def _waits_for_peer(view: Timeline, rank: int) -> bool:
@@ -130,12 +130,15 @@ def _left(view: Timeline, alone: dict[int, int]) -> Finding:
 
 def _sent_too_rarely(view: Timeline, rank: int) -> Finding:
     frame = view.activities[rank].frame
-    others = ranks_words(other for other in view.waiting if other != rank)
+    others = tuple(other for other in view.waiting if other != rank)
+    text = (
+        f"rank {rank} waits in recv {place_words(frame)}, from any rank or an unknown one, and "
+        f"{clause(others, 'has|have')} gone on to collectives: one side sends or receives more often than the other."
+    )
     return finding(
         view,
         tuple(view.facts),
-        f"rank {rank} waits in recv {place_words(frame)} for whoever sends, and {others} have gone on to collectives: "
-        f"one of them has sent less often than rank {rank} receives.",
+        text,
         confidence=Confidence.POSSIBLE,
         location=location_of(frame),
         evidence=tuple(stack_evidence(view, view.facts)),

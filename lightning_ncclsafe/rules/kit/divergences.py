@@ -402,8 +402,8 @@ def send_and_receive(view: Timeline) -> dict[int, int]:
 
 
 @once
-def receives_from_anybody(view: Timeline) -> int | None:
-    """The rank that waits to receive from whoever sends, while all others wait in collectives; None if there is none.
+def receives_alone(view: Timeline) -> int | None:
+    """The rank that waits to receive, from any or an unknown one, while all others wait in collectives; None without.
 
     That it stands where only some ranks come says nothing: of a send and a receive each side does.
     """
