@@ -205,8 +205,8 @@ class _LookedAt:
         still_s = max(map(stood_s, open_jobs))
         so_far = "".join(map(self._so_far, open_jobs))
         self._say(
-            f"a rank has stood still for {still_s:.1f} s, as it does in a hang and in a long step.{so_far} Looking on"
-            f" until it moves, for {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s at most."
+            f"a rank has stood still for {still_s:.1f} s, in a hang or a long step.{so_far}"
+            f" Inspecting until it moves, for at most {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s."
         )
         while not self._shows_enough() and not self._ended_after:
             time.sleep(_ON_EVERY_S)
