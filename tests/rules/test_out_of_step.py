@@ -427,6 +427,20 @@ def test_who_has_been_sent_too_much_in_an_exchange_of_unequal_shares_has_done_no
         assert finding.location.endswith("train.py:57 in exchanged")
 
 
+def test_the_line_that_called_the_trainer_is_not_told_for_what_was_called_within() -> None:
+    """All were in the backward pass, whose gradients differ in size."""
+    lost = [
+        raised(
+            GLOO.waiting(n, seq=61, world=3), "RuntimeError", "Connection reset", MAIN, RUN, ENGINE, consequence=True
+        )
+        for n in (1, 2)
+    ]
+    gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=(MAIN, RUN, ENGINE))
+    finding = first(job(*lost, world=3, witnessed=(gone,)))
+    assert (finding.rule, finding.location) == ("mismatched-collective", "")
+    assert "train.py" not in finding.summary
+
+
 def test_who_receives_from_anybody_is_not_out_of_step_for_its_condition() -> None:
     """Rank 0 collects results, and one of the others has sent none."""
     receives = GLOO.working(0, user("collect", 31, condition=ZERO), scenes.RECV, seq=60, action=EPOCH_END, world=3)

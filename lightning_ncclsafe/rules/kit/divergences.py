@@ -555,8 +555,12 @@ def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
 
 
 def called_at(view: Timeline, rank: int) -> Frame | None:
-    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it ended."""
-    return deepest_user_frame(stack_of(view, rank))
+    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it ended.
+
+    Not the line that called the Trainer, which tells nothing of what is called within.
+    """
+    stack = stack_of(view, rank)
+    return deepest_user_frame(stack[trainer_start(stack) :])
 
 
 def calls_location(view: Timeline, ranks: Iterable[int]) -> str:
