@@ -169,7 +169,8 @@ def training_begun_again_with_half_the_batch(here: Here) -> None:
     size = BATCH_SIZE
     while True:
         try:
-            return here.fit(net=Hungry(here), data=rows(here, batch_size=size))
+            here.fit(net=Hungry(here), data=rows(here, batch_size=size))
+            break
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
@@ -217,7 +218,8 @@ def tracker_whose_client_waits_longer_each_time(here: Here) -> None:
         def post(self, metrics: Any) -> None:
             for attempt in range(10):
                 try:
-                    return socket.create_connection(address).close()
+                    socket.create_connection(address).close()
+                    break
                 except OSError:
                     time.sleep(2.0**attempt)  # <- here
 
