@@ -33,7 +33,7 @@ class TcpStoreExchange:
     """
 
     def __init__(self, store: Any, *, prefix: str = "", deadline_s: float = 2.0) -> None:
-        self._store = store
+        self._store: Any = store
         self._prefix = prefix
         self.published: set[str] = set()
         self._calls = CallThread("ncclsafe-store", what="its host", deadline_s=deadline_s)
@@ -76,8 +76,12 @@ class TcpStoreExchange:
                 self._calls.begin(partial(self._delete, part))
 
     def close(self) -> None:
-        """Ends the thread; one that hangs on a dead host is left behind."""
-        self._calls.close()
+        """Ends the thread and the connection; one that hangs on a dead host is left behind."""
+        self._calls.close(last=self._disconnect)
+
+    def _disconnect(self) -> None:
+        # Not when garbage is collected: of each call of a Trainer rank 0 has the other end of every rank's connection.
+        self._store = None
 
     def _set(self, key: str, value: bytes) -> None:
         self.published.add(key)

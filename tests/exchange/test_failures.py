@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from own_threads import join_own_threads, own_threads
+from polling import until
 from torch.distributed import TCPStore
 
 from lightning_ncclsafe.exchange import (
@@ -223,6 +224,21 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> N
             call()
 
 
+def test_a_value_that_is_deleted_just_when_another_rank_finds_its_place_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a rank that goes over to the job's store, and takes its files with it."""
+    exchange = DirectoryExchange(tmp_path / "x")
+
+    def taken(written: Path, path: Path) -> None:
+        raise FileExistsError(path)
+
+    monkeypatch.setattr(os, "link", taken)
+    with pytest.raises(ExchangeError, match=r"Ranks could not read the folder .*No such file"):
+        exchange.set_if_absent("key", b"value")
+    exchange.close()
+
+
 def test_a_fallback_whose_first_exchange_does_not_close_takes_its_files(tmp_path: Path) -> None:
     class Stuck(MemoryExchange):
         lost = "the store is gone"
@@ -303,3 +319,16 @@ def test_one_that_was_never_used_has_no_thread_and_one_miss_is_forgiven() -> Non
     assert not own_threads("files")
     with pytest.raises(ExchangeError, match="after it was closed"):
         exchange.get_many(["k"])
+
+
+def test_a_closed_exchange_gives_its_connection_back(store_host: tuple[subprocess.Popen[str], int]) -> None:
+    """At once, though what has used it is still there, or is not collected as garbage yet."""
+    process, port = store_host
+    open_files = Path(f"/proc/{process.pid}/fd")
+    exchange = exchange_with(port)
+    exchange.set("key", b"value")
+    before = len([*open_files.iterdir()])
+    exchange.close()
+    until(lambda: len([*open_files.iterdir()]) == before - 1, within_s=10)
+    with pytest.raises(ExchangeError, match="after it was closed"):
+        exchange.get_many(["key"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from own_threads import join_own_threads
 from polling import until
 
 from lightning_ncclsafe.code.side_thread import SideThread
@@ -23,7 +24,6 @@ from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.settings import check_limits
 from lightning_ncclsafe.strategies import guarded_call
-from tests.own_threads import join_own_threads
 
 
 def start(shared: SharedMemory, world_size: int, *, late_rank: int = 0, deadline_s: float = 20.0) -> list[str]:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from own_threads import join_own_threads
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process import traceback_signal
 from lightning_ncclsafe.probes.process.traceback_signal import LastWord, LastWords, last_word, why
-from tests.own_threads import join_own_threads
 
 ASKED = """Thread 0x00007f11 (most recent call first):
   File "/home/me/asked.py", line 1 in asked
