@@ -191,6 +191,8 @@ TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
 END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_run_end")
 # The Trainer's public functions, and what they call; the stars are for releases before 2.0, which have folders there.
 TRAINER = _in(_PYTORCH, "trainer/trainer.py")
+# The way into each of them, which what is raised in it goes back.
+TRAINER_CALL = _in(_PYTORCH, "trainer/*.py", functions="_call_and_handle_interrupt")
 TESTING = _in(_PYTORCH, "trainer/trainer.py", functions="_test_impl")
 SANITY_CHECK = _in(_PYTORCH, "trainer/trainer.py", functions="_run_sanity_check")
 SAVE_CHECKPOINT = _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")
@@ -272,6 +274,8 @@ WAITS_FOR_PROCESSES = _in(
 )
 WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
 WAITS_FOR_THREADS = _in(_PYTHON, "queue.py") | _in(_PYTHON, "threading.py", functions="wait wait_for join acquire")
+# What `python -m` runs a program with.
+RUN_MODULE = _in(_PYTHON, "runpy.py", "<frozen runpy>")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")
 DEBUGGERS = (
     _in(_PYTHON, "pdb.py", "bdb.py")

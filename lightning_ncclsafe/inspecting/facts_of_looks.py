@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING
+from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING, RUN_MODULE
 from lightning_ncclsafe.facts import (
     COLLECTOR,
     EndedProcess,
@@ -30,8 +30,10 @@ from lightning_ncclsafe.facts import (
     UnrecordedGroup,
     Whereabouts,
 )
+from lightning_ncclsafe.inspecting.exceptions import errors_of
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
+from lightning_ncclsafe.inspecting.objects import Raised
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
 from lightning_ncclsafe.probes.machine_state import main_thread_over
@@ -70,6 +72,8 @@ class SeenRank:
         ended_after: Whether it ended after the last of the looks.
         recorded: Its groups and collectives, of a Flight Recorder that could be asked; None if none could.
         native: Functions of native code that its main thread is in.
+        handled: Exceptions that its main thread is handling, the last one first.
+        left: Exceptions that have left its program, likewise.
     """
 
     process: RankProcess
@@ -84,6 +88,8 @@ class SeenRank:
     ended_after: bool = False
     recorded: RankFacts | None = None
     native: tuple[str, ...] = ()
+    handled: tuple[Raised, ...] = ()
+    left: tuple[Raised, ...] = ()
 
 
 def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
@@ -98,7 +104,7 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     world_size = max(max(one.process.world_size, one.process.rank + 1) for one in seen)
     answering = [one for one in seen if not _is_silent(one)]
     witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen) if are_all else ())]
-    facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering])
+    facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering], answering)
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})
     known = {one.process.rank for one in seen} | {process.rank for process in witnessed}
     stands = any(one.inspection is None or not one.inspection.moved for one in facts) or bool(witnessed)
@@ -197,6 +203,12 @@ def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:
     if len(kept) > _MOST_FRAMES:
         kept = kept[: _MOST_FRAMES // 2] + kept[-_MOST_FRAMES // 2 :]
     return tuple(Frame(file=one.file, line=one.line, function=one.function, user=_is_users(one.file)) for one in kept)
+
+
+def is_past_program(stack: Sequence[SeenFrame]) -> bool:
+    """Whether its program has been left, and Python only waits for what is left of it: threads, and so on."""
+    is_users = any(_is_users(one.file) for one in stack)
+    return bool(stack) and not is_users and not RUN_MODULE.has(stack[0].file, stack[0].function)
 
 
 def _is_users(file: str) -> bool:
@@ -350,14 +362,12 @@ def _outside(stack: Sequence[SeenFrame]) -> Iterator[SeenFrame]:
             yield one
 
 
-def _with_sources(facts: Sequence[RankFacts]) -> list[RankFacts]:
-    """With the source of their lines, unless that lies where nothing answers."""
+def _with_sources(facts: Sequence[RankFacts], seen: Sequence[SeenRank]) -> list[RankFacts]:
+    """With the source of their lines, and with what they have raised, unless that lies where nothing answers."""
     done: list[RankFacts] = []
 
     def read() -> None:
-        done.extend(
-            replace(one, stack=with_source(one.stack), thread_stack=with_source(one.thread_stack)) for one in facts
-        )
+        done.extend(map(_with_source, facts, seen))
 
     reads = threading.Thread(target=read, name="ncclsafe-sources", daemon=True)
     reads.start()
@@ -366,3 +376,9 @@ def _with_sources(facts: Sequence[RankFacts]) -> list[RankFacts]:
         return done
     late = f"the source of its lines could not be read within {_SOURCES_S:g} s"
     return [replace(one, missing=(*one.missing, late)) for one in facts]
+
+
+def _with_source(facts: RankFacts, seen: SeenRank) -> RankFacts:
+    stack, stood = with_source(facts.stack), facts.inspection.stood_s if facts.inspection is not None else 0.0
+    exception, caught = errors_of(seen.handled, seen.left, stack, stood)
+    return replace(facts, stack=stack, thread_stack=with_source(facts.thread_stack), exception=exception, caught=caught)

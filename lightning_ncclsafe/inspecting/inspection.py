@@ -23,9 +23,18 @@ from lightning_ncclsafe.facts import (
     StorageFacts,
 )
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, frames_of, job_facts, shows_enough, stood_s
+from lightning_ncclsafe.inspecting.facts_of_looks import (
+    SeenRank,
+    ends_in,
+    frames_of,
+    is_past_program,
+    job_facts,
+    shows_enough,
+    stood_s,
+)
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, Look, SeenFrame, SeenThread, StackReader, look
+from lightning_ncclsafe.inspecting.objects import Raised, handled_by, left_by
 from lightning_ncclsafe.inspecting.ranks import (
     FoundRanks,
     RankProcess,
@@ -236,6 +245,7 @@ class _LookedAt:
                 lambda one: _seen_rank(one, tuple(self._looks[one.pid]), self._reader, self._ranks), self._ranks
             )
         ]
+        still = {one.process.pid for one in standing if stood_s([one])}
         give_up_s = time.monotonic() + _GPU_S
         return [
             replace(
@@ -245,6 +255,7 @@ class _LookedAt:
                 ended_after=one.process.pid in self._ended_after,
                 recorded=answers.facts.get(one.process.pid),
                 native=native.get(one.process.pid, ()),
+                **(_exceptions(one) if one.process.pid in still else {}),
             )
             for one in every
         ]
@@ -283,14 +294,13 @@ def _look(one: RankProcess, reader: StackReader) -> Look:
 
 
 def _with_folder(thread: SeenThread, folder: str) -> SeenThread:
+    return replace(thread, frames=tuple(replace(frame, file=_whole(frame.file, folder)) for frame in thread.frames))
+
+
+def _whole(file: str, folder: str) -> str:
     """A script that was named without its folder is named so in its frames."""
-    frames = (
-        frame
-        if os.path.isabs(frame.file) or frame.file.startswith("<") or not folder
-        else replace(frame, file=os.path.join(folder, frame.file))
-        for frame in thread.frames
-    )
-    return replace(thread, frames=tuple(frames))
+    is_whole = os.path.isabs(file) or file.startswith("<") or not folder
+    return file if is_whole else os.path.join(folder, file)
 
 
 def _gpu(one: RankProcess, ranks: Sequence[RankProcess]) -> GpuStateFacts | None:
@@ -366,6 +376,28 @@ def _host_facts(pid: int, looks: Sequence[Look]) -> HostFacts:
         process_swap_bytes=last.swap_bytes,
         memory_growth_bytes_per_s=grows,
         swap_growth_bytes_per_s=swaps,
+    )
+
+
+def _exceptions(seen: SeenRank) -> dict[str, tuple[Raised, ...]]:
+    """What a rank that stands still is handling; at its program's end, what has left that."""
+    pid, stack = seen.process.pid, seen.looks[-1].stack
+    found = {"left": _certainly(left_by, pid) if is_past_program(stack) else (), "handled": _certainly(handled_by, pid)}
+    folder = or_none(lambda: os.readlink(f"/proc/{pid}/cwd")) or ""
+    named = {name: tuple(_placed_in(folder, one) for one in raised) for name, raised in found.items()}
+    _remember_sources(pid, {file for raised in named.values() for one in raised for file, *_ in one.places})
+    return named
+
+
+def _certainly(read: Callable[[int], tuple[Raised, ...]], pid: int) -> tuple[Raised, ...]:
+    """What is read twice alike: nothing has changed while it was read."""
+    found = read(pid)
+    return found if found and read(pid) == found else ()
+
+
+def _placed_in(folder: str, raised: Raised) -> Raised:
+    return replace(
+        raised, places=tuple((_whole(file, folder), line, function) for file, line, function in raised.places)
     )
 
 

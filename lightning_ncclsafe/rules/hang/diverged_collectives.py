@@ -307,7 +307,7 @@ def _seen_apart(view: Timeline) -> Finding | None:
         ),
         # Where a connection is lost, some have come out of a call in which others still are.
         confidence=Confidence.LIKELY if apart.why and not view.job.elsewhere else Confidence.POSSIBLE,
-        location=calls_location(view, in_own or apart.ranks),
+        location=location_of(apart.frame) or calls_location(view, in_own or apart.ranks),
         evidence=(*condition_evidence(view, apart.ranks), *where_evidence(view, view.facts)),
         remedy=_remedy(view),
     )
