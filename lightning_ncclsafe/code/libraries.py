@@ -193,6 +193,7 @@ END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_r
 TRAINER = _in(_PYTORCH, "trainer/trainer.py")
 # The way into each of them, which what is raised in it goes back.
 TRAINER_CALL = _in(_PYTORCH, "trainer/*.py", functions="_call_and_handle_interrupt")
+FITTING = _in(_PYTORCH, "trainer/trainer.py", functions="_fit_impl")
 TESTING = _in(_PYTORCH, "trainer/trainer.py", functions="_test_impl")
 SANITY_CHECK = _in(_PYTORCH, "trainer/trainer.py", functions="_run_sanity_check")
 SAVE_CHECKPOINT = _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")

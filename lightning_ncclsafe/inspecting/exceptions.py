@@ -37,7 +37,7 @@ def errors_of(
         stack: Where its main thread is, outermost frame first, with its source.
         since_s: For how long it is known to have stood there.
     """
-    meant = [one for one in (*left, *handled) if one.type not in _CONTROL_FLOW]
+    meant = _meant(handled, left)
     if not meant:
         return None, ()
     # Of several, the one that the Trainer was left by: others have come while its work was being ended.
@@ -45,6 +45,16 @@ def errors_of(
     if left or _has_left_trainer(ending) or _passes(ending, stack):
         return _ended(ending), ()
     return None, (_caught(meant[0], stack, since_s),)
+
+
+def has_failed(handled: Sequence[Raised], left: Sequence[Raised]) -> bool:
+    """Whether an exception has left a rank's program, or its Trainer; its source need not be known for that."""
+    meant = _meant(handled, left)
+    return bool(meant) and (bool(left) or any(map(_has_left_trainer, meant)))
+
+
+def _meant(handled: Sequence[Raised], left: Sequence[Raised]) -> list[Raised]:
+    return [one for one in (*left, *handled) if one.type not in _CONTROL_FLOW]
 
 
 def _has_left_trainer(one: Raised) -> bool:

@@ -30,12 +30,13 @@ from lightning_ncclsafe.facts import (
     UnrecordedGroup,
     Whereabouts,
 )
-from lightning_ncclsafe.inspecting.exceptions import errors_of
+from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
 from lightning_ncclsafe.inspecting.objects import Raised
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
+from lightning_ncclsafe.inspecting.trainer_objects import Counted
 from lightning_ncclsafe.probes.machine_state import main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.stacks import calling, is_user_code, with_source
@@ -74,6 +75,7 @@ class SeenRank:
         native: Functions of native code that its main thread is in.
         handled: Exceptions that its main thread is handling, the last one first.
         left: Exceptions that have left its program, likewise.
+        counted: How far its Trainer has come, as far as that could be read.
     """
 
     process: RankProcess
@@ -90,6 +92,7 @@ class SeenRank:
     native: tuple[str, ...] = ()
     handled: tuple[Raised, ...] = ()
     left: tuple[Raised, ...] = ()
+    counted: Counted | None = None
 
 
 def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
@@ -104,6 +107,7 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     world_size = max(max(one.process.world_size, one.process.rank + 1) for one in seen)
     answering = [one for one in seen if not _is_silent(one)]
     witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen) if are_all else ())]
+    answering = answering if _are_counted(answering) else [replace(one, counted=None) for one in answering]
     facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering], answering)
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})
     known = {one.process.rank for one in seen} | {process.rank for process in witnessed}
@@ -134,6 +138,11 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
             _NOT_SEEN,
         ),
     )
+
+
+def _are_counted(seen: Iterable[SeenRank]) -> bool:
+    """Whether the counts of all that are in a Trainer are known: between known ones and others nothing can be said."""
+    return all(one.counted is not None for one in seen if is_in_trainer(_shown(one).stack))
 
 
 def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
@@ -167,6 +176,8 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     if seen.recorded is not None:
         of_recorder = seen.recorded
         facts = replace(facts, groups=of_recorder.groups, collectives=of_recorder.collectives, unrecorded=())
+    if seen.counted is not None:
+        facts = replace(facts, progress=seen.counted.within(facts.progress), trainer=seen.counted.trainer)
     whereabouts = tuple(_whereabouts(facts, seen.looks))
     return replace(facts, inspection=replace(inspection, whereabouts=whereabouts, native=seen.native))
 
@@ -184,8 +195,10 @@ def _inspection(looks: Sequence[Look]) -> InspectionFacts:
 def shows_enough(seen: Sequence[SeenRank]) -> bool:
     """Whether looking on would add nothing: no rank of a job stands still, or one does for long, is stopped or gone.
 
-    What is gone may have come to its end, unless others wait.
+    What is gone may have come to its end, unless others wait. Who has failed is in no step.
     """
+    if any(has_failed(one.handled, one.left) for one in seen):
+        return True
     silent = [one for one in seen if _is_silent(one) and not _keeps_lock(one)]
     someone_waits = any(_waits(one.looks[-1]) for one in seen if one.looks[-1].stack)
     is_explained = any(someone_waits or not _is_gone(one) for one in silent)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,9 +33,9 @@ from lightning_ncclsafe.inspecting.facts_of_looks import (
     shows_enough,
     stood_s,
 )
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, diagnosis_of, wait_apart
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, Look, SeenFrame, SeenThread, StackReader, look
-from lightning_ncclsafe.inspecting.objects import Raised, handled_by, left_by
+from lightning_ncclsafe.inspecting.objects import Interpreter, Raised
 from lightning_ncclsafe.inspecting.ranks import (
     FoundRanks,
     RankProcess,
@@ -43,6 +44,7 @@ from lightning_ncclsafe.inspecting.ranks import (
     python_processes,
 )
 from lightning_ncclsafe.inspecting.recorders import recorded
+from lightning_ncclsafe.inspecting.trainer_objects import counted
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
@@ -196,6 +198,7 @@ class _LookedAt:
         for gpu in self._gpus.values():
             gpu.begin()
         self._looks: dict[int, list[Look]] = defaultdict(list)
+        self._objects: dict[int, dict[str, Any]] = {}
         self._ended_after: set[int] = set()
 
     def look_on(self, count: int, over_s: float, *, may_be_fewer: bool = False) -> None:
@@ -208,9 +211,10 @@ class _LookedAt:
 
     def look_on_until_it_shows(self) -> None:
         """Until everybody has moved, or somebody is known to stand still for longer than a step takes, or ends."""
+        self._read_objects()
         if self._shows_enough():
             return
-        open_jobs = [of_job for of_job in self._jobs() if not shows_enough(of_job)]
+        open_jobs = [of_job for of_job in self._jobs() if not self._shows(of_job)]
         still_s = max(map(stood_s, open_jobs))
         so_far = "".join(map(self._so_far, open_jobs))
         self._say(
@@ -232,6 +236,7 @@ class _LookedAt:
         return "".join(f" So far: {one.summary} ({one.rule}, {one.confidence.value})" for one in findings[:1])
 
     def seen(self, *, may_write: bool, may_stop: bool) -> list[SeenRank]:
+        self._read_objects()
         # Of a job that moves there is nothing to ask.
         standing = [one for of_job in self._jobs() if stood_s(of_job) for one in of_job]
         answers = recorded([one.process for one in standing], self._pool, may_write=may_write)
@@ -245,7 +250,6 @@ class _LookedAt:
                 lambda one: _seen_rank(one, tuple(self._looks[one.pid]), self._reader, self._ranks), self._ranks
             )
         ]
-        still = {one.process.pid for one in standing if stood_s([one])}
         give_up_s = time.monotonic() + _GPU_S
         return [
             replace(
@@ -255,7 +259,7 @@ class _LookedAt:
                 ended_after=one.process.pid in self._ended_after,
                 recorded=answers.facts.get(one.process.pid),
                 native=native.get(one.process.pid, ()),
-                **(_exceptions(one) if one.process.pid in still else {}),
+                **self._objects_of(one),
             )
             for one in every
         ]
@@ -273,8 +277,23 @@ class _LookedAt:
         ):
             self._looks[one.pid].append(seen)
 
+    def _read_objects(self) -> None:
+        standing = [one for of_job in self._jobs() for one in of_job if stood_s([one])]
+        for one, read in zip(standing, self._pool.map(_read, standing), strict=True):
+            # Of what has ended since, what was read before is told.
+            self._objects[one.process.pid] = read or self._objects.get(one.process.pid, {})
+
+    def _objects_of(self, one: SeenRank) -> dict[str, Any]:
+        return self._objects.get(one.process.pid, {}) if stood_s([one]) else {}
+
     def _shows_enough(self) -> bool:
-        return all(map(shows_enough, self._jobs()))
+        return all(map(self._shows, self._jobs()))
+
+    def _shows(self, of_job: Sequence[SeenRank]) -> bool:
+        if shows_enough(of_job):
+            return True
+        all_stand_s = min(stood_s([one]) for one in of_job)
+        return all_stand_s >= LONG_WAIT_S and wait_apart(job_facts(of_job, are_all=self._are_all))
 
     def _nobody_has_run(self) -> bool:
         """Whether the kernel has it that no rank has run for longer than a step takes: then none can have moved."""
@@ -283,7 +302,8 @@ class _LookedAt:
     def _jobs(self) -> list[list[SeenRank]]:
         jobs: dict[str, list[SeenRank]] = defaultdict(list)
         for one in self._ranks:
-            jobs[one.job].append(SeenRank(process=one, looks=tuple(self._looks[one.pid])))
+            seen = SeenRank(process=one, looks=tuple(self._looks[one.pid]))
+            jobs[one.job].append(replace(seen, **self._objects_of(seen)))
         return [*jobs.values()]
 
 
@@ -379,20 +399,25 @@ def _host_facts(pid: int, looks: Sequence[Look]) -> HostFacts:
     )
 
 
-def _exceptions(seen: SeenRank) -> dict[str, tuple[Raised, ...]]:
-    """What a rank that stands still is handling; at its program's end, what has left that."""
+def _read(seen: SeenRank) -> dict[str, Any]:
+    """What the objects of a rank that stands still tell: what it has raised, and how far its Trainer has come.
+
+    What is read twice alike has not changed meanwhile.
+    """
     pid, stack = seen.process.pid, seen.looks[-1].stack
-    found = {"left": _certainly(left_by, pid) if is_past_program(stack) else (), "handled": _certainly(handled_by, pid)}
     folder = or_none(lambda: os.readlink(f"/proc/{pid}/cwd")) or ""
-    named = {name: tuple(_placed_in(folder, one) for one in raised) for name, raised in found.items()}
-    _remember_sources(pid, {file for raised in named.values() for one in raised for file, *_ in one.places})
-    return named
 
+    def read() -> dict[str, Any]:
+        interpreter = Interpreter(pid)
+        left = interpreter.printed() if is_past_program(stack) else ()
+        return {"left": left, "handled": interpreter.handled(), "counted": counted(interpreter, stack)}
 
-def _certainly(read: Callable[[int], tuple[Raised, ...]], pid: int) -> tuple[Raised, ...]:
-    """What is read twice alike: nothing has changed while it was read."""
-    found = read(pid)
-    return found if found and read(pid) == found else ()
+    found = or_none(read) or {}
+    if not found or or_none(read) != found:
+        return {}
+    raised = {name: tuple(_placed_in(folder, one) for one in found[name]) for name in ("left", "handled")}
+    _remember_sources(pid, {file for of in raised.values() for one in of for file, *_ in one.places})
+    return found | raised
 
 
 def _placed_in(folder: str, raised: Raised) -> Raised:

@@ -42,6 +42,7 @@ class SeenFrame:
         function: Name of the function.
         values: What some of its local variables hold, as text.
         digest: Of all of its local variables: it changes when one of them is set to something else.
+        self_at: Address of the object whose method it is; 0 where it is none, or that is not known.
     """
 
     file: str
@@ -49,6 +50,7 @@ class SeenFrame:
     function: str
     values: dict[str, str] = field(default_factory=dict)
     digest: str = ""
+    self_at: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +268,7 @@ def _frame(plain: Mapping[str, Any]) -> SeenFrame:
         function=str(plain["name"]).rpartition(".")[2],
         values=values,
         digest=hashlib.blake2b(told.encode(), digest_size=6).hexdigest(),
+        self_at=next((int(one.get("addr") or 0) for one in variables if one["name"] == "self"), 0),
     )
 
 
