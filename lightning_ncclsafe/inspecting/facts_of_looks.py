@@ -41,7 +41,7 @@ from lightning_ncclsafe.probes.machine_state import main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.stacks import calling, is_user_code, with_source
 from lightning_ncclsafe.rules.kit.activity import activity
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _MOST_FRAMES = 120
 _SOURCES_S = 1.0
@@ -51,8 +51,8 @@ _COLLECTS = re.compile(r"\bgc\.collect\(")
 _STOPPED = ("stopped", "tracing-stop")
 _ENDED = ("zombie", "gone")
 _NOT_SEEN = (
-    "Epochs, the lengths of loaders, logged keys and caught exceptions cannot be seen from outside: a guarded strategy "
-    "(SafeDDP, SafeFSDP, SafeModelParallel) sees them."
+    "The lengths of loaders, logged keys and exceptions that were caught before cannot be seen from outside: a guarded "
+    "strategy (SafeDDP, SafeFSDP, SafeModelParallel) sees them."
 )
 
 
@@ -76,6 +76,7 @@ class SeenRank:
         handled: Exceptions that its main thread is handling, the last one first.
         left: Exceptions that have left its program, likewise.
         counted: How far its Trainer has come, as far as that could be read.
+        is_other_python: Whether it runs another Python than this process, so that none of the last three is known.
     """
 
     process: RankProcess
@@ -93,6 +94,7 @@ class SeenRank:
     handled: tuple[Raised, ...] = ()
     left: tuple[Raised, ...] = ()
     counted: Counted | None = None
+    is_other_python: bool = False
 
 
 def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
@@ -118,6 +120,7 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     after = sorted(one.process.rank for one in seen if one.ended_after and not moves)
     # So does a job whose last step took a while.
     is_over = len(after) == len(seen)
+    others = sorted(one.process.rank for one in seen if one.is_other_python)
     after_words = "all of them" if is_over else "this is what was seen before"
     return JobFacts(
         incident=Incident(
@@ -135,8 +138,17 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
         missing=(
             *([f"{capitalised(ranks_words(ended))} ended meanwhile: inspect again."] if ended else []),
             *([f"{capitalised(ranks_words(after))} ended after that: {after_words}."] if after else []),
+            *([_other_python_words(others)] if others else []),
             _NOT_SEEN,
         ),
+    )
+
+
+def _other_python_words(ranks: Sequence[int]) -> str:
+    return (
+        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'runs', 'run')} another Python than this command, so that "
+        "exceptions and the Trainer's counters cannot be read: install it in the job's own environment, and run it "
+        "from there."
     )
 
 

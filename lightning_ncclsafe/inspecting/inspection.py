@@ -409,6 +409,8 @@ def _read(seen: SeenRank) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:
         interpreter = Interpreter(pid)
+        if not interpreter.is_same:
+            return {"is_other_python": True, "left": (), "handled": ()}
         left = interpreter.printed() if is_past_program(stack) else ()
         return {"left": left, "handled": interpreter.handled(), "counted": counted(interpreter, stack)}
 

@@ -39,16 +39,15 @@ class Interpreter:
     Args:
         pid: Process id.
 
-    Raises:
-        LookupError, OSError: It is not the same Python as this process's, or may not be read.
+    Attributes:
+        is_same: Whether it is the same Python as this process's; nothing else can be asked for.
     """
 
     def __init__(self, pid: int) -> None:
         runtime = runtime_of(pid)
-        if runtime is None:
-            raise LookupError("it is not the same Python")
+        self.is_same = runtime is not None
         self._memory, self._at = Memory(pid), layout()
-        self._state = self._memory.word(runtime + self._at.interpreter)
+        self._state = self._memory.word(runtime + self._at.interpreter) if runtime is not None else 0
         self._kinds: dict[int, str] = {}
         self._known: dict[int, dict[str, tuple[int, int]]] = {}
 
