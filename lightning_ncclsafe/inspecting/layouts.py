@@ -25,6 +25,7 @@ TAGS = 7
 PAGE = os.sysconf("SC_PAGESIZE")
 # Of the structures that are searched for something: more than any of them has before it.
 _MOST_WORDS, _OF_INTERPRETER = 48, 4096
+_TRIES, _THREAD = 8, "ncclsafe-layout"
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s*(.*)")
 
 
@@ -133,21 +134,39 @@ class Layout:
     split_values: int
 
 
-@lru_cache(maxsize=1)
 def layout() -> Layout:
-    """Learned in a thread, which is then the first of them."""
+    """Where what lies; learned once.
+
+    Raises:
+        LookupError: It cannot be learned from this interpreter's objects.
+    """
+    with _learning:
+        return _layout()
+
+
+_learning = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def _layout() -> Layout:
     learned: list[Layout] = []
-    learns = threading.Thread(target=lambda: learned.append(_learned()), name="ncclsafe-layout")
-    learns.start()
-    learns.join()
-    return learned[0]
+    # A thread that is made or ends meanwhile is in the way: what is learned twice alike is so.
+    for _ in range(_TRIES):
+        found: list[Layout | None] = []
+        # One that is not the only one shows where the next one is.
+        learns = threading.Thread(target=lambda found=found: found.append(or_none(_learned)), name=_THREAD)
+        learns.start()
+        learns.join()
+        if found[0] is not None and found[0] in learned:
+            return found[0]
+        learned += filter(None, found)
+    raise LookupError("its objects are not like those of other Pythons")
 
 
 def _learned() -> Layout:
-    own, api = Memory(os.getpid()), ctypes.pythonapi
-    state, head = _address("PyInterpreterState_Get"), _address("PyThreadState_Get")
-    next_of: Any = api.PyThreadState_Next
-    next_of.restype, next_of.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    own = Memory(os.getpid())
+    state, thread = _asked("PyInterpreterState_Get"), _asked("PyThreadState_Get")
+    head = _asked("PyInterpreterState_ThreadHead", state)
     error, outer = _raised()
     trace = error.__traceback__
     if trace is None:
@@ -155,7 +174,7 @@ def _learned() -> Layout:
     told = TracebackType(trace, trace.tb_frame, 0x1234, 0x2345)
     code = trace.tb_frame.f_code
     numbered = code.replace(co_firstlineno=0x123456)
-    handling, handled, previous = _of_handling(own, head)
+    handling, handled, previous = _of_handling(own, thread)
     text_kind, text_shift = _kind_of_text()
     text_length = _find(own.words(id(_TEXTS[0]), 8), len(_TEXTS[0]))
     name = next(iter(_NINETEEN))
@@ -169,7 +188,7 @@ def _learned() -> Layout:
         type_name=_find_if(own.words(id(type(error))), lambda word: own.read(word, 9) == b"KeyError\0"),
         interpreter=_find(own.words(_own_runtime(), _OF_INTERPRETER), state),
         threads=_find(own.words(state, _OF_INTERPRETER), head),
-        next_thread=_find(own.words(head), int(next_of(head) or 0)),
+        next_thread=_find(own.words(head), _asked("PyThreadState_Next", head)),
         modules_of_sys=_find(own.words(state, _OF_INTERPRETER * 8), id(sys.__dict__)),
         handling=handling,
         handled=handled,
@@ -248,10 +267,11 @@ _LIST, _OF_FILE = [object()], OSError(1, "", "a file of this name")
 _NINETEEN = {f"name {number}": None for number in range(19)}
 
 
-def _address(function: str) -> int:
+def _asked(function: str, *addresses: int) -> int:
+    """An address that Python's own C functions give."""
     called: Any = getattr(ctypes.pythonapi, function)
-    called.restype = ctypes.c_void_p
-    return int(called())
+    called.restype, called.argtypes = ctypes.c_void_p, (ctypes.c_void_p,) * len(addresses)
+    return int(called(*addresses))
 
 
 def _raised() -> tuple[BaseException, BaseException]:

@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
@@ -201,3 +203,24 @@ def test_lines_are_worked_out_as_python_does() -> None:
 def test_a_table_of_lines_that_is_nonsense_ends() -> None:
     for table in (b"", b"\xff" * 50, bytes(range(256)), b"\x80", b"\xf0\x40\x40"):
         line_in(table, 7, 10_000)
+
+
+def test_several_threads_may_ask_at_once_while_others_come_and_go() -> None:
+    """Each learns anew: what is found has to be the same, and found in spite of them."""
+    ends = threading.Event()
+
+    def come_and_go() -> None:
+        while not ends.is_set():
+            threading.Thread(target=int).start()
+
+    busy = threading.Thread(target=come_and_go)
+    busy.start()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = [*pool.map(lambda _: layouts.layout(), range(8))]
+            layouts._layout.cache_clear()
+            found += pool.map(lambda _: layouts.layout(), range(8))
+    finally:
+        ends.set()
+        busy.join()
+    assert all(one == found[0] for one in found)
