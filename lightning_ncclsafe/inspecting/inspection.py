@@ -219,12 +219,14 @@ class _LookedAt:
         so_far = "".join(map(self._so_far, open_jobs))
         self._say(
             f"a rank has stood still for {still_s:.1f} s, as it does in a hang and in a long step.{so_far} Looking on"
-            f" until it moves, for {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s at most."
+            f" for {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s at most, or until all ranks have moved, which would"
+            " make it a long step; Ctrl-C gives the answer as it is."
         )
-        while not self._shows_enough() and not self._ended_after:
-            time.sleep(_ON_EVERY_S)
-            self._look()
-            self._ended_after = {pid for pid, looks in self._looks.items() if ends_in(looks)}
+        with suppress(KeyboardInterrupt):
+            while not self._shows_enough() and not self._ended_after:
+                time.sleep(_ON_EVERY_S)
+                self._look()
+                self._ended_after = {pid for pid, looks in self._looks.items() if ends_in(looks)}
         if self._ended_after:
             # What hung, and is being ended, is told as it was.
             for looks in self._looks.values():
@@ -404,7 +406,8 @@ def _read(seen: SeenRank) -> dict[str, Any]:
 
     What is read twice alike has not changed meanwhile.
     """
-    pid, stack = seen.process.pid, seen.looks[-1].stack
+    pid = seen.process.pid
+    stack = next((one.stack for one in reversed(seen.looks) if one.stack), ())
     folder = or_none(lambda: os.readlink(f"/proc/{pid}/cwd")) or ""
 
     def read() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from lightning_ncclsafe.code.libraries import FITTING
+from lightning_ncclsafe.code.libraries import FITTING, SIGTERM_BROADCAST
 from lightning_ncclsafe.facts import LoopEnd, Phase, Progress, TrainerFacts
 from lightning_ncclsafe.inspecting.looks import SeenFrame
 from lightning_ncclsafe.inspecting.objects import Interpreter
@@ -75,11 +75,13 @@ def counted(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Counted | N
     """
     trainer = next((frame.self_at for frame in stack if FITTING.has(frame.file, frame.function)), 0)
     with suppress(LookupError, OSError, ValueError):
-        return _counted(interpreter, trainer) if trainer else None
+        # Lightning counts a batch only after ranks have met before it.
+        is_next = any(SIGTERM_BROADCAST.has(frame.file, frame.function) for frame in stack)
+        return _counted(interpreter, trainer, is_next=is_next) if trainer else None
     return None
 
 
-def _counted(interpreter: Interpreter, trainer: int) -> Counted:
+def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool) -> Counted:
     def number(*names: str) -> int:
         found = interpreter.value(trainer, *names)
         if not isinstance(found, int):
@@ -101,12 +103,12 @@ def _counted(interpreter: Interpreter, trainer: int) -> Counted:
     return Counted(
         epoch=number("fit_loop", "epoch_progress", "current", "completed"),
         global_step=steps,
-        batch_idx=(ready - 1, validated - 1),
-        is_last=(last, last_validated),
+        batch_idx=(ready - 1 + is_next, validated - 1),
+        is_last=(last and not is_next, last_validated),
         trainer=TrainerFacts(
             settings=settings,
             callbacks=interpreter.kinds(trainer, "callbacks"),
-            validates_by_clock=bool(some("_val_check_time_interval")),
+            validates_by_clock=_validates_by_clock(interpreter, trainer),
             end=_end(interpreter, trainer, ready, last, steps),
             batches_begun=ready,
             batches=some("fit_loop", "max_batches") or None,
@@ -127,3 +129,9 @@ def _end(interpreter: Interpreter, trainer: int, ready: int, is_last: bool, step
         return LoopEnd.MAX_STEPS
     others = {interpreter.value(trainer, *_TRAINING, "current", name) for name in ("started", "completed")}
     return LoopEnd.DATA if others == {ready} else LoopEnd.UNKNOWN
+
+
+def _validates_by_clock(interpreter: Interpreter, trainer: int) -> bool:
+    with suppress(LookupError):
+        return interpreter.value(trainer, "_val_check_time_interval") is not None
+    return False
