@@ -14,6 +14,7 @@ from lightning_ncclsafe.facts import (
     EndedProcess,
     Frame,
     GpuStateFacts,
+    Group,
     HostFacts,
     Incident,
     IncidentKind,
@@ -76,7 +77,8 @@ class SeenRank:
         handled: Exceptions that its main thread is handling, the last one first.
         left: Exceptions that have left its program, likewise.
         counted: How far its Trainer has come, as far as that could be read.
-        is_other_python: Whether it runs another Python than this process, so that none of the last three is known.
+        group: The process group whose collective it is in, likewise.
+        is_other_python: Whether it runs another Python than this process, so that none of the last four is known.
     """
 
     process: RankProcess
@@ -94,6 +96,7 @@ class SeenRank:
     handled: tuple[Raised, ...] = ()
     left: tuple[Raised, ...] = ()
     counted: Counted | None = None
+    group: Group | None = None
     is_other_python: bool = False
 
 
@@ -191,7 +194,8 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     if seen.counted is not None:
         facts = replace(facts, progress=seen.counted.within(facts.progress), trainer=seen.counted.trainer)
     whereabouts = tuple(_whereabouts(facts, seen.looks))
-    return replace(facts, inspection=replace(inspection, whereabouts=whereabouts, native=seen.native))
+    inspection = replace(inspection, whereabouts=whereabouts, native=seen.native, group=seen.group)
+    return replace(facts, inspection=inspection)
 
 
 def _inspection(looks: Sequence[Look]) -> InspectionFacts:

@@ -33,6 +33,7 @@ from lightning_ncclsafe.inspecting.facts_of_looks import (
     shows_enough,
     stood_s,
 )
+from lightning_ncclsafe.inspecting.groups import group_of
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, diagnosis_of, wait_apart
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, Look, SeenFrame, SeenThread, StackReader, look
 from lightning_ncclsafe.inspecting.objects import Interpreter, Raised
@@ -411,11 +412,15 @@ def _read(seen: SeenRank) -> dict[str, Any]:
     folder = or_none(lambda: os.readlink(f"/proc/{pid}/cwd")) or ""
 
     def read() -> dict[str, Any]:
-        interpreter = Interpreter(pid)
-        if not interpreter.is_same:
-            return {"is_other_python": True, "left": (), "handled": ()}
-        left = interpreter.printed() if is_past_program(stack) else ()
-        return {"left": left, "handled": interpreter.handled(), "counted": counted(interpreter, stack)}
+        with Interpreter(pid) as interpreter:
+            if not interpreter.is_same:
+                return {"is_other_python": True, "left": (), "handled": ()}
+            return {
+                "left": interpreter.printed() if is_past_program(stack) else (),
+                "handled": interpreter.handled(),
+                "counted": counted(interpreter, stack),
+                "group": group_of(interpreter, stack),
+            }
 
     found = or_none(read) or {}
     if not found or or_none(read) != found:

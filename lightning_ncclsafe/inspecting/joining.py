@@ -33,7 +33,10 @@ def diagnosis_of(job: JobFacts) -> Diagnosis:
 
 def wait_apart(job: JobFacts) -> bool:
     """Whether all ranks are here and wait, and do so in different calls, so that none will be the last to come."""
-    found = waits_apart(timeline(job)) is not None and not job.elsewhere
+    view = timeline(job)
+    groups = {facts.inspection.group.name for facts in job.ranks if facts.inspection and facts.inspection.group}
+    all_wait = len(view.waiting) == len(job.ranks) and not view.silent and not job.elsewhere
+    found = all_wait and (len(groups) > 1 or waits_apart(view) is not None)
     forget()
     return found
 

@@ -4,6 +4,7 @@ No table of versions is needed; in return only a process of the same interpreter
 """
 
 import ctypes
+import errno
 import os
 import re
 import struct
@@ -12,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
@@ -22,7 +22,8 @@ from lightning_ncclsafe.probes.absent import or_none
 WORD = struct.Struct("=Q")
 # The last bits of a pointer may say something of their own (Python 3.14).
 TAGS = 7
-PAGE = os.sysconf("SC_PAGESIZE")
+# Of addresses: no process has anything below, or above.
+PAGE, HIGHEST = os.sysconf("SC_PAGESIZE"), 1 << 47
 # Of the structures that are searched for something: more than any of them has before it.
 _MOST_WORDS, _OF_INTERPRETER = 48, 4096
 _TRIES, _THREAD = 8, "ncclsafe-layout"
@@ -30,30 +31,33 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s*(.*)")
 
 
 class Memory:
-    """Memory of a process.
+    """Memory of a process, which runs on while it is read.
 
     Args:
         pid: Process id.
+
+    Raises:
+        OSError: There is none, or it may not be read.
     """
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self._fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __enter__(self) -> "Memory":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        os.close(self._fd)
 
     def read(self, address: int, size: int) -> bytes:
         """So many bytes, or as many as there are.
 
         Raises:
-            OSError: There are none, or they may not be read.
+            OSError: There are none.
         """
-        taken = ctypes.create_string_buffer(size)
-        here = _Part(ctypes.addressof(taken), size)
-        # Page by page: what lies behind the end is no reason for giving nothing.
-        bounds = [address, *range((address // PAGE + 1) * PAGE, address + size, PAGE), address + size]
-        there = (_Part * (len(bounds) - 1))(*(_Part(begin, end - begin) for begin, end in pairwise(bounds)))
-        count = _readv(self._pid, ctypes.byref(here), 1, there, len(there), 0)
-        if count <= 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return taken.raw[:count]
+        if not PAGE <= address < HIGHEST:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return os.pread(self._fd, size, address)
 
     def words(self, address: int, count: int = _MOST_WORDS) -> tuple[int, ...]:
         """So many words, of the size of a pointer, or as many as there are."""
@@ -75,16 +79,6 @@ class Memory:
     def text(self, address: int) -> str:
         """A C string, a short one."""
         return self.read(address, 200).partition(b"\0")[0].decode()
-
-
-class _Part(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
-
-
-PAGE = os.sysconf("SC_PAGESIZE")
-_readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-if _readv is not None:
-    _readv.restype = ctypes.c_ssize_t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +126,7 @@ class Layout:
     attributes: tuple[int, int | None]
     shared_names: int
     split_values: int
+    names_of_module: int
 
 
 def layout() -> Layout:
@@ -164,7 +159,11 @@ def _layout() -> Layout:
 
 
 def _learned() -> Layout:
-    own = Memory(os.getpid())
+    with Memory(os.getpid()) as own:
+        return _learned_of(own)
+
+
+def _learned_of(own: Memory) -> Layout:
     state, thread = _asked("PyInterpreterState_Get"), _asked("PyThreadState_Get")
     head = _asked("PyInterpreterState_ThreadHead", state)
     error, outer = _raised()
@@ -175,7 +174,7 @@ def _learned() -> Layout:
     code = trace.tb_frame.f_code
     numbered = code.replace(co_firstlineno=0x123456)
     handling, handled, previous = _of_handling(own, thread)
-    text_kind, text_shift = _kind_of_text()
+    text_kind, text_shift = _kind_of_text(own)
     text_length = _find(own.words(id(_TEXTS[0]), 8), len(_TEXTS[0]))
     name = next(iter(_NINETEEN))
     keys = _find_if(own.words(id(_NINETEEN), 8), lambda word: id(name) in own.words(word, 64))
@@ -227,6 +226,7 @@ def _learned() -> Layout:
             own.words(id(_Plain), 200),
             lambda word: own.word(word + count_of_names) == len(names) and {*map(id, names)} <= {*own.words(word, 64)},
         ),
+        names_of_module=_find(own.words(id(sys), 16), id(sys.__dict__)),
         split_values=_find(own.words(own.word(id(vars(whole)) + keys + 8)), id(whole.first)),
     )
 
@@ -251,7 +251,7 @@ def _values_of(own: Memory, address: int, first: int) -> tuple[int, int | None]:
         if word == first:
             return at, None
         for beyond in (-1, 0, 1):
-            there = or_none(lambda at=word + beyond: own.words(at, 4)) if word > PAGE else None
+            there = or_none(lambda at=word + beyond: own.words(at, 4))
             if there is not None and (word + beyond) % 8 == 0 and first in there:
                 return at, beyond + there.index(first) * 8
     # Before Python 3.11 each has a dictionary.
@@ -330,9 +330,8 @@ def _way_to(own: Memory, frame: int, code: CodeType) -> tuple[int, ...]:
     raise LookupError
 
 
-def _kind_of_text() -> tuple[int, int]:
+def _kind_of_text(own: Memory) -> tuple[int, int]:
     """Where a text has the width of its characters, and in which bits; four bits on it says whether it is ASCII."""
-    own = Memory(os.getpid())
     for at in range(16, 48, 4):
         numbers = [own.number(id(text) + at) for text in _TEXTS]
         for shift in range(24):

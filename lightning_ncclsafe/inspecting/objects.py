@@ -6,11 +6,14 @@ All that is read may be nonsense, as the other process goes on meanwhile: what i
 import builtins
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from lightning_ncclsafe.inspecting.layouts import PAGE, TAGS, WORD, Memory, layout, runtime_of
+from lightning_ncclsafe.inspecting.layouts import HIGHEST, PAGE, TAGS, WORD, Memory, layout, runtime_of
 from lightning_ncclsafe.probes.absent import or_none
 
-_OF_NAMES, _MOST_NAMES = 2048, 500
+# Of words: at most as many belong to a dictionary, and to each of its entries with its place in the table of hashes.
+_OF_HEAD, _OF_ENTRY = 64, 5
+_MOST_NAMES, _MOST_ENTRIES = 2000, 20_000
 _MOST_THREADS, _MOST_STACK, _MOST_CHAIN, _MOST_ITEMS = 4096, 120, 8, 4
 _MOST_CHARACTERS = 2000
 _MOST_TABLE = 1 << 16
@@ -44,12 +47,21 @@ class Interpreter:
     """
 
     def __init__(self, pid: int) -> None:
-        runtime = runtime_of(pid)
-        self.is_same = runtime is not None
-        self._memory, self._at = Memory(pid), layout()
-        self._state = self._memory.word(runtime + self._at.interpreter) if runtime is not None else 0
+        self._runtime = runtime_of(pid)
+        self.is_same = self._runtime is not None
+        self._at, self._memory = layout(), Memory(pid)
         self._kinds: dict[int, str] = {}
         self._known: dict[int, dict[str, tuple[int, int]]] = {}
+
+    def __enter__(self) -> "Interpreter":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._memory.__exit__()
+
+    @property
+    def _state(self) -> int:
+        return self._memory.word((self._runtime or 0) + self._at.interpreter)
 
     def handled(self) -> tuple[Raised, ...]:
         """The exceptions that its main thread handles: in an ``except`` or ``finally`` block, or while a ``with`` ends.
@@ -102,6 +114,49 @@ class Interpreter:
         count = min(self._memory.word(found + self._at.count), _MOST_NAMES)
         items = self._memory.words(self._memory.word(found + self._at.list_items), count) if count else ()
         return tuple(map(self._kind, items))
+
+    def named(self, module: str, name: str) -> int:
+        """Where what a module has under a name is.
+
+        Raises:
+            LookupError: There is no such module, or nothing of this name.
+        """
+        modules = self._named(self._memory.word(self._state + self._at.modules_of_sys), "modules")
+        for key, held in pairwise(self._words_of(modules)):
+            length = or_none(lambda key=key: self._memory.word(key + self._at.text_length))
+            if length == len(module) and self._name(key) == module:
+                return self._named(self._memory.word(held + self._at.names_of_module), name)
+        raise LookupError(name)
+
+    def under(self, dictionary: int, key: int) -> int:
+        """What a dictionary has under an object, by their addresses.
+
+        Raises:
+            LookupError: Nothing.
+        """
+        words = self._words_of(dictionary)
+        if key not in words[:-1]:
+            raise LookupError
+        return words[words.index(key) + 1]
+
+    def numbers_of(self, dictionary: int) -> tuple[int, ...]:
+        """The keys of a dictionary that are whole numbers, none of them large or negative."""
+        words = self._words_of(dictionary)
+        count = words[self._at.names // WORD.size]
+        # Before each stands its hash, which is the number itself.
+        pairs = ((number, key) for number, key in pairwise(words) if number < _MOST_ENTRIES)
+        return tuple(number for number, key in pairs if or_none(lambda key=key: self._number_at(key)) == number)[:count]
+
+    def _words_of(self, dictionary: int) -> tuple[int, ...]:
+        """All that it has for its names and values, and what comes then."""
+        keys = self._memory.word(dictionary + self._at.keys)
+        count = min(self._memory.word(keys + self._at.names), _MOST_ENTRIES)
+        return self._memory.words(keys, _OF_HEAD + count * _OF_ENTRY)
+
+    def _number_at(self, address: int) -> int:
+        if self._kind(address) != "int":
+            raise LookupError
+        return self._number(address)
 
     def _attribute(self, address: int, names: Sequence[str]) -> int:
         for name in names:
@@ -223,8 +278,8 @@ class Interpreter:
     def _names(self, keys: int) -> dict[str, tuple[int, int]]:
         """The names of a dictionary: which of them each is, and what stands behind it."""
         if keys not in self._known:
-            words = self._memory.words(keys, _OF_NAMES)
-            count = min(words[self._at.names // WORD.size], _MOST_NAMES)
+            count = min(self._memory.word(keys + self._at.names), _MOST_NAMES)
+            words = self._memory.words(keys, _OF_HEAD + count * _OF_ENTRY)
             # Beside each name and its value there may be its hash.
             found = (tuple(self._names_in(words, count, step)) for step in (2, 3))
             self._known[keys] = {name: (index, value) for index, name, value in max(found, key=len)}
@@ -237,7 +292,7 @@ class Interpreter:
                 yield index, name, words[at + 1]
 
     def _name(self, address: int) -> str:
-        if address <= PAGE or address % 8:
+        if not PAGE < address < HIGHEST or address % 8:
             return ""
         return or_none(lambda: self._text(address) if self._kind(address) == "str" else "") or ""
 

@@ -73,7 +73,7 @@ def counted(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Counted | N
         interpreter: Of the process.
         stack: Of its main thread.
     """
-    trainer = next((frame.self_at for frame in stack if FITTING.has(frame.file, frame.function)), 0)
+    trainer = next((frame.addresses.get("self", 0) for frame in stack if FITTING.has(frame.file, frame.function)), 0)
     with suppress(LookupError, OSError, ValueError):
         # Lightning counts a batch only after ranks have met before it.
         is_next = any(SIGTERM_BROADCAST.has(frame.file, frame.function) for frame in stack)

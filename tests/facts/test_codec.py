@@ -460,6 +460,7 @@ RANK = RankFacts(
         slept_s=614.2,
         whereabouts=(Whereabouts(doing="user code", place="train.py:41 in evaluate", looks=5),),
         native=("cudaStreamSynchronize (libcudart.so.12)",),
+        group=Group(name="2", ranks=(0, 1)),
     ),
     versions={"torch": "2.13.0"},
     missing=("gpu: no driver",),

@@ -62,8 +62,9 @@ def read(
             wait_for(begun)
             threads, _ = StackReader().read(one.pid)
             stack = next(thread.frames for thread in threads if thread.is_main)
-            found = counted(Interpreter(one.pid), stack)
-            assert counted(Interpreter(one.pid), stack[-2:]) is None
+            with Interpreter(one.pid) as interpreter:
+                found = counted(interpreter, stack)
+                assert counted(interpreter, stack[-2:]) is None
         finally:
             one.end_session()
             one.wait(10)
