@@ -275,8 +275,8 @@ WAITS_FOR_PROCESSES = _in(
 )
 WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
 WAITS_FOR_THREADS = _in(_PYTHON, "queue.py") | _in(_PYTHON, "threading.py", functions="wait wait_for join acquire")
-# What `python -m` runs a program with.
-RUN_MODULE = _in(_PYTHON, "runpy.py", "<frozen runpy>")
+# What `python -m` runs a program with; from Python 3.11 on it is frozen, "<frozen runpy>".
+RUN_MODULE = _in(_PYTHON, "*runpy*")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")
 DEBUGGERS = (
     _in(_PYTHON, "pdb.py", "bdb.py")

@@ -99,6 +99,9 @@ def _gone_past(view: Timeline) -> tuple[int, ...]:
     are_training = all(each.phase is Phase.TRAIN for each in now.values())
     if not (are_seen and passes and is_one_epoch and are_training) or {*view.waiting} != {*now} or view.silent:
         return ()
+    # Gradients that accumulate are exchanged with the last batch, of whoever has no more.
+    if any(now[rank].is_last_batch for rank in passes):
+        return ()
     is_past = len({*passes.values()}) == 1 and all(now[rank].batch_idx > max(passes.values()) >= 0 for rank in ahead)
     return ahead if is_past else ()
 
@@ -111,8 +114,10 @@ def _seen_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         f"{clause(ranks, 'has|have gone on')} to {batch_words(there)} without exchanging gradients in batch "
         f"{here.batch_idx}, in whose backward pass {clause(others, 'waits|wait')}: "
-        f"{verb(ranks, 'it', 'they')} left out a backward pass, or {ranks_words(others)} made one more.",
-        confidence=Confidence.LIKELY if len(ranks) < len(others) or len(view.facts) == 2 else Confidence.POSSIBLE,
+        f"{verb(ranks, 'it', 'they')} left out a backward pass, or parameters of DDP's had no gradient in it, or "
+        f"{ranks_words(others)} made one more.",
+        # Each of these looks the same from outside.
+        confidence=Confidence.POSSIBLE,
         location="",
         evidence=(*phase_evidence(view, view.facts), *how_we_know(view, view.facts)),
     )

@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     others_wait,
     ranks_words,
     recorder_evidence,
+    standing,
     verb,
 )
 
@@ -88,7 +89,7 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         how = "left its epoch early, although neither its data nor its steps are at an end and nothing asked it to stop"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
     elif ends == {LoopEnd.DATA} and (batches := _batches_left(view, early, others)):
-        how = f"begun another epoch, although each of its epochs has {batches} batches, as those of the others have"
+        how = f"left an epoch of {batches} batches before its end"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
 
 
@@ -172,7 +173,7 @@ def _may_be_callback(view: Timeline, early: tuple[int, ...]) -> bool:
 def _at(view: Timeline, rank: int) -> str:
     trainer = _told(view, rank)
     if not trainer.batches_begun:
-        return batch_words(view.facts[rank].progress)
+        return f"and is {standing(view, rank)}"
     return f"after {trainer.batches_begun} of {trainer.batches or 'an unknown number of'} batches"
 
 
