@@ -215,9 +215,13 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
 
 def _seen_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     groups = _groups_as_seen(view)
-    counts = Counter(name for name, _ in circle.values()).most_common()
-    is_decided = counts[0][1] > counts[1][1] and len({groups[rank].ranks for rank in circle}) == 1
-    ranks = tuple(sorted(rank for rank in circle if not is_decided or circle[rank][0] != counts[0][0]))
+    names = {name for name, _ in circle.values()}
+    waits = {rank: group.name for rank, group in groups.items() if group.name in names}
+    counts = Counter(waits.values()).most_common()
+    # Of a group with fewer members fewer wait, whoever is wrong.
+    is_decided = counts[0][1] > counts[1][1] and len({groups[rank].ranks for rank in waits}) == 1
+    odd = (rank for rank, name in sorted(waits.items()) if name != counts[0][0])
+    ranks = tuple(odd) if is_decided else tuple(sorted(circle))
     hops = (
         f"rank {rank} waits in {wait_words(view, rank)} of {_of_members(groups[rank])} for rank {late}"
         for rank, (_, late) in list(circle.items())[:_SAID]

@@ -20,7 +20,6 @@ from lightning_ncclsafe.rules.kit import (
     others_wait,
     ranks_words,
     recorder_evidence,
-    standing,
     verb,
 )
 
@@ -102,10 +101,11 @@ def _batches_left(view: Timeline, early: tuple[int, ...], others: tuple[int, ...
     counts = {_told(view, rank).batches for rank in now}
     epochs = {now[rank].epoch for rank in others}
     are_seen = all(facts.inspection is not None for facts in view.facts.values())
-    are_next = all({now[rank].epoch - 1} == epochs and now[rank].phase is Phase.TRAIN for rank in early)
+    are_training = all(each.phase is Phase.TRAIN for each in now.values())
+    are_next = all({now[rank].epoch - 1} == epochs for rank in early)
     batches = counts.pop() if len(counts) == 1 else None
     is_left = batches is not None and all(now[rank].batch_idx < batches - 1 for rank in others)
-    return batches if are_seen and are_next and is_left and batches is not None else 0
+    return batches if are_seen and are_training and are_next and is_left and batches is not None else 0
 
 
 def _other_changes(told: dict[int, TrainerFacts], early: tuple[int, ...], others: tuple[int, ...]) -> str:
@@ -173,7 +173,8 @@ def _may_be_callback(view: Timeline, early: tuple[int, ...]) -> bool:
 def _at(view: Timeline, rank: int) -> str:
     trainer = _told(view, rank)
     if not trainer.batches_begun:
-        return f"and is {standing(view, rank)}"
+        words = batch_words(view.facts[rank].progress)
+        return f"and is {words if words.startswith(('in ', 'before ')) else f'in {words}'}"
     return f"after {trainer.batches_begun} of {trainer.batches or 'an unknown number of'} batches"
 
 
