@@ -67,6 +67,7 @@ class SeenRank:
         workers: Its loader's workers.
         ended: Those of its children that have ended, and that it has not waited for.
         storage: Files that it has open for writing.
+        name_servers: Those that have not answered it yet.
         host_facts: Memory of it and its host.
         gpu: Its GPU; None where there is none.
         pressure: What its host has held up meanwhile.
@@ -86,6 +87,7 @@ class SeenRank:
     workers: tuple[ProcessFacts, ...] = ()
     ended: tuple[EndedProcess, ...] = ()
     storage: tuple[StorageFacts, ...] = ()
+    name_servers: tuple[str, ...] = ()
     host_facts: HostFacts = field(default_factory=HostFacts)
     gpu: GpuStateFacts | None = None
     pressure: PressureFacts | None = None
@@ -181,6 +183,7 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
             pressure=seen.pressure,
             ended=seen.ended,
             gpu=seen.gpu,
+            name_servers=seen.name_servers,
             settings=settings_seen(seen.process.environment),
         ),
         workers=seen.workers,

@@ -52,6 +52,7 @@ from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, look_at
 from lightning_ncclsafe.probes.host.swap import look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.machine_state import GpuWatch
+from lightning_ncclsafe.probes.network.links import name_servers_asked
 from lightning_ncclsafe.probes.process.stacks import with_source
 
 LOOKS = 5
@@ -349,6 +350,7 @@ def _seen_rank(
         ),
         ended=tuple(EndedProcess(pid=seen.pid, signal=seen.ended_by, exit_code=seen.exit_code) for seen in ended),
         storage=tuple(_open_files(one.pid)),
+        name_servers=name_servers_asked(one.pid),
         host_facts=_host_facts(one.pid, looks),
         versions=_versions(looks),
     )

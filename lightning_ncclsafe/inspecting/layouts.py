@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
@@ -251,7 +251,7 @@ def _values_of(own: Memory, address: int, first: int) -> tuple[int, int | None]:
         if word == first:
             return at, None
         for beyond in (-1, 0, 1):
-            there = or_none(lambda at=word + beyond: own.words(at, 4))
+            there = or_none(partial(own.words, word + beyond, 4))
             if there is not None and (word + beyond) % 8 == 0 and first in there:
                 return at, beyond + there.index(first) * 8
     # Before Python 3.11 each has a dictionary.
@@ -298,7 +298,7 @@ def _of_handling(own: Memory, thread: int) -> tuple[int, int, int]:
         within, address = own.words(thread), id(error)
         for index, word in enumerate(within):
             if word > PAGE and word % 8 == 0 and word == before[index]:
-                held = or_none(lambda word=word: own.words(word, 2)) or ()
+                held = or_none(partial(own.words, word, 2)) or ()
                 if address in held:
                     return index * 8, held.index(address) * 8, _find(next(inside(index)), word)
     raise LookupError
@@ -309,7 +309,7 @@ def _find(words: Sequence[int], wanted: int) -> int:
 
 
 def _find_if(words: Sequence[int], is_meant: Callable[[int], bool]) -> int:
-    found = (index for index, word in enumerate(words) if word > PAGE and or_none(lambda word=word: is_meant(word)))
+    found = (index for index, word in enumerate(words) if word > PAGE and or_none(partial(is_meant, word)))
     return next(found) * WORD.size
 
 
@@ -323,7 +323,7 @@ def _way_to(own: Memory, frame: int, code: CodeType) -> tuple[int, ...]:
     for index, word in enumerate(own.words(frame, 16)):
         if word & ~TAGS == id(code):
             return (index * 8,)
-        inner = (or_none(lambda word=word: own.words(word, 16)) or ()) if word > PAGE and word % 8 == 0 else ()
+        inner = (or_none(partial(own.words, word, 16)) or ()) if word > PAGE and word % 8 == 0 else ()
         for deeper, held in enumerate(inner):
             if held & ~TAGS == id(code) and word != id(code):
                 return (index * 8, deeper * 8)

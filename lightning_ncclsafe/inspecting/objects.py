@@ -6,6 +6,7 @@ All that is read may be nonsense, as the other process goes on meanwhile: what i
 import builtins
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from lightning_ncclsafe.inspecting.layouts import HIGHEST, PAGE, TAGS, WORD, Memory, layout, runtime_of
@@ -123,7 +124,7 @@ class Interpreter:
         """
         modules = self._named(self._memory.word(self._state + self._at.modules_of_sys), "modules")
         for key, held in pairwise(self._words_of(modules)):
-            length = or_none(lambda key=key: self._memory.word(key + self._at.text_length))
+            length = or_none(partial(self._memory.word, key + self._at.text_length))
             if length == len(module) and self._name(key) == module:
                 return self._named(self._memory.word(held + self._at.names_of_module), name)
         raise LookupError(name)
@@ -145,7 +146,7 @@ class Interpreter:
         count = words[self._at.names // WORD.size]
         # Before each stands its hash, which is the number itself.
         pairs = ((number, key) for number, key in pairwise(words) if number < _MOST_ENTRIES)
-        return tuple(number for number, key in pairs if or_none(lambda key=key: self._number_at(key)) == number)[:count]
+        return tuple(number for number, key in pairs if or_none(partial(self._number_at, key)) == number)[:count]
 
     def _words_of(self, dictionary: int) -> tuple[int, ...]:
         """All that it has for its names and values, and what comes then."""
@@ -204,7 +205,7 @@ class Interpreter:
         args = self._memory.word(error + self._at.args)
         count = min(self._memory.word(args + self._at.count), _MOST_ITEMS)
         items = self._memory.words(args + self._at.items, count) if count else ()
-        told = [or_none(lambda item=item: self._words(item)) or "…" for item in items]
+        told = [or_none(partial(self._words, item)) or "…" for item in items]
         kind = getattr(builtins, self._kind(error), None)
         if isinstance(kind, type) and issubclass(kind, OSError) and len(told) > 1:
             file = or_none(lambda: self._text(self._memory.word(error + self._at.file_name)))

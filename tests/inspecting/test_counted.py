@@ -98,3 +98,23 @@ def test_groups_without_one_another_are_no_circle() -> None:
     groups = [Group(name="1", ranks=(0, 1)), Group(name="1", ranks=(0, 1)), Group(name="2", ranks=(2, 3))]
     ranks = [waits(number, BARRIER, of=3, group=group) for number, group in enumerate(groups)]
     assert all(finding.rule != "crossed-groups" for finding in diagnosis_of(job_facts(ranks)).findings)
+
+
+def test_ranks_that_all_wait_at_one_place_in_one_batch_may_have_joined_what_does_not_complete() -> None:
+    ranks = [waits(number, LOOP, BACKWARD, counted=in_batch(0, 3)) for number in (0, 1)]
+    first = diagnosis_of(job_facts(ranks)).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1), Confidence.POSSIBLE)
+    send = SeenFrame(BROADCAST.file, 7, "send")
+    for other in (
+        [ranks[0], waits(1, LOOP, BACKWARD, counted=in_batch(0, 4))],
+        [waits(number, LOOP, send, counted=in_batch(0, 3)) for number in (0, 1)],
+        [replace(one, process=replace(one.process, world_size=3)) for one in ranks],
+    ):
+        assert all(finding.rule != "all-joined" for finding in diagnosis_of(job_facts(other)).findings)
+
+
+def test_a_name_server_that_does_not_answer_is_seen() -> None:
+    asks = SeenFrame("/usr/lib/python3.12/socket.py", 962, "getaddrinfo")
+    ranks = [waits(0, LOOP, BACKWARD), waits(1, LOOP, asks, name_servers=("10.0.0.2",))]
+    first = diagnosis_of(job_facts(ranks)).findings[0]
+    assert (first.rule, first.ranks) == ("slow-name-server", (1,)) and "10.0.0.2" in first.summary
