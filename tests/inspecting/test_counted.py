@@ -56,12 +56,12 @@ def test_a_rank_in_the_next_epoch_has_left_the_last_one_early_or_had_no_more_bat
 
 
 def test_ranks_at_the_end_of_their_epoch_have_run_out_of_data() -> None:
-    ranks = [
-        waits(0, LOOP, BROADCAST, counted=in_batch(0, 4)),
-        waits(1, END, BARRIER, counted=in_batch(0, 3, is_last=True)),
-    ]
-    first = diagnosis_of(job_facts(ranks)).findings[0]
-    assert (first.rule, first.ranks, first.confidence) == ("uneven-batches", (1,), Confidence.LIKELY)
+    for others, confidence in ((2, Confidence.LIKELY), (1, Confidence.POSSIBLE)):
+        ranks = [waits(number, LOOP, BROADCAST, of=others + 1, counted=in_batch(0, 4)) for number in range(others)]
+        ranks.append(waits(others, END, BARRIER, of=others + 1, counted=in_batch(0, 3, is_last=True)))
+        first = diagnosis_of(job_facts(ranks)).findings[0]
+        # Of two ranks, one has too few batches or the other too many.
+        assert (first.rule, first.ranks, first.confidence) == ("uneven-batches", (others,), confidence)
 
 
 def test_between_counts_that_are_known_and_others_nothing_is_compared() -> None:

@@ -89,11 +89,17 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         short,
         joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
         severity=_severity(view, short),
-        confidence=confidence if is_known else Confidence.POSSIBLE,
+        confidence=confidence if is_known and _is_decided(view, short) else Confidence.POSSIBLE,
         location=users_line(view, others),
         evidence=(*_evidence(view), *recorder_evidence(view)),
         remedy=_REMEDY_STOPPED if is_stopped else _REMEDY,
     )
+
+
+def _is_decided(view: Timeline, short: tuple[int, ...]) -> bool:
+    """Whether these have too few batches, and not the others too many: seen from outside, only their number tells."""
+    is_seen = any(facts.inspection is not None for facts in view.facts.values())
+    return not is_seen or 2 * len(short) < len(view.facts)
 
 
 def _is_known(view: Timeline, rank: int) -> bool:
