@@ -1,4 +1,4 @@
-"""Train a small CNN on noisy digits of 8 x 8 pixels, on two ranks, with SafeDDP on guard.
+"""Train a small CNN on noisy digits of 8 x 8 pixels, on two ranks, with SafeDDP.
 
 python examples/digits.py
 python examples/digits.py --strategy ddp     # the same training with Lightning's own DDPStrategy

@@ -1,4 +1,4 @@
-"""One rank now and then takes longer over its data; the other waits for it, and the run is slow for no visible reason.
+"""Now and then, one rank takes longer over its data; the other waits, and the run is slow for no visible reason.
 
 python examples/straggler.py                      # rank 1 is named, with the phase; a table, a trace, TensorBoard
 python examples/straggler.py --rank 0 --late 0.05

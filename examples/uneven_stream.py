@@ -1,9 +1,9 @@
-"""Train on a stream of which every rank has a share of another length.
+"""Train on a stream whose shares have a different length on each rank.
 
-The digits come in seven files, which are dealt to the ranks in turn: of two ranks, the first has four files (822
+The digits come in seven files, which are dealt to the ranks in turn. With two ranks, the first has four files (822
 digits, 26 batches) and the second has three (616 digits, 20 batches). A stream has no length that could be compared
-beforehand. The second rank comes to its end and waits in the validation, the first waits in its 21st backward.
-With SafeDDP the ranks agree before each batch that all of them have one; `--on-uneven` says what is to happen if not.
+in advance. The second rank reaches its end and waits in the validation, the first waits in its 21st backward.
+With SafeDDP, ranks agree before each batch that all of them have one; `--on-uneven` chooses what happens if not.
 
 python examples/uneven_stream.py --strategy ddp             # Application timeout caused pair closure
 python examples/uneven_stream.py --on-uneven raise          # UnevenDataError on both ranks, which names the second
@@ -72,7 +72,7 @@ class Count(L.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=["safe", "ddp"], default="safe", help="ddp: as Lightning comes")
+    parser.add_argument("--strategy", choices=["safe", "ddp"], default="safe", help="ddp: stock Lightning")
     parser.add_argument("--on-uneven", choices=["raise", "stop_together", "repeat"], default="raise")
     parser.add_argument("--start-method", choices=["popen", "spawn", "fork"], default="popen")
     parser.add_argument("--devices", type=int, default=2, help="number of ranks (default: %(default)s)")

@@ -85,7 +85,7 @@ def import_lightning(names: Sequence[str] = NAMES, wanted: str = "") -> ModuleTy
                 raise
     if wanted:
         raise ImportError(
-            f"{VARIABLE}={wanted!r} in the environment says which Lightning is meant, but {names[0]} is not installed."
+            f"{VARIABLE}={wanted!r} in the environment names a package that is not installed: {names[0]}."
         )
     raise ImportError(
         f"lightning_ncclsafe is a plugin of PyTorch Lightning, but neither {' nor '.join(names)} is installed: "
@@ -151,7 +151,7 @@ def _refuse_other(part: object, package: str) -> None:
         return
     line = f"from {module_for(package)} import {_public(type(part)).__name__}"
     raise TypeError(
-        f"{type(part).__name__} is made for a Trainer of {own}, but was given to one of {package}: these are two "
+        f"{type(part).__name__} is for a Trainer of {own}, but was given to one of {package}: these are two "
         f"packages, whose classes do not fit together. Write: {line} (in a program that you cannot edit, set "
         f"{VARIABLE}={package.partition('.')[0]} in its environment)."
     )
@@ -170,7 +170,7 @@ def refuse_second(kind: type, trainer: object) -> None:
     found = [callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, kind)]
     if len(found) > 1:
         count = "two" if len(found) == 2 else len(found)
-        raise ValueError(f"This Trainer has {count} {_public(type(found[0])).__name__} callbacks; give it one.")
+        raise ValueError(f"This Trainer has {count} {_public(type(found[0])).__name__} callbacks; pass only one.")
 
 
 def _public(kind: type) -> type:

@@ -4,13 +4,13 @@ from lightning_ncclsafe.facts.findings import Finding
 
 
 class CollectiveTimeoutError(RuntimeError):
-    """The run is ended because ranks wait for a collective that cannot complete; from then on nothing is saved.
+    """The run ends because ranks wait for a collective that cannot complete; nothing more is saved.
 
-    At the limit the process exits instead, with status 124, and this is raised where another thread wants to save.
+    At the limit, the process exits with status 124 instead, and only a thread that tries to save gets this error.
 
     Attributes:
         findings: The causes found, the most probable first.
-        report_folder: The folder with ``report.txt`` and ``report.json``; empty where none could be written.
+        report_folder: The folder with ``report.txt`` and ``report.json``; empty if none could be written.
     """
 
     def __init__(self, answer: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
@@ -23,11 +23,11 @@ class CollectiveTimeoutError(RuntimeError):
 class DatasetMismatchError(RuntimeError):
     """The ranks disagree about their data, so training does not start. Raised on all ranks, with the same text.
 
-    Without the callback ``DatasetAgreement`` only where they would hang; with it, whatever they disagree about.
+    Without the callback ``DatasetAgreement``, raised only if they would hang; with it, for any disagreement.
 
     Attributes:
-        findings: What differs, the most telling first.
-        report_folder: The folder with ``report.txt`` and ``report.json``; empty where none could be written.
+        findings: What differs, the most significant first.
+        report_folder: The folder with ``report.txt`` and ``report.json``; empty if none could be written.
     """
 
     def __init__(self, text: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
@@ -42,11 +42,11 @@ class UnevenDataError(DatasetMismatchError):
 
 
 class HostPreflightError(RuntimeError):
-    """A host has a problem with which the run would fail, so it does not start. Raised on all ranks, with one text.
+    """A host has a problem that would make the run fail, so it does not start. Raised on all ranks, with the same text.
 
     Attributes:
         findings: What was found, the worst first.
-        report_folder: The folder with ``report.txt`` and ``report.json``; empty where none could be written.
+        report_folder: The folder with ``report.txt`` and ``report.json``; empty if none could be written.
     """
 
     def __init__(self, text: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
@@ -61,9 +61,9 @@ STOP_CODE = 78
 
 
 class PlannedStopError(SystemExit):
-    """An earlier start of this job ended by a fault that comes again, so this one ends before it trains.
+    """An earlier start of this job ended with a fault that would recur, so this start ends before training.
 
-    Raised on all ranks, which exit with status 78. The reason is printed, and is in ``plan.json`` beside the report.
+    Raised on all ranks, which exit with status 78. The reason is printed, and is in ``plan.json`` next to the report.
 
     Attributes:
         reason: Why, in words.

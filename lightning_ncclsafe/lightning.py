@@ -26,10 +26,10 @@ from lightning_ncclsafe.strategies.guarded import GuardedStrategy
 
 
 class SafeDDP(GuardedStrategy, DDPStrategy):
-    """:class:`~lightning.pytorch.strategies.DDPStrategy` that says why ranks wait, and ends a run that cannot go on.
+    """:class:`~lightning.pytorch.strategies.DDPStrategy` that explains why ranks wait, and ends a run that is stuck.
 
-    Ranks that disagree about their data do not start; see :class:`~lightning_ncclsafe.DatasetAgreement`. Takes the
-    arguments of :class:`~lightning_ncclsafe.strategies.guarded.GuardedStrategy`, and all of ``DDPStrategy``.
+    Refuses to start if ranks disagree about their data; see :class:`~lightning_ncclsafe.DatasetAgreement`. Takes the
+    arguments of :class:`~lightning_ncclsafe.strategies.guarded.GuardedStrategy` and all arguments of ``DDPStrategy``.
 
     Example::
 
@@ -40,7 +40,8 @@ class SafeDDP(GuardedStrategy, DDPStrategy):
 class SafeFSDP(GuardedStrategy, FSDPStrategy):
     """:class:`~lightning.pytorch.strategies.FSDPStrategy` with the same guard as :class:`SafeDDP`.
 
-    Takes the arguments of :class:`~lightning_ncclsafe.strategies.guarded.GuardedStrategy`, and all of ``FSDPStrategy``.
+    Takes the arguments of :class:`~lightning_ncclsafe.strategies.guarded.GuardedStrategy` and all arguments of
+    ``FSDPStrategy``.
 
     Example::
 
@@ -53,9 +54,9 @@ class SafeFSDP(GuardedStrategy, FSDPStrategy):
 class SafeModelParallel(GuardedStrategy, ModelParallelStrategy):
     """:class:`~lightning.pytorch.strategies.ModelParallelStrategy` with the same guard as :class:`SafeDDP`.
 
-    For FSDP2 and tensor parallelism. Tensor-parallel peers, ranks of one data-parallel rank, have to read the same
-    data, which is checked before they do. Takes the arguments of
-    :class:`~lightning_ncclsafe.strategies.guarded.GuardedStrategy`, and all of ``ModelParallelStrategy``.
+    For FSDP2 and tensor parallelism. Checks before training that tensor-parallel peers, the ranks of one data-parallel
+    rank, read the same data. Takes the arguments of
+    :class:`~lightning_ncclsafe.strategies.guarded.GuardedStrategy` and all arguments of ``ModelParallelStrategy``.
 
     Example::
 
@@ -100,22 +101,22 @@ _RECOMMENDED: tuple[type[Callback], ...] = (
 
 
 def safe_callbacks(*own: Callback, without: Collection[type[Callback]] = ()) -> list[Callback]:
-    """The callbacks that are recommended with a strategy of this package, new ones at each call.
+    """Returns new instances of the callbacks that are recommended with a strategy of this package.
 
-    Those are, in this order: :class:`HostPreflight`, :class:`DatasetAgreement`, :class:`LoaderTuner`,
-    :class:`LoggerOffload` and :class:`CollectiveTimer`, each with its defaults, but for
-    ``DatasetAgreement(on_mismatch="raise_on_hang")``: as with the strategy alone, data that differs in content is a
-    warning, and only what would hang is refused. Give ``DatasetAgreement()`` yourself to have the former refused, too.
+    These are, in this order: :class:`HostPreflight`, :class:`DatasetAgreement`, :class:`LoaderTuner`,
+    :class:`LoggerOffload` and :class:`CollectiveTimer`, each with its defaults, except for
+    ``DatasetAgreement(on_mismatch="raise_on_hang")``: as with the strategy alone, different content is a warning, and
+    only what would hang is refused. Pass ``DatasetAgreement()`` yourself to refuse different content, too.
 
     Args:
-        *own: Callbacks of your own. One of a recommended class, or of a class derived from it, takes that one's place;
-            all others follow, in the order given.
+        *own: Your own callbacks. One of a recommended class, or of a subclass of it, replaces the recommended one; all
+            others follow, in the given order.
         without: Recommended classes to leave out; none by default.
 
     Raises:
-        TypeError: If one of ``own`` is no callback, or ``without`` no list.
-        ValueError: If ``without`` has what is not recommended or what is given, or two of a recommended class are
-            given.
+        TypeError: If one of ``own`` is not a callback, or ``without`` is not a list.
+        ValueError: If ``without`` has a class that is not recommended or is also in ``own``, or if ``own`` has two
+            callbacks of one recommended class.
 
     Example::
 

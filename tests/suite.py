@@ -1,9 +1,9 @@
 """Runs the whole suite, in processes of pytest beside one another, and ends whatever a test does to them.
 
-The first process collects everything, as it takes many seconds to import all files and to rewrite what they assert, and
-forks the others. Each asks for one file after the other; what stands in ``ALONE`` is given to the last one that still
-runs. A process that ends before its time, or that is stuck beyond the limit of its test, ends the run: the test is
-named, nothing more is waited for, and nothing that the tests have started is left.
+The first process collects everything, as it takes many seconds to import all files and to rewrite their assertions, and
+forks the others. Each asks for one file after the other; the files in ``ALONE`` go to the last process that still runs.
+A process that dies, or is stuck beyond the limit of its test, ends the run: the test is named, nothing more is waited
+for, and no process that a test has started is left.
 
     python tests/suite.py [OPTION...] [ARGUMENT OF PYTEST...]
 """
@@ -31,14 +31,14 @@ import psutil
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-# These start ranks and measure them: whatever else runs would be in their way.
+# These start ranks and measure them: other tests would disturb them.
 ALONE = "tests/trainers/"
-# Beyond what pytest-timeout allows a test. It ends the process itself, except where this is stopped, holds the
-# interpreter's lock, or where the test has failed already: then nobody looks at its teardown any more.
+# Times the limit that pytest-timeout gives a test. It ends the process itself, unless this is stopped or holds the
+# interpreter's lock, or the test has failed already, as the teardown has no limit then.
 SLACK = 1.25
-# For the stacks of a process that is stuck.
+# For faulthandler, to write the stacks of a process that is stuck.
 STACKS_S = 2.0
-# For what is left to say after the limit of the whole run.
+# For the last messages after the limit of the whole run.
 LAST_WORDS_S = 10.0
 SWEEP_S = 10.0
 POLL_S = 0.2
@@ -51,27 +51,27 @@ class Hooks:
         """What is made now is there for all processes, once."""
 
 
-class Asking:
-    """The plugin of pytest: asks for files, and says where it is."""
+class FileRequests:
+    """A plugin of pytest that asks for files to run, and reports which test is under way."""
 
-    def __init__(self, theirs: "Theirs", others: list["Theirs"]) -> None:
-        self._stream = theirs.stream()
+    def __init__(self, own: "PytestEnd", others: list["PytestEnd"]) -> None:
+        self._stream = own.stream()
         self._others = others
-        # A file that works on a large tensor where it is imported would have OpenMP start threads, which it would wait
-        # for in the forks, too. The programs of the tests have as many as ever.
+        # A file that computes with a large tensor while it is imported has OpenMP start threads, which its forks do not
+        # have and would wait for. The programs of the tests have as many as ever.
         self._one_thread = "" if "OMP_NUM_THREADS" in os.environ else "OMP_NUM_THREADS"
         if self._one_thread:
             os.environ[self._one_thread] = "1"
         self._worst = "passed"
-        self.say(at="pytest's start")
+        self.send(at="pytest's start")
 
-    def say(self, **what: Any) -> None:
-        self._stream.write(json.dumps(what) + "\n")
+    def send(self, **message: Any) -> None:
+        self._stream.write(json.dumps(message) + "\n")
         self._stream.flush()
 
     def _claimed(self, files: dict[str, list[pytest.Item]]) -> Iterator[pytest.Item]:
         while True:
-            self.say(asks=True)
+            self.send(asks=True)
             if not (name := self._stream.readline().strip()):
                 return
             yield from files[name]
@@ -80,30 +80,30 @@ class Asking:
         pluginmanager.add_hookspecs(Hooks)
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        self.say(at=f"the collection of {collector.nodeid or 'the tests'}")
+        self.send(at=f"the collection of {collector.nodeid or 'the tests'}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.option.collectonly:
-            return None  # Errors of the collection: pytest's own says so.
+            return None  # Pytest reports errors of the collection itself.
         files: dict[str, list[pytest.Item]] = {}
         for each in session.items:
             files.setdefault(each.nodeid.partition("::")[0], []).append(each)
-        self.say(files={name: len(items) for name, items in files.items()})
+        self.send(files={name: len(items) for name, items in files.items()})
         os.environ.pop(self._one_thread, "")
         session.config.hook.pytest_before_forks(session=session)
-        # Of all that the collection has made nothing becomes garbage: neither here nor in a fork it is looked at again.
+        # Nothing that the collection has made becomes garbage; the garbage collector need not look at it in any fork.
         gc.freeze()
         if self._is_first_after_forks(session.config):
-            self.say(all_there=True)
+            self.send(all_there=True)
         claimed = self._claimed(files)
         item = next(claimed, None)
         while item is not None:
             following = next(claimed, None)  # Before it runs: what is torn down after it depends on that.
             self._worst = "passed"
-            self.say(at=item.nodeid, limit_s=None)
+            self.send(at=item.nodeid, limit_s=None)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            self.say(done=item.nodeid, outcome=self._worst)
+            self.send(done=item.nodeid, outcome=self._worst)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
@@ -120,7 +120,7 @@ class Asking:
             if (between := os.fork()) != 0:
                 os.waitpid(between, 0)
                 continue
-            # Its child becomes one of the process that hands out the files, as the first one is.
+            # Its child is adopted by the process that hands out the files, whose child the first one is, too.
             stream = other.stream()
             if (pid := os.fork()) != 0:
                 stream.write(json.dumps({"pid": pid}) + "\n")
@@ -134,18 +134,18 @@ class Asking:
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> None:
-        self.say(at=item.nodeid, limit_s=settings.timeout * SLACK)
+        self.send(at=item.nodeid, limit_s=settings.timeout * SLACK)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed or (report.skipped and self._worst == "passed"):
             self._worst = report.outcome
 
     def pytest_sessionfinish(self) -> None:
-        self.say(at="pytest's end")
+        self.send(at="pytest's end")
 
 
 def write_to(log: IO[bytes], config: pytest.Config) -> None:
-    """Pytest has its outputs, as they were before it captures them, in three places."""
+    """Redirects pytest's outputs: it keeps them, as they were before it captures them, in three places."""
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()
     for number in (1, 2, config.stash[fault_handler_stderr_fd_key]):
@@ -154,8 +154,8 @@ def write_to(log: IO[bytes], config: pytest.Config) -> None:
     capture.suspend_global_capture()
 
 
-class Theirs(NamedTuple):
-    """What a process of pytest has of its own: the other end of its connection, and the file that it writes to."""
+class PytestEnd(NamedTuple):
+    """What a process of pytest uses: its end of the connection, and the file for its outputs."""
 
     connection: socket.socket
     log: IO[bytes]
@@ -164,40 +164,40 @@ class Theirs(NamedTuple):
         return self.connection.makefile("rw", encoding="utf-8")
 
 
-def ask(first: Theirs, others: list[Theirs], arguments: list[str]) -> int:
-    """Is the first process of pytest, or one of those that it forks."""
+def run_pytest(first: PytestEnd, others: list[PytestEnd], arguments: list[str]) -> int:
+    """Runs pytest in this process, which is the first one, and in those that it forks."""
     os.setsid()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     for number in (1, 2):
         os.dup2(first.log.fileno(), number)
     sys.path[0] = os.getcwd()  # As with ``python -m pytest``.
-    asking = Asking(first, others)
-    status = int(pytest.main(["--quiet", *arguments], plugins=[asking]))
-    asking.say(status=status, at="the end of the process")
+    requests = FileRequests(first, others)
+    status = int(pytest.main(["--quiet", *arguments], plugins=[requests]))
+    requests.send(status=status, at="the end of the process")
     return status
 
 
 class Lost(Exception):
-    """A process of pytest that ended before its time or is stuck, and where it was; or the limit of the run."""
+    """A process of pytest died or is stuck, with the place where; or the run has reached its limit."""
 
 
 class Process:
-    """One of pytest.
+    """A process of pytest.
 
     Attributes:
-        pid: None before it was forked.
-        asks: Whether it waits to be given a file.
-        is_last: Whether it was told that there is no further one.
-        status: Of pytest, once it came to its end.
+        pid: Its process id; None before it is forked.
+        asks: Whether it waits for a file.
+        is_last: Whether it knows that there is no other file.
+        status: Exit status of pytest; None until it has ended.
     """
 
     def __init__(self, outside_tests_s: float) -> None:
         self._outside_tests_s = outside_tests_s
-        self.connection, theirs = socket.socketpair()
+        self.connection, other_end = socket.socketpair()
         self.connection.setblocking(False)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 # open as long as the process runs
-        self.theirs = Theirs(theirs, self._log)
+        self.pytest_end = PytestEnd(other_end, self._log)
         self._unread = b""
         self.pid: int | None = None
         self.asks = self.is_last = False
@@ -212,35 +212,35 @@ class Process:
         self.place = place
         self._until = float("inf") if limit_s is None else time.monotonic() + limit_s
 
-    def heard(self) -> list[dict[str, Any]]:
-        """What it has said since last asked."""
+    def messages(self) -> list[dict[str, Any]]:
+        """What it has sent since the last call."""
         with suppress(BlockingIOError, ConnectionResetError):
             while part := self.connection.recv(1 << 16):
                 self._unread += part
         *lines, self._unread = self._unread.split(b"\n")
-        all_said: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        for said in all_said:
-            if "pid" in said:
-                self.has_begun(said["pid"])
-            if "at" in said:
-                self._is_at(said["at"], said.get("limit_s", self._outside_tests_s))
-            if "done" in said:
-                self._is_at(f"after {said['done']}", self._outside_tests_s)
-            self.asks = self.asks or "asks" in said
-            self.status = said.get("status", self.status)
-        return all_said
+        messages: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        for message in messages:
+            if "pid" in message:
+                self.has_begun(message["pid"])
+            if "at" in message:
+                self._is_at(message["at"], message.get("limit_s", self._outside_tests_s))
+            if "done" in message:
+                self._is_at(f"after {message['done']}", self._outside_tests_s)
+            self.asks = self.asks or "asks" in message
+            self.status = message.get("status", self.status)
+        return messages
 
     def give(self, file: str) -> None:
-        """Lets it run a file; "" says that there is none."""
+        """Has it run a file; "" means that there is no other."""
         self.asks, self.is_last = False, not file
         self._is_at(self.place, self._outside_tests_s)
-        with suppress(OSError):  # It has ended, which is_alive() tells.
+        with suppress(OSError):  # It has ended; check() notices.
             self.connection.sendall(f"{file}\n".encode())
 
     def check(self, code: int | None) -> None:
-        """Lost if it is stuck, or has ended with this code before it came to its end.
+        """Raises if it is stuck, or has exited with this code before pytest ended.
 
-        Of one that is stuck, faulthandler adds the stacks of all threads to what it has written.
+        If it is stuck, faulthandler adds the stacks of all its threads to its output.
         """
         if code is not None and self.status is None:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
@@ -256,7 +256,7 @@ class Process:
             raise Lost(f"{self.place}: stuck beyond its limit")
 
     def text(self) -> str:
-        """What it has written: of a run that came to its end, what follows the dots."""
+        """Its output; if pytest has ended, what follows the dots."""
         self._log.seek(0)
         text = self._log.read().decode(errors="replace")
         if self.status is not None:
@@ -265,7 +265,7 @@ class Process:
 
 
 class Suite:
-    """The run: hands out files, and counts what becomes of their tests."""
+    """A run of the suite: hands out files, and counts the outcomes of their tests."""
 
     def __init__(self, processes: list[Process]) -> None:
         self.counts: Counter[str] = Counter()
@@ -273,20 +273,20 @@ class Suite:
         self._running = processes
         self._first = processes[0]
         self._all_there = False
-        self._codes: dict[int, int] = {}  # Of processes that have ended.
-        self._tests: dict[str, int] = {}  # Of each file, how many.
+        self._codes: dict[int, int] = {}  # Exit codes by process id.
+        self._tests: dict[str, int] = {}  # Number of tests by file.
         self._files: list[str] = []
         self._counts_of: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._since: dict[str, float] = {}
 
     def run(self, until: float) -> None:
-        """Until all processes have ended; Lost if one never will."""
+        """Runs until all processes have ended; raises if one never will."""
         while self._running:
             select.select([process.connection for process in self._running], [], [], POLL_S)
-            self._codes |= reaped()  # Before they are heard: then nothing that they have said is missed.
+            self._codes |= reaped()  # Before their messages are read, so that none is missed.
             for process in tuple(self._running):
-                self._hear(process)
-            if self._first not in self._running:  # Errors of the collection: it has forked nobody.
+                self._read_messages(process)
+            if self._first not in self._running:  # With errors of the collection it has forked no others.
                 self._running = [process for process in self._running if process.pid is not None]
             for process in self._running:
                 if process.asks and self._all_there:
@@ -297,17 +297,17 @@ class Suite:
         if not any(self.statuses) and self.counts.total() != sum(self._tests.values()):
             raise Lost("not all tests have run")
 
-    def _hear(self, process: Process) -> None:
+    def _read_messages(self, process: Process) -> None:
         code = None if process.pid is None else self._codes.get(process.pid)
-        for said in process.heard():
-            if "all_there" in said:
+        for message in process.messages():
+            if "all_there" in message:
                 self._all_there = True
                 adopt_orphans(False)
-            if "files" in said and not self._tests:
-                self._tests = said["files"]
-                self._files = sorted(said["files"], key=lambda file: file.startswith(ALONE))
-            if "done" in said:
-                self._count(said["done"], said["outcome"])
+            if "files" in message and not self._tests:
+                self._tests = message["files"]
+                self._files = sorted(message["files"], key=lambda file: file.startswith(ALONE))
+            if "done" in message:
+                self._count(message["done"], message["outcome"])
         try:
             process.check(code)
         except Lost:
@@ -316,7 +316,7 @@ class Suite:
         if code is not None:
             self._running.remove(process)
             self.statuses.append(code)
-            if not process.is_last:  # It was to stop at a failure, or could not begin.
+            if not process.is_last:  # It stops at a failure, as asked, or could not begin.
                 self._files.clear()
             say(process.text())
 
@@ -326,7 +326,7 @@ class Suite:
             if not self._files or not all(other.is_last for other in others):
                 return process.give("")
             if others:
-                return  # They still end: it waits.
+                return  # It waits until they have ended.
         self._since[self._files[0]] = time.monotonic()
         process.give(self._files.pop(0))
 
@@ -364,15 +364,15 @@ def run(options: argparse.Namespace) -> int:
     about = versions()
     say(", ".join(f"{name} {version}" for name, version in about.items()))
     processes = [Process(options.outside_tests_s) for _ in range(options.processes)]
-    first, *others = (process.theirs for process in processes)
-    # Of those that the first one forks, until they are there.
+    first, *others = (process.pytest_end for process in processes)
+    # Until all processes that the first one forks are there.
     adopt_orphans(True)
     if (pid := os.fork()) == 0:
         for process in processes:
             process.connection.close()
-        return ask(first, others, options.arguments)
-    for theirs in (first, *others):
-        theirs.connection.close()
+        return run_pytest(first, others, options.arguments)
+    for end in (first, *others):
+        end.connection.close()
     processes[0].has_begun(pid)
     suite = Suite(processes)
     lost = None
@@ -391,7 +391,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def forked(options: argparse.Namespace) -> int:
-    """The process that runs the suite."""
+    """Forks a process that runs the suite; returns its process id."""
     if (runner := os.fork()) != 0:
         return runner
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -401,13 +401,13 @@ def forked(options: argparse.Namespace) -> int:
 
 
 def adopt_orphans(do: bool) -> None:
-    """Whether what is left of processes below this one becomes its own."""
+    """Whether orphans among the descendants of this process become its children."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(do), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 def supervise(options: argparse.Namespace) -> int:
-    """Runs the suite in a fork, and ends what is left of it: all orphans come to this process."""
+    """Runs the suite in a fork, and kills the processes that it leaves: all orphans become children of this one."""
     adopt_orphans(True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
@@ -444,7 +444,7 @@ def reaped() -> dict[int, int]:
 
 
 def sweep() -> None:
-    """Kills all that is left below this process."""
+    """Kills all descendants of this process."""
     until = time.monotonic() + SWEEP_S
     while left := psutil.Process().children(recursive=True):
         for process in left:
@@ -463,9 +463,9 @@ def main() -> int:
     )
     parser.add_argument("--limit-s", type=float, default=900.0, help="for the whole run (%(default)s)")
     parser.add_argument("--outside-tests-s", type=float, default=60.0, help="to import a file, to start, and to end")
-    # More than the two cores of CI: many tests wait for a limit, or for other processes.
+    # More than CI's two cores: many tests wait for a limit, or for other processes.
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="what has become of the tests, and the versions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write counts of outcomes and versions there")
     options, arguments = parser.parse_known_args()
     options.arguments = [argument for argument in arguments if argument != "--"]
     return supervise(options)

@@ -114,7 +114,7 @@ def test_another_word_in_the_variable_is_refused_with_what_is_allowed(installed:
 
 def test_of_the_one_that_the_variable_names_it_is_said_that_it_is_not_installed(installed: Path) -> None:
     install(installed, "bolt.pytorch")
-    with pytest.raises(ImportError, match=r"^NCCLSAFE_LIGHTNING='pytorch_bolt' .* pytorch_bolt is not installed\.$"):
+    with pytest.raises(ImportError, match=r"^NCCLSAFE_LIGHTNING='pytorch_bolt' .* not installed: pytorch_bolt\.$"):
         import_lightning(NAMES, wanted="pytorch_bolt")
 
 
@@ -170,7 +170,7 @@ def test_the_other_trainer_is_refused_with_what_to_import() -> None:
     with pytest.raises(TypeError) as caught:
         CollectiveTimer().setup(trainer_of("pytorch_lightning.trainer.trainer"), Any, "fit")
     assert str(caught.value) == (
-        "CollectiveTimer is made for a Trainer of lightning.pytorch, but was given to one of pytorch_lightning: these "
+        "CollectiveTimer is for a Trainer of lightning.pytorch, but was given to one of pytorch_lightning: these "
         "are two packages, whose classes do not fit together. Write: from lightning_ncclsafe.pytorch_lightning import "
         "CollectiveTimer (in a program that you cannot edit, set NCCLSAFE_LIGHTNING=pytorch_lightning in its "
         "environment)."
@@ -182,14 +182,14 @@ def test_of_a_class_of_the_users_own_the_line_names_ours() -> None:
     class OwnTimer(CollectiveTimer):
         pass
 
-    with pytest.raises(TypeError, match=r"^OwnTimer is made .* Write: from \S+ import CollectiveTimer \("):
+    with pytest.raises(TypeError, match=r"^OwnTimer is for .* Write: from \S+ import CollectiveTimer \("):
         OwnTimer().setup(trainer_of("pytorch_lightning.trainer.trainer"), Any, "fit")
 
 
 @needs_both
 def test_a_strategy_is_shown_to_all_but_the_other_trainer() -> None:
     asking = {"__name__": "pytorch_lightning.trainer.connectors.accelerator_connector", "strategy": SafeDDP()}
-    with pytest.raises(TypeError, match=r"^SafeDDP is made for a Trainer of lightning\.pytorch, but"):
+    with pytest.raises(TypeError, match=r"^SafeDDP is for a Trainer of lightning\.pytorch, but"):
         eval("f'{strategy!r}'", asking)
     for name in ("__main__", "pytorch_lightning.utilities", "lightning.pytorch.trainer.connectors.x"):
         assert "SafeDDP object" in eval("f'{strategy!r}'", asking | {"__name__": name})
@@ -227,7 +227,7 @@ def test_with_only_pytorch_lightning_everything_works(outcome: dict[str, Any]) -
 
 @needs_both
 def test_the_other_way_round_a_trainer_of_lightning_is_refused(outcome: dict[str, Any]) -> None:
-    said = "is made for a Trainer of pytorch_lightning, but was given to one of lightning.pytorch: "
+    said = "is for a Trainer of pytorch_lightning, but was given to one of lightning.pytorch: "
     assert outcome["strategy_refused"].startswith(f"TypeError: SafeDDP {said}")
     assert len(outcome["callbacks_refused"]) == 5
     # Lightning 2.5.0 has refused such a callback before it is asked for anything.
@@ -273,7 +273,7 @@ def test_each_is_of_its_package_and_not_of_the_other() -> None:
         callbacks = ours.safe_callbacks()  # type: ignore[attr-defined]
         assert all(isinstance(callback, theirs.Callback) for callback in callbacks)
         assert not any(isinstance(callback, foreign.Callback) for callback in callbacks)
-        with pytest.raises(TypeError, match=f"which is no Callback of {theirs.__name__}"):
+        with pytest.raises(TypeError, match=f"which is not a Callback of {theirs.__name__}"):
             ours.safe_callbacks(foreign.Callback())  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""The digits again, trained from a config file: LightningCLI makes the Trainer, its strategy, callbacks and loggers.
+"""The digits again, trained from a config file: LightningCLI creates the Trainer, its strategy, callbacks and loggers.
 
 python examples/config/main.py fit --config examples/config/ddp.yaml
 python examples/config/main.py fit --config examples/config/ddp.yaml --trainer.strategy.phase_timeouts.init=60

@@ -26,12 +26,12 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
         "--strategy",
         choices=["safe", "ddp", "safe-model-parallel", "model-parallel"],
         default="safe",
-        help="ddp and model-parallel: as Lightning comes; model-parallel: the model is split, by FSDP2",
+        help="ddp and model-parallel: stock Lightning; model-parallel: the model is sharded by FSDP2",
     )
     parser.add_argument("--start-method", choices=["popen", "spawn", "fork"], default="popen")
     parser.add_argument("--devices", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=12, help="hard limit, seconds (default: %(default)s)")
-    parser.add_argument("--suspect-after", type=float, default=4, help="when SafeDDP looks, seconds (default: 4)")
+    parser.add_argument("--suspect-after", type=float, default=4, help="when ranks are asked, seconds (default: 4)")
     parser.add_argument("--stall", type=float, default=60, help="how long the rank stalls, seconds (default: 60)")
     parser.add_argument("--root-dir", type=Path, default=Path("runs/hangs"))
     return parser

@@ -1,9 +1,9 @@
 """Rank 0 is late at the start: it still expands its data set in memory (RecBole#2069).
 
-There every rank loaded all of the data, the host's memory did not suffice, and it swapped to a network disk.
-The other ranks have finished their set-up and wait in the first collective. Nothing is wrong with the network,
-though the stock error speaks of timeouts and sends people there. Here the memory of rank 0 grows for half a minute,
-and then goes no further.
+There, every rank loaded the whole data set, the host ran out of memory, and it swapped to a network disk.
+The other ranks have finished their set-up and wait in the first collective. The network is fine, although the
+stock error mentions timeouts and makes people suspect it. Here, the memory of rank 0 grows for half a minute,
+and then stays the same.
 
 Stock, on rank 1:  RuntimeError: ... Timed out waiting 12000ms for recv operation to complete
 SafeDDP:           late-at-init: rank 0 in DataModule.setup, at the line marked below, its memory and how fast it grows

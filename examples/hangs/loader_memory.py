@@ -1,7 +1,7 @@
-"""Workers make batches ahead until there is no memory left (wenet#2511).
+"""Workers prefetch batches until memory runs out (wenet#2511).
 
-There, workers times ranks were far fewer than the cores, as advised; but each rank had two loaders, both with 4 workers
-that stay, and each of these made 250 batches ahead. Some batches come late: that is what such a long queue is for.
+There, workers times ranks were far fewer than the cores, as advised. But each rank had two loaders with 4 persistent
+workers each, and each worker prefetched 250 batches. Some batches come late, which is what such a long queue is for.
 
 Here the program limits itself (RLIMIT_DATA): each rank, and each of its workers, may have 500 MB more than a rank has
 before it trains. A container's memory limit does the same to all of them together, and ends them with SIGKILL. Batches
@@ -10,9 +10,9 @@ are of numpy arrays, which are in the memory of their worker until they are take
 
 Stock, on rank 0:  RuntimeError: Caught MemoryError in DataLoader worker process 0.
                    numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 MiB for an array with shape ...
-                   (some 120 batches after it has happened, when that batch is due; in backward, on rank 1:
+                   (some 120 batches after it happened, when that batch is due; in backward, on rank 1:
                    Connection closed by peer)
-SafeDDP:           it ends; as many batches ahead as there is memory for do as well
+SafeDDP:           trains to the end; it prefetches only as many batches as fit into memory
 --untuned:         failed-rank: rank 0 raised that, and rank 1 waits for it
 """
 
@@ -120,7 +120,7 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argument_parser(__doc__)
-    parser.add_argument("--untuned", action="store_true", help="SafeDDP alone, with the loaders as they are set")
+    parser.add_argument("--untuned", action="store_true", help="SafeDDP alone, without LoaderTuner")
     parser.add_argument("--limit", type=int, default=500, help="more MB for each process; 0: none (default: 500)")
-    parser.add_argument("--steps", type=int, default=300, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="training steps (default: %(default)s)")
     main(parser.parse_args())

@@ -1,7 +1,7 @@
 """The loader workers of rank 1 stall, and every rank waits for rank 1's next batch (wenet#2511).
 
-There the host was short of memory for workers times prefetch; here the workers read from storage that stops
-answering. The main thread of rank 1 stands in the data loader, all others in a collective.
+There, the host was short of memory for workers times prefetch; here, the workers read from storage that stops
+answering. The main thread of rank 1 waits in the data loader, all others in a collective.
 
 Stock, on rank 0:  RuntimeError: ... Timed out waiting 12000ms for recv operation to complete
                    (through backward; rank 0 exits, and rank 1 lives on with its workers)

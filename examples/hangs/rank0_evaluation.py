@@ -1,7 +1,7 @@
 """Rank 0 evaluates alone at the end of the epoch, for too long (open_clip#1024).
 
-`if not trainer.is_global_zero: return` looks harmless: the evaluation itself has no collective. But the others go
-on, and the next thing that Lightning does has one: they wait there for as long as rank 0 evaluates.
+`if not trainer.is_global_zero: return` looks harmless: the evaluation itself has no collective. But the others
+continue, and the next thing that Lightning does has one: they wait there for as long as rank 0 evaluates.
 
 Stock, on rank 1:  RuntimeError: ... Timed out waiting 12000ms for recv operation to complete
                    (at the end of a traceback through ModelCheckpoint, which has nothing to do with it)

@@ -1,12 +1,12 @@
-"""Rank 0's TensorBoard files lie on storage that stops answering for a while (torchtitan#1092).
+"""Rank 0 writes its TensorBoard files to storage that stops answering for a while (torchtitan#1092).
 
 Lightning flushes the logger after every logged step, on the training thread of rank 0 (pytorch-lightning#20551).
 When the storage stalls, so does that flush, and the other ranks wait for rank 0 in their next collective.
 
 Stock, on rank 1:  RuntimeError: Application timeout caused pair closure
-                   (at the end of a traceback through backward, and not a word about the logger)
+                   (at the end of a traceback through backward, which does not mention the logger)
 SafeDDP:           slow-logger: rank 0 in TensorBoard's flush, at the line marked below
---offload:         training does not notice; what was logged is there as soon as the storage is
+--offload:         training does not notice; logged points arrive as soon as the storage answers
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LoggerOnStallingStorage(TensorBoardLogger):
 
 if __name__ == "__main__":
     parser = argument_parser(__doc__)
-    parser.add_argument("--offload", action="store_true", help="take the logger off the training thread")
+    parser.add_argument("--offload", action="store_true", help="move the logger off the training thread")
     options = parser.parse_args()
     logger = LoggerOnStallingStorage(str(options.root_dir), options.stall)
     callbacks = [LoggerOffload()] if options.offload else []

@@ -2,8 +2,8 @@
 
 `train_test_split` without a seed draws one from numpy's global state. Here, as there, torch and random have been seeded
 and numpy has not: every process starts it from the system's entropy. So each rank trains on 500 texts, but not on the
-same 500. Packed into samples of equal length they make 396 batches on one rank and 307 on the other, say. The first to
-come to its end waits in the validation, the other in its next backward. (Not with --start-method spawn or fork: there
+same 500. Packed into samples of equal length, they make 396 batches on one rank and 307 on the other, say. The first to
+reach its end waits in the validation, the other in its next backward. (Not with --start-method spawn or fork: there
 Lightning, or the fork itself, gives the main process's numpy state to every rank.)
 
 Stock, on one rank:  RuntimeError: Application timeout caused pair closure

@@ -76,7 +76,7 @@ class _Ends:
             process._popen.returncode = _UNKNOWN_EXIT_CODE
         who = f"DataLoader worker (pid {process.pid})"
         if code is None:
-            how = "exited unexpectedly. Its exit status is unknown, as something else in this process has reaped it"
+            how = "exited unexpectedly. Its exit status is unknown, because something else in this process reaped it"
         elif code < 0:
             how = f"is killed by signal: {signal.strsignal(-code) or -code}"
         else:
@@ -194,7 +194,7 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
                 return found
             now = time.monotonic()
             if self.silent_from is not None and now >= self.silent_from:
-                raise WorkersSilent(f"no batch has come for {self.answers_s:.0f} s")
+                raise WorkersSilent(f"no batch has arrived for {self.answers_s:.0f} s")
             if now >= until:
                 return found
 

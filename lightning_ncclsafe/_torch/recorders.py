@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_ncclsafe._torch.build import c10d
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 
 # NCCL keeps a recorder of its own, absent from CPU builds; every other back end (and, in newer releases, "nccl2")
@@ -83,7 +83,7 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-_question: threading.Thread | None = None
+_question = SideThread("ncclsafe-cuda-driver")
 
 
 def driver_answers() -> bool:
@@ -94,15 +94,16 @@ def driver_answers() -> bool:
     GIL, and all Python of this process with it. This asks on a thread of its own, without the GIL, for the same that
     the recorder asks for.
     """
-    global _question
     if not _uses_cuda():
         return True
-    # One that has not been answered is not asked again.
-    if _question is None or not _question.is_alive():
-        _question = threading.Thread(target=_ask_driver, name="ncclsafe-cuda-driver", daemon=True)
-        _question.start()
-    _question.join(_DRIVER_ANSWERS_S)
-    return not _question.is_alive()
+    _question.begin(_ask_driver)
+    try:
+        _question.answer(_DRIVER_ANSWERS_S)
+    except UnansweredError:
+        return False
+    except Exception:  # a driver of another kind; what it answers does not matter
+        return True
+    return True
 
 
 def _ask_driver() -> None:

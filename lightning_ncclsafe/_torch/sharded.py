@@ -52,7 +52,7 @@ def flat_parts(model: torch.nn.Module) -> Iterator[FlatPart]:
         if flat._params is None:
             raise UnknownSplitError("FSDP with use_orig_params=False lets optimizers see only flat parameters")
         if flat._shared_param_infos:
-            raise UnknownSplitError("FSDP keeps parameters that modules share in a way of its own")
+            raise UnknownSplitError("FSDP stores parameters that modules share in its own format")
         before = f"{prefix}." if prefix else ""
         infos: Any = zip(flat._fqns, flat._params, flat._shapes, flat._shard_param_infos, strict=True)
         for name, parameter, shape, info in infos:
@@ -141,7 +141,7 @@ def split_of(value: Any) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], t
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in value.placements):
-        raise UnknownSplitError("a tensor of the model is a sum over ranks that has not been made")
+        raise UnknownSplitError("a tensor of the model is a partial sum that has not been reduced")
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     return tuple(value.shape), [(tuple(offsets), tuple(sizes))], value._local_tensor
 
@@ -205,7 +205,7 @@ def distributed_metadata(entries: Iterable[StoredEntry]) -> bytes:
         if entry.dtype:
             dtype = getattr(torch, entry.dtype, None)
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{name!r} is of {entry.dtype!r}, which is no type of tensors")
+                raise ValueError(f"{name!r} is of {entry.dtype!r}, which is not a tensor type")
             described[name] = metadata.TensorStorageMetadata(
                 properties=metadata.TensorProperties(dtype=dtype),
                 size=torch.Size(entry.shape),

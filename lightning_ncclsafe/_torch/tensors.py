@@ -19,12 +19,28 @@ def spread_size(parameter: Any) -> tuple[int, int] | None:
     return None if local is None else (int(parameter.numel()), int(local.numel()))
 
 
+_COMPARED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def largest(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The largest absolute value of each: any order of comparing gives the same, and the device is not waited for."""
+    """The largest absolute value of each: any order of comparing gives the same, and the device is not waited for.
+
+    Of values of one byte the largest byte. No copy of a tensor is made.
+    """
     with torch.no_grad():
         # A split tensor would ask other ranks.
         own = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-        return [each.abs().max() if each.numel() and each.dtype is not torch.bool else each.sum() for each in own]
+        return [_largest(each) if each.numel() else each.sum() for each in own]
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype.itemsize == 1 or not tensor.dtype.is_floating_point:
+        # Torch compares few of the types of numbers that it knows.
+        tensor = tensor.view(_COMPARED[tensor.dtype.itemsize])
+    least, most = torch.aminmax(tensor)
+    return torch.maximum(-least, most) if tensor.dtype.is_signed else most
 
 
 def change_counts(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -12,32 +12,32 @@ from lightning_ncclsafe.strategies.guarded import guards, timer_of
 
 
 class CollectiveTimerHooks:
-    """Times every collective of every process group, and names the rank for which the others wait.
+    """Times every collective of every process group, and names the rank that the others wait for.
 
-    PyTorch's Flight Recorder is read from a thread at the side: nothing is added to the training's collectives, and
-    nothing is synchronised. All ranks' recordings meet on rank 0, over the job's store. Of each collective the shortest
-    duration among the ranks is about what it takes (*transfer*), the rest is waiting for the rank that came last.
+    A separate thread reads PyTorch's Flight Recorder; it adds nothing to the training's collectives and synchronises
+    nothing. The recordings of all ranks meet on rank 0, over the job's store. The shortest duration of a collective
+    among the ranks is about what it takes (*transfer*); the rest is waiting for the last rank.
 
-    Scalars go to the Trainer's loggers: ``collectives/<op>/…`` (``skew_ms``, ``wait_ms``, ``size_bytes`` and, where the
-    back end times collectives on the device, as NCCL does, ``transfer_ms`` and ``busbw_gb_per_s`` by nccl-tests'
-    definition), ``straggler/rank`` and ``straggler/late_ms_per_step``. A rank that is late again and again is named in
-    one line, with the phase in which it falls behind; not for the first steps, nor for what callbacks of ours have made
-    late. At the end of ``fit`` comes a table, if there were at least 50 steps, and a picture of lateness by rank and
-    time for loggers that take images. ``<report_dir>/collectives`` has the table of every call, however short,
-    as ``…-collectives.txt``, and ``…-trace.json.gz`` for https://ui.perfetto.dev.
+    Scalars go to the Trainer's loggers: ``collectives/<op>/…`` (``skew_ms``, ``wait_ms``, ``size_bytes`` and, if the
+    back end times collectives on the device, as NCCL does, ``transfer_ms`` and ``busbw_gb_per_s`` as in nccl-tests),
+    ``straggler/rank`` and ``straggler/late_ms_per_step``. One line names a rank that is late repeatedly, with the phase
+    in which it falls behind; the first steps, and lateness that callbacks of this package cause, do not count. At the
+    end of ``fit``, a table is printed if there were at least 50 steps, and a heat map of lateness by rank and time goes
+    to loggers that accept images. ``<report_dir>/collectives`` has the table of every call, however short, as
+    ``…-collectives.txt``, and ``…-trace.json.gz`` for https://ui.perfetto.dev.
 
     Args:
-        every_n_steps: After about how many steps ranks share what they have recorded, and scalars are logged. It is
-            not done more often than twice a second, nor, in a large job, than every 10 ms for each rank.
-        table: Whether a table is written at the end, and that of ``fit`` printed.
-        trace: Whether a trace is written at the end. It has the last three minutes, or of long steps the last MiB, at
-            most 64 MiB, and of what was before those collectives for which ranks came furthest apart.
-        heat_map: Whether a picture of lateness is logged at the end.
+        every_n_steps: Ranks share what they have recorded, and log scalars, about every so many steps; at most twice a
+            second and, in a large job, at most every 10 ms for each rank.
+        table: Whether to write a table at the end, and print that of ``fit``.
+        trace: Whether to write a trace at the end. It has the last three minutes, or with long steps the last MiB, at
+            most 64 MiB, and before that the collectives at which ranks were furthest apart.
+        heat_map: Whether to log a heat map of lateness at the end.
 
     Raises:
-        ValueError: If ``every_n_steps`` is not a whole number of at least 1, or when a Trainer has two of these
+        ValueError: If ``every_n_steps`` is not a whole number of at least 1, or if a Trainer has two of these
             callbacks.
-        TypeError: When a Trainer is run with a strategy that times nothing.
+        TypeError: If the Trainer's strategy has no guard.
 
     Example::
 
@@ -51,13 +51,13 @@ class CollectiveTimerHooks:
         self._loggers_that_failed: frozenset[str] = frozenset()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the strategy is one that times, and that this callback is the only one of its class."""
+        """Checks that the strategy has the guard, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
         refuse_second(CollectiveTimerHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
-                f"CollectiveTimer was given to a Trainer with {type(trainer.strategy).__name__}, which times nothing; "
-                "use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+                "CollectiveTimer needs a strategy of lightning_ncclsafe, but this Trainer has "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )
 
     def on_train_batch_end(
@@ -80,7 +80,7 @@ class CollectiveTimerHooks:
             if trainer.is_global_zero and not attached.timer.is_off:
                 self._show(attached, trainer, is_fit=stage == "fit")
         except Exception as error:
-            say_own_failure(error, what="the results of timing collectives")
+            say_own_failure(error, what="writing the timings of collectives")
 
     def _log(self, trainer: Trainer) -> None:
         attached = timer_of(trainer.strategy)

@@ -1,4 +1,4 @@
-"""The callback that has hosts looked at before training starts."""
+"""The callback that checks hosts before training starts."""
 
 from pathlib import Path
 
@@ -8,20 +8,21 @@ from lightning_ncclsafe.strategies.guarded import guards
 
 
 class HostPreflightHooks:
-    """Looks at every rank's host before the first step, within 3 s, and compares what was found across ranks.
+    """Checks every rank's host before the first step, within 3 s, and compares the results across ranks.
 
-    Cores against workers and threads, memory, swap, /dev/shm, open files, GPUs, versions, settings of NCCL and torch,
-    the network interface, the directories of logs and checkpoints, the hosts' clocks. Said is only what is bad, or
-    differs between ranks where it must not, each with its remedy. ``ncclsafe preflight`` does the same from the shell.
+    It checks cores against workers and threads, memory, swap, /dev/shm, open files, GPUs, versions, settings of NCCL
+    and torch, the network interface, the directories of logs and checkpoints, and the hosts' clocks. It prints only
+    problems and unwanted differences, each with its remedy. ``ncclsafe preflight`` does the same from the shell.
 
     Args:
-        on_problem: ``"raise"``: with a problem with which the run would fail, all ranks raise
-            :class:`~lightning_ncclsafe.HostPreflightError`. ``"warn"``: it is printed, and training starts.
-        data_dir: The directory that data is read from, to be tried out, too.
+        on_problem: ``"raise"``: a problem that would make the run fail raises
+            :class:`~lightning_ncclsafe.HostPreflightError` on all ranks. ``"warn"``: it is printed, and training
+            starts.
+        data_dir: The directory that data is read from, to be tested, too.
 
     Raises:
-        ValueError: If ``on_problem`` is neither, or when a Trainer has two of these callbacks.
-        TypeError: When a Trainer is run with a strategy that looks at nothing.
+        ValueError: If ``on_problem`` is neither, or if a Trainer has two of these callbacks.
+        TypeError: If the Trainer's strategy has no guard.
 
     Example::
 
@@ -34,11 +35,11 @@ class HostPreflightHooks:
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the strategy is one that looks, and that this callback is the only one of its class."""
+        """Checks that the strategy has the guard, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
         refuse_second(HostPreflightHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
-                f"HostPreflight was given to a Trainer with {type(trainer.strategy).__name__}, which looks at nothing; "
-                "use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+                "HostPreflight needs a strategy of lightning_ncclsafe, but this Trainer has "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )

@@ -1,4 +1,4 @@
-"""The callback that saves a run at the moment at which it is ended."""
+"""The callback that saves a run as it ends."""
 
 import os
 import uuid
@@ -14,24 +14,24 @@ from lightning_ncclsafe.strategies.guarded import guards
 
 
 class JustInTimeCheckpointHooks:
-    """Saves a run when it is being ended, from ranks that are still there, and goes on from there at the next start.
+    """Saves a run as it ends, from ranks that are still healthy, and resumes from there at the next start.
 
-    Nothing is saved, and next to nothing is done, while nothing happens. When a run is being ended, as ranks wait in
-    vain, one has died or raised, a rank whose model and optimizers are whole writes the state after the last completed
-    optimizer step, from a thread beside the one that waits, without a collective. Where a model is split among ranks,
-    each writes its part. On SIGTERM all ranks stop before the same batch and save then. What cannot be proven to belong
-    together is not saved, and one line says why.
+    While nothing goes wrong, it saves nothing and costs next to nothing. When a run ends because ranks wait in vain, or
+    one has died or raised, a rank with an intact model and optimizers writes the state after the last completed
+    optimizer step, from a thread beside the one that waits, without a collective. If the model is sharded, each
+    rank writes its shard. On SIGTERM, all ranks stop before the same batch and save then. A state that cannot be proven
+    consistent is not saved, and one line says why.
 
-    The checkpoint, ``just-in-time-epoch=…-step=….ckpt``, is one that ``trainer.fit(ckpt_path=…)`` of stock Lightning
-    loads; of a model that is split it is a folder. It is written beside, read back and then given its name; no other
-    checkpoint is ever written over.
+    The checkpoint, ``just-in-time-epoch=…-step=….ckpt``, is one that stock Lightning loads with
+    ``trainer.fit(ckpt_path=…)``; for a sharded model it is a folder. It is written under another name, read back and
+    then renamed; it never overwrites another checkpoint.
 
     Args:
-        dirpath: The local or shared folder of these checkpoints; relative to where the program was started.
-        resume: Whether ``fit`` without a ``ckpt_path`` goes on from the newest checkpoint that is whole, of this
-            callback or of a ``ModelCheckpoint``. Where there is none, as at the first start, training begins anew.
-        keep: How many of these checkpoints are kept; older ones are removed once a newer one is whole.
-        grace: What the scheduler leaves between SIGTERM, or the signal of SLURM, and the end of the processes: a
+        dirpath: The local or shared folder of these checkpoints, relative to the working directory at the start.
+        resume: Whether ``fit`` without a ``ckpt_path`` resumes from the newest complete checkpoint, of this callback or
+            of a ``ModelCheckpoint``. If there is none, as at the first start, training begins from scratch.
+        keep: How many of these checkpoints are kept; older ones are removed once a newer one is complete.
+        grace: How much time the scheduler leaves between SIGTERM, or SLURM's signal, and the end of the processes: a
             ``timedelta``, or seconds. A checkpoint that would not fit is not begun.
 
     Attributes:
@@ -39,9 +39,9 @@ class JustInTimeCheckpointHooks:
         resume: As given.
 
     Raises:
-        ValueError: If ``dirpath`` is remote, ``keep`` no whole number of at least 1 or ``grace`` not longer than 0, or
-            when a Trainer has two of these callbacks.
-        TypeError: When a Trainer is run with a strategy that ends no run.
+        ValueError: If ``dirpath`` is remote, ``keep`` is not a whole number of at least 1 or ``grace`` is not longer
+            than 0, or if a Trainer has two of these callbacks.
+        TypeError: If the Trainer's strategy has no guard.
 
     Example::
 
@@ -57,7 +57,7 @@ class JustInTimeCheckpointHooks:
         grace: timedelta | float = 30.0,
     ) -> None:
         if "://" in os.fspath(dirpath):
-            raise ValueError(f"dirpath={dirpath!r} is remote; it must be a folder that this host sees.")
+            raise ValueError(f"dirpath={dirpath!r} is remote; it must be a local or mounted folder.")
         self.dirpath = Path(dirpath).absolute()
         self.resume = resume
         self.settings = CheckpointSettings(
@@ -70,13 +70,13 @@ class JustInTimeCheckpointHooks:
         self.settings = replace(self.settings, run=run or self.settings.run)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the strategy is one that ends runs, and that this callback is the only one of its class."""
+        """Checks that the strategy has the guard, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
         refuse_second(JustInTimeCheckpointHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
-                f"JustInTimeCheckpoint was given to a Trainer with {type(trainer.strategy).__name__}, which ends no "
-                "run; use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+                "JustInTimeCheckpoint needs a strategy of lightning_ncclsafe, but this Trainer has "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )
 
 

@@ -1,4 +1,4 @@
-"""The callback that gives loaders more workers where that pays."""
+"""The callback that gives loaders more workers if that pays off."""
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.settings import TunerSettings
@@ -6,31 +6,31 @@ from lightning_ncclsafe.strategies.guarded import guards
 
 
 class LoaderTunerHooks:
-    """Gives dataloaders more workers where that makes training faster, and takes back what would kill the host.
+    """Gives dataloaders more workers if that makes training faster, and limits settings that would exhaust the host.
 
-    Training begins with what the user has set. From the start, and the same in every run, there are no more batches
-    ahead than half of the free memory, /dev/shm and open files have room for, and no more than four workers for each
-    core of the rank's share. In a run that is not seeded, where whole epochs have shown that waiting for data costs
-    more than workers would, more of them are tried for one epoch (or for two minutes of a longer one). They stay if it
-    was faster, all that starting them costs included, and are never tried again if it was not. All ranks have the same.
-    The loader objects themselves are not changed, nor is the order of samples.
+    Training begins with your own setting. From the start, and the same in every run, prefetched batches take at most
+    half of the free memory, /dev/shm and open files, and there are at most four workers per core of the rank's share.
+    In a run that is not seeded, if whole epochs show that waiting for data costs more than workers would, more
+    workers are tried for one epoch (or for two minutes of a longer one). They stay if that epoch was faster, including
+    the time to start them; otherwise they are never tried again. All ranks have the same number. The loader objects and
+    the order of samples do not change.
 
-    A seed is a promise: random augmentation depends on which worker makes a batch. Where the run is seeded
+    A seed is a promise: random augmentation depends on which worker makes a batch. If the run is seeded
     (``seed_everything``, ``torch.manual_seed``), or the loader, its sampler or its dataset has a random generator,
-    nothing is changed from timing, and one line says what would be gained.
+    measurements of time change nothing, and one line says what could be gained.
 
-    Changed are loaders of map-style datasets in a ``torch.utils.data.DataLoader`` whose workers do not persist; others
-    are left as they are, and advised on.
+    Only loaders of map-style datasets in a ``torch.utils.data.DataLoader`` without persistent workers are changed;
+    others are left alone and get advice.
 
     Args:
-        apply: False only advises: one line for each loader for which more workers would pay.
-        apply_to_iterables: Whether loaders of iterable datasets are set, too; by default they are advised on. How many
-            batches such a dataset gives may depend on its workers. All ranks have the same in each epoch.
-        apply_to_seeded: Whether more workers are tried in seeded runs, too. Two runs of one seed may differ then.
+        apply: False changes nothing, and prints one line of advice for each loader that would profit from more workers.
+        apply_to_iterables: Whether loaders of iterable datasets are changed, too; by default they get advice. The
+            number of batches of such a dataset may depend on its workers. All ranks have the same number in each epoch.
+        apply_to_seeded: Whether more workers are tried in seeded runs, too. Two runs with one seed may then differ.
 
     Raises:
-        ValueError: When a Trainer has two of these callbacks.
-        TypeError: When a Trainer is run with a strategy that does not tune.
+        ValueError: If a Trainer has two of these callbacks.
+        TypeError: If the Trainer's strategy has no guard.
 
     Example::
 
@@ -43,11 +43,11 @@ class LoaderTunerHooks:
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the strategy is one that tunes, and that this callback is the only one of its class."""
+        """Checks that the strategy has the guard, and that this callback is the only one of its class."""
         refuse_other_trainer(self, trainer)
         refuse_second(LoaderTunerHooks, trainer)
         if not guards(trainer.strategy):
             raise TypeError(
-                f"LoaderTuner was given to a Trainer with {type(trainer.strategy).__name__}, which tunes nothing; "
-                "use a strategy of lightning_ncclsafe: Trainer(strategy=SafeDDP(), ...)."
+                "LoaderTuner needs a strategy of lightning_ncclsafe, but this Trainer has "
+                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )

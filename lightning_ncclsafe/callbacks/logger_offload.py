@@ -1,4 +1,4 @@
-"""The callback that takes loggers off the training thread."""
+"""The callback that moves loggers off the training thread."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,32 +18,32 @@ _taken: dict[int, int] = {}
 
 
 class LoggerOffloadHooks:
-    """Takes the loggers of the Trainer off the training thread.
+    """Moves the Trainer's loggers off the training thread.
 
-    Loggers keep their type, their paths and their methods. What they are given is copied when they are given it, is
-    in local staging at most half a second later, and from there goes to the logger's own storage or server, many
-    records in one write, by a thread that may wait for as long as it takes. Works with every strategy.
+    Loggers keep their type, paths and methods. Whatever they are given is copied at once, is in local staging at most
+    half a second later, and from there goes to the logger's own storage or server, many records in one write, from a
+    thread that may wait as long as it takes. Works with every strategy.
 
-    That is so for ``TensorBoardLogger``, ``CSVLogger`` and ``MLFlowLogger`` from the start. Any other logger may keep
-    its points where the program reads them: it is called in place until three calls in a row have each waited 50 ms,
-    a mock always. Before this program opens a logger's files, what was logged until then is brought there.
+    ``TensorBoardLogger``, ``CSVLogger`` and ``MLFlowLogger`` are offloaded from the start. Any other logger may keep
+    its points where the program reads them, so it is called in place until three calls in a row have each waited 50 ms;
+    a mock is always called in place. Before this program opens a logger's files, everything logged so far is delivered.
 
     Args:
-        max_points_per_second: Most points of a tag that reach storage in a second. Of every ``3 /
-            max_points_per_second`` seconds the smallest, the largest and the last point are kept. None: all of them,
+        max_points_per_second: How many points of a tag reach storage per second. Of every ``3 /
+            max_points_per_second`` seconds, the smallest, the largest and the last point are kept. None: all points,
             as long as the storage keeps up. Calls of ``logger.experiment`` are never thinned.
         overflow: What happens when one of the limits is reached. ``"thin"``: ever fewer points are kept, and media
-            are dropped. ``"drop_oldest"``: the oldest that waits is dropped. ``"block"``: training waits for at most
-            ``block_timeout``, then points are thinned. Hyperparameters are never dropped. All is counted.
+            are dropped. ``"drop_oldest"``: the oldest waiting record is dropped. ``"block"``: training waits for at
+            most ``block_timeout``, then points are thinned. Hyperparameters are never dropped. Everything is counted.
         block_timeout: How long one call may wait with ``overflow="block"``: a ``timedelta``, or seconds.
-        memory_limit_bytes: Most bytes that wait in memory, for each logger; 256 MiB by default.
-        disk_limit_bytes: Most bytes that wait in local staging, for each logger; 1 GiB by default.
+        memory_limit_bytes: How many bytes may wait in memory, for each logger; 256 MiB by default.
+        disk_limit_bytes: How many bytes may wait in local staging, for each logger; 1 GiB by default.
         finalize_timeout: How long the end of a run waits for storage: a ``timedelta``, or seconds.
         staging_dir: Folder of local staging, on a fast local disk. None: ``ncclsafe-<user id>/logs`` in the directory
             for temporary files.
 
     Raises:
-        ValueError: If an argument is out of its range, or when a Trainer is started that has two of these.
+        ValueError: If an argument is out of range, or if a Trainer has two of these callbacks.
 
     Example::
 

@@ -33,9 +33,9 @@ def recommended(kinds: Sequence[type], callback: type, own: Sequence[Any], witho
 def _of_kind(kind: type, own: Sequence[Any], *, left_out: bool) -> Any:
     given = [callback for callback in own if isinstance(callback, kind)]
     if len(given) > 1:
-        raise ValueError(f"safe_callbacks was given {len(given)} callbacks of class {kind.__name__}; give one of them.")
+        raise ValueError(f"safe_callbacks was given {len(given)} callbacks of class {kind.__name__}; pass only one.")
     if given and left_out:
-        raise ValueError(f"safe_callbacks was given a {kind.__name__}, and told to leave it out; do one of the two.")
+        raise ValueError(f"safe_callbacks was given a {kind.__name__}, which without= leaves out; remove one of them.")
     if left_out:
         return None
     # A program is not refused for data on which stock trains, unless its author has asked for that.
@@ -46,15 +46,15 @@ def _of_kind(kind: type, own: Sequence[Any], *, left_out: bool) -> Any:
 def _check_without(kinds: Sequence[type], without: Collection[type]) -> None:
     names = ", ".join(kind.__name__ for kind in kinds)
     if isinstance(without, (str, type)) or not isinstance(without, Collection):
-        raise TypeError(f"without={without!r} must be a list of classes out of {names}.")
+        raise TypeError(f"without={without!r} must be a list with classes from {names}.")
     for kind in without:
         if kind not in kinds:
-            raise ValueError(f"without={without!r} has {kind!r}, which is not recommended anyway: only {names} are.")
+            raise ValueError(f"without={without!r} has {kind!r}, which is not recommended; only {names} are.")
 
 
 def _not_a_callback(given: object, package: str) -> str:
     if isinstance(given, type):
-        return f"safe_callbacks was given the class {given.__name__}; give an instance of it: {given.__name__}()."
+        return f"safe_callbacks was given the class {given.__name__}; pass an instance: {given.__name__}()."
     if isinstance(given, (list, tuple)):
-        return f"safe_callbacks was given a {type(given).__name__}; give its callbacks one by one, with a * before it."
-    return f"safe_callbacks was given {given!r}, which is no Callback of {package}."
+        return f"safe_callbacks was given a {type(given).__name__}; unpack it with *, as in safe_callbacks(*callbacks)."
+    return f"safe_callbacks was given {given!r}, which is not a Callback of {package}."

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 from lightning_ncclsafe._torch import tensors
-from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError, StepLedger
+from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
+from lightning_ncclsafe.checkpoints.ledger import StepLedger
 
-# The method of optimizers whose states are split among ranks, such as ZeroRedundancyOptimizer: a collective.
+# The method of optimizers whose states are divided among ranks, such as ZeroRedundancyOptimizer: a collective.
 _CONSOLIDATE = "consolidate_state_dict"
 
 
@@ -69,7 +70,7 @@ def contents(
     """
     for optimizer in trainer.optimizers:
         if hasattr(getattr(optimizer, "_optimizer", optimizer), _CONSOLIDATE):
-            raise NotProvenError(f"the states of {type(optimizer).__name__} are split among ranks")
+            raise NotProvenError(f"the states of {type(optimizer).__name__} are divided among ranks")
     groups = {id(optimizer): settings for optimizer, settings in zip(trainer.optimizers, boundary.groups, strict=True)}
     schedulers = [
         _View(config, scheduler=_View(config.scheduler, state_dict=partial(dict, state)))
@@ -82,7 +83,7 @@ def contents(
         callbacks=[_with_state(each, each.state_key, boundary) for each in trainer.callbacks],
         datamodule=trainer.datamodule and _with_state(trainer.datamodule, "", boundary),
         lr_scheduler_configs=schedulers,
-        fit_loop=_View(trainer.fit_loop, state_dict=lambda: ledger.loops(boundary)),
+        fit_loop=_View(trainer.fit_loop, state_dict=lambda: ledger.loop_state(boundary)),
         profiler=_View(trainer.profiler, profile=lambda name: nullcontext()),
         strategy=_View(
             trainer.strategy,

@@ -115,7 +115,7 @@ def agree_on_newest(
         else:
             # Longer than rank 0 waits for the others.
             found = wait_for_keys(exchange, ["resume/choice"], deadline_s=2 * deadline_s)
-            late = Choice(error="rank 0 did not say what to go on from")
+            late = Choice(error="rank 0 did not announce a checkpoint to resume from")
             told = found.get("resume/choice") or exchange.set_if_absent("resume/choice", codec.encode(late))
         choice = codec.decode(Choice, told)
     except (ExchangeError, codec.DecodeError) as error:
@@ -148,7 +148,7 @@ def found_in(folders: Iterable[Path]) -> CheckpointList:
     whole: list[SeenCheckpoint] = []
     for one in candidates[:_MOST]:
         if problem := why_not_whole(Path(one.path)):
-            lines.append(f"{one.path} is passed over: {problem}")
+            lines.append(f"{one.path} is skipped: {problem}")
         else:
             whole.append(one)
     return CheckpointList(candidates=tuple(whole), lines=tuple(lines))
@@ -171,18 +171,18 @@ def why_not_whole(path: Path) -> str:
         if stat.S_ISDIR(status.st_mode):
             absent = [name for name in _SHARDED if not (path / name).is_file()]
             if absent:
-                return f"it lacks {' and '.join(absent)}, as if its writer had been ended"
+                return f"it lacks {' and '.join(absent)}, as if its writer was interrupted"
             check_lengths(path, files_of(path))
             path = path / REST
             status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            return "it is no file"
+            return "it is not a file"
         # The list of what is in it comes last: a file that was cut off has none.
         with zipfile.ZipFile(path) as file:
             names = {name.rpartition("/")[2] for name in file.namelist()}
-        return "" if "data.pkl" in names else "it is no checkpoint of PyTorch's"
+        return "" if "data.pkl" in names else "it is not a PyTorch checkpoint"
     except zipfile.BadZipFile:
-        return f"it is cut off or damaged ({path.stat().st_size:,} bytes)"
+        return f"it is truncated or damaged ({path.stat().st_size:,} bytes)"
     except OSError as error:
         return str(error)
 
@@ -190,7 +190,7 @@ def why_not_whole(path: Path) -> str:
 def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path], str] = lambda _: "") -> Choice:
     """What all go on from, of what each rank that came has seen, by rank."""
     if len(seen) < world_size:
-        return Choice(error=f"{world_size - len(seen)} of {world_size} ranks did not say which checkpoints they see")
+        return Choice(error=f"{world_size - len(seen)} of {world_size} ranks did not report which checkpoints they see")
     lines = [*dict.fromkeys(line for one in seen for line in one.lines)]
     by_rank = [{(one.path, one.size_bytes) for one in told.candidates} for told in seen]
     every = sorted(
@@ -203,9 +203,9 @@ def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path
         without = [rank for rank, known in enumerate(by_rank) if (one.path, one.size_bytes) not in known]
         if without:
             passed = True
-            lines.append(f"{one.path} is passed over: {clause(without, 'does|do')} not see it whole")
+            lines.append(f"{one.path} is skipped: {clause(without, 'does|do')} not see all of it")
         elif problem := fits(Path(one.path)):
-            lines.append(f"{one.path} is passed over: {problem}")
+            lines.append(f"{one.path} is skipped: {problem}")
         else:
             return Choice(path=one.path, lines=tuple(lines))
     if passed:
@@ -213,8 +213,8 @@ def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path
         named = ", ".join(one.path for one in every[:_MOST_NAMED])
         return Choice(
             lines=tuple(lines),
-            error=f"There are checkpoints that only some ranks see ({named}): the folder has to be one that all hosts "
-            "see. Copy the newest to all of them, or move it away to begin anew.",
+            error=f"Only some ranks see these checkpoints: {named}. All hosts must see the folder. Copy the newest "
+            "checkpoint to all hosts, or move it away to start from scratch.",
         )
     return Choice(lines=tuple(lines))
 
@@ -235,10 +235,10 @@ def why_unfit(path: Path, expected: Mapping[str, Any] | None, *, steps: int = 0)
         return ""
     # As Lightning asks of what it goes on from.
     if not isinstance(content, Mapping) or "lr_schedulers" not in content:
-        return "it has weights alone, from which no training can go on (save_weights_only=True)"
+        return "it has weights only (save_weights_only=True), so training cannot resume from it"
     step = content.get("global_step")
     if type(step) is int and step < steps:
-        return f"it is of step {step}, and this Trainer has made {steps} already"
+        return f"it is of step {step}, but this Trainer has already made {steps} steps"
     if expected is None or path.is_dir():
         return ""
     found = content.get("state_dict")
@@ -249,7 +249,7 @@ def why_unfit(path: Path, expected: Mapping[str, Any] | None, *, steps: int = 0)
     other = [name for name in names & expected.keys() if _differ(found[name], expected[name])]
     told = [f"it lacks {_listed(less)}"] if less else []
     told += [f"it has {_listed(more)}"] if more else []
-    told += [f"it has another shape of {_listed(sorted(other))}"] if other else []
+    told += [f"the shape differs for {_listed(sorted(other))}"] if other else []
     return f"it is of another model: {', '.join(told)}" if told else ""
 
 

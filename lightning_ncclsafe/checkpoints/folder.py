@@ -114,7 +114,7 @@ class CheckpointFolder:
         partial = self.path / name
         # A file system of a network may show it a moment later.
         if not _PARTIALS.fullmatch(name) or not wait_for(partial.is_dir, deadline_s=_SEEN_S):
-            raise FileNotFoundError(f"{partial} is not seen here; the folder has to be one that all hosts see")
+            raise FileNotFoundError(f"{partial} does not exist here; all hosts must see the same folder")
         return partial
 
     def finish_together(self, partial: Path, epoch: int, step: int, files: Mapping[str, int]) -> Path:

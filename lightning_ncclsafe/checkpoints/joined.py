@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from lightning_ncclsafe._torch.sharded import StoredChunk, StoredEntry
-from lightning_ncclsafe.checkpoints.ledger import NotProvenError
+from lightning_ncclsafe.checkpoints.boundary import NotProvenError
 from lightning_ncclsafe.checkpoints.shards import Box, Chunk
 
 
@@ -50,10 +50,10 @@ def joined(shares: Mapping[int, Share], expected: Iterable[str]) -> list[StoredE
             raise NotProvenError(f"rank {rank}: {share.error}")
         for chunk in share.chunks:
             if chunk.begin < 0 or chunk.length <= 0 or chunk.begin + chunk.length > share.size:
-                raise NotProvenError(f"rank {rank}: a part of {chunk.path} lies outside of its file")
+                raise NotProvenError(f"rank {rank}: a shard of {chunk.path} lies outside of its file")
             found.setdefault(chunk.path, []).append((rank, chunk))
     if missing := [path for path in expected if path not in found]:
-        raise NotProvenError(f"{_dotted(_name(missing[0]))!r} was saved by no rank")
+        raise NotProvenError(f"no rank saved {_dotted(_name(missing[0]))!r}")
     return [_entry(path, chunks) for path, chunks in found.items()]
 
 
@@ -62,7 +62,7 @@ def _entry(path: str, chunks: Sequence[tuple[int, Chunk]]) -> StoredEntry:
     (_, first) = chunks[0]
     for rank, chunk in chunks[1:]:
         if (chunk.shape, chunk.dtype, chunk.digest) != (first.shape, first.dtype, first.digest):
-            raise NotProvenError(f"rank {rank} has another {_dotted(name)!r} than rank {chunks[0][0]}")
+            raise NotProvenError(f"{_dotted(name)!r} differs between rank {chunks[0][0]} and rank {rank}")
     # Replicas of the same part: the lowest rank's is taken.
     by_place = {chunk.offsets: (rank, chunk) for rank, chunk in reversed(chunks)}
     if problem := why_not_covered(first.shape, [(chunk.offsets, chunk.sizes) for _, chunk in by_place.values()]):
@@ -77,7 +77,7 @@ def _entry(path: str, chunks: Sequence[tuple[int, Chunk]]) -> StoredEntry:
 def _name(path: str) -> tuple[str | int, ...]:
     found = json.loads(path)
     if not isinstance(found, list) or not found or not all(type(part) in (str, int) for part in found):
-        raise NotProvenError(f"{path!r:.60} is no path of an entry")
+        raise NotProvenError(f"{path!r:.60} is not a path of an entry")
     return tuple(found)
 
 
@@ -96,16 +96,16 @@ def why_not_covered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     active: list[Box] = []
     for offsets, sizes in ordered:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return "has a part of other dimensions"
+            return "has a shard with other dimensions"
         if any(
             offset < 0 or size < 0 or offset + size > whole
             for offset, size, whole in zip(offsets, sizes, shape, strict=True)
         ):
-            return "has a part outside of it"
+            return "has a shard outside of it"
         # In the order of the first dimension only those that reach that far can overlap.
         active = [box for box in active if box[0][0] + box[1][0] > offsets[0]] if shape else active
         if any(_overlap((offsets, sizes), box) for box in active):
-            return "has parts that overlap"
+            return "has shards that overlap"
         active.append((offsets, sizes))
         volume += prod(sizes)
     whole = prod(shape)

@@ -1,114 +1,42 @@
-"""What belongs together at the boundary of an optimizer step: weights, and the counters that go with them.
+"""Which weights belong to which counters: at the boundary of each optimizer step, what belongs together is noted.
 
 Lightning's counters run ahead of the weights while a batch is under way, and behind them between a step and the end of
 its batch. So what is small is copied at each boundary, and read from there when a checkpoint is made. What is large,
 weights and optimizers' states, is not copied: it is read in the end, if nothing has changed it since the boundary.
-Tensors count their changes themselves, and where each lies is noted, as whoever assigns to ``.data`` puts another one
-there. Writes through ``.data`` are not counted; callbacks that average weights make them around a validation and at the
-end of training, so the largest values of all tensors are noted there as well.
 
 On a device the host runs ahead: what it has queued behind a collective that is stuck has not run. So events are queued
 with each step, and tell how far the device has come.
 """
 
-import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from lightning_ncclsafe._lightning import package_of
-from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints import position
-from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.checkpoints.boundary import (
+    NO_STEP,
+    Boundary,
+    Event,
+    NotProvenError,
+    group_settings,
+    loader_states,
+    small_states,
+)
+from lightning_ncclsafe.checkpoints.counters import LoopCounters
+from lightning_ncclsafe.checkpoints.weights import WatchedParameter, WatchedWeights
+from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.report.terminal import say_own_failure
 
-NO_STEP = "no optimizer step had been made"
-"""Why there is nothing to save at the beginning."""
-
-# Buffers that are copied at each boundary, all together: statistics of normalization, which each forward pass changes.
-_MOST_BUFFER_BYTES = 64 << 20
-# Values of a callback's or a datamodule's state that is copied at each boundary; a larger one is read in the end.
-_MOST_VALUES = 256
+_UNCOUNTED = "weights were changed, but by no step of self.optimizers(), which alone are counted"
 # Boundaries by which the host may be ahead of the device; what is older is not known any more.
 _MOST_AHEAD = 512
-
-_BATCHES, _EVALUATED = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
-
-
-class Event(Protocol):
-    """A moment in what is queued on a device, as ``torch.cuda.Event`` marks it."""
-
-    def query(self) -> bool:
-        """Whether all has been done that was queued before; never waits."""
-
-
-class NotProvenError(RuntimeError):
-    """What there is does not belong together; the message says why."""
-
-
-class WatchedParameter(NamedTuple):
-    """What this rank has of one parameter, or of a large buffer.
-
-    Attributes:
-        name: Its name.
-        parameter: What is changed, and counts that: the parameter as optimizers know it.
-        values: Gives what is here of it now, wherever the module has it.
-    """
-
-    name: str
-    parameter: Any
-    values: Callable[[], Any]
-
-
-@dataclass(slots=True, kw_only=True)
-class Boundary:
-    """What belongs to the weights after one optimizer step.
-
-    Attributes:
-        step: Lightning's ``global_step``.
-        epoch: Its ``current_epoch``.
-        counts: The counters of all loops, in the order in which the ledger goes through them.
-        batches_that_stepped: Lightning's count of them, by which loggers number what they log.
-        schedulers: The states of learning rate schedulers.
-        groups: What the parameter groups of each optimizer have set, without the parameters.
-        is_over: Whether the batch is over; its hooks at the end may be under way otherwise.
-        validates: Whether a validation comes before the next batch.
-        checks: Whether Lightning, resumed here, takes the batch for one that a validation follows.
-        states: States of callbacks by their keys, and of the datamodule under an empty one, that were copied.
-        loaders: States of the training's loaders that have one.
-        position: See :func:`~lightning_ncclsafe.checkpoints.position.capture`; None while the batch is not over.
-        versions: How often each tensor of weights had been changed, and of a replica where it lay.
-        largest: The largest absolute value of each, where that was noted.
-        done: On a device, passed when the step has been made there.
-        next_begins: On a device, passed right before the next step changes anything there.
-        versions_then: Likewise, by the host's time of that.
-    """
-
-    step: int
-    epoch: int
-    counts: list[dict[str, Any]]
-    batches_that_stepped: int
-    schedulers: list[dict[str, Any]]
-    groups: list[list[dict[str, Any]]]
-    is_over: bool
-    validates: bool = False
-    checks: bool = False
-    states: dict[str, Any] = field(default_factory=dict)
-    loaders: list[Any] = field(default_factory=list)
-    position: Any = None
-    versions: list[tuple[int, ...]] = field(default_factory=list)
-    largest: Any = None
-    done: Event | None = None
-    next_begins: Event | None = None
-    versions_then: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class StepLedger:
     """Keeps the newest boundary of one rank's ``fit``, and whether its weights are those of it.
 
-    The training's thread writes it, in some microseconds a batch; another one reads it in the end.
+    The training's thread writes it, in some microseconds a batch; another one reads it in the end. It is made once
+    Lightning has restored what a checkpoint had, and is about to begin with its loops.
 
     Args:
         trainer: The ``Trainer``.
@@ -126,21 +54,16 @@ class StepLedger:
         parts: Sequence[WatchedParameter] | None = None,
     ) -> None:
         self._trainer = trainer
-        self._parts = parts
         self._make_event = make_event
         self._was_aborted = was_aborted
-        self._methods: list[ReplacedMethod] = []
+        self._methods: list[WrappedMethod] = []
         self._boundaries: deque[Boundary] = deque(maxlen=_MOST_AHEAD)
-        self._progress: list[tuple[str, Any]] = []
-        self._counts: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._tensors: list[Any] = []
-        self._values: list[Callable[[], Any]] = []
-        self._buffers: list[tuple[dict[str, Any], str]] = []
-        self._copies: list[Any] = []
-        self._stateful: dict[str, Callable[[], Any]] = {}
-        self._first_step = 0
-        self._sees_begin = False
+        self._counters = LoopCounters(trainer.fit_loop)
+        self._weights = WatchedWeights(trainer.lightning_module, parts)
+        self._small_states = dict(small_states(trainer))
+        self._first_step = trainer.global_step
+        self._first_batch = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        self._sees_closure = hasattr(trainer.precision_plugin, "_after_closure")
         self._is_changing = False
         self._has_stepped = False
         self._is_behind = False
@@ -150,25 +73,17 @@ class StepLedger:
     # What the training's thread calls.
 
     def attach(self) -> None:
-        """Listens to Lightning's training loop, which is about to begin."""
-        trainer = self._trainer
-        loop, precision = trainer.fit_loop.epoch_loop, trainer.precision_plugin
-        self._first_step = trainer.global_step
-        self._progress = [*_progress(trainer.fit_loop)]
-        self._counts = [vars(part) for _, progress in self._progress for part in _parts(progress)]
-        self._stateful = dict(_stateful(trainer))
-        self._find_tensors()
-        begin = ReplacedMethod(loop, "on_run_start", lambda fetcher: self._epoch_begins(begin, fetcher))
-        rates = ReplacedMethod(loop, "update_lr_schedulers", lambda *args, **keys: self._adapt(rates, *args, **keys))
-        end = ReplacedMethod(loop, "on_advance_end", lambda fetcher: self._batch_ends(end, fetcher))
-        last = ReplacedMethod(trainer.fit_loop, "on_run_end", lambda: self._training_ends(last))
-        self._methods = [begin, rates, end, last]
-        self._sees_begin = hasattr(precision, "_after_closure")
-        if self._sees_begin:
-            closed = ReplacedMethod(
-                precision, "_after_closure", lambda *args, **keys: self._closed(closed, *args, **keys)
-            )
-            self._methods.append(closed)
+        """Listens to Lightning's training loop."""
+        fit = self._trainer.fit_loop
+        self._methods = [
+            WrappedMethod(fit.epoch_loop, "on_run_start", self._epoch_begins),
+            WrappedMethod(fit.epoch_loop, "update_lr_schedulers", self._schedulers_step),
+            WrappedMethod(fit.epoch_loop, "on_advance_end", self._batch_ends),
+            WrappedMethod(fit, "on_run_end", self._training_ends),
+        ]
+        if self._sees_closure:
+            closure = WrappedMethod(self._trainer.precision_plugin, "_after_closure", self._closure_ended)
+            self._methods.append(closure)
 
     def detach(self) -> None:
         """Lightning is as it was. What has been noted can still be read."""
@@ -177,29 +92,29 @@ class StepLedger:
 
     def step_begins(self) -> None:
         """An optimizer's step is called, which may begin with the forward and the backward pass."""
-        if not self._sees_begin:
-            self._unharmed(self._changes)
+        if not self._sees_closure:
+            self._note_safely(self._note_change)
 
     def step_ended(self) -> None:
         """An optimizer's step has returned."""
         self._is_changing = self._has_stepped = True
 
-    def _closed(self, closed: ReplacedMethod, *args: Any, **keys: Any) -> Any:
+    def _closure_ended(self, original: Callable[..., Any], *args: Any, **keys: Any) -> Any:
         """Gradients are there, and hooks before the step are over: what comes next changes weights."""
-        result = closed.original(*args, **keys)
-        self._unharmed(self._changes)
+        result = original(*args, **keys)
+        self._note_safely(self._note_change)
         return result
 
-    def _changes(self) -> None:
+    def _note_change(self) -> None:
         if self._make_event is not None and not self._is_changing and self._boundaries:
             boundary = self._boundaries[-1]
-            boundary.versions_then = self._versions()
+            boundary.versions_then = self._weights.versions()
             boundary.next_begins = self._make_event()
         self._is_changing = True
 
-    def _epoch_begins(self, begin: ReplacedMethod, fetcher: Any) -> Any:
-        result = begin.original(fetcher)
-        self._unharmed(lambda: self._note_epoch(fetcher))
+    def _epoch_begins(self, original: Callable[..., Any], fetcher: Any) -> Any:
+        result = original(fetcher)
+        self._note_safely(lambda: self._note_epoch(fetcher))
         return result
 
     def _note_epoch(self, fetcher: Any) -> None:
@@ -211,11 +126,11 @@ class StepLedger:
         if not self._is_behind and not (checks and self._has_plateau()):
             self._note(is_over=True, checks=checks)
 
-    def _adapt(self, rates: ReplacedMethod, interval: str, update_plateau_schedulers: bool) -> None:
+    def _schedulers_step(self, original: Callable[..., Any], interval: str, update_plateau_schedulers: bool) -> None:
         """Learning rates change right after the step, and some of them once more at the end of an epoch."""
-        rates.original(interval, update_plateau_schedulers)
+        original(interval, update_plateau_schedulers)
         if not update_plateau_schedulers:
-            self._unharmed(lambda: self._note_step(interval))
+            self._note_safely(lambda: self._note_step(interval))
 
     def _note_step(self, interval: str) -> None:
         fit = self._trainer.fit_loop
@@ -223,11 +138,11 @@ class StepLedger:
         if is_last and not self._is_within_window():
             self._note(is_over=False, validates=fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
 
-    def _batch_ends(self, end: ReplacedMethod, fetcher: Any) -> Any:
+    def _batch_ends(self, original: Callable[..., Any], fetcher: Any) -> Any:
         """Hooks at the end of a batch are over; a validation may follow."""
-        self._unharmed(lambda: self._note_batch(fetcher))
-        result = end.original(fetcher)
-        self._unharmed(self._note_end)
+        self._note_safely(lambda: self._note_batch(fetcher))
+        result = original(fetcher)
+        self._note_safely(self._note_end)
         return result
 
     def _note_batch(self, fetcher: Any) -> None:
@@ -252,23 +167,23 @@ class StepLedger:
             self._note(is_over=True, checks=self._validates)
         self._has_stepped = False
 
-    def _training_ends(self, last: ReplacedMethod) -> Any:
-        self._unharmed(self._note_largest)
-        return last.original()
+    def _training_ends(self, original: Callable[..., Any]) -> Any:
+        self._note_safely(self._note_largest)
+        return original()
 
     def _note_largest(self) -> None:
         if self._boundaries:
-            self._boundaries[-1].largest = self._largest()
+            self._boundaries[-1].largest = self._weights.largest()
 
-    def _unharmed(self, note: Callable[[], None]) -> None:
+    def _note_safely(self, note: Callable[[], None]) -> None:
         """Training goes on whatever happens here, and then nothing is saved in the end."""
         if self._why_off:
             return
         try:
             note()
         except Exception as error:
-            self._why_off = f"the ledger has failed: {error!r}"
-            say_own_failure(error, what="the ledger of JustInTimeCheckpoint")
+            self._why_off = f"the bookkeeping failed: {error!r}"
+            say_own_failure(error, what="the bookkeeping of JustInTimeCheckpoint")
 
     def _is_within_window(self) -> bool:
         """Whether gradients of this batch wait for those of others."""
@@ -285,23 +200,22 @@ class StepLedger:
         boundary = Boundary(
             step=trainer.global_step,
             epoch=trainer.current_epoch,
-            counts=[part.copy() for part in self._counts],
+            counts=self._counters.copy(),
             batches_that_stepped=trainer.fit_loop.epoch_loop._batches_that_stepped,
             schedulers=[{**config.scheduler.state_dict()} for config in trainer.lr_scheduler_configs],
-            groups=[[_without_parameters(group) for group in one.param_groups] for one in trainer.optimizers],
+            groups=[*map(group_settings, trainer.optimizers)],
             is_over=is_over,
             validates=validates,
             checks=checks,
-            versions=self._versions(),
+            versions=self._weights.versions(),
         )
         if is_over:
             boundary.position = position.capture(trainer)
-            boundary.states = {key: _plain_copy(read()) for key, read in self._stateful.items()}
-            boundary.loaders = _loader_states(trainer)
+            boundary.states = {key: copy_state() for key, copy_state in self._small_states.items()}
+            boundary.loaders = loader_states(trainer)
         if is_over and validates:
-            boundary.largest = self._largest()
-        if self._copies:
-            tensors.copy_all(self._copies, [buffers[name] for buffers, name in self._buffers])
+            boundary.largest = self._weights.largest()
+        self._weights.copy_buffers()
         if self._make_event is not None:
             boundary.done = self._make_event()
         # In this order: another thread may look at any moment.
@@ -316,35 +230,6 @@ class StepLedger:
             if following is not None and not following.query():
                 return
             self._boundaries.popleft()
-
-    def _find_tensors(self) -> None:
-        """What is saved of the model: parameters, and buffers, of which the small ones are copied."""
-        module = self._trainer.lightning_module
-        parts = self._parts
-        if parts is None:
-            parts = [
-                WatchedParameter(name, parameter, partial(_same, parameter))
-                for name, parameter in module.named_parameters()
-            ]
-        found = [*parts]
-        room = _MOST_BUFFER_BYTES
-        for full_name, owner, name in sorted(tensors.saved_buffers(module), key=lambda each: each[1][each[2]].nbytes):
-            room -= owner[name].nbytes
-            if room >= 0 and tensors.spread_size(owner[name]) is None:
-                self._buffers.append((owner, name))
-                self._copies.append(owner[name].detach().clone())
-            else:
-                found.append(WatchedParameter(full_name, owner[name], partial(_same, owner[name])))
-        self._names = [each.name for each in found]
-        self._tensors, self._values = [each.parameter for each in found], [each.values for each in found]
-
-    def _versions(self) -> list[tuple[int, ...]]:
-        counts = tensors.change_counts(self._tensors)
-        # FSDP itself puts gathered parameters in the place of its parts.
-        return [*(zip(counts, tensors.addresses(self._tensors), strict=True) if self._parts is None else zip(counts))]
-
-    def _largest(self) -> Any:
-        return tensors.largest(values() for values in self._values)
 
     # What another thread calls, in the end.
 
@@ -366,7 +251,7 @@ class StepLedger:
         """
         boundary = self._reached()
         if boundary.step == self._first_step:
-            raise NotProvenError(NO_STEP)
+            raise NotProvenError(_UNCOUNTED if self._has_changed_uncounted(boundary) else NO_STEP)
         self.check(boundary)
         return boundary
 
@@ -377,22 +262,24 @@ class StepLedger:
             NotProvenError: They are not, or not for sure, those of the boundary any more.
         """
         if self._reached() is not boundary:
-            raise NotProvenError("training went on meanwhile")
-        if boundary.next_begins is None:
-            if self._is_changing:
-                raise NotProvenError("the main thread was in the middle of an optimizer step, or right after it")
-            now = self._versions()
-        else:
-            now = boundary.versions_then
-        changed = [
-            name for name, before, after in zip(self._names, boundary.versions, now, strict=True) if before != after
-        ]
+            raise NotProvenError("training continued meanwhile")
+        is_ahead = boundary.next_begins is not None
+        if self._is_changing and not is_ahead:
+            raise NotProvenError("the main thread was in an optimizer step, or right after one")
+        now = boundary.versions_then if is_ahead else self._weights.versions()
+        changed = self._weights.changed(boundary.versions, now)
         if not changed and boundary.largest is not None:
-            pairs = zip(self._names, boundary.largest, self._largest(), strict=True)
-            changed = [name for name, before, after in pairs if not _is_same(before, after)]
+            changed = self._weights.changed_values(boundary.largest)
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise NotProvenError(f"{changed[0]!r}{more} was changed after the last optimizer step, outside of it")
+            raise NotProvenError(f"{changed[0]!r}{more} changed after the last optimizer step, outside of a step")
+
+    def _has_changed_uncounted(self, boundary: Boundary) -> bool:
+        """Whether weights are not those of the beginning although no step was counted."""
+        completed = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        return bool(
+            completed > self._first_batch and self._weights.changed(boundary.versions, self._weights.versions())
+        )
 
     def _reached(self) -> Boundary:
         """How far the device has come."""
@@ -402,131 +289,19 @@ class StepLedger:
         if not boundaries:
             raise NotProvenError(NO_STEP)
         if self._make_event is not None and self._was_aborted():
-            raise NotProvenError("a collective was aborted, and what was queued behind it has run on partial sums")
+            raise NotProvenError("a collective was aborted, and the work queued behind it ran on partial sums")
         passed = [each for each in boundaries if each.done is None or each.done.query()]
         if not passed:
-            raise NotProvenError("the device is further behind than is kept in mind")
+            raise NotProvenError("the device is more steps behind than are recorded")
         newest = passed[-1]
         if newest.next_begins is not None and newest.next_begins.query():
-            raise NotProvenError("the device was in the middle of an optimizer step")
+            raise NotProvenError("the device was in an optimizer step")
         return newest
 
-    def loops(self, boundary: Boundary) -> dict[str, Any]:
-        """What a checkpoint has of the training loop, as of the boundary.
-
-        Resumed from it, Lightning goes on with the next batch, after a validation if that was to come first.
-        """
-        state: dict[str, Any] = self._trainer.fit_loop.state_dict()
-        counts = iter(boundary.counts)
-        for name, progress in self._progress:
-            # A copy has parts of its own, in the same order.
-            mirrored = copy.deepcopy(progress)
-            for part in _parts(mirrored):
-                vars(part).update({key: value for key, value in next(counts).items() if not hasattr(value, "__dict__")})
-            if name == _BATCHES:
-                _complete(mirrored.total, mirrored.current)
-            if name == _EVALUATED:
-                _complete(mirrored.total, mirrored.current)
-                if boundary.validates:
-                    # As Lightning leaves a validation in the middle of its first batch: then it goes back to it.
-                    mirrored.current.reset()
-                    mirrored.is_last_batch = False
-                    for count in (mirrored.total, mirrored.current):
-                        count.ready = count.started = count.completed + 1
-            state[name] = mirrored.state_dict()
-        # Lightning adds one where it comes to the end of a batch again, and not where it begins with the next.
-        stepped = boundary.batches_that_stepped + (not boundary.is_over and not boundary.validates) - boundary.checks
-        state["epoch_loop.state_dict"] = {**state["epoch_loop.state_dict"], "_batches_that_stepped": stepped}
-        if boundary.loaders:
-            state["state_dict"] = {**state["state_dict"], "combined_loader": boundary.loaders}
-        return state
+    def loop_state(self, boundary: Boundary) -> dict[str, Any]:
+        """See :meth:`LoopCounters.loop_state`."""
+        return self._counters.loop_state(boundary)
 
     def copied_buffers(self) -> dict[tuple[Any, ...], Any]:
-        """Buffers as they were at the boundary, by what ``_torch.tensors.place_of`` says of them."""
-        places = (tensors.place_of(buffers[name]) for buffers, name in self._buffers)
-        return dict(zip(places, self._copies, strict=True))
-
-
-def _progress(loop: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The counters of a loop and of those within it, by their names in a checkpoint."""
-    for name, value in vars(loop).items():
-        if type(value).__module__.endswith(".loops.progress"):
-            yield f"{prefix}{name}", value
-        elif any(kind.__module__.endswith(".loops.loop") for kind in type(value).__mro__):
-            yield from _progress(value, f"{prefix}{name}.")
-
-
-def _parts(progress: Any) -> Iterator[Any]:
-    """A counter, and those that it is made of."""
-    yield progress
-    for value in vars(progress).values():
-        if hasattr(value, "__dict__"):
-            yield from _parts(value)
-
-
-def _complete(*counts: Any) -> None:
-    for count in counts:
-        # Of the training's batch all is done but its hooks, and an evaluation that has been is not gone back to.
-        count.ready = count.started = count.completed = count.processed
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    # A learning rate that is a tensor is changed in place.
-    return {
-        name: value.detach().clone() if tensors.is_tensor(value) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _stateful(trainer: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What of the callbacks and the datamodule has a small state."""
-    owners = [(callback.state_key, callback) for callback in trainer.callbacks]
-    if trainer.datamodule is not None:
-        owners.append(("", trainer.datamodule))
-    for key, owner in owners:
-        # Most have only what Lightning gives to each, which is empty.
-        kind = next(kind for kind in type(owner).__mro__ if "state_dict" in vars(kind))
-        if package_of(kind) and kind.__name__ in ("Callback", "LightningDataModule"):
-            continue
-        try:
-            _plain_copy(owner.state_dict())
-        except Exception:  # too large, or not to be asked now: it is read in the end
-            continue
-        yield key, owner.state_dict
-
-
-def _plain_copy(state: Any) -> Any:
-    """A copy of containers, with the very values that they hold.
-
-    Raises:
-        ValueError: It is too large to be copied at each boundary.
-    """
-    room = [_MOST_VALUES]
-
-    def copied(value: Any) -> Any:
-        room[0] -= 1
-        if room[0] < 0:
-            raise ValueError("too large")
-        if type(value) is dict:
-            return {key: copied(each) for key, each in value.items()}
-        if type(value) in (list, tuple, set):
-            return type(value)(map(copied, value))
-        return value
-
-    return copied(state)
-
-
-def _loader_states(trainer: Any) -> list[Any]:
-    loader = trainer.fit_loop._combined_loader
-    return loader._state_dicts() if loader is not None else []
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two numbers are the same, not being one included."""
-    first, second = float(one), float(other)
-    return first == second or (first != first and second != second)
+        """Buffers as they were at the boundary, see :meth:`WatchedWeights.copied_buffers`."""
+        return self._weights.copied_buffers()

@@ -1,7 +1,7 @@
 """One call of ``fit`` that goes on from a checkpoint: the path reaches Lightning, and the position each rank's data."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from lightning_ncclsafe.checkpoints.finding import agree_on_newest, why_unfit
 from lightning_ncclsafe.checkpoints.folder import KEY, job_of, paths_of
 from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, read_left_behind
 from lightning_ncclsafe.checkpoints.position import DataPosition
-from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.terminal import say_on_stderr
@@ -58,7 +58,7 @@ class Resuming:
         self._left_behind = self._leave_behind()
         self._files: dict[int, Path] = {}
         self._position = DataPosition(trainer, left_behind=self._left_behind)
-        self._start: ReplacedMethod | None = None
+        self._start: WrappedMethod | None = None
 
     def _leave_behind(self) -> LeftBehind | None:
         """Where others on this host find this rank's position; without it, it can only say it itself."""
@@ -85,7 +85,7 @@ class Resuming:
         """Stands between Lightning and its checkpoint until :meth:`detach`; only for ``fit``."""
         if self._trainer.state.fn == "fit":
             self._position.attach()
-            self._start = ReplacedMethod(self._trainer._checkpoint_connector, "resume_start", self._resume_start)
+            self._start = WrappedMethod(self._trainer._checkpoint_connector, "resume_start", self._resume_start)
 
     def detach(self) -> None:
         """Lightning is as it was."""
@@ -95,8 +95,7 @@ class Resuming:
         if self._left_behind is not None:
             self._left_behind.close()
 
-    def _resume_start(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        assert self._start is not None
+    def _resume_start(self, start: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         # By now all ranks are there; the store may be gone when this is needed.
         keys = {_file_key(rank): rank for rank in self._local_ranks if rank != self._rank}
         with suppress(ExchangeError):
@@ -105,7 +104,7 @@ class Resuming:
         finds = self._settings.resume and (not checkpoint_path or checkpoint_path == connector._hpc_resume_path)
         if finds:
             checkpoint_path = self._find(checkpoint_path) or None
-        self._start.original(checkpoint_path, *args, **kwargs)
+        start(checkpoint_path, *args, **kwargs)
         loaded = connector._loaded_checkpoint
         if loaded and (finds or KEY in loaded):
             positions = self._positions_in(loaded)
@@ -113,10 +112,10 @@ class Resuming:
             self._position.resume(positions[self._rank], knows_all=knows_all)
             if self._rank == 0:
                 silent = [rank for rank, one in enumerate(positions) if one is None]
-                more = f"; random numbers of {ranks_words(silent)} begin anew" if silent else ""
+                more = f"; random numbers of {ranks_words(silent)} start anew" if silent else ""
                 other = _other_job(job_of(loaded))
-                by = f", which another job has saved ({other})" if other else ""
-                say_on_stderr(f"going on from {checkpoint_path}{by}{more}")
+                by = f", saved by another job ({other})" if other else ""
+                say_on_stderr(f"resuming from {checkpoint_path}{by}{more}")
 
     def _find(self, of_slurm: Any) -> str:
         callbacks = getattr(self._trainer, "checkpoint_callbacks", ())
@@ -138,7 +137,7 @@ class Resuming:
         # Two jobs may share the folder, at the same time even: each goes on from its own, once it has one.
         other = _other_job(job_of(path))
         if other and any(job_of(one) == launch_words() for one in paths_of(self._settings.dirpath)):
-            return f"another job has saved it ({other}), and this one has saved others"
+            return f"another job saved it ({other}), and this job has checkpoints of its own"
         return why_unfit(path, self._expected(), steps=int(self._trainer.global_step))
 
     def _expected(self) -> Mapping[str, Any] | None:

@@ -11,17 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints import position
-from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
+from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
+from lightning_ncclsafe.checkpoints.candidates import Candidate, agree_on_savers, publish_shard, savers, writers
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
-from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError, StepLedger
+from lightning_ncclsafe.checkpoints.ledger import StepLedger
 from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.checkpoints.together import Together
 from lightning_ncclsafe.code.marks import Mark, marked
@@ -32,7 +32,7 @@ from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
 
 # How long ranks wait for what the others say about themselves: those come with one verdict, or before one batch.
-_MEET_S = 2.0
+_AGREE_S = 2.0
 # Of the time that there is, where none of them can be done without.
 _WORTH = 0.4
 # What a main thread is given to end the step that it is in the middle of.
@@ -108,7 +108,7 @@ class Saver:
         self._is_left = threading.Event()
         # All ranks are there now; in the end some may not be.
         if shard is not None and not shard.why_unread:
-            exchange().set(_shard_key(rank), shard.layout.encode())
+            publish_shard(exchange(), rank, shard.layout)
 
     def begin(
         self, cause: str, *, budget_s: float, raised: bool = False, finally_do: Callable[[], None] = lambda: None
@@ -159,7 +159,7 @@ class Saver:
             with self._lock:
                 is_first, self._is_abandoned = not self._is_abandoned, True
             if is_first and not is_saved and comes_first(self._exchange(), "checkpoint/said", self._rank):
-                self._say(f"no checkpoint was saved: there was no more time{self._way_back()}")
+                self._say_unsaved("no checkpoint was saved: no time was left")
             return
         self._is_left.wait(_RESERVE_S + max(0.0, self._left_s()))
 
@@ -178,30 +178,30 @@ class Saver:
         return self._ends - time.monotonic()
 
     def _take_part(self, cause: str, raised: bool) -> None:
-        boundary, candidate = self._stand(raised)
+        boundary, candidate = self._own_candidate(raised)
         exchange = self._exchange()
         try:
-            order = self._meet(exchange, candidate, boundary)
+            order = self._agree(exchange, candidate, boundary)
         except ExchangeError:
             # Each on its own: a name is taken once.
             order = [] if self._shard is not None else savers([candidate])
             if self._shard is not None:
-                why = "each rank has a part of the model, and cannot reach the others"
-                self._say(f"rank {self._rank} saved no checkpoint: {why}{self._way_back()}")
+                why = "each rank has only a shard of the model, and this one cannot reach the others"
+                self._say_unsaved(f"rank {self._rank} saved no checkpoint: {why}")
         if self._shard is not None:
             self._save_together(exchange, boundary, order, cause)
             return
         for number, saver in enumerate(order):
             if saver.rank == self._rank and boundary is not None:
-                path, why = self._try(exchange, boundary, order, cause)
+                path, why = self._save_alone(exchange, boundary, order, cause)
                 with suppress(ExchangeError):
                     exchange.set(f"checkpoint/outcome/{number}", json.dumps([path, why]).encode())
             else:
-                path, why = self._hear(exchange, number, is_last=number == len(order) - 1)
+                path, why = self._await_outcome(exchange, number, is_last=number == len(order) - 1)
             if path:
                 return
 
-    def _stand(self, raised: bool) -> tuple[Boundary | None, Candidate]:
+    def _own_candidate(self, raised: bool) -> tuple[Boundary | None, Candidate]:
         try:
             if self._shard is not None and self._shard.why_unread:
                 raise NotProvenError(self._shard.why_unread)
@@ -215,43 +215,24 @@ class Saver:
             rank=self._rank, step=boundary.step, validates=boundary.validates, raised=raised, shard=shard
         )
 
-    def _meet(self, exchange: Exchange, candidate: Candidate, boundary: Boundary | None) -> list[Candidate]:
+    def _agree(self, exchange: Exchange, candidate: Candidate, boundary: Boundary | None) -> list[Candidate]:
         """Says where this rank stands; returns who tries, the same on all ranks."""
         if boundary is not None and self._world_size > 1:
             exchange.set(f"checkpoint/position/{self._rank}", _packed(self._own_position(boundary)))
-        exchange.set(f"checkpoint/candidate/{self._rank}", json.dumps(asdict(candidate)).encode())
-        ranks = range(self._world_size)
-        found = wait_for_keys(
-            exchange,
-            [f"checkpoint/candidate/{rank}" for rank in ranks],
-            deadline_s=self._meet_s(),
-            poll_s=poll_interval_s(self._world_size),
-            give_up=lambda: "checkpoint/order" in exchange.get_many(["checkpoint/order"]),
+        order, why_none = agree_on_savers(
+            exchange, candidate, self._world_size, is_split=self._shard is not None, deadline_s=self._agree_s()
         )
-        candidates = sorted((Candidate(**json.loads(each)) for each in found.values()), key=lambda each: each.rank)
-        shard_of = self._shard_of_each(exchange)
-        order = [asdict(each) for each in savers(candidates, {*shard_of})]
-        agreed = json.loads(exchange.set_if_absent("checkpoint/order", json.dumps(order).encode()))
-        is_new = any(each.why != NO_STEP for each in candidates)
-        if not agreed and is_new and comes_first(exchange, "checkpoint/said", self._rank):
-            self._say(f"no checkpoint was saved: {why_none(candidates, shard_of)}{self._way_back()}")
-        return [Candidate(**each) for each in agreed]
+        if why_none and comes_first(exchange, "checkpoint/said", self._rank):
+            self._say_unsaved(f"no checkpoint was saved: {why_none}")
+        return order
 
-    def _meet_s(self) -> float:
+    def _agree_s(self) -> float:
         # Without the part of one rank those of the others are nothing: then it is worth waiting for.
         if self._shard is not None:
             return self._left_s() * _WORTH
-        return min(_MEET_S + self._world_size / 1000, self._left_s() / 3)
+        return min(_AGREE_S + self._world_size / 1000, self._left_s() / 3)
 
-    def _shard_of_each(self, exchange: Exchange) -> list[str]:
-        """A rank that never said it has a part that nobody else has."""
-        if self._shard is None:
-            return [""] * self._world_size
-        keys = [_shard_key(rank) for rank in range(self._world_size)]
-        found = exchange.get_many(keys)
-        return [found[key].decode() if key in found else key for key in keys]
-
-    def _hear(self, exchange: Exchange, number: int, *, is_last: bool) -> tuple[str, str]:
+    def _await_outcome(self, exchange: Exchange, number: int, *, is_last: bool) -> tuple[str, str]:
         """What has come of another rank's attempt; one that does not end in half the time may have ended itself."""
         key = f"checkpoint/outcome/{number}"
         with suppress(ExchangeError):
@@ -261,7 +242,9 @@ class Saver:
                 return str(path), str(why)
         return "", "no answer"
 
-    def _try(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str) -> tuple[str, str]:
+    def _save_alone(
+        self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str
+    ) -> tuple[str, str]:
         began = time.monotonic()
         try:
             self._check_time()
@@ -277,7 +260,7 @@ class Saver:
         except Exception as error:
             why = _words(error)
             if not self._is_abandoned:
-                self._say(f"rank {self._rank} saved no checkpoint of step {boundary.step}: {why}{self._way_back()}")
+                self._say_unsaved(f"rank {self._rank} saved no checkpoint of step {boundary.step}: {why}")
             return "", why
         self._say(
             f"rank {self._rank} saved the state after step {boundary.step} in {time.monotonic() - began:.1f} s: {path}"
@@ -320,7 +303,7 @@ class Saver:
         if self._rank != ranks[0]:
             if self._rank in ranks:
                 together.follow(lambda: self._state_and_rest(boundary)[0], _words)
-            self._hear(exchange, 0, is_last=True)
+            self._await_outcome(exchange, 0, is_last=True)
             return
         path, why = "", ""
         try:
@@ -332,7 +315,7 @@ class Saver:
         except Exception as error:
             why = _words(error)
             if not self._is_abandoned:
-                self._say(f"no checkpoint of step {boundary.step} was saved: {why}{self._way_back()}")
+                self._say_unsaved(f"no checkpoint of step {boundary.step} was saved: {why}")
         finally:
             with suppress(ExchangeError):
                 together.call_off()
@@ -407,8 +390,8 @@ class Saver:
                 with suppress(Exception):
                     positions[same[key]] = tensors.load_plain(io.BytesIO(packed))
         # Those of this host that were killed, or cannot answer.
-        told = {self._rank, *(each.rank for each in order if each.step == boundary.step)}
-        silent = [rank for rank in positions if rank not in told]
+        answered = {self._rank, *(each.rank for each in order if each.step == boundary.step)}
+        silent = [rank for rank in positions if rank not in answered]
         positions |= self._left_behind(silent, boundary.step)
         return positions
 
@@ -426,13 +409,9 @@ class Saver:
         except ExchangeError:
             return self._settings.run
 
-    def _way_back(self) -> str:
+    def _say_unsaved(self, why: str) -> None:
         path = self._last_path()
-        return f"; the last one is {path}" if path else "; there is no earlier one of this run"
-
-
-def _shard_key(rank: int) -> str:
-    return f"checkpoint/shard/{rank}"
+        self._say(f"{why}; the last checkpoint is {path}" if path else f"{why}; this run has no earlier checkpoint")
 
 
 def _packed(value: Any) -> bytes:

@@ -18,7 +18,8 @@ from math import prod
 from typing import Any, BinaryIO
 
 from lightning_ncclsafe._torch import sharded, tensors
-from lightning_ncclsafe.checkpoints.ledger import NotProvenError, WatchedParameter
+from lightning_ncclsafe.checkpoints.boundary import NotProvenError
+from lightning_ncclsafe.checkpoints.weights import WatchedParameter
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: its offsets and its sizes."""
@@ -116,7 +117,7 @@ class OwnShard:
         self.parts: list[WatchedParameter] = []
         self.layout = self.why_unread = ""
         try:
-            with _told():
+            with _unknown_as_not_proven():
                 self._find(model)
         except NotProvenError as error:
             self.why_unread = str(error)
@@ -130,7 +131,7 @@ class OwnShard:
         self._parameters = parameters
         odd = sharded.saved_names(model, is_flat=bool(flat)) ^ {*parameters, *self._buffers}
         if odd:
-            raise NotProvenError(f"it is not known how the model saves {min(odd)!r}")
+            raise NotProvenError(f"the format in which the model saves its state is unknown: {min(odd)!r}")
         self._names: dict[int, str] = {}
         for name, parameter in parameters.items():
             self._names.setdefault(id(parameter), name)
@@ -177,7 +178,7 @@ class OwnShard:
         parameters = [*chain.from_iterable(group["params"] for group in inner.param_groups)]
         unknown = [parameter for parameter in parameters if id(parameter) not in self._names]
         if unknown:
-            raise NotProvenError(f"{type(inner).__name__} has {len(unknown)} parameters that are not the model's")
+            raise NotProvenError(f"{type(inner).__name__} has {len(unknown)} parameters that are not in the model")
         names = [self._names[id(parameter)] for parameter in parameters]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         name_of = dict(zip(numbers, names, strict=True))
@@ -199,12 +200,12 @@ class OwnShard:
         if part is None or not getattr(value, "ndim", 0):
             return value
         if value.numel() != part.numel:
-            raise NotProvenError(f"the optimizer has {value.numel()} values for {part.numel} of {part.name!r}")
+            raise NotProvenError(f"the optimizer has {value.numel()} values for the {part.numel} of {part.name!r}")
         return SplitTensor(part.shape, part.begin, value)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _unknown_as_not_proven() -> Iterator[None]:
     try:
         yield
     except sharded.UnknownSplitError as error:
@@ -229,7 +230,7 @@ def pieces_of(state: Mapping[str, Any], *, is_first: bool) -> list[Piece]:
     found: list[Piece] = []
     for path, value in sharded.flattened(state):
         name = json.dumps(path)
-        with _told():
+        with _unknown_as_not_proven():
             split = _split(value)
         if split is not None:
             shape, boxes, values = split
@@ -252,7 +253,7 @@ def _split(value: Any) -> tuple[tuple[int, ...], list[Box], Any] | None:
 def _pieces_of_tensor(name: str, shape: tuple[int, ...], boxes: Sequence[Box], values: Any) -> Iterator[Piece]:
     flat, begin = values.detach().reshape(-1), 0
     if flat.numel() != sum(prod(sizes) for _, sizes in boxes):
-        raise NotProvenError(f"there are {flat.numel()} values of {name} here, which do not fill its part")
+        raise NotProvenError(f"this rank has {flat.numel()} values of {name}, which do not fill its shard")
     dtype = str(values.dtype).removeprefix("torch.")
     for offsets, sizes in boxes:
         count = prod(sizes)

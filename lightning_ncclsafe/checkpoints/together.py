@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe._torch import sharded, tensors
+from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.folder import KEY, METADATA, REST, CheckpointFolder, read_back, write_synced
 from lightning_ncclsafe.checkpoints.joined import Share, file_of, joined
-from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.shards import Chunk, entry_paths, pieces_of, write_pieces
 from lightning_ncclsafe.exchange import Exchange, wait_for_keys
 from lightning_ncclsafe.facts import codec
@@ -106,7 +106,7 @@ class Together:
             rest = tensors.to_host(rest) if self._is_on_device else rest
             read_back(partial / REST, write_synced(partial / REST, lambda file: tensors.save(rest, file)))
             if (partial / METADATA).read_bytes() != metadata:
-                raise OSError(f"{METADATA} is not what was written")
+                raise OSError(f"{METADATA} differs from what was written")
             self._may_finish()
             return self._folder.finish_together(partial, boundary.epoch, boundary.step, files)
         except BaseException:
@@ -142,7 +142,7 @@ class Together:
         found = wait_for_keys(self._exchange, keys, deadline_s=self._left_s())
         late = [str(rank) for key, rank in keys.items() if key not in found]
         if late:
-            raise TimeoutError(f"rank {', '.join(late)} did not write its part in time")
+            raise TimeoutError(f"rank {', '.join(late)} did not write its shard in time")
         return {keys[key]: _read(content, keys[key]) for key, content in found.items()}
 
 
@@ -155,4 +155,4 @@ def _read(content: bytes, rank: int) -> Share:
         unpacking = zlib.decompressobj()
         return codec.decode(Share, unpacking.decompress(content, _MOST_BYTES))
     except (zlib.error, codec.DecodeError) as error:
-        raise NotProvenError(f"what rank {rank} says of its part cannot be read: {error}") from error
+        raise NotProvenError(f"what rank {rank} reports about its shard cannot be read: {error}") from error

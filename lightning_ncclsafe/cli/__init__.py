@@ -1,13 +1,21 @@
 """The command line, ``ncclsafe``: one module for each of its commands, none of which needs torch or Lightning."""
 
 import sys
+from argparse import Action
 from collections.abc import Sequence
 from importlib import import_module
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 # Modules of this package. Each has add_to, which adds it to the subcommands of a parser, and run.
 COMMANDS = ("diagnose", "explain", "inspect", "logs", "preflight", "render", "run")
+
+
+class Help(DefaultHelpFormatter):
+    """Prints the help of an option as it is written, without types, and with the default where the help has it."""
+
+    def _get_help_string(self, action: Action) -> str:
+        return action.help or ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,13 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows ``ncclsafe`` on the command line; None for that of this process.
 
     Returns:
-        The exit code: 0 if all is well, 1 if something is not, 2 if the command cannot be understood or done.
+        The exit code: 0 if all is well, 1 if there is a problem, 2 if the command is invalid or fails.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    # Each takes a while to import: all are only for who asks what there is.
+    # Each takes a while to import: all are imported only for the list of commands.
     names = [name for name in COMMANDS if name in given[:1]] or COMMANDS
     modules = {name: import_module(f"{__name__}.{name}") for name in names}
-    parser = ArgumentParser(prog="ncclsafe", description="Tools of lightning-ncclsafe.")
+    # Those of the commands have the same formatter.
+    parser = ArgumentParser(prog="ncclsafe", description="Tools of lightning-ncclsafe.", formatter_class=Help)
     commands = parser.add_subcommands()
     for module in modules.values():
         module.add_to(commands)

@@ -26,15 +26,15 @@ _RULES = {
     IncidentKind.TIMEOUT: HANG_RULES,
     IncidentKind.RECORDED: RECORDED_RULES,
 }
-_DIAGNOSE = "says why a run hung, from what it has left behind"
+_DIAGNOSE = "find out why a run hung, from its logs and dumps"
 _DESCRIPTION = (
     "Reads Flight Recorder dumps of PyTorch (pickle or JSON), logs of any launcher (also .gz), and reports of this"
-    " package, and says which rank the others waited for, and why. Dumps and logs that are named together are of one"
-    " run. Nothing in them is run. Exit code: 0 if there is an explanation, 1 if there is none, 2 if nothing could be"
-    " read."
+    " package. Names the rank that the others waited for, and the reason. Dumps and logs of one command must be of one"
+    " run. Nothing in them is executed. Exit code: 0 if there is an explanation, 1 if there is none, 2 if nothing"
+    " could be read."
 )
-_PATHS = "files, or folders of them; - is a log from the standard input"
-_FORMAT = "text, or json: a document as in report.json for each run and report"
+_PATHS = "files or folders; - reads a log from standard input"
+_FORMAT = "text (default), or json: one document like report.json per run and report"
 
 
 def add_to(commands: Any) -> None:
@@ -105,10 +105,10 @@ def _is_unmarked(job: JobFacts) -> bool:
 def _nothing(evidence: Artifacts) -> int:
     if not evidence.files:
         if not evidence.errors:
-            _say("error: there is neither a dump, nor a report, nor a log among these files", sys.stderr)
+            _say("error: these files contain no dump, report or log", sys.stderr)
         return 2
     files = f"{evidence.files:,} file{'s' * (evidence.files != 1)}"
-    _say(f"nothing to explain: {files} read, in which no rank waits for another, fails or dies", sys.stdout)
+    _say(f"nothing to explain: in {files}, no rank waits for another, fails or dies", sys.stdout)
     return 1
 
 

@@ -17,12 +17,12 @@ from lightning_ncclsafe.report.terminal import console_for
 from lightning_ncclsafe.rules.causes import causes
 from lightning_ncclsafe.rules.kit import Rule
 
-_EXPLAIN = "what a cause means, and what to do about it"
+_EXPLAIN = "explain a cause: what it means, and what to do"
 _DESCRIPTION = (
-    "Explains a cause that a report names: how it shows, what brings it about, what to do, and what cannot be seen of"
-    " it. Exit code: 0, or 2 if there is no cause of that name."
+    "Explains a cause that a report names: symptom, cause, remedy, and what cannot be seen. Exit code: 0, or 2 if there"
+    " is no cause of that name."
 )
-_NAME = "name of a cause, as reports have it: rank-zero-only-work; without one, all causes are listed"
+_NAME = "name of a cause as in a report, for example rank-zero-only-work (default: list all causes)"
 RULES = causes()
 _WIDEST = 100
 

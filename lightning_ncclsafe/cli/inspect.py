@@ -20,26 +20,26 @@ from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.terminal import shown_report
 
-_INSPECT = "says what the training processes of this host do now, and why they hang"
+_INSPECT = "inspect the training processes of this host: what they do now, and why they hang"
 _DESCRIPTION = (
-    "Looks at the training processes of this user on this host from outside, several times, and says which rank the"
-    " others wait for, and why; of a job that moves it says where its time goes. The job needs no preparation, and"
-    " nothing in it is changed: no process is stopped, signalled or written to. For a job on several hosts run it on"
-    " each with --output DIR on storage that they share, then: ncclsafe diagnose DIR. Exit code: 0 if the job moves, 1"
-    " if a rank is held up or could not be looked at, 2 if there is no training process."
+    "Inspects the training processes of this user on this host from outside, several times. Names the rank that the"
+    " others wait for, and the reason; if the job makes progress, shows where the time goes. The job needs no"
+    " preparation and is not changed: no process is stopped, signalled or written to. For a job on several hosts, run"
+    " it on each with --output DIR on shared storage, then run: ncclsafe diagnose DIR. Exit code: 0 if the job makes"
+    " progress, 1 if a rank is stuck or could not be inspected, 2 if there is no training process."
 )
 _PIDS = "process ids of the ranks (default: all ranks that are found)"
-_FORMAT = "text, json (a document as in report.json for each job) or html (default: text)"
-_OUTPUT = "folder to write report.json, report.txt and report.html to, in one folder for each host and job"
-_HOW_OFTEN = f"how often to look at each rank (default: {LOOKS})"
+_FORMAT = "text, json (one document like report.json per job) or html (default: text)"
+_OUTPUT = "write report.json, report.txt and report.html to this folder, in one subfolder per host and job"
+_HOW_OFTEN = f"how many times to look at each rank (default: {LOOKS})"
 _HOW_LONG = (
-    f"seconds between the first look and the last (default: {SECONDS:g}, then on while a rank stands still as in a long"
-    f" step, until one is known to have stood for {LONG_STEP_S:g} s)"
+    f"seconds from the first look to the last (default: {SECONDS:g}, and longer while ranks stand still, until one is"
+    f" known to have stood still for {LONG_STEP_S:g} s)"
 )
-_NATIVE = "read native frames, too: a rank that stands still is stopped for it once, for some 0.1 s"
+_NATIVE = "also read native frames; this stops each rank that stands still once, for about 0.1 s"
 _RECORDER = (
-    "have ranks write PyTorch's Flight Recorder, where they were started with a pipe to ask for it"
-    " (TORCH_NCCL_DEBUG_INFO_PIPE_FILE): each writes the file that its environment names, which stays"
+    "make ranks dump PyTorch's Flight Recorder if they were started with TORCH_NCCL_DEBUG_INFO_PIPE_FILE; each writes"
+    " the file that its environment names, and the file stays"
 )
 _NO_NAME = re.compile(r"[^\w.-]+")
 
@@ -67,7 +67,7 @@ def run(config: Namespace) -> int:
     """Runs ``ncclsafe inspect``; returns the exit code."""
     if config.looks < 2 or (config.seconds is not None and config.seconds <= 0):
         print(
-            "error: --looks has to be 2 or more, and --seconds more than 0: movement is seen between looks",
+            "error: --looks must be at least 2 and --seconds more than 0, because progress is seen between looks",
             file=sys.stderr,
         )
         return 2

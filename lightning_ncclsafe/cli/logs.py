@@ -19,22 +19,24 @@ from lightning_ncclsafe.loggers.staging import (
 )
 from lightning_ncclsafe.report.safe import safe
 
-_LOGS = "what loggers have staged locally and their storage does not have"
+_LOGS = "recover what loggers have staged locally but not delivered"
 _RECOVER = (
-    "Brings what a run that was killed, or whose storage did not answer, has left in local staging to its storage. May"
-    " be stopped and run again at any time. Exit code: 0 if nothing is left but what a live process still writes, 1 if"
-    " something could not be recovered, 2 if DIR does not exist."
+    "Delivers to storage what a run has left in local staging because it was killed or its storage did not answer. You"
+    " can stop it and run it again at any time. Exit code: 0 if nothing is left except what a running process still"
+    " writes, 1 if something could not be recovered, 2 if DIR does not exist."
 )
-_DIR = "a folder of local staging, a folder of such folders, or the directory (or URL) of a logger or one above it"
-_STAGING_DIR = "where the staging of a logger's directory is looked for: the staging_dir of LoggerOffload"
+_DIR = "a staging folder, a folder of staging folders, or the directory (or URL) of a logger or a parent of it"
+_STAGING_DIR = (
+    "folder to search for the staging of a logger's directory: the staging_dir of LoggerOffload (default: %(default)s)"
+)
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to the subcommands of a parser."""
-    logs = ArgumentParser(description=f"For {_LOGS}.")
+    logs = ArgumentParser(description=f"{_LOGS.capitalize()}.")
     commands.add_subcommand("logs", logs, help=_LOGS)
     recover = ArgumentParser(description=_RECOVER)
-    logs.add_subcommands().add_subcommand("recover", recover, help="brings it to storage")
+    logs.add_subcommands().add_subcommand("recover", recover, help="deliver it to storage")
     recover.add_argument("dir", metavar="DIR", type=str, help=_DIR)
     recover.add_argument("--staging-dir", type=str, default=str(default_staging_dir()), help=_STAGING_DIR)
 
@@ -134,22 +136,22 @@ def _amount(done: Recovered) -> str:
 
 def _problems(done: Recovered) -> Iterator[str]:
     if done.problem:
-        yield f"{done.problem}; what is not on storage is still in {done.folder}"
+        yield f"{done.problem}; what was not delivered is still in {done.folder}"
     if done.lost_bytes:
-        yield f"{done.lost_bytes} bytes of {done.folder} cannot be read and are lost: half of a write, or damaged since"
+        yield f"{done.lost_bytes} bytes of {done.folder} cannot be read and are lost: a partial write, or later damage"
     if done.lost_calls:
         lost = f"{done.lost_calls} call{'s' * (done.lost_calls != 1)}"
-        yield f"{lost} of {done.manifest.logger} lost: what the logger was given was in the memory of the process only"
+        yield f"{lost} of {done.manifest.logger} lost: their arguments were only in the memory of the process"
 
 
 def _nothing_found(directory: str, staging_dir: Path) -> str:
-    text = f"nothing to recover: {directory} is no local staging and has none in it, and nothing that was logged to it"
-    text += f" or below it is staged in {staging_dir}"
+    text = f"nothing to recover: {directory} neither is nor contains a staging folder, and nothing that was logged"
+    text += f" to it or below it is staged in {staging_dir}"
     if not staging_dir.is_dir():
         return f"{text}, which does not exist"
     others = len(staging_folders(staging_dir))
     if others:
-        text += f" (of other directories, {others} folder{'s are' if others != 1 else ' is'} there)"
+        text += f" ({others} folder{'s' if others != 1 else ''} of other directories)"
     return text
 
 

@@ -20,28 +20,30 @@ from lightning_ncclsafe.probes.process.environment import Launched, launched
 from lightning_ncclsafe.report.tables.preflight import render_preflight, render_preflight_all
 from lightning_ncclsafe.report.terminal import shown
 
-_PREFLIGHT = "looks at the hosts of a job before it starts"
+_PREFLIGHT = "check the hosts of a job before it starts"
 _DESCRIPTION = (
-    "Looks at this host within 3 s: cores, memory, swap, /dev/shm, open files, GPUs, versions, settings of NCCL and"
-    " torch, network, directories. Under torchrun or srun on every rank, and what differs between ranks is said, once,"
-    " by rank 0. Exit code: 0 if a run could start, 1 if it would fail, 2 if ranks cannot reach each other."
+    "Checks this host within 3 s: cores, memory, swap, /dev/shm, open files, GPUs, versions, settings of NCCL and"
+    " torch, network, directories. Under torchrun or srun, checks the host of every rank, and rank 0 prints what"
+    " differs. Exit code: 0 if a run could start, 1 if it would fail, 2 if ranks cannot reach each other."
 )
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _DAY_S = 86_400.0
-_WORKERS = "num_workers of all loaders of a rank together"
-_TIMEOUT = "seconds to reach MASTER_ADDR within (default: 10)"
+_WORKERS = "total num_workers of all dataloaders of a rank"
+_TIMEOUT = "seconds to wait for MASTER_ADDR (default: 10)"
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to the subcommands of a parser."""
     parser = ArgumentParser(description=_DESCRIPTION)
     commands.add_subcommand("preflight", parser, help=_PREFLIGHT)
-    parser.add_argument("--log-dir", type=str, default=".", help="where loggers will write")
-    parser.add_argument("--checkpoint-dir", type=str, default=None, help="where checkpoints will go")
+    parser.add_argument(
+        "--log-dir", type=str, default=".", help="where loggers will write (default: the working directory)"
+    )
+    parser.add_argument("--checkpoint-dir", type=str, default=None, help="where checkpoints will be saved")
     parser.add_argument("--data-dir", type=str, default=None, help="where data will be read from")
     parser.add_argument("--workers", type=NonNegativeInt, default=None, help=_WORKERS)
     parser.add_argument("--timeout", type=PositiveFloat, default=10.0, help=_TIMEOUT)
-    parser.add_argument("--all", action="store_true", help="prints everything that was found, not only what is wrong")
+    parser.add_argument("--all", action="store_true", help="print everything, not only problems")
 
 
 def run(config: Namespace) -> int:

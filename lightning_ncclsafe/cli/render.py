@@ -1,4 +1,4 @@
-"""``ncclsafe render``: a saved report as text, as a page for a browser, or as a trace."""
+"""``ncclsafe render``: convert a saved report to text, HTML or a trace."""
 
 import os
 import sys
@@ -15,14 +15,14 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import ReportError, read_report
 from lightning_ncclsafe.report.safe import safe
 
-_RENDER = "a saved report as text, as a page for a browser, or as a trace"
+_RENDER = "convert a saved report to text, HTML or a trace"
 _DESCRIPTION = (
-    "Writes a saved report again: as text, as one HTML page that needs no network, or as a trace for ui.perfetto.dev"
-    " and chrome://tracing. Exit code: 0, or 2 if the report cannot be read or the file cannot be written."
+    "Converts a saved report to text, to an HTML page that needs no network, or to a trace for ui.perfetto.dev and"
+    " chrome://tracing. Exit code: 0, or 2 if the report cannot be read or the file cannot be written."
 )
 _REPORT = "a report.json, or the folder of an incident"
 _FORMAT = "text, html or trace (default: text)"
-_OUTPUT = "file to write to (default: the standard output)"
+_OUTPUT = "file to write to (default: standard output)"
 
 # A report of 16,384 ranks has about a quarter of it.
 _LARGEST_BYTES = 2_000_000_000
@@ -70,20 +70,20 @@ def _file(path: Path) -> Path:
     incidents = sorted(found.parent for found in path.glob("*/report.json"))
     if incidents:
         several = "1 incident" if len(incidents) == 1 else f"{len(incidents):,} incidents"
-        raise ReportError(f"it has the folders of {several}; the last one is {incidents[-1]}")
+        raise ReportError(f"it contains {several}; choose one, for example the last: {incidents[-1]}")
     return path / "report.json"
 
 
 def _read(path: Path) -> Diagnosis:
     if not path.is_file() and path.exists():
-        raise ReportError("Not a report: it is no file.")
+        raise ReportError("Not a report: it is not a file.")
     with path.open("rb") as file:
         data = file.read(_LARGEST_BYTES + 1)
     if len(data) > _LARGEST_BYTES:
         raise ReportError(f"Not a report: it has more than {_LARGEST_BYTES:,} bytes.")
     diagnosis = read_report(data)
     if not 0 <= diagnosis.job.world_size <= _MOST_RANKS:
-        raise ReportError(f"The report is damaged: it is about {diagnosis.job.world_size} ranks.")
+        raise ReportError(f"The report is damaged: it claims {diagnosis.job.world_size} ranks.")
     return diagnosis
 
 

@@ -14,13 +14,13 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.running.variables import ON, OPTIONS, SWITCH, shown, wanted
 
-_RUN = "a program with the guard in each of its Trainers, without a change to its code"
+_RUN = "run a program with the guard in each of its Trainers, without changing its code"
 _DESCRIPTION = (
     "Runs a program as 'python PROGRAM' does. Each of its Trainers gets the guard if the strategy is DDP, FSDP or"
-    " ModelParallelStrategy, by whatever name, also in the ranks that a launcher starts. What cannot be guarded runs as"
-    " ever, and a line says so. Options of this command come before PROGRAM; each has an environment variable"
-    " (NCCLSAFE_TIMEOUT for --timeout), and with NCCLSAFE=1 in the environment 'python PROGRAM' does the same. Exit"
-    " code: that of the program, or 2 if this command cannot be understood or done."
+    " ModelParallelStrategy, under any name, also in the ranks that a launcher starts. A Trainer that cannot be guarded"
+    " runs unchanged, and one line says so. Options of this command come before PROGRAM; each has an environment"
+    " variable (NCCLSAFE_TIMEOUT for --timeout). NCCLSAFE=1 in the environment makes 'python PROGRAM' do the same. Exit"
+    " code: that of the program, or 2 if this command is invalid or fails."
 )
 _AT_START = "lightning_ncclsafe.pth"
 # Options of Python that take no argument, and the one that takes the name of a module.
@@ -54,7 +54,7 @@ def run(config: Namespace) -> int:
     folders = _site_folders()
     if not any((folder / _AT_START).is_file() for folder in folders):
         return _failed(
-            f"{sys.executable} loads no guard as it starts: {_AT_START} is in none of its folders of packages"
+            f"{sys.executable} does not load the guard at start-up: {_AT_START} is in none of its site-packages folders"
             f" ({', '.join(map(str, folders)) or 'it has none'}). Install lightning-ncclsafe there with pip;"
             " PYTHONPATH is not enough."
         )

@@ -2,6 +2,7 @@
 
 import copyreg
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 # Python's Py_TPFLAGS_HEAPTYPE: the class was made by a class statement.
@@ -43,6 +44,19 @@ class ReplacedMethod:
         self._is_removed = True
         vars(self._owner).pop(self._name, None)
         vars(self._owner).update(self._before)
+
+
+class WrappedMethod(ReplacedMethod):
+    """A replaced method whose replacement calls it.
+
+    Args:
+        owner: The object.
+        name: Name of the method.
+        call: What is called in its place, with the method as its first argument.
+    """
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        super().__init__(owner, name, partial(call, getattr(owner, name)))
 
 
 class ReplacedClass:

@@ -247,9 +247,9 @@ class Reference:
         for leader in waiting[: _MOST_INVITED - len(self._invited)]:
             self._sessions += 1
             self._invited[leader] = _Invitation(session=self._sessions, since_s=now_s)
-        self._tell_turn(every_s)
+        self._publish_turn(every_s)
 
-    def _tell_turn(self, every_s: float) -> None:
+    def _publish_turn(self, every_s: float) -> None:
         """Who is invited, and how long after a tick the next one comes: so long they have to be there."""
         sessions = tuple(invitation.session for invitation in self._invited.values())
         told_s, told = self._told_turn

@@ -81,7 +81,7 @@ def save(analysis: Analysis, summary: TimingSummary, report_dir: Path, settings:
             )
             return f"trace: {trace} (open it at https://ui.perfetto.dev)"
     except OSError as error:
-        say_on_stderr(f"the times of collectives could not be written to {folder}: {error}")
+        say_on_stderr(f"the timings of collectives could not be written to {folder}: {error}")
     return ""
 
 

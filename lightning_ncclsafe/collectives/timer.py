@@ -212,10 +212,10 @@ class Timer:
             if found is not None:
                 self._judge(found)
             else:
-                self.stragglers = self._tree.told().stragglers
+                self.stragglers = self._tree.newest_report().stragglers
         except ExchangeError as error:
             # It is kept, and shared later; of an exchange that is lost this rank goes on alone, and quietly.
-            self._recording.say(f"some of what was timed could not be shared in time: {error}")
+            self._recording.say(f"some timings could not be shared in time: {error}")
         if self._tree.unreadable > self._unreadable:
             self._recording.say(f"{self._tree.unreadable} messages of ranks could not be read.")
             self._unreadable = self._tree.unreadable
@@ -238,7 +238,7 @@ class Timer:
             self._say(straggler_sentence(straggler))
         self.stragglers = self.analysis.summary().stragglers
         self._is_untold = True  # until the exchange has taken it
-        self._tree.tell(StragglerReport(stragglers=self.stragglers))
+        self._tree.send_report(StragglerReport(stragglers=self.stragglers))
         self._is_untold = False
 
     def _await_others(self) -> None:

@@ -19,7 +19,7 @@ _SLOTS = 4
 _NUMBER_BYTES = 8
 # Of more than these, one is made, in which there is no more than in one.
 _MOST_HELD = 64
-_TOLD = "timing/stragglers"
+_REPORT = "timing/stragglers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,21 +123,21 @@ class Tree:
         """Passes on what others have sent, without anything of this rank; see :meth:`pass_on`."""
         return self.pass_on(empty_window())
 
-    def tell(self, told: StragglerReport) -> None:
-        """Tells all ranks what has been found; on rank 0.
+    def send_report(self, report: StragglerReport) -> None:
+        """Sends what has been found to all ranks; on rank 0.
 
         Raises:
             ExchangeError: If ranks cannot share.
         """
-        self._exchange.set(_TOLD, codec.encode(told))
+        self._exchange.set(_REPORT, codec.encode(report))
 
-    def told(self) -> StragglerReport:
+    def newest_report(self) -> StragglerReport:
         """What rank 0 sent last.
 
         Raises:
             ExchangeError: If ranks cannot share.
         """
-        found = self._exchange.get_many([_TOLD]).get(_TOLD)
+        found = self._exchange.get_many([_REPORT]).get(_REPORT)
         return codec.decode(StragglerReport, found) if found else StragglerReport()
 
     def _collect(self) -> None:
@@ -191,5 +191,5 @@ def _key(rank: int, number: int) -> str:
 
 
 def _is_empty(window: Window) -> bool:
-    told = (window.totals, window.lost, window.left_out, window.last, window.missing)
-    return not (len(window.calls) or len(window.spans) or len(window.own) or any(told))
+    others = (window.totals, window.lost, window.left_out, window.last, window.missing)
+    return not (len(window.calls) or len(window.spans) or len(window.own) or any(others))

@@ -41,7 +41,8 @@ class DirectoryExchange:
         try:
             written.replace(self._path(key))
         except OSError as error:
-            written.unlink(missing_ok=True)
+            with suppress(OSError):
+                written.unlink(missing_ok=True)
             raise self._error("publish in", error) from error
         self._published.add(self._path(key))
 
@@ -54,11 +55,19 @@ class DirectoryExchange:
             self._published.add(self._path(key))
             return value
         except FileExistsError:
-            return self._path(key).read_bytes()
+            return self._taken(key)
         except OSError as error:
             raise self._error("publish in", error) from error
         finally:
-            written.unlink(missing_ok=True)
+            with suppress(OSError):
+                written.unlink(missing_ok=True)
+
+    def _taken(self, key: str) -> bytes:
+        """The value of a key that has one; it may be deleted meanwhile, and the whole folder with the last rank."""
+        try:
+            return self._path(key).read_bytes()
+        except OSError as error:
+            raise self._error("read", error) from error
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """The values of those keys that have one."""
@@ -126,7 +135,8 @@ class DirectoryExchange:
             with os.fdopen(handle, "wb") as file:
                 file.write(value)
         except OSError as error:
-            Path(name).unlink(missing_ok=True)
+            with suppress(OSError):
+                Path(name).unlink(missing_ok=True)
             raise self._error("write to", error) from error
         return Path(name)
 

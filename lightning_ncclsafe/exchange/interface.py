@@ -19,12 +19,11 @@ class Exchange(Protocol):
     A question for many keys is asked in parts, each with that deadline.
 
     All methods raise :class:`ExchangeError` when the exchange cannot be reached; nothing else.
-
-    Attributes:
-        lost: Why ranks share in another way by now; empty as long as they do not.
     """
 
-    lost: str
+    @property
+    def lost(self) -> str:
+        """Why ranks share in another way by now; empty as long as they do not."""
 
     def set(self, key: str, value: bytes) -> None:
         """Publishes a value."""

@@ -1,20 +1,16 @@
 """An exchange over a connection of our own to the job's TCPStore."""
 
-import queue
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+from lightning_ncclsafe.exchange.in_time import CallThread, NoAnswerError
 from lightning_ncclsafe.exchange.interface import ExchangeError, in_parts
 
 T = TypeVar("T")
 
-# A job that is stopped as a whole and continued misses one when it wakes up.
-MISSES_ALLOWED = 3
 # A store breaks the connection of a client that sends more than 8 MiB at once (torch 2.13).
 MOST_BYTES = 8_000_000
 
@@ -33,22 +29,20 @@ class TcpStoreExchange:
         deadline_s: Seconds that a call may take.
 
     Attributes:
-        lost: Why the store was given up; empty while it works.
         published: The keys that this rank has published and not deleted, with the prefix.
     """
 
     def __init__(self, store: Any, *, prefix: str = "", deadline_s: float = 2.0) -> None:
-        self._store = store
+        self._store: Any = store
         self._prefix = prefix
         self.published: set[str] = set()
-        self._deadline_s = deadline_s
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self.lost = ""
-        self._misses = 0
+        self._calls = CallThread("ncclsafe-store", what="its host", deadline_s=deadline_s)
         store.set_timeout(timedelta(seconds=deadline_s))
-        # A daemon: one that hangs on a dead host must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name="ncclsafe-store", daemon=True)
-        self._thread.start()
+
+    @property
+    def lost(self) -> str:
+        """Why the store was given up; empty while it works."""
+        return self._calls.given_up
 
     def set(self, key: str, value: bytes) -> None:
         """Publishes a value; one that is too large for a store is refused, and the store is kept."""
@@ -77,14 +71,17 @@ class TcpStoreExchange:
 
     def forget(self, published: Iterable[str]) -> None:
         """Deletes what an earlier exchange of this rank has published, some time later; nobody waits for it."""
-        for part in in_parts([*published]):
-            self._calls.put((Future(), partial(self._delete, part)))
+        with suppress(NoAnswerError):
+            for part in in_parts([*published]):
+                self._calls.begin(partial(self._delete, part))
 
     def close(self) -> None:
-        """Ends the thread; one that hangs on a dead host is left behind."""
-        self.lost = self.lost or "it was used after it was closed"
-        self._calls.put(None)
-        self._thread.join(self._deadline_s)
+        """Ends the thread and the connection; one that hangs on a dead host is left behind."""
+        self._calls.close(last=self._disconnect)
+
+    def _disconnect(self) -> None:
+        # Not when garbage is collected: of each call of a Trainer rank 0 has the other end of every rank's connection.
+        self._store = None
 
     def _set(self, key: str, value: bytes) -> None:
         self.published.add(key)
@@ -109,28 +106,11 @@ class TcpStoreExchange:
         return [*self._present(keys[:half]), *self._present(keys[half:])] if half else []
 
     def _call(self, call: Callable[[], T]) -> T:
-        if self.lost:
-            raise ExchangeError(f"The job's store cannot be used: {self.lost}.")
-        future: Future[T] = Future()
-        self._calls.put((future, call))
         try:
-            answer = future.result(self._deadline_s)
-            self._misses = 0
-            return answer
-        except FutureTimeoutError as error:
-            self._misses += 1
-            missed = f"its host did not answer within {self._deadline_s:g} s"
-            if self._misses >= MISSES_ALLOWED:
-                self.lost = f"{missed}, {self._misses} times in a row"
-            raise ExchangeError(f"The job's store cannot be used: {missed}.") from error
+            return self._calls.call(call)
+        except NoAnswerError as error:
+            raise ExchangeError(f"The job's store cannot be used: {error}.") from error
         except Exception as error:  # torch raises DistError and plain RuntimeError for a host that is gone
-            self.lost = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
-            raise ExchangeError(f"The job's store cannot be used: {self.lost}.") from error
-
-    def _work(self) -> None:
-        while (item := self._calls.get()) is not None:
-            future, call = item
-            try:
-                future.set_result(call())
-            except Exception as error:
-                future.set_exception(error)
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+            self._calls.given_up = why
+            raise ExchangeError(f"The job's store cannot be used: {why}.") from error

@@ -10,33 +10,33 @@ class Severity(str, Enum):
     """How bad it is for the run."""
 
     ERROR = "error"
-    """The run cannot go on."""
+    """The run cannot continue."""
     WARNING = "warning"
-    """The run is held up and may go on."""
+    """The run is delayed and may continue."""
 
 
 class Confidence(str, Enum):
-    """How sure the facts make us of a cause."""
+    """How well the facts support a cause."""
 
     CERTAIN = "certain"
-    """The facts allow no other reading."""
+    """The facts allow no other explanation."""
     LIKELY = "likely"
-    """The facts fit this cause best; another one is conceivable."""
+    """The facts fit this cause best, but another one is conceivable."""
     POSSIBLE = "possible"
     """The facts do not contradict it, and nothing better is known."""
 
 
 class Plan(str, Enum):
-    """What the next start of a job is to do about a cause that has ended this one."""
+    """What the next start of a job should do about the cause that ended this one."""
 
     RESTART = "restart"
-    """Start again: the fault is nobody's, or a machine's and passes."""
+    """Restart: nobody's fault, or a passing fault of a machine."""
     RESTART_WITHOUT_HOST = "restart-without-host"
-    """Start again elsewhere: the fault is a host's, and comes again there."""
+    """Restart elsewhere: the fault is on a host, and recurs there."""
     STOP = "stop"
-    """Do not start again: the code, its settings or its data are wrong, and it comes again wherever they run."""
+    """Do not restart: the code, its settings or its data are wrong, and the fault recurs wherever they run."""
     UNKNOWN = "unknown"
-    """The cause does not tell whose fault it is. The next start goes on."""
+    """The cause does not tell whose fault it is. The next start trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +62,13 @@ class Finding:
     Attributes:
         rule: Name of the rule, which is the name of the cause: ``"rank-zero-only-work"``.
         severity: How bad it is for the run.
-        confidence: How sure the facts make us.
+        confidence: How well the facts support it.
         summary: The answer in one sentence: which rank does what, where, for how long, and who waits for it.
         ranks: The ranks that cause it, ascending.
-        location: ``"file:line in function"`` of the deepest line in the user's own code; empty where unknown.
-        evidence: How we know.
+        location: ``"file:line in function"`` of the deepest line in the user's own code; empty if unknown.
+        evidence: The observations that support it.
         remedy: What to do.
-        plan: What the next start is to do about it.
+        plan: What the next start should do about it.
     """
 
     rule: str
@@ -99,11 +99,11 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextStart:
-    """What the next start of a job is to do, as the incident that has ended this one tells: ``plan.json``.
+    """What the next start of a job should do, according to the incident that ended this one: ``plan.json``.
 
     Attributes:
         plan: What to do.
-        rule: Name of the cause that decides it; empty where none was found.
+        rule: Name of the cause that decides it; empty if none was found.
         answer: The cause in one sentence.
         hosts: The hosts to start without, sorted; empty unless the plan is to leave some out.
         step: Optimizer steps that had been taken by then.

@@ -1,4 +1,4 @@
-"""What held a rank up besides its code: its main thread's turns on a core, its host's pressure, its GPU, its network.
+"""What a rank has and what held it up besides its code: memory, turns on a core, pressure, its GPU, its network.
 
 None, or empty, means that this host does not report it.
 """
@@ -9,6 +9,41 @@ from lightning_ncclsafe.facts.preflight import GpuFacts
 
 COLLECTOR = "<garbage collector>"
 """File of the innermost frame of a stack whose thread is in Python's garbage collector."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """Memory, swap and cores of a rank's process and host. None means that this host does not report it.
+
+    Attributes:
+        rss_bytes: Resident memory of the rank's process.
+        process_swap_bytes: How much of the process is swapped out.
+        memory_growth_bytes_per_s: How fast its resident memory grew, over the last seconds of its start.
+        swap_growth_bytes_per_s: How fast what is swapped out of it grew, over the same time.
+        memory_total_bytes: Memory of the host.
+        memory_available_bytes: Memory of the host that can be had without swapping.
+        swap_total_bytes: Swap space of the host.
+        swap_used_bytes: Swap space in use on the host.
+        swapped_in_bytes: Bytes that the host has read back from swap since the guard started.
+        memory_limit_bytes: Memory limit of the process's own control group (cgroup v1 or v2).
+        oom_kills: Processes that the kernel's out-of-memory killer has ended since the guard started.
+        cores: Cores that this process may run on.
+        load_1min: Load average of the last minute.
+    """
+
+    rss_bytes: int | None = None
+    process_swap_bytes: int | None = None
+    memory_growth_bytes_per_s: int | None = None
+    swap_growth_bytes_per_s: int | None = None
+    memory_total_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    swap_total_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    swapped_in_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    oom_kills: int | None = None
+    cores: int | None = None
+    load_1min: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

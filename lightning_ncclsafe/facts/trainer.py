@@ -1,7 +1,65 @@
-"""A rank's Trainer: its settings, the end of its training loop, its steps, its offloaded loggers; data only."""
+"""A rank's Trainer: how far it has come, its settings, its steps, its loggers, and where it writes to."""
 
 from dataclasses import dataclass, field
 from enum import Enum
+
+
+class Phase(str, Enum):
+    """Where in its life a rank's Trainer stands."""
+
+    INIT = "init"
+    """Before the first batch or sanity check: process group, setup hooks, model construction, restoring."""
+    SANITY_CHECK = "sanity_check"
+    TRAIN = "train"
+    VALIDATE = "validate"
+    TEST = "test"
+    PREDICT = "predict"
+    CHECKPOINT = "checkpoint"
+    """A checkpoint is being written, in whatever stage."""
+    FINISHED = "finished"
+    """The Trainer's function returned on this rank; the process waits for its peers before it leaves."""
+    UNKNOWN = "unknown"
+    """Nothing of the Trainer is known: the facts were read from a Flight Recorder's dump or a log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Something Lightning is doing, by its profiler's name or a barrier's: hooks, data fetches, checkpoint saves.
+
+    Attributes:
+        name: E.g. ``"[LightningModule]Net.training_step"``, ``"[Callback]ModelCheckpoint.on_validation_end"``,
+            ``"[_TrainingEpochLoop].train_dataloader_next"``, ``"save_checkpoint"``, ``"barrier:post_setup"``,
+            ``"init_process_group"``.
+        for_s: Seconds since it began.
+    """
+
+    name: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a rank's Trainer has come.
+
+    Attributes:
+        phase: Where in its life the Trainer stands.
+        actions: What is going on, outermost first; empty between hooks.
+        last_action: The last action that ended, for the moments between two hooks.
+        epoch: Current epoch, from 0; -1 where it is not known.
+        batch_idx: Index of the batch being worked on in the current loop, from 0; -1 before the first.
+        is_last_batch: Whether the current loop's data ended with this batch.
+        global_step: Optimizer steps taken.
+        idle_s: Seconds since this rank last made progress: entered or left an action, or moved in a collective.
+    """
+
+    phase: Phase
+    actions: tuple[Action, ...] = ()
+    last_action: str = ""
+    epoch: int = 0
+    batch_idx: int = -1
+    is_last_batch: bool = False
+    global_step: int = 0
+    idle_s: float = 0.0
 
 
 class LoopEnd(str, Enum):
@@ -199,3 +257,18 @@ class LoggerFacts:
     faults: int = 0
     last_fault: str = ""
     staging: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFacts:
+    """A directory that the rank writes to.
+
+    Attributes:
+        owner: Class name of what writes there: a logger or a checkpoint callback.
+        path: The directory.
+        filesystem: Type of the file system below it (``"ext4"``, ``"nfs4"``, …); empty where unknown.
+    """
+
+    owner: str
+    path: str
+    filesystem: str = ""

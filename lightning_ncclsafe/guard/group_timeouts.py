@@ -66,19 +66,19 @@ class GroupTimeouts:
     def start(self) -> None:
         """Process groups have been made: sets what applies now."""
         if self._is_on or not self._limits.phases_s:
-            self._unharmed(self._begin)
+            self._safely(self._begin)
 
     def restore(self) -> None:
         """Every group gets back what it had; the one that was made with the limit of ``init``, the strategy's own."""
         if self._phase or self._has_set:
-            self._unharmed(self._restore)
+            self._safely(self._restore)
 
     def _look(self, name: str) -> None:
         may_begin = name.startswith(("save_checkpoint", "barrier:")) or name.endswith("_next") or is_occasional(name)
         if len(self._may_begin_phase) < _MOST_NAMES:
             self._may_begin_phase[name] = may_begin
         if self._is_on and (may_begin or self._is_short):
-            self._unharmed(self._follow)
+            self._safely(self._follow)
 
     def _follow(self) -> None:
         phase = self._limit_name()
@@ -120,7 +120,7 @@ class GroupTimeouts:
         self._before_s = {name: timeout_s for name, timeout_s in self._before_s.items() if name in names}
         return groups
 
-    def _unharmed(self, act: Callable[[], None]) -> None:
+    def _safely(self, act: Callable[[], None]) -> None:
         try:
             act()
         except Exception as error:

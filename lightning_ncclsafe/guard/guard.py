@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s
 from lightning_ncclsafe.facts import NotRecorded, Phase, codec
@@ -35,6 +36,8 @@ from lightning_ncclsafe.settings import Limits
 # The watchdog checks for progress four times a second, and reads the log as often: all ranks together ask the store for
 # it no more than about a thousand times a second.
 _POLL_S, _POLLS_PER_S = 0.25, 1000.0
+# Groups of this process, by name, of which it has been seen whether they are recorded.
+_asked_about: set[str] = set()
 
 
 class Guard:
@@ -169,10 +172,14 @@ class Guard:
         """All ranks have created their process groups: what is not recorded now never will be. One rank prints it."""
         # Their cards are there now, and a peer may end in the first collective of the training.
         self._watchdog.wake()
-        rank = self._place.rank
+        rank, used = self._place.rank, {call.name for call in process_groups.group_calls() if call.called != 0}
+        # To read a recorder that is full takes a tenth of a second, and most programs make groups once.
+        if self._place.world_size == 1 or used <= _asked_about:
+            return
+        _asked_about.update(used)
         groups = self._probe.glance(0.0).unrecorded
         texts = [*not_recorded({rank: [group for group in groups if group.why is not NotRecorded.LOST]})]
-        if texts and self._place.world_size > 1 and comes_first(self._connection.newest, "unrecorded", rank):
+        if texts and comes_first(self._connection.newest, "unrecorded", rank):
             self._say(" ".join(texts))
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:

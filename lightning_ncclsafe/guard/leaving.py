@@ -10,7 +10,12 @@ from typing import TypeGuard
 from lightning_ncclsafe._torch import process_groups, stores
 from lightning_ncclsafe.code.libraries import TRAINER_STAGE
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError, PlannedStopError
+from lightning_ncclsafe.errors import (
+    CollectiveTimeoutError,
+    DatasetMismatchError,
+    HostPreflightError,
+    PlannedStopError,
+)
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
@@ -88,7 +93,7 @@ class Leaving:
             return None
         if isinstance(error, KeyboardInterrupt):
             self._share_last_facts(error)
-        nobody_to_ask = state.is_off or self._place.world_size == 1 or _is_orderly(error)
+        nobody_to_ask = state.is_off or self._place.world_size == 1 or is_orderly(error)
         if not nobody_to_ask and not self._is_explained(is_consequence):
             self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
             state.main_thread_left.set()
@@ -96,7 +101,7 @@ class Leaving:
             state.exception_is_reported.wait(2 * report_deadline_s(self._place.world_size))
         state.main_thread_left.set()
         if not _is_success(error) and not isinstance(error, KeyboardInterrupt):
-            self._ended_run.save(raised=not is_consequence and not _is_orderly(error))
+            self._ended_run.save(raised=not is_consequence and not is_orderly(error))
         if not self._is_explained(is_consequence):
             if _is_success(error):
                 self._leave_with_success(error)
@@ -216,10 +221,10 @@ def stay_until_all_finished(
 
 def _is_success(error: BaseException) -> TypeGuard[SystemExit]:
     """Whether it would end the process with status 0; not where all stop on SIGTERM."""
-    return isinstance(error, SystemExit) and not error.code and not _is_orderly(error)
+    return isinstance(error, SystemExit) and not error.code and not is_orderly(error)
 
 
-def _is_orderly(error: BaseException) -> bool:
+def is_orderly(error: BaseException) -> bool:
     """Whether an exception is the guard's, Lightning's or the user's way to stop on all ranks."""
-    orderly = (KeyboardInterrupt, CollectiveTimeoutError, DatasetMismatchError, PlannedStopError)
+    orderly = (KeyboardInterrupt, CollectiveTimeoutError, DatasetMismatchError, HostPreflightError, PlannedStopError)
     return isinstance(error, orderly) or type(error).__name__ in ("SIGTERMException", "_TunerExitException")

@@ -3,7 +3,6 @@
 In a later call of the Trainer they are known from the one before.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import codec
 from lightning_ncclsafe.probes.host import resources
@@ -77,7 +77,7 @@ class LocalRanks:
         self._probe = probe
         self._find = find
         self._clock = clock
-        self._search: threading.Thread | None = None
+        self._search = SideThread("ncclsafe-search")
         self._found: dict[int, int] = {}
         self._met = met if met is not None else {}
         # They may not have come to this call yet, and then no guard of theirs would answer.
@@ -140,20 +140,12 @@ class LocalRanks:
 
     def _find_in_time(self) -> dict[int, int]:
         """What the last search has found that has ended; until one does, no other is begun."""
-        failed: list[Exception] = []
 
         def search() -> None:
-            try:
-                self._found = self._find(self._place.master_port)
-            except Exception as error:
-                failed.append(error)
+            self._found = self._find(self._place.master_port)
 
-        if self._search is None or not self._search.is_alive():
-            self._search = threading.Thread(target=search, name="ncclsafe-search", daemon=True)
-            self._search.start()
-            self._search.join(_SEARCH_S)
-        if failed:
-            raise failed[0]
+        with suppress(UnansweredError):
+            self._search.call(search, _SEARCH_S)
         return self._found
 
     def _know(self, rank: int, pid: int) -> None:

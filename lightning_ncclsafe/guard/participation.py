@@ -124,7 +124,7 @@ class Participation:
         is_first, here = self._place.local_rank == 0, self._probe.card.host
         if verdict is not None and verdict.ends_run and is_first and verdict.reported_on not in ("", here):
             where = f"; report on {verdict.reported_on}: {verdict.folder}" if verdict.folder else ""
-            self._say(f"rank {self._place.rank}: the run is being ended: {verdict.answer}{where}")
+            self._say(f"rank {self._place.rank}: ending the run: {verdict.answer}{where}")
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
         state, connection = self._state, self._connection

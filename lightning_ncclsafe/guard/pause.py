@@ -11,12 +11,12 @@ from lightning_ncclsafe.rules.kit.activity import PAUSE
 def pause(reason: str = "") -> Iterator[None]:
     """Announces that this rank pauses on purpose: in a debugger, at a prompt, while it waits for a person.
 
-    The other ranks wait without asking why, and without a report, for as long as the ``with`` block lasts; but no
-    longer than the hard limit of the phase (the strategy's ``timeout`` or ``PhaseTimeouts``), which still ends the
-    run. Outside of a Trainer's function under one of our strategies it does nothing.
+    During the ``with`` block, the other ranks wait without a report. The hard limit of the phase (the strategy's
+    ``timeout`` or ``PhaseTimeouts``) still ends the run. Outside of a Trainer's function with a strategy of this
+    package, it does nothing.
 
     Args:
-        reason: What for, in a few words; the report quotes it if the hard limit passes.
+        reason: The reason, in a few words; the report quotes it if the hard limit passes.
 
     Example::
 

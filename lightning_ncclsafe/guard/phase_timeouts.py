@@ -1,4 +1,4 @@
-"""Hard limits that differ from phase to phase."""
+"""A hard limit for each phase."""
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -10,19 +10,19 @@ from lightning_ncclsafe.settings import seconds
 class PhaseTimeouts:
     """How long a rank may wait without progress, phase by phase, before the run is ended.
 
-    What applies is the limit of the phase that the waiting rank is in. It counts for the guard and, 15 s longer, for
-    the back end of every process group, from when the phase begins. A group whose creator gave it a longer timeout of
-    its own keeps that; exactly 10 or 30 minutes, PyTorch's defaults, look like none and count as none.
+    The limit is that of the phase in which a rank waits. It applies to the guard and, 15 s later, to the back end of
+    every process group, from the beginning of the phase. A group that was created with a longer timeout keeps it;
+    exactly 10 or 30 minutes, PyTorch's defaults, do not count as such.
 
     Args:
         init: Until the first batch or sanity check: creation of the process group, setup, restoring.
         sanity_check: Validation before training.
-        first_batch: Until the first training batch of each epoch is over: workers start, models are compiled.
+        first_batch: Until the end of the first training batch of each epoch: workers start, models are compiled.
         train: Training otherwise, hooks at an epoch's end included.
         validate: Validation.
         test: Testing.
         predict: Prediction.
-        checkpoint: While a checkpoint is saved, in whatever phase.
+        checkpoint: While a checkpoint is saved, in any phase.
 
     Each is a ``timedelta``, or seconds; None, the default, means the strategy's own ``timeout``.
 

@@ -114,7 +114,7 @@ class Reporter:
             folder, where = self._write(diagnosis)
             start = next_start(diagnosis)
             closing = f"\nnext: {plan_words(start)}" if start is not None else ""
-            closing += "\nthe run cannot continue and is being ended" if ends_run else ""
+            closing += "\nthe run cannot continue, so the guard ends it" if ends_run else ""
             findings = known.findings if known is not None and known.folder else ()
             self._say(f"{render_news(diagnosis, findings)}\n{where}{closing}")
             self._write_page(diagnosis, folder)

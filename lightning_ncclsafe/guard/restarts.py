@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, UnansweredError
 from lightning_ncclsafe.errors import PlannedStopError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts.findings import NextStart, Plan
@@ -30,8 +31,11 @@ from lightning_ncclsafe.rules.planning import SAME_MOST, is_same
 _MOST_LOOKED_AT = 100
 # What rank 0 has read of the starts before, and for how long the others wait for it: a folder is listed in no time.
 _PLAN, _PLAN_S = "plan", 10.0
+# For how long rank 0 itself waits for the storage of reports.
+_READ_S = 5.0
+_storage = SideThread("ncclsafe-starts")
 # A start that trains is not ended by what was before it, whatever it calls.
-_has_heeded = False
+_has_followed = False
 
 
 @marked(Mark.STORE)
@@ -79,7 +83,7 @@ def _lead(exchange: Exchange, world_size: int, deadline_s: float, poll_s: float,
     clear()
 
     def all_are_welcome() -> bool:
-        for rank, hello in _hellos(exchange, waiting).items():
+        for rank, hello in _announced(exchange, waiting).items():
             exchange.set(f"welcome/{rank}", hello + b" " + name.encode())
             waiting.remove(rank)
         return not waiting
@@ -91,7 +95,7 @@ def _lead(exchange: Exchange, world_size: int, deadline_s: float, poll_s: float,
     return name
 
 
-def _hellos(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
+def _announced(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
     found = exchange.get_many([f"hello/{rank}" for rank in waiting])
     return {int(key.rpartition("/")[2]): hello for key, hello in found.items() if hello}
 
@@ -107,6 +111,13 @@ def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -
         report_dir: The folder of all incidents.
         environ: Of this process.
     """
+    # Nothing is said where storage does not answer.
+    with suppress(UnansweredError, NoThreadError):
+        return _storage.call(lambda: _incident_before(report_dir, environ), _READ_S)
+    return ""
+
+
+def _incident_before(report_dir: Path, environ: Mapping[str, str]) -> str:
     not_before_s = _earlier_starts_since_s(environ)
     if not_before_s is None:
         return ""
@@ -123,7 +134,7 @@ def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -
 
 
 @marked(Mark.STORE)
-def heed_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[[str], None] = say_on_stderr) -> None:
+def follow_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[[str], None] = say_on_stderr) -> None:
     """Ends this start where the starts before it say so. All ranks call it; rank 0 reads, and the others follow it.
 
     Args:
@@ -135,13 +146,13 @@ def heed_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[
     Raises:
         PlannedStopError: On all ranks.
     """
-    global _has_heeded
-    if _has_heeded or not launch_words():
+    global _has_followed
+    if _has_followed or not launch_words():
         return
-    _has_heeded, reason = True, ""
+    _has_followed, reason = True, ""
     with suppress(ExchangeError):
         if place.rank == 0:
-            reason = reason_to_stop(report_dir)
+            reason = _reason_in_time(report_dir, say)
             exchange.set(_PLAN, reason.encode())
         else:
             reason = wait_for_keys(exchange, [_PLAN], deadline_s=_PLAN_S).get(_PLAN, b"").decode()
@@ -153,6 +164,14 @@ def heed_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[
     if place.rank == 0:
         wait_for_others(exchange, place.rank, place.world_size)
     raise PlannedStopError(reason)
+
+
+def _reason_in_time(report_dir: Path, say: Callable[[str], None]) -> str:
+    try:
+        return _storage.call(lambda: reason_to_stop(report_dir), _READ_S)
+    except (UnansweredError, NoThreadError) as error:
+        say(f"what earlier starts of this job have left in {report_dir} is not known, so training starts: it {error}")
+        return ""
 
 
 def reason_to_stop(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
@@ -168,14 +187,14 @@ def reason_to_stop(report_dir: Path, environ: Mapping[str, str] = os.environ) ->
     folder, last = ended[0]
     same = _starts([*itertools.takewhile(lambda start: is_same(start, last), (start for _, start in ended))])
     if last.plan is Plan.STOP:
-        why = f"the previous start ended by {last.rule}, and its plan is to {plan_words(last)}"
+        why = f"the previous start ended with {last.rule}, and its plan is {plan_words(last)}"
     elif same >= SAME_MOST:
-        why = f"the last {same} starts ended by {last.rule}, each at step {last.step}, and another would, too"
+        why = f"the last {same} starts ended with {last.rule}, each at step {last.step}, and the next one would, too"
     else:
         return ""
     return (
-        f"this start ends before it trains: {why}\n  the cause was: {last.answer}\n  report: {folder}\n"
-        f"  to start all the same, remove {folder / PLAN_FILE}"
+        f"this start ends before training: {why}\n  the cause was: {last.answer}\n  report: {folder}\n"
+        f"  to start anyway, remove {folder / PLAN_FILE}"
     )
 
 

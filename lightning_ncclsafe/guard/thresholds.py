@@ -106,9 +106,9 @@ def limits_words(limits: Limits) -> str:
     """When ranks are asked, and when the run is ended, in one line."""
     if limits.learned:
         least_s = min(FLOOR_S, limits.timeout_s / 2)
-        asks = f"asks why after a wait that is unusually long for the phase (at least {least_s:g} s)"
+        asks = f"reports a wait that is unusually long for its phase ({least_s:g} s or more)"
     else:
-        asks = f"asks why after {limits.suspect_after_s:g} s without progress"
+        asks = f"reports a wait of {limits.suspect_after_s:g} s"
     own = [f"{phase} {limit_s:g} s" for phase, limit_s in limits.phases_s.items()]
     besides = f" ({', '.join(own)})" if own else ""
     return f"{asks}, {limits.on_timeout}s after {limits.timeout_s:g} s{besides}"

@@ -6,6 +6,11 @@ from collections.abc import Callable, Hashable
 
 from lightning_ncclsafe.code.marks import Mark, marked
 
+# A process that comes to its next tick so much later than planned, having computed for so little of that time, was
+# stopped as a whole: by SIGSTOP, a debugger, a frozen control group. Where the GIL or a core was missing, it computes.
+_STOPPED_S = 10.0
+_COMPUTES = 0.01
+
 
 class Watchdog:
     """Calls ``tick(idle_s)`` at a steady pace from a thread of its own until it is stopped.
@@ -16,6 +21,7 @@ class Watchdog:
         on_failure: Called once if ``position`` or ``tick`` raises; the watch is then over.
         poll_s: Seconds between two calls.
         clock: Seconds that only grow; for tests.
+        cpu_clock: Processor time of this process, seconds; for tests.
     """
 
     def __init__(
@@ -26,12 +32,14 @@ class Watchdog:
         on_failure: Callable[[Exception], None],
         poll_s: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
         self._position = position
         self._tick = tick
         self._on_failure = on_failure
         self._poll_s = poll_s
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._last_position: Hashable = None
         self._last_moved = clock()
         self._stopped = False
@@ -71,9 +79,18 @@ class Watchdog:
             self._on_failure(error)
 
     @marked(Mark.WATCH)
+    def pause(self) -> None:
+        """Waits for the next tick. For as long as the process was stopped meanwhile, nobody has waited."""
+        began, cpu_s = self._clock(), self._cpu_clock()
+        self._awake.wait(self._poll_s)
+        self._awake.clear()
+        late_s = self._clock() - began - self._poll_s
+        if late_s >= _STOPPED_S and self._cpu_clock() - cpu_s < _COMPUTES * late_s:
+            self._last_moved += late_s
+
+    @marked(Mark.WATCH)
     def _run(self) -> None:
         while not self._stopped:
-            self._awake.wait(self._poll_s)
-            self._awake.clear()
+            self.pause()
             if not self._stopped:
                 self.poll()

@@ -220,9 +220,9 @@ class _LookedAt:
         still_s = max(map(stood_s, open_jobs))
         so_far = "".join(map(self._so_far, open_jobs))
         self._say(
-            f"a rank has stood still for {still_s:.1f} s, as it does in a hang and in a long step.{so_far} Looking on"
-            f" for {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s at most, or until all ranks have moved, which would"
-            " make it a long step; Ctrl-C gives the answer as it is."
+            f"a rank has stood still for {still_s:.1f} s, in a hang or a long step.{so_far} Inspecting for at most"
+            f" {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s, or until all ranks have moved, which would make it a long"
+            " step. Ctrl-C answers now."
         )
         with suppress(KeyboardInterrupt):
             while not self._shows_enough() and not self._ended_after:

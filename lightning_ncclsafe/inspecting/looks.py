@@ -165,9 +165,7 @@ def _last_line(said: str) -> str:
     return (said.strip().splitlines() or ["no output"])[-1][:200]
 
 
-NO_PROGRAM = (
-    "py-spy is not installed, so that no stack can be read: pip install 'lightning-ncclsafe[inspect]' on this host"
-)
+NO_PROGRAM = "py-spy is not installed, so no stack can be read: pip install 'lightning-ncclsafe[inspect]' on this host"
 
 
 def is_denied(said: str) -> bool:

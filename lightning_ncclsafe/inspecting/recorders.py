@@ -116,7 +116,7 @@ class _UnixConnection(HTTPConnection):
         self.sock.connect(str(self._path))
         listens, _, _ = struct.unpack("3i", self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if listens != self._pid:
-            raise _CannotAskError(f"the socket of its worker server is process {listens}'s")
+            raise _CannotAskError(f"the socket of its worker server belongs to process {listens}")
 
 
 def _from_server(one: RankProcess, path: Path) -> dict[Any, Any]:
@@ -126,7 +126,7 @@ def _from_server(one: RankProcess, path: Path) -> dict[Any, Any]:
             plain = read(_asked(one, path, "POST", f"/handler/{name}"))
             if isinstance(plain, dict) and is_dump(plain) and (plain.get("entries") or plain.get("pg_status")):
                 return plain
-    raise _CannotAskError("its worker server has no Flight Recorder that is on (TORCH_FR_BUFFER_SIZE)")
+    raise _CannotAskError("its worker server has no active Flight Recorder (TORCH_FR_BUFFER_SIZE)")
 
 
 def _asked(one: RankProcess, path: Path, method: str, handler: str) -> bytes:
@@ -144,9 +144,9 @@ def _asked(one: RankProcess, path: Path, method: str, handler: str) -> bytes:
 
 def _through_pipe(one: RankProcess, pipe: Path, *, may_write: bool) -> dict[Any, Any]:
     if not stat.S_ISFIFO(pipe.stat().st_mode):
-        raise _CannotAskError("what should be the pipe of its Flight Recorder is none")
+        raise _CannotAskError("the pipe of its Flight Recorder is not a pipe")
     if not may_write:
-        raise _CannotAskError("it would write its Flight Recorder into a file if asked through its pipe: --recorder")
+        raise _CannotAskError("it would dump its Flight Recorder to a file with --recorder")
     files = [*_destinations(one)]
     before = {file: _written_ns(file) for file in files}
     # Without a reader, opening would wait for one.

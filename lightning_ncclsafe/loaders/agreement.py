@@ -21,7 +21,7 @@ from lightning_ncclsafe.rules.kit.data import epoch_batches, evaluates_alone, go
 from lightning_ncclsafe.rules.kit.wording import joined
 from lightning_ncclsafe.settings import OnUneven
 
-_GOES_ON = 'Training goes on; DatasetAgreement(on_mismatch="raise") would have refused it.'
+_GOES_ON = 'Training continues; DatasetAgreement(on_mismatch="raise") would refuse to start.'
 
 
 class Agreement:

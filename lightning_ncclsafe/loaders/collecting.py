@@ -156,7 +156,7 @@ class LoaderCollector:
 
     def attach(self) -> None:
         """Intercepts what the loops' hooks return: the number of loaders is not known otherwise."""
-        self._unharmed(self._attach)
+        self._safely(self._attach)
 
     def _attach(self) -> None:
         for loop in self._loops():
@@ -188,7 +188,7 @@ class LoaderCollector:
 
     def requested(self, name: str, loaders: Any) -> None:
         """One of the loops' hooks has returned its loaders; Lightning prepares them one by one."""
-        self._unharmed(lambda: self._open(name, loaders))
+        self._safely(lambda: self._open(name, loaders))
 
     def _open(self, name: str, loaders: Any) -> None:
         is_combined = isinstance(loaders, self._combined)
@@ -210,7 +210,7 @@ class LoaderCollector:
         for stage in [*self._replaced]:
             self._release(stage, loader)
         loader = replaceable(loader)
-        self._unharmed(lambda: self._add(loader))
+        self._safely(lambda: self._add(loader))
         return loader
 
     def _add(self, loader: Any) -> None:
@@ -296,7 +296,7 @@ class LoaderCollector:
         if votes is not None:
             votes.close()
 
-    def _unharmed(self, act: Callable[[], None]) -> None:
+    def _safely(self, act: Callable[[], None]) -> None:
         """Our own failure is reported once. This rank compares no more, nobody waits for it, and training goes on."""
         try:
             act()

@@ -13,7 +13,8 @@ import torch
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.capture import FIRST_S, Replacements, ScalarCollector
-from lightning_ncclsafe.loggers.files import FilesSink, open_destination
+from lightning_ncclsafe.loggers.destinations import open_destination
+from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
@@ -100,7 +101,7 @@ class CSVBackend:
         self._writer.metrics.append({**values, "step": step})
         # NumPy's numbers have a text of their own.
         row = {str(name): _cell(value) for name, value in values.items()}
-        if self._collecting.is_on and all(isinstance(value, Real) for value in row.values()):
+        if row and self._collecting.is_on and all(isinstance(value, Real) for value in row.values()):
             for name, value in row.items():
                 self._collecting.add(name, value, step, time.time())
         else:

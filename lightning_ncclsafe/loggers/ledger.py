@@ -68,7 +68,7 @@ class Ledger:
         kind = f"{name} {type(error).__name__}"
         if kind not in self._reported and len(self._reported) < _MOST_REPORTED:
             self._reported.add(kind)
-            self._say(f"{self.last_failure}; it is left out, and training goes on")
+            self._say(f"{self.last_failure}; it is skipped, and training continues")
 
     def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
         """Counts what the storage or server was given and has refused for good."""
@@ -80,7 +80,7 @@ class Ledger:
         """Reports once that the storage or server refuses what it is given."""
         self._report_once(
             "storage",
-            f"{self._logger} cannot write to {path or 'its server'}: {error!r:.500}; training goes on, the write is"
+            f"{self._logger} cannot write to {path or 'its server'}: {error!r:.500}; training continues, the write is"
             f" retried, and what is logged waits in {staging}",
         )
 
@@ -88,7 +88,7 @@ class Ledger:
         """Reports once that local staging cannot be written to."""
         self._report_once(
             "staging",
-            f"{self._logger}: local staging failed: {error!r:.500}; training goes on, and what is logged waits in"
+            f"{self._logger}: local staging failed: {error!r:.500}; training continues, and what is logged waits in"
             " memory; until staging works again, it is lost if this process is killed",
         )
 

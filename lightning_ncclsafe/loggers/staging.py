@@ -1,10 +1,9 @@
-"""Folders of local staging: created where nobody else can write, and claimed by the process that works in them.
+"""Folders of local staging: created where nobody else can write, each claimed by the process that works in it.
 
 The manifest of each names its owner and where its content belongs.
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -20,6 +19,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from lightning_ncclsafe.loggers.claim import LOCK, Claim, is_claimed_here
+
 MANIFEST = "manifest.json"
 """The file that makes a folder one of local staging."""
 KINDS = {"files": ("append", "rows", "whole"), "calls": ("call",)}
@@ -29,13 +30,9 @@ SCHEMA = 1
 # A manifest has ten lines; anything larger is not one.
 _MOST_BYTES = 1 << 20
 _LATEST_NS = 1 << 63
-_LOCK = "lock"
 # Logger, time, process and number; see make_staging.
 _UNFINISHED = re.compile(r".+-\d+-\d+-\d+")
 _folders = count()
-# Claims of this process: lockf does not lock within a process, and closing any handle of the file ends the lock. A
-# forked child has its own pid here, as it has its own locks.
-_claims: dict[tuple[int, str], object] = {}
 # Directories that this process created.
 _made: set[Path] = set()
 # How often to create a directory that another process, which is just ending, removes at once.
@@ -171,80 +168,6 @@ def _check_owner(folder: Path) -> None:
                 raise PermissionError(f"{path} is neither a file nor a directory")
 
 
-class Claim:
-    """The right to work in a folder of staging, until it is given up or the process ends.
-
-    It is a lock of lockf, which child processes do not inherit, as they would one of flock.
-
-    Args:
-        folder: The folder.
-
-    Attributes:
-        is_mine: Whether this process has it.
-        is_new: Whether the folder had no lock before: nobody has ever worked there, or the lock was removed.
-
-    Raises:
-        OSError: If the folder exists and cannot be locked.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._key = os.getpid(), os.path.realpath(folder)
-        self._handle: int | None = None
-        self.is_mine = False
-        self.is_new = False
-        if _claims.setdefault(self._key, self) is self:
-            self._lock()
-
-    def give_up(self) -> None:
-        """Lets others have it."""
-        # In this order: closing a handle ends the lock of whoever in this process has claimed the folder since.
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-        if _claims.get(self._key) is self:
-            del _claims[self._key]
-
-    def renew(self) -> None:
-        """Creates the lock again if it was removed, as cleaners of temporary directories do.
-
-        Raises:
-            OSError: If that fails, or another process has claimed the folder meanwhile.
-        """
-        if self._handle is None or self._key[0] != os.getpid() or _is_at(self._handle, self._folder / _LOCK):
-            return
-        handle, _ = _open_lock(self._folder / _LOCK)
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(handle)
-            raise
-        # It belongs to another file, so closing it does not end the new lock.
-        os.close(self._handle)
-        self._handle = handle
-
-    def remove_lock(self) -> None:
-        """Removes the lock that this claim created, and the folder if it was just being removed and is empty."""
-        with suppress(OSError):
-            (self._folder / _LOCK).unlink()
-            self._folder.rmdir()
-
-    def _lock(self) -> None:
-        path = self._folder / _LOCK
-        try:
-            self._handle, self.is_new = _open_lock(path)
-            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Otherwise its owner has removed it since, and there may be another one.
-            self.is_mine = _is_at(self._handle, path)
-        except OSError as error:
-            is_taken = self._handle is not None and error.errno in (errno.EACCES, errno.EAGAIN)
-            if not is_taken and self._folder.exists():
-                raise
-        finally:
-            if not self.is_mine:
-                self.give_up()
-
-
 def default_staging_dir() -> Path:
     """``ncclsafe-<user id>/logs`` in the directory for temporary files."""
     return Path(tempfile.gettempdir()) / f"ncclsafe-{os.getuid()}" / "logs"
@@ -302,7 +225,7 @@ def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
         temporary = folder / f"{MANIFEST}.tmp"
         temporary.write_bytes(manifest)
         os.replace(temporary, folder / MANIFEST)
-    for name in (_LOCK, MANIFEST):
+    for name in (LOCK, MANIFEST):
         with suppress(FileNotFoundError):
             os.utime(folder / name)
 
@@ -341,7 +264,7 @@ def remove_unfinished(staging_dir: Path) -> None:
     with suppress(OSError):
         for folder in [path for path in staging_dir.iterdir() if _UNFINISHED.fullmatch(path.name) and path.is_dir()]:
             pid = int(folder.name.rsplit("-", 2)[1])
-            if psutil.pid_exists(pid) or not {path.name for path in folder.iterdir()} <= {_LOCK, f"{MANIFEST}.tmp"}:
+            if psutil.pid_exists(pid) or not {path.name for path in folder.iterdir()} <= {LOCK, f"{MANIFEST}.tmp"}:
                 continue
             claim = Claim(folder)
             if claim.is_mine:
@@ -353,24 +276,9 @@ def leftovers(staging_dir: Path) -> Iterator[tuple[Path, Manifest]]:
     """Folders of local staging in a directory that are not this process's own."""
     with suppress(OSError):
         for folder in staging_folders(staging_dir):
-            if (os.getpid(), os.path.realpath(folder)) not in _claims:
+            if not is_claimed_here(folder):
                 with suppress(StagingError):
                     yield folder, read_manifest(folder)
-
-
-def _open_lock(path: Path) -> tuple[int, bool]:
-    """A handle of the lock, and whether it was created."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with suppress(FileNotFoundError):
-        return os.open(path, flags), False
-    return os.open(path, flags | os.O_CREAT, 0o600), True
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    """Whether a handle is of the file at a path."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(handle), path.lstat())
-    return False
 
 
 def _ours(staging_dir: Path) -> list[Path]:

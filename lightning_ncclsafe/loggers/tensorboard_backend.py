@@ -16,8 +16,9 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.loggers.capture import FIRST_S, ArgumentCopier, Replacements, ScalarCollector
+from lightning_ncclsafe.loggers.destinations import LocalDestination, open_destination
 from lightning_ncclsafe.loggers.events import CaughtFile, EventMaker, file_name, first_event, record, scalar_event
-from lightning_ncclsafe.loggers.files import FilesSink, LocalDestination, open_destination
+from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.media import LARGE_BYTES, MediaProcess, MediaProcessError
 from lightning_ncclsafe.loggers.offload import Offload

@@ -1,7 +1,6 @@
 """Everything one rank can find out about its host before training starts, within three seconds."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -9,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import GpuFacts, LoadFacts, PreflightFacts
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.gpu import gpu_facts
@@ -81,30 +81,21 @@ def run_parts(parts: Parts, deadline_s: float) -> tuple[dict[str, Any], list[str
     Returns:
         What they gave, by name, without those that gave None; and a sentence for each that failed or was late.
     """
-    done: dict[str, Any] = {}
-    failed: dict[str, str] = {}
     ends_s = time.monotonic() + deadline_s
-    threads = {name: _started(name, part, done, failed) for name, part in parts.items()}
-    for thread in threads.values():
-        thread.join(max(ends_s - time.monotonic(), 0.0))
-    # Copies first: a part that is late may yet answer, while this is read.
-    answered, errors = dict(done), dict(failed)
-    late = {name: f"{name}: no answer within {deadline_s:g} s" for name in parts if name not in answered | errors}
-    problems = {**errors, **late}
-    found = {name: value for name, value in answered.items() if value is not None}
-    return found, [problems[name] for name in parts if name in problems]
-
-
-def _started(name: str, part: Callable[[], Any], done: dict[str, Any], failed: dict[str, str]) -> threading.Thread:
-    def run() -> None:
+    threads = {name: SideThread(f"ncclsafe-preflight-{name}") for name in parts}
+    for name, part in parts.items():
+        threads[name].begin(part)
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, thread in threads.items():
         try:
-            done[name] = part()
+            if (value := thread.answer(ends_s - time.monotonic())) is not None:
+                found[name] = value
+        except UnansweredError:
+            problems.append(f"{name}: no answer within {deadline_s:g} s")
         except Exception as error:  # a fact that cannot be had is reported as missing, and nothing more
-            failed[name] = f"{name}: {type(error).__name__}: {error}"
-
-    thread = threading.Thread(target=run, name=f"ncclsafe-preflight-{name}", daemon=True)
-    thread.start()
-    return thread
+            problems.append(f"{name}: {type(error).__name__}: {error}")
+    return found, problems
 
 
 def _watched_swap(deadline_s: float) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
     GarbageFacts,
     GpuStateFacts,
@@ -206,17 +207,14 @@ class GpuWatch:
     def __init__(self, ask: Callable[[], GpuStateFacts | None], clock: Callable[[], float] = time.monotonic) -> None:
         self._ask = ask
         self._clock = clock
-        self._asked_s = 0.0
-        self._thread: threading.Thread | None = None
-        self._answer: GpuStateFacts | None = None
+        self._asked_s: float | None = None
+        self._question = SideThread("ncclsafe-gpu")
 
     def begin(self) -> None:
         """Asks, unless an earlier question has not been answered yet: then no second one is asked."""
-        if self._thread is not None and self._thread.is_alive():
-            return
-        self._asked_s, self._answer = self._clock(), None
-        self._thread = threading.Thread(target=self._run, name="ncclsafe-gpu", daemon=True)
-        self._thread.start()
+        if not self._question.is_busy:
+            self._asked_s = self._clock()
+            self._question.begin(self._ask)
 
     def read(self, deadline_s: float) -> GpuStateFacts | None:
         """What it answers within the deadline; else for how long it has not. None where there is no GPU.
@@ -224,15 +222,12 @@ class GpuWatch:
         Args:
             deadline_s: Seconds to wait for.
         """
-        if self._thread is None:
+        if self._asked_s is None:
             return None
-        self._thread.join(max(deadline_s, 0.0))
-        if self._thread.is_alive():
-            return GpuStateFacts(no_answer_s=round(self._clock() - self._asked_s, 3))
-        return self._answer
-
-    def _run(self) -> None:
         try:
-            self._answer = self._ask()
+            state: GpuStateFacts | None = self._question.answer(deadline_s)
+            return state
+        except UnansweredError:
+            return GpuStateFacts(no_answer_s=round(self._clock() - self._asked_s, 3))
         except Exception:  # what the driver does not report is unknown, and nothing more
-            self._answer = None
+            return None

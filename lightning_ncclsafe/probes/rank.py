@@ -3,15 +3,16 @@
 import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
 from lightning_ncclsafe._torch import build
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
     ExceptionFacts,
     HostFacts,
@@ -126,7 +127,7 @@ class RankProbe:
         self._noted_s = -math.inf
         self._signal = traceback_signal.take_early()
         self._armed = self._signal.arm() or _NOT_ARMED
-        self._slow_look: threading.Thread | None = None
+        self._slow_look = SideThread("ncclsafe-look")
         self._last_words = LastWords()
         self._peers: tuple[Card, ...] = ()
         self.exception: ExceptionFacts | None = None
@@ -329,17 +330,13 @@ class RankProbe:
     def _run(
         self, probes: dict[str, Callable[[], Any]], parts: dict[str, Any], missing: list[str], deadline_s: float
     ) -> None:
-        # A probe that hangs, say on a dead mount, keeps its thread; then there is no second one.
-        if self._slow_look is not None and self._slow_look.is_alive():
-            return
-
         def run() -> None:
             for name, probe in probes.items():
                 parts[name] = _try(probe, None, name, missing)
 
-        self._slow_look = threading.Thread(target=run, name="ncclsafe-look", daemon=True)
-        self._slow_look.start()
-        self._slow_look.join(deadline_s)
+        # A probe may hang, say on a dead mount.
+        with suppress(UnansweredError):
+            self._slow_look.call(run, deadline_s)
 
 
 def _text_of(error: ExceptionFacts | None) -> str:

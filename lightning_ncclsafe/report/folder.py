@@ -6,12 +6,12 @@ else is lost with it.
 
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
+from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, UnansweredError
 from lightning_ncclsafe.facts import Incident
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import report_json
@@ -26,7 +26,7 @@ _MOST_RANKS = 2_048
 _STORAGE_S, _STORAGE_S_A_RANK = 2.5, 0.005
 
 # What waits for storage, by the folder of reports.
-_waiting: dict[Path, threading.Thread] = {}
+_storage_threads: dict[Path, SideThread] = {}
 
 
 def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = False) -> Path:
@@ -119,30 +119,13 @@ def _within(deadline_s: float, storage: Path, act: Callable[[], Path]) -> Path:
         OSError: Storage refuses, or does not answer.
         Exception: Whatever else is raised.
     """
-    done: list[Path] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(act())
-        except BaseException as error:
-            failed.append(error)
-
-    if storage in _waiting and _waiting[storage].is_alive():
-        raise TimeoutError(f"{storage} has not answered yet")
-    thread = _waiting[storage] = threading.Thread(target=run, name="ncclsafe-report", daemon=True)
+    thread = _storage_threads.setdefault(storage, SideThread("ncclsafe-report"))
     try:
-        thread.start()
-    except RuntimeError:  # there are none any more, at the end of the interpreter for instance
-        run()
-    else:
-        thread.join(deadline_s)
-    if thread.is_alive():
-        raise TimeoutError(f"{storage} did not answer within {deadline_s:.1f} s")
-    _waiting.pop(storage, None)
-    if failed:
-        raise failed[0]
-    return done[0]
+        return thread.call(act, deadline_s)
+    except UnansweredError as error:
+        raise TimeoutError(f"{storage} {error}") from error
+    except NoThreadError:
+        return act()
 
 
 def _write_file(path: Path, content: bytes) -> None:

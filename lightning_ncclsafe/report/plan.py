@@ -17,18 +17,18 @@ PLAN_FILE = "plan.json"
 _MOST_BYTES = 1 << 18
 _LONGEST = 2_000
 _WORDS = {
-    Plan.RESTART: "restart: the fault is nobody's, or a machine's and passes",
-    Plan.STOP: "stop: it comes again until the code, its settings or its data are changed",
+    Plan.RESTART: "restart: nobody's fault, or a passing fault of a machine",
+    Plan.STOP: "stop: it recurs until the code, its settings or its data change",
     Plan.UNKNOWN: "unknown: the cause does not tell whether a restart helps",
 }
 
 
 def plan_words(start: NextStart) -> str:
-    """``"restart without gpu-7: the fault is of that host, and comes again there"``."""
+    """``"restart without gpu-7: the fault is on that host, and recurs there"``."""
     if start.plan is not Plan.RESTART_WITHOUT_HOST:
         return _WORDS[start.plan]
     whose = "that host" if len(start.hosts) == 1 else "those hosts"
-    return safe(f"restart without {', '.join(start.hosts)}: the fault is of {whose}, and comes again there")
+    return safe(f"restart without {', '.join(start.hosts)}: the fault is on {whose}, and recurs there")
 
 
 def plan_json(start: NextStart) -> bytes:

@@ -45,7 +45,7 @@ def recorded_words(job: JobFacts) -> str:
     logs = [rank for rank, record in records.items() if record.has_log]
     parts = [f"{what} of {ranks_words(ranks)}" for what, ranks in (("dumps", dumps), ("logs", logs)) if ranks]
     if not parts:
-        return "Read: logs that say nothing about what any rank did."
+        return "Read: logs that do not show what any rank did."
     return f"Read of {job.world_size:,} rank{'s' * (job.world_size != 1)}: {'; '.join(parts)}."
 
 
@@ -117,11 +117,11 @@ def inspected_words(job: JobFacts) -> str:
         least_s, most_s = (duration_words(end(slept)[0]) for end in (min, max))
         span = least_s if least_s == most_s else f"{least_s} to {most_s}"
         who = clause([rank for _, rank in slept], "has|have")
-        words.append(f"{capitalised(who)} not run for {span}, as the kernel counts.")
+        words.append(f"{capitalised(who)} not run for {span}, according to the kernel.")
     if standing:
         words.append(
-            f"{capitalised(ranks_words(standing))} did not move: a step or a save that takes longer than "
-            "that looks the same, so inspect again before you end the job."
+            f"{capitalised(ranks_words(standing))} did not move. A longer step or save looks the same: inspect again "
+            "before you end the job."
         )
     words += [f"The stack of {ranks_words(unread)} could not be read."] if unread else []
     return " ".join(words)
@@ -133,7 +133,7 @@ def inspected_answer(job: JobFacts) -> str:
     standing = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is False]
     if not job.ranks or job.witnessed:
         seen = [process.rank for process in job.witnessed]
-        return f"Nothing found: {clause(seen, 'has|have')} ended, so that nothing is left to be looked at."
+        return f"Nothing found: {clause(seen, 'has|have')} ended, so there is nothing left to inspect."
     if unread:
         why = next((text for facts in job.ranks if facts.rank in unread for text in facts.missing), "")
         return f"Nothing found: the stack of {ranks_words(unread)} could not be read{f': {why}' if why else ''}."
@@ -143,12 +143,12 @@ def inspected_answer(job: JobFacts) -> str:
         return f"Nothing found: {clause(moving, 'moves|move')}, and {meanwhile}: inspect again."
     if standing and not job.incident.idle_s:
         return (
-            f"Nothing found: {clause(standing, 'stood still')}, and ended while being looked at, as after a long step, "
-            "or as what hangs and is ended."
+            f"Nothing found: {clause(standing, 'stood still')}, and ended during the inspection, as after a long step, "
+            "or as a hang that somebody ends."
         )
     if standing:
-        return f"Nothing found: {clause(standing, 'stands|stand')} still, and nobody is seen to wait for another rank."
-    return f"Nothing found: the job moves. {capitalised(clause([f.rank for f in job.ranks], 'goes|go'))} on."
+        return f"Nothing found: {clause(standing, 'stands|stand')} still, and no rank is seen waiting for another."
+    return f"Nothing found: the job makes progress. {capitalised(clause([f.rank for f in job.ranks], 'moves|move'))}."
 
 
 def whereabouts_table(job: JobFacts) -> Iterator[str]:
@@ -205,7 +205,7 @@ class Alike:
     def silence(self, rank: int) -> str:
         """``"did not answer; its process is stopped"``: the state of a rank that has not answered."""
         if is_recorded(self.view.job):
-            return "left nothing behind that was read"
+            return "left nothing that was read"
         process = self.view.witnesses.get(rank)
         return f"did not answer; {f'its process is {process.state}' if process else 'nobody saw its process'}"
 
@@ -230,7 +230,7 @@ class Alike:
 _NUMBERS = re.compile(r"(?:\branks? )?\d+(?:(?:, |[-.,:])\d+)*(?:, … \(\d+ ranks\))?")
 
 
-def told_once(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
+def without_repeats(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
     """The findings; those that say the same of different ranks once.
 
     Returns:

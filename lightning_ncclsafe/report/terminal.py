@@ -20,7 +20,7 @@ _OURS = "[ncclsafe] "
 # On a narrower one lines are broken in any case.
 _NARROWEST = 40
 _EACH = re.MULTILINE | re.IGNORECASE
-_LABELS = "where|because|remedy|likewise|also found|also possible|not known|next"
+_LABELS = "where|because|remedy|same for|also found|also possible|not known|next"
 # What stands out in our lines and reports, besides the first line. Later ones win.
 _STYLES = (
     (re.compile(r"`[^`\n]+`"), "green"),
@@ -119,4 +119,4 @@ def say_own_failure(error: Exception, say: Callable[[str], None] = say_on_stderr
     """Says that the guard itself, or the part of it that ``what`` names, has failed, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    say(f"{what} has failed and is off, training goes on: {error!r}{where}")
+    say(f"{what} failed and is off; training continues: {error!r}{where}")

@@ -13,8 +13,8 @@ from lightning_ncclsafe.report.ranks import (
     rank_table,
     recorded_table,
     stack_sections,
-    told_once,
     whereabouts_table,
+    without_repeats,
 )
 from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.tables.data import data_table
@@ -36,7 +36,7 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
         safe(answer_words(diagnosis)),
         wrapped(incident_words(diagnosis), width=width),
         *([wrapped(f"Next: {plan_words(start)}.", width=width)] if (start := next_start(diagnosis)) else ()),
-        *(_finding(number, *told, width) for number, told in enumerate(told_once(diagnosis.findings), 1)),
+        *(_finding(number, *told, width) for number, told in enumerate(without_repeats(diagnosis.findings), 1)),
         *_all_ranks(diagnosis, width),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -65,9 +65,9 @@ def render_short(diagnosis: Diagnosis) -> str:
 def answer_lines(diagnosis: Diagnosis) -> list[str]:
     """The answer, why it is believed and what to do, in a dozen lines at most."""
     lines = [answer_words(diagnosis)]
-    told = told_once(diagnosis.findings)
+    told = without_repeats(diagnosis.findings)
     for finding, alike in told[:1]:
-        lines += [f"  likewise: {ranks_words(alike)}"] if alike else []
+        lines += [f"  same for: {ranks_words(alike)}"] if alike else []
         lines += [f"  where: {finding.location}"] if finding.location else []
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
         lines.append(f"  remedy: {finding.remedy}")
@@ -99,8 +99,8 @@ def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
     place = f" at {first.location}" if first.location else ""
     lines = [f"still {first.rule} after {duration_words(incident.idle_s)}{limit}: {ranks_words(first.ranks)}{place}"]
     told = {*map(_cause, known)}
-    for item, alike in told_once(item for item in findings if _cause(item) not in told):
-        likewise = f" Likewise {ranks_words(alike)}." if alike else ""
+    for item, alike in without_repeats(item for item in findings if _cause(item) not in told):
+        likewise = f" The same for {ranks_words(alike)}." if alike else ""
         lines.append(f"  also possible now: {item.rule}: {item.summary}{likewise}")
     return "\n".join(safe(cut(line)) for line in lines)
 

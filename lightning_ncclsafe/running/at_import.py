@@ -96,7 +96,7 @@ def _look_at(module: ModuleType) -> None:
             look_at(self)
         except Exception as error:  # of an installation that is broken; training goes on
             with suppress(Exception):
-                sys.stderr.write(f"[ncclsafe] the guard has failed and is off, training goes on: {error!r}\n")
+                sys.stderr.write(f"[ncclsafe] the guard failed and is off; training continues: {error!r}\n")
 
     kind.__init__ = __init__
     # As the import of this package does in a program that knows of it.

@@ -39,7 +39,7 @@ def stand_in(trainer: Any) -> None:
         if not guards(trainer.strategy):
             _guard(trainer.strategy, **asked.guard)
     except (Unguarded, ValueError) as why_not:
-        _say_once(f"this Trainer runs as ever, without the guard: {why_not}")
+        _say_once(f"this Trainer runs without the guard: {why_not}")
         return
     except Exception as error:  # training goes on
         say_own_failure(error)
@@ -47,14 +47,14 @@ def stand_in(trainer: Any) -> None:
     try:
         added = [*_missing(trainer, _made(asked.callbacks, package_of(type(trainer), "trainer.")))]
     except Exception as error:  # of arguments that the class does not take, for instance
-        _say_once(f"no callback is added to those of the Trainer: {error}")
+        _say_once(f"no callback was added to the Trainer: {error}")
     else:
         trainer.callbacks = [*added, *trainer.callbacks]
 
 
 def say_of_fabric() -> None:
     """Fabric has no Trainer that could be watched."""
-    _say_once("Fabric runs as ever, without the guard, which watches Trainers")
+    _say_once("Fabric runs without the guard, which supports Trainers only")
 
 
 def _say_once(text: str) -> None:
@@ -97,10 +97,10 @@ def guarded_class(kind: type) -> type:
     """
     base = next((one.__name__ for one in kind.__mro__ if one.__module__.startswith(_LIGHTNINGS)), "")
     if base.startswith("SingleDevice"):
-        raise Unguarded("it trains on one device, so that no rank waits for another")
+        raise Unguarded("it trains on one device, so no rank waits for another")
     if base not in _GUARDABLE:
         able = " and ".join(_GUARDABLE).replace(" and ", ", ", 1)
-        raise Unguarded(f"{kind.__name__} cannot have it, only {able} can, and what is derived from them")
+        raise Unguarded(f"{kind.__name__} is not supported, only {able} and their subclasses are")
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     body = {**named, "forward_communicates": _GUARDABLE[base], "_stands_in_for": kind}
     return new_class(kind.__name__, (kind, _StandIn), {"metaclass": _GuardFirst}, lambda space: space.update(body))
@@ -151,7 +151,7 @@ def _callback(asked: WantedCallback, package: str) -> Any:
     module, _, name = asked.name.rpartition(".")
     kind = getattr(import_module(module or module_for(package)), name, None)
     if not isinstance(kind, type) or not issubclass(kind, import_module(package).Callback):
-        raise TypeError(f"{shown(asked.name)} is no Callback of {package}")
+        raise TypeError(f"{shown(asked.name)} is not a Callback of {package}")
     return kind(**asked.arguments)
 
 

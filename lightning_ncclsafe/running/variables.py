@@ -126,7 +126,7 @@ def _phase_timeouts(text: str) -> PhaseTimeouts:
         name, _, value = part.strip().partition("=")
         if name not in PhaseTimeouts.__dataclass_fields__ or name in given:
             names = ", ".join(PhaseTimeouts.__dataclass_fields__)
-            raise ValueError(f"it must be phases with their seconds, as in init=600,train=100; phases are {names}.")
+            raise ValueError(f"it must be phases with seconds, as in init=600,train=100; the phases are {names}.")
         given[name] = _seconds(value)
     return PhaseTimeouts(**given)
 
@@ -137,7 +137,7 @@ def _callbacks(text: str) -> tuple[WantedCallback, ...]:
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it begins as a list of JSON does, but is none ({error}).") from None
+        raise ValueError(f"it starts like a JSON list, but is not valid JSON ({error}).") from None
     return tuple(_callback(entry) for entry in entries)
 
 
@@ -149,9 +149,8 @@ def _callback(entry: object) -> WantedCallback:
         if is_known and isinstance(arguments, dict) and not (name == RECOMMENDED and arguments):
             return WantedCallback(name=str(name), arguments=arguments)
     raise ValueError(
-        f"{shown(str(entry))} is no callback; it must be {RECOMMENDED}, one of {', '.join(CALLBACKS)}, or the path of a"
-        f" class. Arguments are given in JSON:"
-        ' [{"class_path": "CollectiveTimer", "init_args": {"trace": false}}].'
+        f"{shown(str(entry))} is not a callback; it must be {RECOMMENDED}, one of {', '.join(CALLBACKS)}, or a class"
+        ' path. Give arguments in JSON: [{"class_path": "CollectiveTimer", "init_args": {"trace": false}}].'
     )
 
 
@@ -160,32 +159,32 @@ OPTIONS = (
         name="callbacks",
         read=_callbacks,
         metavar="NAMES",
-        help="callbacks to add to every Trainer: 'recommended', or names or class paths with commas between them, or a"
-        " list in JSON with their arguments",
+        help="callbacks to add to every Trainer: 'recommended', comma-separated names or class paths, or a JSON list"
+        " with arguments",
     ),
     Option(
         name="suspect_after",
         read=_seconds,
         metavar="SECONDS",
-        help="how long without progress until ranks are asked what they are doing (default: learned)",
+        help="seconds without progress before ranks are asked what they are doing (default: learned)",
     ),
     Option(
         name="timeout",
         read=_seconds,
         metavar="SECONDS",
-        help="the hard limit, in place of that of the program's strategy",
+        help="the hard limit in seconds (default: that of the program's strategy)",
     ),
     Option(
         name="phase_timeouts",
         read=_phase_timeouts,
         metavar="PHASES",
-        help="hard limits that differ from phase to phase: init=600,train=100",
+        help="hard limits by phase, in seconds: init=600,train=100",
     ),
     Option(
         name="on_timeout",
         read=_on_timeout,
         metavar="ACTION",
-        help="abort or report: whether the run is ended at the limit, or only reported on (default: abort)",
+        help="abort or report: what to do at the limit (default: abort)",
     ),
     Option(
         name="report_dir",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.code.patching import ReplacedMethod, WrappedMethod
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
 
 _BATCH, _EPOCH_END = "advance", "on_advance_end"
@@ -102,9 +102,10 @@ class StopSignal:
         """Replaces Lightning's methods; what a version of Lightning lacks is left out."""
         epochs, connector = self._trainer.fit_loop, self._trainer._signal_connector
         loop = epochs.epoch_loop
-        batch = ReplacedMethod(loop, _BATCH, lambda *args: self._train(batch, *args))
-        epoch_end = ReplacedMethod(epochs, _EPOCH_END, lambda: self._end_epoch(epoch_end))
-        self._methods += [batch, epoch_end]
+        self._methods += [
+            WrappedMethod(loop, _BATCH, self._train),
+            WrappedMethod(epochs, _EPOCH_END, self._end_epoch),
+        ]
         found: list[tuple[Any, str, Callable[..., Any]]] = [
             (loop, _BROADCAST, lambda: None),
             (connector, _HANDLER, self._handle),
@@ -144,16 +145,16 @@ class StopSignal:
         self._evaluation += 1
         self._check()
 
-    def _train(self, batch: ReplacedMethod, *args: Any) -> Any:
+    def _train(self, train: Callable[..., Any], *args: Any) -> Any:
         """Replaces the method that trains on the next batch, beginning with its fetch."""
         self._training += 1
         self._evaluation = 0
         self._check()
-        return batch.original(*args)
+        return train(*args)
 
-    def _end_epoch(self, epoch_end: ReplacedMethod) -> None:
+    def _end_epoch(self, end_epoch: Callable[[], None]) -> None:
         """Replaces the method that calls the hooks at the end of an epoch; after the last one nothing is checked."""
-        epoch_end.original()
+        end_epoch()
         self._evaluation += 1
         self._check()
 

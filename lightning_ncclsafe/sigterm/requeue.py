@@ -33,9 +33,9 @@ def requeue_once(
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None)
         reason = said.decode(errors="replace").strip() if said else str(error)
-        say(f"rank {rank} could not have SLURM requeue job {job}: {reason}")
+        say(f"rank {rank} could not requeue SLURM job {job}: {reason}")
     else:
-        say(f"rank {rank} had SLURM requeue job {job}")
+        say(f"rank {rank} requeued SLURM job {job}")
 
 
 def _job(environ: Mapping[str, str]) -> str:

@@ -91,7 +91,7 @@ class CallExchanges:
 
     def _files(self, name: str) -> Exchange:
         files = DirectoryExchange(self._report_dir / f".exchange-{name}")
-        return InTimeExchange(files, what=f"the folder of reports, {self._report_dir},")
+        return InTimeExchange(files, what=f"the report folder, {self._report_dir},")
 
 
 def _name_of_run(store: Exchange) -> str:

@@ -184,11 +184,11 @@ class Features:
         if self._stop is not None:
             self._stop.leave()
 
-    def detach(self, unharmed: Callable[[Callable[[], None]], object]) -> None:
+    def detach(self, safely: Callable[[Callable[[], None]], object]) -> None:
         """Lightning is as it was, but for what the timer listens to.
 
         Args:
-            unharmed: Makes each step, and keeps what it raises from the others.
+            safely: Makes each step, and keeps what it raises from the others.
         """
         collector, self._collector = self._collector, None
         stop_signal, self._stop_signal = self._stop_signal, None
@@ -196,10 +196,10 @@ class Features:
         # An exception that has just been raised may be followed by others that need what was noted.
         for attached in (collector, stop_signal):
             if attached is not None:
-                unharmed(attached.detach)
-        self.saved_at_end.detach(unharmed)
+                safely(attached.detach)
+        self.saved_at_end.detach(safely)
         if tuner is not None:
-            unharmed(tuner.close)
+            safely(tuner.close)
 
     def detach_timer(self) -> None:
         """The timer ends last: where there was an error, it waits for what the other ranks have timed."""

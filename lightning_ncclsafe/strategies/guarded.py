@@ -74,7 +74,7 @@ def refuse_saving(trainer: Any, rank: int, ending: Ending) -> list[ReplacedMetho
     """
 
     def refuse(kind: str) -> None:
-        say_on_stderr(f"rank {rank}: {kind} saves nothing: that needs all ranks, and not all of them have failed")
+        say_on_stderr(f"rank {rank}: {kind} saves nothing, because that needs all ranks and not all of them failed")
 
     refused = []
     for callback in trainer.callbacks:
@@ -90,31 +90,31 @@ def refuse_saving(trainer: Any, rank: int, ending: Ending) -> list[ReplacedMetho
 
 
 class GuardedStrategy(_ParallelStrategy):
-    """One of Lightning's strategies with the guard in it: reports why ranks wait, and ends a run that cannot go on.
+    """A Lightning strategy with the guard: explains why ranks wait, and ends a run that is stuck.
 
-    Comes before that strategy, of either of Lightning's packages, in the order of inheritance.
+    In the order of inheritance, it comes before that strategy, of either of Lightning's packages.
 
     Args:
         suspect_after: How long a rank may wait without progress before all ranks are asked what they are doing and a
-            report is written: a ``timedelta``, or seconds. Training is left alone. None: learned from the run, as
-            several times what is usual in that phase, at least 10 s, at most half of the hard limit.
-        on_timeout: What happens when a rank has waited for ``timeout``. ``"abort"``: the final report is written,
-            then every rank leaves with exit status 124. ``"report"``: only the report is written, and the back end's
+            report is written: a ``timedelta``, or seconds. Training is left alone. None: learned from the run, several
+            times what is usual in that phase, at least 10 s, at most half of the hard limit.
+        on_timeout: What happens when a rank has waited for ``timeout``. ``"abort"``: the guard writes the final report,
+            then every rank exits with status 124. ``"report"``: the guard only writes the report, and the back end's
             own timeout, 15 s later, ends the run.
-        report_dir: The folder that reports go to, one folder in it for each incident; made when there is one. None
+        report_dir: The folder for reports, with one subfolder for each incident; created at the first one. None
             means ``<trainer.default_root_dir>/ncclsafe``.
-        phase_timeouts: Hard limits that differ from phase to phase; see :class:`~lightning_ncclsafe.PhaseTimeouts`.
-            None means ``timeout`` for all.
-        sigterm_broadcast: True leaves Lightning's own handling of SIGTERM, with a broadcast before every training
-            batch. By default the ranks agree beside the training on the batch before which all of them stop.
-        *args: What Lightning's own strategy takes by position.
-        **kwargs: Everything that Lightning's own strategy takes. ``timeout`` (a ``timedelta``; by default, and for
-            None, 30 minutes) keeps its meaning of a hard limit, for every process group that the strategy makes.
+        phase_timeouts: A hard limit for each phase; see :class:`~lightning_ncclsafe.PhaseTimeouts`. None means
+            ``timeout`` for all.
+        sigterm_broadcast: True keeps Lightning's own handling of SIGTERM, with a broadcast before every training
+            batch. By default, ranks agree outside of the training on the batch before which all of them stop.
+        *args: Positional arguments of Lightning's own strategy.
+        **kwargs: All arguments of Lightning's own strategy. ``timeout`` (a ``timedelta``; by default, and for None, 30
+            minutes) is still the hard limit, for every process group that the strategy creates.
 
     Attributes:
-        forward_communicates: Whether ranks need one another for a forward pass, as the model is split among them:
-            then all have to predict, too, the same number of batches.
-        is_on_all_ranks: Whether the program itself has chosen the guard, so that no rank is without.
+        forward_communicates: Whether ranks need each other in a forward pass, because the model is sharded. If so, all
+            ranks must predict, too, with the same number of batches.
+        is_on_all_ranks: Whether the program itself has chosen the guard, so that every rank has it.
 
     Raises:
         ValueError: If ``suspect_after`` is not longer than 0, or not shorter than ``timeout``, or if ``on_timeout``
@@ -326,9 +326,12 @@ class GuardedStrategy(_ParallelStrategy):
         """Lightning's hook for what ends a call of the Trainer; here it has come past the last frame of ours."""
         drop_passing_frames(exception)
         # Those of callbacks have been before.
+        self._allow_saving()
+        super().on_exception(exception)
+
+    def _allow_saving(self) -> None:
         while self._refused:
             self._refused.pop().remove()
-        super().on_exception(exception)
 
     def __repr__(self) -> str:
         # A Trainer of Lightning's other package asks only for this, in an error about a strategy that it does not know.
@@ -343,6 +346,8 @@ class GuardedStrategy(_ParallelStrategy):
     def watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
         self._ending.is_called_here()
+        # A callback that raises as it hears of an exception keeps that from coming to the strategy.
+        self._allow_saving()
         package = package_of(type(self))
         watched = self._watched = GuardedCall(
             trainer,

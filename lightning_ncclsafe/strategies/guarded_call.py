@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
-from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError, HostPreflightError
+from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard.guard import Guard
+from lightning_ncclsafe.guard.leaving import is_orderly
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.restarts import heed_plan, incident_before
+from lightning_ncclsafe.guard.restarts import follow_plan, incident_before
 from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
@@ -111,14 +112,14 @@ class GuardedCall:
 
     def begin(self, strategy: Any) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
-        self._unharmed(self._listen)
+        self._safely(self._listen)
         # Before the guard looks: to look at a recorder makes it, and fixes its size.
-        self._unharmed(lambda: recorders.make(self._recorder_size()))
-        self._unharmed(lambda: self._begin(strategy))
+        self._safely(lambda: recorders.make(self._recorder_size()))
+        self._safely(lambda: self._begin(strategy))
 
     def recorder(self) -> AbstractContextManager[None]:
         """Around the creation of the process group, which reads the Flight Recorder's size, too."""
-        self._unharmed(self._name_start)
+        self._safely(self._name_start)
         return recorders.of_size(self._recorder_size())
 
     def connect(self, strategy: Any) -> None:
@@ -126,16 +127,16 @@ class GuardedCall:
         self._group_timeouts.start()
         if self._limits.phases_s:
             self.tracker.listeners += (self._group_timeouts.listen,)
-        self._unharmed(lambda: self._connect(strategy))
+        self._safely(lambda: self._connect(strategy))
 
     def set_up(self) -> None:
         """Lightning has set everything up, and has made the last of its process groups."""
-        self._unharmed(self._meet_others)
+        self._safely(self._meet_others)
         self.trainer_probe.started = True
-        self._unharmed(self.steps.begin)
-        self._unharmed(self._saved_at_end.set_up)
+        self._safely(self.steps.begin)
+        self._safely(self._saved_at_end.set_up)
         self._group_timeouts.start()
-        self._unharmed(lambda: self._guard.set_up() if self._guard is not None else None)
+        self._safely(lambda: self._guard.set_up() if self._guard is not None else None)
 
     def prepared(self, loader: Any) -> Any:
         """Lightning has prepared a loader; with the last one of its stage, those of all ranks are compared.
@@ -181,24 +182,23 @@ class GuardedCall:
 
     def leaves_others(self, error: BaseException) -> bool:
         """Whether not all ranks leave with an exception, so that nothing can be done any more that needs them all."""
-        # These are raised on all ranks, or come from somebody who interrupts them all.
-        orderly = isinstance(error, (KeyboardInterrupt, DatasetMismatchError, HostPreflightError))
-        is_told = type(error).__name__ == "SIGTERMException"
-        return self._guard is not None and not orderly and not is_told and not self._guard.leaves_jointly
+        # A run that is ended is not joined by all, though each of its ranks may hear of it so.
+        stops_all = is_orderly(error) and not isinstance(error, CollectiveTimeoutError)
+        return self._guard is not None and not stops_all and not self._guard.leaves_jointly
 
     def finish(self) -> None:
         """Waits until all ranks have finished."""
-        self._unharmed(self._features.leave)
+        self._safely(self._features.leave)
         self._leaving(lambda guard: guard.finish())
 
     def close(self) -> None:
         """Leaves nothing behind but the gate of a run that has been ended: Lightning's handlers save, too."""
-        self._features.detach(self._unharmed)
-        self._unharmed(self.tracker.detach)
+        self._features.detach(self._safely)
+        self._safely(self.tracker.detach)
         if self._listens:
-            self._unharmed(_caught.close)
+            self._safely(_caught.close)
         self._group_timeouts.restore()
-        self._unharmed(self._features.detach_timer)
+        self._safely(self._features.detach_timer)
         self._leaving(lambda guard: guard.close())
         # Not before: another Trainer may run within this call.
         self._exchanges.close()
@@ -213,7 +213,7 @@ class GuardedCall:
 
     def _action_failed(self, name: str, error: BaseException) -> None:
         if name == SAVE:
-            self._unharmed(lambda: self.steps.save_failed(error))
+            self._safely(lambda: self.steps.save_failed(error))
         self.raised(error, name)
 
     def _recorder_size(self) -> int:
@@ -260,7 +260,7 @@ class GuardedCall:
             return
         exchange = self._exchanges.once_started(place.world_size)
         self._guard.connect(exchange)
-        heed_plan(exchange, place, self._report_dir)
+        follow_plan(exchange, place, self._report_dir)
         self._features.connect(strategy, place, exchange)
         if place.world_size > 1 and not strategy.is_on_all_ranks:
             self._meet = partial(self._features.meet, strategy, place, exchange)
@@ -273,8 +273,8 @@ class GuardedCall:
         if meet is None or self._guard is None or meet():
             return
         guard, self._guard = self._guard, None
-        self._features.detach(self._unharmed)
-        self._unharmed(self._features.detach_timer)
+        self._features.detach(self._safely)
+        self._safely(self._features.detach_timer)
         guard.close()
 
     def _say_watch(self, world_size: int) -> None:
@@ -305,9 +305,9 @@ class GuardedCall:
     def _leaving(self, act: Callable[[Guard], T]) -> T | None:
         guard = self._guard
         self._leaves = True
-        return self._unharmed(lambda: act(guard) if guard is not None else None)
+        return self._safely(lambda: act(guard) if guard is not None else None)
 
-    def _unharmed(self, act: Callable[[], T]) -> T | None:
+    def _safely(self, act: Callable[[], T]) -> T | None:
         try:
             return act()
         except (CollectiveTimeoutError, HostPreflightError):

@@ -51,7 +51,7 @@ class LastCheckpoint:
 
 
 class SavedAtEnd:
-    """The saver of one call, its ledger, and what goes on from a checkpoint.
+    """The saver of one call, its ledger, and resuming from a checkpoint.
 
     Args:
         trainer: The ``Trainer``.
@@ -106,7 +106,7 @@ class SavedAtEnd:
         try:
             resuming.attach()
         except Exception as error:  # the run goes on as if it were the first
-            say_own_failure(error, what="what goes on from a checkpoint")
+            say_own_failure(error, what="resuming from a checkpoint")
         else:
             self._resuming = resuming
 
@@ -120,7 +120,7 @@ class SavedAtEnd:
                 self.ledger.attach()
         except Exception as error:  # nothing is saved then
             self._saver = None
-            say_own_failure(error, what="saving at the last moment")
+            say_own_failure(error, what="just-in-time saving")
 
     def poll(self) -> None:
         """Called while the run goes on."""
@@ -143,16 +143,16 @@ class SavedAtEnd:
         self._begin(cause or "SIGTERM", raised=raised)
         return self._saver.wait if self._saver is not None else lambda: None
 
-    def detach(self, unharmed: Callable[[Callable[[], None]], object]) -> None:
+    def detach(self, safely: Callable[[Callable[[], None]], object]) -> None:
         """Lightning is as it was.
 
         Args:
-            unharmed: Makes each step, and keeps what it raises from the others.
+            safely: Makes each step, and keeps what it raises from the others.
         """
         resuming, self._resuming = self._resuming, None
         for attached in (self.ledger, resuming):
             if attached is not None:
-                unharmed(attached.detach)
+                safely(attached.detach)
 
     def _make_saver(self, place: Place, exchange: Exchange) -> Saver | None:
         settings = self._settings()

@@ -43,7 +43,7 @@ def test_an_unknown_word_is_refused_with_what_is_allowed(argument: str, allowed:
 
 def test_a_strategy_that_compares_nothing_is_refused(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(strategy=DDPStrategy())
-    with pytest.raises(TypeError, match="a Trainer with DDPStrategy, which compares nothing"):
+    with pytest.raises(TypeError, match=r"DatasetAgreement needs a strategy .*, but this Trainer has DDPStrategy"):
         DatasetAgreement().setup(trainer, LightningModule(), "fit")
 
 
@@ -57,7 +57,7 @@ def test_a_second_one_of_a_class_is_refused(kind: type[Callback]) -> None:
         callbacks[0].setup(trainer, LightningModule(), "fit")
 
     for second in (kind(), derived()):
-        with pytest.raises(ValueError, match=f"^This Trainer has two {kind.__name__} callbacks; give it one.$"):
+        with pytest.raises(ValueError, match=f"^This Trainer has two {kind.__name__} callbacks; pass only one.$"):
             setup(kind(), second)
     with pytest.raises(ValueError, match=f"has two {kind.__name__}"):
         setup(derived(), kind())

@@ -77,10 +77,10 @@ def test_all_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("own", "without", "said"),
     [
-        ((OwnTimer(), CollectiveTimer()), (), "was given 2 callbacks of class CollectiveTimer; give one of them"),
-        ((OwnTimer(),), (CollectiveTimer,), "was given a CollectiveTimer, and told to leave it out"),
-        ((), (ModelCheckpoint,), "which is not recommended anyway: only HostPreflight, DatasetAgreement, LoaderTuner"),
-        ((), ("LoaderTuner",), "has 'LoaderTuner', which is not recommended anyway"),
+        ((OwnTimer(), CollectiveTimer()), (), "was given 2 callbacks of class CollectiveTimer; pass only one"),
+        ((OwnTimer(),), (CollectiveTimer,), "was given a CollectiveTimer, which without= leaves out"),
+        ((), (ModelCheckpoint,), "which is not recommended; only HostPreflight, DatasetAgreement, LoaderTuner"),
+        ((), ("LoaderTuner",), "has 'LoaderTuner', which is not recommended; only"),
     ],
 )
 def test_what_contradicts_itself_is_refused(own: Any, without: Any, said: str) -> None:
@@ -91,12 +91,12 @@ def test_what_contradicts_itself_is_refused(own: Any, without: Any, said: str) -
 @pytest.mark.parametrize(
     ("own", "without", "said"),
     [
-        ((LoaderTuner,), (), r"was given the class LoaderTuner; give an instance of it: LoaderTuner\(\)\."),
-        (([ModelCheckpoint()],), (), r"was given a list; give its callbacks one by one, with a \* before it"),
-        ((3,), (), "was given 3, which is no Callback of lightning.pytorch"),
-        ((), LoaderTuner, "must be a list of classes out of HostPreflight, "),
-        ((), "LoaderTuner", "without='LoaderTuner' must be a list of classes out of HostPreflight, "),
-        ((), None, "without=None must be a list of classes"),
+        ((LoaderTuner,), (), r"was given the class LoaderTuner; pass an instance: LoaderTuner\(\)\."),
+        (([ModelCheckpoint()],), (), r"was given a list; unpack it with \*, as in safe_callbacks\(\*callbacks\)"),
+        ((3,), (), "was given 3, which is not a Callback of lightning.pytorch"),
+        ((), LoaderTuner, "must be a list with classes from HostPreflight, "),
+        ((), "LoaderTuner", "without='LoaderTuner' must be a list with classes from HostPreflight, "),
+        ((), None, "without=None must be a list with classes"),
     ],
 )
 def test_what_is_no_callback_is_refused(own: Any, without: Any, said: str) -> None:

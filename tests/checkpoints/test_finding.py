@@ -69,7 +69,7 @@ def test_a_file_that_was_cut_off_is_passed_over_with_a_line(tmp_path: Path, shar
     seen = found_in([tmp_path])
     assert paths(seen) == ["good.ckpt"]
     (line,) = seen.lines
-    assert line.startswith(f"{bad} is passed over: it is cut off or damaged")
+    assert line.startswith(f"{bad} is skipped: it is truncated or damaged")
 
 
 def test_a_file_of_something_else_is_none_of_pytorchs(tmp_path: Path) -> None:
@@ -77,19 +77,19 @@ def test_a_file_of_something_else_is_none_of_pytorchs(tmp_path: Path) -> None:
 
     with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as file:
         file.writestr("readme", "x")
-    assert why_not_whole(tmp_path / "zip.ckpt") == "it is no checkpoint of PyTorch's"
+    assert why_not_whole(tmp_path / "zip.ckpt") == "it is not a PyTorch checkpoint"
     os.mkfifo(tmp_path / "pipe.ckpt")
-    assert why_not_whole(tmp_path / "pipe.ckpt") == "it is no file"
+    assert why_not_whole(tmp_path / "pipe.ckpt") == "it is not a file"
 
 
 def test_a_sharded_one_needs_its_index_and_the_rest(tmp_path: Path) -> None:
     folder = tmp_path / "sharded.ckpt"
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(b"x")
-    assert why_not_whole(folder) == "it lacks .metadata and meta.pt, as if its writer had been ended"
+    assert why_not_whole(folder) == "it lacks .metadata and meta.pt, as if its writer was interrupted"
     (folder / ".metadata").write_bytes(b"x")
     (folder / "meta.pt").write_bytes(b"x")
-    assert why_not_whole(folder) == "it is cut off or damaged (1 bytes)"
+    assert why_not_whole(folder) == "it is truncated or damaged (1 bytes)"
     torch.save({"global_step": 1}, folder / "meta.pt")
     assert why_not_whole(folder) == ""
     assert paths(found_in([tmp_path])) == ["sharded.ckpt"]
@@ -102,7 +102,7 @@ def test_one_of_another_model_says_what_differs(tmp_path: Path) -> None:
     assert why_unfit(path, None) == ""
     assert why_unfit(save(path), model) == ""
     larger = model | {"net.bias": torch.ones(200)}
-    assert why_unfit(path, larger) == "it is of another model: it has another shape of 'net.bias'"
+    assert why_unfit(path, larger) == "it is of another model: the shape differs for 'net.bias'"
 
 
 @pytest.mark.parametrize("is_split", [False, True])
@@ -112,7 +112,7 @@ def test_one_that_has_weights_alone_is_passed_over(is_split: bool, tmp_path: Pat
     if is_split:
         path.mkdir()
     torch.save({"state_dict": {name: torch.ones(100) for name in NAMES}}, path / "meta.pt" if is_split else path)
-    why = "it has weights alone, from which no training can go on (save_weights_only=True)"
+    why = "it has weights only (save_weights_only=True), so training cannot resume from it"
     assert why_unfit(path, {name: torch.ones(100) for name in NAMES}) == why_unfit(path, None) == why
 
 
@@ -133,7 +133,7 @@ def test_what_is_looked_at_is_not_run(tmp_path: Path) -> None:
     torch.save({"state_dict": {"x": parameter}, "lr_schedulers": [], **odd}, path)
     found_in([tmp_path])
     assert why_unfit(path, {"x": torch.ones(2, 3)}) == ""
-    assert why_unfit(path, {"x": torch.ones(2)}) == "it is of another model: it has another shape of 'x'"
+    assert why_unfit(path, {"x": torch.ones(2)}) == "it is of another model: the shape differs for 'x'"
     assert [*tmp_path.iterdir()] == [path]
 
 
@@ -146,7 +146,7 @@ def seen(*names: str, size: int = 1) -> CheckpointList:
 def test_the_newest_that_all_see_alike_is_taken() -> None:
     choice = chosen([seen("b", "a"), seen("c", "b", "a")], 2)
     assert choice.path == "b"
-    assert choice.lines == ("c is passed over: rank 0 does not see it whole",)
+    assert choice.lines == ("c is skipped: rank 0 does not see all of it",)
 
 
 def test_one_that_differs_between_ranks_is_not_the_same() -> None:
@@ -163,16 +163,16 @@ def test_none_at_the_first_start_is_no_error() -> None:
 
 def test_checkpoints_that_some_ranks_lack_are_an_error_and_not_lost() -> None:
     choice = chosen([CheckpointList(), seen("a"), CheckpointList()], 3)
-    assert choice.path == "" and "only some ranks see (a)" in choice.error
+    assert choice.path == "" and "Only some ranks see these checkpoints: a." in choice.error
 
 
 def test_ranks_that_did_not_come_are_an_error() -> None:
-    assert chosen([seen("a")], 3).error.startswith("2 of 3 ranks did not say")
+    assert chosen([seen("a")], 3).error.startswith("2 of 3 ranks did not report")
 
 
 def test_one_that_does_not_fit_is_passed_over() -> None:
     choice = chosen([seen("b", "a")], 1, lambda path: "it is of another model" if path.name == "b" else "")
-    assert (choice.path, choice.lines) == ("a", ("b is passed over: it is of another model",))
+    assert (choice.path, choice.lines) == ("a", ("b is skipped: it is of another model",))
 
 
 def agreed(folders: list[Path], **settings: float) -> tuple[list[str], list[str]]:
@@ -199,10 +199,10 @@ def test_all_ranks_take_the_same(tmp_path: Path) -> None:
     cut(save(tmp_path / "c.ckpt"))
     found, said = agreed([tmp_path] * 3)
     assert found == [str(newest)] * 3
-    assert len(said) == 1 and "c.ckpt is passed over" in said[0]
+    assert len(said) == 1 and "c.ckpt is skipped" in said[0]
 
 
 def test_all_ranks_fail_alike_where_only_one_host_has_it(tmp_path: Path) -> None:
     save(tmp_path / "one" / "a.ckpt")
     found, _ = agreed([tmp_path / "none", tmp_path / "one"])
-    assert len({*found}) == 1 and found[0].startswith("error: There are checkpoints that only some ranks see")
+    assert len({*found}) == 1 and found[0].startswith("error: Only some ranks see these checkpoints")

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from polling import until
 
 from lightning_ncclsafe.checkpoints import left_behind
 from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, packed, read_left_behind, unpacked
@@ -87,9 +87,7 @@ def test_a_rank_that_was_killed_has_left_it_behind(kept: LeftBehind) -> None:
         for batches in range(1 << 30):
             kept.write({"batches": batches, "random": saved_states()})
     try:
-        give_up = time.monotonic() + 10
-        while not (read := read_left_behind(kept.path)) and time.monotonic() < give_up:
-            time.sleep(0.001)
+        read = until(lambda: read_left_behind(kept.path))
         assert read is not None
     finally:
         os.kill(pid, signal.SIGKILL)

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_ncclsafe.checkpoints.boundary import NotProvenError
 from lightning_ncclsafe.checkpoints.joined import Share, file_of, joined
-from lightning_ncclsafe.checkpoints.ledger import NotProvenError
 from lightning_ncclsafe.checkpoints.shards import Chunk, OwnShard, pieces_of
 
 _FORK = multiprocessing.get_context("fork")

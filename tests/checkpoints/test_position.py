@@ -356,7 +356,7 @@ def test_what_is_iterated_begins_again_and_says_so() -> None:
     first.position.detach()
     later = resumed(DataLoader(Stream(), batch_size=BATCH), saved, 3, BATCHES)
     assert later.fit_loop.epoch_loop.batch_progress.current.processed == BATCHES
-    assert len(later.said) == 1 and "begins epoch 1 again: 3 of its batches" in later.said[0]
+    assert len(later.said) == 1 and "restarts epoch 1 from its first batch, after 3 batches" in later.said[0]
 
 
 def test_a_loader_with_a_state_of_its_own_is_given_it_back() -> None:
@@ -405,7 +405,7 @@ def test_a_sampler_that_cannot_be_asked_again_is_noticed() -> None:
     first = Trained(of(Unasked()))
     first.go_on(first.begin(), 3)
     later = resumed(of(Unasked()), capture(first), 3, 1)
-    assert len(later.said) == 1 and "the order of samples is not that of the start before" in later.said[0]
+    assert len(later.said) == 1 and "the order of samples differs from the previous start" in later.said[0]
 
 
 def test_samplers_and_lightning_are_left_as_they_were() -> None:

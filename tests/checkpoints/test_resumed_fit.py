@@ -36,10 +36,10 @@ def test_it_comes_to_the_same_weights(told: tuple[dict[str, Any], str], step: in
 def test_what_is_iterated_begins_its_epoch_again(told: tuple[dict[str, Any], str]) -> None:
     found, output = told
     assert found["stream"]["batches"] == [*range(BATCHES)] * 2
-    assert output.count("training begins epoch 0 again: 6 of its batches") == 1
+    assert output.count("training restarts epoch 0 from its first batch, after 6 batches") == 1
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_the_first_start_says_nothing_and_the_next_what_it_goes_on_from(told: tuple[dict[str, Any], str]) -> None:
-    lines = [line for line in told[1].splitlines() if "going on from" in line]
+    lines = [line for line in told[1].splitlines() if "resuming from" in line]
     assert [re.findall(r"step=(\d+)", line) for line in lines] == [["2"], ["4"], ["6"], ["2"]]

@@ -89,8 +89,8 @@ def test_a_job_goes_on_from_its_own_where_another_one_saves_into_the_same_folder
     mine, theirs = save(folder, 1), save(folder, 2, job="job theirs")
     assert gone_on_from(folder, monkeypatch) == mine
     said = capsys.readouterr().err
-    line = f"{theirs} is passed over: another job has saved it (job theirs), and this one has saved others"
-    assert said.count(line) == 1 and f"going on from {mine}; random" in said
+    line = f"{theirs} is skipped: another job saved it (job theirs), and this job has checkpoints of its own"
+    assert said.count(line) == 1 and f"resuming from {mine}; random" in said
     assert gone_on_from(folder, monkeypatch, "theirs") == theirs
 
 
@@ -106,7 +106,7 @@ def test_a_job_that_has_saved_nothing_goes_on_from_another_ones_and_says_so(
     """A job that is submitted again has another number."""
     theirs = save(folder, 2, job="SLURM job 4711")
     assert gone_on_from(folder, monkeypatch) == theirs
-    assert f"going on from {theirs}, which another job has saved (SLURM job 4711)" in capsys.readouterr().err
+    assert f"resuming from {theirs}, saved by another job (SLURM job 4711)" in capsys.readouterr().err
 
 
 def test_what_is_damaged_or_of_another_model_is_passed_over_and_stays(
@@ -117,8 +117,8 @@ def test_what_is_damaged_or_of_another_model_is_passed_over_and_stays(
     os.truncate(cut, 300)
     assert gone_on_from(folder, monkeypatch) == good
     said = capsys.readouterr().err
-    assert said.count(f"{cut} is passed over: it is cut off or damaged (300 bytes)") == 1
-    assert said.count(f"{other} is passed over: it is of another model: it lacks 'weight', it has 'head.weight'") == 1
+    assert said.count(f"{cut} is skipped: it is truncated or damaged (300 bytes)") == 1
+    assert said.count(f"{other} is skipped: it is of another model: it lacks 'weight', it has 'head.weight'") == 1
     assert all(os.path.exists(path) for path in (good, older, other, cut))
 
 
@@ -127,11 +127,11 @@ def test_a_trainer_that_fits_once_more_does_not_go_back_behind_what_it_has(
 ) -> None:
     newest = save(folder, 3, job=None)
     assert gone_on_from(folder, monkeypatch, steps=4) is None
-    assert f"{newest} is passed over: it is of step 3, and this Trainer has made 4 already" in capsys.readouterr().err
+    assert f"{newest} is skipped: it is of step 3, but this Trainer has already made 4 steps" in capsys.readouterr().err
     assert gone_on_from(folder, monkeypatch, steps=3) == newest
 
 
 def test_with_another_number_of_ranks_random_numbers_begin_anew(folder: Path, monkeypatch: Patch, capsys: Said) -> None:
     path = save(folder, 1, ranks=2)
     assert gone_on_from(folder, monkeypatch) == path
-    assert f"going on from {path}; random numbers of rank 0 begin anew" in capsys.readouterr().err
+    assert f"resuming from {path}; random numbers of rank 0 start anew" in capsys.readouterr().err

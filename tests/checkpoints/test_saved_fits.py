@@ -80,7 +80,7 @@ def test_a_rank_that_raises(outcome: Outcome, undisturbed: dict[int, Any]) -> No
     assert_went_on(outcome, undisturbed[1], 11)
     assert "rank 0 saved" in outcome.output
     assert "the batch is broken" in outcome.output
-    refused = "rank 1: OnExceptionCheckpoint saves nothing: that needs all ranks, and not all of them have failed"
+    refused = "rank 1: OnExceptionCheckpoint saves nothing, because that needs all ranks and not all of them failed"
     assert outcome.output.count(refused) == 1, outcome.output
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lightning_ncclsafe.checkpoints import saving
+from lightning_ncclsafe.checkpoints.boundary import NO_STEP, Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none
 from lightning_ncclsafe.checkpoints.folder import KEY
-from lightning_ncclsafe.checkpoints.ledger import NO_STEP, Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
@@ -143,17 +143,20 @@ def test_a_dead_rank_is_not_waited_for_long(tmp_path: Path) -> None:
 
 
 def test_the_next_one_tries_where_one_cannot_write(tmp_path: Path) -> None:
-    ranks = job(tmp_path, Noted(why_then="training went on meanwhile"), Noted())
+    ranks = job(tmp_path, Noted(why_then="training continued meanwhile"), Noted())
     said = save_all(ranks)
     assert len(saved(tmp_path)) == 1
-    assert "rank 0 saved no checkpoint of step 5: training went on meanwhile; there is no earlier one" in said[0]
+    assert (
+        "rank 0 saved no checkpoint of step 5: training continued meanwhile; this run has no earlier checkpoint"
+        in said[0]
+    )
     assert "rank 1 saved the state" in said[1]
 
 
 def test_what_cannot_be_proven_is_not_saved_and_said_once(tmp_path: Path) -> None:
-    why = "the main thread was in the middle of an optimizer step"
+    why = "the main thread was in an optimizer step"
     said = save_all(job(tmp_path, Noted(why=why), Noted(why=why), last_path=lambda: "last.ckpt"))
-    assert said == [f"no checkpoint was saved: ranks 0-1: {why}; the last one is last.ckpt"]
+    assert said == [f"no checkpoint was saved: ranks 0-1: {why}; the last checkpoint is last.ckpt"]
     assert [*tmp_path.iterdir()] == []
 
 
@@ -180,7 +183,7 @@ def test_where_training_goes_on_meanwhile_what_it_has_come_to_is_saved(
     class GoesOn(Noted):
         def check(self, boundary: Boundary) -> None:
             if boundary is not self.boundary:
-                raise NotProvenError("training went on meanwhile")
+                raise NotProvenError("training continued meanwhile")
 
     ledger = GoesOn(5)
 
@@ -245,8 +248,10 @@ def test_before_the_first_step_there_is_nothing_to_say(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     said = save_all(job(tmp_path, Noted(), last_save_s=lambda: 60.0))
-    assert said == ["rank 0 saved no checkpoint of step 5: the last one took 60 s, and 5 s are left; there is no "
-                    "earlier one of this run"]  # fmt: skip
+    assert said == [
+        "rank 0 saved no checkpoint of step 5: the last one took 60 s, and 5 s are left; "
+        "this run has no earlier checkpoint"
+    ]
 
 
 def test_storage_that_does_not_answer_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +261,7 @@ def test_storage_that_does_not_answer_is_left_behind(tmp_path: Path, monkeypatch
     began = time.monotonic()
     said = save_all(ranks, budget_s=0.5)
     assert time.monotonic() - began < 2.0
-    assert said == ["no checkpoint was saved: there was no more time; there is no earlier one of this run"]
+    assert said == ["no checkpoint was saved: no time was left; this run has no earlier checkpoint"]
     answers.set()
     assert ranks[0].saver._is_over.wait(10)
     assert [*tmp_path.iterdir()] == []
@@ -299,7 +304,7 @@ def test_a_folder_that_takes_nothing_is_said(folder: str, tmp_path: Path, monkey
         monkeypatch.setattr(saving.tensors, "save", write)
     (said,) = save_all(job(path, Noted(), last_path=lambda: str(good)))
     assert said.startswith("rank 0 saved no checkpoint of step 5: ") and "Error: " in said and "\n" not in said
-    assert said.endswith(f"; the last one is {good}")
+    assert said.endswith(f"; the last checkpoint is {good}")
     assert good.read_text() == "good" and {*good.parent.iterdir()} == {good}
 
 

@@ -69,7 +69,7 @@ def assert_saved(outcome: Outcome, step: int = 11) -> None:
     assert sorted(then) == ["0", "1"]
     assert states(outcome.stock, f"begins at step {step} with") == then, outcome.stock
     assert states(outcome.resumed, f"begins at step {step} with") == then, outcome.resumed
-    assert "begin anew" not in outcome.resumed
+    assert "start anew" not in outcome.resumed
 
 
 def assert_went_on(outcome: Outcome, undisturbed: Outcome) -> None:
@@ -122,6 +122,6 @@ def test_a_dead_rank_takes_its_part_with_it(outcome: Outcome) -> None:
     assert outcome.saved == []
     (line,) = re.findall(r"no checkpoint was saved: .*", outcome.output)
     assert line == (
-        "no checkpoint was saved: rank 0: has one part of the model, as of step 11; rank 1: no answer, and no other "
-        "rank has its part of the model; there is no earlier one of this run"
+        "no checkpoint was saved: rank 0: has a shard of the model, of step 11; rank 1: no answer, and no other "
+        "rank has its shard of the model; this run has no earlier checkpoint"
     )

@@ -10,8 +10,10 @@ import pytest
 import torch
 from trained import FEATURES, Remembers, Stateful, Trained
 
+from lightning_ncclsafe._torch import tensors
+from lightning_ncclsafe.checkpoints.boundary import NO_STEP, NotProvenError
 from lightning_ncclsafe.checkpoints.contents import contents
-from lightning_ncclsafe.checkpoints.ledger import NO_STEP, NotProvenError, StepLedger
+from lightning_ncclsafe.checkpoints.ledger import StepLedger
 
 BATCHES, EPOCHS = 6, 2
 
@@ -140,7 +142,7 @@ def test_a_run_that_is_saved_and_resumed_ends_as_one_that_went_on(settings: dict
         hook, step = saved_at(number, path, **settings)
         if step < 0:
             # Between the step that a hook makes by hand and the end of its batch there is no boundary.
-            assert hook.startswith("after manual step: the main thread was in the middle of an optimizer step")
+            assert hook.startswith("after manual step: the main thread was in an optimizer step")
             continue
         outcome = fit(ckpt_path=path, **settings)
         different = [name for name in undisturbed if not same(undisturbed[name], outcome[name])]
@@ -175,6 +177,19 @@ def test_before_the_first_step_there_is_nothing() -> None:
     assert newest_at("on_after_backward", 0, why) == NO_STEP
 
 
+def test_steps_of_an_optimizer_that_lightning_does_not_know_are_said_to_be_uncounted() -> None:
+    """``self.optimizers(use_pl_optimizer=False)``, for instance."""
+
+    def step(trainer: Any, ledger: StepLedger) -> str:
+        assert why(trainer, ledger) == NO_STEP
+        torch.optim.SGD(trainer.lightning_module.parameters(), lr=0.1).step()
+        return why(trainer, ledger)
+
+    said = "weights were changed, but by no step of self.optimizers(), which alone are counted"
+    # Accumulating, Lightning makes no step of its own either.
+    assert newest_at("on_after_backward", 1, step, accumulate=4) == said
+
+
 def test_weights_that_were_changed_outside_of_a_step_are_not_saved() -> None:
     def change(trainer: Any, ledger: StepLedger) -> str:
         with torch.no_grad():
@@ -182,7 +197,7 @@ def test_weights_that_were_changed_outside_of_a_step_are_not_saved() -> None:
         return why(trainer, ledger)
 
     assert newest_at("training_step", 3, change) == (
-        "'layers.0.weight' was changed after the last optimizer step, outside of it"
+        "'layers.0.weight' changed after the last optimizer step, outside of a step"
     )
 
 
@@ -195,7 +210,7 @@ def test_weights_in_whose_place_others_were_put_are_not_saved() -> None:
         return why(trainer, ledger)
 
     assert newest_at("after forward", 3, change) == (
-        "'layers.2.weight' was changed after the last optimizer step, outside of it"
+        "'layers.2.weight' changed after the last optimizer step, outside of a step"
     )
 
 
@@ -212,7 +227,7 @@ def test_weights_that_are_averaged_during_a_validation_are_not_saved() -> None:
 
     with pytest.raises(Stop):
         fit(swap)
-    assert seen == ["'layers.0.weight' was changed after the last optimizer step, outside of it"]
+    assert seen == ["'layers.0.weight' changed after the last optimizer step, outside of a step"]
 
 
 def test_within_a_step_nothing_is_saved() -> None:
@@ -239,7 +254,7 @@ def test_within_a_step_nothing_is_saved() -> None:
         callbacks=[listens],
     )
     trainer.fit(model, Stateful(BATCHES), Stateful(2))
-    assert seen == ["the main thread was in the middle of an optimizer step, or right after it"]
+    assert seen == ["the main thread was in an optimizer step, or right after one"]
 
 
 class Event:
@@ -269,7 +284,7 @@ def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_come_to(
         pass_up_to(ledger, step)
         assert trainer.global_step == 5
         boundary = ledger.newest()
-        assert ledger.loops(boundary)["epoch_loop.batch_progress"]["total"]["completed"] == step
+        assert ledger.loop_state(boundary)["epoch_loop.batch_progress"]["total"]["completed"] == step
         return boundary.step
 
     assert newest_at("on_after_backward", 5, look, device={"make_event": Event}) == step
@@ -300,7 +315,7 @@ def test_a_device_in_the_middle_of_a_step_has_nothing_to_save() -> None:
         return why(trainer, ledger)
 
     found = newest_at("training_step", 5, look, device={"make_event": Event})
-    assert found == "the device was in the middle of an optimizer step"
+    assert found == "the device was in an optimizer step"
 
 
 def test_what_has_run_behind_an_aborted_collective_is_not_saved() -> None:
@@ -321,8 +336,8 @@ def test_boundaries_that_the_device_has_passed_are_forgotten() -> None:
 
 
 def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    def look(trainer: Any, ledger: StepLedger) -> None:
-        ledger._counts.append(None)  # type: ignore[arg-type]
+    def fail() -> None:
+        raise AttributeError("a state that cannot be had any more")
 
     undisturbed = fit(limit_val_batches=0)
     calls = [0]
@@ -331,9 +346,31 @@ def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture
         if name == "training_step":
             calls[0] += 1
             if calls[0] == 3:
-                look(trainer, ledger)
+                (remembers,) = (each for each in trainer.callbacks if isinstance(each, Remembers))
+                remembers.state_dict = fail
             if calls[0] == 5:
-                assert why(trainer, ledger).startswith("the ledger has failed: AttributeError")
+                assert why(trainer, ledger).startswith("the bookkeeping failed: AttributeError")
 
     assert same(fit(at, limit_val_batches=0), undisturbed)
-    assert capsys.readouterr().err.count("the ledger of JustInTimeCheckpoint has failed") == 1
+    assert capsys.readouterr().err.count("the bookkeeping of JustInTimeCheckpoint failed and is off") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (torch.tensor([1.5, -7.0, 3.0]), 7.0),
+        (torch.tensor([1.5, float("nan")]), float("nan")),
+        (torch.tensor([-7.0, 3.0], dtype=torch.bfloat16), 7.0),
+        (torch.tensor([-7, 3]), 7),
+        (torch.tensor([7, 3], dtype=torch.uint16), 7),
+        (torch.tensor([-4j, 3]), 4.0),
+        (torch.tensor([False, True]), 1),
+        (torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn), 0x40),
+        (torch.empty(0), 0.0),
+        (torch.arange(6.0).reshape(2, 3).T, 5.0),
+    ],
+    ids=str,
+)
+def test_the_largest_value_of_any_type(values: torch.Tensor, expected: float) -> None:
+    (found,) = tensors.largest([values])
+    assert float(found) == pytest.approx(expected, nan_ok=True)

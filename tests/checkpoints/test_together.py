@@ -19,11 +19,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_ncclsafe.checkpoints import saving, together
+from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
 from lightning_ncclsafe.checkpoints.finding import found_in, why_not_whole
 from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.checkpoints.joined import Share, joined, why_not_covered
-from lightning_ncclsafe.checkpoints.ledger import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.checkpoints.shards import Chunk, SplitTensor, boxes_of_range
 from lightning_ncclsafe.exchange import MemoryExchange
@@ -58,11 +58,11 @@ def test_a_range_is_made_of_boxes_in_its_order(shape: tuple[int, ...]) -> None:
         ([((0, 0), (2, 3))], "is not complete: 6 of its 12 values were saved"),
         ([], "is not complete: 0 of its 12 values were saved"),
         # The number of values is right.
-        ([((0, 0), (2, 3)), ((1, 0), (2, 3))], "has parts that overlap"),
-        ([((0, 0), (4, 2)), ((2, 1), (2, 2))], "has parts that overlap"),
-        ([((0, 0), (5, 3))], "has a part outside of it"),
-        ([((-1, 0), (4, 3))], "has a part outside of it"),
-        ([((0,), (12,))], "has a part of other dimensions"),
+        ([((0, 0), (2, 3)), ((1, 0), (2, 3))], "has shards that overlap"),
+        ([((0, 0), (4, 2)), ((2, 1), (2, 2))], "has shards that overlap"),
+        ([((0, 0), (5, 3))], "has a shard outside of it"),
+        ([((-1, 0), (4, 3))], "has a shard outside of it"),
+        ([((0,), (12,))], "has a shard with other dimensions"),
     ],
 )
 def test_parts_cover_a_tensor_once_or_it_is_said_how_not(boxes: Any, problem: str) -> None:
@@ -86,11 +86,11 @@ def share(*chunks: Chunk) -> Share:
     [
         ([share(part(0, 2)), Share(error="OSError: no space")], "rank 1: OSError: no space"),
         ([share(part(0, 2)), Share()], "'state_dict.w' is not complete: 2 of its 4 values"),
-        ([Share(size=8, chunks=(part(0, 4),))], "rank 0: a part of .* lies outside of its file"),
-        ([share(part(0, 2)), share(part(2, 4, dtype="int8"))], "rank 1 has another 'state_dict.w' than rank 0"),
-        ([share(part(0, 4, digest=1)), share(part(0, 4, digest=2))], "rank 1 has another"),
-        ([Share()], "'state_dict.w' was saved by no rank"),
-        ([share(part(0, 4, path="{}"))], "was saved by no rank"),
+        ([Share(size=8, chunks=(part(0, 4),))], "rank 0: a shard of .* lies outside of its file"),
+        ([share(part(0, 2)), share(part(2, 4, dtype="int8"))], "'state_dict.w' differs between rank 0 and rank 1"),
+        ([share(part(0, 4, digest=1)), share(part(0, 4, digest=2))], "differs between rank 0 and rank 1"),
+        ([Share()], "no rank saved 'state_dict.w'"),
+        ([share(part(0, 4, path="{}"))], "no rank saved"),
     ],
 )
 def test_what_ranks_say_of_their_files_is_checked(shares: Sequence[Share], problem: str) -> None:
@@ -131,11 +131,11 @@ def test_one_rank_saves_each_part_of_one_step(candidates: Sequence[Candidate], w
 def test_it_is_said_which_rank_is_the_reason() -> None:
     parts = ["a", "b", "a", "b"]
     assert why_none([able(0, "a"), able(2, "a")], parts) == (
-        "ranks 0, 2: has one part of the model, as of step 5; "
-        "ranks 1, 3: no answer, and no other rank has its part of the model"
+        "ranks 0, 2: has a shard of the model, of step 5; "
+        "ranks 1, 3: no answer, and no other rank has its shard of the model"
     )
     assert why_none([able(0, "a"), able(1, "b", 6), able(2, "a", why="torn")], parts) == (
-        "rank 0: has one part of the model, as of step 5; rank 1: has one part of the model, as of step 6; "
+        "rank 0: has a shard of the model, of step 5; rank 1: has a shard of the model, of step 6; "
         "rank 2: torn; rank 3: no answer"
     )
 
@@ -285,32 +285,34 @@ def nothing_of(folder: Path) -> bool:
 
 def test_where_a_part_is_lost_nothing_is_saved(tmp_path: Path) -> None:
     assert Job(tmp_path, {0: Noted()}).save() == (
-        "no checkpoint was saved: rank 0: has one part of the model, as of step 5; "
-        "rank 1: no answer, and no other rank has its part of the model; the last one is last.ckpt"
+        "no checkpoint was saved: rank 0: has a shard of the model, of step 5; "
+        "rank 1: no answer, and no other rank has its shard of the model; the last checkpoint is last.ckpt"
     )
     assert nothing_of(tmp_path)
 
 
 def test_where_a_rank_is_a_step_ahead_nothing_is_saved(tmp_path: Path) -> None:
     assert Job(tmp_path, {0: Noted(5), 1: Noted(6)}).save() == (
-        "no checkpoint was saved: rank 0: has one part of the model, as of step 5; "
-        "rank 1: has one part of the model, as of step 6; the last one is last.ckpt"
+        "no checkpoint was saved: rank 0: has a shard of the model, of step 5; "
+        "rank 1: has a shard of the model, of step 6; the last checkpoint is last.ckpt"
     )
     assert nothing_of(tmp_path)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_a_rank_s_weights_change_meanwhile_nothing_is_saved(rank: int, tmp_path: Path) -> None:
-    ledgers = {0: Noted(), 1: Noted()} | {rank: Noted(why_then="training went on meanwhile")}
+    ledgers = {0: Noted(), 1: Noted()} | {rank: Noted(why_then="training continued meanwhile")}
     line = Job(tmp_path, ledgers).save()
-    assert line.startswith("no checkpoint of step 5 was saved: ") and line.endswith("; the last one is last.ckpt")
-    assert "training went on meanwhile" in line and (rank == 0 or "rank 1: " in line)
+    assert line.startswith("no checkpoint of step 5 was saved: ") and line.endswith(
+        "; the last checkpoint is last.ckpt"
+    )
+    assert "training continued meanwhile" in line and (rank == 0 or "rank 1: " in line)
     assert nothing_of(tmp_path)
 
 
 def test_what_ranks_have_in_common_is_alike_or_nothing_is_saved(tmp_path: Path) -> None:
     line = Job(tmp_path, {0: Noted(), 1: Noted()}, shard_1=Shard(1, common=4.0)).save()
-    assert "rank 1 has another 'optimizer_0.state.w.step' than rank 0" in line
+    assert "'optimizer_0.state.w.step' differs between rank 0 and rank 1" in line
     assert nothing_of(tmp_path)
 
 
@@ -389,5 +391,5 @@ def test_one_that_is_not_whole_any_more_is_passed_over(name: str, damage: Any, t
 def test_paths_are_plain(tmp_path: Path) -> None:
     """What travels between ranks is read as data, and a path that is none is refused."""
     for path in ("[]", "[[]]", "[1.5]", json.dumps({"a": 1})):
-        with pytest.raises(NotProvenError, match="is no path of an entry"):
+        with pytest.raises(NotProvenError, match="is not a path of an entry"):
             joined({0: share(part(0, 4, path=path))}, [])

@@ -127,7 +127,7 @@ def test_a_log_without_a_hang_has_nothing_to_explain(tmp_path: Path, diagnose: D
     (tmp_path / "train.log").write_text("epoch 3, loss 0.1\n")
     code, out, err = diagnose(tmp_path)
     assert (code, err) == (1, "")
-    assert out == "nothing to explain: 1 file read, in which no rank waits for another, fails or dies\n"
+    assert out == "nothing to explain: in 1 file, no rank waits for another, fails or dies\n"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_cannot_be_read_is_one_error(
 
 
 def test_an_empty_folder_is_an_error(tmp_path: Path, diagnose: Diagnose) -> None:
-    assert diagnose(tmp_path) == (2, "", "error: there is neither a dump, nor a report, nor a log among these files\n")
+    assert diagnose(tmp_path) == (2, "", "error: these files contain no dump, report or log\n")
 
 
 def test_one_bad_file_among_good_ones_is_said_and_the_rest_is_explained(dumps: Path, diagnose: Diagnose) -> None:

@@ -157,7 +157,7 @@ def test_nothing_is_left(tmp_path: Path, default: Path, logs: Path, recover: Rec
     assert (code, err) == (0, "")
     assert out.startswith(f"nothing to recover: {logs} ") and str(default) in out
     left(default, tmp_path / "other")
-    assert recover(logs)[1].endswith("(of other directories, 1 folder is there)\n")
+    assert recover(logs)[1].endswith("(1 folder of other directories)\n")
     assert recover(logs, "--staging-dir", tmp_path / "none")[1].endswith("none, which does not exist\n")
 
 
@@ -183,7 +183,7 @@ def test_a_directory_that_is_gone_is_still_found_in_staging(default: Path, logs:
     assert code == 1
     assert err == (
         f"error: {logs} does not exist; if it is a mount point, mount it, otherwise create it: mkdir -p;"
-        f" what is not on storage is still in {folder}\n"
+        f" what was not delivered is still in {folder}\n"
     )
 
 

@@ -69,7 +69,7 @@ def test_what_is_not_there(render: Render, tmp_path: Path) -> None:
 
 
 def test_folders_of_incidents_are_named(render: Render, report: Path) -> None:
-    said = f"error: {report.parent.parent}: it has the folders of 1 incident; the last one is {report.parent}\n"
+    said = f"error: {report.parent.parent}: it contains 1 incident; choose one, for example the last: {report.parent}\n"
     assert render(report.parent.parent) == (2, "", said)
 
 
@@ -91,8 +91,8 @@ def written(change: Callable[[dict[str, Any]], Any]) -> bytes:
         (written(lambda plain: plain.update(schema=99)), "another version: schema 99"),
         (written(lambda plain: plain.pop("job")), "The report lacks 'job'"),
         (written(lambda plain: plain["job"].update(world_size="two")), "The report is damaged"),
-        (written(lambda plain: plain["job"].update(world_size=10**12)), "is about 1000000000000 ranks"),
-        (written(lambda plain: plain["job"].update(world_size=-1)), "is about -1 ranks"),
+        (written(lambda plain: plain["job"].update(world_size=10**12)), "claims 1000000000000 ranks"),
+        (written(lambda plain: plain["job"].update(world_size=-1)), "claims -1 ranks"),
         (written(lambda plain: plain["job"]["incident"].update(kind="\x1b[31m")), "The report is damaged"),
     ],
     ids=[
@@ -156,7 +156,7 @@ def test_a_file_that_is_too_large_is_not_read(report: Path, render: Render, monk
 
 
 def test_a_device_is_not_read(render: Render) -> None:
-    assert render("/dev/zero") == (2, "", "error: /dev/zero: Not a report: it is no file.\n")
+    assert render("/dev/zero") == (2, "", "error: /dev/zero: Not a report: it is not a file.\n")
 
 
 def test_a_reader_that_goes_away_is_no_error(report: Path) -> None:

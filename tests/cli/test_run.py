@@ -59,7 +59,7 @@ def test_options_become_variables(executed: list[Any], monkeypatch: pytest.Monke
     [
         (["--timeout", "soon"], "--timeout 'soon': it must be a number of seconds, more than 0 and at most 1e9."),
         (["--on-timeout", "\x1b[31m"], "--on-timeout '\\x1b[31m': it must be abort or report."),
-        (["--callbacks", "Tuner"], "--callbacks 'Tuner': 'Tuner' is no callback"),
+        (["--callbacks", "Tuner"], "--callbacks 'Tuner': 'Tuner' is not a callback"),
         (["--suspect-after", "9", "--timeout", "8"], "suspect_after=9.0 is 9 s, but it must be less than"),
     ],
 )
@@ -85,7 +85,7 @@ def test_where_python_would_not_load_it_that_is_said(
     (tmp_path / "lightning_ncclsafe.pth").unlink()
     assert main(["run", "train.py"]) == 2
     error = capsys.readouterr().err
-    assert f"lightning_ncclsafe.pth is in none of its folders of packages ({tmp_path}" in error
+    assert f"lightning_ncclsafe.pth is in none of its site-packages folders ({tmp_path}" in error
     assert "Install lightning-ncclsafe there with pip" in error and executed == []
 
 

@@ -1,4 +1,4 @@
-"""The thread of each rank: it shares and judges while training goes on, ends in time, and fails without harm."""
+"""The thread of each rank: it shares and judges while training continues, ends in time, and fails without harm."""
 
 import threading
 import time
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
+from own_threads import own_threads
+from polling import until
 from recorder_entries import BEGAN_NS, MS, Recorder, entry
 
 from lightning_ncclsafe._torch import process_groups
@@ -74,21 +76,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         one.end()
 
 
-def until(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, "it did not come about"
-        threading.Event().wait(0.01)
-
-
 def until_clocks_are_known(ranks: list[Timer]) -> None:
     for one in ranks:
         one.start()
     until(lambda: all(one._clocks.clock().uncertainty_ns >= 0 for one in ranks))
-
-
-def timer_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe-")]
 
 
 def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
@@ -111,7 +102,7 @@ def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
     scalars = ranks[0].scalars()
     assert scalars["straggler/rank"] in (0.0, 1.0) and "collectives/all_reduce/skew_ms" in scalars
     assert ranks[0].scalars() == {}, "each is given once"
-    assert timer_threads() == []
+    assert own_threads() == []
     assert not ranks[0].is_off and not ranks[1].is_off
 
 
@@ -144,7 +135,7 @@ def test_peers_that_are_silent_are_not_waited_for_longer_than_the_bound(
     took_s = time.monotonic() - began
     assert took_s < 0.4 + 40 / 100 + 1.0
     assert took_s < 0.3 or rank != 1
-    assert timer_threads() == []
+    assert own_threads() == []
 
 
 def test_ending_twice_or_before_it_began_is_nothing(make: Make) -> None:
@@ -154,7 +145,7 @@ def test_ending_twice_or_before_it_began_is_nothing(make: Make) -> None:
     other.start()
     other.end()
     other.end()
-    assert timer_threads() == []
+    assert own_threads() == []
 
 
 @pytest.mark.parametrize("where", ["read", "pass_on", "add"])
@@ -173,7 +164,7 @@ def test_a_failing_part_switches_it_off_once_and_says_so(
     assert one.is_off and one.scalars() == {}
     said = capfd.readouterr().err
     assert said.count("as the test wants") == 1 and "the timing of collectives" in said
-    assert timer_threads() == []
+    assert own_threads() == []
 
 
 class Broken(MemoryExchange):
@@ -223,7 +214,7 @@ def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make, monkeyp
     (op,) = first.analysis.summary().ops
     assert op.compared == 30 and not second.is_off
     missing = first.analysis.summary().missing
-    assert [sentence for sentence in missing if "Rank 1: some of what was timed could not be shared" in sentence]
+    assert [sentence for sentence in missing if "Rank 1: some timings could not be shared" in sentence]
 
 
 def test_what_cannot_be_shared_does_not_pile_up(make: Make) -> None:
@@ -285,7 +276,7 @@ def test_of_a_reader_that_never_reads_it_waits_no_longer_than_the_bound(
     began = time.monotonic()
     one.end()
     assert 0.15 < time.monotonic() - began < 1.5
-    assert timer_threads() == [] and not one.is_off
+    assert own_threads() == [] and not one.is_off
 
 
 def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(
@@ -301,7 +292,7 @@ def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(
         first._judge(empty_window())
     exchange.answers = True
     first._judge(empty_window())
-    assert [straggler.rank for straggler in second._tree.told().stragglers] == [1]
+    assert [straggler.rank for straggler in second._tree.newest_report().stragglers] == [1]
     asked = exchange.asked
     first._judge(empty_window())
     assert exchange.asked == asked and len(said.said) == 1, "once"

@@ -223,12 +223,12 @@ def test_whatever_there_is_to_say_is_said(what: str) -> None:
 
 def test_stragglers_are_told_to_all_ranks() -> None:
     ranks = Ranks(3)
-    assert ranks.trees[2].told() == StragglerReport()
+    assert ranks.trees[2].newest_report() == StragglerReport()
     told = StragglerReport(
         stragglers=(Straggler(rank=1, phase="data loading", since_ns=5), Straggler(rank=2, is_over=True))
     )
-    ranks.trees[0].tell(told)
-    assert [tree.told() for tree in ranks.trees] == [told] * 3
+    ranks.trees[0].send_report(told)
+    assert [tree.newest_report() for tree in ranks.trees] == [told] * 3
 
 
 def test_an_exchange_that_does_not_answer_is_said_so_and_the_next_turn_goes_on() -> None:

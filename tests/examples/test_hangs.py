@@ -78,7 +78,7 @@ def test_a_hang_ends_with_its_report_and_not_before(outcome: Outcome) -> None:
     assert outcome.exit_code in (1, EXIT_CODE)
     assert outcome.output.count("[ncclsafe] rank-zero-only-work: Rank 0") == 1, outcome.output
     assert outcome.output.count("[ncclsafe] still rank-zero-only-work after ") == 1, outcome.output
-    assert "[ncclsafe] the run cannot continue and is being ended" in outcome.output
+    assert "[ncclsafe] the run cannot continue, so the guard ends it" in outcome.output
 
 
 @pytest.mark.program(*UNSEEDED)

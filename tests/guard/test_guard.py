@@ -382,7 +382,7 @@ def test_without_any_exchange_each_rank_reports_alone(make_job: Callable[..., Jo
         connection._next = connection.exchange = broken
     job.probes[1].waits = True
     job.wait_for(lambda: len(job.said) >= 1)
-    assert "guard has failed" not in job.said[0]
+    assert "guard failed" not in job.said[0]
 
 
 def test_a_report_folder_that_cannot_be_written_costs_the_folder_only(
@@ -572,5 +572,5 @@ def test_the_first_rank_of_another_host_says_in_a_line_why_it_ends(make_job: Cal
     participation._place = replace(participation._place, local_rank=0)
     job.guards[0].failed(ValueError("the batch is broken"))
     job.wait_for(lambda: len(job.said) == 2)
-    assert job.said[1].startswith("rank 1: the run is being ended: Rank 0 raised ValueError")
+    assert job.said[1].startswith("rank 1: ending the run: Rank 0 raised ValueError")
     assert "; report on node-a: " in job.said[1]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from own_threads import join_own_threads
 
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.facts import ProcessFacts, codec
@@ -197,7 +198,6 @@ def test_a_search_that_does_not_end_is_left_behind(host: Host, monkeypatch: pyte
         assert host.searches == 1
     finally:
         answers.set()
-    assert host.neighbours._search is not None
-    host.neighbours._search.join(30)
+    join_own_threads("search")
     host.neighbours.search()
     assert [card.pid for card in host.peers] == [70]

@@ -122,13 +122,13 @@ def test_a_rank_is_always_looked_at_before_its_phase_is_out(suspect_after: float
 
 def test_the_first_line_names_the_limits() -> None:
     assert limits_words(limits(1800, None, init=300, train=100)) == (
-        "asks why after a wait that is unusually long for the phase (at least 10 s), "
+        "reports a wait that is unusually long for its phase (10 s or more), "
         "aborts after 1800 s (init 300 s, train 100 s)"
     )
     assert limits_words(limits(12)) == (
-        "asks why after a wait that is unusually long for the phase (at least 6 s), aborts after 12 s"
+        "reports a wait that is unusually long for its phase (6 s or more), aborts after 12 s"
     )
-    assert limits_words(limits(1800, 30)) == "asks why after 30 s without progress, aborts after 1800 s"
+    assert limits_words(limits(1800, 30)) == "reports a wait of 30 s, aborts after 1800 s"
 
 
 @pytest.mark.parametrize(("changes", "limit_s"), [(True, 300), (False, 1800)])

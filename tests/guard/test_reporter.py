@@ -49,7 +49,7 @@ def test_our_own_failure_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     except KeyError as error:
         say_own_failure(error)
     said = capsys.readouterr().err
-    assert "training goes on: KeyError('ours')" in said
+    assert "training continues: KeyError('ours')" in said
     assert "test_reporter.py" in said
 
 
@@ -88,7 +88,7 @@ def test_the_report_at_the_limit_prints_what_is_new_and_is_written_whole(reporte
     still, where, following, closing = said[1].splitlines()
     assert following.startswith("next: stop: ")
     assert still.startswith(f"still {first.findings[0].rule} after 30 min 0 s, the limit: rank 0")
-    assert (where, closing) == (f"report: {last.folder}", "the run cannot continue and is being ended")
+    assert (where, closing) == (f"report: {last.folder}", "the run cannot continue, so the guard ends it")
     assert last.folder == first.folder
     report = (Path(last.folder) / "report.txt").read_text()
     assert first.findings[0].remedy.split(maxsplit=6)[0] in report and "What to do:" in report

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,13 +10,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from own_threads import join_own_threads
+from polling import until
 
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.errors import STOP_CODE, PlannedStopError
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts.findings import NextStart, Plan
 from lightning_ncclsafe.guard import restarts
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.restarts import agree_on_start, heed_plan, incident_before, reason_to_stop
+from lightning_ncclsafe.guard.restarts import agree_on_start, follow_plan, incident_before, reason_to_stop
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.settings import check_limits
@@ -38,10 +42,8 @@ def start(shared: SharedMemory, world_size: int, *, late_rank: int = 0, deadline
 
     with ThreadPoolExecutor(world_size) as pool:
         others = [pool.submit(agree, rank) for rank in range(world_size) if rank != late_rank]
-        give_up = time.monotonic() + 10
-        # The others have said that they are there, and wait; rank 0 waits for the late one.
-        while len(shared.values) < (world_size - 1) and time.monotonic() < give_up:
-            time.sleep(0.001)
+        # The others have announced themselves, and wait; rank 0 waits for the late one.
+        until(lambda: len(shared.values) >= world_size - 1)
         late = pool.submit(agree, late_rank)
         names = [future.result() for future in (*others, late)]
     assert len(seen) == 1
@@ -149,7 +151,7 @@ def leave_plans(folder: Path, *starts: NextStart, launch: str = "SLURM job 4711"
 def test_a_stop_ends_the_next_start_with_the_reason_and_a_way_on(tmp_path: Path) -> None:
     (folder,) = leave_plans(tmp_path, STOP)
     reason = reason_to_stop(tmp_path, RESTARTED)
-    assert "the previous start ended by diverged-collectives" in reason and "Rank 0 called another." in reason
+    assert "the previous start ended with diverged-collectives" in reason and "Rank 0 called another." in reason
     assert str(folder) in reason
     (folder / PLAN_FILE).unlink()
     assert reason_to_stop(tmp_path, RESTARTED) == ""
@@ -183,7 +185,7 @@ def test_the_third_restart_for_the_same_cause_at_the_same_step_ends(tmp_path: Pa
     leave_plans(tmp_path, AGAIN, AGAIN)
     assert reason_to_stop(tmp_path, RESTARTED) == ""
     leave_plans(tmp_path / "more", AGAIN, AGAIN, AGAIN)
-    assert "the last 3 starts ended by gil-held, each at step 12" in reason_to_stop(tmp_path / "more", RESTARTED)
+    assert "the last 3 starts ended with gil-held, each at step 12" in reason_to_stop(tmp_path / "more", RESTARTED)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def heeded(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> tu
         # Each host has one rank here, and only rank 0's has the reports.
         place = Place(rank=rank, local_rank=0, world_size=world_size, local_world_size=1)
         try:
-            heed_plan(MemoryExchange(shared), place, folder if rank == 0 else folder / "none", said.append)
+            follow_plan(MemoryExchange(shared), place, folder if rank == 0 else folder / "none", said.append)
         except PlannedStopError as stop:
             return f"{stop.code}: {stop.reason}"
         return ""
@@ -228,7 +230,7 @@ def heeded(monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int) -> tu
     ends = []
     for rank in range(world_size):
         # Of this process, which all ranks are a part of here.
-        monkeypatch.setattr(restarts, "_has_heeded", False)
+        monkeypatch.setattr(restarts, "_has_followed", False)
         ends.append(rank_ends(rank))
     return ends, said
 
@@ -245,4 +247,24 @@ def test_only_the_first_call_of_a_process_is_ended(tmp_path: Path, monkeypatch: 
     heeded(monkeypatch, tmp_path, 1)
     leave_plans(tmp_path, STOP)
     place = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    heed_plan(MemoryExchange(), place, tmp_path)
+    follow_plan(MemoryExchange(), place, tmp_path)
+
+
+@pytest.mark.timeout(30)
+def test_storage_of_reports_that_does_not_answer_holds_up_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(restarts, "_earlier_starts_since_s", lambda environ: answers.wait(60) and None)
+    monkeypatch.setattr(restarts, "_storage", SideThread("ncclsafe-starts"))
+    monkeypatch.setattr(restarts, "_READ_S", 0.05)
+    try:
+        ends, said = heeded(monkeypatch, tmp_path, 2)
+        assert ends == ["", ""] and len(said) == 1
+        assert f"left in {tmp_path} is not known, so training starts" in said[0]
+        # It is not waited for once more.
+        monkeypatch.setattr(restarts, "_READ_S", 60.0)
+        assert incident_before(tmp_path, RESTARTED) == ""
+    finally:
+        answers.set()
+        join_own_threads("starts")

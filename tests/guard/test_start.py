@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.exchange import DirectoryExchange
-from lightning_ncclsafe.facts import Incident, IncidentKind, codec
+from lightning_ncclsafe._torch import process_groups
+from lightning_ncclsafe._torch.process_groups import GroupCalls
+from lightning_ncclsafe.exchange import DirectoryExchange, MemoryExchange
+from lightning_ncclsafe.facts import Incident, IncidentKind, NotRecorded, UnrecordedGroup, codec
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.guard import ended_run, gathering, local_ranks
+from lightning_ncclsafe.guard import guard as guard_module
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.incident_log import IncidentEntry
 from lightning_ncclsafe.guard.local_ranks import Place
@@ -152,7 +155,7 @@ def test_one_that_dies_while_it_loads_is_not_waited_for(
     assert not waiting.leaves_files()
     finding = waiting.report().findings[0]
     assert (finding.rule, finding.ranks) == ("dead-rank", (0,))
-    assert waiting.said[-1].endswith("the run cannot continue and is being ended")
+    assert waiting.said[-1].endswith("the run cannot continue, so the guard ends it")
 
 
 def _then(call: object, act: object) -> object:
@@ -174,3 +177,31 @@ def test_one_that_comes_when_the_others_have_given_up_says_so(tmp_path: Path, mo
     assert not waiting.leaves_files(), "nobody else is to come"
     waiting.guard.close()
     assert waiting.said == ["rank 1 started too late; the other ranks gave up: Rank 1 has not joined."]
+
+
+def test_a_recorder_is_read_at_the_start_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full of another call's collectives it takes a tenth of a second, and a program may make any number of calls."""
+    used, read, said = [GroupCalls("0", ("gloo",), 3), GroupCalls("7", ("mpi",), 0)], list[float](), list[str]()
+    monkeypatch.setattr(guard_module, "_asked_about", set())
+    monkeypatch.setattr(process_groups, "group_calls", lambda: used)
+    unrecorded = (UnrecordedGroup(name="0", why=NotRecorded.UNKNOWN_BACKEND, backend="mpi", calls=3),)
+
+    def begin_call(world_size: int = 2) -> None:
+        guard: Any = Guard.__new__(Guard)
+        guard._place = Place(rank=0, local_rank=0, world_size=world_size, local_world_size=1)
+        guard._watchdog = SimpleNamespace(wake=lambda: None)
+        guard._connection = SimpleNamespace(newest=MemoryExchange())
+        guard._probe = SimpleNamespace(
+            glance=lambda idle_s: (read.append(idle_s), SimpleNamespace(unrecorded=unrecorded))[1]
+        )
+        guard._say = said.append
+        guard.set_up()
+
+    begin_call(world_size=1)
+    assert not read
+    begin_call()
+    begin_call()
+    assert (len(read), len(said)) == (1, 1)
+    used[1] = GroupCalls("7", ("mpi",), 1)
+    begin_call()
+    assert len(read) == 2

@@ -1,6 +1,10 @@
 """The watchdog, with a clock of its own: no test waits for time to pass."""
 
 import threading
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
 
 from lightning_ncclsafe.guard.watchdog import Watchdog
 
@@ -10,6 +14,7 @@ class Run:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.cpu = 7.0
         self.position = 0
         self.idle_s: list[float] = []
         self.failures: list[Exception] = []
@@ -20,6 +25,7 @@ class Run:
             "tick": self.idle_s.append,
             "on_failure": self.failures.append,
             "clock": lambda: self.now,
+            "cpu_clock": lambda: self.cpu,
             **changes,
         }
         return Watchdog(**arguments)  # type: ignore[arg-type]
@@ -36,6 +42,27 @@ def test_idle_time_counts_from_the_last_change() -> None:
     run.now += 3
     watchdog.poll()
     assert run.idle_s == [0, 5, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("took", "cpu", "idle"),
+    [(3600.25, 0.01, 1), (3600.25, 90, 3601.25), (8, 0.01, 9)],
+    ids=["stopped", "the GIL was held", "a busy host"],
+)
+def test_a_process_that_is_stopped_does_not_wait(took: float, cpu: float, idle: float) -> None:
+    run = Run()
+
+    def wait(_: float) -> None:
+        run.now, run.cpu = run.now + took, run.cpu + cpu
+
+    watchdog = run.watchdog(poll_s=0.25)
+    watchdog._awake = cast("threading.Event", SimpleNamespace(wait=wait, clear=lambda: None))
+    watchdog.poll()
+    run.now += 0.75
+    watchdog.pause()
+    run.now += 0.25
+    watchdog.poll()
+    assert run.idle_s == [0, pytest.approx(idle, abs=0.3)]
 
 
 def test_a_failure_is_told_once_and_ends_the_watch() -> None:

@@ -62,7 +62,7 @@ def test_a_job_whose_ranks_all_do_something_else_between_looks_moves(others: dic
     diagnosis = judged(*ranks)
     assert diagnosis.findings == ()
     text = render_text(diagnosis)
-    assert text.startswith("Nothing found: the job moves.")
+    assert text.startswith("Nothing found: the job makes progress.")
     assert "of 2 in a collective" in text
 
 
@@ -230,7 +230,7 @@ def test_who_stands_still_for_less_than_a_long_step_is_possibly_in_one(tmp_path,
 def test_for_how_long_a_rank_has_slept_is_told() -> None:
     slept = rank(0, look(0, user(30, "evaluate")), replace(look(2, user(30, "evaluate")), slept_s=614.2))
     text = render_text(judged(slept, waiting(1)))
-    assert "Rank 0 has not run for 10 min 14 s, as the kernel counts." in " ".join(text.split())
+    assert "Rank 0 has not run for 10 min 14 s, according to the kernel." in " ".join(text.split())
 
 
 def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_before_is_told() -> None:
@@ -249,7 +249,7 @@ def test_where_all_ranks_end_after_that_it_may_have_been_a_step_and_nothing_is_f
     diagnosis = judged(*(replace(one, ended_after=True) for one in (works, waiting(1))))
     assert diagnosis.findings == ()
     text = " ".join(render_text(diagnosis).split())
-    assert text.startswith("Nothing found: ranks 0-1 stood still, and ended while being looked at")
+    assert text.startswith("Nothing found: ranks 0-1 stood still, and ended during the inspection")
     assert "Ranks 0-1 ended after that: all of them." in text and "train.py:30 in evaluate" in text
 
 
@@ -366,7 +366,7 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_told_to(tmp_path) -> None:  
 def test_a_rank_for_which_nobody_waits_is_not_behind() -> None:
     diagnosis = judged(rank(0, *(look(at, user(30)) for at in (0, 1, 2)), of=1))
     assert diagnosis.findings == ()
-    assert "nobody is seen to wait" in render_text(diagnosis)
+    assert "no rank is seen waiting" in render_text(diagnosis)
 
 
 def test_where_no_stack_can_be_read_nothing_is_concluded_and_why_is_said() -> None:

@@ -62,7 +62,7 @@ def test_a_healthy_training_is_said_to_move(monkeypatch: pytest.MonkeyPatch) -> 
     """examples/digits.py on two ranks."""
     diagnosis = recorded("digits", monkeypatch)
     assert diagnosis.findings == ()
-    assert render_text(diagnosis).startswith("Nothing found: the job moves.")
+    assert render_text(diagnosis).startswith("Nothing found: the job makes progress.")
 
 
 @pytest.mark.parametrize("path", sorted(LOOKS.glob("*.json")), ids=lambda path: path.stem)

@@ -132,8 +132,8 @@ def test_what_answers_otherwise_is_told_and_runs_nothing(tmp_path: Path) -> None
     for answer, words in (
         ({"dump_nccl_trace_pickle": pickle.dumps(Evil())}, "Rank 0: its Flight Recorder did not answer"),
         ({"fr_trace_json": b"[1"}, "damaged JSON"),
-        ({"fr_trace_json": json.dumps(EMPTY).encode()}, "no Flight Recorder that is on"),
-        ({"ping": b""}, "no Flight Recorder that is on"),
+        ({"fr_trace_json": json.dumps(EMPTY).encode()}, "no active Flight Recorder"),
+        ({"ping": b""}, "no active Flight Recorder"),
     ):
         with serving(tmp_path / "0.sock", answer):
             found = asked_of(one)
@@ -159,7 +159,7 @@ def test_the_socket_of_another_process_is_not_asked(tmp_path: Path) -> None:
         finally:
             other.communicate(b"\n", timeout=10)
     assert (found.facts, asked) == ({}, [])
-    assert f"the socket of its worker server is process {os.getpid()}'s" in found.notes[0]
+    assert f"the socket of its worker server belongs to process {os.getpid()}" in found.notes[0]
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def test_what_is_no_pipe_is_not_written_to_and_one_that_nobody_reads_is_told(tmp
     one = rank(TORCH_NCCL_DEBUG_INFO_PIPE_FILE=str(tmp_path / "pipe_"), TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "dump_"))
     pipe = tmp_path / "pipe_0.pipe"
     pipe.write_text("mine")
-    assert "is none" in asked_of(one, may_write=True).notes[0]
+    assert "is not a pipe" in asked_of(one, may_write=True).notes[0]
     assert pipe.read_text() == "mine"
     pipe.unlink()
     os.mkfifo(pipe)

@@ -157,7 +157,7 @@ def test_without_the_callback_other_data_is_said_once_for_each_stage_and_trained
     (said,) = job.said
     assert said.startswith("different-data: ")
     assert "fingerprint" in said and "values:" in said, "the table"
-    assert 'Training goes on; DatasetAgreement(on_mismatch="raise") would have refused it.' in said
+    assert 'Training continues; DatasetAgreement(on_mismatch="raise") would refuse to start.' in said
     assert not list(tmp_path.glob("*/report.json")), "nothing hangs: no incident"
     validation = [
         replace(data(two_halves(rank, 9, name="val_dataloader"), on_mismatch="raise_on_hang"), stage="val_dataloader")

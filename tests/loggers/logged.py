@@ -3,7 +3,6 @@
 import re
 import struct
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
+from own_threads import own_threads
 from tensorboard.backend.event_processing.event_accumulator import DEFAULT_SIZE_GUIDANCE, EventAccumulator
 from torch.utils.data import DataLoader, Dataset
 
@@ -90,7 +90,7 @@ def offload(folder: Path, **options: Any) -> LoggerOffload:
 
 def check_given_back(folder: Path, *loggers: Logger) -> None:
     """Nothing is left of an offload: no threads, no staging, no replaced attributes."""
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclsafe-")] == []
+    assert own_threads() == []
     staging = folder / "staging"
     assert not staging.exists() or list(staging.iterdir()) == []
     for logger in loggers:

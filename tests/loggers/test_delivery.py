@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from own_threads import own_threads
 
 from lightning_ncclsafe.loggers import delivery as delivery_module
 from lightning_ncclsafe.loggers import store as store_module
@@ -79,13 +80,8 @@ def delivery(store: Store, storage: Storage, told: list[str]) -> Iterator[Delive
     yield made
     storage.answers.set()
     made.close()
-    for thread in delivering():
+    for thread in own_threads("write"):
         thread.join(LONG_S)
-
-
-def delivering() -> list[threading.Thread]:
-    """The threads that deliver."""
-    return [thread for thread in threading.enumerate() if thread.name == "ncclsafe-write-Logger"]
 
 
 def soon() -> float:
@@ -414,10 +410,10 @@ def test_who_waits_for_a_condition_is_told_of_the_end(delivery: Delivery) -> Non
 def test_the_thread_ends_with_it(store: Store, storage: Storage, delivery: Delivery) -> None:
     stage(store, b"a")
     assert delivery.flush(soon())
-    (thread,) = delivering()
+    (thread,) = own_threads("write")
     assert thread.daemon
     delivery.close()
-    assert delivering() == []
+    assert own_threads("write") == []
 
 
 def test_closing_does_not_wait_for_a_storage_that_does_not_answer(
@@ -431,9 +427,9 @@ def test_closing_does_not_wait_for_a_storage_that_does_not_answer(
     delivery.close()
     assert time.monotonic() - began < 0.9
     storage.answers.set()
-    for thread in delivering():
+    for thread in own_threads("write"):
         thread.join(LONG_S)
-    assert delivering() == []
+    assert own_threads("write") == []
 
 
 def test_closing_leaves_what_could_not_be_delivered_in_staging(
@@ -446,7 +442,7 @@ def test_closing_leaves_what_could_not_be_delivered_in_staging(
     delivery.wake()
     wait_for(delivery, lambda: delivery.faults == 1)
     delivery.close()
-    assert delivering() == []
+    assert own_threads("write") == []
     portion = Store(store.folder).read()
     assert portion is not None
     assert [frame.body for frame in portion.frames] == [b"a"]

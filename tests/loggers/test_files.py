@@ -15,7 +15,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 
-from lightning_ncclsafe.loggers.files import Anchors, FilesSink, LocalDestination, RemoteDestination, open_destination
+from lightning_ncclsafe.loggers.destinations import LocalDestination, RemoteDestination, open_destination
+from lightning_ncclsafe.loggers.files import Anchors, FilesSink
 from lightning_ncclsafe.loggers.segments import StagedFrame
 
 CSV = "metrics.csv"

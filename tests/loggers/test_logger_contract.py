@@ -256,7 +256,7 @@ def test_a_wrong_call_of_the_experiment_is_said_once_and_counted(
 
     fit(tensorboard(tmp_path), {1: call_wrongly, 2: call_wrongly}, offload(tmp_path, finalize_timeout=5.0))
     said = capsys.readouterr().err
-    left_out = sorted(line.partition("TensorBoardLogger: ")[2] for line in said.splitlines() if "left out" in line)
+    left_out = sorted(line.partition("TensorBoardLogger: ")[2] for line in said.splitlines() if "it is skipped" in line)
     assert [line.partition("(")[0] for line in left_out] == [
         "add_embedding failed: AssertionError",
         "add_hparams failed: TypeError",
@@ -286,6 +286,7 @@ def log_rows(model: Model) -> None:
     logger.log_metrics({"text": 'some, "text"\nof two lines', "number": 1e-20})
     logger.log_metrics({"list": [1, (2, 3)], "step": 99}, 9)
     logger.log_metrics({"only text": "x"}, step=None)
+    logger.log_metrics({}, 10)
     logger.experiment.log_metrics({"directly": torch.tensor(1.5), "big": 2**70})
     logger.experiment.log_metrics({"directly": 2.5}, 3)
     logger.log_hyperparams({"later": {"deep": (1, 2)}})
@@ -301,7 +302,7 @@ def test_csv_files_are_the_same_to_the_byte(tmp_path: Path) -> None:
     for name in ("metrics.csv", "hparams.yaml"):
         path = Path("run/version_0") / name
         assert (offloaded / path).read_bytes() == (stock / path).read_bytes()
-    assert len((stock / "run/version_0/metrics.csv").read_text().splitlines()) > STEPS + 16
+    assert len((stock / "run/version_0/metrics.csv").read_text().splitlines()) > STEPS + 18
 
 
 @pytest.mark.parametrize("make_logger", [csv, tensorboard])
@@ -744,7 +745,7 @@ def test_where_no_offload_can_be_started_the_logger_is_as_it_was(
         monkeypatch.setattr(CSVBackend, "attach", fail)
     fit(logger, {1: log_rows}, offload(tmp_path))
     error = "" if what == "staging" else "OSError('no space')"
-    assert f"the offload of CSVLogger has failed and is off, training goes on: {error}" in capsys.readouterr().err
+    assert f"the offload of CSVLogger failed and is off; training continues: {error}" in capsys.readouterr().err
     if what == "staging":
         (tmp_path / "staging").unlink()
     check_given_back(tmp_path, logger)
@@ -775,7 +776,7 @@ def test_two_running_trainers_may_share_a_logger(tmp_path: Path) -> None:
 
 
 def test_two_offloads_of_one_trainer_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="two LoggerOffload callbacks; give it one"):
+    with pytest.raises(ValueError, match="two LoggerOffload callbacks; pass only one"):
         fit(csv(tmp_path), None, offload(tmp_path), offload(tmp_path))
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from own_threads import join_own_threads
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_ncclsafe.loggers import offload as offload_module
 from lightning_ncclsafe.loggers import starting
-from lightning_ncclsafe.loggers.files import LocalDestination
+from lightning_ncclsafe.loggers.destinations import LocalDestination
 from lightning_ncclsafe.loggers.media import MediaProcess
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.recovery import recover
@@ -59,9 +60,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("ncclsafe-")]:
-        thread.join(LONG_S)
-        assert not thread.is_alive(), thread
+    join_own_threads(within_s=LONG_S)
     assert not list((tmp_path / "staging").glob("*")), "staging"
 
 

@@ -3,14 +3,14 @@
 import logging
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from polling import until
 
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts
 from lightning_ncclsafe.probes.process import caught
@@ -320,7 +320,7 @@ def test_handlers_tell_what_they_handle_and_no_more_once_it_is_usual(
     told: list[str] = []
     watch = caught.HandlerWatch(lambda error: told.append(repr(error)))
     watch.start()
-    wait_until(lambda: watch._tool >= 0)
+    until(lambda: watch._tool >= 0)
     module.Net().step()
     assert told == ["RuntimeError('no faces')"]
     told.clear()
@@ -331,10 +331,3 @@ def test_handlers_tell_what_they_handle_and_no_more_once_it_is_usual(
     module.Net().step()
     assert len(told) == 8
     assert all(caught._MONITORING.get_tool(tool) is None for tool in (3, 4))
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 20
-    while not is_so() and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert is_so()

@@ -2,13 +2,14 @@
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from own_threads import own_threads
+from polling import until
 
 from lightning_ncclsafe.probes.storage import directories
 from lightning_ncclsafe.probes.storage.directories import run_all
@@ -52,10 +53,7 @@ def test_what_it_has_started_is_killed_too(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     assert run_all({"a": ["sh", "-c", f"sleep 60 & echo $! > {told}; wait"]}, 0.5) == {"a": None}
     child = int(told.read_text())
-    ends_s = time.monotonic() + 5
-    while not gone(child) and time.monotonic() < ends_s:
-        os.sched_yield()
-    assert gone(child)
+    until(lambda: gone(child))
 
 
 def test_all_run_at_the_same_time() -> None:
@@ -70,7 +68,7 @@ def test_one_that_cannot_be_killed_is_left_and_reaped_once_it_ends(monkeypatch: 
     begin = time.monotonic()
     assert run_all({"a": ["sleep", "0.6"]}, 0.1) == {"a": None}
     assert time.monotonic() - begin < 0.5
-    (reaper,) = [thread for thread in threading.enumerate() if thread.name == "ncclsafe-reap"]
+    (reaper,) = own_threads("reap")
     assert reaper.daemon
     reaper.join(5)
     assert not reaper.is_alive()

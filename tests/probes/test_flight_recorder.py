@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from own_threads import join_own_threads
 
 from lightning_ncclsafe._torch import build, process_groups, recorders
 from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
@@ -279,8 +280,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(recorders.torch.version, "cuda", "13.0")
     yield driver
     Driver.free.set()
-    if (question := recorders._question) is not None:
-        question.join(60)
+    join_own_threads("cuda-driver")
     assert Driver.retained == []
 
 

@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from own_threads import join_own_threads
 
 from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.probes.process import traceback_signal
 from lightning_ncclsafe.probes.process.traceback_signal import LastWord, LastWords, last_word, why
 
 ASKED = """Thread 0x00007f11 (most recent call first):
@@ -176,3 +179,30 @@ def test_of_a_stderr_that_is_a_file_what_comes_later_is_read(words: LastWords, t
             words.hold([(process.pid, int(process.stdout.readline()))])
             process.communicate("\n", timeout=30)
         assert words.of(process.pid).said == said
+
+
+@pytest.mark.timeout(30)
+def test_a_stderr_on_storage_that_does_not_answer_is_not_waited_for(
+    words: LastWords, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, opened = threading.Event(), list[int]()
+
+    def opening(pid: int, fd: int) -> int:
+        if fd == 2:
+            answers.wait(60)
+        opened.append(os.open(tmp_path, os.O_RDONLY))
+        return opened[-1]
+
+    monkeypatch.setattr(traceback_signal, "_open", opening)
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=log)
+    words.hold([(process.pid, 0)])
+    assert words.of(process.pid) == NOTHING
+    words.close()
+    answers.set()
+    join_own_threads("stderr")
+    process.communicate(b"\n", timeout=30)
+    assert len(opened) == 2
+    for file in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from own_threads import join_own_threads
+from polling import until
 
 from lightning_ncclsafe.facts import EndedProcess, GarbageFacts, GpuStateFacts, InterfaceFacts
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
@@ -130,8 +132,7 @@ def test_the_interface_is_looked_for_once_and_nobody_waits_for_it() -> None:
         assert probe.read().interface is None
     finally:
         release.set()
-    (seeks,) = (thread for thread in threading.enumerate() if thread.name == "ncclsafe-interface")
-    seeks.join(AMPLE_S)
+    join_own_threads("interface")
     probe.note()
     probe.close()
     assert probe.read().interface == InterfaceFacts(backend="gloo", name="eth0")
@@ -204,13 +205,6 @@ def test_children_that_were_killed_or_failed_are_seen_and_left_to_their_parent()
 
 def exit_badly(number: int) -> int:
     return os._exit(number) if number else 0  # type: ignore[func-returns-value]
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + AMPLE_S
-    while not is_so() and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert is_so()
 
 
 def test_a_child_that_its_pool_has_replaced_is_remembered() -> None:

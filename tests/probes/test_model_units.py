@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from polling import until
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -107,9 +108,7 @@ def words_while_blocked(act: Callable[[], object], model: nn.Module, is_read: Ev
     said: list[tuple[str, float]] = []
 
     def read() -> None:
-        deadline = time.monotonic() + 20
-        while not (entries := [entry for entry in recorded() if not entry.completed]) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        entries = until(lambda: [entry for entry in recorded() if not entry.completed], within_s=20.0)
         began = time.monotonic()
         units = read_units(model, entries)
         said.append((in_words(units, entries[0], main_thread_stack()), time.monotonic() - began))

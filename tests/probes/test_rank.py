@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from own_threads import own_threads
 
 from lightning_ncclsafe.facts import HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes import rank
@@ -42,10 +43,6 @@ def fail(*_: object) -> HostFacts:
     raise PermissionError("not for you")
 
 
-def looks() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ncclsafe-look"]
-
-
 def test_a_look_sees_everything(probe: RankProbe) -> None:
     facts = probe.look(2.5, deadline_s=AMPLE_S)
     assert (facts.rank, facts.local_rank, facts.host, facts.pid) == (3, 1, socket.gethostname(), os.getpid())
@@ -55,7 +52,7 @@ def test_a_look_sees_everything(probe: RankProbe) -> None:
     assert facts.host_facts.rss_bytes
     assert facts.versions["torch"]
     assert facts.missing == ()
-    assert not looks()
+    assert not own_threads("look")
 
 
 def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
@@ -72,14 +69,14 @@ def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
     try:
         first = probe.look(1.0, deadline_s=0.05)
         assert hangs.wait(10)
-        (stuck,) = looks()
+        (stuck,) = own_threads("look")
         assert first.stack and first.progress.actions
         assert first.host_facts == HostFacts() and not first.versions
         late = [f"{name}: no answer within 0.05 s" for name in ("host_facts", *AFTER_HOST_FACTS)]
         assert list(first.missing[-len(late) :]) == late
 
         second = probe.look(2.0, deadline_s=AMPLE_S)
-        assert looks() == [stuck]
+        assert own_threads("look") == [stuck]
         assert second.stack and second.progress.idle_s == 2.0
         assert [text.partition(":")[0] for text in second.missing] == [
             "stack",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_threads import join_own_threads
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ncclsafe.probes.process import stacks
@@ -201,9 +202,7 @@ def test_source_on_storage_that_does_not_answer_is_left_out(tmp_path: Path, monk
             assert stacks.with_source_in_time(stack)[-1].code == ""
         assert len(asked) == 1, "no second thread waits for it"
         answers.set()
-        reading = stacks._reading
-        assert reading is not None
-        reading.join(30)
+        join_own_threads("source")
         assert stacks.thread_stack(thread.ident or 0)[-1].code == "there.release(); lock.acquire()"
         assert stacks.with_source_in_time(stack)[-1].code == "there.release(); lock.acquire()"
     finally:

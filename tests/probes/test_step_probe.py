@@ -11,9 +11,9 @@ import pytest
 import torch
 from torchmetrics import Metric
 
-from lightning_ncclsafe.facts import MetricFacts
-from lightning_ncclsafe.probes.trainer import steps
+from lightning_ncclsafe.facts import MetricFacts, StepFacts
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker, _Heard
+from lightning_ncclsafe.probes.trainer.passes import MOST_BATCHES_WITH_CALLS, MOST_CALLS, MOST_RUNS
 from lightning_ncclsafe.probes.trainer.source_lines import HookSource
 from lightning_ncclsafe.probes.trainer.steps import StepRecord
 
@@ -155,8 +155,8 @@ def test_of_very_many_changes_the_last_are_kept() -> None:
         begin(of, batch=batch)
         for _ in range(1 + batch % 2):
             record.backward()
-    assert record.facts().passes[0] == (0, 999 - steps._MOST_RUNS, 2)
-    assert len(record.facts().passes) == steps._MOST_RUNS
+    assert record.facts().passes[0] == (0, 999 - MOST_RUNS, 2)
+    assert len(record.facts().passes) == MOST_RUNS
 
 
 class ByHand(Module):
@@ -213,8 +213,8 @@ def test_of_very_many_passes_the_first_are_told_where_they_were_called() -> None
         begin(of, batch=batch)
         as_lightning_does(module.training_step, record, batch % 2 * 100)
     calls = record.facts().passes_from
-    assert len(calls) == steps._MOST_RUNS + 1
-    assert sum(map(len, calls)) <= steps._TOLD_CALLS * steps._MOST_CALLS
+    assert len(calls) == MOST_RUNS + 1
+    assert sum(map(len, calls)) <= MOST_BATCHES_WITH_CALLS * MOST_CALLS
 
 
 def test_with_automatic_optimization_no_call_is_the_users() -> None:
@@ -490,7 +490,7 @@ def test_keys_that_ranks_reduce_are_told_with_their_lines() -> None:
 
 
 def test_a_trainer_that_has_nothing_yet() -> None:
-    assert StepRecord(SimpleNamespace()).facts() == steps.StepFacts()
+    assert StepRecord(SimpleNamespace()).facts() == StepFacts()
 
 
 @pytest.mark.parametrize("hook", [None, len, time.sleep, pytest.fixture])

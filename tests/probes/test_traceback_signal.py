@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from polling import until
 
 from lightning_ncclsafe.facts import COLLECTOR, Frame
 from lightning_ncclsafe.probes.process import traceback_signal
@@ -60,12 +60,14 @@ def forked(body: Callable[[Connection], None]) -> Iterator[tuple[int, Connection
 
 def deepest_user_line(pid: int, armed: Armed, line: str) -> str:
     """What it says when it has come to the line, asked again while it is on its way, or this machine busy."""
-    source, found = Path(__file__).read_text().splitlines(), ""
-    deadline = time.monotonic() + 10
-    while line not in found and time.monotonic() < deadline:
+    source = Path(__file__).read_text().splitlines()
+
+    def found() -> str:
         user = [frame for frame in ask(pid, armed, owner=os.getpid()) if frame.file == __file__]
-        found = source[user[-1].line - 1] if user else ""
-    return found
+        deepest = source[user[-1].line - 1] if user else ""
+        return deepest if line in deepest else ""
+
+    return until(found)
 
 
 def test_the_signal_is_as_it_was_and_no_file_is_left() -> None:
@@ -288,10 +290,7 @@ def test_a_rank_says_what_it_does_once_it_has_imported_the_package() -> None:
         assert process.stdout.readline() == b"\n"
         armed = armed_in(process.pid)
         assert armed is not None
-        functions: tuple[str, ...] = ()
-        deadline = time.monotonic() + 10
-        while not functions and time.monotonic() < deadline:
-            functions = tuple(frame.function for frame in ask(process.pid, armed))
+        functions = until(lambda: tuple(frame.function for frame in ask(process.pid, armed)))
         assert functions[:2] == ("<module>", "expand")
     finally:
         process.communicate()

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import pytest
 from diagnoses import diagnosis, with_first
+from own_threads import join_own_threads
 
 from lightning_ncclsafe.facts import Incident, IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis
@@ -207,8 +208,7 @@ def test_storage_that_does_not_answer_is_not_waited_for(
         assert len(asked) == 1, "no second thread waits for it"
     finally:
         answers.set()
-    for thread in [*report_folder._waiting.values()]:
-        thread.join(30)
+    join_own_threads("report")
     assert write_report(at(incident(3)), tmp_path / "reports").parent == tmp_path / "reports"
     assert len([*(tmp_path / "reports").iterdir()]) == 2, "what it has taken at last, and the third"
 

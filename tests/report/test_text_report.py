@@ -62,7 +62,7 @@ def test_what_is_the_same_on_many_ranks_is_told_once() -> None:
     text = render_text(base)
     assert text.count("is stopped by a signal") == 2  # as the answer, and with its evidence
     assert "   The same was found for ranks 5-99; report.json lists each.\n" in text
-    assert "  likewise: ranks 5-99" in render_short(base).splitlines()
+    assert "  same for: ranks 5-99" in render_short(base).splitlines()
     assert "also possible" not in render_short(base)
 
 

@@ -374,7 +374,7 @@ AGREEMENT = (
         setting(ONE, NCCL_HEARTBEAT_TIMEOUT_SEC="60"),
         "ignored-settings",
         FIRST,
-        ("is read by nothing; the name is TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",),
+        ("has no effect, because nothing reads it; the name is TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",),
     ),
     Scene(
         "a misspelling", setting(ONE, NCCL_SOCKET_IF_NAME="e"), "ignored-settings", FIRST, ("is NCCL_SOCKET_IFNAME",)

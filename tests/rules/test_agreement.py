@@ -893,7 +893,7 @@ def test_where_every_rank_evaluates_everything_nothing_is_to_be_done_and_nothing
     of_its_host = with_loader(on_hosts(evaluation, 2), fingerprints=lambda rank: {"paths": "same"})
     assert found(of_its_host) == ()
     some = with_loader(evaluation, 3, fingerprints={"values": "of its own"})
-    assert found(some)[0].remedy.startswith("If these ranks are meant to evaluate the same, there is nothing to do")
+    assert found(some)[0].remedy.startswith("If these ranks should evaluate the same data, there is nothing to do")
 
 
 def test_what_is_just_iterated_is_not_sent_to_a_sampler() -> None:

@@ -206,7 +206,7 @@ def test_who_has_survived_what_ended_the_others_says_so() -> None:
     finding = first(job(culprit, world=2, witnessed=(process(1, "zombie"),)))
     assert (finding.rule, finding.ranks) == ("dead-rank", (1,))
     assert "Rank 0 caught ValueError: no faces in this image out of Trainer.fit at train.py:31" in finding.summary
-    assert finding.summary.endswith("and continued, although the others are ended where one rank raises.")
+    assert finding.summary.endswith("and continued, although the guard ends the others when one rank raises.")
     other = replace(survived, passed="", ago_s=5.0)
     facts = job(replace(culprit, caught=(other,)), world=2, witnessed=(process(1, "zombie"),))
     assert "caught" not in first(facts).summary

@@ -136,7 +136,7 @@ def ended(*ends: dict[str, Any]) -> Finding:
             "SIGKILL comes from outside",
         ),
         ({"ended_by": "SIGSEGV"}, "was ended by SIGSEGV (a segmentation fault)", "native code"),
-        ({"ended_by": "SIGTERM"}, "was ended by SIGTERM, while", "Find out who ends processes there"),
+        ({"ended_by": "SIGTERM"}, "was ended by SIGTERM, while", "Find out what ends processes there"),
         ({"ended_by": "SIGUSR1"}, "was ended by SIGUSR1, while", "Look at the end of this rank's own output"),
         ({}, "The process of rank 1 is gone, while", "Look at the end of this rank's own output"),
     ],

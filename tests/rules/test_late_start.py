@@ -96,7 +96,7 @@ def test_one_that_rests_is_to_work_ahead_of_the_job() -> None:
     assert "with 3.0 GB resident, while" in finding.summary
     assert finding.remedy.startswith("Do this work once and ahead of the job")
     # Nobody knows what it does.
-    assert finding.remedy.endswith("has been started, and its own output.")
+    assert finding.remedy.endswith("was started, and read its output.")
 
 
 def test_one_that_nobody_can_see_is_not_claimed_to_be_there() -> None:
@@ -193,7 +193,7 @@ def test_a_rank_outside_of_the_trainer_is_not_frozen(seen: ProcessFacts | None) 
     facts = job(*others, world=3, witnessed=() if seen is None else (seen,))
     finding = judge(replace(facts, absent=(0,))).findings[0]
     assert (finding.rule, finding.ranks, finding.confidence) == ("late-at-init", (0,), Confidence.POSSIBLE)
-    assert "Rank 0 has not come to this call of the Trainer" in finding.summary
+    assert "Rank 0 has not reached this call of the Trainer" in finding.summary
     assert "while ranks 1-2 wait in" in finding.summary
     assert "frozen-rank" not in {finding.rule for finding in judge(replace(facts, absent=(0,))).findings}
     assert judge(facts).findings[0].rule == "frozen-rank"

@@ -57,7 +57,7 @@ def silent(**seen: object) -> Finding:
         (scenes.fsync_hangs, ("Rank 2 waits for storage in percpu_rwsem_wait", "at train.py:21 in dump")),
         (scenes.starved_of_cores, ("waiting for a core most of the time (18 s of the last 20 s), in training_step",)),
         (scenes.throttled_by_a_quota, ("the CPU quota of its control group (in 199 of the last 201 periods)",)),
-        (scenes.too_starved_to_answer, ("Rank 2 is starved of processor time: it got 4% of a core, while",)),
+        (scenes.too_starved_to_answer, ("Rank 2 is starved of CPU time: it got 4% of a core, while",)),
         (scenes.swapped_out, ("waiting for memory that is swapped out",)),
         (scenes.worker_is_killed, ("worker 4711 of rank 2 was killed by a signal (Killed), and the kernel's out-of-",)),
         (
@@ -523,7 +523,7 @@ def test_the_older_causes_keep_their_names_beside_facts_of_the_machine() -> None
 def test_a_silent_process_is_said_with_what_it_got() -> None:
     seen = ProcessFacts(pid=7, rank=2, state="running", wait_channel="", cpu_s=3.2, ran_share=0.05)
     (evidence,) = first(scenes.without_answer(GLOO, seen)).evidence
-    assert evidence.text == ("Process 7 is running, 3.2 s of processor time used, 5% of a core got while looked at.")
+    assert evidence.text == ("Process 7 is running, 3.2 s of CPU time used, 5% of a core got while looked at.")
 
 
 def test_swap_in_use_is_told_with_a_rank_that_lacks_memory() -> None:

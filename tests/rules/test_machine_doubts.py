@@ -153,7 +153,7 @@ def test_what_happens_on_all_ranks_is_one_finding(type_: str, message: str, rule
 
 def test_workers_that_were_told_to_end_are_no_fault_of_theirs() -> None:
     message = "DataLoader worker (pid 4711) is killed by signal: Terminated. "
-    assert only(everywhere(GLOO, "RuntimeError", message)).remedy.startswith("Something asked it to end")
+    assert only(everywhere(GLOO, "RuntimeError", message)).remedy.startswith("Something asked it to exit")
 
 
 @pytest.mark.parametrize(

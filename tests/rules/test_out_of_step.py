@@ -278,8 +278,8 @@ def worker(*stack: Frame) -> ProcessFacts:
     ("stack", "remedy"),
     [
         ((user("__iter__", 9, code="row = self.rows.get()"), QUEUE), "a thread or a process of the data's own"),
-        ((user("__getitem__", 9, code="with self.lock:"),), "waits for a lock that nobody gives back"),
-        ((user("__getitem__", 9, code="lock.acquire()"),), "waits for a lock that nobody gives back"),
+        ((user("__getitem__", 9, code="with self.lock:"),), "waits for a lock that nobody releases"),
+        ((user("__getitem__", 9, code="lock.acquire()"),), "waits for a lock that nobody releases"),
         ((user("__getitem__", 9, code="return read(path)"),), "Look at the sample"),
     ],
 )

@@ -132,13 +132,13 @@ def test_calls_of_unknown_sites_are_not_compared() -> None:
 
 
 def test_a_stack_that_is_told_with_one_call_is_that_of_all_from_its_site() -> None:
-    def told_once(facts: RankFacts) -> RankFacts:
+    def without_repeats(facts: RankFacts) -> RankFacts:
         newest = {call.site: call.seq for call in facts.collectives}
         calls = (call if newest[call.site] == call.seq else replace(call, stack=()) for call in facts.collectives)
         return replace(facts, collectives=tuple(calls))
 
     facts = of("rgrgrgrb", "rgrrgrb", "rgrgrgrb")
-    finding = first(replace(facts, ranks=tuple(map(told_once, facts.ranks))))
+    finding = first(replace(facts, ranks=tuple(map(without_repeats, facts.ranks))))
     assert (finding.ranks, finding.location.rpartition("/")[2]) == ((1,), "train.py:40 in step")
 
 

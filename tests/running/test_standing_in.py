@@ -166,7 +166,7 @@ def test_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("kind", [DeepSpeedStrategy, XLAStrategy, Strategy])
 def test_other_strategies_are_not_guarded(kind: type) -> None:
-    with pytest.raises(Unguarded, match=f"^{kind.__name__} cannot have it, only DDPStrategy, FSDPStrategy and Model"):
+    with pytest.raises(Unguarded, match=f"^{kind.__name__} is not supported, only DDPStrategy, FSDPStrategy and Model"):
         guarded_class(kind)
 
 
@@ -174,7 +174,7 @@ def test_one_device_needs_no_guard_which_is_said_once(said: Said) -> None:
     for _ in range(2):
         stand_in(trainer := trainer_with("auto", devices=1))
         assert type(trainer.strategy).__name__ == "SingleDeviceStrategy"
-    line = "this Trainer runs as ever, without the guard: it trains on one device, so that no rank waits for another"
+    line = "this Trainer runs without the guard: it trains on one device, so no rank waits for another"
     assert said() == [line]
 
 
@@ -192,7 +192,7 @@ def test_a_launcher_of_the_users_own_is_not_watched(said: Said) -> None:
 
     stand_in(trainer := trainer_with(Launched()))
     assert type(trainer.strategy) is Launched
-    assert said() == ["this Trainer runs as ever, without the guard: the ranks of Launched are started by Ours"]
+    assert said() == ["this Trainer runs without the guard: the ranks of Launched are started by Ours"]
 
 
 def test_where_the_limits_do_not_fit_the_strategy_is_as_it_was(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
@@ -214,7 +214,7 @@ def test_what_fails_in_ours_is_said_and_training_goes_on(monkeypatch: pytest.Mon
     stand_in(trainer)
     assert type(strategy) is DDPStrategy
     (line,) = said()
-    assert line.startswith("the guard has failed and is off, training goes on: OSError('no')")
+    assert line.startswith("the guard failed and is off; training continues: OSError('no')")
 
 
 def test_a_wrong_variable_is_said_once_by_one_rank(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
@@ -234,7 +234,7 @@ def test_a_wrong_variable_is_said_once_by_one_rank(monkeypatch: pytest.MonkeyPat
 def test_of_fabric_it_is_said_that_it_is_not_guarded(said: Said) -> None:
     say_of_fabric()
     say_of_fabric()
-    assert said() == ["Fabric runs as ever, without the guard, which watches Trainers"]
+    assert said() == ["Fabric runs without the guard, which supports Trainers only"]
 
 
 def added(trainer: L.Trainer) -> list[str]:
@@ -283,8 +283,8 @@ def test_callbacks_have_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None
     ("text", "why"),
     [
         ('[{"class_path": "LoaderTuner", "init_args": {"aply": false}}]', "unexpected keyword argument 'aply'"),
-        ("pathlib.Path", "'pathlib.Path' is no Callback of lightning.pytorch"),
-        ("lightning.pytorch.callbacks.EarlyStoping", "is no Callback of lightning.pytorch"),
+        ("pathlib.Path", "'pathlib.Path' is not a Callback of lightning.pytorch"),
+        ("lightning.pytorch.callbacks.EarlyStoping", "is not a Callback of lightning.pytorch"),
         ("not_there.Callback", "No module named 'not_there'"),
     ],
 )
@@ -295,7 +295,7 @@ def test_without_a_callback_that_cannot_be_made_there_is_still_the_guard(
     trainer = trainer_with()
     assert added(trainer) == [] and guards(trainer.strategy)
     (line,) = said()
-    assert line.startswith("no callback is added to those of the Trainer: ") and why in line
+    assert line.startswith("no callback was added to the Trainer: ") and why in line
 
 
 def test_one_device_has_no_callbacks_that_need_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:

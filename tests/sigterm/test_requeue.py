@@ -32,7 +32,7 @@ def requeue(ranks: int, environ: dict[str, str], exchange: type[MemoryExchange] 
 
 
 def test_one_rank_asks_for_all(asked: Path) -> None:
-    assert requeue(3, {"SLURM_JOB_ID": "4711"}) == ["rank 0 had SLURM requeue job 4711"]
+    assert requeue(3, {"SLURM_JOB_ID": "4711"}) == ["rank 0 requeued SLURM job 4711"]
     assert asked.read_text() == "requeue 4711\n"
 
 
@@ -43,7 +43,7 @@ def test_a_task_of_an_array_is_queued_again_alone(asked: Path) -> None:
 
 def test_what_slurm_says_is_said(asked: Path) -> None:
     asked.with_name("fails").touch()
-    assert requeue(1, {"SLURM_JOB_ID": "4711"}) == ["rank 0 could not have SLURM requeue job 4711: no such job"]
+    assert requeue(1, {"SLURM_JOB_ID": "4711"}) == ["rank 0 could not requeue SLURM job 4711: no such job"]
 
 
 class Lost(MemoryExchange):

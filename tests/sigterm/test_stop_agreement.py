@@ -324,7 +324,7 @@ def test_a_failure_of_its_own_is_said_once_and_harms_nobody() -> None:
     for _ in range(3):
         rank.agreement.poll()
     assert len(rank.said) == 1
-    assert "the agreement on where to stop has failed and is off" in rank.said[0]
+    assert "the agreement on where to stop failed and is off" in rank.said[0]
     rank.step()
     assert (rank.begun, rank.has_stopped) == (1, False)
 

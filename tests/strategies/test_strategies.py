@@ -354,7 +354,7 @@ def test_a_healthy_fit_prints_one_line_and_leaves_no_report(safe: tuple[dict[str
     ours = [line for line in said.splitlines() if "ncclsafe" in line]
     # The script fits three times: with the strategy, with its name, which says the same, and with limits of phases.
     assert len(ours) == 2, said
-    asks = "asks why after a wait that is unusually long for the phase (at least 10 s), aborts after 1800 s"
+    asks = "reports a wait that is unusually long for its phase (10 s or more), aborts after 1800 s"
     assert all(line.startswith(f"[ncclsafe] watching 1 rank: {asks}") for line in ours)
     assert "(init 50 s, first_batch 200 s, train 100 s, checkpoint 1200 s)" in ours[1]
     assert seen["steps"] == 2

@@ -23,7 +23,7 @@ def start(warm: Warm, folder: Path, *options: str, job: str = "bert") -> tuple[l
 def test_the_start_after_wrong_code_ends_before_it_trains(warm: Warm, tmp_path: Path) -> None:
     codes, output = start(warm, tmp_path, "misspell")
     assert all(codes) and STOP_CODE not in codes, output
-    assert output.count("[ncclsafe] next: stop: it comes again until the code") == 1, output
+    assert output.count("[ncclsafe] next: stop: it recurs until the code") == 1, output
     (path,) = tmp_path.glob(f"ncclsafe/*/{PLAN_FILE}")
     plan = read_plan(path)
     assert plan is not None and (plan.plan, plan.rule, plan.launch) == (Plan.STOP, "failed-rank", "job bert")
@@ -31,7 +31,7 @@ def test_the_start_after_wrong_code_ends_before_it_trains(warm: Warm, tmp_path: 
     codes, output = start(warm, tmp_path, "nothing")
     assert codes == [STOP_CODE, STOP_CODE], output
     ours = [line for line in output.splitlines() if line.startswith("[ncclsafe]")]
-    assert output.count("this start ends before it trains: the previous start ended by failed-rank") == 1
+    assert output.count("this start ends before training: the previous start ended with failed-rank") == 1
     assert any(str(path) in line for line in ours) and "Traceback" not in output, output
     assert len([*tmp_path.glob("ncclsafe/*/report.json")]) == 1, "that is no incident of its own"
 

@@ -144,7 +144,7 @@ def test_the_death_of_rank_0_is_reported_by_the_others(outcome: Outcome) -> None
 def test_fork_and_the_limit(outcome: Outcome) -> None:
     assert first_finding(outcome)["location"].startswith(line_of("stall"))
     assert outcome.reports[0]["job"]["incident"]["kind"] == "timeout"
-    assert outcome.said[-1] == "the run cannot continue and is being ended"
+    assert outcome.said[-1] == "the run cannot continue, so the guard ends it"
     assert outcome.exit_code != 0
 
 
@@ -191,7 +191,7 @@ def test_a_rank_that_presents_no_loader_is_named_with_what_it_does_instead(outco
     assert (finding["rule"], finding["ranks"]) == ("unpresented-loader", [0])
     assert finding["location"].startswith(line_of("estimate"))
     assert "barrier 'run-stage'" in finding["summary"]
-    assert outcome.said[-1] == "the run cannot continue and is being ended"
+    assert outcome.said[-1] == "the run cannot continue, so the guard ends it"
 
 
 @pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="groups of a mesh keep the timeout that torch gives them")
@@ -203,7 +203,7 @@ def test_a_rank_that_its_neighbours_in_the_mesh_wait_for(outcome: Outcome) -> No
     # Rank 0 waits in a group of the data-parallel ranks, rank 3 in one of tensor-parallel peers.
     ranks = {facts["rank"]: facts for facts in outcome.reports[0]["job"]["ranks"]}
     assert {group["name"] for facts in ranks.values() for group in facts["groups"]} > {"0"}
-    assert outcome.said[-1] == "the run cannot continue and is being ended"
+    assert outcome.said[-1] == "the run cannot continue, so the guard ends it"
     assert outcome.exit_code == EXIT_CODE
 
 

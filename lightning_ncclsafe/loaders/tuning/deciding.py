@@ -16,7 +16,7 @@ SEEDED = (
 )
 ITERABLE = "the batches of an iterable dataset may depend on num_workers: set it if yours do not"
 PERSISTS = "persistent workers may keep what they have read: set it"
-OWN_WAY = "its class overrides how it is iterated: set it"
+OWN_WAY = "its class overrides iteration: set it"
 
 # Measurements of a rank that are kept until all ranks have measured the same intervals.
 _KEPT = 32
@@ -257,5 +257,5 @@ def advised(name: str, forecast: Forecast, why_fixed: str) -> str:
     return (
         f"{name}: {share_words(known.wait_s / known.step_s)} of each step of {time_words(known.step_s)} is waiting for "
         f"data; num_workers={forecast.workers} instead of {known.workers} would bring it to "
-        f"{time_words(forecast.step_s)}. It stays as it is: {why_fixed}"
+        f"{time_words(forecast.step_s)}. It is not changed: {why_fixed}"
     )

@@ -90,7 +90,7 @@ def unresizable(loader: Any) -> str:
         return "the number of batches of an iterable dataset depends on the number of workers"
     own = [method for method in loading.iterates_its_own_way(loader) if method.__module__ != iteration.__name__]
     if own:
-        return f"{type(loader).__name__} overrides how it is iterated ({own[0].__qualname__})"
+        return f"{type(loader).__name__} overrides iteration ({own[0].__qualname__})"
     return unsafe(loader)
 
 

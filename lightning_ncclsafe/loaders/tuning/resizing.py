@@ -313,7 +313,7 @@ class ResizableLoader:
         then = f"{back.workers} worker processes" if back.workers else "no worker processes"
         self._freeze(reason, back)
         with suppress(Exception):
-            self._say(f"{reason}; this loader goes on with {then} from the next batch on, and is not changed again.")
+            self._say(f"{reason}; this loader continues with {then} from the next batch, and is not changed again.")
 
 
 def _words(error: Exception) -> str:

@@ -316,8 +316,7 @@ def _stage_of(name: str) -> str:
 def fewer_workers(name: str, asked: int, workers: int, budget: Budget) -> str:
     """The user's workers are far more than the cores."""
     return (
-        f"{name}: num_workers={workers} instead of {asked} on every rank: that is far more than there are cores for "
-        f"({budget.cores_from})"
+        f"{name}: num_workers={workers} instead of {asked} on every rank: the cores allow no more ({budget.cores_from})"
     )
 
 
@@ -329,4 +328,4 @@ def fewer_ahead(name: str, asked: int, most: int, size: BatchSize, bound: Bound,
         "files": "open files (ulimit -n)",
     }[bound]
     batches = "1 batch" if most == 1 else f"{most} batches"
-    return f"{name}: {batches} of {size_words(size.size_bytes)} ahead instead of {asked:,}: bound by {where}"
+    return f"{name}: {batches} of {size_words(size.size_bytes)} prefetched instead of {asked:,}: limited by {where}"

@@ -9,16 +9,18 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, LOADING, TRAINER_RUN
+from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, LOADING, TRAINER_RUN, Code
 from lightning_ncclsafe.code.marks import mark_at
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import ELSE, ExceptionFacts, Frame
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
@@ -175,6 +177,14 @@ def _serves_ours(file: str, function: str) -> bool:
     return is_library or ALL_OF_TORCH.has(file, function)
 
 
+def main_thread_frames(code: Code | None = None) -> Iterator[Any]:
+    """The main thread's frames, innermost first; only those in there if that is given."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    for inner, _ in traceback.walk_stack(frame):
+        if code is None or code.has(inner.f_code.co_filename, inner.f_code.co_name):
+            yield inner
+
+
 def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
     """The same stack with source lines; around each line of the user's, with the rank condition and the handler.
 
@@ -201,27 +211,20 @@ def _line(file: str, line: int) -> str:
 
 
 _read: set[str] = set()
-_reading: threading.Thread | None = None
+_source_thread = SideThread("ncclsafe-source")
 
 
 def _is_read(file: str) -> bool:
     """Whether the lines of a file are known, as far as there are any, or can be had in a moment."""
-    global _reading
     if file in _read or file.startswith("<"):
         return True
-    if _reading is not None and _reading.is_alive():
-        return False
 
     def read() -> None:
         linecache.getlines(file)
         _read.add(file)
 
-    _reading = threading.Thread(target=read, name="ncclsafe-source", daemon=True)
-    try:
-        _reading.start()
-    except RuntimeError:  # there are none any more
-        return False
-    _reading.join(_READ_S)
+    with suppress(Exception):  # what cannot be read is left out
+        _source_thread.call(read, _READ_S)
     return file in _read
 
 

@@ -23,13 +23,14 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple
 
+from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread
 from lightning_ncclsafe.facts import COLLECTOR, ExceptionFacts, Frame, codec
 from lightning_ncclsafe.probes.process.stacks import calling, exception_facts, seen_frame
 
@@ -57,6 +58,8 @@ _SIGNALS = {
 }
 _MOST_BYTES = 1 << 20
 _STDERR = 2
+# How long the storage that a stderr is on may take: a file that is not dead is in memory.
+_STDERR_S = 0.2
 # The end of a file is enough: a process that aborts writes nothing afterwards, its peers a traceback or two.
 _TAIL_BYTES = 1 << 17
 _MOST_SAID = 300
@@ -327,39 +330,51 @@ class LastWord(NamedTuple):
 
 
 class LastWords:
-    """Holds the files of the other ranks of this host."""
+    """Holds the files of the other ranks of this host. Storage that a stderr is on is not waited for."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
         self._stderr: dict[int, tuple[int, int]] = {}
+        self._storage = SideThread("ncclsafe-stderr")
+        self._is_closed = False
 
     def hold(self, processes: Iterable[tuple[int, int]]) -> None:
         """Opens the files of processes, by process id and by file descriptor in that process; -1 where it has none."""
-        for pid, fd in processes:
-            if fd >= 0 and pid not in self._files:
-                with suppress(OSError):
-                    self._files[pid] = _open(pid, fd)
-                with suppress(OSError):
-                    self._hold_stderr(pid)
+        new = [(pid, fd) for pid, fd in processes if fd >= 0 and pid not in self._files]
+        for pid, fd in new:
+            with suppress(OSError):
+                self._files[pid] = _open(pid, fd)
+        if new:
+            self._from_storage(lambda: self._hold_stderr([pid for pid, _ in new]))
 
-    def _hold_stderr(self, pid: int) -> None:
-        # A pipe or a terminal would be opened anew, and what is read of it would be lost to whoever reads it.
-        if stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{_STDERR}").st_mode):
-            file = _open(pid, _STDERR)
-            self._stderr[pid] = file, os.fstat(file).st_size
+    def _hold_stderr(self, pids: Iterable[int]) -> str:
+        for pid in pids:
+            with suppress(OSError):
+                # A pipe or a terminal would be opened anew, and what is read of it would be lost to whoever reads it.
+                if pid not in self._stderr and stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{_STDERR}").st_mode):
+                    file = _open(pid, _STDERR)
+                    self._stderr[pid] = file, os.fstat(file).st_size
+        if self._is_closed:  # meanwhile
+            self.close()
+        return ""
 
     def of(self, pid: int) -> LastWord:
         """What a process that is gone has written last."""
         found = LastWord("", ())
         with suppress(OSError, KeyError):
             found = last_word(_text(self._files[pid], 0, _MOST_BYTES))
-        if found.signal in ("", "SIGABRT"):
-            with suppress(OSError, KeyError):
-                file, began = self._stderr[pid]
-                return found._replace(
-                    said=why(_text(file, max(began, os.fstat(file).st_size - _TAIL_BYTES), _TAIL_BYTES))
-                )
+        if found.signal in ("", "SIGABRT") and pid in self._stderr:
+            return found._replace(said=self._from_storage(lambda: self._said(pid)))
         return found
+
+    def _said(self, pid: int) -> str:
+        file, began = self._stderr[pid]
+        return why(_text(file, max(began, os.fstat(file).st_size - _TAIL_BYTES), _TAIL_BYTES))
+
+    def _from_storage(self, read: Callable[[], str]) -> str:
+        with suppress(OSError, KeyError, NoThreadError):
+            return self._storage.call(read, _STDERR_S)
+        return ""
 
     def raised(self, pid: int) -> ExceptionFacts | None:
         """The exception that has left the program of a process, be it gone or about to end; None without one."""
@@ -370,6 +385,7 @@ class LastWords:
 
     def close(self) -> None:
         """Gives the files back."""
+        self._is_closed = True
         held = [*self._files.values(), *(file for file, _ in self._stderr.values())]
         self._files, self._stderr = {}, {}
         for file in held:

@@ -1,7 +1,8 @@
-"""Lines in the source of a hook of the user's: where it returns nothing, logs a key, or has the loop end."""
+"""Lines in the source of the user's hooks: where one returns nothing, logs a key, or has the loop end."""
 
 import ast
 import inspect
+import itertools
 import linecache
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,8 @@ from lightning_ncclsafe.probes.process.stacks import is_user_code, rank_conditio
 
 BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepare_data", "setup"}
 """What Lightning calls before the first batch."""
+MOST_LINES = 8
+"""Of several that would do, so many are reported."""
 
 
 class HookSource:
@@ -118,8 +121,26 @@ def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
             yield from functions
 
 
+def source_of(module: Any, hook: str) -> HookSource:
+    """The source of a module's hook, as its class has it: while a strategy runs a step, ``forward`` is another one."""
+    return HookSource(getattr(type(module), hook, None))
+
+
+def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...]]) -> tuple[str, ...]:
+    """Lines in the user's functions of these objects, the first few.
+
+    Args:
+        owners: The objects.
+        asked: What gives the lines of one function.
+    """
+    kinds = dict.fromkeys(type(owner) for owner in owners if owner is not None)
+    functions = itertools.chain(*map(own_functions, kinds))
+    found = dict.fromkeys(line for function in functions for line in asked(HookSource(function)))
+    return tuple(itertools.islice(found, MOST_LINES))
+
+
 def lines_that_set(attributes: Iterable[str], file: str) -> tuple[str, ...]:
-    """The same of all functions in a file, whosever they are."""
+    """Lines in a file, whosever it is, that set one of these attributes."""
     names = {*attributes}
     found = ((node, function) for function in _functions(file) for node in _inside(function.body))
     return tuple(f"{file}:{node.lineno} in {function.name}" for node, function in found if _sets(node, names))

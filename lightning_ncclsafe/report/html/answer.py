@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.opening import compares
-from lightning_ncclsafe.report.ranks import is_recorded, told_once
+from lightning_ncclsafe.report.ranks import is_recorded, without_repeats
 from lightning_ncclsafe.rules.kit.sentences import others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words
@@ -25,7 +25,7 @@ _TABLES = {"flight recorder": "groups", "counters": "groups", "host": "hosts", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Observation:
     """One observation.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cause:
     place: str
     code: str
     waits: str
-    evidence: tuple[Told, ...]
+    evidence: tuple[Observation, ...]
 
 
 def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Container[str]) -> list[Cause]:
@@ -84,9 +84,9 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
             place=_short_place(finding.location),
             code=_code(view, finding),
             waits="" if compares(diagnosis.job) else _waits(view, finding),
-            evidence=tuple(_told(finding, place, tables)),
+            evidence=tuple(_observations(finding, place, tables)),
         )
-        for finding, alike in told_once(diagnosis.findings)
+        for finding, alike in without_repeats(diagnosis.findings)
     ]
 
 
@@ -120,7 +120,7 @@ def _waits(view: Timeline, finding: Finding) -> str:
     return capitalised(ranks_words(ranks) if ranks and words in finding.summary else words)
 
 
-def _told(finding: Finding, place: Place, tables: Container[str]) -> Iterator[Told]:
+def _observations(finding: Finding, place: Place, tables: Container[str]) -> Iterator[Observation]:
     """Its evidence; what was observed alike on several ranks once."""
     alike: dict[tuple[str, str], list[Evidence]] = defaultdict(list)
     for evidence in finding.evidence:
@@ -130,7 +130,7 @@ def _told(finding: Finding, place: Place, tables: Container[str]) -> Iterator[To
         link = next((place(rank, source) for rank in made_on or finding.ranks[:1]), "")
         if not made_on and (table := _TABLES.get(source, "")) in tables:
             link = table
-        yield Told(source=source, text=text, ranks=ranks_words(made_on) if made_on else "", link=link)
+        yield Observation(source=source, text=text, ranks=ranks_words(made_on) if made_on else "", link=link)
 
 
 def _code(view: Timeline, finding: Finding) -> str:

@@ -75,7 +75,7 @@ def _other_classes(loader: JobLoader, found: Differences) -> Finding:
     )
 
 
-OWN_SHARDS = "If each rank is meant to have a shard of its own, set use_distributed_sampler=False in the Trainer."
+OWN_SHARDS = "If each rank should have its own shard, set use_distributed_sampler=False in the Trainer."
 
 
 @agreement_rule(

@@ -38,8 +38,8 @@ _OF_BATCHES: Questions[LoaderFacts] = {
 @agreement_rule(
     after="sampler-disagreement",
     remedy=(
-        "Give the loader the same settings on all ranks; where they are worked out from memory, cores or the name of "
-        "the host, let rank 0 decide for all."
+        "Give the loader the same settings on all ranks; if they are computed from memory, cores or the host's name, "
+        "let rank 0 decide for all."
     ),
     plan=Plan.STOP,
 )

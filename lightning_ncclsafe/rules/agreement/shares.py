@@ -39,17 +39,17 @@ _READ = "first batches"
 _LISTED_GROUPS = 4
 _FIXED_ORDERS = ("sequential", "listed")
 _REMEDY_SPLIT = (
-    "Keep use_distributed_sampler=True in the Trainer, or give the loader a DistributedSampler, or each rank a shard "
-    "of its own by trainer.global_rank."
+    "Keep use_distributed_sampler=True in the Trainer, or give the loader a DistributedSampler, or each rank its own "
+    "shard by trainer.global_rank."
 )
 _REMEDY_ITERATED = (
-    "No sampler can split data that is just iterated. Let its __iter__ give each rank a part of its own: every n-th "
-    "sample or file by rank, torch.distributed.get_rank(), and by worker; or, where it draws its samples at random, "
-    "seed that generator with a number that depends on the rank. Where a library makes it, look for an option of the "
-    "library's for that, or set these seeds before the library draws."
+    "No sampler can split an iterable dataset. Let its __iter__ give each rank its own part: every n-th sample or file "
+    "by rank, torch.distributed.get_rank(), and by worker; or, if it draws its samples at random, seed that generator "
+    "with a number that depends on the rank. If a library makes the dataset, look for such an option in the library, "
+    "or set these seeds before the library draws."
 )
 _REMEDY_EVALUATION = (
-    "If these ranks are meant to evaluate the same, there is nothing to do; otherwise give each rank a part of its own."
+    "If these ranks should evaluate the same data, there is nothing to do; otherwise give each rank its own part."
 )
 _UNSPLIT = (
     "Its sampler was made for a single replica, probably before the process group existed: make it in the dataloader "
@@ -71,7 +71,7 @@ def same_shard(view: JobData) -> Iterator[Finding]:
         IterableDataset that yields the same on all ranks because it does not know its rank.
 
     Remedy:
-        Let a sampler split the data, or give each rank its own shard; of data that is iterated, in its __iter__, or by
+        Let a sampler split the data, or give each rank its own shard; for an iterable dataset, in its __iter__, or by
         a seed that depends on the rank.
 
     Cannot see:
@@ -205,8 +205,9 @@ class _Wrong(NamedTuple):
 @agreement_rule(
     after="different-peers",
     remedy=(
-        "Make the sampler alike on all ranks: DistributedSampler(dataset, num_replicas=number of data-parallel ranks, "
-        "rank=data-parallel rank, seed=a fixed number), with set_epoch called on all ranks; or leave it to Lightning."
+        "Make the sampler the same on all ranks: DistributedSampler(dataset, num_replicas=number of data-parallel "
+        "ranks, rank=data-parallel rank, seed=a fixed number), with set_epoch called on all ranks; or leave it to "
+        "Lightning."
     ),
     plan=Plan.STOP,
 )

@@ -26,8 +26,8 @@ from lightning_ncclsafe.rules.kit import (
 _SAVES = ("save_checkpoint", "barrier:Trainer.save_checkpoint")
 _LISTED = 8
 _REMEDY = (
-    "{advice}. Where a save may fail and training go on, let all ranks learn of it: catch the exception around the "
-    "writing alone (in a CheckpointIO of your own), so that this rank still comes to the barrier, or raise it."
+    "{advice}. If training should continue after a failed save, catch the exception around the writing alone (in your "
+    "own CheckpointIO), so that this rank still reaches the barrier; otherwise raise it."
 )
 
 
@@ -80,7 +80,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     at = f" at {short_location(frame)}" if frame else ""
     text = (
         f"the checkpoint's save on {ranks_words(ranks)} raised {said(failed)}{at}, which was caught, so that "
-        f"{verb(ranks, 'it', 'they')} never came to the save's barrier and {verb(ranks, 'is', 'are')} now "
+        f"{verb(ranks, 'it', 'they')} never reached the save's barrier and {verb(ranks, 'is', 'are')} now "
         f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
     return finding(

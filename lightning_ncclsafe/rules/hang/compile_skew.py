@@ -22,10 +22,10 @@ _LISTED = 8
 @hang_rule(
     after="checkpoint-skipped-barrier",
     remedy=(
-        "Give the first batch more time (PhaseTimeouts(first_batch=…)), and let the hosts have the same warm caches: "
-        "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR on a path that all share or that is copied there, compiled once "
-        "ahead of the job. If it compiles again later in a run, shapes differ between ranks: "
-        "torch.compile(dynamic=True), or TORCH_LOGS=recompiles to see why."
+        "Give the first batch more time (PhaseTimeouts(first_batch=…)), and give all hosts the same warm caches: "
+        "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR on a shared or copied path, filled once before the job. If it "
+        "compiles again later in a run, shapes differ between ranks: torch.compile(dynamic=True), or "
+        "TORCH_LOGS=recompiles to see why."
     ),
 )
 def compile_skew(view: Timeline) -> Iterator[Finding]:

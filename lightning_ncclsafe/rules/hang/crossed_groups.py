@@ -35,8 +35,8 @@ from lightning_ncclsafe.rules.kit import (
 
 _TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
 _REMEDY_MADE = (
-    "Call new_group on all ranks for every group, in the same order, also where this rank is no member; only with "
-    "use_local_synchronization=True its members alone may."
+    "Call new_group on all ranks for every group, in the same order, even if this rank is not a member; only with "
+    "use_local_synchronization=True may the members alone call it."
 )
 _SAID = 4
 _LISTED = 8
@@ -46,8 +46,8 @@ _LISTED = 8
     after="uneven-batches",
     remedy=(
         "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and "
-        "no group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, "
-        "too: each waits on the device for those before it."
+        "no group entered under a condition on the rank before another one. With NCCL, this applies to asynchronous "
+        "collectives, too: each waits on the device for those before it."
     ),
     plan=Plan.STOP,
 )

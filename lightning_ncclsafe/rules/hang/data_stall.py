@@ -39,13 +39,13 @@ _REMEDY_NO_WORKERS = (
     "This loader reads on the training thread: give it workers (num_workers), and look at the sample and its storage."
 )
 _REMEDY_LOCK = (
-    "This line waits for a lock that nobody gives back: look at what else takes it. One that a thread held when a "
-    "worker was forked is never free there: make it in the worker (worker_init_fn), or start workers with "
+    "This line waits for a lock that nobody releases: look at what else takes it. If a thread held it when a worker "
+    "was forked, it is never released there: create it in the worker (worker_init_fn), or start workers with "
     'multiprocessing_context="spawn".'
 )
 _REMEDY_FEEDER = (
-    "This line waits for a thread or a process of the data's own: look at whether that is still there, and at the last "
-    "it has said. Let it hand its exceptions on to whoever reads from it, and wait with a timeout."
+    "This line waits for a thread or a process of the data's own: check whether that is still alive, and read its last "
+    "output. Let it pass its exceptions to whoever reads from it, and wait with a timeout."
 )
 _REMEDY_THREAD = (
     "Correct the {error}; and let whoever waits learn of it: catch it in the thread and put it into the queue, use a "
@@ -121,7 +121,7 @@ def _evidence(facts: RankFacts) -> Iterator[Evidence]:
     for loader in facts.loaders:
         yield Evidence(source="loader", rank=facts.rank, text=_loader_words(loader))
     for worker in facts.workers[:8]:
-        cpu = f", {worker.cpu_s:.1f} s of processor time" if worker.cpu_s is not None else ""
+        cpu = f", {worker.cpu_s:.1f} s of CPU time" if worker.cpu_s is not None else ""
         rss = f", {size_words(worker.rss_bytes)} resident" if worker.rss_bytes is not None else ""
         text = f"Worker {worker.pid} is {_worker_words(worker)}{cpu}{rss}."
         yield Evidence(source="process", rank=facts.rank, text=text)

@@ -52,11 +52,11 @@ _REMEDY_KILLED = (
     "otherwise look at the scheduler, the launcher, or whoever else can kill processes there."
 )
 _REMEDY_ENDED = (
-    "Find out who ends processes there: a scheduler whose time limit is reached, a launcher, a kill command."
+    "Find out what ends processes there: a scheduler whose time limit is reached, a launcher, a kill command."
 )
 _REMEDY_FAULT = (
-    "This is a fault in native code, of a library or an extension. Look at the end of this rank's own output, and at "
-    "the line that it was in; PYTHONFAULTHANDLER=1 prints it."
+    "This is a bug in native code, in a library or an extension. Look at the end of this rank's own output, and at the "
+    "line that it was in; PYTHONFAULTHANDLER=1 prints it."
 )
 _FAULTS = {
     "SIGSEGV": "a segmentation fault",
@@ -67,11 +67,11 @@ _FAULTS = {
 }
 _ENDS = ("SIGTERM", "SIGINT", "SIGHUP")
 _REMEDY_GLOO = (
-    ' "op.preamble.length <= op.nbytes" there is gloo, which ends a process that is sent more than it has room for: '
-    "then ranks called different collectives or different sizes."
+    ' "op.preamble.length <= op.nbytes" there means that gloo aborted a process that received more than it had room '
+    "for: then ranks called different collectives or different sizes."
 )
 _REMEDY_OOM = (
-    "Need less memory on the host: fewer loader workers, a smaller prefetch_factor, no full copy of the dataset in "
+    "Use less memory on the host: fewer loader workers, a smaller prefetch_factor, no full copy of the dataset in "
     "every rank; or raise the memory limit of the job."
 )
 

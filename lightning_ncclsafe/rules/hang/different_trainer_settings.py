@@ -24,7 +24,7 @@ from lightning_ncclsafe.rules.kit import (
 _LISTED = 8
 _START = ("first epoch", "first step")
 _REMEDY = (
-    "Give the Trainer the same arguments on all ranks: look for what each rank works out for itself, from a clock, the "
+    "Give the Trainer the same arguments on all ranks: look for what each rank computes for itself, from a clock, the "
     "host's name, its memory, its environment or a file of its own. Decide it once: on one rank that broadcasts it, or "
     "as an argument of the job."
 )

@@ -88,21 +88,21 @@ _REMEDY_MONITOR = (
     "not under a condition."
 )
 _REMEDY_PASSES = (
-    "Make as many backward passes on all ranks in every batch: agree on it before a batch is repeated or divided on "
-    "one of them, and use no optimizer that asks for the loss as often as each rank's own values say (LBFGS). What was "
-    "trained since that batch has mixed gradients."
+    "Make the same number of backward passes on all ranks in every batch: agree before one rank repeats or divides a "
+    "batch, and use no optimizer that evaluates the loss as often as each rank's own values require (LBFGS). Training "
+    "since that batch has mixed gradients."
 )
 _REMEDY_THREADS = (
-    "Call collectives in one thread only, the one that trains: let the other thread pass its numbers to a hook, which "
-    "reduces them on all ranks after the same batch. If it has to be another thread, give it a process group of its "
-    "own (torch.distributed.new_group, on all ranks), and call the same collectives there on all ranks."
+    "Call collectives only in the thread that trains: let the other thread pass its numbers to a hook, which reduces "
+    "them on all ranks after the same batch. If it must be another thread, give it its own process group "
+    "(torch.distributed.new_group, on all ranks), and call the same collectives there on all ranks."
 )
 _REMEDY_CAUGHT = (
     "Call nothing that takes all ranks while an exception of one rank is handled. Let it end the rank, which ends the "
     "others, too; or let all ranks agree on it first: reduce a flag that says who has failed, in the same place on all."
 )
 _CALLS = 4
-_FEWER_BATCHES = "With fewer batches on some ranks than on others it would look the same: compare the loaders' lengths."
+_FEWER_BATCHES = "Fewer batches on some ranks than on others would look the same: compare the loaders' lengths."
 _REMEDY_ALONE = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
     "alone, make a Trainer of its own with devices=1 and no distributed strategy, once the other ranks have left."

@@ -33,17 +33,16 @@ from lightning_ncclsafe.rules.kit import (
 
 _LISTED = 8
 _REMEDY = (
-    "Log the same keys with sync_dist=True on all ranks, in the same order: a value that a rank does not have as 0 or "
-    "nan, and what one rank alone has with sync_dist=False and rank_zero_only=True."
+    "Log the same keys with sync_dist=True on all ranks, in the same order: log 0 or nan for a value that a rank does "
+    "not have, and log what only one rank has with sync_dist=False and rank_zero_only=True."
 )
 _REMEDY_ENTRIES = (
-    "Update this metric equally often on all ranks, also where a batch has nothing for it (with an empty tensor), or "
-    "give its state dist_reduce_fx='cat', which gathers all entries as one tensor. Check, too, that no rank leaves out "
-    "compute()."
+    "Update this metric equally often on all ranks, even if a batch has nothing for it (with an empty tensor), or give "
+    "its state dist_reduce_fx='cat', which gathers all entries as one tensor. Check, too, that no rank skips compute()."
 )
 _DECIDES = (
-    " All these ranks have logged the same keys at some time. If the step at this moment does not log it on the "
-    "others, it is this; if they log it in every batch, a rank has skipped another collective before."
+    " All these ranks have logged the same keys at some time. If the other ranks do not log it in this step, that is "
+    "the cause; if they log it in every batch, a rank has skipped another collective before."
 )
 
 

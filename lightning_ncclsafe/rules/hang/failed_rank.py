@@ -30,7 +30,7 @@ _MESSAGE = 200
 _INTERRUPT = "KeyboardInterrupt"
 _REMEDIES = {
     "SystemExit": (
-        "A rank that leaves alone fails the run, with whatever status. Let all ranks leave at the same batch: set "
+        "A rank that exits alone makes the run fail, whatever its status. Let all ranks exit at the same batch: set "
         "trainer.should_stop on all of them, or broadcast the decision; or raise an exception if this is an error."
     ),
     _INTERRUPT: "Send SIGINT to all ranks, as Ctrl-C on the terminal does, or SIGTERM to one: then all stop together.",

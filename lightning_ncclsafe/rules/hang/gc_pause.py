@@ -26,12 +26,12 @@ _LONG_S = 1.0
 _SHARE = 0.5
 _REMEDY = (
     "Keep fewer Python objects: hold the data in arrays or tensors instead of lists and dicts of small objects, call "
-    "gc.freeze() once the data is loaded (it is never looked at again), or gc.disable() and gc.collect() at the same "
-    "step on every rank."
+    "gc.freeze() once the data is loaded (it is then never scanned again), or gc.disable() and gc.collect() at the "
+    "same step on every rank."
 )
 _REMEDY_FINALIZER = (
     "Let no __del__, weakref callback or destructor wait for anything (a lock, a file, a server, another thread or "
-    "rank): close what it closes where it is no longer needed, before the last reference to it goes."
+    "rank): close such resources explicitly when they are no longer needed, before the last reference is dropped."
 )
 
 

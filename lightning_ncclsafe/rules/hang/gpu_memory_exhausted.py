@@ -47,10 +47,10 @@ _ROOM_SHARE = 0.1
 
 @hang_rule(
     remedy=(
-        "Need less memory on this GPU: a smaller batch with more gradient accumulation, a limit on the longest sample, "
-        "activation checkpointing, sharding; PYTORCH_ALLOC_CONF=expandable_segments:True where much is reserved and "
-        "not allocated. If only some batches need so much, sort or cut samples by length: every rank has to live "
-        "through its largest one. Other processes on this GPU count, too (nvidia-smi)."
+        "Use less memory on this GPU: a smaller batch with more gradient accumulation, a limit on the longest sample, "
+        "activation checkpointing, sharding; PYTORCH_ALLOC_CONF=expandable_segments:True if much is reserved but not "
+        "allocated. If only some batches need so much, sort or cut samples by length: every rank must cope with its "
+        "largest one. Other processes on this GPU count, too (nvidia-smi)."
     ),
     reads_exceptions=True,
 )

@@ -45,8 +45,8 @@ def _plan(view: Timeline, finding: Finding) -> Plan:
     remedy=(
         "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power "
         "and temperature. If the same GPU stands out in several jobs, take its host out (--exclude) and have it "
-        "checked (dcgmi diag -r 3). If it moves to another GPU with the code, it is a kernel of yours: find it with "
-        "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+        "checked (dcgmi diag -r 3). If it moves to another GPU with the code, the cause is one of your kernels: find "
+        "it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
     ),
     plan=_plan,
 )

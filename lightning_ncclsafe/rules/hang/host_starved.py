@@ -39,7 +39,7 @@ class _Need(Enum):
 
     CORES = (
         "is|are waiting for a core most of the time",
-        "Give this rank cores of its own: fewer loader workers and threads (OMP_NUM_THREADS) for all ranks of the host "
+        "Give this rank its own cores: fewer loader workers and threads (OMP_NUM_THREADS) for all ranks of the host "
         "together, no other job on it, a CPU mask that does not put several ranks on one core (taskset, srun "
         "--cpus-per-task, --cpu-bind).",
     )
@@ -74,7 +74,7 @@ def host_starved(view: Timeline) -> Iterator[Finding]:
     """
     for rank, process in _starved(view):
         swapped = process.state == "disk-sleep"
-        starved = f"starved of processor time: it got {process.ran_share or 0:.0%} of a core"
+        starved = f"starved of CPU time: it got {process.ran_share or 0:.0%} of a core"
         yield silent_finding(
             view,
             rank,

@@ -35,7 +35,7 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-_REMEDY_NOT_STARTED = "Check also that every rank's process has been started, and its own output."
+_REMEDY_NOT_STARTED = "Also check that every rank's process was started, and read its output."
 _LISTED = 8
 _OTHER_RULES = (Kind.LOADER, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _REMEDY = (
@@ -44,7 +44,7 @@ _REMEDY = (
 )
 _REMEDY_OUTSIDE = (
     "Look at the code before this call of the Trainer, above all under a condition on the rank: work there takes time, "
-    "and trainer.save_checkpoint, barriers and gathers have to be called by all ranks."
+    "and trainer.save_checkpoint, barriers and gathers must be called by all ranks."
 )
 
 
@@ -87,11 +87,11 @@ def _outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
     does = place_words(frame) if frame else "at work or in a collective that the others do not call"
     text = (
-        f"{clause(ranks, 'has|have not come to this call of the Trainer')}: "
+        f"{clause(ranks, 'has|have not reached this call of the Trainer')}: "
         f"{verb(ranks, 'it is', 'they are')} still in the program's own code before it, {does}"
         f"{while_others_wait(view, ranks)}."
     )
-    known = f"The process group is there, and {clause(ranks, 'has|have not begun to watch')}."
+    known = f"The process group exists, but {clause(ranks, 'has|have not started the guard')}."
     return finding(
         view,
         ranks,

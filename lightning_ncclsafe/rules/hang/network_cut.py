@@ -27,9 +27,9 @@ _NAMED = re.compile(r"[\w.-]+(?=<\d+>)|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.]
 _NO_ROUTE = re.compile(r"no route|unreachable|is down")
 _LISTED = 8
 _REMEDY_ONE_HOST = (
-    "All ranks are on one host, so that no cable is at fault: look for what closes or resets their connections, a "
-    "firewall on the host, an interface that went down (dmesg, ip -s link), code that closes file descriptors or "
-    "destroys the process group on some rank."
+    "All ranks are on one host, so no cable is at fault: look for what closes or resets their connections, a firewall "
+    "on the host, an interface that went down (dmesg, ip -s link), code that closes file descriptors or destroys the "
+    "process group on some rank."
 )
 _REMEDY = (
     "Look at the network between these hosts on the interface that was used: link and error counters (ethtool -S, "

@@ -29,8 +29,8 @@ _LISTED = 8
 @hang_rule(
     after="unpresented-loader",
     remedy=(
-        "This is a fault of lightning_ncclsafe, or of what it waits for on this host, not of your code. Continue "
-        "without the callback named there (the strategy works without any), and report it with report.json."
+        "This is a bug in lightning_ncclsafe, or in what it waits for on this host, not in your code. Continue without "
+        "the callback named there (the strategy works without any), and report it with report.json."
     ),
 )
 def own_code(view: Timeline) -> Iterator[Finding]:
@@ -40,7 +40,7 @@ def own_code(view: Timeline) -> Iterator[Finding]:
         Nothing makes progress; the stack of one rank ends in a callback or in the guard of this package.
 
     Cause:
-        A fault of this package, or storage or a store that does not answer it.
+        A bug in this package, or a storage or store that does not answer it.
 
     Remedy:
         Continue without the callback that is named; report it.

@@ -26,10 +26,10 @@ _FIRST = 8
 @hang_rule(
     after="gpu-stuck",
     remedy=(
-        "Run once with NCCL_P2P_DISABLE=1: if that passes, peer-to-peer transfers between these GPUs are what is "
-        "blocked, and if not, they are not. Then, as the transfers go through the host meanwhile, slowly: turn off "
+        "Run once with NCCL_P2P_DISABLE=1: if that passes, peer-to-peer transfers between these GPUs are blocked; if "
+        "not, they are not the cause. With this setting, transfers go through the host, slowly. To fix it, turn off "
         "PCIe ACS (lspci -vvv | grep ACSCtl) or the IOMMU (amd_iommu=off or iommu=pt on the kernel's command line) on "
-        "bare metal, and change the driver (545 is known for it). nvidia-smi topo -p2p r tells which pairs the driver "
+        "bare metal, or change the driver (545 is known for this). nvidia-smi topo -p2p r shows which pairs the driver "
         "allows."
     ),
     plan=Plan.RESTART_WITHOUT_HOST,

@@ -31,8 +31,8 @@ _REMEDY_FINISHED = (
     "the last batch, under a condition that does not hold on all ranks."
 )
 _REMEDY_ALONE = (
-    "What is waited for here is no collective: look at whether the thread, the program or the service that is to "
-    "answer is still there, and at what it said last. Wait with a timeout."
+    "These ranks do not wait in a collective: check whether the thread, program or service that should answer is still "
+    "alive, and read its last output. Wait with a timeout."
 )
 _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."

@@ -56,7 +56,7 @@ _STEP_HOOKS = (
 )
 _REMEDY_SHARDED = (
     "A model that is spread over the ranks (FSDP, tensor parallelism) cannot be run, saved or read by one rank alone: "
-    "each part of it is gathered from all. Let every rank go through this code, each with its share of the data, or "
+    "each part is gathered from all ranks. Let every rank go through this code, each with its share of the data, or "
     "gather the weights on all ranks first (get_model_state_dict with full_state_dict=True), and leave only what needs "
     "no model, such as plots and files, under the condition."
 )

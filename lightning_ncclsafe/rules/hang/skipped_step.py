@@ -36,21 +36,21 @@ _LISTED = 8
 _OTHERS = 3
 _REMEDY_PASSES = (
     "Make the same backward passes on all ranks in every batch: decide from the batch's index whether an optimizer has "
-    "its turn, or agree on it first; go through a pass whose loss is of no use with 0 times the loss. What was trained "
-    "since that batch has mixed gradients: resume from a checkpoint before it."
+    "its turn, or agree on it first; if a loss is unusable, run the backward pass with 0 times the loss. What was "
+    "trained since that batch has mixed gradients: resume from a checkpoint before it."
 )
 _REMEDY_STEPS = (
     "Let all ranks make an optimizer's step in the same batches: decide from the batch's index, or agree on it first. "
-    "This alone lets nobody wait; look at what else the same condition decides."
+    "This alone makes no rank wait; look at what else the same condition decides."
 )
 
 
 @hang_rule(
     after="exception-during-save",
     remedy=(
-        "Let all ranks skip a batch or none: agree on it first (reduce a flag over all ranks and skip where any has it "
-        "set), or go through the backward pass with a loss of 0 times the model's output, so that the gradients of a "
-        "bad batch are 0."
+        "Let all ranks skip a batch or none: agree on it first (reduce a flag over all ranks and skip if any has set "
+        "it), or run the backward pass with a loss of 0 times the model's output, so that the gradients of a bad batch "
+        "are 0."
     ),
     follows=("different-trainer-settings", "stopped-early"),
     reads_exceptions=True,

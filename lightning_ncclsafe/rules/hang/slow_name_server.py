@@ -19,7 +19,7 @@ _LISTED = 8
     remedy=(
         "Look at the name server on that host: how long does `getent hosts ADDRESS` take, for the addresses of all "
         "hosts and for ::ffff:127.0.0.1? Write names and addresses of the hosts into /etc/hosts, run a caching "
-        "resolver on each host, or make a lost question cheap: RES_OPTIONS='timeout:1 attempts:1' in the environment."
+        "resolver on each host, or make a lost query cheap: RES_OPTIONS='timeout:1 attempts:1' in the environment."
     ),
     plan=Plan.RESTART,
 )

@@ -31,8 +31,8 @@ _REMEDIES = {
         "your own before you set trainer.should_stop (self.trainer.strategy.reduce_boolean_decision(stop, all=False))."
     ),
     LoopEnd.MAX_STEPS: (
-        "Look for optimizer steps that one rank makes and another leaves out: manual optimization under a condition, "
-        "steps skipped by a gradient scaler, another accumulation. max_epochs ends all ranks after the same batch."
+        "Look for optimizer steps that one rank makes and another skips: manual optimization under a condition, steps "
+        "skipped by a gradient scaler, another accumulation. max_epochs ends all ranks after the same batch."
     ),
     LoopEnd.UNKNOWN: (
         "Look for a StopIteration that leaves training_step or a hook on this rank, of next() on an iterator of your "

@@ -18,7 +18,7 @@ _SIGNAL = (
     "Send SIGCONT to process {pid} on its host (kill -CONT {pid}). It was sent SIGSTOP or SIGTSTP: by Ctrl-Z, a "
     "scheduler that suspends jobs (scontrol suspend), or a tool that stops processes for a while."
 )
-_DEBUGGER = "Let the debugger or tracer of process {pid} go on, or detach it (TracerPid in /proc/{pid}/status)."
+_DEBUGGER = "Continue process {pid} in its debugger or tracer, or detach it (TracerPid in /proc/{pid}/status)."
 _FREEZER = (
     "Thaw the control group of process {pid} (docker unpause, crictl, or freezer.state / cgroup.freeze of its group): "
     "a container's or a scheduler's pause has frozen it."
@@ -30,7 +30,7 @@ def stopped_process(view: Timeline) -> Iterator[Finding]:
     """A rank's process is stopped; nothing in it can run, not even the guard.
 
     Symptom:
-        All other ranks wait; one prints nothing, does not answer and uses no processor time, and its process is in
+        All other ranks wait; one prints nothing, does not answer and uses no CPU time, and its process is in
         state T, or frozen.
 
     Cause:

@@ -29,11 +29,11 @@ _UNREAD = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "NCCL_COMM_TIMEOUT", "TORCH_NCCL_T
 _LISTED = 8
 _RECENT = 16
 _REMEDY = (
-    "Give this group the same timeout: torch.distributed.new_group(ranks, timeout=timedelta(...)), "
-    "DeviceMesh and the store have one of their own, and timeout=timedelta(...) of the strategy is for the groups that "
-    "the strategy makes. Then look at why it was waited for that long: a longer timeout alone makes the wait longer."
+    "Give this group the same timeout: torch.distributed.new_group(ranks, timeout=timedelta(...)), DeviceMesh and the "
+    "store have their own, and timeout=timedelta(...) of the strategy applies to the groups that the strategy creates. "
+    "Then find out why the wait was that long: a longer timeout alone makes it longer."
 )
-_REMEDY_UNREAD = " {name} is read by nothing: remove it, and pass timeout=timedelta(...) to the strategy."
+_REMEDY_UNREAD = " Nothing reads {name}: remove it, and pass timeout=timedelta(...) to the strategy."
 
 
 @hang_rule(after="unused-parameters", reads_exceptions=True)
@@ -50,7 +50,7 @@ def timeout_misuse(view: Timeline) -> Iterator[Finding]:
         Use one timeout for all groups; then fix the cause of the wait itself.
 
     Cannot see:
-        Why the wait took that long: that is another finding's matter.
+        Why the wait took that long; another finding covers that.
     """
     if view.job.incident.kind is IncidentKind.RECORDED or view.job.incident.timeout_s <= 0:
         return

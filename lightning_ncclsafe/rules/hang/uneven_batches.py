@@ -36,7 +36,7 @@ _REMEDY = (
 _REMEDY_STOPPED = (
     "Its loader has as many batches as those of the others: look for what has ended the Trainer on this rank alone, "
     "trainer.should_stop set from the rank's own values (reduce them first), or another max_time, max_epochs or "
-    "limit_train_batches than the others have. If there is none, the loader yields fewer batches than it says."
+    "limit_train_batches than the others have. If there is none, the loader yields fewer batches than its length."
 )
 
 

@@ -31,20 +31,20 @@ from lightning_ncclsafe.rules.kit import (
 _AT_END = (".on_fit_end", ".on_train_end", ".on_test_end", ".on_predict_end", ".on_predict_epoch_end", "teardown")
 _REMEDY_CALL = (
     "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. Do it on all of them "
-    "once fit has returned, or let one rank alone do it with a Trainer of its own, of one device."
+    "after fit has returned, or let one rank do it with its own Trainer on one device."
 )
 
 
 @hang_rule(
     after="late-at-init",
     remedy=(
-        "If this work is meant, nothing: the others leave, and it goes on. If it never ends, the job does not either: "
-        "look at that line; it writes, sends or waits for a thread or process at the end of the run, without the other "
-        "ranks."
+        "If this work is intended, do nothing: the others exit, and it continues. If it never ends, neither does the "
+        "job: look at that line, which writes, sends or waits for a thread or process at the end of the run, without "
+        "the other ranks."
     ),
 )
 def unfinished_rank(view: Timeline) -> Iterator[Finding]:
-    """All ranks but some have returned from the Trainer's function and leave those behind.
+    """Some ranks are still in the Trainer's function after all others have returned from it.
 
     Symptom:
         Training has ended, most processes are gone or idle, and the job does not end.

@@ -28,9 +28,8 @@ from lightning_ncclsafe.rules.kit import (
 @hang_rule(
     after="crossed-groups",
     remedy=(
-        "Compare what both sides are called with: the peer, the tag, the shape, and how many there are in which order; "
-        "a microbatch that one side counts from 0 and the other from 1 is enough. Or pair each send with its receive "
-        "in dist.batch_isend_irecv."
+        "Compare the calls on both sides: peer, tag, shape, number and order; it is enough that one side counts "
+        "microbatches from 0 and the other from 1. Or pair each send with its receive in dist.batch_isend_irecv."
     ),
     plan=Plan.STOP,
 )

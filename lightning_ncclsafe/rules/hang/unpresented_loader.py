@@ -31,8 +31,9 @@ from lightning_ncclsafe.rules.kit import (
 @hang_rule(
     after="frozen-rank",
     remedy=(
-        "Let every rank go through the same stages: validation that only some ranks have, a loader hook or an estimate "
-        "of steps (trainer.estimated_stepping_batches) under a condition on the rank, a fit that some ranks skip."
+        "Let every rank go through the same stages: look for validation that only some ranks run, a loader hook or an "
+        "estimate of steps (trainer.estimated_stepping_batches) under a condition on the rank, or a fit that some "
+        "ranks skip."
     ),
     unless=(alone_in_trainer,),
 )

@@ -35,8 +35,8 @@ from lightning_ncclsafe.rules.kit import (
 _REFUSED = "Expected to have finished reduction in the prior iteration"
 _NAMES = 4
 _REMEDY_DDP = (
-    "Let every rank use every part of the model in every step: of a branch that a rank's data does not need, add the "
-    "output times 0 to the loss. find_unused_parameters=True lets DDP go on without, at the cost of a search in each "
+    "Let every rank use every part of the model in every step: if a rank's data does not need a branch, add its output "
+    "times 0 to the loss. find_unused_parameters=True lets DDP continue without them, at the cost of a search in each "
     "step; parameters that nothing uses should have requires_grad=False."
 )
 _REMEDY_FSDP = (

@@ -49,15 +49,15 @@ _REMEDY = (
 )
 _REMEDY_KILLED = (
     "SIGKILL comes from outside: from the kernel's out-of-memory killer (see dmesg, memory.events of the control "
-    "group), a scheduler, or whoever else may end processes. If it was memory, need less of it: with fewer workers, a "
-    "smaller prefetch_factor, data in arrays instead of Python objects."
+    "group), a scheduler, or somebody who may end processes. If it was memory, use less: with fewer workers, a smaller "
+    "prefetch_factor, data in arrays instead of Python objects."
 )
 _REMEDY_EXITED = (
     "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in the "
     "dataset and what it calls; run with num_workers=0 to see the error."
 )
 _REMEDY_ENDED = (
-    "Something asked it to end: a scheduler whose time limit is reached or that takes the host away, Ctrl-C, kill. "
+    "Something asked it to exit: a scheduler whose time limit is reached or that takes the host away, Ctrl-C, kill. "
     "Find out what ended the job, rather than looking at its workers."
 )
 
@@ -73,7 +73,7 @@ def _plan(view: Timeline, finding: Finding) -> Plan:
 
 @hang_rule(after="shm-exhausted", reads_exceptions=True, plan=_plan)
 def worker_died(view: Timeline) -> Iterator[Finding]:
-    """A process that makes a rank's batches, or works for it otherwise, is dead.
+    """A process that makes a rank's batches, or otherwise works for it, is dead.
 
     Symptom:
         "DataLoader worker (pid 4711) is killed by signal: Killed" or "exited unexpectedly" on one rank, at whatever

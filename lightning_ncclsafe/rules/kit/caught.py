@@ -144,7 +144,7 @@ def _sentence(one: CaughtException, who: str) -> str:
     if one.is_held:
         return f"{who} is {held_words(one)}."
     times = f" {one.count} times" if one.count > 1 else ""
-    though = ", although the others are ended where one rank raises" if _is_of_call_before(one) else ""
+    though = ", although the guard ends the others when one rank raises" if _is_of_call_before(one) else ""
     return f"{who} caught {error_words(one)}{out_of}{at}{times}{ago}, and continued{though}."
 
 

@@ -13,7 +13,7 @@ _ROUNDING = 1e-6  # shares are sums of fractions
     after="different-versions",
     remedy=(
         "Lower num_workers of the loaders (validation loaders with persistent workers count too), or give each rank "
-        "more cores (--cpus-per-task); LoaderTuner leaves four for each core at most."
+        "more cores (--cpus-per-task); LoaderTuner allows at most four per core."
     ),
 )
 def too_many_workers(view: Checked) -> Iterator[Problem]:

@@ -95,7 +95,7 @@ def _room_words(one: DirectoryFacts, model: int) -> Iterator[str]:
         yield f"{size_words(max(one.free_bytes, 0))} free for {path_words(one)}{why}"
     files = one.free_inodes
     if files is not None and files < _LEAST_FILES and (files > 0 or one.filesystem.startswith(_COUNTS_INODES)):
-        yield f"only {files:,} more files can be made for {path_words(one)}"
+        yield f"only {files:,} more files can be created for {path_words(one)}"
 
 
 # A logger that appends once a step may take this long before steps of 100 ms show it.

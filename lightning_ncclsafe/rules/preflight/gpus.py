@@ -14,8 +14,8 @@ _OUTLIER = 0.1
 @check(
     after="unusable-directory",
     remedy=(
-        "Find what takes this GPU's memory (nvidia-smi) and end it. Where all GPUs lack memory, shard the model "
-        "(FSDP), use a lower precision, or larger GPUs."
+        "Find what takes this GPU's memory (nvidia-smi) and end it. If all GPUs lack memory, shard the model (FSDP), "
+        "use a lower precision, or larger GPUs."
     ),
 )
 def gpu_memory_short(view: Checked) -> Iterable[Problem]:
@@ -64,8 +64,8 @@ _LISTED = 3
 @check(
     after="swap-in-use",
     remedy=(
-        "Take this host out of the job and have the GPU reset (nvidia-smi --gpu-reset) or the host rebooted; where it "
-        "is slowed down, look at cooling and power (nvidia-smi -q -d PERFORMANCE)."
+        "Take this host out of the job and have the GPU reset (nvidia-smi --gpu-reset) or the host rebooted; if it is "
+        "throttled, look at cooling and power (nvidia-smi -q -d PERFORMANCE)."
     ),
     plan=Plan.RESTART_WITHOUT_HOST,
 )
@@ -113,8 +113,8 @@ def _badness(gpu: GpuFacts) -> int:
 @check(
     after="gpu-unhealthy",
     remedy=(
-        "Give every rank a GPU of its own (devices and num_nodes of the Trainer, CUDA_VISIBLE_DEVICES, "
-        "--gpus-per-node), and end the other processes, which may be left over from an earlier run, or take other GPUs."
+        "Give every rank its own GPU (devices and num_nodes of the Trainer, CUDA_VISIBLE_DEVICES, --gpus-per-node), "
+        "and end the other processes, which may be left over from an earlier run, or take other GPUs."
     ),
 )
 def gpu_shared(view: Checked) -> Iterable[Problem]:

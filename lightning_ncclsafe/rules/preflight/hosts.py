@@ -11,7 +11,7 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
 @check(
     after="too-many-workers",
     remedy=(
-        "Look at this rank's own output: it failed, was never started, or is held up before the check, by imports from "
+        "Look at this rank's own output: it failed, was never started, or is delayed before the check, by imports from "
         "a slow file system, swapping, or loading the dataset. Compare the launcher's number of ranks with those that "
         "run."
     ),
@@ -21,7 +21,7 @@ def silent_at_preflight(view: Checked) -> Iterable[Problem]:
     """Some ranks did not take part in the check of the hosts.
 
     Symptom:
-        The other ranks would wait for them when the process group is made, or in the first collective.
+        The other ranks would wait for them when the process group is created, or in the first collective.
 
     Cause:
         A rank failed, was killed, was never started, or is much slower to start than the others.

@@ -157,7 +157,7 @@ def _replica(facts: PreflightFacts) -> int:
 @check(
     after="unreachable-interface",
     remedy=(
-        "Put swap space on a local disk, or switch it off (swapoff), and make what is held in memory fit without it."
+        "Put swap space on a local disk, or switch it off (swapoff), and reduce memory use so that it is not needed."
     ),
 )
 def swap_on_network(view: Checked) -> Iterator[Problem]:
@@ -232,8 +232,8 @@ _ABOVE = 0.1
 @check(
     after="too-few-open-files",
     remedy=(
-        "See what else runs on this host (top, iotop) and end it or wait for it; where it is this job itself, start "
-        "with fewer workers and load less at once."
+        "See what else runs on this host (top, iotop) and end it or wait for it; if it is this job itself, start with "
+        "fewer workers and load less at once."
     ),
 )
 def host_under_pressure(view: Checked) -> Iterator[Problem]:

@@ -19,14 +19,14 @@ _LOOPBACK = ("lo", "lo0")
     after="silent-at-preflight",
     remedy=(
         "Name the interface that leads to the other hosts on each of them: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME "
-        "(ip route get ADDRESS_OF_ANOTHER_HOST tells which one it is; '^docker,lo' leaves some out)."
+        "(ip route get ADDRESS_OF_ANOTHER_HOST shows which one it is; '^docker,lo' leaves some out)."
     ),
 )
 def unreachable_interface(view: Checked) -> Iterable[Problem]:
     """A named interface does not exist; hosts have none, or the same address, different networks or different speeds.
 
     Symptom:
-        The process group cannot be made ("Unable to find address for: eth9") or is never complete, or the first
+        The process group cannot be created ("Unable to find address for: eth9") or is never complete, or the first
         collective hangs on all ranks; or one host is slow in all.
 
     Cause:
@@ -132,7 +132,7 @@ def _speed(facts: PreflightFacts) -> str | None:
     after="different-settings",
     remedy=(
         "Let NCCL use InfiniBand on every host: devices under /dev/infiniband and libibverbs in the container, all "
-        "ports active (ibstat), locked memory unlimited (ulimit -l); NCCL_DEBUG=INFO on one rank tells what it takes."
+        "ports active (ibstat), locked memory unlimited (ulimit -l); NCCL_DEBUG=INFO on one rank shows what it uses."
     ),
 )
 def socket_fallback(view: Checked) -> Iterable[Problem]:

@@ -101,7 +101,7 @@ _UNSET = "not set"
     after="gpu-shared",
     remedy=(
         "Set it in one place for all ranks: exported by the job script before srun, torchrun or mpirun -x starts them, "
-        "or in the container image; look into ~/.bashrc and /etc/nccl.conf of the hosts that deviate."
+        "or in the container image; check ~/.bashrc and /etc/nccl.conf of the hosts that differ."
     ),
 )
 def different_settings(view: Checked) -> Iterator[Problem]:
@@ -142,9 +142,9 @@ def _may_differ(view: Checked, name: str) -> bool:
 
 # What these do: NCCL's user guide, "Environment Variables", and torch.distributed's documentation, "Debugging".
 _SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait for its end",
-    "TORCH_NCCL_BLOCKING_WAIT": "makes every collective wait for its end on the CPU",
-    "NCCL_BLOCKING_WAIT": "makes every collective wait for its end on the CPU",
+    "CUDA_LAUNCH_BLOCKING": "makes the host wait for every kernel",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
+    "NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
 }
 _SLOW_BETWEEN_GPUS = {
     "NCCL_P2P_DISABLE": "sends data between the GPUs of a host through its memory",
@@ -157,9 +157,8 @@ _LOOPBACK = {"lo", "=lo"}
 @check(
     after="host-under-pressure",
     remedy=(
-        "Remove what is no longer needed: NCCL's guide says of its debugging variables that a run may be slow, crash "
-        "or hang where they are left set. For thread pools, set OMP_NUM_THREADS to the cores of a rank less its "
-        "workers."
+        "Remove what is no longer needed: according to NCCL's guide, a run may be slow, crash or hang if its debugging "
+        "variables stay set. For thread pools, set OMP_NUM_THREADS to a rank's cores minus its workers."
     ),
 )
 def harmful_settings(view: Checked) -> Iterator[Problem]:
@@ -223,7 +222,7 @@ def _switched_on(facts: PreflightFacts, names: dict[str, str]) -> Iterator[str]:
 
 
 _TIMEOUT = "is read by neither NCCL nor torch; pass timeout=timedelta(...) to the strategy"
-_LOST = "is read by nothing"
+_LOST = "has no effect, because nothing reads it"
 
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp and FlightRecorder.hpp (2.13) list the second name of each of these
 # as an alias: read with a warning, and overruled where both are set (getCvarString in Utils.hpp).
@@ -278,7 +277,7 @@ _IGNORED = {
 }
 
 
-@check(after="harmful-settings", remedy="Remove the variable, or use what the sentence names instead.")
+@check(after="harmful-settings", remedy="Remove the variable, or use what the finding names instead.")
 def ignored_settings(view: Checked) -> Iterator[Problem]:
     """A variable is set that has no effect, or is read only under an old name.
 

@@ -26,8 +26,8 @@ _LISTED = 4
     after="unmatched-p2p",
     remedy=(
         "Call the collectives of several groups in one order on all ranks: the same list of groups, sorted alike, and "
-        "no group entered under a condition on the rank before another one. With NCCL that goes for asynchronous ones, "
-        "too: each waits on the device for those before it. No timeout is long enough for this."
+        "no group entered under a condition on the rank before another one. With NCCL, this applies to asynchronous "
+        "collectives, too: each waits on the device for those before it. No timeout is long enough for this."
     ),
     plan=Plan.STOP,
 )

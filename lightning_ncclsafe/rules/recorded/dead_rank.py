@@ -25,7 +25,7 @@ from lightning_ncclsafe.rules.recorded.telling import recorded
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."
 _REMEDIES = {
     -9: (
-        "If the kernel's log (dmesg) of its host names the out-of-memory killer, need less memory on the host: fewer "
+        "If the kernel's log (dmesg) of its host names the out-of-memory killer, use less memory on the host: fewer "
         "loader workers, a smaller prefetch_factor, no full copy of the dataset in every rank; or give the job more."
     ),
     -7: (

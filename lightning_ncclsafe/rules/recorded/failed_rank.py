@@ -41,12 +41,12 @@ _REMEDIES = {
     "CUDA failure": _OF_DEVICE,
     "Xid": _OF_DEVICE,
     "Duplicate GPU": (
-        "Give every rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK) before the process group is made, no "
+        "Give every rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK) before the process group is created, no "
         "fixed device in the code, no more processes on a host than CUDA_VISIBLE_DEVICES has GPUs."
     ),
     "No network interface": (
         "Let NCCL_SOCKET_IFNAME name an interface of this host that leads to the others (ip -brief address lists "
-        "them), or unset it; in a container see whether it has any but lo."
+        "them), or unset it; in a container, check that it has any besides lo."
     ),
     "DistNetworkError": (
         "Give every launch a port of its own (torchrun --rdzv-endpoint, MASTER_PORT), and end what earlier ones have "

@@ -30,7 +30,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
         "Look at this GPU on its host: nvidia-smi -q, the kernel's log for Xid errors (dmesg | grep -i xid), its power "
         "and temperature; and in the rank's own output for a CUDA error. If the same GPU stands out in several jobs, "
         "take its host out (--exclude) and have it checked (dcgmi diag -r 3). If it moves to another GPU with the "
-        "code, it is a kernel of yours: find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
+        "code, the cause is one of your kernels: find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer."
     ),
 )
 def gpu_stuck(view: Timeline) -> Iterator[Finding]:

@@ -32,12 +32,12 @@ _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 @recorded_rule(
     after="diverged-collectives",
     remedy=(
-        "Most often a rank called one collective more or fewer than the others: look for a barrier, a logged value, "
-        "a metric or a checkpoint under a condition on the rank or on the data, a skipped batch, one batch more on a "
-        "rank. Where the code agrees, it is the GPU of the ranks that are furthest behind, or its link (dmesg, "
+        "Most often a rank called one collective more or fewer than the others: look for a barrier, a logged value, a "
+        "metric or a checkpoint under a condition on the rank or on the data, a skipped batch, one batch more on a "
+        "rank. If the code agrees, suspect the GPU of the ranks that are furthest behind, or its link (dmesg, "
         "nvidia-smi -q). Flight Recorder dumps decide between the two (TORCH_FR_BUFFER_SIZE=2000, "
-        "TORCH_NCCL_DUMP_ON_TIMEOUT=1): they say what every rank called under each number. No timeout is long enough "
-        "for the first."
+        "TORCH_NCCL_DUMP_ON_TIMEOUT=1): they show what every rank called under each number. No timeout is long enough "
+        "for a skipped or extra call."
     ),
 )
 def out_of_step(view: Timeline) -> Iterator[Finding]:

@@ -168,7 +168,7 @@ def test_advice_is_said_once_and_changes_nothing(why: str) -> None:
         job.measure(replace(SLOW, epoch=epoch))
         assert job.deciding.decide().settings == ()
     (line,) = job.said
-    assert line.endswith(f"It stays as it is: {why}")
+    assert line.endswith(f"It is not changed: {why}")
 
 
 def test_a_loader_that_is_given_again_goes_on_where_it_was() -> None:

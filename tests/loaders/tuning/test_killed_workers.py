@@ -7,7 +7,6 @@ import struct
 import sys
 import termios
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from polling import until
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
@@ -47,13 +47,6 @@ class Ending(Items):
         if index == 5 and get_worker_info() is not None:
             self.end()
         return super().__getitem__(index)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
 
 
 def workers_of(tuned: ResizableLoader) -> list[psutil.Process]:
@@ -95,7 +88,7 @@ def reaped_by_waitpid(worker: psutil.Process) -> None:
 
 
 def reaped_by_nobody(worker: psutil.Process) -> None:
-    wait_for(lambda: worker.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: worker.status() == psutil.STATUS_ZOMBIE)
 
 
 def reaped_by_another_thread(worker: psutil.Process) -> None:
@@ -132,7 +125,7 @@ def test_a_killed_worker_is_noticed_where_the_kernel_reaps(tuned: Callable[..., 
     try:
         (worker,) = workers_of(loader)
         worker.kill()
-        wait_for(lambda: not worker.is_running())
+        until(lambda: not worker.is_running())
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert indices(epoch) == list(range(1, 12))
@@ -151,7 +144,7 @@ def test_a_worker_is_killed_in_the_middle_of_sending_with_the_lock_of_the_pipe(
         (queued,) = struct.unpack("i", fcntl.ioctl(pipe.fileno(), termios.FIONREAD, bytes(4)))
         return bool(queued > PIPE_BYTES // 2)
 
-    wait_for(is_sending)  # all of it does not fit: whoever is sending cannot go on, and holds the lock
+    until(is_sending)  # all of it does not fit: whoever is sending cannot go on, and holds the lock
     for worker in workers_of(loader):
         worker.kill()
         worker.wait(10)
@@ -243,7 +236,7 @@ def test_workers_that_persist_are_killed_between_epochs(tuned: Callable[..., Res
 
 def stops_in_the_middle_of_sending(worker: psutil.Process, reader: threading.Thread) -> bool:
     worker.suspend()
-    wait_for(lambda: worker.status() == psutil.STATUS_STOPPED)
+    until(lambda: worker.status() == psutil.STATUS_STOPPED)
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[reader.ident or 0])}
     if "receive" not in functions:
         worker.resume()
@@ -265,7 +258,7 @@ def test_a_worker_is_killed_where_a_thread_pins_memory(
     iterator = iterator_of(loader)
     (worker,) = workers_of(loader)
     if sends:
-        wait_for(lambda: stops_in_the_middle_of_sending(worker, iterator._pin_memory_thread))
+        until(lambda: stops_in_the_middle_of_sending(worker, iterator._pin_memory_thread))
     worker.kill()
     reaped_by_waitpid(worker)
     assert indices(epoch) == list(range(1, 12))

@@ -148,7 +148,7 @@ def test_what_fails_is_said_once_and_no_batch_is_lost(
     for _ in range(3):
         assert len([*observed.begin(loader.__iter__)]) == 20
     assert measurements == [] and observed.observer.size == BatchSize()
-    assert capsys.readouterr().err.count("the measuring of a loader has failed") == 1
+    assert capsys.readouterr().err.count("the measuring of a loader failed") == 1
 
 
 class Stream(IterableDataset[int]):

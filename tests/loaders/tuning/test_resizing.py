@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from polling import until
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -488,10 +489,7 @@ def test_nothing_is_left_behind(by: str) -> None:
         assert len([batch.shape for batch in epoch]) == 25
     del epoch
     # Threads of multiprocessing's queues close their ends of pipes a interval later; those of what was before, too.
-    give_up = time.monotonic() + 5
-    while any(map(gt, left_behind(), before)) and time.monotonic() < give_up:
-        time.sleep(0.01)
-    assert not any(map(gt, left_behind(), before)), (left_behind(), before)
+    until(lambda: not any(map(gt, left_behind(), before)))
     assert by != "close" or tuned.frozen
 
 
@@ -524,7 +522,7 @@ def test_a_dataset_that_cannot_be_sent_to_workers_is_read_without() -> None:
     seen += plain(next(epoch))
     assert seen + [item for batch in epoch for item in plain(batch)] == list(range(23))
     assert len(lines) == 1
-    assert "2 worker processes failed" in lines[0] and "goes on with no worker processes" in lines[0]
+    assert "2 worker processes failed" in lines[0] and "continues with no worker processes" in lines[0]
     tuned.resize(1, 1)
     assert len([*tuned.begin()]) == 12
     assert tuned.frozen and tuned.workers == 0 and len(lines) == 1
@@ -570,7 +568,7 @@ def test_more_workers_than_the_user_has_asked_for_are_killed() -> None:
         worker.kill()
     seen = [int(next(epoch)) for _ in range(4)]
     assert seen == [3, 4, 5, 6]
-    assert len(lines) == 1 and "goes on with 1 worker processes" in lines[0]
+    assert len(lines) == 1 and "continues with 1 worker processes" in lines[0]
     with pytest.raises(ValueError, match="item 7 is bad"):
         next(epoch)
     tuned.close()
@@ -781,7 +779,7 @@ def test_what_cannot_be_resized_is_said() -> None:
         pass
 
     assert unresizable([1, 2]) == "a list is not a torch DataLoader"
-    assert "overrides how it is iterated" in unresizable(Own(Items()))
+    assert "overrides iteration" in unresizable(Own(Items()))
     assert "iterable dataset" in unresizable(DataLoader(Endless()))
     assert unresizable(OwnBatches(Items())) == ""
 
@@ -849,7 +847,7 @@ def test_workers_that_never_answer_are_ended(since: int, workers: int, monkeypat
     lines = Lines()
     tuned = tuned_of(DataLoader(Silent(since)), workers, say=lines)
     assert [int(batch) for batch in tuned.begin()] == list(range(23))
-    assert len(lines) == 1 and "WorkersSilent: no batch has come for" in lines[0]
+    assert len(lines) == 1 and "WorkersSilent: no batch has arrived for" in lines[0]
     assert tuned.workers == 0 and tuned.frozen
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 import pytest
+from own_threads import own_threads
+from polling import until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
@@ -42,19 +44,8 @@ class Stream(IterableDataset[int]):
         return iter(range(100))
 
 
-def until(is_so: Callable[[], object]) -> None:
-    give_up = time.monotonic() + 45
-    while not is_so():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
-
-
 def children() -> int:
     return sum(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
-
-
-def tuner_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "ncclsafe-tuner"]
 
 
 class Ranks:
@@ -93,7 +84,7 @@ def make() -> Iterator[Callable[..., Ranks]]:
     yield make
     for ranks in made:
         ranks.close()
-    assert tuner_threads() == []
+    assert own_threads("tuner") == []
 
 
 def test_the_budget_is_the_least_of_all_hosts() -> None:
@@ -202,7 +193,7 @@ def test_far_more_workers_than_cores_are_fewer_from_the_start(make: Callable[...
         one.take("train_dataloader", [loader])
     (line,) = ranks.said[0]
     assert line == (
-        "train_dataloader: num_workers=4 instead of 16 on every rank: that is far more than there are cores for "
+        "train_dataloader: num_workers=4 instead of 16 on every rank: the cores allow no more "
         "(2 cores shared by 2 ranks)"
     )
     assert ranks.said[1] == []
@@ -228,7 +219,7 @@ def test_fewer_batches_are_ahead_than_set_where_memory_is_short_and_that_is_said
         assert len(list(tuning(lambda: iter(loader)))) == 10
     (line,) = ranks.said[0]
     assert line.startswith(
-        "train_dataloader: 5 batches of 32 bytes ahead instead of 100: bound by memory (half of the "
+        "train_dataloader: 5 batches of 32 bytes prefetched instead of 100: limited by memory (half of the "
     )
 
 
@@ -280,9 +271,9 @@ def test_our_own_failure_is_said_once_and_training_goes_on(
     (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
     monkeypatch.setattr(ranks.tuners[0], "_turn", lambda: 1 / 0)
     ranks.tuners[0]._wake.set()
-    until(lambda: tuner_threads() == [])
+    until(lambda: own_threads("tuner") == [])
     assert tuning is not None and len(list(tuning(lambda: iter(loader)))) == 10
-    assert capsys.readouterr().err.count("the tuning of loaders has failed") == 1
+    assert capsys.readouterr().err.count("the tuning of loaders failed and is off") == 1
 
 
 def test_an_exchange_that_misses_a_deadline_is_asked_again(
@@ -300,7 +291,7 @@ def test_an_exchange_that_misses_a_deadline_is_asked_again(
     monkeypatch.setattr(tuner, "_POLL_S", 0.0)
     ranks.tuners[0]._wake.set()
     until(lambda: len(turns) >= 2)
-    assert tuner_threads() == ["ncclsafe-tuner"]
+    assert len(own_threads("tuner")) == 1
 
 
 def test_an_epoch_of_an_iterable_dataset_has_one_setting_on_all_ranks(make: Callable[..., Ranks]) -> None:

@@ -22,8 +22,6 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from agreement_rank import DATA, Images, subset
-from step_overhead import BLOCK, all_have_measured, ended_at_exit, free_port
+from started_ranks import run_ranks
+from step_overhead import BLOCK
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from lightning_ncclsafe.errors import DatasetMismatchError
@@ -110,19 +109,11 @@ def setup_row(data: str, ranks: int, blocks: int) -> Row:
 def launch(data: str, ranks: int, blocks: int) -> list[dict[str, list[dict[str, float]]]]:
     """Runs the trainings on all ranks; what each rank has written down."""
     with tempfile.TemporaryDirectory() as folder:
-        results = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-        arguments = [*BLOCK * (1 + blocks), f"--ranks={ranks}", f"--data={data}"]
-        with Path(folder, "output.txt").open("w+") as output, ended_at_exit() as processes:
-            for rank, result in enumerate(results):
-                command = [sys.executable, str(ONE_RANK), *arguments, f"--result={result}"]
-                environment |= {"LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-            # A report takes time of its own, and says that the ranks' data were not the same, as they should be.
-            if not all_have_measured(processes, results) or list(Path(folder).glob("ncclsafe/*/report.json")):
-                output.seek(0)
-                raise SystemExit(f"A rank has failed, or ranks disagree. What they have printed:\n{output.read()}")
-        return [json.loads(result.read_text()) for result in results]
+        times = run_ranks(ONE_RANK, [*BLOCK * (1 + blocks), f"--data={data}"], ranks, folder)
+        # A report takes time of its own, and says that the ranks' data were not the same, as they should be.
+        if list(Path(folder).glob("ncclsafe/*/report.json")):
+            raise SystemExit(f"Ranks disagree. What they have printed:\n{Path(folder, 'output.txt').read_text()}")
+        return times
 
 
 def long_rows(indices: int, repeats: int) -> Iterator[Row]:

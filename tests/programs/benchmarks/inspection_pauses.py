@@ -12,15 +12,14 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from started_ranks import ranks_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PY_SPY = str(Path(sys.executable).with_name("py-spy"))
-START_S = 120.0
 READING_S, MOST_READINGS = 0.0002, 50
 RANK = """
 import sys
@@ -35,33 +34,6 @@ def step(count):
 step(0)
 """
 Doing = Callable[[Sequence[int]], object]
-
-
-@contextmanager
-def ranks(count: int, *, with_torch: bool) -> Iterator[list[int]]:
-    """Process ids of ranks that compute."""
-    with tempfile.TemporaryDirectory() as folder:
-        begun = [Path(folder, f"begun-{number}") for number in range(count)]
-        program = Path(folder, "train.py")
-        program.write_text(RANK)
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(program), str(begun[number]), "torch" if with_torch else ""],
-                env={**os.environ, "RANK": str(number), "WORLD_SIZE": str(count), "MASTER_PORT": "1"},
-            )
-            for number in range(count)
-        ]
-        try:
-            ends_s = time.monotonic() + START_S
-            while not all(one.exists() for one in begun):
-                if time.monotonic() > ends_s:
-                    raise TimeoutError("the ranks did not start")
-                time.sleep(0.1)
-            yield [one.pid for one in started]
-        finally:
-            for one in started:
-                one.kill()
-                one.wait()
 
 
 def inspect(pids: Sequence[int]) -> None:
@@ -127,7 +99,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each round there, too")
     options = parser.parse_args()
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in DOINGS}
-    with ranks(options.ranks, with_torch=not options.without_torch) as pids:
+    loads = "" if options.without_torch else "torch"
+    with ranks_of(RANK, options.ranks, loads, wait_for=range(options.ranks)) as pids:
         for _ in range(options.rounds):
             for name, doing in DOINGS.items():
                 rounds[name].append(paused(pids, doing))

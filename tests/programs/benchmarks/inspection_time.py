@@ -8,20 +8,20 @@ them up, and to its answer.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from started_ranks import ranks_of
+
 ROOT = Path(__file__).resolve().parents[3]
-START_S, LIMIT_S = 180.0, 120.0
+LIMIT_S = 120.0
 SO_FAR = "So far:"
 RANK = """
 import sys
@@ -63,38 +63,6 @@ class Answer:
     load: float
 
 
-@contextmanager
-def hung(count: int, doing: str) -> Iterator[list[int]]:
-    """Process ids of ranks of which rank 0 has just gone its own way."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-        free.close()
-        begun, program = Path(folder, "begun"), Path(folder, "train.py")
-        program.write_text(RANK)
-        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(program), str(begun), doing],
-                env={**os.environ, **shared, "RANK": str(number), "LOCAL_RANK": str(number)},
-                # What the others say of one that was killed.
-                stderr=subprocess.DEVNULL,
-            )
-            for number in range(count)
-        ]
-        try:
-            ends_s = time.monotonic() + START_S
-            while not begun.exists():
-                if time.monotonic() > ends_s:
-                    raise TimeoutError("the ranks did not start")
-                time.sleep(0.05)
-            yield [one.pid for one in started]
-        finally:
-            for one in started:
-                one.kill()
-                one.wait()
-
-
 def inspected(pids: Sequence[int]) -> Answer:
     command = [sys.executable, "-m", "lightning_ncclsafe", "inspect", "--format", "json", "--pid", *map(str, pids)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -127,7 +95,9 @@ def main() -> None:
     for doing in options.doing:
         found: dict[float, list[Answer]] = {age_s: [] for age_s in options.ages}
         for _ in range(options.rounds):
-            with hung(options.ranks, doing) as pids:
+            # Of one that is killed in the end the others complain.
+            silenced = subprocess.DEVNULL
+            with ranks_of(RANK, options.ranks, doing, wait_for=[0], output=silenced) as pids:
                 began_s = time.monotonic()
                 for age_s in sorted(options.ages):
                     time.sleep(max(began_s + age_s - time.monotonic(), 0.0))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from step_overhead import run_ranks
+from started_ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("loader_rank.py")
 SHORT, LONGER = {"batches": 40}, {"batches": 200}

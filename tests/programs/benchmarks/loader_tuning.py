@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from step_overhead import run_ranks
+from started_ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("loader_rank.py")
 # Processor time and waiting time of a batch, spread of the samples, time of a step; milliseconds.

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from step_overhead import WARM_UP_STEPS, bootstrap, run_ranks
+from started_ranks import run_ranks
+from step_overhead import WARM_UP_STEPS, bootstrap
 
 LOGGING_RANK = Path(__file__).with_name("logging_rank.py")
 # In this order and back again, so that a steady drift cancels out.

@@ -13,7 +13,6 @@ python tests/programs/benchmarks/soak.py --judge samples.json
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from step_overhead import all_have_measured, ended_at_exit, free_port
+from started_ranks import all_have_measured, started_ranks
 
 SOAK_RANK = Path(__file__).with_name("soak_rank.py")
 KINDS = ("stock", "safe", "all")
@@ -139,16 +138,15 @@ def sample(processes: Sequence[psutil.Process], folder: Path, began_s: float) ->
 
 def soak(kind: str, *, minutes: float, epoch_steps: int, ranks: int, json_file: Path | None) -> list[Sample]:
     """Trains; prints a line each minute, and returns all samples."""
-    with tempfile.TemporaryDirectory(prefix="ncclsafe-soak-") as made, ended_at_exit() as started:
+    arguments = [f"--kind={kind}", f"--minutes={minutes}", f"--epoch-steps={epoch_steps}", f"--ranks={ranks}"]
+    with tempfile.TemporaryDirectory(prefix="ncclsafe-soak-") as made:
         folder = Path(made)
         results = [folder / f"rank{rank}.json" for rank in range(ranks)]
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-        with (folder / "output.txt").open("w+") as output:
-            for rank, result in enumerate(results):
-                command = [sys.executable, str(SOAK_RANK), f"--kind={kind}", f"--minutes={minutes}"]
-                command += [f"--epoch-steps={epoch_steps}", f"--ranks={ranks}", f"--result={result}"]
-                environment |= {"LOCAL_RANK": str(rank)}
-                started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+
+        def of_rank(rank: int) -> list[str]:
+            return [str(SOAK_RANK), *arguments, f"--result={results[rank]}"]
+
+        with (folder / "output.txt").open("w+") as output, started_ranks(ranks, of_rank, output=output) as started:
             samples = watch([psutil.Process(process.pid) for process in started], started, folder, json_file)
             if not all_have_measured(started, results):
                 output.seek(0)

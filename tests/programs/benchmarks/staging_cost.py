@@ -41,7 +41,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_ncclsafe import LoggerOffload
 from lightning_ncclsafe.loggers import starting
-from lightning_ncclsafe.loggers.files import FilesSink, LocalDestination
+from lightning_ncclsafe.loggers.destinations import LocalDestination
+from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.segments import Portion, StagedFrame
 from lightning_ncclsafe.loggers.store import Store
 

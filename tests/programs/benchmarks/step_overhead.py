@@ -19,19 +19,15 @@ python tests/programs/benchmarks/step_overhead.py --strategy model-parallel --gu
 import argparse
 import dataclasses
 import json
-import os
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from started_ranks import run_ranks
 
 ONE_RANK = Path(__file__).with_name("one_rank.py")
 # What stands for "safe" may be SafeDDP with more, or less: see GUARDED.
@@ -114,53 +110,6 @@ def launch(strategies: Sequence[str], training: Training) -> list[dict[str, Any]
     arguments.append(f"--strategy={training.strategy}")
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(ONE_RANK, [*arguments, f"--batch-size={training.batch_size}"], training.ranks, folder)
-
-
-def run_ranks(script: Path, arguments: Sequence[str], ranks: int, folder: str) -> list[Any]:
-    """Runs a script on all ranks; what each rank has written down."""
-    results = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-    with Path(folder, "output.txt").open("w+") as output, ended_at_exit() as processes:
-        for rank, result in enumerate(results):
-            command = [sys.executable, str(script), *arguments, f"--ranks={ranks}", f"--result={result}"]
-            environment |= {"LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-        if not all_have_measured(processes, results):
-            output.seek(0)
-            raise SystemExit(f"A rank has failed. What the ranks have printed:\n{output.read()}")
-    return [json.loads(result.read_text()) for result in results]
-
-
-@contextmanager
-def ended_at_exit() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that do not outlive the ``with`` block."""
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def all_have_measured(processes: Sequence[subprocess.Popen[bytes]], results: Sequence[Path]) -> bool:
-    """Waits for the end of all, or for the first that has no result: the others would wait for that one.
-
-    A process of gloo, stock ones included, now and then aborts on its way out; what it has measured is there by then.
-    """
-    while True:
-        ended = [process.poll() is not None for process in processes]
-        if any(has_ended and not result.exists() for has_ended, result in zip(ended, results, strict=True)):
-            return False
-        if all(ended):
-            return True
-        time.sleep(0.1)
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def added_memory_mb(training: Training) -> tuple[float, ...]:

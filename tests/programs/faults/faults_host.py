@@ -112,7 +112,7 @@ def core_that_others_keep_busy(here: Here) -> None:
     needs="cgroups (v1), to be written to",
 )
 def quota_of_a_container(here: Here) -> None:
-    """A limit of processor time that is used up: the kernel stops all threads for most of each period."""
+    """A limit of CPU time that is used up: the kernel stops all threads for most of each period."""
     group = Path("/sys/fs/cgroup/cpu") / here.folder.name
 
     def throttle(net: Net) -> None:

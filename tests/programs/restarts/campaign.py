@@ -1,4 +1,4 @@
-"""Lets a training go wrong at random instants, and prints how often it goes on, and to what: ``make restarts``."""
+"""Lets a training go wrong at random instants, and prints how often it resumes, and to what: ``make restarts``."""
 
 import argparse
 import itertools
@@ -72,7 +72,7 @@ class Result:
 
     Attributes:
         case: It.
-        outcome: ``"goes on"``, ``"stopped"``, ``"lost"``, or ``"missed"`` where the fault came after the end.
+        outcome: ``"resumed"``, ``"stopped"``, ``"lost"``, or ``"missed"`` where the fault came after the end.
         why: Of one that was lost or stopped.
         starts: How often the ranks were started.
         weights: A digest of those at the end.
@@ -205,7 +205,7 @@ def result_of(case: Case, folder: Path, undisturbed: str) -> Result:
         weights = {event.values[1] for event in ends}
         if weights == {undisturbed}:
             struck = any(event.kind == "struck" for event in found)
-            return Result(outcome="goes on" if struck else "missed", weights=undisturbed, **base)
+            return Result(outcome="resumed" if struck else "missed", weights=undisturbed, **base)
         return Result(outcome="lost", why=f"other weights: {', '.join(sorted(weights))}", **base)
     if str(STOP_CODE) in statuses(folder) and plans:
         return Result(outcome="stopped", why=f"{plans[-1][1].plan.value}: {plans[-1][1].answer}", **base)
@@ -226,13 +226,13 @@ def latency(found: list[Event], plans: list[tuple[float, object]], steps: list[t
 
 def table(results: list[Result]) -> Table:
     made = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("fault", "cases", "goes on", "stopped", "lost", "steps again, at most", "verdict to step, longest"):
+    for name in ("fault", "cases", "resumed", "stopped", "lost", "repeated steps, maximum", "verdict to step, maximum"):
         made.add_column(name, justify="left" if name == "fault" else "right")
     rows: dict[str, list[Result]] = defaultdict(list)
     for one in results:
         rows[one.case.fault].append(one)
     for name, of in {**rows, "all": results}.items():
-        counts = [sum(one.outcome == outcome for one in of) for outcome in ("goes on", "stopped", "lost")]
+        counts = [sum(one.outcome == outcome for one in of) for outcome in ("resumed", "stopped", "lost")]
         times = [one.verdict_to_step_s for one in of if one.verdict_to_step_s is not None]
         again = max((one.steps_again for one in of), default=0)
         struck = sum(one.outcome != "missed" for one in of)
@@ -290,7 +290,7 @@ def main() -> None:
             options.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
     console.print(table(results))
     struck = [one for one in results if one.outcome != "missed"]
-    good = [one for one in struck if one.outcome in ("goes on", "stopped")]
+    good = [one for one in struck if one.outcome in ("resumed", "stopped")]
     times = [one.verdict_to_step_s for one in struck if one.verdict_to_step_s is not None]
     if times:
         console.print(f"verdict to first step: median {statistics.median(times):.1f} s, longest {max(times):.1f} s")

@@ -1,0 +1,258 @@
+"""Where one rank is in the data of one loader, as plain data, and how it gets there again.
+
+A sampler is asked again for the indices that have been used, and nothing is loaded for them: its order comes from the
+random states with which its epoch began, which are kept. Whether it is the same order is seen by a checksum.
+"""
+
+import random
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
+
+from lightning_ncclsafe.code.patching import ReplacedClass, is_plain_python
+from lightning_ncclsafe.probes.data.random_state import put_back, saved_states
+from lightning_ncclsafe.report.terminal import say_on_stderr
+
+UNUSABLE = (ValueError, TypeError, KeyError, RuntimeError, IndexError, AttributeError)
+"""What states of a checkpoint raise that do not fit."""
+
+# Of samplers around others: torch's, Lightning's, and what others call it.
+_WITHIN = ("sampler", "_sampler", "batch_sampler", "_batch_sampler", "base_sampler", "dataset")
+_DEEPEST = 6
+_END = object()
+
+
+class LoaderPosition(Protocol):
+    """The position in one loader."""
+
+    def record(self, batches: int) -> dict[str, Any] | None:
+        """How to come to this batch again; None where that is not known."""
+
+    def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
+        """Whether the same data follows, given what was recorded; None where that is not known of every rank."""
+
+    def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
+        """The epoch that is begun next goes on behind these batches."""
+
+    def catch_up(self) -> None:
+        """Comes to that batch now, if that has been begun."""
+
+    def release(self) -> None:
+        """The loader is as it was."""
+
+
+def loader_position(loader: Any) -> LoaderPosition | None:
+    """What keeps the position in a loader; None where there is no way to."""
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return _OwnState(loader)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return _SamplerPosition(loader, sampler) if is_plain_python(type(sampler)) else None
+
+
+class _OwnState:
+    """The position in a loader that knows it itself."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def record(self, batches: int) -> dict[str, Any] | None:
+        return {"state": self._loader.state_dict()}
+
+    def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
+        # Without one, a rank that is alone has what Lightning's checkpoint has; of several, it is that of one.
+        return "state" in record if record is not None else _torch_world_size() == 1
+
+    def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
+        if record is not None:
+            self._loader.load_state_dict(record["state"])
+
+    def catch_up(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class _SamplerPosition:
+    """The position in a loader of a map-style dataset: how its epoch began, and what its sampler has given since.
+
+    Args:
+        loader: The loader.
+        sampler: What gives it indices, a batch or a sample at a time.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: Any) -> None:
+        self._loader = loader
+        self._sampler = sampler
+        self._generators = [*_generators(loader, sampler)]
+        self._is_determined = _is_determined(sampler)
+        self._begin: Mapping[str, Any] | None = None
+        self._first: Mapping[str, Any] | None = None
+        self._then: list[Any] = []
+        self._digests = array("I")
+        self._is_untouched = False
+        self._resumed: tuple[Mapping[str, Any], int] | None = None
+        self._own: Iterator[Any] | None = None
+        self._say: Callable[[str], None] = say_on_stderr
+        parent = type(sampler)
+        self._replaced = ReplacedClass(sampler, {"__iter__": lambda _: self._iterate(lambda: parent.__iter__(sampler))})
+
+    def record(self, batches: int) -> dict[str, Any] | None:
+        """How to come to this batch again; None where this is not its first pass through the data."""
+        if self._begin is None or len(self._digests) < batches:
+            return None
+        return {
+            "begin": self._begin,
+            "first": self._first,
+            "generators": self._then,
+            "digest": self._digests[batches - 1] if batches else 0,
+        }
+
+    def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
+        """Whether the same order can be had: by what was kept, or because it is a matter of seed and epoch."""
+        return self._is_determined if record is None else "begin" in record
+
+    def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
+        """The next epoch that is begun goes on behind these batches."""
+        # With workers Lightning would ask for indices before it sets the epoch.
+        for part in (self._loader.sampler, *_parts(self._sampler)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        self._resumed, self._say = (record or {}, batches), say
+
+    def catch_up(self) -> None:
+        """Asks now for what has been used: after the last batch of an epoch nobody asks for another one in it."""
+        resumed, own = self._resumed, self._own
+        if resumed is not None and own is not None:
+            self._resumed = None
+            self._skip(own, *resumed)
+
+    def release(self) -> None:
+        """The sampler is as it was."""
+        self._replaced.restore()
+
+    def _iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        # Torch begins a sampler twice where worker processes read: the first one is never asked.
+        if not (self._is_untouched and self._loader.num_workers):
+            self._epoch_begins()
+        self._is_untouched = True
+        self._own = begin()
+        return self._indices(self._own)
+
+    def _epoch_begins(self) -> None:
+        self._digests = array("I")
+        self._first = None
+        record = self._resumed[0] if self._resumed is not None else {}
+        try:
+            if record.get("begin") is not None:
+                put_back(record["begin"])
+                for generator, state in zip(self._generators, record["generators"], strict=True):
+                    _set(generator, state)
+        except UNUSABLE as error:
+            self._say(f"the record of how the checkpoint's epoch began is unusable: {error}")
+        self._begin = saved_states()
+        self._then = [_get(generator) for generator in self._generators]
+
+    def _indices(self, own: Iterator[Any]) -> Iterator[Any]:
+        self._is_untouched = False
+        self.catch_up()
+        if self._first is None:
+            self._first = saved_states()
+        # Some samplers are their own iterators: to iterate them once more would begin them again.
+        while (indices := next(own, _END)) is not _END:
+            self._note(indices)
+            yield indices
+
+    def _skip(self, own: Iterator[Any], record: Mapping[str, Any], batches: int) -> None:
+        """Asks for the indices that have been used; the training's random numbers go on as if nobody had."""
+        now = saved_states()
+        with suppress(*UNUSABLE):
+            if record.get("first") is not None:
+                put_back(record["first"])
+        self._first = record.get("first") or saved_states()
+        for _ in range(batches):
+            try:
+                self._note(next(own))
+            except StopIteration:
+                break
+        put_back(now)
+        expected = record.get("digest")
+        if len(self._digests) < batches:
+            self._say(f"the data has only {len(self._digests)} batches now, but {batches} were already trained on")
+        elif batches and expected is not None and expected != self._digests[-1]:
+            self._say(
+                f"the order of samples differs from the previous start: batch {batches} and later ones may repeat "
+                "samples of this epoch (another dataset or seed, or a sampler with another source of randomness)"
+            )
+
+    def _note(self, indices: Any) -> None:
+        before = self._digests[-1] if self._digests else 0
+        try:
+            content = array("q", indices if isinstance(indices, (list, tuple)) else [indices]).tobytes()
+        except (TypeError, OverflowError):
+            content = repr(indices).encode()
+        self._digests.append(zlib.crc32(content, before))
+
+
+def _torch_world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _parts(sampler: Any) -> Iterator[Any]:
+    """A sampler and those that it is around."""
+    seen: list[Any] = []
+    left = [sampler]
+    while left and len(seen) < _DEEPEST:
+        part = left.pop()
+        if any(part is one for one in seen):
+            continue
+        seen.append(part)
+        yield part
+        named = vars(part) if hasattr(part, "__dict__") else {}
+        # A sampler that shares out another one among ranks has that as its dataset.
+        left.extend(named[name] for name in _WITHIN if name in named and (name != "dataset" or _samples(named[name])))
+
+
+def _samples(dataset: Any) -> bool:
+    return hasattr(dataset, "__dict__") and "_sampler" in vars(dataset)
+
+
+def _generators(loader: Any, sampler: Any) -> Iterator[Any]:
+    """The user's own generators that decide the order: of the loader, its sampler, and what that is around."""
+    seen: set[int] = set()
+    for part in (loader, *_parts(sampler)):
+        for value in vars(part).values() if hasattr(part, "__dict__") else ():
+            if isinstance(value, (torch.Generator, random.Random)) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def _get(generator: Any) -> Any:
+    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    else:
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+
+
+def _is_determined(sampler: Any) -> bool:
+    """Whether the order is a matter of what is set alone, a seed and the epoch, or nothing."""
+    return all(type(part) in (SequentialSampler, DistributedSampler, BatchSampler) for part in _parts(sampler))

@@ -1,0 +1,94 @@
+"""Calls that may never return, to a driver, a mount or a name server: on a thread that can be left behind."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class UnansweredError(TimeoutError):
+    """A call has not returned; the message is what can be said of whatever was called."""
+
+
+class NoThreadError(RuntimeError):
+    """There are no threads any more, at the end of the interpreter for instance."""
+
+
+class SideThread:
+    """Makes one call at a time on a thread of its own. While one has not returned, no other is made.
+
+    So what never returns keeps one thread, however often it is asked again.
+
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._outcome: Future[Any] = Future()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the last call has not returned yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, call: Callable[[], Any]) -> None:
+        """Begins a call, unless the last one has not returned yet.
+
+        Raises:
+            NoThreadError: No thread can be started.
+        """
+        if self.is_busy:
+            return
+        outcome: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(call())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        # A daemon: what never returns must not keep the process alive.
+        thread = threading.Thread(target=run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise NoThreadError(str(error)) from error
+        self._thread, self._outcome = thread, outcome
+
+    def answer(self, within_s: float) -> Any:
+        """What the call gives that was begun last.
+
+        Args:
+            within_s: Seconds to wait for it.
+
+        Raises:
+            UnansweredError: It has not returned by then, or none was ever begun.
+            BaseException: Whatever the call raises.
+        """
+        if self._thread is not None:
+            self._thread.join(max(within_s, 0.0))
+        if self._thread is None or self._thread.is_alive():
+            raise UnansweredError(f"did not answer within {within_s:.1f} s")
+        return self._outcome.result()
+
+    def call(self, call: Callable[[], T], within_s: float) -> T:
+        """Makes a call and waits for what it gives.
+
+        Args:
+            call: The call.
+            within_s: Seconds that it may take.
+
+        Raises:
+            UnansweredError: It takes longer; or the last one has not returned yet, and this one is not made.
+            NoThreadError: See :meth:`begin`.
+            BaseException: Whatever the call raises.
+        """
+        if self.is_busy:
+            raise UnansweredError("has not answered yet")
+        self.begin(call)
+        answer: T = self.answer(within_s)
+        return answer

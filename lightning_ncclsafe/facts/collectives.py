@@ -1,0 +1,164 @@
+"""Collectives, the process groups that they are called in, and what of a model they send."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lightning_ncclsafe.facts.frames import Frame
+
+VOTE_GROUP = "ncclsafe votes"
+"""Description of our own process group, on which ranks vote on whether all of them have a next batch, and wait."""
+VOTE_AHEAD_GROUP = "ncclsafe votes ahead"
+"""Of the one on which they do so one batch ahead: such a vote is on its way while a rank trains."""
+VOTE_GROUPS = (VOTE_GROUP, VOTE_AHEAD_GROUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective as one rank's Flight Recorder recorded it.
+
+    Attributes:
+        group: Name of the process group, unique in the job (``"0"`` is the default group).
+        seq: Sequence number within the group, from 1; equal numbers on different ranks should be the same collective.
+        op: Operation without the back end's prefix: ``"all_reduce"``, ``"broadcast"``, ``"barrier"``, …
+        backend: ``"nccl"``, ``"nccl2"``, ``"gloo"``, …
+        completed: Whether the recorder saw it end on this rank.
+        started: Whether the recorder saw it start on the device (NCCL only; always false on gloo).
+        launching: Whether the host may still be inside the call, so that the device has not been given it.
+        gave_up: Whether NCCL's watchdog has given it up; it has not ended then.
+        input_sizes: Shapes of the inputs.
+        output_sizes: Shapes of the outputs.
+        dtypes: Data types of the inputs.
+        created_ns: Wall-clock time of the call, nanoseconds since the epoch.
+        duration_ms: Duration on the device in milliseconds where the back end gives it, else None.
+        timeout_ms: Timeout that applies to this collective, in milliseconds; 0 where unknown.
+        is_p2p: Whether it is a point-to-point operation, which has its own numbering; those that were started together
+            have one number, and end together.
+        stack: Where it was called, outermost frame first. Of a live rank the user's line below the Trainer, that under
+            a condition on the rank, and what has called ``torch.distributed``, with the newest call of each ``site``;
+            of dumps and logs what they say.
+        site: What its whole stack below the Trainer comes to, in 12 hexadecimal digits: calls of several ranks that
+            have the same were made at the same place. Empty where that is unknown.
+    """
+
+    group: str
+    seq: int
+    op: str
+    backend: str = ""
+    completed: bool = False
+    started: bool = False
+    launching: bool = False
+    gave_up: bool = False
+    input_sizes: tuple[tuple[int, ...], ...] = ()
+    output_sizes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    created_ns: int = 0
+    duration_ms: float | None = None
+    timeout_ms: int = 0
+    is_p2p: bool = False
+    stack: tuple[Frame, ...] = ()
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A process group as one rank sees it.
+
+    Attributes:
+        name: Name of the group, unique in the job.
+        description: The group's description (``"default_pg"`` for the default group).
+        ranks: Global ranks of the members; empty where unknown.
+        last_enqueued: Highest sequence number this rank has called; 0 if none.
+        last_started: Highest sequence number that started on the device; -1 where the back end does not say.
+        last_completed: Highest sequence number that completed on this rank; 0 if none.
+        is_mixed: Whether sends and receives were seen in it, which PyTorch's own counters count along.
+    """
+
+    name: str
+    description: str = ""
+    ranks: tuple[int, ...] = field(default=(), metadata={"ranges": True})
+    last_enqueued: int = 0
+    last_started: int = -1
+    last_completed: int = 0
+    is_mixed: bool = False
+
+
+class NotRecorded(str, Enum):
+    """Why nothing is known of the collectives of a group."""
+
+    NO_ENTRY = "no-entry"
+    """The recorder of its back end can be read, and has no entry of the group although collectives were called."""
+    NO_DUMP = "no-dump"
+    """This build of PyTorch has no function that dumps the recorder of its back end."""
+    UNKNOWN_BACKEND = "unknown-back-end"
+    """It is not known where its back end records, if it does."""
+    LOST = "lost"
+    """The recorder has entries, and those of the group have been overwritten."""
+    DRIVER_SILENT = "driver-silent"
+    """CUDA's driver did not answer, and to read the recorder would have stopped all Python of the rank."""
+    OUTSIDE = "outside"
+    """The rank was looked at from outside, where its recorder cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedGroup:
+    """A process group of a rank of whose collectives nothing is known; it is not among the rank's groups.
+
+    Attributes:
+        name: Name of the group.
+        why: Why nothing is known.
+        description: The group's description.
+        backend: Names of its back ends, ``"gloo"``, ``"gloo,xccl"``.
+        calls: How many collectives the rank has called in it, by the group's own count; -1 where it has none.
+    """
+
+    name: str
+    why: NotRecorded
+    description: str = ""
+    backend: str = ""
+    calls: int = -1
+
+
+class UnitKind(str, Enum):
+    """What of a model is sent in one collective."""
+
+    DDP_BUCKET = "ddp-bucket"
+    """Gradients that DistributedDataParallel reduces together."""
+    FSDP_UNIT = "fsdp-unit"
+    """Parameters that FSDP (a FlatParameter) or FSDP2 (``fully_shard``) gathers, and whose gradients it reduces."""
+    PARAMETER = "parameter"
+    """One parameter that is spread over ranks (a DTensor)."""
+    METRIC = "metric"
+    """A torchmetrics metric that is being synchronised at this moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUnit:
+    """What of the model an outstanding collective sends; several of the same size are one.
+
+    Attributes:
+        kind: What it is.
+        name: Module or parameter as the model names it (empty for the model itself); of a bucket ``"1 of 3"``.
+        parameters: Names of its parameters in the order in which they are sent: the first four and the last four.
+        parameter_count: How many it has.
+        elements: Elements of all ranks together, padding included.
+        shard_elements: Elements of one rank, padding included; 0 where every rank has all of them.
+        size_bytes: Bytes of all ranks together, in the data type of the parameters.
+        groups: Names of the process groups it is sent in; empty where unknown.
+        is_root: Whether it is the outermost FSDP unit, which a forward pass gathers first.
+        type: Class of a metric; empty for all else.
+        alike: How many units of this kind have these very sizes.
+        last: Name of the last one of those; empty where there is only one.
+    """
+
+    kind: UnitKind
+    name: str = ""
+    parameters: tuple[str, ...] = ()
+    parameter_count: int = 0
+    elements: int = 0
+    shard_elements: int = 0
+    size_bytes: int = 0
+    groups: tuple[str, ...] = ()
+    is_root: bool = False
+    type: str = ""
+    alike: int = 1
+    last: str = ""

@@ -1,0 +1,98 @@
+"""Processes as they are seen from outside, by another rank of the host or by whoever inspects a job."""
+
+from dataclasses import dataclass
+
+from lightning_ncclsafe.facts.collectives import Group
+from lightning_ncclsafe.facts.frames import ExceptionFacts, Frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFacts:
+    """A process as another process on the same host sees it: a peer rank that may be silent, or a loader worker.
+
+    Attributes:
+        pid: Process id.
+        rank: Global rank; -1 for a process that is no rank.
+        state: ``"running"``, ``"sleeping"``, ``"stopped"``, ``"tracing-stop"``, ``"disk-sleep"``, ``"zombie"`` or
+            ``"gone"`` (psutil's words, and ``"gone"`` for a process that no longer exists).
+        wait_channel: Kernel function it sleeps in (``/proc/PID/wchan``); empty where unreadable.
+        cpu_s: Processor time it has used, seconds.
+        rss_bytes: Resident memory.
+        swap_bytes: How much of it is swapped out.
+        memory_growth_bytes_per_s: How fast its resident memory grew between two looks; None after a single one.
+        swap_growth_bytes_per_s: How fast what is swapped out of it grew between them.
+        stack: Its main thread's Python stack, outermost first, where it could be had from outside.
+        gil_held: Whether its Python could not answer although the process runs: something holds the GIL.
+        ended_by: The signal that has ended it, ``"SIGKILL"``, ``"SIGSEGV"``; empty where it lives, or nothing tells.
+            Of one that it has met in itself ``stack`` is where its main thread was.
+        thread_stack: That of another thread of its that was in a collective when it ended, called by the user's code.
+        said: Why it has aborted itself, in the words of what has, as they stand last on its stderr; other ranks may
+            write to the same file.
+        exit_code: The status with which it has ended itself; None where it lives, or nothing tells.
+        raised: What has left its program, outside of the Trainer; None where it goes on, or nothing tells.
+        ran_share: Share of a core that its main thread got between two looks, 0 to 1.
+        queued_share: Share of the time between them in which it could have run and had to wait for a core.
+    """
+
+    pid: int
+    rank: int = -1
+    state: str = ""
+    wait_channel: str = ""
+    cpu_s: float | None = None
+    rss_bytes: int | None = None
+    swap_bytes: int | None = None
+    memory_growth_bytes_per_s: int | None = None
+    swap_growth_bytes_per_s: int | None = None
+    stack: tuple[Frame, ...] = ()
+    thread_stack: tuple[Frame, ...] = ()
+    gil_held: bool = False
+    ended_by: str = ""
+    said: str = ""
+    exit_code: int | None = None
+    raised: ExceptionFacts | None = None
+    ran_share: float | None = None
+    queued_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """What the main thread of a rank was in at some of the looks at it.
+
+    Attributes:
+        doing: In words: ``"user code"``, ``"a collective"``, ``"the dataloader"``.
+        place: ``"file:line in function"`` of the deepest line in the user's own code; empty where there is none.
+        looks: At how many looks.
+    """
+
+    doing: str
+    place: str = ""
+    looks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionFacts:
+    """How a rank's process was looked at from outside.
+
+    Attributes:
+        looks: How often its stack was read.
+        over_s: The time between the first look and the last, seconds.
+        moved: Whether its main thread did something else between looks; None where that could not be seen.
+        slept_s: Seconds for which its main thread had not run at the last look, as the kernel counts; None where
+            unknown.
+        whereabouts: What it was in, most often first.
+        native: Functions of native code that its last Python frame was in, outermost first; empty where none was read.
+        group: The process group whose collective it waited in, by name and members; None where that is not known.
+    """
+
+    looks: int = 0
+    over_s: float = 0.0
+    moved: bool | None = None
+    slept_s: float | None = None
+    whereabouts: tuple[Whereabouts, ...] = ()
+    native: tuple[str, ...] = ()
+    group: Group | None = None
+
+    @property
+    def stood_s(self) -> float:
+        """Seconds for which it is known to stand still; 0 if it moves, or nothing is known."""
+        return 0.0 if self.moved else max(self.over_s if self.moved is False else 0.0, self.slept_s or 0.0)

@@ -1,0 +1,203 @@
+"""Where files of loggers are written to: a directory of a mounted file system, or below an fsspec URL."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Destination(Protocol):
+    """A directory of files. Names are relative, with ``/``. Every call may block for as long as the storage does.
+
+    Attributes:
+        path: The directory, as the user knows it.
+        pace_s: Least pause between two writes, seconds.
+        appends: Whether what is appended to a file can be read from that file.
+        folders: Its absolute paths on this host.
+    """
+
+    path: str
+    pace_s: float
+    appends: bool
+    folders: tuple[str, ...]
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+
+    def append(self, file: str, data: bytes) -> None:
+        """Appends; creates the file and its directory if needed.
+
+        Raises:
+            OSError: If the storage refuses. A part may have been written.
+        """
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        """The bytes of a file from ``start`` on; empty if there is no file."""
+
+    def replace(self, file: str, data: bytes) -> None:
+        """Writes a whole file; readers see the old or the new one."""
+
+
+class LocalDestination:
+    """A directory of a mounted file system.
+
+    Args:
+        path: The directory.
+        device: Number of its device when the run began. A directory that is removed is created again, but not on the
+            disk below a mount that is gone.
+    """
+
+    pace_s = 1.0
+    appends = True
+
+    def __init__(self, path: str, device: int | None = None) -> None:
+        self.path = path
+        # A program may change its working directory.
+        self._folder = Path(path).absolute()
+        self.folders = tuple({os.path.abspath(path), os.path.realpath(path)})
+        self._device = device if device is not None else _device_of(self._folder)
+
+    @property
+    def device(self) -> int:
+        """Device number of the directory, or of what exists above it."""
+        return self._device
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+        try:
+            return (self._folder / file).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def append(self, file: str, data: bytes) -> None:
+        """Appends in one system call, so that readers see whole records."""
+        handle = self._open(self._folder / file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(handle, view) :]
+        finally:
+            os.close(handle)
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        """The bytes of a file from ``start`` on; empty if there is no file."""
+        try:
+            with open(self._folder / file, "rb") as opened:
+                opened.seek(start)
+                return opened.read()
+        except FileNotFoundError:
+            return b""
+
+    def replace(self, file: str, data: bytes) -> None:
+        """Writes a temporary file, then renames it."""
+        path = self._folder / file
+        temporary = path.with_name(f".{path.name}.ncclsafe")
+        handle = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            with open(handle, "wb") as opened:
+                opened.write(data)
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _open(self, path: Path, flags: int) -> int:
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            if _device_of(path.parent) != self._device:
+                raise OSError(f"the file system that {self.path} was on is no longer mounted") from None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, flags, 0o666)
+
+
+class RemoteDestination:
+    """A directory of an fsspec file system. If it cannot append, each append becomes a numbered file of its own.
+
+    Args:
+        path: The directory's URL.
+    """
+
+    # An append may create a new object or send the whole object again.
+    pace_s = 10.0
+    folders: tuple[str, ...] = ()
+    # Some file systems can, but which ones is known only after an append.
+    appends = False
+
+    def __init__(self, path: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self.path = path
+        self._fs: Any
+        self._fs, self._root = url_to_fs(path)
+        self._tries_append = True
+        # The last number of each file.
+        self._numbers: dict[str, int] = {}
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file and of its numbered ones; None if there is none."""
+        sizes = []
+        name, number = file, 0
+        while (size := self._size_of(name)) is not None or not number:
+            sizes += [] if size is None else [size]
+            number += 1
+            name = f"{file}.{number}"
+        return sum(sizes) if sizes else None
+
+    def append(self, file: str, data: bytes) -> None:
+        """Appends, or writes the next numbered file."""
+        if self._tries_append:
+            try:
+                self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
+                with self._open(file) as opened:
+                    opened.write(data)
+                return
+            except (NotImplementedError, ValueError):
+                self._tries_append = False
+        # Checked even after a failure, as it may have been written anyway.
+        number = self._numbers.get(file, 1)
+        while self._fs.exists(self._name(f"{file}.{number}")):
+            number += 1
+        self._numbers[file] = number
+        self._fs.pipe_file(self._name(f"{file}.{number}"), data)
+
+    def _open(self, file: str) -> Any:
+        try:
+            return self._fs.open(self._name(file), "ab")
+        except FileNotFoundError:  # some append only to existing files, as fsspec's memory did until 2025
+            return self._fs.open(self._name(file), "wb")
+
+    def read(self, file: str, start: int = 0) -> bytes:
+        """The bytes of a file from ``start`` on; empty if there is no file."""
+        try:
+            return bytes(self._fs.cat_file(self._name(file), start=start or None))
+        except FileNotFoundError:
+            return b""
+
+    def replace(self, file: str, data: bytes) -> None:
+        """Writes a whole file: object stores show the old one until the new one is complete."""
+        self._fs.makedirs(self._name(file).rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(self._name(file), data)
+
+    def _size_of(self, name: str) -> int | None:
+        try:
+            return int(self._fs.size(self._name(name)))
+        except FileNotFoundError:
+            return None
+
+    def _name(self, file: str) -> str:
+        return f"{self._root.rstrip('/')}/{file}"
+
+
+def open_destination(path: str, device: int | None = None) -> Destination:
+    """The destination at a path or a URL (``"s3://…"``)."""
+    return RemoteDestination(path) if "://" in path else LocalDestination(path, device)
+
+
+def _device_of(path: Path) -> int:
+    """The device that a path is on, or would be on if created."""
+    for there in (path.absolute(), *path.absolute().parents):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return there.stat().st_dev
+    return -1

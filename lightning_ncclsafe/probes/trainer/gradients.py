@@ -1,0 +1,99 @@
+"""Which parameters are trained and get no gradient, and where the user's code leaves them out."""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from lightning_ncclsafe.probes.trainer.source_lines import BEFORE_TRAINING, HookSource, own_functions, source_of
+
+# DDP names parameters by their numbers among those that required a gradient when it was made.
+_NO_GRADIENT = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+)+)")
+# Lightning divides a loss by the number of batches that accumulate, and a precision may scale it.
+_MOST_OPERATIONS = 4
+
+
+def trained_parameters(module: Any) -> list[str]:
+    """The parameters that require a gradient."""
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def named_by_ddp(error: str, trained: Sequence[str]) -> list[str]:
+    """The parameters that an error of DDP's says got no gradient.
+
+    Args:
+        error: Text of the exception.
+        trained: Those that required a gradient when DDP was made.
+    """
+    named = _NO_GRADIENT.search(error)
+    numbers = map(int, named[1].split()) if named else ()
+    return [trained[number] for number in numbers if number < len(trained)]
+
+
+def without_gradient(module: Any) -> list[str]:
+    """Only where some have one: all have none before the first backward pass, and after ``zero_grad``."""
+    if module is None:
+        return []
+    wanted = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    missing = [name for name, parameter in wanted if parameter.grad is None]
+    return missing if len(missing) < len(wanted) else []
+
+
+def is_from_nothing(loss: Any, module: Any) -> bool:
+    """Whether a loss leads back, in a few operations, to a tensor that is no parameter, and to nothing else."""
+    node = getattr(loss, "grad_fn", None)
+    if node is None:
+        return loss is not None
+    for _ in range(_MOST_OPERATIONS):
+        before = [function for function, _ in node.next_functions if function is not None]
+        if len(before) != 1:
+            return False
+        node = before[0]
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return all(leaf is not parameter for parameter in module.parameters())
+    return False
+
+
+def left_out_at(module: Any, missing: list[str]) -> str:
+    """Where the user's code leaves out the largest part that the first of these parameters belongs to, or uses it."""
+    names = trained_parameters(module)
+    parts = missing[0].split(".")
+    prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    whole = (part for part in prefixes if all(name in missing for name in names if name.startswith(f"{part}.")))
+    depth = len(next(whole, missing[0]).split("."))
+    # Outwards to the user's code that calls this part; what is called there may still leave out what it consists of.
+    used = next(filter(None, (_use_of(module, parts, level) for level in range(depth - 1, -1, -1))), None)
+    within = (_use_of(module, parts, level) for level in range(depth, len(parts)))
+    ways = [used.leads_around] if used is not None else []
+    if not any(ways):
+        ways += [inner.leads_around for inner in within if inner is not None]
+    around = next(filter(None, ways), ())
+    return around[0] if len(around) == 1 else used.place if used is not None else ""
+
+
+class _Use(NamedTuple):
+    """A line that uses a part of the model, and what may have led around it."""
+
+    place: str
+    leads_around: tuple[str, ...]
+
+
+def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
+    """Where the user's code of what this part belongs to uses it."""
+    for source in _functions_of(_part_of(module, parts[:level])):
+        if line := source.uses(parts[level]):
+            return _Use(source.place(line), source.leads_around(line))
+    return None
+
+
+def _part_of(module: Any, path: list[str]) -> Any:
+    for name in path:
+        module = getattr(module, name, None)
+    return module
+
+
+def _functions_of(part: Any) -> Iterator[HookSource]:
+    """Those that run in a step, the usual ones first."""
+    usual = [source_of(part, name) for name in ("forward", "training_step")]
+    others = (function for function in own_functions(type(part)) if function.__name__ not in BEFORE_TRAINING)
+    yield from itertools.chain(usual, map(HookSource, others))

@@ -1,0 +1,106 @@
+"""What is logged on all ranks, and where: keys, metrics that the model holds, and what callbacks wait for."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning_ncclsafe.code.libraries import LOGGED_VALUES
+from lightning_ncclsafe.facts import LoggedKey, MetricFacts
+from lightning_ncclsafe.probes.process.stacks import main_thread_frames, rank_condition
+from lightning_ncclsafe.probes.trainer.source_lines import HookSource, own_functions, source_of
+
+_MOST_KEYS = 64
+# Where Lightning keeps what was logged, by the loops that have it.
+_LOOPS = ("fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop")
+
+
+def logged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+    """Keys that ranks reduce together, with the line that logs each."""
+    for metric in list(_synced(trainer))[:_MOST_KEYS]:
+        meta = metric.meta
+        name, hook = str(meta.name), str(meta.fx)
+        source, line = _call_that_logs(name, trainer, module, hook)
+        condition = rank_condition(source.file, line) if line else ""
+        states = tuple(map(str, getattr(getattr(metric, "value", None), "metric_state", ())))
+        yield LoggedKey(name=name, hook=hook, place=source.place(line), rank_condition=condition, states=states)
+
+
+def metrics(module: Any) -> Iterator[MetricFacts]:
+    """The metrics that the model holds; a collection of them is no metric, and has no states."""
+    for name, part in getattr(module, "named_modules", tuple)():
+        states = getattr(part, "metric_state", None)
+        if isinstance(states, dict) and states:
+            yield MetricFacts(
+                name=str(name),
+                type=type(part).__name__,
+                states=tuple(map(str, states)),
+                by_entry=tuple(str(state) for state in states if _is_gathered_by_entry(part, state)),
+            )
+
+
+def _is_gathered_by_entry(metric: Any, state: Any) -> bool:
+    """Whether a state is a list with ``dist_reduce_fx=None``."""
+    defaults, reductions = getattr(metric, "_defaults", {}), getattr(metric, "_reductions", {})
+    return isinstance(defaults.get(state), list) and reductions.get(state, "") is None
+
+
+def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[HookSource, int]:
+    """The hook itself comes first, of the module and of callbacks, then what it may have called: other methods.
+
+    Where none has the key written out, the only call in these hooks, or else in such methods, that may put it together.
+    """
+    hooks = [source_of(owner, hook) for owner in (module, *trainer_callbacks(trainer))]
+    others = [HookSource(function) for function in own_functions(type(module)) if not _is_hook(function.__name__)]
+    for source in (*hooks, *map(HookSource, own_functions(type(module)))):
+        if line := source.logs(name):
+            return source, line
+    for sources in (hooks, others):
+        found = [(source, line) for source in sources for line in source.may_log(name)]
+        if found:
+            return found[0] if len(found) == 1 else (found[0][0], 0)
+    return hooks[0], 0
+
+
+def _is_hook(name: str) -> bool:
+    return name.startswith("on_") or name.endswith("_step")
+
+
+def monitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+    """Keys that callbacks wait for: what is logged on each step and on each epoch has two more names for them."""
+    monitors = {getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer)} - {None}
+    for metric in itertools.chain(*map(_results, _owners(trainer))) if monitors else ():
+        name = str(metric.meta.name)
+        if not monitors.isdisjoint((name, f"{name}_step", f"{name}_epoch")):
+            source, line = _call_that_logs(name, trainer, module, str(metric.meta.fx))
+            yield LoggedKey(name=name, hook=str(metric.meta.fx), place=source.place(line))
+
+
+def _owners(trainer: Any) -> Iterator[Any]:
+    for path in _LOOPS:
+        owner = trainer
+        for name in path.split("."):
+            owner = getattr(owner, name, None)
+        yield owner
+
+
+def _results(owner: Any) -> list[Any]:
+    return list((getattr(owner, "_results", None) or {}).values())
+
+
+def _synced(trainer: Any) -> Iterable[Any]:
+    """What Lightning knows of each key that ranks reduce together."""
+    for metric in itertools.chain(*map(_results, _owners(trainer))):
+        meta = metric.meta
+        if not metric.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only):
+            yield metric
+
+
+def reduced_key() -> str:
+    """The key that Lightning's frame on the main thread holds; nothing but that frame's own variables is looked at."""
+    metas = (getattr(frame.f_locals.get("self"), "meta", None) for frame in main_thread_frames(LOGGED_VALUES))
+    return next((str(meta.name) for meta in metas if meta is not None), "")
+
+
+def trainer_callbacks(trainer: Any) -> list[Any]:
+    """All callbacks of a Trainer that may not be one yet."""
+    return [*getattr(trainer, "callbacks", ())]

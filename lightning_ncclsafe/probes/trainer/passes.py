@@ -1,0 +1,131 @@
+"""Backward passes and optimizers' steps of each training batch, and the user's lines that call for the passes."""
+
+import itertools
+import sys
+import traceback
+from collections import deque
+from types import CodeType
+from typing import Any
+
+from lightning_ncclsafe.code.libraries import TRAINING_LOOPS
+from lightning_ncclsafe.probes.process.stacks import is_user_code
+from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource
+
+MOST_RUNS = 64
+"""Of the batches in which their number changed, so many are kept."""
+MOST_CALLS = 8
+"""In a batch, the calls of so many passes are noted."""
+MOST_BATCHES_WITH_CALLS = 16
+"""Of the batches that are kept, the calls of so many are reported."""
+# Of a call, so many of the user's functions are noted, in so many frames.
+_MOST_CALLERS, _MOST_FRAMES = 4, 24
+
+Batch = tuple[int, int]
+"""Epoch and index of a batch; -1 where they are not known."""
+Call = tuple[tuple[CodeType, int], ...]
+"""Where something was called: the user's functions with their lines, the innermost first."""
+
+
+class BatchPasses:
+    """Counts passes and steps, batch by batch. Batches of which each is like the one before are kept as one run."""
+
+    def __init__(self) -> None:
+        self._batch: Batch = (-1, -1)
+        self._last_counted: Batch = (-1, -1)
+        # Backward passes, those of them that reduced nothing, and steps by optimizer.
+        self._counts: list[int] = [0, 0]
+        self._calls: list[Call] = []
+        self._runs: deque[tuple[int, ...]] = deque(maxlen=MOST_RUNS)
+        self._calls_of_runs: deque[tuple[Call, ...]] = deque(maxlen=MOST_RUNS)
+        self._is_users: dict[str, bool] = {}
+
+    def begin_batch(self, batch: Batch) -> None:
+        """The first pass of a batch is about to begin: the batch before is over."""
+        if self._counts[0] and self._batch[1] >= 0:
+            if self._is_unlike(self._runs):
+                self._runs.append(self._run())
+                self._calls_of_runs.append(tuple(self._calls))
+            self._last_counted = self._batch
+        self._counts, self._calls = [0, 0], []
+        self._batch = batch
+
+    def backward(self, *, is_reduced: bool, is_by_hand: bool) -> None:
+        """A backward pass begins; called right from what hears of it.
+
+        Args:
+            is_reduced: Whether ranks exchange its gradients.
+            is_by_hand: Whether the user's code calls for all of them.
+        """
+        self._counts[0] += 1
+        self._counts[1] += not is_reduced
+        if len(self._calls) < MOST_CALLS and (is_by_hand or self._counts[0] > 1):
+            # Lightning's own first pass of a batch is that of every batch; an optimizer may ask for more.
+            self._calls += [()] * (self._counts[0] - 1 - len(self._calls))
+            self._calls.append(self._called_from())
+
+    def stepped(self, optimizer: int) -> None:
+        """The optimizer of this number has made a step."""
+        self._counts += [0] * (optimizer + 3 - len(self._counts))
+        self._counts[optimizer + 2] += 1
+
+    def facts(self, *, is_over: bool) -> dict[str, Any]:
+        """What :class:`~lightning_ncclsafe.facts.StepFacts` has of this; for another thread.
+
+        Args:
+            is_over: Whether the newest batch is over; what it will have is not known before.
+        """
+        runs, calls, counted = [*self._runs], [*self._calls_of_runs], self._last_counted
+        has_begun = any(self._counts)
+        if has_begun and is_over:
+            counted = self._batch
+            if self._is_unlike(runs):
+                runs.append(self._run())
+                calls.append(tuple(self._calls))
+        is_under_way = has_begun and self._batch != counted
+        if is_under_way:
+            calls.append(tuple(self._calls))
+        calls = [*itertools.repeat((), len(calls[:-MOST_BATCHES_WITH_CALLS])), *calls[-MOST_BATCHES_WITH_CALLS:]]
+        newest_first = (call for call in itertools.chain(*reversed(calls)) if call)
+        return {
+            "passes": tuple(runs),
+            "passes_epoch": counted[0],
+            "passes_batch": counted[1],
+            "under_way": self._run() if is_under_way else (),
+            "passes_from": tuple(tuple(map(_place, batch)) for batch in calls) if any(calls) else (),
+            "led_around": {
+                _place(call): _led_around(call)
+                for call in dict.fromkeys(itertools.islice(newest_first, MOST_BATCHES_WITH_CALLS))
+            },
+        }
+
+    def _run(self) -> tuple[int, ...]:
+        return *self._batch, *_without_zeros(self._counts)
+
+    def _is_unlike(self, runs: Any) -> bool:
+        return not runs or runs[-1][2:] != _without_zeros(self._counts)
+
+    def _called_from(self) -> Call:
+        """The user's functions up to Lightning's, within its loop."""
+        found: list[tuple[CodeType, int]] = []
+        for frame, line in itertools.islice(traceback.walk_stack(sys._getframe(3)), _MOST_FRAMES):
+            code = frame.f_code
+            if code.co_filename not in self._is_users:
+                self._is_users[code.co_filename] = is_user_code(code.co_filename)
+            if self._is_users[code.co_filename]:
+                found.append((code, line))
+            elif found or TRAINING_LOOPS.has(code.co_filename, code.co_name):
+                break
+        return tuple(found[:_MOST_CALLERS])
+
+
+def _place(call: Call) -> str:
+    return f"{call[0][0].co_filename}:{call[0][1]} in {call[0][0].co_name}" if call else ""
+
+
+def _led_around(call: Call) -> tuple[str, ...]:
+    return tuple(way for code, line in call for way in HookSource(code).leads_around(line))[:MOST_LINES]
+
+
+def _without_zeros(counts: list[int]) -> tuple[int, ...]:
+    """Without the zeros at the end."""
+    return tuple(counts[: max((index + 1 for index, count in enumerate(counts) if count), default=0)])

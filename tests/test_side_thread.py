@@ -1,0 +1,71 @@
+"""Calls that may never return: each within its time, and never a second one beside the first."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from own_threads import join_own_threads, own_threads
+
+from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, UnansweredError
+
+AMPLE_S = 30.0
+
+
+@pytest.fixture
+def answers() -> Iterator[threading.Event]:
+    """What a call waits for that does not return."""
+    event = threading.Event()
+    yield event
+    event.set()
+    join_own_threads("aside")
+
+
+def test_what_a_call_gives_or_raises_is_passed_on_and_no_thread_is_left() -> None:
+    side = SideThread("ncclsafe-aside")
+    assert side.call(lambda: threading.current_thread().name, AMPLE_S) == "ncclsafe-aside"
+
+    def fail() -> None:
+        raise TimeoutError("of its own")
+
+    with pytest.raises(TimeoutError, match="of its own") as raised:
+        side.call(fail, AMPLE_S)
+    assert not isinstance(raised.value, UnansweredError)
+    assert not side.is_busy and not own_threads("aside")
+
+
+def test_while_a_call_has_not_returned_no_other_is_made(answers: threading.Event) -> None:
+    side, made = SideThread("ncclsafe-aside"), list[str]()
+
+    def call() -> str:
+        made.append("first")
+        answers.wait(AMPLE_S)
+        return "late"
+
+    with pytest.raises(UnansweredError, match=r"did not answer within 0\.1 s"):
+        side.call(call, 0.1)
+    with pytest.raises(UnansweredError, match="has not answered yet"):
+        side.call(lambda: made.append("second"), AMPLE_S)
+    side.begin(lambda: made.append("third"))
+    assert side.is_busy and made == ["first"] and len(own_threads("aside")) == 1
+    answers.set()
+    assert side.answer(AMPLE_S) == "late"
+    assert side.call(lambda: "again", AMPLE_S) == "again"
+
+
+def test_it_keeps_no_process_alive(answers: threading.Event) -> None:
+    SideThread("ncclsafe-aside").begin(lambda: answers.wait(AMPLE_S))
+    assert [thread.daemon for thread in own_threads("aside")] == [True]
+
+
+def test_without_an_answer_there_is_none_and_without_threads_that_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = SideThread("ncclsafe-aside")
+    with pytest.raises(UnansweredError):
+        side.answer(0.0)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(NoThreadError, match="can't start new thread"):
+        side.call(lambda: None, AMPLE_S)
+    assert not side.is_busy
