@@ -221,8 +221,8 @@ class _LookedAt:
         so_far = "".join(map(self._so_far, open_jobs))
         self._say(
             f"a rank has stood still for {still_s:.1f} s, in a hang or a long step.{so_far} Inspecting for at most"
-            f" {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s, or until all ranks have moved, which would make it a long"
-            " step. Ctrl-C answers now."
+            f" {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s, or until all ranks have moved, as after a long step."
+            " Ctrl-C answers now."
         )
         with suppress(KeyboardInterrupt):
             while not self._shows_enough() and not self._ended_after:
