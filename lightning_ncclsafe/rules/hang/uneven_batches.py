@@ -97,9 +97,13 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
 
 
 def _is_decided(view: Timeline, short: tuple[int, ...]) -> bool:
-    """Whether these have too few batches, and not the others too many: seen from outside, only their number tells."""
+    """Whether these have too few batches, and not the others too many: seen from outside, only their number tells.
+
+    There, others that are still in validation may have left something else out.
+    """
     is_seen = any(facts.inspection is not None for facts in view.facts.values())
-    return not is_seen or 2 * len(short) < len(view.facts)
+    others = (view.facts[rank].progress.phase for rank in view.facts if rank not in short)
+    return not is_seen or (2 * len(short) < len(view.facts) and Phase.VALIDATE not in others)
 
 
 def _is_known(view: Timeline, rank: int) -> bool:
