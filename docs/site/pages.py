@@ -108,7 +108,7 @@ def load(kind: str, rule: Rule[Any]) -> Cause:
     if name not in named[:1]:
         raise PluginError(
             f"Of the facts in {path.relative_to(DOCS.parent)} today's rules say {', '.join(named) or 'nothing'}, and"
-            f" not {name}: mend the rule, or run `python docs/site/record.py {name}`."
+            f" not {name}: fix the rule, or run `python docs/site/record.py {name}`."
         )
     made = recorded["made"]
     return Cause(name=name, kind=kind, summary=rule.summary, sections=sections, diagnosis=diagnosis, made=made)
@@ -198,7 +198,7 @@ def _lines(name: str, told: list[Cause], leading: list[tuple[str, str]], linked:
     yield from (f"Reports call this **`{name}`**: {lowered(first.summary)}", "")
     if leading:
         links = ", ".join(f"[{title}](../hangs/{file})" for title, file in leading)
-        yield from (f"Error texts that lead here: {links}.", "")
+        yield from (f"Error messages that lead here: {links}.", "")
     for number, one in enumerate(told):
         yield from _told(one, number, linked, alone=len(told) == 1)
 
@@ -228,10 +228,10 @@ def _list(found: dict[str, list[Cause]]) -> str:
     lines = [
         "# All causes",
         "",
-        "Each has a name, which `report.json` gives as `rule`, and a page that is made from the rule's own text, with",
-        "a report of it. `ncclsafe explain NAME` prints the same on a terminal.",
+        "Each cause has a name, which is `rule` in `report.json`, and a page with an example report.",
+        "`ncclsafe explain NAME` prints the same on a terminal.",
         "",
-        "[My job hangs](../hangs/index.md) leads here from the text of an error.",
+        "[My job hangs](../hangs/index.md) leads here from an error message.",
         "",
     ]
     for kind in RULES:

@@ -59,12 +59,12 @@ def from_training(kind: str, name: str, warm: Warm, wanted: str = "") -> Iterato
         job = from_plain(JobFacts, plain)
         if first_finding(kind, job) == name:
             made = (
-                f"Of a real training on {case.world_size} gloo ranks that is made to go wrong so:"
+                f"From a real training on {case.world_size} gloo ranks with this fault:"
                 f' `make faults FAULTS="--only {case.name}"`.'
             )
             made += IMITATED.get(case.scenario.name, "")
             if source := case.scenario.source:
-                made += f" It was written after [a public thread]({source})."
+                made += f" It was written from [a public issue]({source})."
             yield {"made": made, "job": without_defaults(job)}
 
 
@@ -102,7 +102,7 @@ def from_recording(kind: str, name: str) -> Iterator[Recorded]:
             yield {"made": CONSTRUCTED.format(path.relative_to(ROOT)), "job": file["job"]}
 
 
-CONSTRUCTED = "Of facts that were constructed after what such jobs are known to leave, not of a recording: `{}`."
+CONSTRUCTED = "From facts constructed after what such jobs leave, not recorded: `{}`."
 
 
 def from_scene(kind: str, name: str) -> Iterator[Recorded]:
@@ -128,7 +128,7 @@ def from_dumps(kind: str, name: str) -> Iterator[Recorded]:
     for job in sorted(each for each in (TESTS / "reading" / "nccl_dumps").iterdir() if each.is_dir()):
         path = job.relative_to(ROOT)
         if names(kind, name, path):
-            made = f"Of the dumps of a real NCCL job on 16 GPUs: `ncclsafe diagnose {path}`."
+            made = f"From the dumps of a real NCCL job on 16 GPUs: `ncclsafe diagnose {path}`."
             yield {"made": made, "files": [str(path)]}
 
 
@@ -141,7 +141,7 @@ def from_logs(kind: str, name: str) -> Iterator[Recorded]:
             # Where a log does not tell the cause, rank-behind is the right answer, and no other one is.
             is_told = (truth["derivable"]["kind"] == "cannot-tell") == (name == "rank-behind")
             if is_told and "#" in truth["source"] and names(kind, name, path):
-                made = f"Of the log in {_thread(truth['source'])}: `ncclsafe diagnose {path}`."
+                made = f"From the log in {_thread(truth['source'])}: `ncclsafe diagnose {path}`."
                 yield {"made": made, "files": [str(path)]}
 
 
@@ -188,7 +188,7 @@ def from_simulation(kind: str, name: str) -> Iterator[Recorded]:
             evidence.add_dump(f"nccl_trace_rank_{rank}", dump)
         job = evidence.job()
         if name in incident.rules and first_finding(kind, job) == name:
-            made = f"Of the dumps of a simulated NCCL job on {len(incident.dumps)} GPUs (`{SIMULATOR}`)."
+            made = f"From the dumps of a simulated NCCL job on {len(incident.dumps)} GPUs (`{SIMULATOR}`)."
             yield {"made": made, "job": without_defaults(job)}
 
 

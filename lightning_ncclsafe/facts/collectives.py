@@ -23,21 +23,21 @@ class Collective:
         backend: ``"nccl"``, ``"nccl2"``, ``"gloo"``, …
         completed: Whether the recorder saw it end on this rank.
         started: Whether the recorder saw it start on the device (NCCL only; always false on gloo).
-        launching: Whether the host may still be inside the call, so that the device has not been given it.
-        gave_up: Whether NCCL's watchdog has given it up; it has not ended then.
+        launching: Whether the host may still be inside the call, so that it has not reached the device.
+        gave_up: Whether NCCL's watchdog has abandoned it; then it has not ended.
         input_sizes: Shapes of the inputs.
         output_sizes: Shapes of the outputs.
         dtypes: Data types of the inputs.
         created_ns: Wall-clock time of the call, nanoseconds since the epoch.
-        duration_ms: Duration on the device in milliseconds where the back end gives it, else None.
-        timeout_ms: Timeout that applies to this collective, in milliseconds; 0 where unknown.
-        is_p2p: Whether it is a point-to-point operation, which has its own numbering; those that were started together
-            have one number, and end together.
-        stack: Where it was called, outermost frame first. Of a live rank the user's line below the Trainer, that under
-            a condition on the rank, and what has called ``torch.distributed``, with the newest call of each ``site``;
-            of dumps and logs what they say.
-        site: What its whole stack below the Trainer comes to, in 12 hexadecimal digits: calls of several ranks that
-            have the same were made at the same place. Empty where that is unknown.
+        duration_ms: Duration on the device in milliseconds; None if the back end does not report it.
+        timeout_ms: Timeout that applies to this collective, in milliseconds; 0 if unknown.
+        is_p2p: Whether it is a point-to-point operation, which is numbered separately; operations that were started
+            together have one number, and end together.
+        stack: Where it was called, outermost frame first. For a live rank: the user's line below the Trainer, the line
+            under a condition on the rank, and the caller of ``torch.distributed``, with the newest call of each
+            ``site``; for dumps and logs, what they contain.
+        site: A hash of the whole stack below the Trainer, 12 hexadecimal digits: calls of several ranks with the same
+            hash were made at the same place. Empty if unknown.
     """
 
     group: str
@@ -66,11 +66,11 @@ class Group:
     Attributes:
         name: Name of the group, unique in the job.
         description: The group's description (``"default_pg"`` for the default group).
-        ranks: Global ranks of the members; empty where unknown.
+        ranks: Global ranks of the members; empty if unknown.
         last_enqueued: Highest sequence number this rank has called; 0 if none.
-        last_started: Highest sequence number that started on the device; -1 where the back end does not say.
+        last_started: Highest sequence number that started on the device; -1 if the back end does not report it.
         last_completed: Highest sequence number that completed on this rank; 0 if none.
-        is_mixed: Whether sends and receives were seen in it, which PyTorch's own counters count along.
+        is_mixed: Whether it has sends and receives, which PyTorch's own counters include.
     """
 
     name: str

@@ -36,37 +36,37 @@ class LoaderFacts:
     """One dataloader.
 
     Attributes:
-        name: Where Lightning has it from: ``"train_dataloader"``, ``"val_dataloader[1]"`` where there are several.
+        name: Its name in Lightning: ``"train_dataloader"``, or ``"val_dataloader[1]"`` if there are several.
         loader: Class name of the loader itself.
         dataset: Class name of the dataset.
-        datasets: Class names of the dataset and of those below it, through ``Subset``, ``ConcatDataset``, …, from the
-            outside in.
-        iterable: Whether the dataset is an ``IterableDataset``, or the loader anything that is just iterated.
+        datasets: Class names of the dataset and of those that it wraps, through ``Subset``, ``ConcatDataset``, …, from
+            the outside in.
+        iterable: Whether the dataset is an ``IterableDataset``, or the loader any other iterable.
         num_workers: Worker processes of this loader.
-        made_by_workers: Whether these alone make the batches, and nothing in the rank's own process decides what is in
-            them: an ``IterableDataset`` in a ``DataLoader`` that is iterated as PyTorch's is.
+        made_by_workers: Whether these alone make the batches, and nothing in the rank's own process decides their
+            content: an ``IterableDataset`` in a ``DataLoader`` that does not override iteration.
         prefetch_factor: Batches each worker prefetches; None without workers.
-        length: ``len(loader)``; None where the loader has no length.
-        batches: Number of batches after ``limit_*_batches``; None where the loader has no length.
-        samples: ``len(dataset)``; None where the dataset has no length.
-        batch_size: Samples in a batch; None where a batch sampler of the user's own decides.
-        drop_last: Whether an incomplete last batch is dropped; None where the loader does not say.
-        sampler: What decides which samples are read; None for data that is just iterated.
-        shards: Files or shards that the dataset reads; None where it does not say.
-        fingerprints: What the data is, by kind, each a short hash: ``"indices"`` (of Subsets and Hugging Face
-            selections), ``"files"`` (the last part of each file's name, and classes), ``"paths"`` (whole absolute
-            names), ``"batches"`` (a list of batches), ``"values"`` (data in memory), ``"names"`` (the
-            same where absolute paths are in it, of which only the last part counts), ``"counts"`` (the same where it
-            is one list of whole numbers, which may only count steps), ``"shapes"`` (types, keys and shapes of
-            samples), ``"items"`` (samples as the dataset gives them). Only what could be had without drawing a random
-            number, iterating, or changing anything. All but ``"paths"`` must be equal where a sampler splits the
-            data, as each host or rank may keep its copy elsewhere. That two ranks read the same is told from
-            ``"indices"``, ``"batches"``, ``"values"``, and from ``"paths"`` between ranks of one host; never from
-            ``"files"``, ``"names"`` or ``"counts"``, which shards of different data may share.
-        all_alike: Whether its samples, all in memory, are all the same, made up to try a program: that ranks have the
-            same says nothing then.
+        length: ``len(loader)``; None if the loader has no length.
+        batches: Number of batches after ``limit_*_batches``; None if the loader has no length.
+        samples: ``len(dataset)``; None if the dataset has no length.
+        batch_size: Samples in a batch; None if the user's own batch sampler decides.
+        drop_last: Whether an incomplete last batch is dropped; None if the loader does not tell.
+        sampler: What decides which samples are read; None for iterable data.
+        shards: Files or shards that the dataset reads; None if it does not tell.
+        fingerprints: Short hashes of the data, by kind: ``"indices"`` (of Subsets and Hugging Face selections),
+            ``"files"`` (the last part of each file's name, and classes), ``"paths"`` (whole absolute names),
+            ``"batches"`` (a list of batches), ``"values"`` (data in memory), ``"names"`` (the same if it contains
+            absolute paths, of which only the last part counts), ``"counts"`` (the same if it is a list of whole
+            numbers, which may only count steps), ``"shapes"`` (types, keys and shapes of samples), ``"items"`` (samples
+            as the dataset returns them). Only what is available without drawing a random number, iterating, or changing
+            anything. If a sampler splits the data, all but ``"paths"`` must be equal; each host or rank may keep its
+            copy elsewhere. Two ranks read the same if ``"indices"``, ``"batches"`` or ``"values"`` are equal, or
+            ``"paths"`` between ranks of one host; never because of ``"files"``, ``"names"`` or ``"counts"``, which
+            shards of different data may share.
+        all_alike: Whether all its samples, in memory, are the same, as in synthetic data: then equal data on several
+            ranks means nothing.
         problems: What could not be determined, one sentence each.
-        read: Batches that this rank had had when the data of some rank ended; None before that.
+        read: Batches that this rank had read when the data of some rank ended; None before that.
         ended: Whether it was this rank's data that ended.
     """
 

@@ -16,13 +16,12 @@ class Frame:
         function: Name of the function.
         code: The source line, stripped; empty where the source cannot be read.
         user: Whether the file is the user's own code: neither the standard library, nor an installed package.
-        rank_condition: The condition on the rank that encloses this line in the source, with its line number, e.g.
+        rank_condition: The condition on the rank that encloses this line in the source, with its line number, such as
             ``"if trainer.is_global_zero:  (line 41)"``, ``"else of if rank == 0:  (line 12)"``; empty if there is none.
-        mark: What code of this package says of itself, see :class:`~lightning_ncclsafe.code.marks.Mark`; empty for that
-            of others, and where the frame was not taken by a probe.
-        handler: What goes on after an exception that is raised within the ``try`` that encloses this line, with its
-            line number, e.g. ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line also stands
-            under a condition.
+        mark: What code of this package declares about itself, see :class:`~lightning_ncclsafe.code.marks.Mark`; empty
+            for other code, and if the frame was not taken by a probe.
+        handler: The clause that handles an exception in the ``try`` that encloses this line, with its line number, such
+            as ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line is also under a condition.
     """
 
     file: str
@@ -43,8 +42,8 @@ class ExceptionFacts:
         type: Class name.
         message: Its text, cut to 2,000 characters.
         stack: Where it was raised, outermost frame first.
-        is_consequence: Whether it only says that a peer is gone or a collective failed (a transport error), so that
-            the cause must be looked for elsewhere.
+        is_consequence: Whether it only reports that a peer is gone or a collective failed (a transport error), so that
+            the cause is elsewhere.
     """
 
     type: str
@@ -55,20 +54,20 @@ class ExceptionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaughtException:
-    """An exception that has not ended a rank's Trainer: its code has caught it, or it has ended another thread.
+    """An exception that did not end a rank's Trainer: the code caught it, or it ended another thread.
 
     Attributes:
         type: Class name.
         message: The first line of its text, cut to 200 characters.
-        stack: Where it was raised, outermost frame first: the last lines of the user's own, and the very last line.
-        caught_at: The user's line that handles it; None where that is not known.
-        passed: What it has left: a function of ``torch.distributed``, ``"all_reduce"``, or an action of Lightning's;
-            empty where it was seen in the user's code.
-        thread: Name of the thread that it has ended; empty where it was caught.
-        ago_s: Seconds since then; since the last one of several.
-        count: How many like this there have been.
-        is_held: Whether the main thread still is in the ``except`` block that has caught it.
-        is_consequence: Whether it only says that a collective failed, see :class:`ExceptionFacts`.
+        stack: Where it was raised, outermost frame first: the last lines of the user's code, and the very last line.
+        caught_at: The user's line that handles it; None if unknown.
+        passed: What it left: a function of ``torch.distributed``, such as ``"all_reduce"``, or an action of Lightning;
+            empty if it was seen in the user's code.
+        thread: Name of the thread that it ended; empty if it was caught.
+        ago_s: Seconds since then, or since the last of several.
+        count: How many of this kind there were.
+        is_held: Whether the main thread is still in the ``except`` block that caught it.
+        is_consequence: Whether it only reports that a collective failed, see :class:`ExceptionFacts`.
     """
 
     type: str

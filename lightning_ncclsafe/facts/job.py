@@ -65,41 +65,41 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """All that one rank knows of itself at one moment.
+    """Everything that one rank knows about itself at one moment.
 
     Attributes:
         rank: Global rank.
         local_rank: Rank on its host.
-        local_world_size: Number of ranks that were to be started on its host; 0 where unknown.
+        local_world_size: Number of ranks that should run on its host; 0 if unknown.
         host: Host name.
         pid: Process id.
         taken_ns: Wall-clock time at which the facts were taken, nanoseconds since the epoch.
         progress: How far its Trainer has come.
-        stack: Main thread's Python stack, outermost frame first; of the exception's traceback nothing is in here.
-        thread_stack: That of another thread that is in a collective which the user's code has called; empty if none is.
-        groups: Process groups this rank belongs to, as far as a recorder tells of them, or they were not used yet.
-        unrecorded: Process groups this rank has used, and of whose collectives nothing is known.
-        collectives: The recorder's last entries, oldest first; all that have not completed are among them.
-        units: What of the model the outstanding ones of these send, as far as their sizes tell.
+        stack: Main thread's Python stack, outermost frame first; without the traceback of its exception.
+        thread_stack: Stack of another thread that is in a collective called by the user's code; empty if there is none.
+        groups: Process groups of this rank that a recorder covers, or that were not used yet.
+        unrecorded: Process groups that this rank has used, but whose collectives are unknown.
+        collectives: The recorder's last entries, oldest first, including all that have not completed.
+        units: The parts of the model that the outstanding collectives send, as far as their sizes show.
         host_facts: Memory, swap and cores.
-        machine: What held it up besides its code: turns on a core, pressure, its GPU, its network.
-        peers: Ranks of the same host as seen from this rank, itself excluded.
+        machine: What may delay it besides its code: waits for a core, pressure, its GPU, its network.
+        peers: Other ranks of the same host, as seen from this rank.
         workers: Child processes of this rank that run the loader's code.
         loaders: Dataloaders of the current loop.
-        data: The dataloaders that the rank presents for comparison; None where the incident is not about data.
-        preflight: What the rank has found on its host before training; None where the incident is not about that.
+        data: The dataloaders that the rank presents for comparison; None if the incident is not about data.
+        preflight: What the rank found on its host before training; None if the incident is not about that.
         storage: Directories of loggers and checkpoints.
         loggers: Loggers whose writes are off the training thread.
-        stragglers: Ranks that kept others waiting before, as far as this rank has been told.
+        stragglers: Ranks that kept others waiting before, as far as this rank knows.
         exception: The exception that this rank raised, if any.
-        failed_save: What the last save of a checkpoint on this rank raised, also where that was caught; None where it
-            went well, or has not ended.
-        caught: What its code has caught, and what has ended its other threads, as far as that was seen; oldest first.
-        steps: What its training steps have left out, and what it logs on all ranks.
-        trainer: What its Trainer has been told, and how its training loop has ended; None where it does not ``fit``.
-        record: What was read of this rank; None where it answered itself.
-        inspection: How it was looked at from outside; None likewise.
-        versions: Versions of what matters: ``{"torch": "2.13.0", …}``.
+        failed_save: What the last save of a checkpoint on this rank raised, even if it was caught; None if the save
+            succeeded, or has not ended.
+        caught: Exceptions that its code caught or that ended its other threads, as far as they were seen; oldest first.
+        steps: What its training steps skipped, and what it logs on all ranks.
+        trainer: The settings of its Trainer, and how its training loop ended; None if it does not ``fit``.
+        record: What was read about this rank; None if it answered itself.
+        inspection: How it was inspected from outside; None if it answered itself.
+        versions: Versions of relevant packages: ``{"torch": "2.13.0", …}``.
         missing: What could not be determined, one sentence each.
     """
 
@@ -146,7 +146,7 @@ class Incident:
         kind: Why ranks were asked.
         opened_by: Rank that asked.
         opened_ns: Wall-clock time, nanoseconds since the epoch.
-        idle_s: Seconds for which the asking rank had made no progress.
+        idle_s: Seconds without progress of the asking rank.
         suspect_after_s: The threshold that applied, seconds.
         timeout_s: The hard limit that applies, seconds.
     """
@@ -190,19 +190,19 @@ class JobFacts:
         incident: Why the ranks were asked.
         world_size: Number of ranks in the job.
         ranks: The ranks that answered, in ascending order of rank.
-        witnessed: What other processes on its host say of a silent rank, at most one entry per rank; also of one that
-            kept Python's lock when it was looked at, and has answered since.
-        absent: Silent ranks that have not come to this call of the Trainer, ascending: the others have joined the
-            process group in it, or before it, and these have not said that they watch.
+        witnessed: What other processes of the host see of a silent rank, at most one entry per rank; also of a rank
+            that held the GIL when it was seen, and has answered since.
+        absent: Silent ranks that have not reached this call of the Trainer, ascending: the others have joined the
+            process group in it, or before it, and the guard of these has not started.
         missing: What could not be shared or gathered, one sentence each.
-        silent_hosts: Hosts on which no rank answered, as far as it is known who runs where.
+        silent_hosts: Hosts on which no rank answered, as far as the placement of ranks is known.
         tried: The other hosts of the ranks that answered, tried at the addresses that their back ends use.
-        launch: What started the job, equal for all its starts: ``"SLURM job 4711"``; empty where nothing says so.
+        launch: What started the job, equal for all its starts: ``"SLURM job 4711"``; empty if unknown.
         unnamed: Exceptions in a log that does not say which rank raised them.
-        is_sized: Whether ``world_size`` is known, and not only the fewest ranks that there can have been.
+        is_sized: Whether ``world_size`` is known; otherwise it is the smallest possible number.
         outdated: Ranks whose dumps are of an earlier moment than the others', and were left out, ascending.
-        log: What logs say beyond single ranks.
-        elsewhere: Ranks that nobody has looked at, as they are on hosts that were not inspected, ascending.
+        log: What logs contain beyond single ranks.
+        elsewhere: Ranks on hosts that were not inspected, ascending.
     """
 
     incident: Incident

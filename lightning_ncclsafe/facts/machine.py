@@ -18,10 +18,10 @@ class HostFacts:
     Attributes:
         rss_bytes: Resident memory of the rank's process.
         process_swap_bytes: How much of the process is swapped out.
-        memory_growth_bytes_per_s: How fast its resident memory grew, over the last seconds of its start.
-        swap_growth_bytes_per_s: How fast what is swapped out of it grew, over the same time.
+        memory_growth_bytes_per_s: How fast its resident memory grew, in the last seconds of its start-up.
+        swap_growth_bytes_per_s: How fast its swapped-out memory grew in the same time.
         memory_total_bytes: Memory of the host.
-        memory_available_bytes: Memory of the host that can be had without swapping.
+        memory_available_bytes: Memory of the host that is available without swapping.
         swap_total_bytes: Swap space of the host.
         swap_used_bytes: Swap space in use on the host.
         swapped_in_bytes: Bytes that the host has read back from swap since the guard started.

@@ -20,7 +20,7 @@ class Capacity:
         memory_group: Path of that group: ranks in it share it.
         memory_left_bytes: What each group with a limit, the own one and those above it, leaves: by path of the group.
         memory_total_bytes: Memory of the host.
-        memory_available_bytes: Memory of the host that can be had without swapping.
+        memory_available_bytes: Memory of the host that is available without swapping.
         process_limit_bytes: What this process may still allocate under ``RLIMIT_AS`` or ``RLIMIT_DATA``.
         shm_total_bytes: Size of /dev/shm, through which workers hand their batches over.
         shm_free_bytes: What is free of it.

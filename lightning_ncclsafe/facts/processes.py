@@ -12,26 +12,25 @@ class ProcessFacts:
 
     Attributes:
         pid: Process id.
-        rank: Global rank; -1 for a process that is no rank.
+        rank: Global rank; -1 for a process that is not a rank.
         state: ``"running"``, ``"sleeping"``, ``"stopped"``, ``"tracing-stop"``, ``"disk-sleep"``, ``"zombie"`` or
             ``"gone"`` (psutil's words, and ``"gone"`` for a process that no longer exists).
-        wait_channel: Kernel function it sleeps in (``/proc/PID/wchan``); empty where unreadable.
-        cpu_s: Processor time it has used, seconds.
+        wait_channel: Kernel function in which it sleeps (``/proc/PID/wchan``); empty if unreadable.
+        cpu_s: CPU time that it has used, seconds.
         rss_bytes: Resident memory.
         swap_bytes: How much of it is swapped out.
         memory_growth_bytes_per_s: How fast its resident memory grew between two looks; None after a single one.
-        swap_growth_bytes_per_s: How fast what is swapped out of it grew between them.
-        stack: Its main thread's Python stack, outermost first, where it could be had from outside.
-        gil_held: Whether its Python could not answer although the process runs: something holds the GIL.
-        ended_by: The signal that has ended it, ``"SIGKILL"``, ``"SIGSEGV"``; empty where it lives, or nothing tells.
-            Of one that it has met in itself ``stack`` is where its main thread was.
-        thread_stack: That of another thread of its that was in a collective when it ended, called by the user's code.
-        said: Why it has aborted itself, in the words of what has, as they stand last on its stderr; other ranks may
-            write to the same file.
-        exit_code: The status with which it has ended itself; None where it lives, or nothing tells.
-        raised: What has left its program, outside of the Trainer; None where it goes on, or nothing tells.
+        swap_growth_bytes_per_s: How fast its swapped-out memory grew between them.
+        stack: Its main thread's Python stack, outermost first, if it could be read from outside.
+        gil_held: Whether its Python did not answer although the process runs, because something holds the GIL.
+        ended_by: The signal that ended it, ``"SIGKILL"``, ``"SIGSEGV"``; empty if it is alive, or if that is unknown.
+            If the process caused the signal itself, ``stack`` is where its main thread was.
+        thread_stack: Stack of another thread that was in a collective, called by the user's code, when it ended.
+        said: Why it aborted itself: the last lines on its stderr. Other ranks may write to the same file.
+        exit_code: The status with which it exited; None if it is alive, or if that is unknown.
+        raised: The exception that left its program, outside of the Trainer; None if there is none, or it is unknown.
         ran_share: Share of a core that its main thread got between two looks, 0 to 1.
-        queued_share: Share of the time between them in which it could have run and had to wait for a core.
+        queued_share: Share of the time between them in which it was ready to run but waited for a core.
     """
 
     pid: int

@@ -24,7 +24,7 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Something Lightning is doing, by its profiler's name or a barrier's: hooks, data fetches, checkpoint saves.
+    """Something that Lightning is doing, by the name of its profiler or of a barrier: a hook, a data fetch, a save.
 
     Attributes:
         name: E.g. ``"[LightningModule]Net.training_step"``, ``"[Callback]ModelCheckpoint.on_validation_end"``,
@@ -43,9 +43,9 @@ class Progress:
 
     Attributes:
         phase: Where in its life the Trainer stands.
-        actions: What is going on, outermost first; empty between hooks.
-        last_action: The last action that ended, for the moments between two hooks.
-        epoch: Current epoch, from 0; -1 where it is not known.
+        actions: The current actions, outermost first; empty between hooks.
+        last_action: The last action that ended, for moments between two hooks.
+        epoch: Current epoch, from 0; -1 if unknown.
         batch_idx: Index of the batch being worked on in the current loop, from 0; -1 before the first.
         is_last_batch: Whether the current loop's data ended with this batch.
         global_step: Optimizer steps taken.
@@ -220,22 +220,22 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerFacts:
-    """One logger whose writes have been taken off the training thread.
+    """One logger whose writes are off the training thread.
 
     Attributes:
         logger: Class name of the logger.
         path: Where it writes; empty for a server that has no path.
         points: Scalar points written.
         records: Everything else written: media, texts, hyperparameters.
-        thinned: Points left out, others standing for them.
+        thinned: Points left out, represented by others.
         dropped: Points and records dropped over a limit.
-        memory_bytes: About how much waits in memory, to be staged.
-        staged_bytes: How much waits in local staging, to be written.
-        writing_s: For how long the write that is going on has waited for the storage, seconds; 0 if there is none.
+        memory_bytes: About how many bytes wait in memory to be staged.
+        staged_bytes: How many bytes wait in local staging to be written.
+        writing_s: How long the current write has waited for the storage, seconds; 0 if there is none.
         longest_write_s: The longest write that has ended, seconds.
-        waited_s: For how long training has waited for this logger in total, seconds.
-        longest_wait_s: For how long it has waited at once, at most.
-        finalize_s: For how long the end of the run has waited for it, seconds.
+        waited_s: How long training has waited for this logger in total, seconds.
+        longest_wait_s: The longest single wait of training, seconds.
+        finalize_s: How long the end of the run has waited for it, seconds.
         faults: Writes that failed, whether or not a later try succeeded.
         last_fault: The last such failure; empty if there was none.
         staging: The folder of local staging.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from own_threads import join_own_threads, own_threads
+from polling import until
 from torch.distributed import TCPStore
 
 from lightning_ncclsafe.exchange import (
@@ -328,9 +329,6 @@ def test_a_closed_exchange_gives_its_connection_back(store_host: tuple[subproces
     exchange.set("key", b"value")
     before = len([*open_files.iterdir()])
     exchange.close()
-    give_up = time.monotonic() + 10
-    while len([*open_files.iterdir()]) >= before and time.monotonic() < give_up:
-        time.sleep(0.01)  # the host hears of it by itself
-    assert len([*open_files.iterdir()]) == before - 1
+    until(lambda: len([*open_files.iterdir()]) == before - 1, within_s=10)
     with pytest.raises(ExchangeError, match="after it was closed"):
         exchange.get_many(["key"])

@@ -81,8 +81,8 @@ OWN_SHARDS = "If each rank should have its own shard, set use_distributed_sample
 @agreement_rule(
     after="different-datasets",
     remedy=(
-        "Let every rank hold the whole dataset, made alike: call seed_everything(seed) before any split, sort lists of "
-        f"files, and filter by what the data says, not by what the rank or the host has. {OWN_SHARDS}"
+        "Let every rank hold the same whole dataset: call seed_everything(seed) before any split, sort lists of files, "
+        f"and filter by the content of the data, not by anything that depends on the rank or the host. {OWN_SHARDS}"
     ),
     plan=Plan.STOP,
 )

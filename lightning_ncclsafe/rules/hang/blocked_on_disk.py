@@ -44,7 +44,7 @@ _OF_PROCESSES = PROCESSES | ALL_OF_TORCH
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
-    """``restart``; ``unknown`` where it may wait for the other end of a pipe."""
+    """``restart``; ``unknown`` if it may wait for the other end of a pipe."""
     threads = (view.facts[rank].machine.main_thread for rank in finding.ranks if rank in view.facts)
     channels = [thread.wait_channel if thread is not None else "" for thread in threads]
     known = all(wait_of(channel) in _STORAGE for channel in channels)

@@ -83,7 +83,7 @@ def is_ended_by_gloo(finding: Finding, others: Findings) -> bool:
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
-    """``restart`` where something else has killed or ended it; ``unknown`` for want of memory, a crash, an exit."""
+    """``restart`` if something else killed or ended it; ``unknown`` for lack of memory, a crash or an exit."""
     signals = {signal_of(view, rank) if rank in view.witnesses else "" for rank in finding.ranks}
     is_from_outside = signals <= {"SIGKILL", *_ENDS} and not _oom_kills(view, finding.ranks)
     return Plan.RESTART if is_from_outside else Plan.UNKNOWN

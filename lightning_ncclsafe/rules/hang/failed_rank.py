@@ -50,7 +50,7 @@ def is_told_as_exception(finding: Finding, others: Findings) -> bool:
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
-    """``stop`` for an error that only code can make, such as NameError; ``unknown`` for all others."""
+    """``stop`` for an error that only code can cause, such as NameError; ``unknown`` for all others."""
     inside = {rank: facts.exception for rank, facts in view.facts.items() if facts.exception is not None}
     told = inside | view.raised_outside
     raised = {told[rank].type for rank in finding.ranks if rank in told}

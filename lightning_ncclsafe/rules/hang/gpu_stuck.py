@@ -34,7 +34,7 @@ from lightning_ncclsafe.rules.kit import (
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
-    """``restart-without-host`` where the driver hangs or says what is wrong with the GPU; ``unknown`` otherwise."""
+    """``restart-without-host`` if the driver hangs or reports a fault of the GPU; ``unknown`` otherwise."""
     answering = [view.facts[rank] for rank in finding.ranks if rank in view.facts]
     # Of a rank that does not answer, its process has been seen to wait in the driver.
     return Plan.RESTART_WITHOUT_HOST if all(map(ailment, answering)) else Plan.UNKNOWN

@@ -22,7 +22,7 @@ _FEW = 3
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
-    """``restart-without-host`` where most hosts still answer; ``restart`` where each side may blame the other."""
+    """``restart-without-host`` if most hosts still answer; ``restart`` if each side may blame the other."""
     here = {facts.host for facts in view.job.ranks}
     return Plan.RESTART_WITHOUT_HOST if len(here) > len(view.job.silent_hosts) else Plan.RESTART
 

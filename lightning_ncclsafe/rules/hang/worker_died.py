@@ -63,7 +63,7 @@ _REMEDY_ENDED = (
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
-    """``restart`` where something else has killed or ended it; ``unknown`` for want of memory, a crash, an exit."""
+    """``restart`` if something else killed or ended it; ``unknown`` for lack of memory, a crash or an exit."""
     told = [view.facts[rank] for rank in finding.ranks]
     said = {(found["signal"] or "").strip() for facts in told if (found := _died(facts))}
     signals = said | {child.signal for facts in told for child in facts.machine.ended if child.signal}
