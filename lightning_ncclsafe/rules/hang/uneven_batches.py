@@ -99,11 +99,14 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
 def _is_decided(view: Timeline, short: tuple[int, ...]) -> bool:
     """Whether these have too few batches, and not the others too many: seen from outside, only their number tells.
 
-    There, others that are still in validation may have left something else out.
+    There, others that are still in validation may have left something else out, and if the epochs of all are as long,
+    something else may have ended one.
     """
-    is_seen = any(facts.inspection is not None for facts in view.facts.values())
-    others = (view.facts[rank].progress.phase for rank in view.facts if rank not in short)
-    return not is_seen or (2 * len(short) < len(view.facts) and Phase.VALIDATE not in others)
+    if all(facts.inspection is None for facts in view.facts.values()):
+        return True
+    others = {view.facts[rank].progress.phase for rank in view.facts if rank not in short}
+    counts = {facts.trainer.batches if facts.trainer is not None else None for facts in view.facts.values()}
+    return 2 * len(short) < len(view.facts) and Phase.VALIDATE not in others and (len(counts) > 1 or None in counts)
 
 
 def _is_known(view: Timeline, rank: int) -> bool:
