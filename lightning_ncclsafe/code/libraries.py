@@ -194,13 +194,16 @@ TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
 END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_run_end")
 # The Trainer's public functions, and what they call; the stars are for releases before 2.0, which have folders there.
 TRAINER = _in(_PYTORCH, "trainer/trainer.py")
+# The way into each of them, which what is raised in it goes back.
+TRAINER_CALL = _in(_PYTORCH, "trainer/*.py", functions="_call_and_handle_interrupt")
+FITTING = _in(_PYTORCH, "trainer/trainer.py", functions="_fit_impl")
 TESTING = _in(_PYTORCH, "trainer/trainer.py", functions="_test_impl")
 SANITY_CHECK = _in(_PYTORCH, "trainer/trainer.py", functions="_run_sanity_check")
 SAVE_CHECKPOINT = _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")
 TRAINING_LOOPS = _in(_PYTORCH, "loops/*fit_loop.py", "loops/*training_epoch_loop.py")
-FIT_LOOP_RUN = _in(_PYTORCH, "loops/fit_loop.py", functions="run")
+FIT_LOOP_RUN = _in(_PYTORCH, "loops/fit_loop.py", functions="run on_run_start")
 BATCH = _in(_PYTORCH, "loops/optimization/*") | _in(_PYTORCH, "loops/evaluation_loop.py", functions="_evaluation_step")
-SETUP_OF_LOADERS = _in(_PYTORCH, "loops/fit_loop.py", functions="setup_data")
+SETUP_OF_LOADERS = _in(_PYTORCH, "loops/fit_loop.py", "loops/evaluation_loop.py", functions="setup_data")
 EVALUATION_LOOPS = _in(_PYTORCH, "loops/*evaluation_loop.py")
 PREDICTION_LOOPS = _in(_PYTORCH, "loops/*prediction_loop.py")
 TEARDOWN = _in(_PYTORCH, "trainer/call.py", functions="_call_teardown_hook")
@@ -276,6 +279,8 @@ WAITS_FOR_PROCESSES = _in(
 )
 WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
 WAITS_FOR_THREADS = _in(_PYTHON, "queue.py") | _in(_PYTHON, "threading.py", functions="wait wait_for join acquire")
+# What `python -m` runs a program with; from Python 3.11 on it is frozen, "<frozen runpy>".
+RUN_MODULE = _in(_PYTHON, "*runpy*")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")
 DEBUGGERS = (
     _in(_PYTHON, "pdb.py", "bdb.py")

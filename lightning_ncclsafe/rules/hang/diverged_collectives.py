@@ -98,6 +98,10 @@ _REMEDY_THREADS = (
     "them on all ranks after the same batch. If it must be another thread, give it its own process group "
     "(torch.distributed.new_group, on all ranks), and call the same collectives there on all ranks."
 )
+_REMEDY_CAUGHT = (
+    "Call nothing that takes all ranks while an exception of one rank is handled. Let it end the rank, which ends the "
+    "others, too; or let all ranks agree on it first: reduce a flag that says who has failed, in the same place on all."
+)
 _CALLS = 4
 _FEWER_BATCHES = "Fewer batches on some ranks than on others would look the same: compare the loaders' lengths."
 _REMEDY_ALONE = (
@@ -308,9 +312,9 @@ def _seen_apart(view: Timeline) -> Finding | None:
         ),
         # Where a connection is lost, some have come out of a call in which others still are.
         confidence=Confidence.LIKELY if apart.why and not view.job.elsewhere else Confidence.POSSIBLE,
-        location=calls_location(view, in_own or apart.ranks),
+        location=location_of(apart.frame) or calls_location(view, in_own or apart.ranks),
         evidence=(*condition_evidence(view, apart.ranks), *where_evidence(view, view.facts)),
-        remedy=_remedy(view),
+        remedy=_REMEDY_CAUGHT if apart.frame is not None else _remedy(view),
     )
 
 

@@ -17,7 +17,7 @@ from lightning_ncclsafe.rules.kit.activity import (
     starts_trainer,
     trainer_start,
 )
-from lightning_ncclsafe.rules.kit.caught import has_gone_on, skips_handled
+from lightning_ncclsafe.rules.kit.caught import has_gone_on, held_by, held_words, raised_at, skips_handled
 from lightning_ncclsafe.rules.kit.meaning import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.overruns import aborted, bytes_at_once, few_by_site, is_gone, overrun_of, size_bytes
 from lightning_ncclsafe.rules.kit.rule import once
@@ -340,11 +340,13 @@ class WaitsApart:
         calls: Those that wait in one call, with the call that most wait in first.
         ranks: Those that are out of step; all of them where nothing decides.
         why: Why these are; empty where only their number or whose call it is says so.
+        frame: The line that has led them there; None where it is that of their calls.
     """
 
     calls: tuple[tuple[int, ...], ...]
     ranks: tuple[int, ...]
     why: str = ""
+    frame: Frame | None = None
 
 
 @once
@@ -361,6 +363,10 @@ def waits_apart(view: Timeline) -> WaitsApart | None:
     if len(alike) < 2:
         return None
     calls = sorted(map(tuple, alike.values()), key=lambda ranks: (-len(ranks), ranks))
+    held = held_by(view, view.waiting)
+    if held and len(held) < len(view.waiting):
+        first = held[min(held)]
+        return WaitsApart(calls=tuple(calls), ranks=tuple(sorted(held)), why=held_words(first), frame=raised_at(first))
     if exchanging := tuple(rank for rank in view.waiting if view.activities[rank].call in _BETWEEN_TWO):
         # Each side has a condition of its own, and no stack tells who the other is; of two ranks it is the other one.
         return WaitsApart(calls=tuple(calls), ranks=view.waiting if view.job.world_size == 2 else exchanging)
