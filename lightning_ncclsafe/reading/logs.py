@@ -9,7 +9,7 @@ from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
 from lightning_ncclsafe.reading.bars import LastBar, works_on
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
-from lightning_ncclsafe.reading.raising import Raised, Raising
+from lightning_ncclsafe.reading.raising import RankException, Raising
 from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.starts import (
     RANKS_OF_A_HOST,
@@ -248,7 +248,7 @@ class Log:
             self._raised(one)
         return is_read
 
-    def _raised(self, one: Raised) -> None:
+    def _raised(self, one: RankException) -> None:
         said = self._of(one.rank)
         if said is not None:
             said.raised(one.exception)

@@ -13,7 +13,7 @@ _MOST_IDLE = 5000
 _MOST_NAMELESS = 16
 
 
-class Raised(NamedTuple):
+class RankException(NamedTuple):
     """An exception, and whose it is as far as that is known."""
 
     rank: int | None
@@ -34,7 +34,7 @@ class Raising:
         self._open: dict[_Key, tracebacks.Traceback] = {}
         self._chained: set[_Key] = set()
         self._idle = 0
-        self._worker: Raised | None = None
+        self._worker: RankException | None = None
         self._begun: _Key | None = None
 
     @property
@@ -49,7 +49,7 @@ class Raising:
         self._chained.clear()
         self.child, self._worker = None, None
 
-    def flush(self) -> Iterator[Raised]:
+    def flush(self) -> Iterator[RankException]:
         """What a loader's worker has said of itself, and its process has not."""
         if self._worker is not None:
             yield self.owned(*self._worker)
@@ -59,14 +59,14 @@ class Raising:
         if len(self.nameless) < _MOST_NAMELESS:
             self.nameless.append(exception)
 
-    def owned(self, rank: int | None, exception: ExceptionFacts) -> Raised:
+    def owned(self, rank: int | None, exception: ExceptionFacts) -> RankException:
         """The same with the rank, where a parent has said before which of the processes that it has started it is."""
         child, self.child = self.child, None
         if "DataLoader worker" in exception.message:
             self._worker = None
-        return Raised(child if rank is None else rank, exception)
+        return RankException(child if rank is None else rank, exception)
 
-    def read(self, line: Line, rank: int | None, text: str, *, has_numbers: bool) -> tuple[list[Raised], bool]:
+    def read(self, line: Line, rank: int | None, text: str, *, has_numbers: bool) -> tuple[list[RankException], bool]:
         """Reads the next line; what ends with it, and whether it says anything of an exception.
 
         Args:
@@ -97,7 +97,7 @@ class Raising:
             return self._without_traceback(rank, text)
         return [], True
 
-    def _ended(self, rank: int | None, exception: ExceptionFacts, key: _Key) -> list[Raised]:
+    def _ended(self, rank: int | None, exception: ExceptionFacts, key: _Key) -> list[RankException]:
         if key in self._chained:
             # The one above is where it began.
             self._chained.discard(key)
@@ -120,10 +120,10 @@ class Raising:
         if child is not None and has_numbers:
             self.child = child
 
-    def _without_traceback(self, rank: int | None, text: str) -> tuple[list[Raised], bool]:
+    def _without_traceback(self, rank: int | None, text: str) -> tuple[list[RankException], bool]:
         worker = tracebacks.of_worker(text)
         if worker is not None:
-            self._worker = Raised(rank, worker)
+            self._worker = RankException(rank, worker)
             return [], True
         found = tracebacks.alone(text, is_of_rank=rank is not None)
         if found is None:
