@@ -23,6 +23,7 @@ from builders import (
     user,
 )
 from builders import transport_error as lost
+from judged import found
 
 from lightning_ncclsafe.facts import (
     Action,
@@ -44,10 +45,6 @@ from lightning_ncclsafe.rules.judging import judge
 
 GB = 1_000_000_000
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
-
-
-def found(facts: JobFacts) -> dict[str, Confidence]:
-    return {finding.rule: finding.confidence for finding in judge(facts).findings}
 
 
 def silent(**seen: object) -> dict[str, Confidence]:

@@ -24,6 +24,8 @@ from builders import (
     transport_error,
     user,
 )
+from judged import first
+from judged import found as rules
 
 from lightning_ncclsafe.facts import (
     ELSE,
@@ -38,7 +40,7 @@ from lightning_ncclsafe.facts import (
     TrainerFacts,
     UnitKind,
 )
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
@@ -47,14 +49,6 @@ WHAT = "what(): [enforce fail at gloo/transport/tcp/pair.cc:454] op.preamble.len
 CHECKPOINT = Frame(
     file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=700, function="check_monitor_top_k"
 )
-
-
-def first(facts: JobFacts) -> Finding:
-    return judge(facts).findings[0]
-
-
-def rules(facts: JobFacts) -> dict[str, Confidence]:
-    return {finding.rule: finding.confidence for finding in judge(facts).findings}
 
 
 def calls(
