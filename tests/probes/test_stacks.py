@@ -16,6 +16,7 @@ from own_threads import join_own_threads
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ncclsafe.probes.process import stacks
+from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
 
 SOURCE = """\
 import torch.distributed as dist
@@ -154,6 +155,27 @@ def test_only_the_users_own_files_are_user_code() -> None:
     assert stacks.is_user_code("<ipython-input-3-0ab1>")
     for file in (threading.__file__, pytest.__file__, stacks.__file__, "<frozen runpy>", "<string>"):
         assert not stacks.is_user_code(file), file
+
+
+def test_where_another_thread_trains_it_is_that_one_which_is_looked_at() -> None:
+    """As in Ray's workers, whose main thread serves Ray; one that is over trains no more."""
+    trains, seen = threading.Event(), threading.Event()
+
+    def train() -> None:
+        stacks.train_here()
+        trains.set()
+        seen.wait(30)  # <- it trains
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert trains.wait(30)
+    stack = stacks.with_source(stacks.main_thread_stack())
+    look = look_at_main_thread(thread=stacks.training_thread().native_id)
+    seen.set()
+    thread.join()
+    assert [frame.function for frame in stack if frame.user] == ["train"]
+    assert look.state and look.ran_s is not None and look.ran_s < look_at_main_thread().ran_s  # type: ignore[operator]
+    assert stacks.training_thread() is threading.main_thread()
 
 
 def test_another_thread_sees_the_line_the_main_thread_is_at() -> None:

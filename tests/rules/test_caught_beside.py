@@ -166,7 +166,7 @@ def test_the_same_within_a_loader_is_no_matter_of_storage() -> None:
     finding = first(_loading(FED))
     assert (finding.rule, finding.ranks) == ("data-stall", (0,))
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
-    assert finding.remedy.startswith("Correct the KeyError; and let whoever waits learn of it")
+    assert finding.remedy.startswith("Correct the KeyError, and report it to whoever waits")
 
 
 def test_a_thread_that_ended_long_ago_is_none_that_is_waited_for() -> None:

@@ -45,13 +45,28 @@ _RANK_WORDS = re.compile(
 )
 
 
+# Some programs have another thread for that than the main one, as Ray's workers do.
+_trains: threading.Thread | None = None
+
+
+def train_here() -> None:
+    """This thread trains from now on: what is called the main thread's is that of this one."""
+    global _trains
+    _trains = threading.current_thread()
+
+
+def training_thread() -> threading.Thread:
+    """The thread that trains, or did last; the main thread before there was any."""
+    return _trains if _trains is not None and _trains.is_alive() else threading.main_thread()
+
+
 def main_thread_stack() -> tuple[Frame, ...]:
-    """The main thread's Python stack, outermost frame first.
+    """The main thread's Python stack, outermost frame first; that of the thread which trains if it is another one.
 
     Only the deepest frame has its source line, which shows whether it waits, unless storage does not answer;
     :func:`with_source` gives the others.
     """
-    return thread_stack(threading.main_thread().ident or 0)
+    return thread_stack(training_thread().ident or 0)
 
 
 def thread_stack(ident: int) -> tuple[Frame, ...]:
@@ -68,7 +83,7 @@ def thread_stack(ident: int) -> tuple[Frame, ...]:
 
 def calling_thread_stack() -> tuple[Frame, ...]:
     """That of a thread besides the main one which is in a collective that the user's code has called, or nothing."""
-    main = threading.main_thread().ident
+    main = training_thread().ident
     return calling(thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
 
 
@@ -179,7 +194,7 @@ def _serves_ours(file: str, function: str) -> bool:
 
 def main_thread_frames(code: Code | None = None) -> Iterator[Any]:
     """The main thread's frames, innermost first; only those in there if that is given."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(training_thread().ident or 0)
     for inner, _ in traceback.walk_stack(frame):
         if code is None or code.has(inner.f_code.co_filename, inner.f_code.co_name):
             yield inner

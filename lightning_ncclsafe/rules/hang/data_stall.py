@@ -48,8 +48,8 @@ _REMEDY_FEEDER = (
     "output. Let it pass its exceptions to whoever reads from it, and wait with a timeout."
 )
 _REMEDY_THREAD = (
-    "Correct the {error}; and let whoever waits learn of it: catch it in the thread and put it into the queue, use a "
-    "concurrent.futures executor, whose result() raises it, or wait with a timeout and look whether the thread lives."
+    "Correct the {error}, and report it to whoever waits: catch it in the thread and put it into the queue, use a "
+    "concurrent.futures executor, whose result() raises it, or wait with a timeout and check the thread."
 )
 # Python has no frame of its own for these.
 _LOCK = re.compile(r"\bacquire\(|\bf?lockf?\(|\bwith\b.*lock", re.IGNORECASE)
