@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lightning_ncclsafe.facts.collectives import Group
 from lightning_ncclsafe.facts.frames import ExceptionFacts, Frame
 
 
@@ -79,6 +80,7 @@ class InspectionFacts:
             unknown.
         whereabouts: What it was in, most often first.
         native: Functions of native code that its last Python frame was in, outermost first; empty where none was read.
+        group: The process group whose collective it waited in, by name and members; None where that is not known.
     """
 
     looks: int = 0
@@ -87,6 +89,7 @@ class InspectionFacts:
     slept_s: float | None = None
     whereabouts: tuple[Whereabouts, ...] = ()
     native: tuple[str, ...] = ()
+    group: Group | None = None
 
     @property
     def stood_s(self) -> float:

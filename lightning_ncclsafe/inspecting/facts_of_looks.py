@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING
+from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING, RUN_MODULE
 from lightning_ncclsafe.facts import (
     COLLECTOR,
     EndedProcess,
     Frame,
     GpuStateFacts,
+    Group,
     HostFacts,
     Incident,
     IncidentKind,
@@ -30,15 +31,18 @@ from lightning_ncclsafe.facts import (
     UnrecordedGroup,
     Whereabouts,
 )
+from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
+from lightning_ncclsafe.inspecting.objects import Raised
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
+from lightning_ncclsafe.inspecting.trainer_objects import Counted
 from lightning_ncclsafe.probes.machine_state import main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.stacks import calling, is_user_code, with_source
 from lightning_ncclsafe.rules.kit.activity import activity
-from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words
+from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
 _MOST_FRAMES = 120
 _SOURCES_S = 1.0
@@ -48,8 +52,8 @@ _COLLECTS = re.compile(r"\bgc\.collect\(")
 _STOPPED = ("stopped", "tracing-stop")
 _ENDED = ("zombie", "gone")
 _NOT_SEEN = (
-    "Epochs, the lengths of loaders, logged keys and caught exceptions cannot be seen from outside: a guarded strategy "
-    "(SafeDDP, SafeFSDP, SafeModelParallel) sees them."
+    "The lengths of loaders, logged keys and exceptions that were caught before cannot be seen from outside: a guarded "
+    "strategy (SafeDDP, SafeFSDP, SafeModelParallel) sees them."
 )
 
 
@@ -63,6 +67,7 @@ class SeenRank:
         workers: Its loader's workers.
         ended: Those of its children that have ended, and that it has not waited for.
         storage: Files that it has open for writing.
+        name_servers: Those that have not answered it yet.
         host_facts: Memory of it and its host.
         gpu: Its GPU; None where there is none.
         pressure: What its host has held up meanwhile.
@@ -70,6 +75,11 @@ class SeenRank:
         ended_after: Whether it ended after the last of the looks.
         recorded: Its groups and collectives, of a Flight Recorder that could be asked; None if none could.
         native: Functions of native code that its main thread is in.
+        handled: Exceptions that its main thread is handling, the last one first.
+        left: Exceptions that have left its program, likewise.
+        counted: How far its Trainer has come, as far as that could be read.
+        group: The process group whose collective it is in, likewise.
+        is_other_python: Whether it runs another Python than this process, so that none of the last four is known.
     """
 
     process: RankProcess
@@ -77,6 +87,7 @@ class SeenRank:
     workers: tuple[ProcessFacts, ...] = ()
     ended: tuple[EndedProcess, ...] = ()
     storage: tuple[StorageFacts, ...] = ()
+    name_servers: tuple[str, ...] = ()
     host_facts: HostFacts = field(default_factory=HostFacts)
     gpu: GpuStateFacts | None = None
     pressure: PressureFacts | None = None
@@ -84,6 +95,11 @@ class SeenRank:
     ended_after: bool = False
     recorded: RankFacts | None = None
     native: tuple[str, ...] = ()
+    handled: tuple[Raised, ...] = ()
+    left: tuple[Raised, ...] = ()
+    counted: Counted | None = None
+    group: Group | None = None
+    is_other_python: bool = False
 
 
 def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
@@ -98,7 +114,8 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     world_size = max(max(one.process.world_size, one.process.rank + 1) for one in seen)
     answering = [one for one in seen if not _is_silent(one)]
     witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen) if are_all else ())]
-    facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering])
+    answering = answering if _are_counted(answering) else [replace(one, counted=None) for one in answering]
+    facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering], answering)
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})
     known = {one.process.rank for one in seen} | {process.rank for process in witnessed}
     stands = any(one.inspection is None or not one.inspection.moved for one in facts) or bool(witnessed)
@@ -108,6 +125,7 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     after = sorted(one.process.rank for one in seen if one.ended_after and not moves)
     # So does a job whose last step took a while.
     is_over = len(after) == len(seen)
+    others = sorted(one.process.rank for one in seen if one.is_other_python)
     after_words = "all of them" if is_over else "this is what was seen before"
     return JobFacts(
         incident=Incident(
@@ -125,9 +143,23 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
         missing=(
             *([f"{capitalised(ranks_words(ended))} ended meanwhile: inspect again."] if ended else []),
             *([f"{capitalised(ranks_words(after))} ended after that: {after_words}."] if after else []),
+            *([_other_python_words(others)] if others else []),
             _NOT_SEEN,
         ),
     )
+
+
+def _other_python_words(ranks: Sequence[int]) -> str:
+    return (
+        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'runs', 'run')} another Python than this command, so that "
+        "exceptions and the Trainer's counters cannot be read: install it in the job's own environment, and run it "
+        "from there."
+    )
+
+
+def _are_counted(seen: Iterable[SeenRank]) -> bool:
+    """Whether the counts of all that are in a Trainer are known: between known ones and others nothing can be said."""
+    return all(one.counted is not None for one in seen if is_in_trainer(_shown(one).stack))
 
 
 def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
@@ -151,6 +183,7 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
             pressure=seen.pressure,
             ended=seen.ended,
             gpu=seen.gpu,
+            name_servers=seen.name_servers,
             settings=settings_seen(seen.process.environment),
         ),
         workers=seen.workers,
@@ -161,8 +194,11 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     if seen.recorded is not None:
         of_recorder = seen.recorded
         facts = replace(facts, groups=of_recorder.groups, collectives=of_recorder.collectives, unrecorded=())
+    if seen.counted is not None:
+        facts = replace(facts, progress=seen.counted.within(facts.progress), trainer=seen.counted.trainer)
     whereabouts = tuple(_whereabouts(facts, seen.looks))
-    return replace(facts, inspection=replace(inspection, whereabouts=whereabouts, native=seen.native))
+    inspection = replace(inspection, whereabouts=whereabouts, native=seen.native, group=seen.group)
+    return replace(facts, inspection=inspection)
 
 
 def _inspection(looks: Sequence[Look]) -> InspectionFacts:
@@ -178,8 +214,10 @@ def _inspection(looks: Sequence[Look]) -> InspectionFacts:
 def shows_enough(seen: Sequence[SeenRank]) -> bool:
     """Whether looking on would add nothing: no rank of a job stands still, or one does for long, is stopped or gone.
 
-    What is gone may have come to its end, unless others wait.
+    What is gone may have come to its end, unless others wait. Who has failed is in no step.
     """
+    if any(has_failed(one.handled, one.left) for one in seen):
+        return True
     silent = [one for one in seen if _is_silent(one) and not _keeps_lock(one)]
     someone_waits = any(_waits(one.looks[-1]) for one in seen if one.looks[-1].stack)
     is_explained = any(someone_waits or not _is_gone(one) for one in silent)
@@ -197,6 +235,12 @@ def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:
     if len(kept) > _MOST_FRAMES:
         kept = kept[: _MOST_FRAMES // 2] + kept[-_MOST_FRAMES // 2 :]
     return tuple(Frame(file=one.file, line=one.line, function=one.function, user=_is_users(one.file)) for one in kept)
+
+
+def is_past_program(stack: Sequence[SeenFrame]) -> bool:
+    """Whether its program has been left, and Python only waits for what is left of it: threads, and so on."""
+    is_users = any(_is_users(one.file) for one in stack)
+    return bool(stack) and not is_users and not RUN_MODULE.has(stack[0].file, stack[0].function)
 
 
 def _is_users(file: str) -> bool:
@@ -350,14 +394,12 @@ def _outside(stack: Sequence[SeenFrame]) -> Iterator[SeenFrame]:
             yield one
 
 
-def _with_sources(facts: Sequence[RankFacts]) -> list[RankFacts]:
-    """With the source of their lines, unless that lies where nothing answers."""
+def _with_sources(facts: Sequence[RankFacts], seen: Sequence[SeenRank]) -> list[RankFacts]:
+    """With the source of their lines, and with what they have raised, unless that lies where nothing answers."""
     done: list[RankFacts] = []
 
     def read() -> None:
-        done.extend(
-            replace(one, stack=with_source(one.stack), thread_stack=with_source(one.thread_stack)) for one in facts
-        )
+        done.extend(map(_with_source, facts, seen))
 
     reads = threading.Thread(target=read, name="ncclsafe-sources", daemon=True)
     reads.start()
@@ -366,3 +408,9 @@ def _with_sources(facts: Sequence[RankFacts]) -> list[RankFacts]:
         return done
     late = f"the source of its lines could not be read within {_SOURCES_S:g} s"
     return [replace(one, missing=(*one.missing, late)) for one in facts]
+
+
+def _with_source(facts: RankFacts, seen: SeenRank) -> RankFacts:
+    stack, stood = with_source(facts.stack), facts.inspection.stood_s if facts.inspection is not None else 0.0
+    exception, caught = errors_of(seen.handled, seen.left, stack, stood)
+    return replace(facts, stack=stack, thread_stack=with_source(facts.thread_stack), exception=exception, caught=caught)

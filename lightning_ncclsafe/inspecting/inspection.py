@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,9 +24,19 @@ from lightning_ncclsafe.facts import (
     StorageFacts,
 )
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, frames_of, job_facts, shows_enough, stood_s
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
+from lightning_ncclsafe.inspecting.facts_of_looks import (
+    SeenRank,
+    ends_in,
+    frames_of,
+    is_past_program,
+    job_facts,
+    shows_enough,
+    stood_s,
+)
+from lightning_ncclsafe.inspecting.groups import group_of
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, diagnosis_of, wait_apart
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, Look, SeenFrame, SeenThread, StackReader, look
+from lightning_ncclsafe.inspecting.objects import Interpreter, Raised
 from lightning_ncclsafe.inspecting.ranks import (
     FoundRanks,
     RankProcess,
@@ -34,12 +45,14 @@ from lightning_ncclsafe.inspecting.ranks import (
     python_processes,
 )
 from lightning_ncclsafe.inspecting.recorders import recorded
+from lightning_ncclsafe.inspecting.trainer_objects import counted
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, look_at
 from lightning_ncclsafe.probes.host.swap import look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.machine_state import GpuWatch
+from lightning_ncclsafe.probes.network.links import name_servers_asked
 from lightning_ncclsafe.probes.process.stacks import with_source
 
 LOOKS = 5
@@ -187,6 +200,7 @@ class _LookedAt:
         for gpu in self._gpus.values():
             gpu.begin()
         self._looks: dict[int, list[Look]] = defaultdict(list)
+        self._objects: dict[int, dict[str, Any]] = {}
         self._ended_after: set[int] = set()
 
     def look_on(self, count: int, over_s: float, *, may_be_fewer: bool = False) -> None:
@@ -199,19 +213,22 @@ class _LookedAt:
 
     def look_on_until_it_shows(self) -> None:
         """Until everybody has moved, or somebody is known to stand still for longer than a step takes, or ends."""
+        self._read_objects()
         if self._shows_enough():
             return
-        open_jobs = [of_job for of_job in self._jobs() if not shows_enough(of_job)]
+        open_jobs = [of_job for of_job in self._jobs() if not self._shows(of_job)]
         still_s = max(map(stood_s, open_jobs))
         so_far = "".join(map(self._so_far, open_jobs))
         self._say(
-            f"a rank has stood still for {still_s:.1f} s, in a hang or a long step.{so_far}"
-            f" Inspecting until it moves, for at most {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s."
+            f"a rank has stood still for {still_s:.1f} s, in a hang or a long step.{so_far} Inspecting for at most"
+            f" {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s, or until all ranks have moved, as after a long step."
+            " Ctrl-C answers now."
         )
-        while not self._shows_enough() and not self._ended_after:
-            time.sleep(_ON_EVERY_S)
-            self._look()
-            self._ended_after = {pid for pid, looks in self._looks.items() if ends_in(looks)}
+        with suppress(KeyboardInterrupt):
+            while not self._shows_enough() and not self._ended_after:
+                time.sleep(_ON_EVERY_S)
+                self._look()
+                self._ended_after = {pid for pid, looks in self._looks.items() if ends_in(looks)}
         if self._ended_after:
             # What hung, and is being ended, is told as it was.
             for looks in self._looks.values():
@@ -223,6 +240,7 @@ class _LookedAt:
         return "".join(f" So far: {one.summary} ({one.rule}, {one.confidence.value})" for one in findings[:1])
 
     def seen(self, *, may_write: bool, may_stop: bool) -> list[SeenRank]:
+        self._read_objects()
         # Of a job that moves there is nothing to ask.
         standing = [one for of_job in self._jobs() if stood_s(of_job) for one in of_job]
         answers = recorded([one.process for one in standing], self._pool, may_write=may_write)
@@ -245,6 +263,7 @@ class _LookedAt:
                 ended_after=one.process.pid in self._ended_after,
                 recorded=answers.facts.get(one.process.pid),
                 native=native.get(one.process.pid, ()),
+                **self._objects_of(one),
             )
             for one in every
         ]
@@ -262,8 +281,23 @@ class _LookedAt:
         ):
             self._looks[one.pid].append(seen)
 
+    def _read_objects(self) -> None:
+        standing = [one for of_job in self._jobs() for one in of_job if stood_s([one])]
+        for one, read in zip(standing, self._pool.map(_read, standing), strict=True):
+            # Of what has ended since, what was read before is told.
+            self._objects[one.process.pid] = read or self._objects.get(one.process.pid, {})
+
+    def _objects_of(self, one: SeenRank) -> dict[str, Any]:
+        return self._objects.get(one.process.pid, {}) if stood_s([one]) else {}
+
     def _shows_enough(self) -> bool:
-        return all(map(shows_enough, self._jobs()))
+        return all(map(self._shows, self._jobs()))
+
+    def _shows(self, of_job: Sequence[SeenRank]) -> bool:
+        if shows_enough(of_job):
+            return True
+        all_stand_s = min(stood_s([one]) for one in of_job)
+        return all_stand_s >= LONG_WAIT_S and wait_apart(job_facts(of_job, are_all=self._are_all))
 
     def _nobody_has_run(self) -> bool:
         """Whether the kernel has it that no rank has run for longer than a step takes: then none can have moved."""
@@ -272,7 +306,8 @@ class _LookedAt:
     def _jobs(self) -> list[list[SeenRank]]:
         jobs: dict[str, list[SeenRank]] = defaultdict(list)
         for one in self._ranks:
-            jobs[one.job].append(SeenRank(process=one, looks=tuple(self._looks[one.pid])))
+            seen = SeenRank(process=one, looks=tuple(self._looks[one.pid]))
+            jobs[one.job].append(replace(seen, **self._objects_of(seen)))
         return [*jobs.values()]
 
 
@@ -283,14 +318,13 @@ def _look(one: RankProcess, reader: StackReader) -> Look:
 
 
 def _with_folder(thread: SeenThread, folder: str) -> SeenThread:
+    return replace(thread, frames=tuple(replace(frame, file=_whole(frame.file, folder)) for frame in thread.frames))
+
+
+def _whole(file: str, folder: str) -> str:
     """A script that was named without its folder is named so in its frames."""
-    frames = (
-        frame
-        if os.path.isabs(frame.file) or frame.file.startswith("<") or not folder
-        else replace(frame, file=os.path.join(folder, frame.file))
-        for frame in thread.frames
-    )
-    return replace(thread, frames=tuple(frames))
+    is_whole = os.path.isabs(file) or file.startswith("<") or not folder
+    return file if is_whole else os.path.join(folder, file)
 
 
 def _gpu(one: RankProcess, ranks: Sequence[RankProcess]) -> GpuStateFacts | None:
@@ -316,6 +350,7 @@ def _seen_rank(
         ),
         ended=tuple(EndedProcess(pid=seen.pid, signal=seen.ended_by, exit_code=seen.exit_code) for seen in ended),
         storage=tuple(_open_files(one.pid)),
+        name_servers=name_servers_asked(one.pid),
         host_facts=_host_facts(one.pid, looks),
         versions=_versions(looks),
     )
@@ -366,6 +401,40 @@ def _host_facts(pid: int, looks: Sequence[Look]) -> HostFacts:
         process_swap_bytes=last.swap_bytes,
         memory_growth_bytes_per_s=grows,
         swap_growth_bytes_per_s=swaps,
+    )
+
+
+def _read(seen: SeenRank) -> dict[str, Any]:
+    """What the objects of a rank that stands still tell: what it has raised, and how far its Trainer has come.
+
+    What is read twice alike has not changed meanwhile.
+    """
+    pid = seen.process.pid
+    stack = next((one.stack for one in reversed(seen.looks) if one.stack), ())
+    folder = or_none(lambda: os.readlink(f"/proc/{pid}/cwd")) or ""
+
+    def read() -> dict[str, Any]:
+        with Interpreter(pid) as interpreter:
+            if not interpreter.is_same:
+                return {"is_other_python": True, "left": (), "handled": ()}
+            return {
+                "left": interpreter.printed() if is_past_program(stack) else (),
+                "handled": interpreter.handled(),
+                "counted": counted(interpreter, stack),
+                "group": group_of(interpreter, stack),
+            }
+
+    found = or_none(read) or {}
+    if not found or or_none(read) != found:
+        return {}
+    raised = {name: tuple(_placed_in(folder, one) for one in found[name]) for name in ("left", "handled")}
+    _remember_sources(pid, {file for of in raised.values() for one in of for file, *_ in one.places})
+    return found | raised
+
+
+def _placed_in(folder: str, raised: Raised) -> Raised:
+    return replace(
+        raised, places=tuple((_whole(file, folder), line, function) for file, line, function in raised.places)
     )
 
 

@@ -4,14 +4,17 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_ncclsafe.facts import IncidentKind, JobFacts, Phase
+from lightning_ncclsafe.code.libraries import TRAINER_CALL
+from lightning_ncclsafe.facts import IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit import capitalised, clause, forget, timeline, verb
+from lightning_ncclsafe.rules.kit import capitalised, clause, forget, is_in, timeline, verb, waits_apart
 
 LONG_STEP_S = 20.0
 """What stands still for less may be in a long step: nobody can tell that from a hang by looking at it."""
+LONG_WAIT_S = 5.0
+"""The same where every rank waits, so that none is in a step: what is on its way between them takes less."""
 
 _ENDED = ("gone", "zombie")
 
@@ -28,6 +31,16 @@ def diagnosis_of(job: JobFacts) -> Diagnosis:
     return replace(diagnosis, findings=tuple(sorted(found, key=lambda finding: order.index(finding.confidence))))
 
 
+def wait_apart(job: JobFacts) -> bool:
+    """Whether all ranks are here and wait, and do so in different calls, so that none will be the last to come."""
+    view = timeline(job)
+    groups = {facts.inspection.group.name for facts in job.ranks if facts.inspection and facts.inspection.group}
+    all_wait = len(view.waiting) == len(job.ranks) and not view.silent and not job.elsewhere
+    found = all_wait and (len(groups) > 1 or waits_apart(view) is not None)
+    forget()
+    return found
+
+
 def _unless_it_goes_on(finding: Finding, job: JobFacts) -> Finding:
     """That a rank at work keeps the others waiting is seen; that it will not come to them is not, least if it moves."""
     moving = {facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved}
@@ -40,8 +53,15 @@ def _unless_it_goes_on(finding: Finding, job: JobFacts) -> Finding:
     at_work = {*view.working(rank for rank in finding.ranks if rank in view.facts), *(keeping_lock & {*finding.ranks})}
     if at_work and job.incident.idle_s < LONG_STEP_S:
         return replace(finding, confidence=Confidence.POSSIBLE)
-    is_doubtful = finding.confidence is Confidence.CERTAIN and bool(at_work)
+    may_go_on = any(_may_go_on(view.facts[rank]) for rank in finding.ranks if rank in view.facts)
+    is_doubtful = finding.confidence is Confidence.CERTAIN and (bool(at_work) or may_go_on)
     return replace(finding, confidence=Confidence.LIKELY) if is_doubtful else finding
+
+
+def _may_go_on(facts: RankFacts) -> bool:
+    """Whether what it has raised has left neither the Trainer nor the program: something further out may catch it."""
+    is_over = facts.progress.phase is Phase.FINISHED
+    return facts.exception is not None and not is_over and not is_in(TRAINER_CALL, facts.exception.stack)
 
 
 def _unless_finished(finding: Finding, job: JobFacts) -> Finding | None:

@@ -28,6 +28,7 @@ _TRIES = (("--locals",), ("--locals",), ())
 # Of what a frame's local variables say, these are kept: numbers and names of hooks and classes, never the user's data.
 _KEPT = ("batch_idx", "hook_name", "i", "process_idx", "rank", "local_rank", "self", "callback", "pl_module", "name")
 _MOST_CHARACTERS = 80
+_ADDRESSES = ("self", "group")
 _UNKNOWN_PYTHON = ("Unsupported version of Python", "Failed to find python version")
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -42,6 +43,7 @@ class SeenFrame:
         function: Name of the function.
         values: What some of its local variables hold, as text.
         digest: Of all of its local variables: it changes when one of them is set to something else.
+        addresses: Of some of its local variables: of the object whose method it is, of the group of a collective.
     """
 
     file: str
@@ -49,6 +51,7 @@ class SeenFrame:
     function: str
     values: dict[str, str] = field(default_factory=dict)
     digest: str = ""
+    addresses: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +267,7 @@ def _frame(plain: Mapping[str, Any]) -> SeenFrame:
         function=str(plain["name"]).rpartition(".")[2],
         values=values,
         digest=hashlib.blake2b(told.encode(), digest_size=6).hexdigest(),
+        addresses={str(one["name"]): int(one.get("addr") or 0) for one in variables if one["name"] in _ADDRESSES},
     )
 
 

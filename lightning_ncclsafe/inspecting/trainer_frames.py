@@ -71,8 +71,10 @@ def _phase(stack: Sequence[SeenFrame], actions: Sequence[str]) -> Phase:
         (TRAINING_LOOPS, Phase.TRAIN),
     )
     found = next((phase for code, phase in known if _is_in(code, stack)), None)
+    if found in (Phase.TRAIN, Phase.VALIDATE) and _is_before_the_loop(stack):
+        return Phase.INIT
     if found is not None:
-        return Phase.INIT if found is Phase.TRAIN and _is_before_the_loop(stack) else found
+        return found
     if any(name.endswith(_AFTER_THE_LOOP) for name in actions):
         return Phase.TRAIN
     return Phase.INIT if is_in_trainer(stack) else Phase.UNKNOWN

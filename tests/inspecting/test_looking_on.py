@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.inspecting import inspection, looks
+from lightning_ncclsafe.inspecting import inspection, looks, objects
 from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspected, inspect
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import SeenFrame, SeenThread, StackReader
@@ -130,3 +130,40 @@ def test_what_ends_meanwhile_is_told_as_it_was_before(pair: "list[subprocess.Pop
 def test_where_no_stack_can_be_read_nobody_looks_on(pair: "list[subprocess.Popen[bytes]]") -> None:
     _, said = inspected(pair, reader := Scripted(lambda pid, time: ()))
     assert ({*reader.times.values()}, said) == ({LOOKS}, [])
+
+
+def test_where_all_ranks_wait_in_different_calls_nobody_is_in_a_long_step(
+    pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "LONG_WAIT_S", 0.5)
+    found, said = inspected(
+        pair, reader := Scripted(lambda pid, time: (user(20 if pid == pair[0].pid else 25), BARRIER))
+    )
+    assert len(said) == 1 and "So far: No rank that was seen is at work" in said[0]
+    assert max(reader.times.values()) > LOOKS
+    assert found.diagnoses[0].findings[0].rule == "diverged-collectives"
+    assert found.diagnoses[0].job.incident.idle_s < LONG_STEP_S
+
+
+def test_ctrl_c_gives_the_answer_as_it_is(pair: "list[subprocess.Popen[bytes]]") -> None:
+    class Interrupted(Scripted):
+        def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
+            found = super().read(pid)
+            if self.times[pid] > FIRST:
+                raise KeyboardInterrupt
+            return found
+
+    found, _ = inspected(
+        pair, Interrupted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER))
+    )
+    assert found.diagnoses[0].findings[0].ranks == (0,)
+
+
+def test_another_python_is_said_to_be_one(
+    pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "runtime_of", lambda pid: None)
+    found, _ = inspected(
+        pair, Scripted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER)), 0.3
+    )
+    assert any("Ranks 0-1 run another Python" in text for text in found.diagnoses[0].unanswered)

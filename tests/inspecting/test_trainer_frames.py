@@ -92,3 +92,9 @@ def test_a_loader_and_a_save_are_actions() -> None:
     assert progress_in([*TRAINING, save], 0).actions[-1].name == "save_checkpoint"
     init = frame(f"{SITE}/torch/distributed/distributed_c10d.py", "init_process_group")
     assert progress_in([*FIT, init], 0).actions[-1].name == "init_process_group"
+
+
+def test_loaders_for_validation_that_are_made_before_training_belong_to_no_validation() -> None:
+    loop, setup = f"{PL}/loops/fit_loop.py", frame(f"{PL}/loops/evaluation_loop.py", "setup_data")
+    assert progress_in([*FIT, frame(loop, "run"), frame(loop, "on_run_start"), setup], 0.0).phase is Phase.INIT
+    assert progress_in([*FIT, EVALUATION, setup], 0.0).phase is Phase.VALIDATE

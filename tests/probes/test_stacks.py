@@ -4,7 +4,7 @@ import json
 import linecache
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,6 +260,29 @@ def test_an_exception_tells_where_it_was_raised_and_is_cut() -> None:
     assert facts.type == "ValueError"
     assert len(facts.message) == 2000
     assert facts.stack[-1].function == "test_an_exception_tells_where_it_was_raised_and_is_cut"
+
+
+def test_what_a_generator_turns_an_exception_into_has_the_line_of_that_exception() -> None:
+    def rows() -> Iterator[int]:
+        yield next(iter([]))
+
+    with pytest.raises(RuntimeError, match="StopIteration") as raised:
+        # The library's line is the last one of the traceback.
+        calls(DATASETS, lambda: next(rows()))()
+    assert raised.value.__traceback__ is not None
+    stack = stacks.exception_facts(raised.value, is_consequence=False).stack
+    assert [frame.function for frame in stack if frame.user][-1] == "rows"
+
+
+def test_what_the_user_makes_of_an_exception_has_the_users_line() -> None:
+    with pytest.raises(ValueError, match="no such setting") as raised:
+        try:
+            {}["lr"]
+        except KeyError as error:
+            raise ValueError("no such setting") from error
+    stack = stacks.exception_facts(raised.value, is_consequence=False).stack
+    assert stack[-1].function == "test_what_the_user_makes_of_an_exception_has_the_users_line"
+    assert len(stack) == 1
 
 
 def test_a_very_deep_stack_keeps_both_ends() -> None:

@@ -244,9 +244,13 @@ def _order(entry: "psutil._ntp.snicaddr") -> int:
     return _FAMILIES.index(entry.family)
 
 
-def name_servers_asked() -> tuple[str, ...]:
-    """The name servers that this process waits for: a resolver has a socket open until it is answered."""
-    sockets = or_none(lambda: psutil.Process().net_connections("udp")) or []
+def name_servers_asked(pid: int | None = None) -> tuple[str, ...]:
+    """The name servers that a process waits for: a resolver has a socket open until it is answered.
+
+    Args:
+        pid: Process id; by default this process.
+    """
+    sockets = or_none(lambda: psutil.Process(pid).net_connections("udp")) or []
     # One that is not connected has an empty tuple in place of an address.
     return tuple(sorted({one.raddr.ip for one in sockets if getattr(one.raddr, "port", None) == _DNS_PORT}))
 

@@ -26,6 +26,7 @@ from lightning_ncclsafe.facts import ELSE, ExceptionFacts, Frame
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
 _MAX_FRAMES = 120
 _MAX_MESSAGE = 2000
+_MAX_CAUSES = 4
 # Of the user's lines above a collective.
 _MAX_USERS = 8
 # What storage is given for a source file where somebody waits for it: that storage may be why ranks stand still.
@@ -143,9 +144,31 @@ def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionF
         error: The exception.
         is_consequence: Whether it only reports that a collective failed.
     """
-    stack = _traceback_frames(error.__traceback__)
     message = str(error)[:_MAX_MESSAGE]
+    stack = _raised_in(error)
     return ExceptionFacts(type=type(error).__name__, message=message, stack=stack, is_consequence=is_consequence)
+
+
+def _raised_in(error: BaseException) -> tuple[Frame, ...]:
+    """Its traceback, and that of what it was made of, where the user's line was in that.
+
+    What the user has made of an exception was raised in the user's line. Other libraries, and Python, leave the user's
+    line to the exception that it was made of: a StopIteration that leaves a generator becomes a RuntimeError, which is
+    raised outside of the generator.
+    """
+    stack, cause = _traceback_frames(error.__traceback__), error.__cause__
+    for _ in range(_MAX_CAUSES):
+        below = _traceback_frames(cause.__traceback__) if cause is not None else ()
+        if not below or (stack and stack[-1].user and _caught_in(stack, below[0])):
+            break
+        stack += below if any(frame.user for frame in below) else ()
+        cause = cause.__cause__ if cause is not None else None
+    return stack
+
+
+def _caught_in(stack: tuple[Frame, ...], outermost: Frame) -> bool:
+    """Whether an exception whose traceback begins in this frame was caught by a function of this stack."""
+    return any((frame.file, frame.function) == (outermost.file, outermost.function) for frame in stack)
 
 
 def drop_passing_frames(error: BaseException) -> None:

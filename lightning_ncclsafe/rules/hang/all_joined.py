@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
+from lightning_ncclsafe.code.libraries import BACKWARD, C10D, GROUP_CREATION, SEND_OR_RECV
 from lightning_ncclsafe.facts import Collective
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
 from lightning_ncclsafe.rules.kit import (
+    Confidence,
     Evidence,
     Finding,
     GroupView,
@@ -17,12 +19,17 @@ from lightning_ncclsafe.rules.kit import (
     gathering_alone,
     group_words,
     hang_rule,
+    is_in,
     meaning,
     ranks_words,
+    wait_words,
+    waits_apart,
+    where_evidence,
 )
 
 # Far longer than an exchange of messages takes, far shorter than any sensible suspect_after.
 _MOMENT_NS = 1_000_000_000
+_NOT_OF_ALL = SEND_OR_RECV | GROUP_CREATION
 _REMEDY_NCCL = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, then a "
     "run with NCCL_DEBUG=INFO to see the interfaces and transports chosen, one with NCCL_P2P_DISABLE=1 (if it passes, "
@@ -64,6 +71,39 @@ def all_joined(view: Timeline) -> Iterator[Finding]:
         calls = view.joined(group)
         if len(group.members) > 1 and calls and not _came_just_now(view, calls):
             yield _finding(view, group, calls)
+    if _wait_in_one_call(view):
+        yield _seen_finding(view)
+
+
+def _wait_in_one_call(view: Timeline) -> bool:
+    """Whether all ranks were seen from outside to wait at one place in one batch, so that none is behind."""
+    every = [*view.facts.values()]
+    seen = [facts.inspection for facts in every]
+    are_still = len(every) == view.job.world_size > 1 and len(view.waiting) == len(every) and not view.groups
+    if not are_still or any(one is None or one.moved is not False for one in seen) or waits_apart(view) is not None:
+        return False
+    places = {(facts.progress.phase, facts.progress.epoch, facts.progress.batch_idx) for facts in every}
+    groups = {one.group.name for one in seen if one is not None and one.group is not None}
+    # Who sends may wait for who receives elsewhere, and groups are made in turn.
+    are_alike = all(is_in(BACKWARD | C10D, one.stack) and not is_in(_NOT_OF_ALL, one.stack) for one in every)
+    return len(places) == 1 and len(groups) <= 1 and are_alike
+
+
+def _seen_finding(view: Timeline) -> Finding:
+    ranks, facts = tuple(sorted(view.facts)), next(iter(view.facts.values()))
+    text = (
+        f"All {len(ranks)} ranks wait in {wait_words(view, ranks[0])}, {batch_words(facts.progress)}, for "
+        f"{duration_words(facts.progress.idle_s)}, and none is at work: if all have called it as often, a link or a "
+        "device is at fault, not the training code."
+    )
+    return finding(
+        view,
+        ranks,
+        text,
+        confidence=Confidence.POSSIBLE,
+        evidence=where_evidence(view, ranks),
+        remedy=f"{_REMEDY_OTHER} With NCCL: {_REMEDY_NCCL[:1].lower()}{_REMEDY_NCCL[1:]}",
+    )
 
 
 def _came_just_now(view: Timeline, calls: dict[int, Collective]) -> bool:

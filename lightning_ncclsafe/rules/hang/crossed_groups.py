@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
-from lightning_ncclsafe.facts import Collective, RankFacts
+from lightning_ncclsafe.facts import Collective, Group, RankFacts
 from lightning_ncclsafe.rules.kit import (
     FEW_STEPS,
     Confidence,
@@ -72,6 +72,8 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
     circle = _circle(_awaited(view))
     if circle and not gathering_alone(view) and not circle.keys() <= send_and_receive(view).keys():
         yield _finding(view, circle)
+    elif not circle and (seen := _circle(_awaited_as_seen(view))):
+        yield _seen_finding(view, seen)
     made = {rank: facts.steps.groups_made for rank, facts in view.facts.items()}
     # Who makes one waits for the others; who is at work may merely be late for it.
     making = tuple(rank for rank in view.waiting if is_in(GROUP_CREATION, view.facts[rank].stack))
@@ -90,11 +92,13 @@ def _made_apart(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -
     told = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
     condition = f"; new_group is called under a condition on the rank at {_short(told[0])}" if told else ""
     numbers = "have taken part in creating different numbers of process groups"
+    # Where all make one, it is an earlier one that some have not made.
+    here = calls_location(view, making) if len(making) < len(made) else ""
     return finding(
         view,
         _odd_makers(made),
         f"Ranks {numbers} and wait for each other: {', '.join(parts)}{condition}.",
-        location=told[0] if len(told) == 1 else "",
+        location=told[0] if len(told) == 1 else here,
         evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,
     )
@@ -128,6 +132,22 @@ def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:
     late = {name: _late(by_name[name], view, waits_in) for name in {group.name for group in waits_in.values()}}
     found = {rank: (group.name, last) for rank, group in waits_in.items() if (last := late[group.name]) is not None}
     return found | {rank: ("", peer) for rank in view.waiting if (peer := _peer(view, rank)) in view.facts}
+
+
+def _awaited_as_seen(view: Timeline) -> dict[int, tuple[str, int]]:
+    """The same of ranks seen from outside: of their groups' collectives only that in which each waits is known."""
+    groups = _groups_as_seen(view)
+    late = {
+        rank: next((other for other in of.ranks if other in groups and groups[other].name != of.name), None)
+        for rank, of in groups.items()
+    }
+    return {rank: (groups[rank].name, other) for rank, other in late.items() if other is not None}
+
+
+def _groups_as_seen(view: Timeline) -> dict[int, Group]:
+    seen = {rank: view.facts[rank].inspection for rank in view.waiting}
+    still = {rank: one.group for rank, one in seen.items() if one is not None and one.moved is False}
+    return {rank: group for rank, group in still.items() if group is not None}
 
 
 def _waits_in(view: Timeline, rank: int) -> str:
@@ -193,6 +213,32 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
         location=calls_location(view, callers),
         evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
     )
+
+
+def _seen_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
+    groups = _groups_as_seen(view)
+    names = {name for name, _ in circle.values()}
+    waits = {rank: group.name for rank, group in groups.items() if group.name in names}
+    counts = Counter(waits.values()).most_common()
+    # Of a group with fewer members fewer wait, whoever is wrong.
+    is_decided = counts[0][1] > counts[1][1] and len({groups[rank].ranks for rank in waits}) == 1
+    odd = (rank for rank, name in sorted(waits.items()) if name != counts[0][0])
+    ranks = tuple(odd) if is_decided else tuple(sorted(circle))
+    hops = (
+        f"rank {rank} waits in {wait_words(view, rank)} of {_of_members(groups[rank])} for rank {late}"
+        for rank, (_, late) in list(circle.items())[:_SAID]
+    )
+    return finding(
+        view,
+        ranks,
+        f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
+        location=calls_location(view, ranks),
+        evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
+    )
+
+
+def _of_members(group: Group) -> str:
+    return f"{group_words(group.name)} ({ranks_words(group.ranks)})"
 
 
 def _has_skipped(view: Timeline, rank: int, circle: dict[int, tuple[str, int]]) -> bool:

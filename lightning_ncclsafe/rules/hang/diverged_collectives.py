@@ -59,6 +59,7 @@ from lightning_ncclsafe.rules.kit import (
     positions,
     raised_at,
     ranks_words,
+    receives_alone,
     same_purpose,
     shift,
     short_location,
@@ -96,6 +97,10 @@ _REMEDY_THREADS = (
     "Call collectives only in the thread that trains: let the other thread pass its numbers to a hook, which reduces "
     "them on all ranks after the same batch. If it must be another thread, give it its own process group "
     "(torch.distributed.new_group, on all ranks), and call the same collectives there on all ranks."
+)
+_REMEDY_CAUGHT = (
+    "Call nothing that takes all ranks while an exception of one rank is handled. Let it end the rank, which ends the "
+    "others, too; or let all ranks agree on it first: reduce a flag that says who has failed, in the same place on all."
 )
 _CALLS = 4
 _FEWER_BATCHES = "Fewer batches on some ranks than on others would look the same: compare the loaders' lengths."
@@ -307,9 +312,9 @@ def _seen_apart(view: Timeline) -> Finding | None:
         ),
         # Where a connection is lost, some have come out of a call in which others still are.
         confidence=Confidence.LIKELY if apart.why and not view.job.elsewhere else Confidence.POSSIBLE,
-        location=calls_location(view, in_own or apart.ranks),
+        location=location_of(apart.frame) or calls_location(view, in_own or apart.ranks),
         evidence=(*condition_evidence(view, apart.ranks), *where_evidence(view, view.facts)),
-        remedy=_remedy(view),
+        remedy=_REMEDY_CAUGHT if apart.frame is not None else _remedy(view),
     )
 
 
@@ -461,6 +466,8 @@ def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 def _crossed(view: Timeline) -> tuple[int, ...]:
     """Ranks that others wait for and that wait themselves, elsewhere: the wait is a circle."""
     if view.working(view.facts) or any(facts.exception for facts in view.facts.values()):
+        return ()
+    if receives_alone(view) is not None:
         return ()
     return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)
 

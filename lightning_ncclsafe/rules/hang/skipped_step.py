@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import RankFacts, StepFacts
+from lightning_ncclsafe.code.libraries import BACKWARD
+from lightning_ncclsafe.facts import Phase, RankFacts, StepFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -13,14 +14,17 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     alone_in_trainer,
+    batch_words,
     capitalised,
     clause,
     exception_place,
     finding,
     hang_rule,
     how_we_know,
+    is_in,
     location_of,
     other_counts,
+    phase_evidence,
     ranks_words,
     standing,
     verb,
@@ -81,6 +85,42 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
             yield _finding(view, skipped, Confidence.LIKELY)
         elif other is not None and not other.is_more:
             yield _counts_finding(view, other)
+        elif other is None and (ahead := _gone_past(view)):
+            yield _seen_finding(view, ahead)
+
+
+def _gone_past(view: Timeline) -> tuple[int, ...]:
+    """Ranks seen from outside in a later batch of their epoch than that in whose backward pass all others wait."""
+    now = {rank: facts.progress for rank, facts in sorted(view.facts.items())}
+    passes = {rank: now[rank].batch_idx for rank in view.waiting if is_in(BACKWARD, view.facts[rank].stack)}
+    ahead = tuple(rank for rank in now if rank not in passes)
+    are_seen = all(facts.inspection is not None for facts in view.facts.values())
+    is_one_epoch = len({each.epoch for each in now.values()} | {-1}) == 2
+    are_training = all(each.phase is Phase.TRAIN for each in now.values())
+    if not (are_seen and passes and is_one_epoch and are_training) or {*view.waiting} != {*now} or view.silent:
+        return ()
+    # Gradients that accumulate are exchanged with the last batch, of whoever has no more.
+    if any(now[rank].is_last_batch for rank in passes):
+        return ()
+    is_past = len({*passes.values()}) == 1 and all(now[rank].batch_idx > max(passes.values()) >= 0 for rank in ahead)
+    return ahead if is_past else ()
+
+
+def _seen_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    there, here = (view.facts[some[0]].progress for some in (ranks, others))
+    return finding(
+        view,
+        ranks,
+        f"{clause(ranks, 'has|have gone on')} to {batch_words(there)} without exchanging gradients in batch "
+        f"{here.batch_idx}, in whose backward pass {clause(others, 'waits|wait')}: "
+        f"{verb(ranks, 'it', 'they')} left out a backward pass, or parameters of DDP's had no gradient in it, or "
+        f"{ranks_words(others)} made one more.",
+        # Each of these looks the same from outside.
+        confidence=Confidence.POSSIBLE,
+        location="",
+        evidence=(*phase_evidence(view, view.facts), *how_we_know(view, view.facts)),
+    )
 
 
 def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:

@@ -87,6 +87,26 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     ):
         how = "left its epoch early, although neither its data nor its steps are at an end and nothing asked it to stop"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
+    elif ends == {LoopEnd.DATA} and (batches := _batches_left(view, early, others)):
+        # A loader may give fewer batches than it says.
+        how = f"left an epoch of {batches} batches before its end"
+        yield _finding(view, early, others, how, Confidence.POSSIBLE, _REMEDIES[LoopEnd.UNKNOWN])
+
+
+def _batches_left(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> int:
+    """As many batches as every rank's epoch has, if some are in the next one before the others have made them; else 0.
+
+    Only from outside: else what a rank's epoch ended for is known.
+    """
+    now = {rank: facts.progress for rank, facts in view.facts.items()}
+    counts = {_told(view, rank).batches for rank in now}
+    epochs = {now[rank].epoch for rank in others}
+    are_seen = all(facts.inspection is not None for facts in view.facts.values())
+    are_training = all(each.phase is Phase.TRAIN for each in now.values())
+    are_next = all({now[rank].epoch - 1} == epochs for rank in early)
+    batches = counts.pop() if len(counts) == 1 else None
+    is_left = batches is not None and all(now[rank].batch_idx < batches - 1 for rank in others)
+    return batches if are_seen and are_training and are_next and is_left and batches is not None else 0
 
 
 def _other_changes(told: dict[int, TrainerFacts], early: tuple[int, ...], others: tuple[int, ...]) -> str:
@@ -153,6 +173,9 @@ def _may_be_callback(view: Timeline, early: tuple[int, ...]) -> bool:
 
 def _at(view: Timeline, rank: int) -> str:
     trainer = _told(view, rank)
+    if not trainer.batches_begun:
+        words = batch_words(view.facts[rank].progress)
+        return f"and is {words if words.startswith(('in ', 'before ')) else f'in {words}'}"
     return f"after {trainer.batches_begun} of {trainer.batches or 'an unknown number of'} batches"
 
 

@@ -89,11 +89,24 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         short,
         joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
         severity=_severity(view, short),
-        confidence=confidence if is_known else Confidence.POSSIBLE,
+        confidence=confidence if is_known and _is_decided(view, short) else Confidence.POSSIBLE,
         location=users_line(view, others),
         evidence=(*_evidence(view), *recorder_evidence(view)),
         remedy=_REMEDY_STOPPED if is_stopped else _REMEDY,
     )
+
+
+def _is_decided(view: Timeline, short: tuple[int, ...]) -> bool:
+    """Whether these have too few batches, and not the others too many: seen from outside, only their number tells.
+
+    There, others that are still in validation may have left something else out, and if the epochs of all are as long,
+    something else may have ended one.
+    """
+    if all(facts.inspection is None for facts in view.facts.values()):
+        return True
+    others = {view.facts[rank].progress.phase for rank in view.facts if rank not in short}
+    counts = {facts.trainer.batches if facts.trainer is not None else None for facts in view.facts.values()}
+    return 2 * len(short) < len(view.facts) and Phase.VALIDATE not in others and (len(counts) > 1 or None in counts)
 
 
 def _is_known(view: Timeline, rank: int) -> bool:

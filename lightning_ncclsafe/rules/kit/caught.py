@@ -23,6 +23,7 @@ _MOMENTS_S = 10.0
 # A queue's, a pool's or a lock's frames below the line that waits.
 _INNER = 4
 _LISTED = 4
+_OF_LIVE_RANKS = (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT, IncidentKind.INSPECTED)
 
 
 def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
@@ -33,6 +34,12 @@ def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
     facts = view.facts.get(rank)
     found = [one for one in facts.caught if is_recent(one, facts) and _is_its_own(view, rank, one)] if facts else []
     return tuple(sorted(found, key=lambda one: (not one.is_held, one.ago_s)))
+
+
+def held_by(view: Timeline, ranks: Iterable[int]) -> dict[int, CaughtException]:
+    """Those of these ranks that still handle an exception of their own, in the block that has caught it, with that."""
+    held = {rank: next((one for one in caught_by(view, rank) if one.is_held), None) for rank in ranks}
+    return {rank: one for rank, one in held.items() if one is not None and not one.is_consequence}
 
 
 def missed_thread(facts: RankFacts) -> CaughtException | None:
@@ -93,7 +100,7 @@ def error_words(one: CaughtException) -> str:
 
 def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) -> list[Finding]:
     """The same findings; those about ranks that have caught something say so, the first one in its summary, too."""
-    if job.incident.kind not in (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT):
+    if job.incident.kind not in _OF_LIVE_RANKS:
         return [finding for _, finding in findings]
     view = timeline(job)
     told: list[Finding] = []
@@ -124,23 +131,37 @@ def _is_of_call_before(one: CaughtException) -> bool:
 
 
 def _is_told(one: CaughtException, finding: Finding) -> bool:
-    return bool(one.message) and one.message.rstrip(".") in finding.summary
+    return error_words(one) in finding.summary
 
 
 def _sentence(one: CaughtException, who: str) -> str:
-    frame = raised_at(one)
-    at = f" at {short_location(frame)}" if frame is not None else ""
+    at = _at(one)
     ago = f", {duration_words(one.ago_s)} before this report"
     if one.thread:
         whose = "its" if who == "It" else f"{who}'s"
         return f"{whose[:1].upper()}{whose[1:]} thread {one.thread!r} ended with {error_words(one)}{at}{ago}."
-    out_of = f" out of {hook_words(one.passed)}" if one.passed else ""
+    out_of = _out_of(one)
     if one.is_held:
-        within = f" (line {one.caught_at.line})" if one.caught_at is not None else ""
-        return f"{who} is in the `except` block{within} that caught {error_words(one)}{out_of}, raised{at}."
+        return f"{who} is {held_words(one)}."
     times = f" {one.count} times" if one.count > 1 else ""
     though = ", although the guard ends the others when one rank raises" if _is_of_call_before(one) else ""
     return f"{who} caught {error_words(one)}{out_of}{at}{times}{ago}, and continued{though}."
+
+
+def held_words(one: CaughtException) -> str:
+    """``"in the `except` block (line 7) that caught OSError: No space left on device, raised at train.py:5"``."""
+    within = f" (line {one.caught_at.line})" if one.caught_at is not None else ""
+    raised = f", raised{_at(one)}" if raised_at(one) is not None else ""
+    return f"in the `except` block{within} that caught {error_words(one)}{_out_of(one)}{raised}"
+
+
+def _at(one: CaughtException) -> str:
+    frame = raised_at(one)
+    return f" at {short_location(frame)}" if frame is not None else ""
+
+
+def _out_of(one: CaughtException) -> str:
+    return f" out of {hook_words(one.passed)}" if one.passed else ""
 
 
 def is_recent(one: CaughtException, facts: RankFacts) -> bool:

@@ -17,7 +17,7 @@ from lightning_ncclsafe.rules.kit.activity import (
     starts_trainer,
     trainer_start,
 )
-from lightning_ncclsafe.rules.kit.caught import has_gone_on, skips_handled
+from lightning_ncclsafe.rules.kit.caught import has_gone_on, held_by, held_words, raised_at, skips_handled
 from lightning_ncclsafe.rules.kit.meaning import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.overruns import aborted, bytes_at_once, few_by_site, is_gone, overrun_of, size_bytes
 from lightning_ncclsafe.rules.kit.rule import once
@@ -340,11 +340,13 @@ class WaitsApart:
         calls: Those that wait in one call, with the call that most wait in first.
         ranks: Those that are out of step; all of them where nothing decides.
         why: Why these are; empty where only their number or whose call it is says so.
+        frame: The line that has led them there; None where it is that of their calls.
     """
 
     calls: tuple[tuple[int, ...], ...]
     ranks: tuple[int, ...]
     why: str = ""
+    frame: Frame | None = None
 
 
 @once
@@ -361,6 +363,10 @@ def waits_apart(view: Timeline) -> WaitsApart | None:
     if len(alike) < 2:
         return None
     calls = sorted(map(tuple, alike.values()), key=lambda ranks: (-len(ranks), ranks))
+    held = held_by(view, view.waiting)
+    if held and len(held) < len(view.waiting):
+        first = held[min(held)]
+        return WaitsApart(calls=tuple(calls), ranks=tuple(sorted(held)), why=held_words(first), frame=raised_at(first))
     if exchanging := tuple(rank for rank in view.waiting if view.activities[rank].call in _BETWEEN_TWO):
         # Each side has a condition of its own, and no stack tells who the other is; of two ranks it is the other one.
         return WaitsApart(calls=tuple(calls), ranks=view.waiting if view.job.world_size == 2 else exchanging)
@@ -399,6 +405,21 @@ def send_and_receive(view: Timeline) -> dict[int, int]:
         for rank, peer in peers.items()
         if peers.get(peer) == rank and {calls[rank], calls[peer]} == {"send", "recv"}
     }
+
+
+@once
+def receives_alone(view: Timeline) -> int | None:
+    """The rank that waits to receive, from any or an unknown one, while all others wait in collectives; None without.
+
+    That it stands where only some ranks come says nothing: of a send and a receive each side does.
+    """
+    if {*view.waiting} != {*view.facts} or view.silent or view.raised:
+        return None
+    alone = [rank for rank in view.waiting if view.activities[rank].collective is None]
+    facts = view.facts[alone[0]] if len(alone) == 1 else None
+    if facts is None or facts.inspection is not None or facts.steps.peer >= 0:
+        return None
+    return alone[0] if view.activities[alone[0]].call == "recv" else None
 
 
 def condition_of(view: Timeline, rank: int) -> str:
@@ -540,8 +561,12 @@ def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
 
 
 def called_at(view: Timeline, rank: int) -> Frame | None:
-    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it ended."""
-    return deepest_user_frame(stack_of(view, rank))
+    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it ended.
+
+    Not the line that called the Trainer, which tells nothing of what is called within.
+    """
+    stack = stack_of(view, rank)
+    return deepest_user_frame(stack[trainer_start(stack) :])
 
 
 def calls_location(view: Timeline, ranks: Iterable[int]) -> str:

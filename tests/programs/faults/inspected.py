@@ -40,16 +40,12 @@ AT_ONCE = 3
 _POLL_S = 0.1
 
 UNSEEN = {
-    "crossed-groups": "which groups' collectives are outstanding, by the recorder",
-    "different-trainer-settings": "the Trainer's arguments",
     "diverged-log-keys": "keys that were logged",
-    "exception-during-save": "an exception that was caught",
+    "exception-during-save": "an exception that was caught, and is over",
     "gc-pause": "the collector's own account",
     "mismatched-collective": "sizes and types, by the recorder",
     "network-cut": "what a transport has raised",
     "p2p-blocked": "sends and receives, by the recorder",
-    "skipped-step": "which batches had a backward pass",
-    "stopped-early": "why a loop ended, by the Trainer",
     "timeout-misuse": "limits, which are the guard's",
     "unmatched-p2p": "sends and receives, by the recorder",
     "unused-parameters": "parameters without a gradient",
@@ -165,6 +161,15 @@ def table(scores: Iterable[Score]) -> Table:
     return made
 
 
+def kinds(scores: Iterable[Score]) -> tuple[int, int]:
+    """Of how many causes that can be seen most trainings were told right, of how many that had any that still ran."""
+    by_cause: dict[str, list[bool]] = defaultdict(list)
+    for score in scores:
+        if score.causes and not score.skipped and is_seen(score):
+            by_cause[score.causes[0]].append(bool(score.cause_right))
+    return sum(2 * sum(right) > len(right) for right in by_cause.values()), len(by_cause)
+
+
 def spread(times_s: list[float]) -> str:
     """The median and the most of them, in words."""
     return f"{sorted(times_s)[len(times_s) // 2]:.1f} s (median), {max(times_s):.1f} s at most" if times_s else "-"
@@ -202,6 +207,8 @@ def main() -> None:
     finally:
         warm.close()
     console.print(table(scores))
+    right, of = kinds(scores)
+    console.print(f"causes that can be seen from outside, and of which most trainings were told right: {right} of {of}")
     healthy = [score for score in scores if not score.causes and not score.skipped]
     alarms = sum(bool(score.false_alarm) for score in healthy)
     console.print(f"healthy: {alarms} of {len(healthy)} alarms; said to move at {sum(moved)} of {len(moved)} looks")

@@ -1,0 +1,123 @@
+"""Makes facts of the exceptions that were read out of a rank: has one ended its work, or has its code caught it?"""
+
+import ast
+import linecache
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+from lightning_ncclsafe.code.libraries import TRAINER_CALL
+from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
+from lightning_ncclsafe.inspecting.objects import Raised
+from lightning_ncclsafe.probes.process.stacks import is_user_code, with_source
+from lightning_ncclsafe.reading.tracebacks import is_consequence
+
+# What ends an iteration, a generator, or a Trainer that was asked to stop, is no error.
+_CONTROL_FLOW = {
+    "StopIteration",
+    "StopAsyncIteration",
+    "GeneratorExit",
+    "_TunerExitException",
+    "SIGTERMException",
+}
+# Of a rank itself, whatever they are elsewhere.
+_OWN = {"SystemExit", "KeyboardInterrupt"}
+_MESSAGE, _MOST_FRAMES = 200, 3
+
+Errors = tuple[ExceptionFacts | None, tuple[CaughtException, ...]]
+
+
+def errors_of(
+    handled: Sequence[Raised], left: Sequence[Raised], stack: Sequence[Frame], since_s: float = 0.0
+) -> Errors:
+    """What has ended a rank's work, or else what its code has caught and still handles; at most one of both.
+
+    Args:
+        handled: What its main thread is handling, the last one first.
+        left: What has left its program.
+        stack: Where its main thread is, outermost frame first, with its source.
+        since_s: For how long it is known to have stood there.
+    """
+    meant = _meant(handled, left)
+    if not meant:
+        return None, ()
+    # Of several, the one that the Trainer was left by: others have come while its work was being ended.
+    ending = next((one for one in meant if _has_left_trainer(one)), meant[0])
+    if left or _has_left_trainer(ending) or _passes(ending, stack):
+        return _ended(ending), ()
+    return None, (_caught(meant[0], stack, since_s),)
+
+
+def has_failed(handled: Sequence[Raised], left: Sequence[Raised]) -> bool:
+    """Whether an exception has left a rank's program, or its Trainer; its source need not be known for that."""
+    meant = _meant(handled, left)
+    return bool(meant) and (bool(left) or any(map(_has_left_trainer, meant)))
+
+
+def _meant(handled: Sequence[Raised], left: Sequence[Raised]) -> list[Raised]:
+    return [one for one in (*left, *handled) if one.type not in _CONTROL_FLOW]
+
+
+def _has_left_trainer(one: Raised) -> bool:
+    return any(TRAINER_CALL.has(file, function) for file, _, function in one.places)
+
+
+def _ended(one: Raised) -> ExceptionFacts:
+    return ExceptionFacts(
+        type=one.type,
+        message=one.message,
+        stack=with_source(_frames(one.places)),
+        is_consequence=_is_consequence(one),
+    )
+
+
+def _caught(one: Raised, stack: Sequence[Frame], since_s: float) -> CaughtException:
+    frames = [*_frames(one.places)]
+    own = [frame for frame in frames if frame.user]
+    last = frames[-1:] if frames and not frames[-1].user else []
+    lines = (line.strip() for line in one.message.splitlines() if line.strip())
+    return CaughtException(
+        type=one.type,
+        message=next(lines, "")[:_MESSAGE],
+        stack=with_source((*own[-_MOST_FRAMES:], *last)),
+        caught_at=_handler(one, stack),
+        ago_s=round(since_s, 1),
+        is_held=True,
+        is_consequence=_is_consequence(one),
+    )
+
+
+def _is_consequence(one: Raised) -> bool:
+    return one.type not in _OWN and is_consequence(one.type, one.message)
+
+
+def _frames(places: Iterable[tuple[str, int, str]]) -> Iterator[Frame]:
+    for file, line, function in places:
+        yield Frame(file=file, line=line, function=function, user=is_user_code(file))
+
+
+def _handler(one: Raised, stack: Sequence[Frame]) -> Frame | None:
+    """The frame that an exception has come to, as it is on the stack now."""
+    file, _, function = one.places[0] if one.places else ("", 0, "")
+    return next((frame for frame in reversed(stack) if (frame.file, frame.function) == (file, function)), None)
+
+
+def _passes(one: Raised, stack: Sequence[Frame]) -> bool:
+    """Whether it goes on from where it is handled now: a ``finally`` block, an ``except`` block that raises again."""
+    frame = _handler(one, stack)
+    return frame is not None and _is_read(frame.file) and frame.line not in _keeping(frame.file)
+
+
+def _is_read(file: str) -> bool:
+    return bool(linecache.getlines(file))
+
+
+@lru_cache(maxsize=64)
+def _keeping(file: str) -> frozenset[int]:
+    """The lines of ``except`` blocks after whose end a function goes on."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return frozenset()
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler))
+    kept = (block for block in blocks if not isinstance(block.body[-1], ast.Raise))
+    return frozenset(line for block in kept for line in range(block.lineno, (block.end_lineno or block.lineno) + 1))

@@ -1,0 +1,334 @@
+"""Python objects of another process, read out of its memory as py-spy reads stacks: it runs on, and nothing is changed.
+
+All that is read may be nonsense, as the other process goes on meanwhile: what is, is left out.
+"""
+
+import builtins
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from lightning_ncclsafe.inspecting.layouts import HIGHEST, PAGE, TAGS, WORD, Memory, layout, runtime_of
+from lightning_ncclsafe.probes.absent import or_none
+
+# Of words: at most as many belong to a dictionary, and to each of its entries with its place in the table of hashes.
+_OF_HEAD, _OF_ENTRY = 64, 5
+_MOST_NAMES, _MOST_ENTRIES = 2000, 20_000
+_MOST_THREADS, _MOST_STACK, _MOST_CHAIN, _MOST_ITEMS = 4096, 120, 8, 4
+_MOST_CHARACTERS = 2000
+_MOST_TABLE = 1 << 16
+
+Plain = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception of another process.
+
+    Attributes:
+        type: Class name.
+        message: Its text, as far as it is made of texts and numbers.
+        places: File, line and function of each frame that it has left so far, outermost first.
+    """
+
+    type: str
+    message: str = ""
+    places: tuple[tuple[str, int, str], ...] = ()
+
+
+class Interpreter:
+    """That of another process.
+
+    Args:
+        pid: Process id.
+
+    Attributes:
+        is_same: Whether it is the same Python as this process's; nothing else can be asked for.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._runtime = runtime_of(pid)
+        self.is_same = self._runtime is not None
+        self._at, self._memory = layout(), Memory(pid)
+        self._kinds: dict[int, str] = {}
+        self._known: dict[int, dict[str, tuple[int, int]]] = {}
+
+    def __enter__(self) -> "Interpreter":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._memory.__exit__()
+
+    @property
+    def _state(self) -> int:
+        return self._memory.word((self._runtime or 0) + self._at.interpreter)
+
+    def handled(self) -> tuple[Raised, ...]:
+        """The exceptions that its main thread handles: in an ``except`` or ``finally`` block, or while a ``with`` ends.
+
+        The one that was raised last first, then those during whose handling, or because of which, it was raised.
+        """
+        item = self._memory.word(self._main_thread() + self._at.handling)
+        for _ in range(_MOST_CHAIN):
+            error = self._memory.word(item + self._at.handled)
+            if error and self._is_exception(error):
+                return tuple(self._chain(error))
+            # What runs in a generator has its own, and its caller's behind that.
+            item = self._memory.word(item + self._at.previous)
+            if not item:
+                break
+        return ()
+
+    def printed(self) -> tuple[Raised, ...]:
+        """The exceptions that have left its program, if it has not ended yet; in the same order."""
+        error = self._named(self._memory.word(self._state + self._at.modules_of_sys), "last_value")
+        return tuple(self._chain(error)) if error and self._is_exception(error) else ()
+
+    def value(self, address: int, *names: str) -> Plain:
+        """An attribute of an attribute of … an object, if it is a number, a text, or None.
+
+        Raises:
+            LookupError: There is none, or it is something else.
+        """
+        found = self._attribute(address, names)
+        kind = self._kind(found)
+        if kind == "str":
+            return self._text(found)
+        if kind in ("int", "bool"):
+            return self._number(found) if kind == "int" else bool(self._number(found))
+        if kind == "float":
+            return self._memory.real(found + self._at.real)
+        if kind == "NoneType":
+            return None
+        raise LookupError(f"a {kind}")
+
+    def kinds(self, address: int, *names: str) -> tuple[str, ...]:
+        """Class names of what a list has that is an attribute of an attribute of … an object.
+
+        Raises:
+            LookupError: There is none.
+        """
+        found = self._attribute(address, names)
+        if self._kind(found) != "list":
+            raise LookupError
+        count = min(self._memory.word(found + self._at.count), _MOST_NAMES)
+        items = self._memory.words(self._memory.word(found + self._at.list_items), count) if count else ()
+        return tuple(map(self._kind, items))
+
+    def named(self, module: str, name: str) -> int:
+        """Where what a module has under a name is.
+
+        Raises:
+            LookupError: There is no such module, or nothing of this name.
+        """
+        modules = self._named(self._memory.word(self._state + self._at.modules_of_sys), "modules")
+        for key, held in pairwise(self._words_of(modules)):
+            length = or_none(partial(self._memory.word, key + self._at.text_length))
+            if length == len(module) and self._name(key) == module:
+                return self._named(self._memory.word(held + self._at.names_of_module), name)
+        raise LookupError(name)
+
+    def under(self, dictionary: int, key: int) -> int:
+        """What a dictionary has under an object, by their addresses.
+
+        Raises:
+            LookupError: Nothing.
+        """
+        words = self._words_of(dictionary)
+        if key not in words[:-1]:
+            raise LookupError
+        return words[words.index(key) + 1]
+
+    def numbers_of(self, dictionary: int) -> tuple[int, ...]:
+        """The keys of a dictionary that are whole numbers, none of them large or negative."""
+        words = self._words_of(dictionary)
+        count = words[self._at.names // WORD.size]
+        # Before each stands its hash, which is the number itself.
+        pairs = ((number, key) for number, key in pairwise(words) if number < _MOST_ENTRIES)
+        return tuple(number for number, key in pairs if or_none(partial(self._number_at, key)) == number)[:count]
+
+    def _words_of(self, dictionary: int) -> tuple[int, ...]:
+        """All that it has for its names and values, and what comes then."""
+        keys = self._memory.word(dictionary + self._at.keys)
+        count = min(self._memory.word(keys + self._at.names), _MOST_ENTRIES)
+        return self._memory.words(keys, _OF_HEAD + count * _OF_ENTRY)
+
+    def _number_at(self, address: int) -> int:
+        if self._kind(address) != "int":
+            raise LookupError
+        return self._number(address)
+
+    def _attribute(self, address: int, names: Sequence[str]) -> int:
+        for name in names:
+            address = self._held(address, name)
+            if not address:
+                raise LookupError(name)
+        return address
+
+    def _main_thread(self) -> int:
+        """Every other one has been put before it."""
+        thread = self._memory.word(self._state + self._at.threads)
+        for _ in range(_MOST_THREADS):
+            following = self._memory.word(thread + self._at.next_thread)
+            if not following:
+                return thread
+            thread = following
+        raise LookupError("too many threads")
+
+    def _is_exception(self, address: int) -> bool:
+        return address % 8 == 0 and self._kind(address) != "NoneType" and self._is_a(address + self._at.args, "tuple")
+
+    def _is_a(self, place: int, name: str) -> bool:
+        held = self._memory.word(place)
+        return bool(held) and self._kind(held) == name
+
+    def _kind(self, address: int) -> str:
+        kind = self._memory.word(address + self._at.type)
+        if kind not in self._kinds:
+            name = self._memory.text(self._memory.word(kind + self._at.type_name))
+            self._kinds[kind] = name.rpartition(".")[2]
+        return self._kinds[kind]
+
+    def _chain(self, error: int) -> Iterator[Raised]:
+        seen: set[int] = set()
+        while error and error not in seen and len(seen) < _MOST_CHAIN:
+            seen.add(error)
+            yield Raised(
+                type=self._kind(error),
+                message=self._message(error),
+                places=tuple(self._places(self._memory.word(error + self._at.trace))),
+            )
+            error = self._memory.word(error + self._at.cause) or self._memory.word(error + self._at.context)
+
+    def _message(self, error: int) -> str:
+        args = self._memory.word(error + self._at.args)
+        count = min(self._memory.word(args + self._at.count), _MOST_ITEMS)
+        items = self._memory.words(args + self._at.items, count) if count else ()
+        told = [or_none(partial(self._words, item)) or "…" for item in items]
+        kind = getattr(builtins, self._kind(error), None)
+        if isinstance(kind, type) and issubclass(kind, OSError) and len(told) > 1:
+            file = or_none(lambda: self._text(self._memory.word(error + self._at.file_name)))
+            return f"[Errno {told[0]}] {told[1]}{f': {file!r}' if file else ''}"
+        if len(told) == 1:
+            return repr(told[0]) if kind is KeyError else told[0]
+        return f"({', '.join(told)})" if told else ""
+
+    def _words(self, address: int) -> str:
+        kind = self._kind(address)
+        if kind == "str":
+            return self._text(address)
+        return str(self._number(address)) if kind == "int" else f"<{kind}>"
+
+    def _number(self, address: int) -> int:
+        head = self._memory.word(address + self._at.text_length)
+        if head not in self._at.signs:
+            raise LookupError("it is too large")
+        return self._at.signs[head] * self._memory.number(address + self._at.number)
+
+    def _text(self, address: int) -> str:
+        length = min(self._memory.word(address + self._at.text_length), _MOST_CHARACTERS)
+        flags = self._memory.number(address + self._at.text_kind) >> self._at.text_shift
+        width, is_ascii = flags & 7, bool(flags >> 4 & 1)
+        taken = self._memory.read(address + (self._at.ascii_data if is_ascii else self._at.other_data), length * width)
+        return taken.decode({1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[width], errors="replace")
+
+    def _places(self, trace: int) -> Iterator[tuple[str, int, str]]:
+        for _ in range(_MOST_STACK):
+            if not trace or self._kind(trace) != "traceback":
+                return
+            code = self._memory.word(trace + self._at.trace_frame)
+            for offset in self._at.code:
+                code = self._memory.word(code + offset) & ~TAGS
+            file, function = (self._text(self._memory.word(code + at)) for at in (self._at.file, self._at.function))
+            yield file, self._line(trace, code), function
+            trace = self._memory.word(trace + self._at.next_trace)
+
+    def _line(self, trace: int, code: int) -> int:
+        line = self._memory.number(trace + self._at.trace_line)
+        if line > 0:
+            return line
+        # Python 3.12 and newer work it out when somebody asks.
+        table = self._memory.word(code + self._at.lines)
+        size = min(self._memory.word(table + self._at.count), _MOST_TABLE)
+        first = self._memory.number(code + self._at.first_line)
+        instruction = self._memory.number(trace + self._at.trace_instruction)
+        return line_in(self._memory.read(table + self._at.bytes_data, size), first, instruction)
+
+    def _held(self, address: int, name: str) -> int:
+        """Where an attribute of an instance is; 0 where it has none of this name."""
+        inside = self._memory.word(address + self._at.dictionary)
+        if inside and inside % 8 == 0 and or_none(lambda: self._kind(inside)) == "dict":
+            return self._named(inside, name)
+        kind = self._memory.word(address + self._at.type)
+        place = self._names(self._memory.word(kind + self._at.shared_names)).get(name)
+        if place is None:
+            return 0
+        at, beyond = self._at.attributes
+        values = address + at if beyond is None else self._memory.word(address + at) + beyond
+        return self._memory.word(values + place[0] * WORD.size)
+
+    def _named(self, names: int, name: str) -> int:
+        """What a dictionary has under a name; 0 if nothing."""
+        place = self._names(self._memory.word(names + self._at.keys)).get(name)
+        values = self._memory.word(names + self._at.keys + WORD.size)
+        if place is None or not values:
+            return place[1] if place is not None else 0
+        return self._memory.word(values + self._at.split_values + place[0] * WORD.size)
+
+    def _names(self, keys: int) -> dict[str, tuple[int, int]]:
+        """The names of a dictionary: which of them each is, and what stands behind it."""
+        if keys not in self._known:
+            count = min(self._memory.word(keys + self._at.names), _MOST_NAMES)
+            words = self._memory.words(keys, _OF_HEAD + count * _OF_ENTRY)
+            # Beside each name and its value there may be its hash.
+            found = (tuple(self._names_in(words, count, step)) for step in (2, 3))
+            self._known[keys] = {name: (index, value) for index, name, value in max(found, key=len)}
+        return self._known[keys]
+
+    def _names_in(self, words: Sequence[int], count: int, step: int) -> Iterator[tuple[int, str, int]]:
+        begin = next((index for index, word in enumerate(words) if self._name(word)), len(words))
+        for index, at in enumerate(range(begin, min(begin + count * step, len(words) - 1), step)):
+            if name := self._name(words[at]):
+                yield index, name, words[at + 1]
+
+    def _name(self, address: int) -> str:
+        if not PAGE < address < HIGHEST or address % 8:
+            return ""
+        return or_none(lambda: self._text(address) if self._kind(address) == "str" else "") or ""
+
+
+def line_in(table: bytes, first: int, instruction: int) -> int:
+    """The line of an instruction, by the table of a code object of Python 3.11 and newer.
+
+    Args:
+        table: ``co_linetable``.
+        first: ``co_firstlineno``.
+        instruction: Offset of the instruction in bytes.
+    """
+    line, begins, index = first, 0, 0
+    while index < len(table):
+        head, index = table[index], index + 1
+        kind, ends = head >> 3 & 15, begins + 2 * ((head & 7) + 1)
+        if kind in (13, 14):
+            shift, index = _signed(table, index)
+            line += shift
+        elif 10 <= kind <= 12:
+            line += kind - 10
+        if begins <= instruction < ends:
+            return line
+        while index < len(table) and not table[index] & 128:
+            index += 1
+        begins = ends
+    return first
+
+
+def _signed(table: bytes, index: int) -> tuple[int, int]:
+    value = shift = 0
+    while index < len(table):
+        part, index = table[index], index + 1
+        value |= (part & 63) << shift
+        shift += 6
+        if not part & 64:
+            break
+    return (-(value >> 1) if value & 1 else value >> 1), index

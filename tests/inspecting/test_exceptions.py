@@ -1,0 +1,150 @@
+"""What ranks seen from outside have raised: whether it has ended their work, or their code has caught it."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from lightning_ncclsafe.facts import Frame, ProcessFacts
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
+from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
+from lightning_ncclsafe.inspecting.joining import diagnosis_of
+from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread
+from lightning_ncclsafe.inspecting.objects import Raised
+from lightning_ncclsafe.inspecting.ranks import RankProcess
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook
+
+SITE = "/venv/lib/python3.12/site-packages"
+CALL = (f"{SITE}/lightning/pytorch/trainer/call.py", 60, "_call_and_handle_interrupt")
+BARRIER = SeenFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 5, "barrier")
+PROGRAM = """\
+def train():
+    try:
+        step()
+    except KeyError:
+        barrier()
+    finally:
+        barrier()
+
+
+def pass_on():
+    try:
+        step()
+    except KeyError:
+        barrier()
+        raise
+
+
+def step():
+    raise KeyError("label")
+
+
+train()
+"""
+CAUGHT, FINALLY, RAISES_AGAIN = 5, 7, 14
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(dedent(PROGRAM))
+    return str(path)
+
+
+def raised(program: str, *, function: str = "train", type: str = "KeyError", message: str = "'label'") -> Raised:
+    return Raised(type=type, message=message, places=((program, 3, function), (program, 19, "step")))
+
+
+def seen(number: int, *frames: SeenFrame, handled: tuple[Raised, ...] = (), left: tuple[Raised, ...] = ()) -> SeenRank:
+    looks = tuple(
+        Look(
+            at_s=at_s,
+            threads=(SeenThread(name="MainThread", is_main=True, frames=frames),),
+            main_thread=ThreadLook(state="sleeping", ran_s=0.0, queued_s=0.0),
+            process=ProcessFacts(pid=7, state="sleeping"),
+        )
+        for at_s in (0.0, 1.0, 2.0)
+    )
+    of = {"local_rank": number, "local_world_size": 2, "world_size": 2, "job": "node1:29500", "parent": 1}
+    process = RankProcess(pid=100 + number, rank=number, **of)  # type: ignore[arg-type]
+    return SeenRank(process=process, looks=looks, handled=handled, left=left)
+
+
+def judged(*ranks: SeenRank) -> Diagnosis:
+    return diagnosis_of(job_facts(ranks, taken_ns=1))
+
+
+def waiting(program: str) -> SeenRank:
+    return seen(0, SeenFrame(program, 22, "<module>"), BARRIER)
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "is_caught"),
+    [("train", CAUGHT, True), ("train", FINALLY, False), ("pass_on", RAISES_AGAIN, False)],
+)
+def test_what_goes_on_from_its_block_is_the_end_and_what_stays_there_is_caught(
+    program: str, function: str, line: int, is_caught: bool
+) -> None:
+    stack = (Frame(file=program, line=line, function=function, user=True),)
+    exception, caught = errors_of([raised(program, function=function)], (), stack, 3.0)
+    assert (exception is None, len(caught)) == (is_caught, int(is_caught))
+    for one in (exception, *caught):
+        if one is not None:
+            assert (one.type, one.message, one.stack[-1].line) == ("KeyError", "'label'", 19)
+            assert one.stack[-1].code == 'raise KeyError("label")'
+
+
+def test_what_has_left_the_trainer_is_its_end_whoever_catches_it_then(program: str) -> None:
+    stack = (Frame(file=program, line=CAUGHT, function="train", user=True),)
+    one = Raised(type="KeyError", places=((program, 3, "train"), CALL, (program, 19, "step")))
+    # What has come while it was being ended is not what has ended it.
+    later = raised(program, type="OSError")
+    assert has_failed([later, one], ())
+    exception, caught = errors_of([later, one], (), stack)
+    assert exception is not None and (exception.type, caught) == ("KeyError", ())
+
+
+@pytest.mark.parametrize("type", ["StopIteration", "GeneratorExit", "_TunerExitException"])
+def test_what_is_no_error_is_nothing(program: str, type: str) -> None:
+    assert errors_of([raised(program, type=type)], (), ()) == (None, ())
+    assert not has_failed([Raised(type=type, places=(CALL,))], ())
+
+
+def test_without_source_nobody_says_that_it_goes_on() -> None:
+    stack = (Frame(file="/nowhere/train.py", line=3, function="train", user=True),)
+    exception, caught = errors_of([raised("/nowhere/train.py")], (), stack)
+    assert exception is None and caught[0].is_held
+
+
+def test_a_rank_that_failed_and_waits_in_its_cleanup_is_told_as_failed(program: str) -> None:
+    frames = (SeenFrame(program, 22, "<module>"), SeenFrame(program, FINALLY, "train"), BARRIER)
+    first = judged(waiting(program), seen(1, *frames, handled=(raised(program),))).findings[0]
+    assert (first.rule, first.ranks, first.location) == ("failed-rank", (1,), f"{program}:19 in step")
+    # A loop around it may catch it yet.
+    assert first.confidence is Confidence.LIKELY
+    assert "KeyError: 'label'" in first.summary and "rank 0 waits" in first.summary
+
+
+def test_a_rank_whose_program_has_ended_with_an_exception_is_told_so_at_once(program: str) -> None:
+    shutdown = SeenFrame("/usr/lib/python3.12/threading.py", 9, "_shutdown")
+    ranks = (waiting(program), seen(1, shutdown, left=(raised(program),)))
+    assert shows_enough(ranks) and not shows_enough((waiting(program), seen(1, shutdown)))
+    first = judged(*ranks).findings[0]
+    assert (first.rule, first.ranks) == ("failed-rank", (1,))
+
+
+def test_a_rank_that_still_handles_what_it_has_caught_is_the_one_that_waits_apart(program: str) -> None:
+    frames = (SeenFrame(program, 22, "<module>"), SeenFrame(program, CAUGHT, "train"), BARRIER)
+    first = judged(waiting(program), seen(1, *frames, handled=(raised(program),))).findings[0]
+    assert (first.rule, first.ranks, first.location) == ("diverged-collectives", (1,), f"{program}:19 in step")
+    assert f"in the `except` block (line {CAUGHT}) that caught KeyError: 'label'" in first.summary
+
+
+def test_an_error_of_the_connection_only_says_that_a_peer_is_gone(program: str) -> None:
+    lost = raised(program, type="RuntimeError", message="[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+    frames = (SeenFrame(program, 22, "<module>"), SeenFrame(program, FINALLY, "train"), BARRIER)
+    diagnosis = judged(waiting(program), seen(1, *frames, handled=(lost,)))
+    assert all(finding.rule != "failed-rank" for finding in diagnosis.findings)
+    facts = next(facts for facts in diagnosis.job.ranks if facts.rank == 1)
+    assert facts.exception is not None and facts.exception.is_consequence

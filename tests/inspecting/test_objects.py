@@ -1,0 +1,244 @@
+"""Objects of another process: exceptions that it handles, and attributes of what it has."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from lightning_ncclsafe.inspecting import layouts
+from lightning_ncclsafe.inspecting.objects import Interpreter, Raised, line_in
+
+BEGIN = """
+    import contextlib, sys, threading, time
+
+    class Odd(RuntimeError):
+        pass
+
+    def look_up(names):
+        return names[
+            "läbel"
+        ]
+
+    @contextlib.contextmanager
+    def cleaning_up():
+        try:
+            yield
+        finally:
+            wait()
+
+    def wait():
+        print(*map(id, kept), flush=True)
+        sys.stdin.read()
+
+    kept = []
+    threading.Thread(target=sys.stdin.read, daemon=True).start()
+"""
+HELD = """
+    try:
+        look_up({})
+    except KeyError:
+        wait()
+"""
+LAST = """
+    try:
+        look_up({})
+    except KeyError as error:
+        try:
+            raise Odd("bad", 7) from error
+        except Odd:
+            wait()
+"""
+FINALLY = """
+    try:
+        look_up({})
+    finally:
+        wait()
+"""
+WITH = """
+    with cleaning_up():
+        look_up({})
+"""
+CAUGHT = """
+    try:
+        look_up({})
+    except KeyError:
+        pass
+    wait()
+"""
+LEFT = """
+    threading.Thread(target=wait).start()
+    open("/nowhere/at/all")
+"""
+OBJECTS = """
+    class Counts:
+        def __init__(self):
+            self.ready, self.done, self.limit, self.stop = 3, -1, 1.5, False
+            self.name, self.none, self.all, self.large = "fit", None, [Odd(), 1], 5 << 40
+
+    class Many:
+        def __init__(self):
+            for number in range(40):
+                setattr(self, f"name{number}", number)
+            self.counts = Counts()
+
+    looked_into = Counts()
+    looked_into.__dict__["more"] = 8
+    kept += [Many(), looked_into]
+    wait()
+"""
+
+
+@contextmanager
+def running(tmp_path: Path, program: str, python: str = sys.executable) -> Iterator[tuple[int, list[int]]]:
+    """A program that waits, and where what it has kept is."""
+    path = tmp_path / "program.py"
+    path.write_text(dedent(BEGIN) + dedent(program))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([python, "-S", str(path)], **pipes)  # type: ignore[call-overload]
+    try:
+        yield process.pid, [int(word) for word in process.stdout.readline().split()]
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def handled(pid: int) -> tuple[Raised, ...]:
+    with Interpreter(pid) as read:
+        return read.handled()
+
+
+def printed(pid: int) -> tuple[Raised, ...]:
+    with Interpreter(pid) as read:
+        return read.printed()
+
+
+def is_same(pid: int) -> bool:
+    with Interpreter(pid) as read:
+        return read.is_same
+
+
+def line_of(tmp_path: Path, code: str) -> int:
+    return 1 + next(
+        number for number, line in enumerate((tmp_path / "program.py").read_text().splitlines()) if code in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "types"), [(HELD, ["KeyError"]), (FINALLY, ["KeyError"]), (WITH, ["KeyError"]), (CAUGHT, [])]
+)
+def test_what_is_handled_is_read_and_what_was_caught_before_is_not(
+    tmp_path: Path, program: str, types: list[str]
+) -> None:
+    with running(tmp_path, program) as (pid, _):
+        found = handled(pid)
+        assert printed(pid) == ()
+    assert [one.type for one in found] == types
+    for one in found:
+        # The call begins a line before the key that it fails for.
+        line = line_of(tmp_path, "return names[")
+        assert one.message == "'läbel'" and one.places[-1] == (str(tmp_path / "program.py"), line, "look_up")
+
+
+def test_the_exception_raised_last_comes_first_and_with_the_one_before_it(tmp_path: Path) -> None:
+    with running(tmp_path, LAST) as (pid, _):
+        last, first = handled(pid)
+    assert (last.type, last.message) == ("Odd", "(bad, 7)")
+    assert last.places == ((str(tmp_path / "program.py"), line_of(tmp_path, "raise Odd"), "<module>"),)
+    assert first.type == "KeyError"
+
+
+def test_what_has_left_the_program_is_read_while_a_thread_keeps_it(tmp_path: Path) -> None:
+    with running(tmp_path, LEFT) as (pid, _):
+        (found,) = wait_for_end(pid)
+        assert handled(pid) == ()
+    assert (found.type, found.message) == (
+        "FileNotFoundError",
+        "[Errno 2] No such file or directory: '/nowhere/at/all'",
+    )
+    assert found.places[0][1] == line_of(tmp_path, "open(")
+
+
+def wait_for_end(pid: int) -> tuple[Raised, ...]:
+    """The thread may be there before the exception has left the program."""
+    for _ in range(1_000_000):
+        if found := printed(pid):
+            return found
+    raise TimeoutError
+
+
+def test_attributes_are_read_however_an_instance_keeps_them(tmp_path: Path) -> None:
+    with running(tmp_path, OBJECTS) as (pid, (many, looked_into)), Interpreter(pid) as read:
+        assert [read.value(many, f"name{number}") for number in (0, 39)] == [0, 39]
+        for owner, names in ((many, ("counts",)), (looked_into, ())):
+            found = [read.value(owner, *names, name) for name in ("ready", "done", "limit", "stop", "name", "none")]
+            assert found == [3, -1, 1.5, False, "fit", None]
+            assert read.kinds(owner, *names, "all") == ("Odd", "int")
+            for absent in ("nothing", "large", "all"):
+                with pytest.raises(LookupError):
+                    read.value(owner, *names, absent)
+        assert read.value(looked_into, "more") == 8
+
+
+def test_another_python_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with running(tmp_path, HELD) as (pid, _):
+        assert is_same(pid)
+        mapped = layouts._mapped
+        monkeypatch.setattr(
+            layouts,
+            "_mapped",
+            lambda of: [(begin, end, key and (*key, of)) for begin, end, key in mapped(of)],
+        )
+        assert not is_same(pid)
+
+
+def test_what_cannot_be_read_is_an_error_and_no_crash() -> None:
+    with pytest.raises(OSError, match="No such"):
+        layouts.Memory(1 << 30)
+    with layouts.Memory(os.getpid()) as own:
+        for address in (0, 8, 1 << 46, 1 << 63, -1):
+            with pytest.raises(OSError):
+                own.word(address)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tables of lines were others")
+def test_lines_are_worked_out_as_python_does() -> None:
+    code = layouts._learned_of.__code__
+    first = {}
+    for begin, end, line in code.co_lines():
+        if line is not None:
+            first |= dict.fromkeys(range(begin, end, 2), line)
+    assert len(set(first.values())) > 30
+    assert {at: line_in(code.co_linetable, code.co_firstlineno, at) for at in first} == first
+
+
+def test_a_table_of_lines_that_is_nonsense_ends() -> None:
+    for table in (b"", b"\xff" * 50, bytes(range(256)), b"\x80", b"\xf0\x40\x40"):
+        line_in(table, 7, 10_000)
+
+
+def test_several_threads_may_ask_at_once_while_others_come_and_go() -> None:
+    """Each learns anew: what is found has to be the same, and found in spite of them."""
+    ends = threading.Event()
+
+    def come_and_go() -> None:
+        while not ends.is_set():
+            threading.Thread(target=int).start()
+
+    busy = threading.Thread(target=come_and_go)
+    busy.start()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = [*pool.map(lambda _: layouts.layout(), range(8))]
+            layouts._layout.cache_clear()
+            found += pool.map(lambda _: layouts.layout(), range(8))
+    finally:
+        ends.set()
+        busy.join()
+    assert all(one == found[0] for one in found)
