@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning_ncclsafe.rules.causes import causes as all_rules
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -31,6 +30,7 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.html.page import render_html
 from lightning_ncclsafe.report.text import render_text
+from lightning_ncclsafe.rules.causes import causes as all_rules
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule
 
