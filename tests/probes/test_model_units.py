@@ -97,9 +97,9 @@ def in_words(units: tuple[ModelUnit, ...], entry: Collective, stack: tuple[Frame
 
 def words_of_a_step(model: nn.Module) -> list[str]:
     """What each collective of a step is said to be, after the fact."""
-    before = max((entry.seq for entry in recorded()), default=0)
+    began_ns = time.time_ns()  # A fork has the entries of the process that it was forked from, too.
     step(model)
-    made = [replace(entry, completed=False) for entry in recorded() if entry.seq > before]
+    made = [replace(entry, completed=False) for entry in recorded() if entry.created_ns >= began_ns]
     return [in_words(read_units(model, [entry]), entry) for entry in made]
 
 
