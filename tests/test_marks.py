@@ -242,7 +242,7 @@ NOT_FOR_RANKS = {
     "_torch.loading._Workers._shutdown_workers": ITSELF,
     "_torch.loading._give_up_cut_messages.receive": ITSELF,
     "cli.preflight._compare_all": ITSELF,
-    "code.side_thread.SideThread.answer": ITSELF,
+    "code.side_thread._answer": ITSELF,
     "collectives.clocks.Follower._answer": ASIDE,
     "collectives.clocks.Reference._answer": ASIDE,
     "collectives.clocks.ClockSync.run": ASIDE,

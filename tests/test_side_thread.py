@@ -52,6 +52,21 @@ def test_while_a_call_has_not_returned_no_other_is_made(answers: threading.Event
     assert side.call(lambda: "again", AMPLE_S) == "again"
 
 
+def test_of_several_threads_each_gets_the_answer_to_its_own_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, join, others = SideThread("ncclsafe-aside"), threading.Thread.join, list[str]()
+
+    def join_and_ask(thread: threading.Thread, timeout: float | None = None) -> None:
+        """Another thread asks just when the first one has been answered."""
+        join(thread, timeout)
+        if not others:
+            others.append("asked")
+            others.append(side.call(lambda: "to another thread", AMPLE_S))
+
+    monkeypatch.setattr(threading.Thread, "join", join_and_ask)
+    assert side.call(lambda: "to this one", AMPLE_S) == "to this one"
+    assert others == ["asked", "to another thread"]
+
+
 def test_it_keeps_no_process_alive(answers: threading.Event) -> None:
     SideThread("ncclsafe-aside").begin(lambda: answers.wait(AMPLE_S))
     assert [thread.daemon for thread in own_threads("aside")] == [True]

@@ -1,4 +1,4 @@
-"""Lightning's counters of epochs, batches and steps: copied at a boundary, and put into a checkpoint as of then."""
+"""Lightning's counters of epochs, batches and steps: copied at each boundary, and saved as they were there."""
 
 import copy
 from collections.abc import Iterator

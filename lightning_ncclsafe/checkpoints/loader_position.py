@@ -35,22 +35,26 @@ _END = object()
 
 
 class LoaderPosition(Protocol):
-    """The position in one loader."""
+    """The position in the data of one loader."""
 
     def record(self, batches: int) -> dict[str, Any] | None:
-        """How to come to this batch again; None where that is not known."""
+        """How to get to this batch again; None where that is not known."""
 
     def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
-        """Whether the same data follows, given what was recorded; None where that is not known of every rank."""
+        """Whether the same data follows.
+
+        Args:
+            record: What :meth:`record` gave; None where not every rank has its own.
+        """
 
     def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
-        """The epoch that is begun next goes on behind these batches."""
+        """Lets the next epoch continue after these batches."""
 
     def catch_up(self) -> None:
-        """Comes to that batch now, if that has been begun."""
+        """Skips those batches now, if the epoch has begun."""
 
     def release(self) -> None:
-        """The loader is as it was."""
+        """Restores the loader."""
 
 
 def loader_position(loader: Any) -> LoaderPosition | None:

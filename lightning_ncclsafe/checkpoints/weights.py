@@ -1,4 +1,4 @@
-"""The weights of a model, watched for changes rather than copied: they are read in the end, if nothing changed them.
+"""The weights of a model, watched for changes instead of copied: a checkpoint reads them if nothing changed them.
 
 Tensors count their changes themselves, and where each lies is noted, as whoever assigns to ``.data`` puts another one
 there. Writes through ``.data`` are not counted; callbacks that average weights make them around a validation and at the

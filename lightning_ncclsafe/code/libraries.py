@@ -102,6 +102,8 @@ _C10D = "distributed/distributed_c10d.py"
 DISTRIBUTED = _in(_TORCH, "distributed/*")
 C10D = _in(_TORCH, _C10D)
 SEND_OR_RECV = _in(_TORCH, _C10D, functions="send recv")
+# What each rank may give another number of elements to.
+UNEVEN = _in(_TORCH, _C10D, functions="all_to_all all_to_all_single")
 OBJECT_PICKLING = _in(_TORCH, _C10D, functions="_object_to_tensor _tensor_to_object")
 GROUP_CREATION = _in(
     _TORCH,
@@ -147,6 +149,7 @@ SYNC_BATCH_NORM = _in(_TORCH, "nn/modules/_functions.py")
 SAVE = _in(_TORCH, "serialization.py", functions="save _save _legacy_save")
 DATALOADER = _in(_TORCH, "utils/data/dataloader.py")
 FETCH = _in(_TORCH, "utils/data/_utils/fetch.py")
+LOADER_WORKER = _in(_TORCH, "utils/data/_utils/worker.py", functions="_worker_loop")
 LOADING = _in(_TORCH, "utils/data/*")
 ALL_OF_TORCH = _in(_TORCH, "*")
 # What torch.multiprocessing runs first in a process that it has started.
@@ -199,6 +202,7 @@ SANITY_CHECK = _in(_PYTORCH, "trainer/trainer.py", functions="_run_sanity_check"
 SAVE_CHECKPOINT = _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")
 TRAINING_LOOPS = _in(_PYTORCH, "loops/*fit_loop.py", "loops/*training_epoch_loop.py")
 FIT_LOOP_RUN = _in(_PYTORCH, "loops/fit_loop.py", functions="run on_run_start")
+BATCH = _in(_PYTORCH, "loops/optimization/*") | _in(_PYTORCH, "loops/evaluation_loop.py", functions="_evaluation_step")
 SETUP_OF_LOADERS = _in(_PYTORCH, "loops/fit_loop.py", "loops/evaluation_loop.py", functions="setup_data")
 EVALUATION_LOOPS = _in(_PYTORCH, "loops/*evaluation_loop.py")
 PREDICTION_LOOPS = _in(_PYTORCH, "loops/*prediction_loop.py")
@@ -283,6 +287,9 @@ DEBUGGERS = (
     | _in(_package("IPython"), "core/debugger.py")
     | _in(_package("pudb"), "*")
     | _in(_package("debugpy"), "*")
+    # Those that one connects to over the network wait for that before they are in pdb.
+    | _in(Package(names=("remote_pdb",), folder="-packages/"), "remote_pdb.py")
+    | _in(_package("rpdb", "web_pdb", "madbg", before="-packages/"), "*")
     # PyCharm's, which is no package that is installed.
     | _in(Package(names=("pydevd",), folder="/"), "pydevd*")
 )

@@ -27,6 +27,8 @@ class SideThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        # Several threads may ask; each gets the answer to its own question.
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._outcome: Future[Any] = Future()
 
@@ -41,8 +43,42 @@ class SideThread:
         Raises:
             NoThreadError: No thread can be started.
         """
-        if self.is_busy:
-            return
+        with self._lock:
+            if not self.is_busy:
+                self._thread, self._outcome = self._started(call)
+
+    def answer(self, within_s: float) -> Any:
+        """What the call gives that was begun last.
+
+        Args:
+            within_s: Seconds to wait for it.
+
+        Raises:
+            UnansweredError: It has not returned by then, or none was ever begun.
+            BaseException: Whatever the call raises.
+        """
+        return _answer(self._thread, self._outcome, within_s)
+
+    def call(self, call: Callable[[], T], within_s: float) -> T:
+        """Makes a call and waits for what it gives.
+
+        Args:
+            call: The call.
+            within_s: Seconds that it may take.
+
+        Raises:
+            UnansweredError: It takes longer; or the last one has not returned yet, and this one is not made.
+            NoThreadError: See :meth:`begin`.
+            BaseException: Whatever the call raises.
+        """
+        with self._lock:
+            if self.is_busy:
+                raise UnansweredError("has not answered yet")
+            self._thread, self._outcome = thread, outcome = self._started(call)
+        answer: T = _answer(thread, outcome, within_s)
+        return answer
+
+    def _started(self, call: Callable[[], Any]) -> tuple[threading.Thread, Future[Any]]:
         outcome: Future[Any] = Future()
 
         def run() -> None:
@@ -57,38 +93,12 @@ class SideThread:
             thread.start()
         except RuntimeError as error:
             raise NoThreadError(str(error)) from error
-        self._thread, self._outcome = thread, outcome
+        return thread, outcome
 
-    def answer(self, within_s: float) -> Any:
-        """What the call gives that was begun last.
 
-        Args:
-            within_s: Seconds to wait for it.
-
-        Raises:
-            UnansweredError: It has not returned by then, or none was ever begun.
-            BaseException: Whatever the call raises.
-        """
-        if self._thread is not None:
-            self._thread.join(max(within_s, 0.0))
-        if self._thread is None or self._thread.is_alive():
-            raise UnansweredError(f"did not answer within {within_s:.1f} s")
-        return self._outcome.result()
-
-    def call(self, call: Callable[[], T], within_s: float) -> T:
-        """Makes a call and waits for what it gives.
-
-        Args:
-            call: The call.
-            within_s: Seconds that it may take.
-
-        Raises:
-            UnansweredError: It takes longer; or the last one has not returned yet, and this one is not made.
-            NoThreadError: See :meth:`begin`.
-            BaseException: Whatever the call raises.
-        """
-        if self.is_busy:
-            raise UnansweredError("has not answered yet")
-        self.begin(call)
-        answer: T = self.answer(within_s)
-        return answer
+def _answer(thread: threading.Thread | None, outcome: Future[Any], within_s: float) -> Any:
+    if thread is not None:
+        thread.join(max(within_s, 0.0))
+    if thread is None or thread.is_alive():
+        raise UnansweredError(f"did not answer within {within_s:.1f} s")
+    return outcome.result()

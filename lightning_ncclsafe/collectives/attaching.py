@@ -1,9 +1,10 @@
 """Lets a timer listen to one call of the Trainer; the Trainer is used by duck type, Lightning is not imported here."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.collectives.results import save
 from lightning_ncclsafe.collectives.timer import Timer
@@ -63,7 +64,7 @@ class AttachedTimer:
         self._is_root = rank == 0
         connector = getattr(trainer, "_logger_connector", None)
         self._log_metrics = (
-            ReplacedMethod(connector, LOG_METRICS, self._log) if hasattr(connector, LOG_METRICS) else None
+            WrappedMethod(connector, LOG_METRICS, self._log) if hasattr(connector, LOG_METRICS) else None
         )
         tracker.listeners += (self._phase_history,)
 
@@ -93,8 +94,7 @@ class AttachedTimer:
             if self.trace:
                 say_on_stderr(self.trace)
 
-    def _log(self, *args: Any, **kwargs: Any) -> Any:
+    def _log(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Lightning's profiler sees every hook, but not this."""
-        assert self._log_metrics is not None
         with self._tracker.action(LOG_METRICS):
-            return self._log_metrics.original(*args, **kwargs)
+            return log_metrics(*args, **kwargs)

@@ -1,5 +1,6 @@
 """An exchange of files in a folder that all ranks see: before there is a store, and after its host has died."""
 
+import errno
 import os
 import shutil
 import socket
@@ -12,10 +13,16 @@ from urllib.parse import quote
 import psutil
 
 from lightning_ncclsafe.exchange.interface import ExchangeError
+from lightning_ncclsafe.exchange.waiting import wait_for
 
 # Which processes have published in a folder; and that its parent folder is ours, too.
 _USER = ".user@"
 _PARENT_IS_OURS = ".parent-is-ours"
+# What a file system says that has no hard links, as those over object stores and SMB.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_CLAIM = "@claim"
+# How long a rank may take from its claim to the value.
+_CLAIMED_S = 0.5
 
 
 class DirectoryExchange:
@@ -57,17 +64,34 @@ class DirectoryExchange:
         except FileExistsError:
             return self._taken(key)
         except OSError as error:
-            raise self._error("publish in", error) from error
+            if error.errno not in _NO_LINKS:
+                raise self._error("publish in", error) from error
+            return value if self._claim(key, written) else self._taken(key)
         finally:
             with suppress(OSError):
                 written.unlink(missing_ok=True)
 
-    def _taken(self, key: str) -> bytes:
-        """The value of a key that has one; it may be deleted meanwhile, and the whole folder with the last rank."""
+    def _claim(self, key: str, written: Path) -> bool:
+        """Publishes a value where there are no hard links, unless the key has one or will have one in a moment."""
+        claim, path = self._path(f"{key}{_CLAIM}"), self._path(key)
         try:
-            return self._path(key).read_bytes()
+            if path.exists():
+                return False
+            claim.touch(mode=0o600, exist_ok=False)
+            self._published.update((claim, path))
+            written.replace(path)
+        except FileExistsError:
+            return False
         except OSError as error:
-            raise self._error("read", error) from error
+            raise self._error("publish in", error) from error
+        return True
+
+    def _taken(self, key: str) -> bytes:
+        """The value that another rank has given a key; it may be deleted meanwhile, the folder with the last rank."""
+        found = wait_for(lambda: [*self.get_many([key]).values()], deadline_s=_CLAIMED_S)
+        if not found:
+            raise ExchangeError(f"The value of {key} in the folder {str(self._folder)!r} is gone.")
+        return found[0]
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
         """The values of those keys that have one."""
@@ -85,7 +109,7 @@ class DirectoryExchange:
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes keys."""
         self._check_open()
-        for path in map(self._path, keys):
+        for path in (self._path(f"{key}{end}") for key in keys for end in ("", _CLAIM)):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

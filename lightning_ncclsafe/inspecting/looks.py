@@ -155,7 +155,7 @@ class StackReader:
                 return (), denied_words(pid)
             if any(words in said for words in _UNKNOWN_PYTHON):
                 return (), (
-                    "py-spy cannot tell its version of Python; if it is a new one: pip install --upgrade py-spy where "
+                    "py-spy does not recognise its version of Python; if it is new: pip install --upgrade py-spy where "
                     f"inspect runs ({_last_line(said)})"
                 )
         return (), f"py-spy could not read its stack ({_last_line(said)})"
@@ -185,23 +185,23 @@ def denied_words(pid: int, *, yama: Path = _YAMA, own_id: int | None = None) -> 
     owner = or_none(lambda: Path(f"/proc/{pid}").stat().st_uid)
     scope = or_none(lambda: int(yama.read_text()))
     if owner is not None and owner != own and own != 0:
-        return f"its stack may not be read, as it belongs to another user (uid {owner}): run as that user, or with sudo"
+        return f"its stack cannot be read: it belongs to another user (uid {owner}): run as that user, or with sudo"
     if own == 0:
         return (
-            "its stack may not be read, as root here lacks CAP_SYS_PTRACE: start the container with "
+            "its stack cannot be read: root here lacks CAP_SYS_PTRACE: start the container with "
             "--cap-add=SYS_PTRACE (in Kubernetes securityContext.capabilities.add: [SYS_PTRACE]), or inspect from its "
             "host"
         )
     if scope == 1:
         return (
-            "its stack may not be read, as kernel.yama.ptrace_scope is 1: run with sudo, or once "
+            "its stack cannot be read: kernel.yama.ptrace_scope is 1: run with sudo, or once "
             "'sudo sysctl kernel.yama.ptrace_scope=0'"
         )
     if scope in (2, 3):
         who = "root alone may" if scope == 2 else "nobody may until the next boot"
-        return f"its stack may not be read, as kernel.yama.ptrace_scope is {scope}: {who}"
+        return f"its stack cannot be read: kernel.yama.ptrace_scope is {scope}: {who}"
     return (
-        "its stack may not be read: run with sudo; in a container, start it with --cap-add=SYS_PTRACE or inspect from "
+        "its stack cannot be read: run with sudo; in a container, start it with --cap-add=SYS_PTRACE or inspect from "
         "its host"
     )
 

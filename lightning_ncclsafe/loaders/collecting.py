@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_ncclsafe._torch import process_groups, sent_together
 from lightning_ncclsafe.code.own_work import OwnWork
-from lightning_ncclsafe.code.patching import ReplacedMethod
+from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, VOTE_GROUPS, DataFacts, EpochEnd, LoaderFacts
 from lightning_ncclsafe.loaders.agreement import Agreement
@@ -148,7 +148,7 @@ class LoaderCollector:
         self._tuner = tuner
         self._on_stage = on_stage
         self._stage: Stage | None = None
-        self._methods: list[ReplacedMethod] = []
+        self._methods: list[WrappedMethod] = []
         self._replaced: dict[str, list[ReplacedIteration]] = {}
         self._votes: dict[bool, process_groups.VoteGroup] = {}
         """By whether ranks vote one batch ahead."""
@@ -160,7 +160,8 @@ class LoaderCollector:
 
     def _attach(self) -> None:
         for loop in self._loops():
-            self._methods.append(_Requests(self, loop._data_source))
+            source = loop._data_source
+            self._methods.append(WrappedMethod(source, "dataloader", partial(self._request, source.name)))
 
     def detach(self) -> None:
         """Restores everything."""
@@ -186,9 +187,11 @@ class LoaderCollector:
         fit = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
         return (*fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
 
-    def requested(self, name: str, loaders: Any) -> None:
-        """One of the loops' hooks has returned its loaders; Lightning prepares them one by one."""
+    def _request(self, name: str, call_hook: Callable[[], Any]) -> Any:
+        """Calls one of the loops' hooks for its loaders, which Lightning then prepares one by one."""
+        loaders = call_hook()
         self._safely(lambda: self._open(name, loaders))
+        return loaders
 
     def _open(self, name: str, loaders: Any) -> None:
         is_combined = isinstance(loaders, self._combined)
@@ -372,15 +375,3 @@ def _counting(agreement: Agreement, end: EpochEnd, facts: LoaderFacts, data: Dat
     last = end.ends_at
     readings = [BatchesRead(batches=min(length, last + 1), ended=length <= last) for length in end.lengths]
     return partial(until, length=last, error=partial(agreement.uneven, data, facts, readings))
-
-
-class _Requests(ReplacedMethod):
-    """Replaces the ``dataloader`` of a loop's data source."""
-
-    def __init__(self, collector: LoaderCollector, source: Any) -> None:
-        super().__init__(source, "dataloader", lambda: self._request(collector, source.name))
-
-    def _request(self, collector: LoaderCollector, name: str) -> Any:
-        loaders = self.original()
-        collector.requested(name, loaders)
-        return loaders

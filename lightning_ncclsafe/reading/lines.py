@@ -14,82 +14,15 @@ _ENDS = re.compile(rb"[\r\n]+")
 _COLOURS = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-9;?]*[ -/]*[@-~]|\x1b.|(?<![\w])\[\d{1,3}(?:;\d{1,3})*m"
 )
-# What is of use has one of these in it; most lines of a log, and most megabytes, have none.
-_TELLING = (
-    b"ProcessGroup",
-    b"WorkNCCL",
-    b"atchdog ",
-    b"[PG ",
-    b"onitoredBarrier",
-    b"ncclUniqueId",
-    b"join",
-    b"ranks",
-    b"Culprit rank",
-    b"ismatch",
-    b"Traceback (most",
-    b'  File "',
-    b"Error",
-    b"xception",
-    b"exitcode",
-    b"local_rank: ",
-    b"return code",
-    b"subprocess",
-    b"terminated with ",
-    b"exited on signal",
-    b"Caught signal",
-    b"Signal: ",
-    b"Python error",
-    b"onnect to ",
-    b" died",
-    b"death signal",
-    b"Worker exit type",
-    b"Root Cause (",
-    b"  host ",
-    b"  time      : ",
-    b"srun: error",
-    b"slurmstepd",
-    b"oom",
-    b"OOMKilled",
-    b"will restart worker",
-    b"orld_size",
-    b"WORLD_SIZE",
-    b"Num processes",
-    b"MEMBER: ",
-    b"Starting with ",
-    b"store",
-    b"keys: ",
-    b"timed out",
-    b"waitForInput",
-    b"NCCL WARN",
-    b"Duplicate GPU",
-    b"Cuda failure",
-    b"Connection ",
-    b"roken pipe",
-    b"Got completion",
-    b"NVRM",
-    b"communicator data",
-    b"crashed with exit code",
-    b"first process to do so",
-    b"MPI_ABORT",
-    b"RUNNING AT",
-    b"application crash on rank",
-    b"CUDA error",
-    b"socket.c",
-    b"exit with status code",
-    b"unexpectedly disconnected",
-    b"receive grad",
-    b"socket interface found",
-    b"encountered in worker",
-    b"has failed",
-)
-
+# mpirun and Horovod, which write it into the middle of a line as well where a process has written the line in pieces.
+_TAG = re.compile(r"\[(?:\d+,)?(?P<stream>\d{1,6})\]<std(?:err|out)>:")
 # One after the other, any of these may stand before what a rank says.
 _PREFIXES = (
     re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
     re.compile(r"\[(?P<stream>[a-z_]\w{0,60}?\d+)\]:\s?"),  # torchrun: role and local rank
     # srun --label; not Horovod's lists of what a rank has not come to
     re.compile(r"(?P<stream>\d{1,6}): (?!\[(?!rank\d)[\w./:-]+(?:, |\]\s*$| \.\.\.))"),
-    re.compile(r"\[(?:\d+,)?(?P<stream>\d{1,6})\]<std(?:err|out)>:"),  # mpirun, Horovod
+    _TAG,
     re.compile(r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]?\d \d\d:\d\d:\d\d \d{4}(?=\[\d)"),  # the time before that
     re.compile(r"\[(?P<stream>pod/[^\]]{1,200})\] "),  # kubectl logs --prefix
     re.compile(  # Ray, vLLM
@@ -105,8 +38,9 @@ _PREFIXES = (
     re.compile(r"std(?:err|out)(?:: | [FP] )"),  # Accelerate; containers of Kubernetes
     re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d TP(?P<tp>\d{1,6})(?: EP\d{1,6})?\]\s?"),  # SGLang
     re.compile(r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s*"),
+    re.compile(r"UTC [\w.-]{1,60} -- "),  # polyaxon
     re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?\s+"),
-    re.compile(r"\[?(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[[\w.]{1,60}:\d+\] ?"),  # vLLM
+    re.compile(r"\[?(?:ERROR|WARNING|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w.]{1,60}:\d+\] ?"),  # vLLM
     re.compile(r"\[\d+\] (?=\[|\(|Traceback|\s+File|$)"),  # a line's number
     re.compile(r"[|>]\s+|\s*\|\s+(?=\d{4}-)|\s+(?=[(\[]|\d{4}-|\| )"),
 )
@@ -167,8 +101,8 @@ def _decoder(head: bytes) -> codecs.IncrementalDecoder | None:
     return codecs.getincrementaldecoder(name)("replace") if name else None
 
 
-def telling(text: bytes, words: Iterable[bytes] = _TELLING) -> tuple[bytes, ...]:
-    """The words in a line, or in many of them, by which these may say something about ranks."""
+def telling(text: bytes, words: Iterable[bytes]) -> tuple[bytes, ...]:
+    """Which of these words stand in a line, or in many of them."""
     return tuple(word for word in words if word in text)
 
 
@@ -194,6 +128,8 @@ def _stripped(text: str) -> Line:
         if match is None or not match.group():
             break
         position = match.end()
+        if match.re is _TAG:
+            text = text[:position] + text[position:].replace(match.group(), "")
         said = match.groupdict()
         stream = stream or said.get("stream") or ""
         rank = _rank(said.get("rank") or said.get("ray") or said.get("vllm") or said.get("tp"), rank)

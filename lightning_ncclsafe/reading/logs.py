@@ -2,13 +2,14 @@
 
 import re
 import zlib
-from collections.abc import Iterable
-from typing import IO, NamedTuple
+from typing import IO
 
 from lightning_ncclsafe.facts import ExceptionFacts, LogFacts, Statement, StatementKind
-from lightning_ncclsafe.reading import tracebacks, watchdog
+from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
+from lightning_ncclsafe.reading.bars import LastBar, works_on
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
+from lightning_ncclsafe.reading.raising import Raised, Raising
 from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.starts import (
     RANKS_OF_A_HOST,
@@ -22,15 +23,14 @@ from lightning_ncclsafe.reading.starts import (
 )
 from lightning_ncclsafe.reading.statements import Statements, ended_child
 from lightning_ncclsafe.reading.tracebacks import frame
-from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, whole
+from lightning_ncclsafe.reading.unread import Unread
+from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError
 
-_Key = tuple[int | None, str]
-_MOST_OPEN = 4096
-_MOST_IDLE = 5000
+# What is of use has one of these in it; most lines of a log, and most megabytes, have none.
+_WORDS = {*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS}
+_TELLING = tuple(word.encode() for word in sorted(_WORDS) if not any(one in word and one != word for one in _WORDS))
 _MOST_REMARKS = 8
 _MOST_BROKEN = 3
-_MOST_BARS = 64
-_RIGHT_BEFORE = 3
 _STARTS = "The run was started several times: this is the last start in which anything waits or fails."
 # A watchdog's lines end with a full stop or a number.
 _WITHIN = re.compile(rb"ProcessGroupNCCL\.cpp:\d+\][^\n]*[A-Za-z]$")
@@ -41,20 +41,6 @@ _OF_COLLECTIVES = ("NCCL", "arrier", "collective", "watchdog", "crash on rank")
 _FAILED_AT = "Stack trace of the failed collective"
 _PID = re.compile(r"\bpid=(\d+)")
 _RAY_PID = re.compile(r"Worker PID: (\d+)")
-# "Running tokenizer:  9%|▉    | 280000/2969526 [29:55<4:48:08, 155.57 examples/s]"
-_BAR = re.compile(
-    r"\d{1,3}%\|[^|\n]{0,200}\| *(?P<count>[\d,.]{1,20}\w?)/(?P<total>[\d,.]{1,20}\w?) "
-    r"\[(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d\d)<"
-)
-
-
-class _Bar(NamedTuple):
-    """A progress bar, as it stood when ranks had timed out."""
-
-    text: str
-    done: str
-    total: str
-    elapsed_s: int
 
 
 class Log:
@@ -66,11 +52,9 @@ class Log:
 
     def __init__(self) -> None:
         self.remarks: list[str] = []
-        self.unread = _Unread()
+        self.unread = Unread()
         self._starts = Starts()
-        self._idle = 0
-        self._open: dict[_Key, tracebacks.Traceback] = {}
-        self._chained: set[_Key] = set()
+        self._raising = Raising()
         self._rank_of: dict[str, int] = {}
         self._broken: list[str] = []
         self._broken_of: int | None = None
@@ -82,9 +66,6 @@ class Log:
         self._is_cut = False
         self._gave_up_pids: set[str] = set()
         self._words: tuple[bytes, ...] = ()
-        self._child: int | None = None
-        self._worker: tuple[int | None, ExceptionFacts] | None = None
-        self._begun: _Key | None = None
 
     def read(self, stream: IO[bytes], most: int, rank: int | None = None, start: int = 0) -> None:
         """Reads a log.
@@ -100,43 +81,43 @@ class Log:
         """
         self._file = _File(rank)
         self._starts.begin(start)
-        self._open.clear()
-        self._chained.clear()
-        self._child, self._worker = None, None
+        self._raising.begin()
         try:
             for line in lines(stream, most, self._wants_block):
                 self._file.line += 1
                 self._file.last = line
                 self._is_cut |= _leaves_out(line)
+                self._file.bar.read(line, self._file.line)
                 if self._wants(line):
                     for part in parts(line):
                         self._add(part)
-                    self._keep_bar()
+                    if self._file.spoke_at or self._starts.now.limits_s:
+                        self._file.bar.move(self._starts.now.bars, self._file.line)
         except (EOFError, zlib.error, OSError) as error:
             raise ReadingError(f"only part of it could be read ({error})") from error
         finally:
             self._ends_file()
 
     def _wants_block(self, block: bytes) -> bool:
-        self._words = telling(block)
+        self._words = telling(block, _TELLING)
         return bool(self._words) or self._wants(block)
 
     def _wants(self, text: bytes) -> bool:
-        if self._open or self._broken or self._failed or self._statements.is_open:
+        if self._raising.is_open or self._broken or self._failed or self._statements.is_open:
             return True
         return bool(telling(text, self._words)) or (self._file.spoke_at > 0 and b"%|" in text)
 
     def _ends_file(self) -> None:
         for statement in self._statements.flush():
             self._starts.now.has_said(statement)
-        if self._worker is not None:
-            self._raised(*self._worker, None)
-        if self._child is not None:
+        for one in self._raising.flush():
+            self._raised(one)
+        if self._raising.child is not None:
             # Of what it raised, the end is not there.
-            self._starts.now.has_said(ended_child(self._child))
+            self._starts.now.has_said(ended_child(self._raising.child))
         self._is_cut |= self._file.is_cut
-        said = self._of(self._file.rank) if self._file.pending else None
-        for exception in self._file.pending:
+        said = self._of(self._file.rank) if self._raising.nameless else None
+        for exception in self._raising.nameless:
             if said is not None:
                 said.raised(exception)
             elif tracebacks.is_telling(exception):
@@ -170,7 +151,7 @@ class Log:
         statements = start.unsettled(has_agents=self._starts.has_agents)
         return LogFacts(
             statements=tuple(one for one in statements if not self._has_ended_itself(one)),
-            works_on=_works_on(start.bars, start.limits_s),
+            works_on=works_on(start.bars, start.limits_s),
             is_cut=self._is_cut,
             spoke=tuple(sorted(rank for rank, one in self._settled().items() if not one.tells)),
         )
@@ -206,8 +187,7 @@ class Log:
         if self._has_next_start(text):
             self._start_again()
         rank = self._speaker(line)
-        self._bar(line.text)
-        is_read = self._traceback(line, rank, text)
+        is_read = self._exceptions(line, rank, text)
         is_read |= self._of_the_job(text)
         is_read |= self._stated(rank, text)
         if any(word in text for word in _OF_COLLECTIVES):
@@ -237,24 +217,6 @@ class Log:
             self._starts.now.has_joined()
         return bool(said)
 
-    def _bar(self, text: str) -> None:
-        found = _BAR.search(text) if "%|" in text else None
-        if found is not None:
-            elapsed_s = whole(found["hours"] or "0") * 3600 + whole(found["minutes"]) * 60 + whole(found["seconds"])
-            name = text[max(found.start() - 60, 0) : found.end()].strip()
-            self._file.bar_at = self._file.line
-            self._file.bar = _Bar(f"{name}…", found["count"], found["total"], elapsed_s)
-
-    def _keep_bar(self) -> None:
-        """One that stands right before a rank's last words was there when these were written."""
-        start = self._starts.now
-        if self._file.bar is not None and (self._file.spoke_at or start.limits_s):
-            start.bars.append(self._file.bar)
-            del start.bars[:-_MOST_BARS]
-            self._file.bar = None
-        elif self._file.line - self._file.bar_at >= _RIGHT_BEFORE:
-            self._file.bar = None
-
     def _whole_line(self, line: Line) -> str:
         """The text, with what a terminal has broken off, as far as it has been read."""
         text = "".join([*self._broken, line.text.rstrip("\n")])
@@ -278,79 +240,20 @@ class Log:
             return self._rank_of.get(line.stream, int(line.stream))
         return self._rank_of.get(line.stream) if line.stream else None
 
-    def _traceback(self, line: Line, rank: int | None, text: str) -> bool:
-        """Reads a traceback on, or begins one; whether the line says anything of one."""
-        key = (line.rank, line.stream)
-        self._loses_its_prefix(key, text)
-        reading = self._open.get(key)
-        self._idle = 0 if reading is not None else self._idle + 1
-        if self._idle > _MOST_IDLE:
-            # Their ranks have been ended in the middle of them.
-            self._open.clear()
-        self._between_tracebacks(key, text)
-        if reading is not None and not reading.goes_on(text):
-            del self._open[key]
-            if reading.exception is not None:
-                self._raised(rank if reading.rank is None else reading.rank, reading.exception, key)
-                return True
-        if tracebacks.begins(text) and len(self._open) < _MOST_OPEN:
-            self._open[key] = tracebacks.Traceback(rank=tracebacks.of_rank(text))
-            self._begun = key if line.rank is not None else None
-        elif reading is None and tracebacks.begins_cut(text) and len(self._open) < _MOST_OPEN:
-            self._open[key] = tracebacks.Traceback(has_head=False)
-            self._open[key].goes_on(text)
-        elif reading is None:
-            return self._without_traceback(rank, text)
-        return True
+    def _exceptions(self, line: Line, rank: int | None, text: str) -> bool:
+        """Keeps what ends with this line; whether it says anything of an exception."""
+        has_numbers = self._starts.world_size <= RANKS_OF_A_HOST
+        found, is_read = self._raising.read(line, rank, text, has_numbers=has_numbers)
+        for one in found:
+            self._raised(one)
+        return is_read
 
-    def _loses_its_prefix(self, key: _Key, text: str) -> None:
-        """A logger puts the rank before the first line of a traceback only."""
-        begun, self._begun = self._begun, None
-        if begun in self._open and key == (None, "") and key not in self._open and tracebacks.begins_cut(text):
-            reading = self._open.pop(begun)
-            reading.rank = begun[0] if reading.rank is None else reading.rank
-            self._open[key] = reading
-
-    def _between_tracebacks(self, key: _Key, text: str) -> None:
-        """What is said of the next one."""
-        if tracebacks.is_chain(text):
-            self._chained.add(key)
-        child = tracebacks.child(text)
-        if child is not None and self._starts.world_size <= RANKS_OF_A_HOST:
-            self._child = child
-
-    def _without_traceback(self, rank: int | None, text: str) -> bool:
-        worker = tracebacks.of_worker(text)
-        if worker is not None:
-            self._worker = rank, worker
-            return True
-        found = tracebacks.alone(text, is_of_rank=rank is not None)
-        if found is None:
-            return False
-        same = next((one for one in self._file.pending if tracebacks.is_one(one, found.exception)), None)
-        if same is not None:
-            # Its traceback did not say whose it was, and this does.
-            self._file.pending.remove(same)
-        for one in found.ranks or (rank,):
-            self._raised(one, same or found.exception, None)
-        return True
-
-    def _raised(self, rank: int | None, exception: ExceptionFacts, key: _Key | None) -> None:
-        if key is not None and key in self._chained:
-            # The one above is where it began.
-            self._chained.discard(key)
-            return
-        child, self._child = self._child, None
-        if rank is None:
-            # What a parent prints of one of the processes that it has started.
-            rank = child
-        if "DataLoader worker" in exception.message:
-            self._worker = None
-        said = self._of(rank)
+    def _raised(self, one: Raised) -> None:
+        said = self._of(one.rank)
         if said is not None:
-            said.raised(exception)
-        elif len(self._file.pending) < _MOST_REMARKS * 2:
-            self._file.pending.append(exception)
+            said.raised(one.exception)
+        else:
+            self._raising.keep(one.exception)
 
     def _frame_of_failed(self, text: str) -> None:
         """The stack of a failed collective stands below the line that announces it, without anything before it."""
@@ -377,7 +280,7 @@ class Log:
     def _collective(self, rank: int | None, line: Line, text: str) -> bool:
         call, standing = watchdog.timed_out(text), watchdog.standing(text)
         if rank is None:
-            rank = self._rank_within(call, standing)
+            rank = self._rank_within(call, standing, text)
         said = self._of(rank)
         is_read = False
         for awaited in watchdog.awaited(text):
@@ -386,7 +289,7 @@ class Log:
         if said is None:
             error = watchdog.device_error(text)
             if error:
-                self._raised(None, ExceptionFacts(type="CUDA error", message=error), None)
+                self._raised(self._raising.owned(None, ExceptionFacts(type="CUDA error", message=error)))
             return is_read or bool(error) or call is not None
         self._last = said
         self._file.speaks(said.rank)
@@ -426,11 +329,11 @@ class Log:
             return True
         return False
 
-    def _rank_within(self, call: watchdog.TimedOut | None, standing: watchdog.Standing | None) -> int | None:
+    def _rank_within(self, call: watchdog.TimedOut | None, standing: watchdog.Standing | None, text: str) -> int | None:
         """Before torch 2.2 nothing but the rank within the group is said; of the default group that is the rank."""
         if standing is not None:
             return standing.rank if standing.group == DEFAULT_GROUP[0] else None
-        return call.rank if call is not None else None
+        return call.rank if call is not None else watchdog.ended_rank(text)
 
     def _awaits(self, awaited: watchdog.Awaited, said: RankLog | None, text: str) -> None:
         # A desync report is some lines below the one that says whose it is; a monitored barrier fails on rank 0.
@@ -450,8 +353,7 @@ class _File:
         last: That line.
         spoke_at: The line in which a rank last spoke for the first time; 0 where none has.
         took_at: The last line that was read to its end.
-        pending: Exceptions of which no line says whose they are.
-        bar: The last progress bar, and the line that it stands in.
+        bar: The last progress bar.
     """
 
     def __init__(self, rank: int | None) -> None:
@@ -460,9 +362,7 @@ class _File:
         self.last = b""
         self.spoke_at = 0
         self.took_at = 0
-        self.pending: list[ExceptionFacts] = []
-        self.bar: _Bar | None = None
-        self.bar_at = 0
+        self.bar = LastBar()
 
     def speaks(self, rank: int) -> None:
         """A line is by this rank."""
@@ -483,54 +383,6 @@ class _File:
         return self.spoke_at >= max(self.line - 1, self.took_at) or (ends_within and self.line - self.spoke_at <= _SOON)
 
 
-class _Unread:
-    """Lines that look as if something had failed, and of which nothing was understood."""
-
-    _ALARM = re.compile(
-        r"\[[EF][ \d][^\]]{0,80}\.(?:cpp|hpp|cu):\d+\]|NCCL WARN|[RHX]CCL (?:WARN|ERROR)"
-        r"|Dist(?:Backend|Store|Network)Error|\[ERROR\].{0,80}(?:rank|device|collective)|terminated by signal|MPI_ABORT"
-        r"|libfabric|NET/\w+ .{0,80}error"
-    )
-    _SAYS_NO_MORE = re.compile(
-        r"Some NCCL operations|To avoid (?:data|this) inconsistency|Exception raised from|Stack trace of the failed"
-        r"|debug info|dump signal|Terminating the process|First PG on this rank|terminate called|ncclInvalidUsage"
-        r"|flight recorder|timed out in blocking wait|watchdog got stuck|NCCL (?:operations|error)"
-        r"|ProcessGroupNCCL\.cpp:\d+\] Rank \d+$|Failed to execute operation|Socket recv failed"
-        r"|Error encountered progressing|successfully reached|poll for socket"
-    )
-    _MOST = 3
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._lines: dict[str, str] = {}
-
-    def add(self, text: str) -> None:
-        """Keeps a line if it looks so; of those that differ in numbers only, the first."""
-        head = text[:1000]
-        if self._ALARM.search(head) and not self._SAYS_NO_MORE.search(text[:2000]):
-            self._count += 1
-            if len(self._lines) < self._MOST:
-                self._lines.setdefault(re.sub(r"\d+", "0", head[:80]), head.strip()[:160])
-
-    @property
-    def sentences(self) -> Iterable[str]:
-        """One sentence, or none."""
-        if self._count:
-            shown = "; ".join(f'"{line}"' for line in self._lines.values())
-            what = "1 line looks like an error" if self._count == 1 else f"{self._count:,} lines look like errors"
-            yield f"{what} in a format that is not known, such as: {shown}."
-
-
 def _leaves_out(line: bytes) -> bool:
     """Whether a line stands for others: three dots of whoever has copied it, or Ray's count of lines that are alike."""
     return (len(line) < 40 and b"..." in line and not line.strip(b" .[]>#|")) or b"x across cluster]" in line
-
-
-def _works_on(bars: list[_Bar], limits_s: set[float]) -> str:
-    """A bar that moved after a rank had given up, or whose work began when it began to wait."""
-    for bar in bars:
-        began_with_it = any(0.9 * limit_s <= bar.elapsed_s <= 1.2 * limit_s for limit_s in limits_s)
-        moved = any(other.total == bar.total and other.done != bar.done for other in bars)
-        if bar.done != bar.total and (began_with_it or moved):
-            return bar.text
-    return ""

@@ -113,15 +113,21 @@ def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
 def _ended(facts: RankFacts, numbered_apart: set[str], seen: set[str]) -> dict[str, int]:
     """The last number of each group that ended here, and so was called by all."""
     ended: dict[str, int] = {}
+    left_early: set[tuple[str, int]] = set()
     for call in facts.collectives:
         if call.is_p2p:
             # Some versions count sends and receives along, of which not all ranks have equally many.
             numbered_apart.add(call.group)
         elif call.completed and call.op.startswith(_OF_ALL):
             ended[call.group] = max(ended.get(call.group, 0), call.seq)
+        elif call.completed:
+            left_early.add((call.group, call.seq))
     for group in facts.groups:
         if group.name in seen and not group.is_mixed:
-            ended[group.name] = max(ended.get(group.name, 0), group.last_completed - _BROADCASTS)
+            last = group.last_completed
+            while (group.name, last) in left_early:
+                last -= 1
+            ended[group.name] = max(ended.get(group.name, 0), min(last, group.last_completed - _BROADCASTS))
     return ended
 
 

@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
 
 from lightning_ncclsafe.facts import ExceptionFacts, Statement, StatementKind
+from lightning_ncclsafe.reading.bars import ProgressBar
 from lightning_ncclsafe.reading.rank_log import Ended, RankLog
 from lightning_ncclsafe.reading.statements import OF_EACH, WAITS
 from lightning_ncclsafe.reading.values import MOST_RANKS, whole
@@ -20,6 +20,21 @@ RANKS_OF_A_HOST = 8
 _LONG_S = 10
 # What becomes of whoever ends well, or is ended by his launcher.
 _NO_CAUSE = (0, -15)
+
+WORDS = (
+    "exitcode",
+    "local_rank: ",
+    "Root Cause (",
+    "  host ",
+    "  time      : ",
+    "srun: error",
+    "slurmstepd",
+    "death signal",
+    "SignalException",
+    "will restart worker",
+    "elastic",
+)
+"""Whatever says a thing that is read here has one of these in it."""
 
 _FIRST = "Root Cause (first observed failure)"
 _OF_SUMMARY = (_FIRST, "rank", "exitcode", "host ", "time ")
@@ -70,7 +85,7 @@ class Start:
     world_size: int = 0
     tasks: list[Ended] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
-    bars: list[Any] = field(default_factory=list)
+    bars: list[ProgressBar] = field(default_factory=list)
     limits_s: set[float] = field(default_factory=set)
 
     @property
@@ -128,6 +143,7 @@ class Start:
                 said.ended(Ended(said.rank, statement.exit_code or 0, is_first=is_first))
                 said.quote(statement.line)
         self._settle_unexplained()
+        self._settle_words_of_srun(has_agents=has_agents)
         if not has_agents:
             self._settle_tasks()
         self._find_first()
@@ -140,6 +156,13 @@ class Start:
             rank = self._rank_of(one) if one.exit_code is None and one.local_rank is not None else None
             if rank is not None:
                 self.statements[at] = replace(one, ranks=(rank,))
+
+    def _settle_words_of_srun(self, *, has_agents: bool) -> None:
+        """That a task was killed, as it is also said of all others once one has failed: of one alone it is said."""
+        words = [at for at, one in enumerate(self.statements) if one.detail.startswith("srun ")]
+        if has_agents or len(words) > 1:
+            for at in words:
+                self.statements[at] = replace(self.statements[at], ranks=())
 
     def _settle_tasks(self) -> None:
         """A task of SLURM's is a rank. Where the kernel has ended one, the others may have failed because of that."""

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.reading.messages import found_in, message
 from lightning_ncclsafe.reading.values import items, mapping, ranks, text, whole
 
 _MOST = 60
@@ -44,6 +45,7 @@ _CONSEQUENCE_TEXTS = re.compile(
 # What torch raises as it raises all that goes wrong between ranks, and is an error of this one's.
 _OWN_TEXTS = re.compile(
     r"failed to listen on any local network address|no socket interface found|Distributed package doesn't have"
+    r"|(?:NCCL [Ee]rror(?: 1)?|nccl\w+ failed): unhandled cuda error"
 )
 _CUT = re.compile(r'\s+File "[^"\n]{1,400}", line \d+, in ')
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d+)\)")
@@ -69,50 +71,66 @@ _NOT_REDUCED = "Expected to have finished reduction in the prior iteration befor
 # What a loader's worker prints before the process that has started it raises.
 _WORKER = re.compile(r"ERROR: Unexpected (bus error|segmentation fault) encountered in worker")
 # What NCCL, the driver and DDP say in so many words of a device, of how processes were started, or of a model: the kind
-# of error, the rest of it with the groups' words in it, and the groups that are ranks.
+# of error. ``rank`` and ``other`` are the ranks that raised it.
 _STATED = (
-    (
-        re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on CUDA device (\w+)"),
+    message(
         "Duplicate GPU",
-        "ranks {1} and {2} are both on CUDA device {3}",
-        (1, 2),
+        "Duplicate GPU detected",
+        r"Duplicate GPU detected ?: rank (?P<rank>\d+) and rank (?P<other>\d+) both on CUDA device (?P<device>\w+)",
+        "ranks {rank} and {other} are both on CUDA device {device}",
     ),
-    (
-        re.compile(r"Mismatched NCCL version detected ?: rank (\d+) version (\d+) rank (\d+) version (\d+)"),
+    message(
         "Mismatched NCCL version",
-        "rank {1} has {2}, rank {3} has {4}",
-        (1, 3),
+        "Mismatched NCCL version",
+        r"Mismatched NCCL version detected ?: rank (?P<rank>\d+) version (?P<mine>\d+) rank (?P<other>\d+) version "
+        r"(?P<theirs>\d+)",
+        "rank {rank} has {mine}, rank {other} has {theirs}",
     ),
-    (
-        re.compile(r"Bootstrap Root : rank (\d+) of (\d+) ranks has already checked in"),
+    message(
         "Rank given twice",
-        "two processes are rank {1} of {2}",
-        (1,),
+        "ranks has already checked in",
+        r"Bootstrap Root : rank (?P<rank>\d+) of (?P<of>\d+) ranks has already checked in",
+        "two processes are rank {rank} of {of}",
     ),
-    (
-        re.compile(r"Bootstrap Root : mismatch in rank count from procs (\d+) : (\d+)"),
+    message(
         "Mismatched world size",
-        "one process gave NCCL {1} ranks, another one {2}",
-        (),
+        "mismatch in rank count",
+        r"Bootstrap Root : mismatch in rank count from procs (?P<mine>\d+) : (?P<theirs>\d+)",
+        "one process gave NCCL {mine} ranks, another one {theirs}",
     ),
-    (
-        re.compile(r"(?:Bootstrap ?: no socket|no NCCL_SOCKET_IFNAME) interface found"),
+    message(
         "No network interface",
+        "interface found",
+        r"(?:Bootstrap ?: no socket|no NCCL_SOCKET_IFNAME) interface found",
         "NCCL has found none that it may use",
-        (),
     ),
-    (
-        re.compile(r"Parameter(?:s| indices) which did not receive grad for rank (\d+): ([^\n]{1,100})"),
+    message(
         "RuntimeError",
-        f"{_NOT_REDUCED} (rank {{1}}: parameters {{2}} received no gradient)",
-        (1,),
+        "did not receive grad for rank",
+        r"Parameter(?:s| indices) which did not receive grad for rank (?P<rank>\d+): (?P<which>[^\n]{1,100})",
+        f"{_NOT_REDUCED} (rank {{rank}}: parameters {{which}} received no gradient)",
     ),
     # Of an exception that nothing has caught.
-    (re.compile(r"^\s*what\(\): +CUDA error: ([^\n]{1,200})"), "CUDA error", "{1}", ()),
+    message("CUDA error", "CUDA error", r"^\s*what\(\): +CUDA error: (?P<why>[^\n]{1,200})", "{why}"),
     # A warning: NCCL has other ways for some of them.
-    (re.compile(r"NCCL WARN Cuda failure (?:\d+ )?'([^'\n]{1,200})'"), "CUDA failure", "{1}", ()),
-    (re.compile(r"NVRM: Xid \((PCI:[^)]{1,40})\): (\d+),? ?([^\n]{0,200})"), "Xid {2}", "{3} ({1})", ()),
+    message("CUDA failure", "Cuda failure", r"NCCL WARN Cuda failure (?:\d+ )?'(?P<why>[^'\n]{1,200})'", "{why}"),
+    message(
+        "Xid {number}",
+        "NVRM: Xid",
+        r"NVRM: Xid \((?P<device>PCI:[^)]{1,40})\): (?P<number>\d+),? ?(?P<why>[^\n]{0,200})",
+        "{why} ({device})",
+    ),
 )
+WORDS = (
+    *(one.word for one in _STATED),
+    "Traceback (most",
+    '  File "',
+    "Error",
+    "xception",
+    "NCCL WARN",
+    "encountered in worker",
+)
+"""Whatever says a thing that is read here has one of these in it."""
 
 
 @lru_cache(maxsize=65_536)
@@ -171,13 +189,10 @@ def alone(text: str, *, is_of_rank: bool) -> Alone | None:
         text: The line.
         is_of_rank: Whether it is known which rank says it, as of what torch prints of an exception.
     """
-    for pattern, kind, message, named in _STATED:
-        if said := pattern.search(text):
-            words = ("", *(word.strip() for word in said.groups()))
-            return Alone(
-                ExceptionFacts(type=kind.format(*words), message=message.format(*words)),
-                ranks([said[group] for group in named]),
-            )
+    said = next(found_in(text, _STATED), None)
+    if said is not None:
+        kind = said.message.kind.format(**said.groups)
+        return Alone(ExceptionFacts(type=kind, message=said.words), ranks(said.of("rank", "other")))
     found = _ALONE.match(text)
     own = (found["message"] or "") if found else ""
     if found is None or not (is_of_rank or _OF_DEVICES.search(own)):

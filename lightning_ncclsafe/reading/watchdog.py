@@ -45,6 +45,26 @@ class Awaited(NamedTuple):
     where: str
 
 
+WORDS = (
+    "ProcessGroup",
+    "WorkNCCL",
+    "atchdog ",
+    "[PG ",
+    "onitoredBarrier",
+    "ncclUniqueId",
+    "join",
+    "ranks",
+    "application crash on rank",
+    "CUDA error",
+    "timed out",
+    "orld_size",
+    "WORLD_SIZE",
+    "Num processes",
+    "MEMBER: ",
+    "Starting with ",
+)
+"""Whatever says a thing that is read here has one of these in it."""
+
 # Where one of these goes on in the next line, a terminal has broken it.
 _BROKEN = re.compile(
     r"[Cc]aught collective operation timeout(?!.*before timing out)"
@@ -71,6 +91,7 @@ _ENQUEUED = re.compile(r"last\s*enqueued?\s*(?:NCCL\s*)?(?:d\s*)?work:\s*(-?\d+)
 _STARTED = re.compile(r"last\s*started[^:,]{0,30}:\s*(-?\d+)", re.IGNORECASE)
 _COMPLETED = re.compile(r"last\s*completed\s*(?:NCCL\s*)?work:\s*(-?\d+)", re.IGNORECASE)
 
+_ENDED = re.compile(r"^(?!.*\[PG ).*\[Rank (\d{1,7})\] (?:NCCL|Process group) watchdog thread terminated")
 _DEVICE = re.compile(r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?CUDA error: ([^\n]{1,300})")
 _STUCK = re.compile(r"watchdog got stuck for (\d+)\s*seconds|(Heartbeat monitor timed out)")
 _ERROR = re.compile(
@@ -195,6 +216,12 @@ def awaited(text: str) -> Iterator[Awaited]:
         yield Awaited(None, ranks(late[1]), f"collective {late[2]}")
     if never := _NEVER_JOINED.search(text):
         yield Awaited(None, ranks(never[1]), "the first collective")
+
+
+def ended_rank(text: str) -> int | None:
+    """The rank whose watchdog this line says has ended, within a group that is not said; None if it says nothing."""
+    found = _ENDED.search(text)
+    return whole(found[1]) if found else None
 
 
 def device_error(text: str) -> str:

@@ -141,8 +141,8 @@ def _of_recordings(job: JobFacts) -> Iterator[str]:
     dumps, logs = record_kinds(job)
     for facts in [one for one in job.ranks if one.record is not None and one.record.survived][:_SURVIVALS]:
         yield (
-            f"Rank {facts.rank} also raised {facts.record.survived if facts.record else ''}: as it got as far as "
-            "others that wait, that did not end it."
+            f"Rank {facts.rank} also raised {facts.record.survived if facts.record else ''}, but that did not end it: "
+            "it reached the same point as other waiting ranks."
         )
     silent = tuple(rank for rank in job.silent if rank not in job.outdated)
     if silent:

@@ -24,6 +24,7 @@ from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import follow_plan, incident_before
 from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
+from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.rank import Card, RankProbe
 from lightning_ncclsafe.probes.trainer.actions import SAVE, ActionTracker
@@ -78,6 +79,7 @@ class GuardedCall:
         sigterm_error: type[BaseException] | None,
         weights: Callable[[], Any] = dict,
     ) -> None:
+        stacks.train_here()
         self.trainer_probe = TrainerProbe(trainer)
         self.tracker = ActionTracker()
         self.steps = StepRecord(trainer, process_groups.is_communication_error)

@@ -280,7 +280,7 @@ def test_everything_is_as_it_was(fitted: Fitted, rank: int) -> None:
     assert found["threads_before"] == found["threads_after"] == []
     assert "ncclsafe-timer" in found["threads_meanwhile"]
     assert found["names_meanwhile"] == found["new_names"] == []
-    assert found["log_metrics_meanwhile"] == "ReplacedMethod"
+    assert found["log_metrics_meanwhile"] == "WrappedMethod"
     assert found["log_metrics_after"] == "method"
     assert "log_metrics" not in found["attributes_after"]
     assert not {"start", "stop", "profile"} & {*found["profiler_after"]}

@@ -1,5 +1,7 @@
 """What every exchange promises, asked of each of them."""
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -32,6 +34,17 @@ def make_memory() -> MakeExchange:
 @pytest.fixture
 def make_directory(tmp_path: Path) -> MakeExchange:
     return lambda: DirectoryExchange(tmp_path / "exchange")
+
+
+@pytest.fixture
+def make_without_links(make_directory: MakeExchange, monkeypatch: pytest.MonkeyPatch) -> MakeExchange:
+    """On a file system that has no hard links, as those over object stores and SMB."""
+
+    def link(written: Path, path: Path) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", link)
+    return make_directory
 
 
 @pytest.fixture
@@ -72,7 +85,7 @@ def make_in_time(tmp_path: Path) -> Iterator[MakeExchange]:
         exchange.close()
 
 
-@pytest.fixture(params=["memory", "directory", "store", "fallback", "in_time"])
+@pytest.fixture(params=["memory", "directory", "without_links", "store", "fallback", "in_time"])
 def make(request: pytest.FixtureRequest) -> MakeExchange:
     return request.getfixturevalue(f"make_{request.param}")  # type: ignore[no-any-return]
 

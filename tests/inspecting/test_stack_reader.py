@@ -19,7 +19,7 @@ from lightning_ncclsafe.report.text import render_text
     [
         ("Error: Unsupported version of Python: 3.16.0", "pip install --upgrade py-spy"),
         ("Error: Failed to find python version from target process", "pip install --upgrade py-spy"),
-        ("Error: Permission Denied: Try running again with elevated permissions", "may not be read"),
+        ("Error: Permission Denied: Try running again with elevated permissions", "cannot be read"),
         ("Error: No such process", "py-spy could not read its stack (Error: No such process)"),
         ("", "py-spy could not read its stack (no output)"),
     ],

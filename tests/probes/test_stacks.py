@@ -4,7 +4,7 @@ import json
 import linecache
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from own_threads import join_own_threads
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ncclsafe.probes.process import stacks
+from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
 
 SOURCE = """\
 import torch.distributed as dist
@@ -156,6 +157,27 @@ def test_only_the_users_own_files_are_user_code() -> None:
         assert not stacks.is_user_code(file), file
 
 
+def test_where_another_thread_trains_it_is_that_one_which_is_looked_at() -> None:
+    """As in Ray's workers, whose main thread serves Ray; one that is over trains no more."""
+    trains, seen = threading.Event(), threading.Event()
+
+    def train() -> None:
+        stacks.train_here()
+        trains.set()
+        seen.wait(30)  # <- it trains
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert trains.wait(30)
+    stack = stacks.with_source(stacks.main_thread_stack())
+    look = look_at_main_thread(thread=stacks.training_thread().native_id)
+    seen.set()
+    thread.join()
+    assert [frame.function for frame in stack if frame.user] == ["train"]
+    assert look.state and look.ran_s is not None and look.ran_s < look_at_main_thread().ran_s  # type: ignore[operator]
+    assert stacks.training_thread() is threading.main_thread()
+
+
 def test_another_thread_sees_the_line_the_main_thread_is_at() -> None:
     seen: list[object] = []
     ready, done = threading.Event(), threading.Event()
@@ -238,6 +260,29 @@ def test_an_exception_tells_where_it_was_raised_and_is_cut() -> None:
     assert facts.type == "ValueError"
     assert len(facts.message) == 2000
     assert facts.stack[-1].function == "test_an_exception_tells_where_it_was_raised_and_is_cut"
+
+
+def test_what_a_generator_turns_an_exception_into_has_the_line_of_that_exception() -> None:
+    def rows() -> Iterator[int]:
+        yield next(iter([]))
+
+    with pytest.raises(RuntimeError, match="StopIteration") as raised:
+        # The library's line is the last one of the traceback.
+        calls(DATASETS, lambda: next(rows()))()
+    assert raised.value.__traceback__ is not None
+    stack = stacks.exception_facts(raised.value, is_consequence=False).stack
+    assert [frame.function for frame in stack if frame.user][-1] == "rows"
+
+
+def test_what_the_user_makes_of_an_exception_has_the_users_line() -> None:
+    with pytest.raises(ValueError, match="no such setting") as raised:
+        try:
+            {}["lr"]
+        except KeyError as error:
+            raise ValueError("no such setting") from error
+    stack = stacks.exception_facts(raised.value, is_consequence=False).stack
+    assert stack[-1].function == "test_what_the_user_makes_of_an_exception_has_the_users_line"
+    assert len(stack) == 1
 
 
 def test_a_very_deep_stack_keeps_both_ends() -> None:

@@ -1,17 +1,19 @@
 """Who is to blame by the dumps of a job on NCCL: of real jobs, and of simulated ones."""
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_incidents import diagnosis_of, incidents, scores
+from simulated_incidents import Incident, Made, diagnosis_of, incidents, made, scores, unmatched, unmatched_send
 
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
 
 HERE = Path(__file__).parent / "nccl_dumps"
 EVERYBODY = tuple(range(16))
 SEEDS = 150
+Fault = Callable[[Made], Incident | None]
 
 
 def real(name: str) -> dict[int, Any]:
@@ -129,3 +131,19 @@ def test_simulated_incidents() -> None:
     assert (right >= 0.94 * SEEDS, wrong <= 0.04 * SEEDS) == (True, True), "\n".join(misses)
     for fault in ("host stuck", "in its loader", "gpu dead", "died, no dump", "crossed groups", "healthy"):
         assert table[fault].right == table[fault].of, table[fault].misses
+
+
+@pytest.mark.parametrize(("fault", "seed"), [(unmatched, 5497), (unmatched_send, 5062), (unmatched_send, 5192)])
+def test_of_a_circle_those_are_named_whose_devices_stand_in_it(fault: Fault, seed: int) -> None:
+    """All other ranks wait for these two, and each has called something behind that which nobody has come to."""
+    incident = fault(made(seed))
+    assert incident is not None
+    (found,) = told(incident.dumps)
+    assert found == ("unmatched-p2p", tuple(sorted(incident.among)), Confidence.LIKELY)
+
+
+def test_what_a_short_ring_has_lost_makes_it_possible_only() -> None:
+    incident = unmatched(made(5588))
+    assert incident is not None
+    (found,) = told(incident.dumps)
+    assert found[2] is Confidence.POSSIBLE

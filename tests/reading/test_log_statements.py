@@ -373,7 +373,52 @@ STATEMENTS = {
         (),
         POSSIBLE,
     ),
-    "srun": ("srun: error: node-3: task 24: Killed\n", "dead-rank", (), POSSIBLE),
+    "srun": ("srun: error: node-3: task 24: Killed\n", "dead-rank", (24,), POSSIBLE),
+    "srun, of those that it has killed the first is not said": (
+        "srun: error: node-3: task 24: Killed\nsrun: error: node-4: task 32: Killed\n",
+        "dead-rank",
+        (),
+        POSSIBLE,
+    ),
+    "Paddle": (
+        "Container rank 3 status failed cmd ['python3', 'train.py'] code 1 log log/workerlog.3\n",
+        "failed-rank",
+        (3,),
+        POSSIBLE,
+    ),
+    "Lightning, before it named ranks": (
+        "Child process with PID 652 terminated with code 1. Forcefully terminating all other processes\n",
+        "failed-rank",
+        (),
+        POSSIBLE,
+    ),
+    "gloo, a longer message": (
+        "[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 1046204 vs 1040256\n",
+        "mismatched-collective",
+        (),
+        LIKELY,
+    ),
+    "NCCL's own error says nothing of a peer": (
+        '[rank5]: Traceback (most recent call last):\n[rank5]:   File "/app/train.py", line 8, in <module>\n'
+        "[rank5]: torch.distributed.DistBackendError: NCCL error in: a.hpp:317, internal error, NCCL version 2.21.5\n",
+        "failed-rank",
+        (5,),
+        POSSIBLE,
+    ),
+    "an old watchdog that has met an error": (
+        "[E ProcessGroupNCCL.cpp:916] [Rank 7] NCCL watchdog thread terminated with exception: CUDA error: unknown\n",
+        "failed-rank",
+        (7,),
+        LIKELY,
+    ),
+    "Horovod's tags within a line": (
+        "[1,0]<stderr>:[[1,0]<stderr>:W op.cc:1[1,0]<stderr>:] One or more tensors were submitted to be reduced, by a "
+        "subset of ranks\n"
+        "[1,0]<stderr>:Stalled ranks:\n[1,0]<stderr>:2: [HorovodAllreduce][1,0]<stderr>:\n",
+        "silent-rank",
+        (2,),
+        POSSIBLE,
+    ),
     "Open MPI": ("[a:7] *** Process received signal *** Signal: Bus error (7)\n", "dead-rank", (), LIKELY),
     "a key of the start": (
         "[rank2]: DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//store_based_barrier_key:1\n",

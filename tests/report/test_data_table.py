@@ -243,7 +243,7 @@ def test_the_exception_says_what_is_wrong_shows_it_and_what_to_do() -> None:
     text = render_mismatch(diagnosis)
     assert text.startswith("unequal-samples: The train_dataloader's data is split among ranks by a sampler")
     assert "\ntrain_dataloader\n  rank  host" in text
-    assert "\nWhat to do: Let every rank hold the whole dataset" in text
+    assert "\nWhat to do: Let every rank hold the same whole dataset" in text
     assert text.index("unequal-samples") < text.index("differs") < text.index("What to do")
 
 

@@ -22,9 +22,10 @@ from builders import (
     transport_error,
     user,
 )
+from judged import rules_found
 from scenes import rank_zero_evaluates, slow_step
 
-from lightning_ncclsafe.facts import Collective, Group, IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts import Collective, Group, IncidentKind, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Severity
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
@@ -200,10 +201,6 @@ def test_a_thousand_ranks_are_judged_in_time(net: Backend) -> None:
     first = judge(job(culprit, *others, world=1024)).findings[0]
     assert time.perf_counter() - began < 2
     assert (first.rule, first.ranks) == ("rank-zero-only-work", (0,))
-
-
-def rules_found(facts: JobFacts) -> list[str]:
-    return [finding.rule for finding in judge(facts).findings]
 
 
 def test_a_rank_that_works_ahead_of_the_others_is_not_out_of_data() -> None:

@@ -26,6 +26,7 @@ from builders import (
     transport_error,
     user,
 )
+from judged import first, found
 
 from lightning_ncclsafe.facts import (
     Collective,
@@ -40,7 +41,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     UnitKind,
 )
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
@@ -62,16 +63,8 @@ ROOT = ModelUnit(
 )
 
 
-def found(facts: JobFacts) -> dict[str, Confidence]:
-    return {finding.rule: finding.confidence for finding in judge(facts).findings}
-
-
 def ranks_of(facts: JobFacts) -> dict[str, tuple[int, ...]]:
     return {finding.rule: finding.ranks for finding in judge(facts).findings}
-
-
-def first(facts: JobFacts) -> Finding:
-    return judge(facts).findings[0]
 
 
 def gathers(rank: int, *stack: Frame, net: Backend = GLOO, world: int = 2) -> RankFacts:

@@ -19,6 +19,7 @@ from builders import (
     transport_error,
     user,
 )
+from judged import first
 
 from lightning_ncclsafe.facts import (
     CaughtException,
@@ -29,7 +30,7 @@ from lightning_ncclsafe.facts import (
     MachineFacts,
     RankFacts,
 )
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
 
 NO_FACES = CaughtException(
@@ -43,10 +44,6 @@ HANDLED = replace(user("average", 44), handler="except ValueError:  (line 45)")
 QUEUE_GET = Frame(file="/usr/lib/python3.12/queue.py", line=171, function="get")
 CONDITION = Frame(file="/usr/lib/python3.12/threading.py", line=355, function="wait")
 POOL = Frame(file="/usr/lib/python3.12/multiprocessing/pool.py", line=768, function="wait")
-
-
-def first(facts: JobFacts) -> Finding:
-    return judge(facts).findings[0]
 
 
 def rank_that_skipped(net: Backend, *, handled: bool = False, caught: tuple[CaughtException, ...] = ()) -> JobFacts:
@@ -169,7 +166,7 @@ def test_the_same_within_a_loader_is_no_matter_of_storage() -> None:
     finding = first(_loading(FED))
     assert (finding.rule, finding.ranks) == ("data-stall", (0,))
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
-    assert finding.remedy.startswith("Correct the KeyError; and let whoever waits learn of it")
+    assert finding.remedy.startswith("Correct the KeyError, and report it to whoever waits")
 
 
 def test_a_thread_that_ended_long_ago_is_none_that_is_waited_for() -> None:

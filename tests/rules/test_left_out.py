@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from builders import ALL_REDUCE, BARRIER, ENGINE, GLOO, RUN, SITE, USER_FILE, job, raised, user
 from call_scenes import RESULT, UNUSED, in_backward
+from judged import first
+from judged import found as rules
 
 from lightning_ncclsafe.facts import (
     Frame,
@@ -17,7 +19,7 @@ from lightning_ncclsafe.facts import (
     StepFacts,
     TrainerFacts,
 )
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
@@ -28,14 +30,6 @@ FIT_LOOP_END = Frame(file=f"{SITE}/lightning/pytorch/loops/fit_loop.py", line=48
 EARLY_STOPPING = Frame(
     file=f"{SITE}/lightning/pytorch/callbacks/early_stopping.py", line=200, function="_run_early_stopping_check"
 )
-
-
-def first(facts: JobFacts) -> Finding:
-    return judge(facts).findings[0]
-
-
-def rules(facts: JobFacts) -> dict[str, Confidence]:
-    return {finding.rule: finding.confidence for finding in judge(facts).findings}
 
 
 def stepping(*steps: StepFacts) -> JobFacts:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import machine_scenes as scenes
 import pytest
 from builders import ENGINE, GLOO, NCCL, TRAINING_STEP, Backend, job, process, raised, transport_error, user
+from judged import first, rules_found
 from scenes import _in_init as scenes_in_init
 
 from lightning_ncclsafe.facts import (
@@ -31,14 +32,6 @@ from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
 
 GB = 1_000_000_000
-
-
-def rules_found(facts: JobFacts) -> list[str]:
-    return [finding.rule for finding in judge(facts).findings]
-
-
-def first(facts: JobFacts) -> Finding:
-    return judge(facts).findings[0]
 
 
 def silent(**seen: object) -> Finding:

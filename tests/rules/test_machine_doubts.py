@@ -5,13 +5,31 @@ from dataclasses import replace
 
 import machine_scenes as scenes
 import pytest
-from builders import GLOO, INIT_GROUP, NCCL, NEXT, NEXT_DATA, RUN, TRY_GET, Backend, job, process, raised, user
+from builders import (
+    GLOO,
+    INIT_GROUP,
+    MAIN,
+    NCCL,
+    NEXT,
+    NEXT_DATA,
+    RUN,
+    SITE,
+    TRAINING_STEP,
+    TRY_GET,
+    Backend,
+    job,
+    process,
+    raised,
+    user,
+)
 from builders import transport_error as lost
+from judged import found
 
 from lightning_ncclsafe.facts import (
     Action,
     Collective,
     EndedProcess,
+    Frame,
     HostFacts,
     JobFacts,
     LoaderFacts,
@@ -27,10 +45,6 @@ from lightning_ncclsafe.rules.judging import judge
 
 GB = 1_000_000_000
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
-
-
-def found(facts: JobFacts) -> dict[str, Confidence]:
-    return {finding.rule: finding.confidence for finding in judge(facts).findings}
 
 
 def silent(**seen: object) -> dict[str, Confidence]:
@@ -118,6 +132,25 @@ def test_a_loader_that_has_fewer_workers_left_than_it_has_started_has_lost_one()
     assert next(iter(found(facts).items())) == ("worker-died", CERTAIN)
     blind = replace(culprit, workers=(), missing=("workers: no answer within 0.5 s",))
     assert found(scenes.late(GLOO, blind)) == {"data-stall": CERTAIN, "worker-died": POSSIBLE}
+
+
+def test_a_worker_that_waits_for_orders_is_not_at_the_line_of_the_rank_that_has_forked_it() -> None:
+    loop = Frame(file=f"{SITE}/torch/utils/data/_utils/worker.py", line=330, function="_worker_loop")
+    idle = ProcessFacts(pid=76, state="sleeping", stack=(MAIN, RUN, loop, scenes.QUEUE_GET))
+    reads = ProcessFacts(pid=77, state="sleeping", stack=(MAIN, RUN, loop, user("read", 8)))
+    culprit = GLOO.working(2, NEXT_DATA, TRY_GET, seq=60, action=NEXT)
+    culprit = replace(culprit, workers=(idle, reads), loaders=(LoaderFacts(num_workers=2),))
+    finding = judge(scenes.late(GLOO, culprit)).findings[0]
+    assert (finding.rule, finding.confidence) == ("data-stall", CERTAIN)
+    assert finding.location.endswith("train.py:8 in read")
+    assert "train.py:200" not in finding.summary
+
+
+def test_a_debugger_that_waits_for_a_connection_is_one() -> None:
+    listens = Frame(file=f"{SITE}/remote_pdb.py", line=60, function="__init__")
+    culprit = GLOO.working(2, user("training_step", 40), listens, seq=60, action=TRAINING_STEP)
+    finding = judge(scenes.late(GLOO, culprit)).findings[0]
+    assert (finding.rule, finding.confidence, finding.ranks) == ("at-breakpoint", CERTAIN, (2,))
 
 
 def test_which_process_a_rank_waits_for_is_not_known() -> None:

@@ -24,6 +24,8 @@ from builders import (
     transport_error,
     user,
 )
+from judged import first
+from judged import found as rules
 
 from lightning_ncclsafe.facts import (
     ELSE,
@@ -38,7 +40,7 @@ from lightning_ncclsafe.facts import (
     TrainerFacts,
     UnitKind,
 )
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
@@ -47,14 +49,6 @@ WHAT = "what(): [enforce fail at gloo/transport/tcp/pair.cc:454] op.preamble.len
 CHECKPOINT = Frame(
     file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=700, function="check_monitor_top_k"
 )
-
-
-def first(facts: JobFacts) -> Finding:
-    return judge(facts).findings[0]
-
-
-def rules(facts: JobFacts) -> dict[str, Confidence]:
-    return {finding.rule: finding.confidence for finding in judge(facts).findings}
 
 
 def calls(
@@ -385,6 +379,70 @@ def test_where_the_process_that_gloo_has_ended_was_counts_beside_the_others(
     gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, line))
     finding = first(job(*lost, world=3, witnessed=(gone,)))
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", ranks, LIKELY)
+
+
+def test_who_was_taken_out_of_its_last_batch_has_not_run_out_of_data() -> None:
+    """Rank 1's connection broke in the backward pass of its last batch, rank 2's in the one before; rank 0 is gone."""
+    automatic = Frame(file=f"{SITE}/lightning/pytorch/loops/optimization/automatic.py", line=150, function="run")
+    stacks = {1: (RUN, automatic, ENGINE), 2: (RUN, automatic, user("training_step", 57), ALL_REDUCE)}
+    lost = []
+    for rank, stack in stacks.items():
+        facts = transport_error(scenes.with_size(GLOO.waiting(rank, seq=61, world=3), 61, ((9 * rank,),)))
+        now = replace(facts.progress, actions=(), batch_idx=6 - rank, is_last_batch=rank == 1)
+        lost.append(replace(facts, progress=now, exception=replace(facts.exception, stack=stack)))
+    gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, user("training_step", 57), ALL_REDUCE))
+    found = rules(job(*lost, world=3, witnessed=(gone,)))
+    assert next(iter(found)) == "diverged-collectives"
+    assert "uneven-batches" not in found
+
+
+def test_who_has_been_sent_too_much_in_an_exchange_of_unequal_shares_has_done_nothing_odd() -> None:
+    """Rank 1 or rank 2 has sent rank 0 more than had been agreed."""
+    exchange = Frame(file=BARRIER.file, line=5000, function="all_to_all_single")
+    line = user("exchanged", 57)
+    lost = [
+        raised(
+            GLOO.rank(n, line, exchange, seq=61, world=3),
+            "RuntimeError",
+            "Connection reset by peer",
+            RUN,
+            line,
+            consequence=True,
+        )
+        for n in (1, 2)
+    ]
+    for stack, ranks, confidence in (
+        ((RUN, line, exchange), (0, 1, 2), POSSIBLE),
+        ((RUN, line, ALL_REDUCE), (0,), LIKELY),
+    ):
+        gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=stack)
+        finding = first(job(*lost, world=3, witnessed=(gone,)))
+        assert (finding.rule, finding.ranks, finding.confidence) == ("mismatched-collective", ranks, confidence)
+        assert finding.location.endswith("train.py:57 in exchanged")
+
+
+def test_the_line_that_called_the_trainer_is_not_told_for_what_was_called_within() -> None:
+    """All were in the backward pass, whose gradients differ in size."""
+    lost = [
+        raised(
+            GLOO.waiting(n, seq=61, world=3), "RuntimeError", "Connection reset", MAIN, RUN, ENGINE, consequence=True
+        )
+        for n in (1, 2)
+    ]
+    gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=(MAIN, RUN, ENGINE))
+    finding = first(job(*lost, world=3, witnessed=(gone,)))
+    assert (finding.rule, finding.location) == ("mismatched-collective", "")
+    assert "train.py" not in finding.summary
+
+
+def test_who_receives_from_anybody_is_not_out_of_step_for_its_condition() -> None:
+    """Rank 0 collects results, and one of the others has sent none."""
+    receives = GLOO.working(0, user("collect", 31, condition=ZERO), scenes.RECV, seq=60, action=EPOCH_END, world=3)
+    others = (GLOO.waiting(rank, seq=61, world=3) for rank in (1, 2))
+    facts = job(receives, *others, world=3)
+    finding = first(facts)
+    assert (finding.rule, finding.ranks, finding.confidence) == ("unmatched-p2p", (0, 1, 2), POSSIBLE)
+    assert "diverged-collectives" not in rules(facts)
 
 
 def test_an_abort_of_a_rank_whose_peers_have_diverged_is_their_consequence() -> None:

@@ -4,19 +4,16 @@ from dataclasses import replace
 
 import pytest
 from builders import AGREEMENT_WAIT, GLOO, NCCL, OWN_WAIT, SITE, TRAINING_STEP, Backend, job, user
+from judged import first
 from scenes import rank_zero_evaluates_before_it_presents_its_loaders
 
-from lightning_ncclsafe.facts import Frame, JobFacts, Phase, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts import Frame, Phase, RankFacts
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.rules.judging import judge
 
 BACKENDS = pytest.mark.parametrize("net", [GLOO, NCCL], ids=["gloo", "nccl"])
 INIT = {"phase": Phase.INIT, "batch": -1}
-
-
-def first(facts: JobFacts) -> Finding:
-    return judge(facts).findings[0]
 
 
 @BACKENDS

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 from builders import BARRIER, GLOO, MAIN, RUN, job, user
+from judged import first
 
 from lightning_ncclsafe.facts import Action, Collective, JobFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.kit.divergences import line_of_split, shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
 
@@ -55,10 +55,6 @@ def of(*letters: str, condition: str = "") -> JobFacts:
     world = len(letters)
     ranks = (rank(number, text, world=world, condition=condition) for number, text in enumerate(letters))
     return job(*ranks, world=world)
-
-
-def first(facts: JobFacts) -> Finding:
-    return judge(facts).findings[0]
 
 
 @pytest.mark.parametrize(

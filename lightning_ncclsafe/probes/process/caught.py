@@ -20,7 +20,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
-from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, with_source
+from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread, with_source
 
 _KEPT = 16
 _MOST_FRAMES = 3
@@ -198,7 +198,7 @@ class CaughtExceptions:
 def _current() -> Exception | None:
     """What is handled at this moment, on the main thread, by whomever."""
     with suppress(Exception):
-        current = sys._current_exceptions().get(threading.main_thread().ident or 0)
+        current = sys._current_exceptions().get(training_thread().ident or 0)
         # A tuple before Python 3.12.
         error: Any = current[1] if isinstance(current, tuple) else current
         return error if isinstance(error, Exception) else None

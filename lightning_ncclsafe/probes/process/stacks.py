@@ -26,6 +26,7 @@ from lightning_ncclsafe.facts import ELSE, ExceptionFacts, Frame
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
 _MAX_FRAMES = 120
 _MAX_MESSAGE = 2000
+_MAX_CAUSES = 4
 # Of the user's lines above a collective.
 _MAX_USERS = 8
 # What storage is given for a source file where somebody waits for it: that storage may be why ranks stand still.
@@ -45,13 +46,28 @@ _RANK_WORDS = re.compile(
 )
 
 
+# Some programs have another thread for that than the main one, as Ray's workers do.
+_trains: threading.Thread | None = None
+
+
+def train_here() -> None:
+    """This thread trains from now on: what is called the main thread's is that of this one."""
+    global _trains
+    _trains = threading.current_thread()
+
+
+def training_thread() -> threading.Thread:
+    """The thread that trains, or did last; the main thread before there was any."""
+    return _trains if _trains is not None and _trains.is_alive() else threading.main_thread()
+
+
 def main_thread_stack() -> tuple[Frame, ...]:
-    """The main thread's Python stack, outermost frame first.
+    """The main thread's Python stack, outermost frame first; that of the thread which trains if it is another one.
 
     Only the deepest frame has its source line, which shows whether it waits, unless storage does not answer;
     :func:`with_source` gives the others.
     """
-    return thread_stack(threading.main_thread().ident or 0)
+    return thread_stack(training_thread().ident or 0)
 
 
 def thread_stack(ident: int) -> tuple[Frame, ...]:
@@ -68,7 +84,7 @@ def thread_stack(ident: int) -> tuple[Frame, ...]:
 
 def calling_thread_stack() -> tuple[Frame, ...]:
     """That of a thread besides the main one which is in a collective that the user's code has called, or nothing."""
-    main = threading.main_thread().ident
+    main = training_thread().ident
     return calling(thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
 
 
@@ -128,9 +144,31 @@ def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionF
         error: The exception.
         is_consequence: Whether it only reports that a collective failed.
     """
-    stack = _traceback_frames(error.__traceback__)
     message = str(error)[:_MAX_MESSAGE]
+    stack = _raised_in(error)
     return ExceptionFacts(type=type(error).__name__, message=message, stack=stack, is_consequence=is_consequence)
+
+
+def _raised_in(error: BaseException) -> tuple[Frame, ...]:
+    """Its traceback, and that of what it was made of, where the user's line was in that.
+
+    What the user has made of an exception was raised in the user's line. Other libraries, and Python, leave the user's
+    line to the exception that it was made of: a StopIteration that leaves a generator becomes a RuntimeError, which is
+    raised outside of the generator.
+    """
+    stack, cause = _traceback_frames(error.__traceback__), error.__cause__
+    for _ in range(_MAX_CAUSES):
+        below = _traceback_frames(cause.__traceback__) if cause is not None else ()
+        if not below or (stack and stack[-1].user and _caught_in(stack, below[0])):
+            break
+        stack += below if any(frame.user for frame in below) else ()
+        cause = cause.__cause__ if cause is not None else None
+    return stack
+
+
+def _caught_in(stack: tuple[Frame, ...], outermost: Frame) -> bool:
+    """Whether an exception whose traceback begins in this frame was caught by a function of this stack."""
+    return any((frame.file, frame.function) == (outermost.file, outermost.function) for frame in stack)
 
 
 def drop_passing_frames(error: BaseException) -> None:
@@ -179,7 +217,7 @@ def _serves_ours(file: str, function: str) -> bool:
 
 def main_thread_frames(code: Code | None = None) -> Iterator[Any]:
     """The main thread's frames, innermost first; only those in there if that is given."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(training_thread().ident or 0)
     for inner, _ in traceback.walk_stack(frame):
         if code is None or code.has(inner.f_code.co_filename, inner.f_code.co_name):
             yield inner

@@ -12,13 +12,13 @@ from lightning_ncclsafe.probes.process.stacks import is_user_code
 from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource
 
 MOST_RUNS = 64
-"""Of the batches in which their number changed, so many are kept."""
+"""The most runs that are kept."""
 MOST_CALLS = 8
-"""In a batch, the calls of so many passes are noted."""
+"""The most calls that are noted of one batch."""
 MOST_BATCHES_WITH_CALLS = 16
-"""Of the batches that are kept, the calls of so many are reported."""
-# Of a call, so many of the user's functions are noted, in so many frames.
-_MOST_CALLERS, _MOST_FRAMES = 4, 24
+"""The most batches whose calls are reported."""
+# The most functions of the user's that are noted of one call, and the most frames that are looked at.
+_MOST_CALLERS, _MOST_FRAMES = 4, 26
 
 Batch = tuple[int, int]
 """Epoch and index of a batch; -1 where they are not known."""
@@ -27,7 +27,7 @@ Call = tuple[tuple[CodeType, int], ...]
 
 
 class BatchPasses:
-    """Counts passes and steps, batch by batch. Batches of which each is like the one before are kept as one run."""
+    """Counts passes and steps, batch by batch. Consecutive batches with equal counts make one run."""
 
     def __init__(self) -> None:
         self._batch: Batch = (-1, -1)
@@ -50,7 +50,7 @@ class BatchPasses:
         self._batch = batch
 
     def backward(self, *, is_reduced: bool, is_by_hand: bool) -> None:
-        """A backward pass begins; called right from what hears of it.
+        """A backward pass begins, called for by the code that calls this.
 
         Args:
             is_reduced: Whether ranks exchange its gradients.
@@ -107,7 +107,7 @@ class BatchPasses:
     def _called_from(self) -> Call:
         """The user's functions up to Lightning's, within its loop."""
         found: list[tuple[CodeType, int]] = []
-        for frame, line in itertools.islice(traceback.walk_stack(sys._getframe(3)), _MOST_FRAMES):
+        for frame, line in itertools.islice(traceback.walk_stack(sys._getframe(1)), _MOST_FRAMES):
             code = frame.f_code
             if code.co_filename not in self._is_users:
                 self._is_users[code.co_filename] = is_user_code(code.co_filename)

@@ -15,7 +15,7 @@ from lightning_ncclsafe.probes.process.stacks import is_user_code, rank_conditio
 BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepare_data", "setup"}
 """What Lightning calls before the first batch."""
 MOST_LINES = 8
-"""Of several that would do, so many are reported."""
+"""The most lines that are reported of one kind."""
 
 
 class HookSource:

@@ -92,11 +92,13 @@ def _made_apart(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -
     told = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
     condition = f"; new_group is called under a condition on the rank at {_short(told[0])}" if told else ""
     numbers = "have taken part in creating different numbers of process groups"
+    # Where all make one, it is an earlier one that some have not made.
+    here = calls_location(view, making) if len(making) < len(made) else ""
     return finding(
         view,
         _odd_makers(made),
         f"Ranks {numbers} and wait for each other: {', '.join(parts)}{condition}.",
-        location=told[0] if len(told) == 1 else "",
+        location=told[0] if len(told) == 1 else here,
         evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,
     )

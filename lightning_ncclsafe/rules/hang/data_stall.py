@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import WAITS_FOR_OTHERS
+from lightning_ncclsafe.code.libraries import LOADER_WORKER, WAITS_FOR_OTHERS
 from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -48,8 +48,8 @@ _REMEDY_FEEDER = (
     "output. Let it pass its exceptions to whoever reads from it, and wait with a timeout."
 )
 _REMEDY_THREAD = (
-    "Correct the {error}; and let whoever waits learn of it: catch it in the thread and put it into the queue, use a "
-    "concurrent.futures executor, whose result() raises it, or wait with a timeout and look whether the thread lives."
+    "Correct the {error}, and report it to whoever waits: catch it in the thread and put it into the queue, use a "
+    "concurrent.futures executor, whose result() raises it, or wait with a timeout and check the thread."
 )
 # Python has no frame of its own for these.
 _LOCK = re.compile(r"\bacquire\(|\bf?lockf?\(|\bwith\b.*lock", re.IGNORECASE)
@@ -96,8 +96,14 @@ def _is_stalled(view: Timeline, rank: int) -> bool:
     return doing.waits_for_data and not (doing.rank_condition and view.waiting)
 
 
+def _own_stack(worker: ProcessFacts) -> tuple[Frame, ...]:
+    """What a worker does itself: a fork has the lines of the rank that has made it, too, below which it began."""
+    began = (depth for depth, frame in enumerate(worker.stack) if LOADER_WORKER.has(frame.file, frame.function))
+    return worker.stack[max(began, default=-1) + 1 :]
+
+
 def _worker_location(facts: RankFacts) -> str:
-    frames = (deepest_user_frame(worker.stack) for worker in facts.workers)
+    frames = (deepest_user_frame(_own_stack(worker)) for worker in facts.workers)
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
 
@@ -111,7 +117,7 @@ def _workers_words(facts: RankFacts) -> str:
 
 
 def _worker_words(worker: ProcessFacts) -> str:
-    frame = deepest_user_frame(worker.stack)
+    frame = deepest_user_frame(_own_stack(worker))
     at = f" at {short_location(frame)}" if frame else ""
     kernel = f" in {worker.wait_channel}" if worker.wait_channel and not frame else ""
     return f"{worker.state or 'in an unknown state'}{at}{kernel}"
@@ -137,7 +143,7 @@ def _loader_words(loader: LoaderFacts) -> str:
 def _remedy(facts: RankFacts) -> str:
     if (thread := missed_thread(facts)) is not None:
         return _REMEDY_THREAD.format(error=thread.type)
-    stacks = [worker.stack for worker in facts.workers] or [facts.stack]
+    stacks = [_own_stack(worker) for worker in facts.workers] or [facts.stack]
     waits = next(filter(None, map(_waits_for, stacks)), "")
     if waits:
         return waits

@@ -160,7 +160,7 @@ def _words(end: _End, *, many: bool) -> str:
     """``"was killed by SIGKILL (…)"``: what was seen, and of what is not known, what it may have been."""
     was, is_ = ("were", "are") if many else ("was", "is")
     if end.status is not None:
-        by_us = ", as the guard ends a run that cannot go on" if end.status == _ENDED_BY_US else ""
+        by_us = ", as when the guard ends a stuck run" if end.status == _ENDED_BY_US else ""
         return f"{'have' if many else 'has'} exited with status {end.status}{by_us}"
     if end.signal == "SIGKILL":
         return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer or someone else)"

@@ -59,6 +59,7 @@ from lightning_ncclsafe.rules.kit import (
     positions,
     raised_at,
     ranks_words,
+    receives_alone,
     same_purpose,
     shift,
     short_location,
@@ -465,6 +466,8 @@ def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 def _crossed(view: Timeline) -> tuple[int, ...]:
     """Ranks that others wait for and that wait themselves, elsewhere: the wait is a circle."""
     if view.working(view.facts) or any(facts.exception for facts in view.facts.values()):
+        return ()
+    if receives_alone(view) is not None:
         return ()
     return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lightning_ncclsafe.code.libraries import UNEVEN
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
@@ -29,6 +30,7 @@ from lightning_ncclsafe.rules.kit import (
     gone_evidence,
     group_words,
     hang_rule,
+    is_in,
     is_of_fsdp,
     joined,
     last_of_gloo,
@@ -111,15 +113,19 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     decided = conditioned(view, sorted((*ended, *left)))
     # Of two that differ nobody can say which is wrong, unless something tells; several that agree are right.
     few = min(ended, left, key=len)
-    ranks = tuple(decided) or (few if len(ended) != len(left) else tuple(sorted((*ended, *left))))
-    is_known = _is_gloos(view, ended)
+    # Each sends each other as much as it likes: who has been sent too much has done nothing odd.
+    is_theirs = any(is_in(UNEVEN, view.witnesses[rank].stack) for rank in ended)
+    is_told = len(ended) != len(left) and not is_theirs
+    ranks = tuple(decided) or (few if is_told else tuple(sorted((*ended, *left))))
+    is_known = _is_gloos(view, ended) and not is_theirs
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
-        f"the process of {ranks_words(ended)} {'aborted itself (SIGABRT)' if is_known else 'is gone'}"
+        f"the process of {ranks_words(ended)} {'aborted itself (SIGABRT)' if _is_gloos(view, ended) else 'is gone'}"
         f"{f' {place_words(own)}' if own else ''}, {as_gloo_does(view, ended)}, while "
         f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
     )
     why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
+    why = why or ("Who sent that is not recorded." if is_theirs else "")
     beyond, skipped = skips_handled(view, sorted({*view.facts, *ended}))
     if skipped is not None and other in beyond:
         text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import (
+    Confidence,
     Evidence,
     Finding,
     Kind,
@@ -18,6 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     place_words,
     ranks_words,
+    receives_alone,
     send_and_receive,
     stack_evidence,
     verb,
@@ -48,8 +50,8 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         Compare peer, tag, shape and order on both sides.
 
     Cannot see:
-        Which send or receive has no other side, because gloo records none; which side is wrong. A wait() of another
-        library that is written in C looks the same.
+        Which send or receive has no other side, because gloo records none; which side is wrong; who has not sent to one
+        that receives from anybody. A wait() of another library that is written in C looks the same.
     """
     sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
     # With a rank that is still at work, or with one that is gone, there may be another side yet.
@@ -61,6 +63,8 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         yield _not_what_is_sent(view, pairs)
     elif alone := _left_alone(view):
         yield _left(view, alone)
+    elif (rank := receives_alone(view)) is not None:
+        yield _sent_too_rarely(view, rank)
 
 
 def _waits_for_peer(view: Timeline, rank: int) -> bool:
@@ -120,6 +124,23 @@ def _left(view: Timeline, alone: dict[int, int]) -> Finding:
         f"{capitalised(', '.join(parts))}, {batch}: one side sends or receives more often than the other.",
         location=frames.pop() if len(frames) == 1 else "",
         evidence=tuple(stack_evidence(view, (*alone,))),
+    )
+
+
+def _sent_too_rarely(view: Timeline, rank: int) -> Finding:
+    frame = view.activities[rank].frame
+    others = tuple(other for other in view.waiting if other != rank)
+    text = (
+        f"rank {rank} waits in recv {place_words(frame)}, from any rank or an unknown one, and "
+        f"{clause(others, 'has|have')} gone on to collectives: one side sends or receives more often than the other."
+    )
+    return finding(
+        view,
+        tuple(view.facts),
+        text,
+        confidence=Confidence.POSSIBLE,
+        location=location_of(frame),
+        evidence=tuple(stack_evidence(view, view.facts)),
     )
 
 

@@ -24,7 +24,7 @@ _BRIDGE = re.compile(r"(?:docker|br-|veth|virbr|cni|cbr|lxc|lxd|podman|vmnet|vbo
 _LISTED = 8
 _REMEDY = (
     "Name the interface that leads to the other hosts on every one of them: {variable}=IFNAME (ip route get "
-    "ADDRESS_OF_ANOTHER_HOST tells which it is). ncclsafe preflight compares them before the next start."
+    "ADDRESS_OF_ANOTHER_HOST shows which it is). ncclsafe preflight compares them before the next start."
 )
 
 

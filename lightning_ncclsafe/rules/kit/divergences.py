@@ -407,6 +407,21 @@ def send_and_receive(view: Timeline) -> dict[int, int]:
     }
 
 
+@once
+def receives_alone(view: Timeline) -> int | None:
+    """The rank that waits to receive, from any or an unknown one, while all others wait in collectives; None without.
+
+    That it stands where only some ranks come says nothing: of a send and a receive each side does.
+    """
+    if {*view.waiting} != {*view.facts} or view.silent or view.raised:
+        return None
+    alone = [rank for rank in view.waiting if view.activities[rank].collective is None]
+    facts = view.facts[alone[0]] if len(alone) == 1 else None
+    if facts is None or facts.inspection is not None or facts.steps.peer >= 0:
+        return None
+    return alone[0] if view.activities[alone[0]].call == "recv" else None
+
+
 def condition_of(view: Timeline, rank: int) -> str:
     """The condition on the rank under which its present line stands; empty if there is none."""
     return condition_around(stack_of(view, rank))[0]
@@ -546,8 +561,12 @@ def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
 
 
 def called_at(view: Timeline, rank: int) -> Frame | None:
-    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it ended."""
-    return deepest_user_frame(stack_of(view, rank))
+    """The deepest line in the user's code from which a rank called what it waits in, or waited in until it ended.
+
+    Not the line that called the Trainer, which tells nothing of what is called within.
+    """
+    stack = stack_of(view, rank)
+    return deepest_user_frame(stack[trainer_start(stack) :])
 
 
 def calls_location(view: Timeline, ranks: Iterable[int]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import EARLY_STOPPING, END_OF_EPOCH
+from lightning_ncclsafe.code.libraries import BATCH, EARLY_STOPPING, END_OF_EPOCH
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts, StepFacts
 from lightning_ncclsafe.rules.kit.activity import hook_words, is_in
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
@@ -64,8 +64,13 @@ def _position(facts: RankFacts) -> Position:
         return Position(-1, -1, progress.batch_idx)
     stage = 2 if progress.phase is Phase.VALIDATE else 0
     # Its last batch may have been no last one of its data: a StopIteration ends an epoch, too.
-    is_past = _past_last_batch(progress) or (stage == 0 and _ends_epoch(facts))
+    is_past = (_past_last_batch(progress) and not _raised_in_batch(facts)) or (stage == 0 and _ends_epoch(facts))
     return Position(progress.epoch, stage + is_past, progress.batch_idx)
+
+
+def _raised_in_batch(facts: RankFacts) -> bool:
+    """Whether an exception has taken a rank out of its batch: it has left all actions since, and not its data."""
+    return facts.exception is not None and is_in(BATCH, facts.exception.stack)
 
 
 def _ends_epoch(facts: RankFacts) -> bool:

@@ -59,7 +59,7 @@ def _problem(ranks: tuple[int, ...], workers: int, busy: int, cores: float) -> P
 @check(
     after="socket-fallback",
     remedy=(
-        "Bind each rank to cores of its own: srun --cpus-per-task=$SLURM_CPUS_PER_TASK (or export SRUN_CPUS_PER_TASK; "
+        "Bind each rank to its own cores: srun --cpus-per-task=$SLURM_CPUS_PER_TASK (or export SRUN_CPUS_PER_TASK; "
         "since Slurm 22.05 srun does not take sbatch's --cpus-per-task), torchrun --numa-binding, mpirun --bind-to."
     ),
 )

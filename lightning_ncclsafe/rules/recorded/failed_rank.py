@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.recorded.questions import (
     compared,
     details_of,
     died,
+    failed_in_nccl,
     is_error,
     lines_of,
     raised,
@@ -41,7 +42,7 @@ _REMEDIES = {
     "CUDA failure": _OF_DEVICE,
     "Xid": _OF_DEVICE,
     "Duplicate GPU": (
-        "Give every rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK) before the process group is created, no "
+        "Give every rank its own GPU: torch.cuda.set_device(LOCAL_RANK) before the process group is created, no "
         "fixed device in the code, no more processes on a host than CUDA_VISIBLE_DEVICES has GPUs."
     ),
     "No network interface": (
@@ -49,11 +50,12 @@ _REMEDIES = {
         "them), or unset it; in a container, check that it has any besides lo."
     ),
     "DistNetworkError": (
-        "Give every launch a port of its own (torchrun --rdzv-endpoint, MASTER_PORT), and end what earlier ones have "
+        "Give every launch its own port (torchrun --rdzv-endpoint, MASTER_PORT), and end what earlier ones have "
         "left running (ss -ltnp shows who listens)."
     ),
     "Mismatched NCCL version": "Install one version of PyTorch, or of NCCL, on all hosts; see LD_LIBRARY_PATH.",
 }
+_OF_PEERS = (StatementKind.PEER_LOST, StatementKind.UNREACHABLE, StatementKind.NOT_JOINED, StatementKind.ENDED)
 _ENDED_WORKER = re.compile(r"DataLoader worker .{0,40}killed by signal: Terminated")
 # What can be meant in one way only.
 _SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
@@ -89,6 +91,7 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         if not found:
             yield from _ended_nameless(view)
             yield from _lost_its_worker(view)
+            yield from _in_nccl(view)
 
 
 def _key(facts: RankFacts) -> tuple[str, str]:
@@ -163,6 +166,22 @@ def _lost_its_worker(view: Timeline) -> Iterator[Finding]:
                 evidence=(_evidence(facts),),
                 remedy="Look at who sends SIGTERM on that host: a scheduler, a script that ends leftover processes.",
             )
+
+
+def _in_nccl(view: Timeline) -> Iterator[Finding]:
+    """NCCL has failed on ranks without a word of a peer: it is their own, or a peer's of which nothing is said."""
+    ranks = failed_in_nccl(view)
+    if not ranks or anybody_gave_up(view) or died(view) or stated(view.job, *_OF_PEERS):
+        return
+    exception = view.facts[ranks[0]].exception
+    message = _cut(exception.message) if exception is not None else ""
+    yield recorded(
+        ranks,
+        f"{ranks_words(ranks)} raised {message}; the log does not say why, and a peer that has ended may be behind it.",
+        confidence=Confidence.POSSIBLE,
+        evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
+        remedy="Run again with NCCL_DEBUG=WARN: NCCL then says what has failed. Read the logs of all ranks and hosts.",
+    )
 
 
 def _ended_nameless(view: Timeline) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import (
+    Confidence,
     Evidence,
     Finding,
     GroupView,
@@ -49,18 +50,21 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
         Which kernel runs on the GPU. Without TORCH_NCCL_ENABLE_TIMING, a kernel that never ends before a collective
         that no rank completes looks like a faulty link (all-joined).
     """
-    found = roots_of(view, RootCause.DEVICE)
-    if found and not gone(view):
-        yield _finding(view, found)
+    found = [] if gone(view) else roots_of(view, RootCause.DEVICE)
+    for is_sure in (True, False):
+        alike = [root for root in found if root.is_sure is is_sure]
+        if alike:
+            yield _finding(view, alike, Confidence.LIKELY if is_sure else Confidence.POSSIBLE)
 
 
-def _finding(view: Timeline, found: list[Root]) -> Finding:
+def _finding(view: Timeline, found: list[Root], confidence: Confidence) -> Finding:
     groups = {group.name: group for group in view.groups}
     ranks = tuple(sorted({rank for root in found for rank in root.ranks}))
     parts = [_part(view, groups, root) for root in found[:4]]
     return recorded(
         ranks,
         f"{capitalised('; '.join(parts))}.",
+        confidence=confidence,
         evidence=(*_evidence(view, groups, found), *consequence_evidence(found)),
     )
 

@@ -14,7 +14,7 @@ _REMEDY_JOIN = (
     "world size, address or port (WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or that prepares data first. "
 ) + LOOK_THERE
 _REMEDY_STORE = (
-    "Give every launch a port of its own (torchrun --rdzv-endpoint, MASTER_PORT), or a new file with "
+    "Give every launch its own port (torchrun --rdzv-endpoint, MASTER_PORT), or a new file with "
     "init_method=file://, and start each rank once: torchrun and a script that starts processes itself make them twice."
 )
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Collective, JobFacts, RankFacts, Statement, StatementKind
+from lightning_ncclsafe.facts import Collective, ExceptionFacts, JobFacts, RankFacts, Statement, StatementKind
 from lightning_ncclsafe.rules.kit import Evidence, GroupView, Timeline, has_given_up
 
 # An abort (-6) is what the watchdog does to whoever waits, and SIGTERM (-15) what a launcher does to all others.
@@ -17,6 +17,8 @@ FATAL = {
 }
 _LAST_CODE, _SIGNALS = 128, 64
 _FROM_SHELL = {_LAST_CODE - code: code for code in FATAL}
+_OF_NCCL = re.compile(r"NCCL [Ee]rror|nccl\w+ failed")
+_OF_PEERS = re.compile(r"[Rr]emote|[Cc]onnection|peer|abort|time|exited|ncclUniqueId")
 # More than there are bytes in any GPU: a length that was read of something else than a length.
 _ABSURD = re.compile(r"[Tt]ried to allocate more than 1EB")
 
@@ -70,6 +72,18 @@ def misled(view: Timeline) -> tuple[int, ...]:
 def _message(view: Timeline, rank: int) -> str:
     exception = view.facts[rank].exception
     return exception.message if exception is not None else ""
+
+
+def failed_in_nccl(view: Timeline) -> tuple[int, ...]:
+    """Ranks with an error of NCCL's own that says nothing of a peer: it may be theirs, or follow from a peer's end."""
+    return tuple(rank for rank in view.facts if is_of_nccl(view.facts[rank].exception))
+
+
+def is_of_nccl(exception: ExceptionFacts | None) -> bool:
+    """Whether NCCL itself has failed, by an exception that says nothing of a peer."""
+    if exception is None or not exception.is_consequence:
+        return False
+    return _OF_NCCL.search(exception.message) is not None and not _OF_PEERS.search(exception.message)
 
 
 def gone(view: Timeline) -> tuple[int, ...]:

@@ -17,7 +17,16 @@ from lightning_ncclsafe.rules.kit import (
     short_location,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.questions import Absence, absences, compared, gone, lines_of, said_of_all, stated
+from lightning_ncclsafe.rules.recorded.questions import (
+    Absence,
+    absences,
+    compared,
+    failed_in_nccl,
+    gone,
+    lines_of,
+    said_of_all,
+    stated,
+)
 from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of
 from lightning_ncclsafe.rules.recorded.telling import (
     LOOK_THERE,
@@ -150,7 +159,8 @@ def _of_other_groups(view: Timeline) -> Finding:
 
 def _by_exceptions(view: Timeline) -> Iterator[Finding]:
     """Gloo's ranks say in tracebacks that they have waited in vain: who has raised nothing is who they waited for."""
-    gave_up = tuple(rank for rank in view.waiting if view.facts[rank].exception is not None)
+    own = failed_in_nccl(view)
+    gave_up = tuple(rank for rank in view.waiting if view.facts[rank].exception is not None and rank not in own)
     silent = tuple(
         rank
         for rank in range(view.job.world_size)
@@ -182,9 +192,13 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     of_two = any(call.op in OF_TWO for call in waiting.values())
     # Of a job of which nothing says how many ranks it has, two may be an excerpt.
     is_known = view.job.is_sized or set(ranks) <= set(view.job.log.spoke) or len(waiting) > 2
+    if len(waiting) == 1 and len(ranks) > 1 and not is_known:
+        ranks = ()
     alone = len(ranks) == 1 and len(waiting) > 1 and is_known and split_of(view) is None and not of_two
     number = f" of number {group.seq:,}" if group.seq else ""
     text = f"{clause(ranks, 'reports|report nothing')}{number}, while {waiting_words(waiting)}"
+    if not ranks:
+        text = f"{waiting_words(waiting)}, and the log does not say for whom"
     if view.job.log.is_cut:
         text += "; the log ends before what others may have reported next"
     return recorded(

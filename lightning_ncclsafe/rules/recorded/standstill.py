@@ -14,23 +14,16 @@ there is a root. All others wait for one that waits, and are no causes of their 
 """
 
 import math
-import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts
 from lightning_ncclsafe.rules.kit import Timeline, numel, once, signature
-
-# "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
-_ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
-# Of these no rank sees the end before all have called them.
-_OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
-
-_Op = tuple[str, int]
-_Node = Hashable
+from lightning_ncclsafe.rules.recorded.calls import Calls, Op, Seen, is_of_all, peer_of
+from lightning_ncclsafe.rules.recorded.circles import Node, all_before, components, in_circle
 
 
 class RootCause(str, Enum):
@@ -60,21 +53,9 @@ class Root:
     cause: RootCause
     ranks: tuple[int, ...]
     held: tuple[int, ...] = ()
-    ops: tuple[_Op, ...] = ()
+    ops: tuple[Op, ...] = ()
     circle: tuple[int, ...] = ()
     is_sure: bool = True
-
-
-class Seen(Enum):
-    """What is known of a rank and a number of a group."""
-
-    OPEN = "open"
-    ENDED = "ended"
-    ABSENT = "absent"
-    CALLED = "called"
-    """It was called; whether it has ended is not known."""
-    UNKNOWN = "unknown"
-    UNREAD = "unread"
 
 
 _MISSED = (Seen.ABSENT, Seen.UNREAD, Seen.UNKNOWN)
@@ -107,103 +88,17 @@ def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
     return [root for root in roots(view) if root.cause is cause]
 
 
-def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
-    """``("send", 4)``: what a send or receive is, and the global rank of its other side."""
-    ends = _ENDS.match(call.op)
-    number = int(ends[3]) if ends else -1
-    return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
-
-
-def is_of_all(call: Collective) -> bool:
-    """Whether no rank can see its end before all have called it; a root may leave a broadcast earlier."""
-    return call.op.startswith(_OF_ALL) and call.backend.startswith("nccl")
-
-
-class _Standstill:
+class _Standstill(Calls):
     def __init__(self, view: Timeline) -> None:
-        self.view = view
-        self.members = {group.name: group.members for group in view.groups}
-        self.groups: dict[int, dict[str, Group]] = {
-            rank: {group.name: group for group in facts.groups} for rank, facts in view.facts.items()
-        }
-        self.open = {
-            rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()
-        }
-        # The first number that a rank's ring still has, where dumps have what has ended as well.
-        self.first: dict[tuple[int, str], int] = {}
-        self.is_whole = 2 * sum(any(one.completed for one in facts.collectives) for facts in view.facts.values()) > len(
-            self.open
-        )
-        self.calls: dict[_Op, dict[int, Collective]] = defaultdict(dict)
-        self.ended: dict[_Op, set[int]] = defaultdict(set)
-        for rank, facts in view.facts.items():
-            for call in facts.collectives:
-                if call.is_p2p:
-                    continue
-                self.first[(rank, call.group)] = min(call.seq, self.first.get((rank, call.group), call.seq))
-                if call.completed:
-                    self.ended[(call.group, call.seq)].add(rank)
-                else:
-                    self.calls[(call.group, call.seq)].setdefault(rank, call)
-        # The oldest of each group, and the oldest of all, of which parts of a batch are one.
-        self.waits = {rank: dict(_oldest_by_group(calls)) for rank, calls in self.open.items()}
-        self.ends = {rank: self._ends(rank) for rank in self.open}
-        # What devices have started is known with TORCH_NCCL_ENABLE_TIMING only, which may be set on some hosts.
-        self.timed = {rank for rank in view.facts if self._is_timed(rank)}
-        self.edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
+        super().__init__(view)
+        self.edges: dict[Node, dict[Node, Seen]] = defaultdict(dict)
         self.unmatched: set[tuple[int, int]] = set()
         self.moved = False
-        self.lost = {rank for rank in self.open if self._has_lost(rank)}
 
-    def _has_lost(self, rank: int) -> bool:
-        """Whether the ring has lost what a rank's device stands in: by its counters, something older has not ended."""
-        return any(
-            call.seq > group.last_completed + 1
-            for name, call in self.waits[rank].items()
-            if (group := self.groups[rank].get(name)) is not None and not group.is_mixed
-        )
-
-    def _is_timed(self, rank: int) -> bool:
-        calls = self.view.facts[rank].collectives
-        return any(call.duration_ms is not None or (call.started and not call.completed) for call in calls) or any(
-            group.last_started > 0 for group in self.groups[rank].values()
-        )
-
-    def is_idle(self, rank: int) -> bool:
-        """Whether it is known that nothing is outstanding there."""
-        record = self.view.facts[rank].record
-        return record is not None and record.is_idle and not self.open[rank]
-
-    def seen(self, rank: int, op: _Op) -> Seen:
-        """What is known of a rank and a number."""
-        facts = self.view.facts.get(rank)
-        if facts is None or (facts.record is not None and facts.record.is_empty):
-            return Seen.UNREAD
-        if rank in self.calls.get(op, ()):
-            return Seen.OPEN
-        group = self.groups[rank].get(op[0])
-        if rank in self.ended.get(op, ()):
-            return Seen.ENDED
-        if group is None:
-            return Seen.ABSENT if self.is_idle(rank) else Seen.UNKNOWN
-        if op[1] > group.last_enqueued:
-            return Seen.ABSENT
-        if op[1] <= group.last_completed:
-            return Seen.ENDED
-        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost it, or all.
-        is_lost = self.is_whole and op[1] < self.first.get((rank, op[0]), 0)
-        return Seen.ENDED if op[0] in self.waits[rank] and not is_lost else Seen.CALLED
-
-    def is_head(self, rank: int, call: Collective) -> bool:
-        """Whether a rank's device has nothing older to get through, as far as is known."""
-        first = self.open[rank][0]
-        same = (call.group, call.seq, call.is_p2p) == (first.group, first.seq, first.is_p2p)
-        return same or (call.started and not call.completed)
-
-    def frozen(self) -> dict[int, list[_Op]]:
+    def frozen(self) -> dict[int, list[Op]]:
         """Ranks that hold open what has ended on others of the group, and what that is."""
-        through: dict[_Op, list[int]] = {}
-        found: dict[int, list[_Op]] = defaultdict(list)
+        through: dict[Op, list[int]] = {}
+        found: dict[int, list[Op]] = defaultdict(list)
         for rank, waits in self.waits.items():
             for name, call in waits.items():
                 if not is_of_all(call) or call.launching:
@@ -227,23 +122,37 @@ class _Standstill:
         for rank in self.open:
             if rank not in frozen:
                 self._wait(rank)
-        components = list(_components(self.edges))
-        home = {node: number for number, nodes in enumerate(components) for node in nodes}
+        parts = list(components(self.edges))
+        home = {node: number for number, nodes in enumerate(parts) for node in nodes}
         ends = [
             number
-            for number, nodes in enumerate(components)
+            for number, nodes in enumerate(parts)
             if all(home[other] == number for node in nodes for other in self.edges.get(node, ()))
         ]
-        before: dict[_Node, list[_Node]] = defaultdict(list)
+        before: dict[Node, list[Node]] = defaultdict(list)
         for node, others in self.edges.items():
             for other in others:
                 before[other].append(node)
-        found = [root for number in ends for root in self._root(components[number], frozen, before)]
+        found = [root for number in ends for root in self._root(parts[number], frozen, before)]
         if not any(root.cause is not RootCause.JOINED for root in found):
-            found = [
-                Root(cause=RootCause.DEVICE, ranks=(rank,), ops=tuple(ops)) for rank, ops in frozen.items()
-            ] or found
-        yield from _ranked(found)
+            found = [self._frozen(rank, ops, ()) for rank, ops in frozen.items()] or found
+        if not self._are_of_moments(found):
+            yield from _ranked(found)
+
+    def _are_of_moments(self, found: list[Root]) -> bool:
+        """Whether most ranks seem to be at fault, some by their hosts and some by their devices: dumps of a job that
+        moved, taken at different moments."""
+        at_fault = [
+            {rank for root in found if root.cause is cause for rank in root.ranks}
+            for cause in (RootCause.HOST, RootCause.DEVICE)
+        ]
+        return all(at_fault) and 2 * len(set().union(*at_fault)) > len(self.open)
+
+    def _frozen(self, rank: int, ops: list[Op], held: tuple[int, ...]) -> Root:
+        sure = any(
+            self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
+        )
+        return Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
 
     def _wait(self, rank: int) -> None:
         """What a rank waits for: of each group the oldest collective, of each pair the oldest send and receive."""
@@ -277,7 +186,7 @@ class _Standstill:
             return Seen.ABSENT
         return Seen.OPEN if call.started and not other.started and peer in self.timed else None
 
-    def _wait_in(self, op: _Op) -> None:
+    def _wait_in(self, op: Op) -> None:
         """For whom a collective waits: those that have not called it, else those that have not come to it."""
         edges = self.edges[op]
         called = self.calls[op]
@@ -294,21 +203,12 @@ class _Standstill:
         elif started:
             edges.update(dict.fromkeys((called.keys() & self.timed) - started - edges.keys(), Seen.OPEN))
 
-    def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
-        found: dict[tuple[str, str, int], Collective] = {}
-        for call in self.open[rank]:
-            if call.is_p2p:
-                end = peer_of(call, self.members.get(call.group, ()))
-                if end is not None:
-                    found.setdefault((call.group, *end), call)
-        return found
-
     def _root(
-        self, nodes: list[_Node], frozen: Mapping[int, list[_Op]], before: Mapping[_Node, list[_Node]]
+        self, nodes: list[Node], frozen: Mapping[int, list[Op]], before: Mapping[Node, list[Node]]
     ) -> Iterator[Root]:
         ranks = tuple(sorted(node for node in nodes if isinstance(node, int)))
         ops = [node for node in nodes if isinstance(node, tuple)]
-        held = tuple(sorted(rank for rank in _all_before(nodes, before) if rank not in ranks))
+        held = tuple(sorted(rank for rank in all_before(nodes, before) if rank not in ranks))
         if not ranks:
             yield from self._joined(ops[0], held)
         elif len(nodes) == 1:
@@ -317,17 +217,18 @@ class _Standstill:
             yield self._circle(ranks, ops, held)
 
     def _alone(
-        self, rank: int, held: tuple[int, ...], frozen: Mapping[int, list[_Op]], before: Mapping[_Node, list[_Node]]
+        self, rank: int, held: tuple[int, ...], frozen: Mapping[int, list[Op]], before: Mapping[Node, list[Node]]
     ) -> Iterator[Root]:
         ops = sorted((node for node in before.get(rank, ()) if isinstance(node, tuple)), key=self._most)
         seen = [self.edges[node][rank] for node in before.get(rank, ())]
         if rank in frozen:
-            yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(frozen[rank]))
+            yield self._frozen(rank, frozen[rank], held)
         elif Seen.UNREAD in seen:
             yield Root(cause=RootCause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
         elif Seen.OPEN in seen:
             # Its device has not come to what others' have started.
-            yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops))
+            sure = rank not in self.lost
+            yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
         elif self.open.get(rank) and (peer := self._is_with(rank)) is not None:
             if rank < peer or self.edges.get(peer):
                 yield Root(cause=RootCause.JOINED, ranks=tuple(sorted((rank, peer))), held=held, is_sure=False)
@@ -336,10 +237,11 @@ class _Standstill:
         elif not self.open[rank]:
             yield self._idle(rank, held, tuple(ops), is_absent=Seen.ABSENT in seen)
 
-    def _idle(self, rank: int, held: tuple[int, ...], ops: tuple[_Op, ...], *, is_absent: bool) -> Root:
+    def _idle(self, rank: int, held: tuple[int, ...], ops: tuple[Op, ...], *, is_absent: bool) -> Root:
         """Of a rank with nothing outstanding, for which others wait."""
-        if self._has_passed(rank, held):
-            ranks = tuple(sorted((rank, *held)))
+        lost = self._asked_wrongly(rank, held)
+        if lost or self._has_passed(rank, held):
+            ranks = tuple(sorted((rank, *(lost or held))))
             return Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks)
         # Of a job that was dumped while it began, some ranks have called nothing yet.
         record = self.view.facts[rank].record
@@ -372,30 +274,72 @@ class _Standstill:
             len(others) > 0 and all(self.is_idle(other) for other in others)
         )
 
-    def _most(self, op: _Op) -> tuple[int, str, int]:
+    def _asked_wrongly(self, rank: int, held: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that wait for a rank, if only in sends and receives, and if each of them and it have exchanged things
+        with others and never with each other."""
+        waiting = tuple(one for one in held if rank in self.edges.get(one, ()))
+        is_alone = not any(rank in edges for node, edges in self.edges.items() if not isinstance(node, int))
+        known = self._has_exchanged_with(rank)
+        are_strangers = all(
+            known and (theirs := self._has_exchanged_with(one)) and rank not in theirs for one in waiting
+        )
+        return waiting if is_alone and are_strangers and known.isdisjoint(waiting) else ()
+
+    def _has_exchanged_with(self, rank: int) -> set[int]:
+        calls = (call for call in self.view.facts[rank].collectives if call.is_p2p and call.completed)
+        ends = (peer_of(call, self.members.get(call.group, ())) for call in calls)
+        return {end[1] for end in ends if end is not None}
+
+    def _most(self, op: Op) -> tuple[int, str, int]:
         return (-len(self.calls[op]), *op)
 
-    def _joined(self, op: _Op, held: tuple[int, ...]) -> Iterator[Root]:
+    def _joined(self, op: Op, held: tuple[int, ...]) -> Iterator[Root]:
         called = self.calls[op]
         if len({signature(call) for call in called.values()}) > 1:
             return
         sure = self.lost.isdisjoint(called)
         yield Root(cause=RootCause.JOINED, ranks=tuple(sorted(called)), held=held, ops=(op,), is_sure=sure)
 
-    def _circle(self, ranks: tuple[int, ...], ops: list[_Op], held: tuple[int, ...]) -> Root:
-        inside = set(ranks)
+    def _circle(self, ranks: tuple[int, ...], ops: list[Op], held: tuple[int, ...]) -> Root:
+        core = self._core(ranks)
+        held = tuple(sorted({*held, *ranks} - set(core)))
+        ranks, inside = core, set(core)
         pairs = [(one, other) for one, other in self.unmatched if one in inside and other in inside]
         # Or one side stands in a send or receive whose other side comes after what the first has not come to.
         pairs = pairs or [(one, other) for one in ranks for other in ranks if self._stands_at(one, other)]
         if pairs:
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
-            named = _in_circle(at_heads) or _in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
+            named = in_circle(at_heads) or in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
             both = tuple(sorted(named))
-            return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both)
+            sure = self.lost.isdisjoint(ranks)
+            return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
         ops = sorted(ops, key=self._most)
         odd = self._odd_ones(ranks, ops)
         sure = self.lost.isdisjoint(ranks)
         return Root(cause=RootCause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
+
+    def _core(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of a circle that are in one by where their devices stand; all others wait behind something older."""
+        edges: dict[Node, dict[Node, Seen]] = {rank: dict.fromkeys(self._held_up_by(rank), Seen.OPEN) for rank in ranks}
+        inside = set(ranks)
+        found: set[int] = set()
+        for nodes in components(edges):
+            goes_on = any(other in inside and other not in nodes for node in nodes for other in edges.get(node, ()))
+            if len(nodes) > 1 and not goes_on:
+                found |= {node for node in nodes if isinstance(node, int)}
+        return tuple(sorted(found)) or ranks
+
+    def _held_up_by(self, rank: int) -> Iterator[int]:
+        """The ranks for which the oldest that is open on a rank waits."""
+        first = self.open[rank][0]
+        if not first.is_p2p:
+            around = self.edges.get((first.group, first.seq), ())
+            yield from (node for node in around if isinstance(node, int) and node != rank)
+        for (name, kind, peer), call in self.ends[rank].items():
+            if call.is_p2p and first.is_p2p and (name, call.seq) == (first.group, first.seq):
+                other = self.ends.get(peer, {}).get((name, "recv" if kind == "send" else "send", rank))
+                if other is None or not self.is_head(peer, other) or numel(call) != numel(other):
+                    yield peer
 
     def _stands_at(self, rank: int, peer: int) -> bool:
         """Whether the oldest that is open on a rank is a send or receive with a peer."""
@@ -403,7 +347,7 @@ class _Standstill:
         end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
         return end is not None and end[1] == peer
 
-    def _odd_ones(self, circle: tuple[int, ...], ops: list[_Op]) -> tuple[int, ...]:
+    def _odd_ones(self, circle: tuple[int, ...], ops: list[Op]) -> tuple[int, ...]:
         """Those of a circle that have called its collectives in another order than most ranks; all without a majority.
 
         Ranks of other groups of the same kinds have a say, too.
@@ -415,7 +359,7 @@ class _Standstill:
         odd = tuple(rank for rank in circle if orders.get(rank, counts[0][0]) != counts[0][0])
         return odd or circle
 
-    def _order(self, rank: int, ops: list[_Op]) -> tuple[str, ...]:
+    def _order(self, rank: int, ops: list[Op]) -> tuple[str, ...]:
         """Which of the first two kinds of group a rank has called first, at these numbers; empty where not known."""
         about = {group.name: group.description or group.name for group in self._described}
         kinds = list({about.get(name, name): (name, seq) for name, seq in reversed(ops)}.items())[::-1][:2]
@@ -432,7 +376,7 @@ class _Standstill:
             return ()
         return tuple(kind for _, kind in sorted(places))
 
-    def _place(self, rank: int, op: _Op) -> float | None:
+    def _place(self, rank: int, op: Op) -> float | None:
         """Where in its order of calls: what has ended comes before what is open, and that before what is not called."""
         seen = self.seen(rank, op)
         if seen is Seen.OPEN:
@@ -442,35 +386,6 @@ class _Standstill:
     @cached_property
     def _described(self) -> list[Group]:
         return [group for groups in self.groups.values() for group in groups.values() if group.description]
-
-
-def _oldest_by_group(calls: Iterable[Collective]) -> Iterator[tuple[str, Collective]]:
-    seen: set[str] = set()
-    for call in calls:
-        if not call.is_p2p and call.group not in seen:
-            seen.add(call.group)
-            yield call.group, call
-
-
-def _in_circle(pairs: Iterable[tuple[int, int]]) -> set[int]:
-    """Ranks that wait for one another in sends and receives alone; others of the circle wait for these."""
-    edges: dict[_Node, dict[_Node, Seen]] = defaultdict(dict)
-    for one, other in pairs:
-        edges[one][other] = Seen.ABSENT
-    circles = (component for component in _components(edges) if len(component) > 1)
-    return {node for component in circles for node in component if isinstance(node, int)}
-
-
-def _all_before(nodes: Iterable[_Node], before: Mapping[_Node, list[_Node]]) -> set[int]:
-    """All ranks from which these can be reached."""
-    seen = set(nodes)
-    todo = list(seen)
-    while todo:
-        for node in before.get(todo.pop(), ()):
-            if node not in seen:
-                seen.add(node)
-                todo.append(node)
-    return {node for node in seen if isinstance(node, int)}
 
 
 def _ranked(found: list[Root]) -> list[Root]:
@@ -484,35 +399,3 @@ def _ranked(found: list[Root]) -> list[Root]:
         unread = [root for root in found if root.cause is RootCause.UNREAD and not explained.issuperset(root.held)]
         found = [*known, *circles, *unread]
     return sorted(found, key=lambda root: -len(root.held))
-
-
-def _components(edges: Mapping[_Node, Mapping[_Node, Seen]]) -> Iterator[list[_Node]]:
-    """Nodes that can be reached from one another, together (Kosaraju's algorithm, without recursion)."""
-    back: dict[_Node, dict[_Node, None]] = defaultdict(dict)
-    for node, others in edges.items():
-        for other in others:
-            back[other][node] = None
-    seen: set[_Node] = set()
-    order = [node for start in list(edges) for node in _postorder(start, edges, seen)]
-    seen.clear()
-    for start in reversed(order):
-        component = list(_postorder(start, back, seen))
-        if component:
-            yield component
-
-
-def _postorder(start: _Node, edges: Mapping[_Node, Iterable[_Node]], seen: set[_Node]) -> Iterator[_Node]:
-    """What can be reached and was not seen before, each node after those that it leads to."""
-    if start in seen:
-        return
-    seen.add(start)
-    path = [(start, iter(edges.get(start, ())))]
-    while path:
-        node, others = path[-1]
-        other = next((one for one in others if one not in seen), None)
-        if other is None:
-            path.pop()
-            yield node
-        else:
-            seen.add(other)
-            path.append((other, iter(edges.get(other, ()))))

@@ -25,7 +25,8 @@ from lightning_ncclsafe.rules.kit import (
     short_location,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.standstill import Root, peer_of
+from lightning_ncclsafe.rules.recorded.calls import peer_of
+from lightning_ncclsafe.rules.recorded.standstill import Root
 
 LOOK_THERE = (
     "A longer timeout only lets the others wait longer, nothing reads NCCL_TIMEOUT, and a GPU that waits shows 100 % "

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import Collective
 from lightning_ncclsafe.rules.kit import (
+    Confidence,
     Evidence,
     Finding,
     Plan,
@@ -14,8 +15,9 @@ from lightning_ncclsafe.rules.kit import (
     numel,
     recorded_rule,
 )
+from lightning_ncclsafe.rules.recorded.calls import peer_of
 from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, peer_of, roots_of
+from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_of
 from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
 
 _LISTED = 6
@@ -62,11 +64,12 @@ def _finding(view: Timeline, root: Root) -> Finding:
     if len(calls) == 2 and len({numel(call) for call in calls.values()}) == 2 and _is_a_pair(calls, members):
         why = f"what is sent and what is received differ in size ({' and '.join(map(_elements, calls.values()))})"
     if passed:
-        why = clause(passed, "has|have gone on without the other side")
+        why = clause(passed, "has|have continued without the other side")
     sites = (call_site(call) for call in calls.values())
     return recorded(
         root.ranks,
         f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
+        confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(
             *(

@@ -38,6 +38,9 @@ import thread_rank_zero
 import thread_second
 import thread_second_healthy
 import thread_second_more
+import thread_seventh
+import thread_seventh_healthy
+import thread_seventh_process
 import thread_sixth
 import thread_sixth_healthy
 import thread_sixth_process
@@ -83,6 +86,9 @@ THEMES = (
     thread_second,
     thread_second_healthy,
     thread_second_more,
+    thread_seventh,
+    thread_seventh_healthy,
+    thread_seventh_process,
     thread_sixth,
     thread_sixth_healthy,
     thread_sixth_process,

@@ -27,7 +27,7 @@ LIMIT_S = 75.0
 """How long a case may take before it is given up."""
 END_S = 10.0
 """How long a killed rank may take to be gone."""
-CGROUPS = tuple(Path("/sys/fs/cgroup") / name for name in ("cpu", "blkio"))
+CGROUPS = tuple(Path("/sys/fs/cgroup") / name for name in ("blkio", "cpu", "freezer", "memory"))
 PERMITTED: dict[str, Callable[[], bool]] = {
     "mounts": lambda: os.geteuid() == 0,
     "cgroups (v1), to be written to": lambda: all(os.access(one, os.W_OK) for one in CGROUPS),

@@ -73,17 +73,17 @@ class Compared:
     @property
     def verdict(self) -> str:
         if self.stock.is_good and self.ours.is_good:
-            return "same pass"
+            return "both pass"
         if self.stock.kind == self.ours.kind == "skipped":
             return "skipped"
         if self.stock.is_good:
             if self.again and self.again[OURS] >= self.again[STOCK]:
-                return "fails now and then"
-            return "known" if reason_of(self.test) else "ours failed"
-        return "stock failed" if self.ours.is_good else "both failed"
+                return "flaky"
+            return "known" if reason_of(self.test) else "replacement fails"
+        return "stock fails" if self.ours.is_good else "both fail"
 
 
-VERDICTS = ("same pass", "skipped", "both failed", "stock failed", "fails now and then", "known", "ours failed")
+VERDICTS = ("both pass", "skipped", "both fail", "stock fails", "flaky", "known", "replacement fails")
 
 
 def reason_of(test: str) -> str:
@@ -203,7 +203,7 @@ def folder_of(test: str) -> str:
 
 def table(told: Sequence[Compared]) -> str:
     """As it stands in the documentation."""
-    rows = [f"| | tests | with ours in place | {' | '.join(VERDICTS)} |", f"|---|{'---|' * (2 + len(VERDICTS))}"]
+    rows = [f"| | tests | replaced | {' | '.join(VERDICTS)} |", f"|---|{'---|' * (2 + len(VERDICTS))}"]
     folders = sorted({folder_of(one.test) for one in told})
     for folder in [*folders, ""]:
         its = [one for one in told if not folder or folder_of(one.test) == folder]
@@ -242,10 +242,10 @@ def main() -> None:
         arguments.json.write_text(json.dumps([asdict(one) | {"verdict": one.verdict} for one in told], indent=1))
     for one in told:
         if one.verdict in VERDICTS[2:]:
-            why = reason_of(one.test) or (one.stock if one.verdict == "both failed" else one.ours).why
+            why = reason_of(one.test) or (one.stock if one.verdict == "both fail" else one.ours).why
             print(f"{one.verdict}: {one.test}: {why}")
     print(table(told))
-    sys.exit(any(one.verdict == "ours failed" for one in told))
+    sys.exit(any(one.verdict == "replacement fails" for one in told))
 
 
 if __name__ == "__main__":

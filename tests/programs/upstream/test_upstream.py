@@ -19,14 +19,14 @@ PASSED, SKIPPED, FAILED, ENDED = (Outcome(kind) for kind in ("passed", "skipped"
 @pytest.mark.parametrize(
     ("stock", "ours", "again", "verdict"),
     [
-        (PASSED, PASSED, {}, "same pass"),
+        (PASSED, PASSED, {}, "both pass"),
         (SKIPPED, SKIPPED, {}, "skipped"),
-        (FAILED, ENDED, {}, "both failed"),
-        (FAILED, PASSED, {}, "stock failed"),
-        (PASSED, FAILED, {}, "ours failed"),
-        (PASSED, ENDED, {STOCK: 3, OURS: 2}, "ours failed"),
-        (PASSED, SKIPPED, {STOCK: 3, OURS: 0}, "ours failed"),
-        (PASSED, FAILED, {STOCK: 2, OURS: 2}, "fails now and then"),
+        (FAILED, ENDED, {}, "both fail"),
+        (FAILED, PASSED, {}, "stock fails"),
+        (PASSED, FAILED, {}, "replacement fails"),
+        (PASSED, ENDED, {STOCK: 3, OURS: 2}, "replacement fails"),
+        (PASSED, SKIPPED, {STOCK: 3, OURS: 0}, "replacement fails"),
+        (PASSED, FAILED, {STOCK: 2, OURS: 2}, "flaky"),
     ],
 )
 def test_a_test_that_passes_with_stock_only_is_a_difference(
@@ -40,4 +40,4 @@ def test_a_test_that_passes_with_stock_only_is_a_difference(
 def test_a_difference_with_a_reason_is_known() -> None:
     for test in KNOWN:
         assert Compared(f"tests/tests_pytorch/{test}[cpu-1]", PASSED, FAILED).verdict == "known"
-        assert Compared(f"tests/tests_pytorch/{test}[cpu-1]", PASSED, PASSED).verdict == "same pass"
+        assert Compared(f"tests/tests_pytorch/{test}[cpu-1]", PASSED, PASSED).verdict == "both pass"

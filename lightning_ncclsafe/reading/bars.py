@@ -1,0 +1,67 @@
+"""Progress bars in a log: one that goes on, or that began when ranks began to wait, is of a process that works."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_ncclsafe.reading.values import whole
+
+_MOST = 64
+_RIGHT_BEFORE = 3
+# "Running tokenizer:  9%|▉    | 280000/2969526 [29:55<4:48:08, 155.57 examples/s]"
+_BAR = re.compile(
+    r"\d{1,3}%\|[^|\n]{0,200}\| *(?P<count>[\d,.]{1,20}\w?)/(?P<total>[\d,.]{1,20}\w?) "
+    r"\[(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d\d)<"
+)
+
+
+class ProgressBar(NamedTuple):
+    """A progress bar, as it stood when ranks had timed out."""
+
+    text: str
+    done: str
+    total: str
+    elapsed_s: int
+
+
+class LastBar:
+    """The last progress bar of a file, until something else has been said for some lines."""
+
+    def __init__(self) -> None:
+        self._text = b""
+        self._at = 0
+
+    def read(self, text: bytes, line: int) -> None:
+        """Keeps the one in a line of this number."""
+        if b"%|" in text:
+            self._text, self._at = text, line
+
+    def move(self, bars: list[ProgressBar], line: int) -> None:
+        """Adds it to others, as somebody has given up: one right before a rank's last words was there by then."""
+        if self._text and line - self._at < _RIGHT_BEFORE:
+            bars += bars_in(self._text.decode("utf-8", "replace"))
+            del bars[:-_MOST]
+        self._text = b""
+
+
+def bars_in(text: str) -> Iterator[ProgressBar]:
+    """The progress bars in a line."""
+    for found in _BAR.finditer(text):
+        elapsed_s = whole(found["hours"] or "0") * 3600 + whole(found["minutes"]) * 60 + whole(found["seconds"])
+        name = text[max(found.start() - 60, 0) : found.end()].strip()
+        yield ProgressBar(f"{name}…", found["count"], found["total"], elapsed_s)
+
+
+def works_on(bars: list[ProgressBar], limits_s: set[float]) -> str:
+    """A bar that moved after a rank had given up, or whose work began when it began to wait; empty if none did.
+
+    Args:
+        bars: Those that were seen when ranks had given up.
+        limits_s: After how long they had, seconds.
+    """
+    for bar in bars:
+        began_with_it = any(0.9 * limit_s <= bar.elapsed_s <= 1.2 * limit_s for limit_s in limits_s)
+        moved = any(other.total == bar.total and other.done != bar.done for other in bars)
+        if bar.done != bar.total and (began_with_it or moved):
+            return bar.text
+    return ""

@@ -1,0 +1,396 @@
+"""Messages of logs that take several lines: what each begins with, which lines go on with it, and what it comes to."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.reading.values import ranks, whole
+
+_LONGEST_LINE = 300
+_LONGEST_DETAIL = 200
+_MOST_LINES = 12
+_MOST_LISTED = 1024
+_FAULTS = {"Segmentation fault": -11, "Bus error": -7, "Illegal instruction": -4, "Floating point exception": -8}
+_Match = re.Match[str]
+
+WORDS = (
+    "ismatch",
+    "first process to do so was",
+    " RUNNING AT ",
+    "Fatal Python error",
+    "communicator data",
+    "ranks",
+)
+"""Whatever begins a message that is read here has one of these in it."""
+
+
+def _line(text: str) -> str:
+    return text.strip()[:_LONGEST_LINE]
+
+
+class Spanning:
+    """Reads them line by line: one reader for each form, which keeps a bounded number of lines."""
+
+    def __init__(self) -> None:
+        self._readers = (_Mismatch(), _Counts(), _FirstToEnd(), _Fault(), _Stalled(), _Absent())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one is being read that goes on in the next line."""
+        return any(one.is_open for one in self._readers)
+
+    def read(self, text: str, rank: int | None) -> Iterator[Statement]:
+        """What ends with this line.
+
+        Args:
+            text: The line.
+            rank: The rank that says it; None where that is not known.
+        """
+        for one in self._readers:
+            yield from one.read(text, rank)
+
+    def flush(self) -> Iterator[Statement]:
+        """What the file's last lines have begun."""
+        for one in self._readers:
+            yield from one.flush()
+
+
+class _Call(NamedTuple):
+    """What a rank runs by PyTorch's check; what is not said is empty."""
+
+    rank: int
+    op: str
+    shape: str
+    seq: str
+
+    def words(self, *, with_number: bool) -> str:
+        """``"rank 1 runs allreduce of shape [51123456]"``."""
+        number = f" (number {self.seq})" if with_number and self.seq else ""
+        shape = f" of shape [{self.shape}]" if self.shape else ""
+        return f"rank {self.rank} runs {self.op or 'something else'}{shape}{number}"
+
+
+class _Mismatch:
+    """``Detected mismatch between collectives on ranks. Rank 1 is running collective: …, but Rank 0 is …``."""
+
+    _BEGINS = "Detected mismatch between collectives on ranks"
+    _ONE = re.compile(
+        r"Rank (?P<rank>\d+) is running (?:inconsistent )?collective: ?(?:CollectiveFingerPrint\()?(?P<body>.{0,600}?)"
+        r"(?=Rank \d+ is running|Collectives differ|$)"
+    )
+    _OP = re.compile(r"OpType=(\w+)|^(\w+)\.?\s*$")
+    _SHAPE = re.compile(r"TensorShape=\[([\d, ]*)\]")
+    _SEQ = re.compile(r"SequenceNumber=(\d+)")
+    _WRAPPED = re.compile(r" {5,}")
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._lines)
+
+    def read(self, text: str, _: int | None) -> Iterator[Statement]:
+        begins = self._BEGINS in text
+        if begins:
+            yield from self.flush()
+        if begins or self._lines:
+            self._lines.append(text.strip()[:4000])
+        if self._lines and (self._is_complete() or len(self._lines) >= _MOST_LINES):
+            yield from self.flush()
+
+    def flush(self) -> Iterator[Statement]:
+        calls = self._calls()
+        if calls:
+            same = len(calls) > 1 and len({call.op for call in calls}) == 1
+            numbers = len({call.seq for call in calls}) > 1
+            words = " and ".join(call.words(with_number=numbers) for call in calls)
+            yield Statement(
+                kind=StatementKind.OTHER_SIZES if same else StatementKind.OTHER_OPERATIONS,
+                ranks=ranks([call.rank for call in calls]),
+                detail=f"PyTorch's check of collectives reports that {words}"[: 2 * _LONGEST_DETAIL],
+                line=self._lines[0][:_LONGEST_LINE],
+            )
+        self._lines.clear()
+
+    def _calls(self) -> list[_Call]:
+        text = " ".join(self._lines)
+        found = list(self._ONE.finditer(text))
+        if len(found) < 2:
+            # A page that was narrower than the line has torn words: five spaces stand where it was wrapped.
+            found = list(self._ONE.finditer(self._WRAPPED.sub("", text))) or found
+        return [self._call(whole(one["rank"]), one["body"]) for one in found][:2]
+
+    def _call(self, rank: int, body: str) -> _Call:
+        op, shape, seq = self._OP.search(body.strip()), self._SHAPE.search(body), self._SEQ.search(body)
+        name = (op[1] or op[2]).lower() if op else ""
+        return _Call(rank, name, shape[1] if shape else "", seq[1] if seq else "")
+
+    def _is_complete(self) -> bool:
+        calls = self._calls()
+        return len(calls) == 2 and bool(calls[1].op) and bool(calls[1].shape or "." in self._lines[-1][-3:])
+
+
+class _FirstToEnd:
+    """Who was the first to end, by launchers of MPI programs, and some lines below how.
+
+    Open MPI and Horovod: ``The first process to do so was:``, ``Process name: [[29973,1],0]``, ``Exit code:    1``;
+    Horovod's elastic driver, which names a host and a slot of it: ``Process name: worker-1[0]``; Intel's MPI: ``RANK 2
+    PID 77 RUNNING AT node-a``, ``KILLED BY SIGNAL: 9 (Killed)``; MPICH, which names no rank: ``PID 77 RUNNING AT
+    node-a``, and of a signal ``EXIT STRING: Killed (signal 9)``.
+    """
+
+    _BEGINS = ("first process to do so was", " RUNNING AT ")
+    _RANK = re.compile(
+        r"Process name: (?:\[\[\d+,\d+\],|\[[\w.@-]{1,100},)?(\d{1,7})\]?\s*$|RANK (\d{1,7}) PID \d+ RUNNING"
+    )
+    _NAME = "Process name: "
+    _CODE = re.compile(r"(?:Exit code|EXIT STATUS): *(\d{1,3})")
+    _SIGNAL = re.compile(r"KILLED BY SIGNAL: *(\d{1,3})|EXIT STRING: [\w ]{1,60} \(signal (\d{1,3})\)")
+    _MOST_BETWEEN = 8
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._rank: str | None = None
+        self._has_name = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._left > 0
+
+    def read(self, text: str, _: int | None) -> Iterator[Statement]:
+        if any(words in text for words in self._BEGINS):
+            self._left, self._rank, self._has_name = self._MOST_BETWEEN, None, False
+        elif not self._left:
+            return
+        self._left -= 1
+        if named := self._RANK.search(text):
+            self._rank = named[1] or named[2]
+        self._has_name |= self._rank is not None or self._NAME in text
+        code, ended_by = self._CODE.search(text), self._SIGNAL.search(text)
+        if ended_by is not None or (code is not None and self._has_name):
+            number = -whole(ended_by[1] or ended_by[2]) if ended_by is not None else whole(code[1] if code else "")
+            self._left = 0
+            yield Statement(
+                kind=StatementKind.ENDED,
+                ranks=ranks([self._rank] if self._rank else []),
+                exit_code=number,
+                detail="mpirun",
+                line=_line(text),
+            )
+
+    def flush(self) -> Iterator[Statement]:
+        """Of what was cut nothing is known."""
+        self._left = 0
+        yield from ()
+
+
+class _Fault:
+    """``Fatal Python error: Segmentation fault``, and below it the stacks of the process.
+
+    By these it is told whether it was a launcher's: of that, nothing follows about a rank.
+    """
+
+    _BEGINS = re.compile(
+        r"Fatal Python error: (Segmentation fault|Bus error|Illegal instruction|Floating point exception)"
+    )
+    _GOES_ON = re.compile(r'\s*(?:File "|(?:Current thread|Thread) 0x|<no Python frame>|\.\.\.|$)')
+    _OF_LAUNCHER = re.compile(
+        r"torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/agent/)|deepspeed/launcher/|accelerate/commands/launch"
+    )
+    # A process that was forked has its launcher's frames below its own.
+    _OF_CHILD = re.compile(r'multiprocessing/process\.py", line \d+ in _bootstrap')
+    _MOST_LINES = 200
+
+    def __init__(self) -> None:
+        self._said: Statement | None = None
+        self._left = 0
+        self._is_launcher = False
+        self._is_child = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._said is not None
+
+    def read(self, text: str, rank: int | None) -> Iterator[Statement]:
+        begins = self._BEGINS.search(text)
+        self._left -= 1
+        if begins is not None or (self.is_open and (not self._left or not self._GOES_ON.match(text))):
+            yield from self.flush()
+        if begins is not None:
+            self._said = Statement(
+                kind=StatementKind.ENDED, by=rank, exit_code=_FAULTS[begins[1]], detail="Python", line=_line(text)
+            )
+            self._left, self._is_launcher, self._is_child = self._MOST_LINES, False, False
+        elif self.is_open:
+            self._is_launcher |= self._OF_LAUNCHER.search(text) is not None
+            self._is_child |= self._OF_CHILD.search(text) is not None
+
+    def flush(self) -> Iterator[Statement]:
+        said, self._said = self._said, None
+        if said is not None and (self._is_child or not self._is_launcher):
+            yield said
+
+
+class _Counts:
+    """What NCCL's RAS says of a communicator whose ranks have not launched the same, and of what it misses."""
+
+    _BEGINS = re.compile(r"^\s*#\d+-\d+ \(\w+\) (?:MISMATCH|INCOMPLETE)")
+    _COUNT = re.compile(r"(\d+) ranks? ha(?:s|ve) launched up to operation (\d+)")
+    _RANK = re.compile(r"^\s*Rank (\d+) -- ")
+    _LOST = re.compile(r"Missing communicator data from")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._listed: list[int] = []
+        self._is_lost = False
+        self._idle = 0
+        self._line = ""
+
+    def read(self, text: str, _: int | None) -> Iterator[Statement]:
+        count, rank = self._COUNT.search(text), self._RANK.match(text)
+        begins, lost = self._BEGINS.match(text) is not None, self._LOST.search(text) is not None
+        if begins:
+            yield from self.flush()
+        self.is_open = self.is_open or begins or count is not None or lost
+        if not self.is_open:
+            return
+        self._take(count, rank)
+        self._line = self._line or _line(text)
+        self._is_lost = self._is_lost or lost
+        self._idle = 0 if begins or count or rank or lost else self._idle + 1
+        if self._idle > _MOST_LINES:
+            yield from self.flush()
+
+    def _take(self, count: _Match | None, rank: _Match | None) -> None:
+        if count is not None and len(self._counts) < _MOST_LISTED:
+            self._counts[whole(count[2])] = whole(count[1])
+        if rank is not None and len(self._listed) < _MOST_LISTED:
+            self._listed.append(whole(rank[1]))
+
+    def flush(self) -> Iterator[Statement]:
+        listed = ranks(self._listed)
+        if self._is_lost and listed:
+            yield Statement(
+                kind=StatementKind.ABSENT, ranks=listed, detail="NCCL's RAS has no data from them", line=self._line
+            )
+        elif len(self._counts) > 1:
+            most = max(self._counts, key=lambda operation: self._counts[operation])
+            few = sum(number for operation, number in self._counts.items() if operation != most)
+            words = " and ".join(
+                f"{number} ranks have launched up to operation {operation}"
+                for operation, number in self._counts.items()
+            )
+            who = listed if len(listed) == few else ()
+            detail = f"NCCL's RAS reports that {words}"[:_LONGEST_DETAIL]
+            yield Statement(kind=StatementKind.AHEAD, ranks=who, detail=detail, line=self._line)
+        self.is_open = False
+        self._reset()
+
+
+class _Stalled:
+    """Horovod's warning that some ranks have submitted what others have not, by tensor or by rank.
+
+    ``Stalled ops: a [missing ranks: 0]``, ``a [ready ranks: 3], b [ready ranks: 0, 1]``, since 0.19 ``Missing ranks:``
+    and below it ``0: [a, b]``. Where one tensor waits for ranks that wait with another one, they run different ones.
+    """
+
+    _BEGINS = "or more tensors were submitted to be reduced"
+    _TENSOR = re.compile(r"([\w./:-]{1,300}) \[(missing|ready) ranks: ([\d, ]{1,4000})\]")
+    _RANKS = re.compile(r"(?:^|[\s>])(\d{1,7}): \[([^\]]{1,4000})")
+    _MOST_BETWEEN = 4
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._line = ""
+        self._missing: dict[str, set[int]] = {}
+        self._ready: dict[str, set[int]] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self._left > 0
+
+    def read(self, text: str, _: int | None) -> Iterator[Statement]:
+        begins = self._BEGINS in text
+        tensors = self._TENSOR.findall(text) if " ranks: " in text else []
+        if begins:
+            yield from self.flush()
+        if not (begins or tensors or self.is_open):
+            return
+        for name, how, who in tensors:
+            self._take(self._missing if how == "missing" else self._ready, name, ranks(who))
+        by_rank = self._RANKS.findall(text) if self.is_open and not tensors else []
+        for who, names in by_rank:
+            for name in names.split(","):
+                self._take(self._missing, name.strip(), ranks([who]))
+        if tensors or by_rank:
+            self._line = self._line or _line(text)
+        self._left = self._MOST_BETWEEN if begins or tensors or by_rank else self._left - 1
+        if not self._left:
+            yield from self.flush()
+
+    def _take(self, of: dict[str, set[int]], name: str, who: tuple[int, ...]) -> None:
+        if name in of or len(of) < _MOST_LISTED:
+            of.setdefault(name, set()).update(who)
+
+    def flush(self) -> Iterator[Statement]:
+        missing, ready = list(self._missing.values()), list(self._ready.values())
+        apart = _least(missing) or _least(ready)
+        always = set.intersection(*missing) if missing else set()
+        words = "Horovod warns that"
+        if apart:
+            yield Statement(
+                kind=StatementKind.APART,
+                ranks=ranks(sorted(apart)),
+                detail=f"{words} ranks wait in different operations, each for the others",
+                line=self._line,
+            )
+        elif always:
+            yield Statement(
+                kind=StatementKind.LATE,
+                ranks=ranks(sorted(always)),
+                detail=f"{words} not all have called what the others wait in",
+                line=self._line,
+            )
+        self._left, self._line = 0, ""
+        self._missing.clear()
+        self._ready.clear()
+
+
+class _Absent:
+    """PyTorch's analyser of Flight Recorder dumps: who is missing stands some lines below the number."""
+
+    _BEGINS = "ranks joining collective"
+    _NUMBER = re.compile(r"sequence number: (\d+)|collective:? ?(\d+)")
+    _RANKS = re.compile(r"missing ranks: ?\{([\d, ]+)\}")
+    is_open = False
+    """Its lines each have a word of their own."""
+
+    def __init__(self) -> None:
+        self._at = ""
+
+    def read(self, text: str, _: int | None) -> Iterator[Statement]:
+        if self._BEGINS in text:
+            found = self._NUMBER.search(text)
+            self._at = f"number {found[1] or found[2]}" if found else "a collective"
+        elif self._at and "missing ranks" in text and (named := self._RANKS.search(text)):
+            detail = f"PyTorch's dump analyzer reports that they did not join {self._at}"
+            yield Statement(kind=StatementKind.ABSENT, ranks=ranks(named[1]), detail=detail, line=_line(text))
+            self._at = ""
+
+    def flush(self) -> Iterator[Statement]:
+        yield from ()
+
+
+def _least(sets: list[set[int]]) -> set[int]:
+    """The smaller of two sets that have nothing in common, both if they are as large; none if there are none such."""
+    for one in sets:
+        other = next((other for other in sets if one.isdisjoint(other)), None)
+        if other is not None:
+            return one | other if len(one) == len(other) else min(one, other, key=len)
+    return set()

@@ -1,0 +1,158 @@
+"""What dumps show that ranks have called, and how far that has come on each."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from enum import Enum
+
+from lightning_ncclsafe.facts import Collective, Group
+from lightning_ncclsafe.rules.kit import Timeline
+
+# "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
+_ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
+# Of these no rank sees the end before all have called them.
+_OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
+
+Op = tuple[str, int]
+"""Group and number of a collective."""
+
+
+class Seen(Enum):
+    """What is known of a rank and a number of a group."""
+
+    OPEN = "open"
+    ENDED = "ended"
+    ABSENT = "absent"
+    CALLED = "called"
+    """It was called; whether it has ended is not known."""
+    UNKNOWN = "unknown"
+    UNREAD = "unread"
+
+
+def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
+    """``("send", 4)``: what a send or receive is, and the global rank of its other side."""
+    ends = _ENDS.match(call.op)
+    number = int(ends[3]) if ends else -1
+    return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
+
+
+def is_of_all(call: Collective) -> bool:
+    """Whether no rank can see its end before all have called it; a root may leave a broadcast earlier."""
+    return call.op.startswith(_OF_ALL) and call.backend.startswith("nccl")
+
+
+class Calls:
+    """What ranks have called.
+
+    Attributes:
+        view: The job.
+        members: Of each group, by its name.
+        groups: Of each rank, by their names.
+        open: What each rank has called and is not known to have ended, oldest first.
+        waits: Of that the oldest collective of each group.
+        ends: Of that the oldest send and receive with each peer: by group, kind and peer.
+        calls: By group and number, the ranks on which that is open.
+        timed: Ranks of which it is known what their devices have started: with TORCH_NCCL_ENABLE_TIMING only.
+        lost: Ranks of which the ring has lost what their devices stand in.
+    """
+
+    def __init__(self, view: Timeline) -> None:
+        self.view = view
+        self.members = {group.name: group.members for group in view.groups}
+        self.groups: dict[int, dict[str, Group]] = {
+            rank: {group.name: group for group in facts.groups} for rank, facts in view.facts.items()
+        }
+        self.open = {
+            rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()
+        }
+        # The first number that a rank's ring still has, where dumps have what has ended as well.
+        self._first: dict[tuple[int, str], int] = {}
+        with_ended = sum(any(one.completed for one in facts.collectives) for facts in view.facts.values())
+        self._has_ended, self._is_whole = with_ended > 0, 2 * with_ended > len(self.open)
+        self.calls: dict[Op, dict[int, Collective]] = defaultdict(dict)
+        self._ended: dict[Op, set[int]] = defaultdict(set)
+        for rank, facts in view.facts.items():
+            for call in facts.collectives:
+                if call.is_p2p:
+                    continue
+                self._first[(rank, call.group)] = min(call.seq, self._first.get((rank, call.group), call.seq))
+                if call.completed:
+                    self._ended[(call.group, call.seq)].add(rank)
+                else:
+                    self.calls[(call.group, call.seq)].setdefault(rank, call)
+        # The oldest of each group, and the oldest of all, of which parts of a batch are one.
+        self.waits = {rank: dict(_oldest_by_group(calls)) for rank, calls in self.open.items()}
+        self.ends = {rank: self._ends(rank) for rank in self.open}
+        self.timed = {rank for rank in view.facts if self._is_timed(rank)}
+        self.lost = {rank for rank in self.open if self._has_lost(rank)}
+
+    def _has_lost(self, rank: int) -> bool:
+        """Whether the ring has lost what a rank's device stands in: by its counters, something older has not ended."""
+        calls = self.view.facts[rank].collectives
+        if self._has_ended and calls and not calls[0].completed and calls[0].seq > 1:
+            # Nothing before it is left, of which some may be open as well.
+            return True
+        return any(
+            call.seq > group.last_completed + 1
+            for name, call in self.waits[rank].items()
+            if (group := self.groups[rank].get(name)) is not None and not group.is_mixed
+        )
+
+    def _is_timed(self, rank: int) -> bool:
+        calls = self.view.facts[rank].collectives
+        return any(call.duration_ms is not None or (call.started and not call.completed) for call in calls) or any(
+            group.last_started > 0 for group in self.groups[rank].values()
+        )
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether it is known that nothing is outstanding there."""
+        record = self.view.facts[rank].record
+        return record is not None and record.is_idle and not self.open[rank]
+
+    def seen(self, rank: int, op: Op) -> Seen:
+        """What is known of a rank and a number."""
+        facts = self.view.facts.get(rank)
+        if facts is None or (facts.record is not None and facts.record.is_empty):
+            return Seen.UNREAD
+        if rank in self.calls.get(op, ()):
+            return Seen.OPEN
+        group = self.groups[rank].get(op[0])
+        if rank in self._ended.get(op, ()):
+            return Seen.ENDED
+        if group is None:
+            return Seen.ABSENT if self.is_idle(rank) else Seen.UNKNOWN
+        if op[1] > group.last_enqueued:
+            return Seen.ABSENT
+        if op[1] <= group.last_completed:
+            return Seen.ENDED
+        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost it, or all.
+        is_lost = self._is_whole and op[1] < self._first.get((rank, op[0]), 0)
+        return Seen.ENDED if op[0] in self.waits[rank] and not is_lost else Seen.CALLED
+
+    def is_told_ended(self, rank: int, op: Op) -> bool:
+        """Whether an entry or the counters say so; that it is not among open ones may also be the ring's doing."""
+        group = self.groups[rank].get(op[0]) if rank in self.groups else None
+        return rank in self._ended.get(op, ()) or (group is not None and op[1] <= group.last_completed)
+
+    def is_head(self, rank: int, call: Collective) -> bool:
+        """Whether a rank's device has nothing older to get through, as far as is known."""
+        first = self.open[rank][0]
+        same = (call.group, call.seq, call.is_p2p) == (first.group, first.seq, first.is_p2p)
+        return same or (call.started and not call.completed)
+
+    def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
+        found: dict[tuple[str, str, int], Collective] = {}
+        for call in self.open[rank]:
+            if call.is_p2p:
+                end = peer_of(call, self.members.get(call.group, ()))
+                if end is not None:
+                    found.setdefault((call.group, *end), call)
+        return found
+
+
+def _oldest_by_group(calls: Iterable[Collective]) -> Iterator[tuple[str, Collective]]:
+    seen: set[str] = set()
+    for call in calls:
+        if not call.is_p2p and call.group not in seen:
+            seen.add(call.group)
+            yield call.group, call
