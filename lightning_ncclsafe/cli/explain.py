@@ -14,11 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_ncclsafe.report.terminal import console_for
-from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
-from lightning_ncclsafe.rules.hang import HANG_RULES
+from lightning_ncclsafe.rules.causes import causes
 from lightning_ncclsafe.rules.kit import Rule
-from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
-from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 _EXPLAIN = "explain a cause: what it means, and what to do"
 _DESCRIPTION = (
@@ -26,13 +23,7 @@ _DESCRIPTION = (
     " is no cause of that name."
 )
 _NAME = "name of a cause as in a report, for example rank-zero-only-work (default: list all causes)"
-RULES: dict[str, tuple[Rule[Any], ...]] = {
-    "Why ranks wait": HANG_RULES,
-    "What recordings show": RECORDED_RULES,
-    "What ranks disagree about before they train": AGREEMENT_RULES,
-    "What is wrong with hosts before training": PREFLIGHT_RULES,
-}
-"""All causes, by what they are about."""
+RULES = causes()
 _WIDEST = 100
 
 

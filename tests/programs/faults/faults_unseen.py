@@ -69,7 +69,8 @@ def program_that_fetches_data(here: Here) -> None:
     here.fit(data=Fetched())
 
 
-@fault("slow-checkpoint", ranks=(0,), at={Moment.EPOCH_END: (3,)}, has_phase=False)
+# What a save calls is the user's own code; the save itself has not begun.
+@fault("rank-zero-only-work", ranks=(0,), at={Moment.EPOCH_END: (3,)}, has_phase=False)
 def state_that_is_collected_slowly(here: Here) -> None:
     class Buffered(Net):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
