@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from lightning_ncclsafe.code.libraries import TRAINER_CALL
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
-from lightning_ncclsafe.inspecting.objects import Raised
+from lightning_ncclsafe.inspecting.objects import ReadException
 from lightning_ncclsafe.probes.process.stacks import is_user_code, with_source
 from lightning_ncclsafe.reading.tracebacks import is_consequence
 
@@ -27,7 +27,7 @@ Errors = tuple[ExceptionFacts | None, tuple[CaughtException, ...]]
 
 
 def errors_of(
-    handled: Sequence[Raised], left: Sequence[Raised], stack: Sequence[Frame], since_s: float = 0.0
+    handled: Sequence[ReadException], left: Sequence[ReadException], stack: Sequence[Frame], since_s: float = 0.0
 ) -> Errors:
     """What has ended a rank's work, or else what its code has caught and still handles; at most one of both.
 
@@ -47,21 +47,21 @@ def errors_of(
     return None, (_caught(meant[0], stack, since_s),)
 
 
-def has_failed(handled: Sequence[Raised], left: Sequence[Raised]) -> bool:
+def has_failed(handled: Sequence[ReadException], left: Sequence[ReadException]) -> bool:
     """Whether an exception has left a rank's program, or its Trainer; its source need not be known for that."""
     meant = _meant(handled, left)
     return bool(meant) and (bool(left) or any(map(_has_left_trainer, meant)))
 
 
-def _meant(handled: Sequence[Raised], left: Sequence[Raised]) -> list[Raised]:
+def _meant(handled: Sequence[ReadException], left: Sequence[ReadException]) -> list[ReadException]:
     return [one for one in (*left, *handled) if one.type not in _CONTROL_FLOW]
 
 
-def _has_left_trainer(one: Raised) -> bool:
+def _has_left_trainer(one: ReadException) -> bool:
     return any(TRAINER_CALL.has(file, function) for file, _, function in one.places)
 
 
-def _ended(one: Raised) -> ExceptionFacts:
+def _ended(one: ReadException) -> ExceptionFacts:
     return ExceptionFacts(
         type=one.type,
         message=one.message,
@@ -70,7 +70,7 @@ def _ended(one: Raised) -> ExceptionFacts:
     )
 
 
-def _caught(one: Raised, stack: Sequence[Frame], since_s: float) -> CaughtException:
+def _caught(one: ReadException, stack: Sequence[Frame], since_s: float) -> CaughtException:
     frames = [*_frames(one.places)]
     own = [frame for frame in frames if frame.user]
     last = frames[-1:] if frames and not frames[-1].user else []
@@ -86,7 +86,7 @@ def _caught(one: Raised, stack: Sequence[Frame], since_s: float) -> CaughtExcept
     )
 
 
-def _is_consequence(one: Raised) -> bool:
+def _is_consequence(one: ReadException) -> bool:
     return one.type not in _OWN and is_consequence(one.type, one.message)
 
 
@@ -95,13 +95,13 @@ def _frames(places: Iterable[tuple[str, int, str]]) -> Iterator[Frame]:
         yield Frame(file=file, line=line, function=function, user=is_user_code(file))
 
 
-def _handler(one: Raised, stack: Sequence[Frame]) -> Frame | None:
+def _handler(one: ReadException, stack: Sequence[Frame]) -> Frame | None:
     """The frame that an exception has come to, as it is on the stack now."""
     file, _, function = one.places[0] if one.places else ("", 0, "")
     return next((frame for frame in reversed(stack) if (frame.file, frame.function) == (file, function)), None)
 
 
-def _passes(one: Raised, stack: Sequence[Frame]) -> bool:
+def _passes(one: ReadException, stack: Sequence[Frame]) -> bool:
     """Whether it goes on from where it is handled now: a ``finally`` block, an ``except`` block that raises again."""
     frame = _handler(one, stack)
     return frame is not None and _is_read(frame.file) and frame.line not in _keeping(frame.file)

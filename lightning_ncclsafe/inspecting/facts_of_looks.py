@@ -34,7 +34,7 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
-from lightning_ncclsafe.inspecting.objects import Raised
+from lightning_ncclsafe.inspecting.objects import ReadException
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
 from lightning_ncclsafe.inspecting.trainer_objects import Counted
@@ -95,8 +95,8 @@ class SeenRank:
     ended_after: bool = False
     recorded: RankFacts | None = None
     native: tuple[str, ...] = ()
-    handled: tuple[Raised, ...] = ()
-    left: tuple[Raised, ...] = ()
+    handled: tuple[ReadException, ...] = ()
+    left: tuple[ReadException, ...] = ()
     counted: Counted | None = None
     group: Group | None = None
     is_other_python: bool = False

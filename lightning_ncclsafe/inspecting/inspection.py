@@ -36,7 +36,7 @@ from lightning_ncclsafe.inspecting.facts_of_looks import (
 from lightning_ncclsafe.inspecting.groups import group_of
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, diagnosis_of, wait_apart
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, Look, SeenFrame, SeenThread, StackReader, look
-from lightning_ncclsafe.inspecting.objects import Interpreter, Raised
+from lightning_ncclsafe.inspecting.objects import Interpreter, ReadException
 from lightning_ncclsafe.inspecting.ranks import (
     FoundRanks,
     RankProcess,
@@ -432,7 +432,7 @@ def _read(seen: SeenRank) -> dict[str, Any]:
     return found | raised
 
 
-def _placed_in(folder: str, raised: Raised) -> Raised:
+def _placed_in(folder: str, raised: ReadException) -> ReadException:
     return replace(
         raised, places=tuple((_whole(file, folder), line, function) for file, line, function in raised.places)
     )

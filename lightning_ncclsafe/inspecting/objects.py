@@ -23,7 +23,7 @@ Plain = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raised:
+class ReadException:
     """An exception of another process.
 
     Attributes:
@@ -64,7 +64,7 @@ class Interpreter:
     def _state(self) -> int:
         return self._memory.word((self._runtime or 0) + self._at.interpreter)
 
-    def handled(self) -> tuple[Raised, ...]:
+    def handled(self) -> tuple[ReadException, ...]:
         """The exceptions that its main thread handles: in an ``except`` or ``finally`` block, or while a ``with`` ends.
 
         The one that was raised last first, then those during whose handling, or because of which, it was raised.
@@ -80,7 +80,7 @@ class Interpreter:
                 break
         return ()
 
-    def printed(self) -> tuple[Raised, ...]:
+    def printed(self) -> tuple[ReadException, ...]:
         """The exceptions that have left its program, if it has not ended yet; in the same order."""
         error = self._named(self._memory.word(self._state + self._at.modules_of_sys), "last_value")
         return tuple(self._chain(error)) if error and self._is_exception(error) else ()
@@ -190,11 +190,11 @@ class Interpreter:
             self._kinds[kind] = name.rpartition(".")[2]
         return self._kinds[kind]
 
-    def _chain(self, error: int) -> Iterator[Raised]:
+    def _chain(self, error: int) -> Iterator[ReadException]:
         seen: set[int] = set()
         while error and error not in seen and len(seen) < _MOST_CHAIN:
             seen.add(error)
-            yield Raised(
+            yield ReadException(
                 type=self._kind(error),
                 message=self._message(error),
                 places=tuple(self._places(self._memory.word(error + self._at.trace))),

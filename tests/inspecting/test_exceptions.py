@@ -11,7 +11,7 @@ from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
 from lightning_ncclsafe.inspecting.joining import diagnosis_of
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread
-from lightning_ncclsafe.inspecting.objects import Raised
+from lightning_ncclsafe.inspecting.objects import ReadException
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 
@@ -52,11 +52,13 @@ def program(tmp_path: Path) -> str:
     return str(path)
 
 
-def raised(program: str, *, function: str = "train", type: str = "KeyError", message: str = "'label'") -> Raised:
-    return Raised(type=type, message=message, places=((program, 3, function), (program, 19, "step")))
+def raised(program: str, *, function: str = "train", type: str = "KeyError", message: str = "'label'") -> ReadException:
+    return ReadException(type=type, message=message, places=((program, 3, function), (program, 19, "step")))
 
 
-def seen(number: int, *frames: SeenFrame, handled: tuple[Raised, ...] = (), left: tuple[Raised, ...] = ()) -> SeenRank:
+def seen(
+    number: int, *frames: SeenFrame, handled: tuple[ReadException, ...] = (), left: tuple[ReadException, ...] = ()
+) -> SeenRank:
     looks = tuple(
         Look(
             at_s=at_s,
@@ -97,7 +99,7 @@ def test_what_goes_on_from_its_block_is_the_end_and_what_stays_there_is_caught(
 
 def test_what_has_left_the_trainer_is_its_end_whoever_catches_it_then(program: str) -> None:
     stack = (Frame(file=program, line=CAUGHT, function="train", user=True),)
-    one = Raised(type="KeyError", places=((program, 3, "train"), CALL, (program, 19, "step")))
+    one = ReadException(type="KeyError", places=((program, 3, "train"), CALL, (program, 19, "step")))
     # What has come while it was being ended is not what has ended it.
     later = raised(program, type="OSError")
     assert has_failed([later, one], ())
@@ -108,7 +110,7 @@ def test_what_has_left_the_trainer_is_its_end_whoever_catches_it_then(program: s
 @pytest.mark.parametrize("type", ["StopIteration", "GeneratorExit", "_TunerExitException"])
 def test_what_is_no_error_is_nothing(program: str, type: str) -> None:
     assert errors_of([raised(program, type=type)], (), ()) == (None, ())
-    assert not has_failed([Raised(type=type, places=(CALL,))], ())
+    assert not has_failed([ReadException(type=type, places=(CALL,))], ())
 
 
 def test_without_source_nobody_says_that_it_goes_on() -> None:

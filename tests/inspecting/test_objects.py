@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 
 from lightning_ncclsafe.inspecting import layouts
-from lightning_ncclsafe.inspecting.objects import Interpreter, Raised, line_in
+from lightning_ncclsafe.inspecting.objects import Interpreter, ReadException, line_in
 
 BEGIN = """
     import contextlib, sys, threading, time
@@ -109,12 +109,12 @@ def running(tmp_path: Path, program: str, python: str = sys.executable) -> Itera
         process.communicate(timeout=10)
 
 
-def handled(pid: int) -> tuple[Raised, ...]:
+def handled(pid: int) -> tuple[ReadException, ...]:
     with Interpreter(pid) as read:
         return read.handled()
 
 
-def printed(pid: int) -> tuple[Raised, ...]:
+def printed(pid: int) -> tuple[ReadException, ...]:
     with Interpreter(pid) as read:
         return read.printed()
 
@@ -165,7 +165,7 @@ def test_what_has_left_the_program_is_read_while_a_thread_keeps_it(tmp_path: Pat
     assert found.places[0][1] == line_of(tmp_path, "open(")
 
 
-def wait_for_end(pid: int) -> tuple[Raised, ...]:
+def wait_for_end(pid: int) -> tuple[ReadException, ...]:
     """The thread may be there before the exception has left the program."""
     for _ in range(1_000_000):
         if found := printed(pid):

@@ -131,10 +131,11 @@ def _severity(view: Timeline, short: tuple[int, ...]) -> Severity | None:
 
 def _ended(view: Timeline, rank: int) -> str:
     progress = view.facts[rank].progress
-    if progress.phase not in _TRAINING:
+    is_counted = progress.is_last_batch or progress.phase is Phase.FINISHED
+    is_in_another = progress.epoch > min(facts.progress.epoch for facts in view.facts.values())
+    if progress.phase not in _TRAINING or (is_in_another and not is_counted):
         return f"it is at {batch_words(progress)}"
     # A loader may give fewer than it has said.
-    is_counted = progress.is_last_batch or progress.phase is Phase.FINISHED
     count = _lengths(view).get(rank, progress.batch_idx + 1) if is_counted else progress.batch_idx + 1
     of_epoch = f" of epoch {progress.epoch}" if progress.epoch >= 0 else ""
     return f"after {count} batches{of_epoch}" if count > 0 else batch_words(progress)
