@@ -120,7 +120,9 @@ class MachineProbe:
         self._interface = or_none(self._find_interface)
 
     def _look(self) -> _Look:
-        now = look_at_main_thread(thread=training_thread().native_id)
+        thread = training_thread()
+        # Python does not renew the main thread's `native_id` in a forked process.
+        now = look_at_main_thread(thread=None if thread is threading.main_thread() else thread.native_id)
         return _Look(self._clock(), now, look_at_pressure(self._groups))
 
 

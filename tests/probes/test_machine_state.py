@@ -1,6 +1,7 @@
 """What the kernel counts of the main thread, of quotas and pressure, and what children have ended: real and written."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 from own_threads import join_own_threads
 from polling import until
 
-from lightning_ncclsafe.facts import EndedProcess, GarbageFacts, GpuStateFacts, InterfaceFacts
+from lightning_ncclsafe.facts import EndedProcess, GarbageFacts, GpuStateFacts, InterfaceFacts, MainThreadFacts
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
 from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.machine_state import GarbageWatch, GpuWatch, MachineProbe
@@ -115,6 +116,22 @@ def test_the_last_twenty_seconds_are_told(probe: MachineProbe) -> None:
     assert since is not None and (since.over_s, since.looks) == (9.0, 10)
     at_least = probe.read(0.1).main_thread
     assert at_least is not None and (at_least.over_s, at_least.looks) == (1.0, 2)
+
+
+def own_looks() -> MainThreadFacts | None:
+    probe = MachineProbe(clock=itertools.count(100.0, 0.5).__next__)
+    for _ in range(10):
+        probe.note()
+    found = probe.read().main_thread
+    probe.close()
+    return found
+
+
+def test_a_forked_process_looks_at_its_own_main_thread() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        found = pool.apply(own_looks)
+    assert found is not None and found.state == "running"
+    assert found.running_looks == found.looks > 1
 
 
 def test_the_interface_is_looked_for_once_and_nobody_waits_for_it() -> None:
