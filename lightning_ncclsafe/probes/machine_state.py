@@ -121,7 +121,7 @@ class MachineProbe:
 
     def _look(self) -> _Look:
         thread = training_thread()
-        # Python does not renew the main thread's `native_id` in a forked process.
+        # After os.fork(), the main thread's `native_id` is still that of the parent's.
         now = look_at_main_thread(thread=None if thread is threading.main_thread() else thread.native_id)
         return _Look(self._clock(), now, look_at_pressure(self._groups))
 
