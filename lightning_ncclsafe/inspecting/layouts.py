@@ -22,8 +22,8 @@ from lightning_ncclsafe.probes.absent import or_none
 WORD = struct.Struct("=Q")
 # The last bits of a pointer may say something of their own (Python 3.14).
 TAGS = 7
-# Of addresses: no process has anything below, or above.
-PAGE, HIGHEST = os.sysconf("SC_PAGESIZE"), 1 << 47
+# Of addresses: no process has anything below, or above, on any processor.
+PAGE, HIGHEST = os.sysconf("SC_PAGESIZE"), 1 << 56
 # Of the structures that are searched for something: more than any of them has before it.
 _MOST_WORDS, _OF_INTERPRETER = 48, 4096
 _TRIES, _THREAD = 8, "ncclsafe-layout"
@@ -55,9 +55,11 @@ class Memory:
         Raises:
             OSError: There are none.
         """
-        if not PAGE <= address < HIGHEST:
+        taken = os.pread(self._fd, size, address) if PAGE <= address < HIGHEST else b""
+        # Of a process that has ended since there is nothing, which is no error of the system's.
+        if size and not taken:
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-        return os.pread(self._fd, size, address)
+        return taken
 
     def words(self, address: int, count: int = _MOST_WORDS) -> tuple[int, ...]:
         """So many words, of the size of a pointer, or as many as there are."""
@@ -66,19 +68,25 @@ class Memory:
 
     def word(self, address: int) -> int:
         """One of them."""
-        return int(WORD.unpack(self.read(address, WORD.size))[0])
+        return int(WORD.unpack(self._whole(address, WORD.size))[0])
 
     def real(self, address: int) -> float:
         """A C ``double``."""
-        return float(struct.unpack("=d", self.read(address, 8))[0])
+        return float(struct.unpack("=d", self._whole(address, 8))[0])
 
     def number(self, address: int) -> int:
         """A C ``int``."""
-        return int.from_bytes(self.read(address, 4), sys.byteorder, signed=True)
+        return int.from_bytes(self._whole(address, 4), sys.byteorder, signed=True)
 
     def text(self, address: int) -> str:
         """A C string, a short one."""
         return self.read(address, 200).partition(b"\0")[0].decode()
+
+    def _whole(self, address: int, size: int) -> bytes:
+        taken = self.read(address, size)
+        if len(taken) < size:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

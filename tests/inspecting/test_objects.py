@@ -207,6 +207,32 @@ def test_what_cannot_be_read_is_an_error_and_no_crash() -> None:
                 own.word(address)
 
 
+def test_of_a_process_that_has_ended_since_nothing_is_read() -> None:
+    """The kernel answers with no bytes, and not with an error."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        memory = layouts.Memory(process.pid)
+    with memory:
+        for read in (memory.word, memory.number, memory.real, memory.text, memory.words):
+            with pytest.raises(OSError):
+                read(id(memory))
+
+
+def test_what_ends_within_a_number_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    with layouts.Memory(os.getpid()) as own:
+        monkeypatch.setattr(layouts.os, "pread", lambda *_: b"\1\2")
+        assert own.read(layouts.PAGE, 8) == b"\1\2"
+        for read in (own.word, own.number, own.real):
+            with pytest.raises(OSError):
+                read(layouts.PAGE)
+
+
+def test_addresses_are_as_high_as_those_of_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 64-bit ARM libraries and what they ask for lie here."""
+    with layouts.Memory(os.getpid()) as own:
+        monkeypatch.setattr(layouts.os, "pread", lambda *_: b"\7" + bytes(7))
+        assert own.word(0xFFFF_9C00_0000) == 7
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tables of lines were others")
 def test_lines_are_worked_out_as_python_does() -> None:
     code = layouts._learned_of.__code__
