@@ -193,7 +193,7 @@ def _learned_of(own: Memory) -> Layout:
     return Layout(
         type=_find(own.words(id(error)), id(type(error))),
         type_name=_find_if(own.words(id(type(error))), lambda word: own.read(word, 9) == b"KeyError\0"),
-        interpreter=_find(own.words(_own_runtime(), _OF_INTERPRETER), state),
+        interpreter=_find(own.words(own_runtime(), _OF_INTERPRETER), state),
         threads=_find(own.words(state, _OF_INTERPRETER), head),
         next_thread=_find(own.words(head), _asked("PyThreadState_Next", head)),
         modules_of_sys=_find(own.words(state, _OF_INTERPRETER * 8), id(sys.__dict__)),
@@ -348,13 +348,14 @@ def _kind_of_text(own: Memory) -> tuple[int, int]:
     raise LookupError
 
 
-def _own_runtime() -> int:
+def own_runtime() -> int:
+    """Where this process has what all of Python's interpreters share."""
     return ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
 
 
 def runtime_of(pid: int) -> int | None:
     """Where another process has it, if the file that it lies in is the same as this process's; else None."""
-    address = _own_runtime()
+    address = own_runtime()
     own = _mapped("self")
     file = next((key for begin, end, key in reversed(own) if key and begin <= address), None)
     base = next((begin for begin, _, key in own if key == file), None)

@@ -88,9 +88,14 @@ OBJECTS = """
                 setattr(self, f"name{number}", number)
             self.counts = Counts()
 
+    class Named:
+        def __init__(self):
+            for kind in (str, int, float, bool, list, type(None)):
+                setattr(self, kind.__name__, type(kind.__name__, (), {})())
+
     looked_into = Counts()
     looked_into.__dict__["more"] = 8
-    kept += [Many(), looked_into]
+    kept += [Many(), looked_into, Named()]
     wait()
 """
 
@@ -174,7 +179,7 @@ def wait_for_end(pid: int) -> tuple[ReadException, ...]:
 
 
 def test_attributes_are_read_however_an_instance_keeps_them(tmp_path: Path) -> None:
-    with running(tmp_path, OBJECTS) as (pid, (many, looked_into)), Interpreter(pid) as read:
+    with running(tmp_path, OBJECTS) as (pid, (many, looked_into, named)), Interpreter(pid) as read:
         assert [read.value(many, f"name{number}") for number in (0, 39)] == [0, 39]
         for owner, names in ((many, ("counts",)), (looked_into, ())):
             found = [read.value(owner, *names, name) for name in ("ready", "done", "limit", "stop", "name", "none")]
@@ -184,6 +189,12 @@ def test_attributes_are_read_however_an_instance_keeps_them(tmp_path: Path) -> N
                 with pytest.raises(LookupError):
                     read.value(owner, *names, absent)
         assert read.value(looked_into, "more") == 8
+        # Other classes may have the names of Python's own.
+        for name in ("str", "int", "float", "bool", "list", "NoneType"):
+            with pytest.raises(LookupError):
+                read.value(named, name)
+        with pytest.raises(LookupError):
+            read.kinds(named, "list")
 
 
 def test_another_python_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
