@@ -209,15 +209,16 @@ class Interpreter:
 
     def _message(self, error: int) -> str:
         args = self._memory.word(error + self._at.args)
-        count = min(self._memory.word(args + self._at.count), _MOST_ITEMS)
-        items = self._memory.words(args + self._at.items, count) if count else ()
-        told = [or_none(partial(self._words, item)) or "…" for item in items]
+        count = self._memory.word(args + self._at.count)
+        items = self._memory.words(args + self._at.items, min(count, _MOST_ITEMS)) if count else ()
+        told = ["…" if (words := or_none(partial(self._words, item))) is None else words for item in items]
+        told += ["…"] if count > _MOST_ITEMS else []
         kind = getattr(builtins, self._kind(error), None)
         if isinstance(kind, type) and issubclass(kind, OSError) and len(told) > 1:
-            file = or_none(lambda: self._text(self._memory.word(error + self._at.file_name)))
+            file = self._name(self._memory.word(error + self._at.file_name))
             return f"[Errno {told[0]}] {told[1]}{f': {file!r}' if file else ''}"
         if len(told) == 1:
-            return repr(told[0]) if kind is KeyError else told[0]
+            return repr(told[0]) if kind is KeyError and self._is(items[0], str) else told[0]
         return f"({', '.join(told)})" if told else ""
 
     def _words(self, address: int) -> str:

@@ -159,6 +159,31 @@ def test_the_exception_raised_last_comes_first_and_with_the_one_before_it(tmp_pa
     assert first.type == "KeyError"
 
 
+@pytest.mark.parametrize(
+    ("raises", "message"),
+    [
+        ('raise Odd("")', ""),
+        ("raise Odd", ""),
+        ("raise Odd(1 << 80)", "…"),
+        ("raise Odd(1, 2, 3, 4, 5)", "(1, 2, 3, 4, …)"),
+        ("raise KeyError(7)", "7"),
+        ('open("/nowhere/at/all")', "[Errno 2] No such file or directory: '/nowhere/at/all'"),
+        # Names of files that are no text are left out.
+        ('import os; os.listdir(b"datasets/train/shard-000.tar")', "[Errno 2] No such file or directory"),
+    ],
+)
+def test_a_message_says_what_is_known_of_it(tmp_path: Path, raises: str, message: str) -> None:
+    program = f"""
+    try:
+        {raises}
+    except Exception:
+        wait()
+"""
+    with running(tmp_path, program) as (pid, _):
+        (found,) = handled(pid)
+    assert found.message == message
+
+
 def test_what_has_left_the_program_is_read_while_a_thread_keeps_it(tmp_path: Path) -> None:
     with running(tmp_path, LEFT) as (pid, _):
         (found,) = wait_for_end(pid)
