@@ -354,13 +354,22 @@ def own_runtime() -> int:
 
 
 def runtime_of(pid: int) -> int | None:
-    """Where another process has it, if the file that it lies in is the same as this process's; else None."""
+    """Where another process has it, if the file that it lies in is the same as this process's; else None.
+
+    Raises:
+        OSError: It may not be read.
+    """
     address = own_runtime()
     own = _mapped("self")
     file = next((key for begin, end, key in reversed(own) if key and begin <= address), None)
     base = next((begin for begin, _, key in own if key == file), None)
     there = next((begin for begin, _, key in _mapped(str(pid)) if key == file), None)
-    return there + address - base if file and base is not None and there is not None else None
+    if file is None or base is None or there is None:
+        return None
+    # Files of two Btrfs subvolumes may have the same numbers; a file's beginning says how it was built.
+    with Memory(os.getpid()) as of_own, Memory(pid) as of_other:
+        is_same = of_own.read(base, PAGE) == of_other.read(there, PAGE)
+    return there + address - base if is_same else None
 
 
 def _mapped(pid: str) -> list[tuple[int, int, tuple[str, str] | None]]:

@@ -234,6 +234,19 @@ def test_another_python_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert not is_same(pid)
 
 
+def test_a_file_that_has_the_numbers_of_this_python_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped, runtime = layouts._mapped, layouts.own_runtime()
+    python = [key for begin, _, key in mapped("self") if key and begin <= runtime][-1]
+    monkeypatch.setattr(
+        layouts, "_mapped", lambda of: [(begin, end, key if of == "self" else python) for begin, end, key in mapped(of)]
+    )
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            assert not is_same(process.pid)
+        finally:
+            process.kill()
+
+
 def test_what_cannot_be_read_is_an_error_and_no_crash() -> None:
     with pytest.raises(OSError, match="No such"):
         layouts.Memory(1 << 30)
