@@ -450,11 +450,21 @@ def _versions(looks: Sequence[Look]) -> dict[str, str]:
     return found
 
 
-def _remember_sources(pid: int, files: Iterable[str]) -> None:
-    """Of a rank in a container the files lie below its own root; whoever asks for their lines is given these."""
+def _remember_sources(pid: int, files: Iterable[str], *, processes: Path = Path("/proc")) -> None:
+    """Of a rank in a container the files lie below its own root; whoever asks for their lines is given these.
+
+    What lies here under the same name may be another version.
+    """
     for file in files:
-        if not file.startswith("<") and file not in linecache.cache and not os.path.exists(file):
-            inside = Path(f"/proc/{pid}/root{file}")
-            with suppress(OSError, UnicodeDecodeError):
+        inside = Path(f"{processes}/{pid}/root{file}")
+        with suppress(OSError, UnicodeDecodeError):
+            if not (file.startswith("<") or file in linecache.cache or _is_here(file, inside)):
                 text = inside.read_text()
                 linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+
+
+def _is_here(file: str, inside: Path) -> bool:
+    try:
+        return os.path.samefile(file, inside)
+    except FileNotFoundError:
+        return not inside.exists()
