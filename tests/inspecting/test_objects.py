@@ -268,7 +268,7 @@ def test_of_a_process_that_has_ended_since_nothing_is_read() -> None:
 
 def test_what_ends_within_a_number_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     with layouts.Memory(os.getpid()) as own:
-        monkeypatch.setattr(layouts.os, "pread", lambda *_: b"\1\2")
+        monkeypatch.setattr(os, "pread", lambda *_: b"\1\2")
         assert own.read(layouts.PAGE, 8) == b"\1\2"
         for read in (own.word, own.number, own.real):
             with pytest.raises(OSError):
@@ -278,7 +278,7 @@ def test_what_ends_within_a_number_is_no_number(monkeypatch: pytest.MonkeyPatch)
 def test_addresses_are_as_high_as_those_of_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 64-bit ARM libraries and what they ask for lie here."""
     with layouts.Memory(os.getpid()) as own:
-        monkeypatch.setattr(layouts.os, "pread", lambda *_: b"\7" + bytes(7))
+        monkeypatch.setattr(os, "pread", lambda *_: b"\7" + bytes(7))
         assert own.word(0xFFFF_9C00_0000) == 7
 
 
