@@ -457,10 +457,18 @@ def _remember_sources(pid: int, files: Iterable[str], *, processes: Path = Path(
     """
     for file in files:
         inside = Path(f"{processes}/{pid}/root{file}")
-        with suppress(OSError, UnicodeDecodeError):
+        try:
             if not (file.startswith("<") or file in linecache.cache or _is_here(file, inside)):
-                text = inside.read_text()
-                linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+                _remember(file, inside.read_text())
+        except OSError:
+            continue
+        except ValueError:
+            # It is no text, or no file can have the name, for which Python would raise again.
+            _remember(file, "")
+
+
+def _remember(file: str, text: str) -> None:
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 
 
 def _is_here(file: str, inside: Path) -> bool:

@@ -444,3 +444,11 @@ def test_of_a_rank_in_a_container_the_source_is_its_own(tmp_path: Path, monkeypa
     # Of the same name, in both.
     _remember_sources(7, [file], processes=tmp_path)
     assert linecache.getline(file, 1) == "# of the rank\n"
+
+
+def test_names_that_no_file_can_have_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read while it changes may be anything, and so may the name that a program gives its code."""
+    monkeypatch.setattr(linecache, "cache", {})
+    names = ["/a\0b", "/a\ud800b", "", "/" + "a" * 5000, "/tmp"]
+    _remember_sources(os.getpid(), names)
+    assert [linecache.getlines(name) for name in names] == [[]] * 5
