@@ -27,7 +27,7 @@ PAGE, HIGHEST = os.sysconf("SC_PAGESIZE"), 1 << 56
 # Of the structures that are searched for something: more than any of them has before it.
 _MOST_WORDS, _OF_INTERPRETER = 48, 4096
 _TRIES, _THREAD = 8, "ncclsafe-layout"
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s*(.*)")
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)")
 
 
 class Memory:
@@ -374,7 +374,8 @@ def runtime_of(pid: int) -> int | None:
 
 def _mapped(pid: str) -> list[tuple[int, int, tuple[str, str] | None]]:
     """What files a process has in its memory: begin, end, and device and number of the file."""
-    lines = (_MAPPING.match(line) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    lines = map(_MAPPING.match, text.split("\n"))
     return [
         (int(found[1], 16), int(found[2], 16), (found[3], found[4]) if found[4] != "0" else None)
         for found in lines

@@ -1,5 +1,6 @@
 """Objects of another process: exceptions that it handles, and attributes of what it has."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -245,6 +246,13 @@ def test_a_file_that_has_the_numbers_of_this_python_may_be_another(monkeypatch: 
             assert not is_same(process.pid)
         finally:
             process.kill()
+
+
+def test_names_of_files_in_memory_may_be_no_text(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff\x85"
+    Path(os.fsdecode(path)).write_bytes(b"x")
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert is_same(os.getpid())
 
 
 def test_what_cannot_be_read_is_an_error_and_no_crash() -> None:
