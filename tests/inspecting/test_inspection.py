@@ -3,6 +3,7 @@
 import json
 import linecache
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 from lightning_ncclsafe.facts import Phase, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.inspecting import inspection
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
-from lightning_ncclsafe.inspecting.inspection import _remember_sources
+from lightning_ncclsafe.inspecting.inspection import _remember_sources, _seen_rank
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined
-from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, denied_words, threads_in
+from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, StackReader, denied_words, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.report.text import render_text
@@ -452,3 +454,16 @@ def test_names_that_no_file_can_have_end_nothing(monkeypatch: pytest.MonkeyPatch
     names = ["/a\0b", "/a\ud800b", "", "/" + "a" * 5000, "/tmp"]
     _remember_sources(os.getpid(), names)
     assert [linecache.getlines(name) for name in names] == [[]] * 5
+
+
+def test_a_rank_whose_storage_does_not_answer_is_told_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(inspection, "_STORAGE_S", 0.05)
+    for name in ("_remember_sources", "_open_files", "_versions"):
+        monkeypatch.setattr(inspection, name, lambda *_: answers.wait(60) and ())
+    own = RankProcess(pid=os.getpid(), rank=0, local_rank=0, world_size=1, local_world_size=1, job="j", parent=1)
+    try:
+        seen = _seen_rank(own, (), StackReader("py-spy"), [own])
+    finally:
+        answers.set()
+    assert (seen.storage, seen.versions, seen.process) == ((), {}, own)
