@@ -1,4 +1,4 @@
-"""Where in a Python object what lies, which this interpreter's own objects tell, and the memory of a process.
+"""Where the parts of Python objects lie, as this interpreter's own objects tell, and the memory of a process.
 
 No table of versions is needed; in return only a process of the same interpreter can be read, of the same file.
 """
@@ -91,7 +91,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where what lies, in bytes from the beginning; learned by :func:`layout`."""
+    """Where the parts of objects lie, in bytes from their beginning; learned by :func:`layout`."""
 
     type: int
     type_name: int
@@ -138,7 +138,7 @@ class Layout:
 
 
 def layout() -> Layout:
-    """Where what lies; learned once.
+    """Where the parts of objects lie; learned once.
 
     Raises:
         LookupError: It cannot be learned from this interpreter's objects.

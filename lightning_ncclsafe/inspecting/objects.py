@@ -1,6 +1,6 @@
 """Python objects of another process, read out of its memory as py-spy reads stacks: it runs on, and nothing is changed.
 
-All that is read may be nonsense, as the other process goes on meanwhile: what is, is left out.
+Whatever is read may be nonsense, as the other process goes on meanwhile; nonsense is left out.
 """
 
 import builtins
@@ -13,7 +13,7 @@ from types import TracebackType
 from lightning_ncclsafe.inspecting.layouts import HIGHEST, PAGE, TAGS, WORD, Memory, layout, own_runtime, runtime_of
 from lightning_ncclsafe.probes.absent import or_none
 
-# Of words: at most as many belong to a dictionary, and to each of its entries with its place in the table of hashes.
+# In words: the most that a dictionary's head takes, and each of its entries with its place in the table of hashes.
 _OF_HEAD, _OF_ENTRY = 64, 5
 _MOST_NAMES, _MOST_ENTRIES = 2000, 20_000
 _MOST_THREADS, _MOST_STACK, _MOST_CHAIN, _MOST_ITEMS = 4096, 120, 8, 4
@@ -39,7 +39,7 @@ class ReadException:
 
 
 class Interpreter:
-    """That of another process.
+    """The Python interpreter of another process, whose objects are read.
 
     Args:
         pid: Process id.
@@ -120,7 +120,7 @@ class Interpreter:
         return tuple(map(self._kind, items))
 
     def named(self, module: str, name: str) -> int:
-        """Where what a module has under a name is.
+        """The address of what a module has under a name.
 
         Raises:
             LookupError: There is no such module, or nothing of this name.
@@ -170,7 +170,7 @@ class Interpreter:
         return address
 
     def _main_thread(self) -> int:
-        """Every other one has been put before it."""
+        """The last one in the list: every other thread has been put before it."""
         thread = self._memory.word(self._state + self._at.threads)
         for _ in range(_MOST_THREADS):
             following = self._memory.word(thread + self._at.next_thread)
