@@ -120,7 +120,9 @@ class MachineProbe:
         self._interface = or_none(self._find_interface)
 
     def _look(self) -> _Look:
-        now = look_at_main_thread(thread=training_thread().native_id)
+        thread = training_thread()
+        # After os.fork(), the main thread's `native_id` is still that of the parent's.
+        now = look_at_main_thread(thread=None if thread is threading.main_thread() else thread.native_id)
         return _Look(self._clock(), now, look_at_pressure(self._groups))
 
 
