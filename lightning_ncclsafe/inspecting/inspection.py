@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from lightning_ncclsafe.code.libraries import LOADING, SPAWNED_PROCESS
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import (
     EndedProcess,
     GpuStateFacts,
@@ -64,10 +65,12 @@ _ON_EVERY_S = 2.0
 _AT_ONCE = 4
 # A worker's stack is read only where its rank waits for data, and of few: they do the same.
 _WORKERS_READ = 2
-_GPU_S = 0.5
+_GPU_S, _STORAGE_S = 0.5, 3.0
 _CHECKPOINTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp", ".part", ".tmp")
 _LOGS = ("tfevents", "metrics.csv", ".wandb")
 _VERSIONS = {"torch": ("torch",), "lightning": ("lightning", "pytorch_lightning")}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +342,7 @@ def _seen_rank(
     ended = [seen for child in children if (seen := look_at(child.pid)).state == "zombie"]
     workers = child_processes(besides=[other.pid for other in ranks], of=one.pid)
     loads = bool(looks) and any(LOADING.has(frame.file, frame.function) for frame in looks[-1].stack)
-    _remember_sources(one.pid, {frame.file for seen in looks for frame in seen.stack})
+    _from_storage(partial(_remember_sources, one.pid, {frame.file for seen in looks for frame in seen.stack}), None)
     return SeenRank(
         process=one,
         looks=looks,
@@ -349,11 +352,18 @@ def _seen_rank(
             if pid not in [seen.pid for seen in ended]
         ),
         ended=tuple(EndedProcess(pid=seen.pid, signal=seen.ended_by, exit_code=seen.exit_code) for seen in ended),
-        storage=tuple(_open_files(one.pid)),
+        storage=_from_storage(lambda: tuple(_open_files(one.pid)), ()),
         name_servers=name_servers_asked(one.pid),
         host_facts=_host_facts(one.pid, looks),
-        versions=_versions(looks),
+        versions=_from_storage(partial(_versions, looks), {}),
     )
+
+
+def _from_storage(read: Callable[[], T], otherwise: T) -> T:
+    """What a read gives, unless it raises or the storage of a rank does not answer, as it may be that which hangs."""
+    with suppress(Exception):
+        return SideThread("ncclsafe-storage").call(read, _STORAGE_S)
+    return otherwise
 
 
 def _worker(pid: int, reader: StackReader | None) -> ProcessFacts:
@@ -428,7 +438,8 @@ def _read(seen: SeenRank) -> dict[str, Any]:
     if not found or or_none(read) != found:
         return {}
     raised = {name: tuple(_placed_in(folder, one) for one in found[name]) for name in ("left", "handled")}
-    _remember_sources(pid, {file for of in raised.values() for one in of for file, *_ in one.places})
+    files = {file for of in raised.values() for one in of for file, *_ in one.places}
+    _from_storage(partial(_remember_sources, pid, files), None)
     return found | raised
 
 
@@ -450,11 +461,29 @@ def _versions(looks: Sequence[Look]) -> dict[str, str]:
     return found
 
 
-def _remember_sources(pid: int, files: Iterable[str]) -> None:
-    """Of a rank in a container the files lie below its own root; whoever asks for their lines is given these."""
+def _remember_sources(pid: int, files: Iterable[str], *, processes: Path = Path("/proc")) -> None:
+    """Of a rank in a container the files lie below its own root; whoever asks for their lines is given these.
+
+    What lies here under the same name may be another version.
+    """
     for file in files:
-        if not file.startswith("<") and file not in linecache.cache and not os.path.exists(file):
-            inside = Path(f"/proc/{pid}/root{file}")
-            with suppress(OSError, UnicodeDecodeError):
-                text = inside.read_text()
-                linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        inside = Path(f"{processes}/{pid}/root{file}")
+        try:
+            if not (file.startswith("<") or file in linecache.cache or _is_here(file, inside)):
+                _remember(file, inside.read_text())
+        except OSError:
+            continue
+        except ValueError:
+            # It is no text, or no file can have the name, for which Python would raise again.
+            _remember(file, "")
+
+
+def _remember(file: str, text: str) -> None:
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+
+
+def _is_here(file: str, inside: Path) -> bool:
+    try:
+        return os.path.samefile(file, inside)
+    except FileNotFoundError:
+        return not inside.exists()

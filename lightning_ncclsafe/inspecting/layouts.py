@@ -1,4 +1,4 @@
-"""Where in a Python object what lies, which this interpreter's own objects tell, and the memory of a process.
+"""Where the parts of Python objects lie, as this interpreter's own objects tell, and the memory of a process.
 
 No table of versions is needed; in return only a process of the same interpreter can be read, of the same file.
 """
@@ -22,12 +22,12 @@ from lightning_ncclsafe.probes.absent import or_none
 WORD = struct.Struct("=Q")
 # The last bits of a pointer may say something of their own (Python 3.14).
 TAGS = 7
-# Of addresses: no process has anything below, or above.
-PAGE, HIGHEST = os.sysconf("SC_PAGESIZE"), 1 << 47
+# Of addresses: no process has anything below, or above, on any processor.
+PAGE, HIGHEST = os.sysconf("SC_PAGESIZE"), 1 << 56
 # Of the structures that are searched for something: more than any of them has before it.
 _MOST_WORDS, _OF_INTERPRETER = 48, 4096
 _TRIES, _THREAD = 8, "ncclsafe-layout"
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s*(.*)")
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)")
 
 
 class Memory:
@@ -55,9 +55,11 @@ class Memory:
         Raises:
             OSError: There are none.
         """
-        if not PAGE <= address < HIGHEST:
+        taken = os.pread(self._fd, size, address) if PAGE <= address < HIGHEST else b""
+        # Of a process that has ended since there is nothing, which is no error of the system's.
+        if size and not taken:
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-        return os.pread(self._fd, size, address)
+        return taken
 
     def words(self, address: int, count: int = _MOST_WORDS) -> tuple[int, ...]:
         """So many words, of the size of a pointer, or as many as there are."""
@@ -66,24 +68,30 @@ class Memory:
 
     def word(self, address: int) -> int:
         """One of them."""
-        return int(WORD.unpack(self.read(address, WORD.size))[0])
+        return int(WORD.unpack(self._whole(address, WORD.size))[0])
 
     def real(self, address: int) -> float:
         """A C ``double``."""
-        return float(struct.unpack("=d", self.read(address, 8))[0])
+        return float(struct.unpack("=d", self._whole(address, 8))[0])
 
     def number(self, address: int) -> int:
         """A C ``int``."""
-        return int.from_bytes(self.read(address, 4), sys.byteorder, signed=True)
+        return int.from_bytes(self._whole(address, 4), sys.byteorder, signed=True)
 
     def text(self, address: int) -> str:
         """A C string, a short one."""
         return self.read(address, 200).partition(b"\0")[0].decode()
 
+    def _whole(self, address: int, size: int) -> bytes:
+        taken = self.read(address, size)
+        if len(taken) < size:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return taken
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where what lies, in bytes from the beginning; learned by :func:`layout`."""
+    """Where the parts of objects lie, in bytes from their beginning; learned by :func:`layout`."""
 
     type: int
     type_name: int
@@ -130,7 +138,7 @@ class Layout:
 
 
 def layout() -> Layout:
-    """Where what lies; learned once.
+    """Where the parts of objects lie; learned once.
 
     Raises:
         LookupError: It cannot be learned from this interpreter's objects.
@@ -185,7 +193,7 @@ def _learned_of(own: Memory) -> Layout:
     return Layout(
         type=_find(own.words(id(error)), id(type(error))),
         type_name=_find_if(own.words(id(type(error))), lambda word: own.read(word, 9) == b"KeyError\0"),
-        interpreter=_find(own.words(_own_runtime(), _OF_INTERPRETER), state),
+        interpreter=_find(own.words(own_runtime(), _OF_INTERPRETER), state),
         threads=_find(own.words(state, _OF_INTERPRETER), head),
         next_thread=_find(own.words(head), _asked("PyThreadState_Next", head)),
         modules_of_sys=_find(own.words(state, _OF_INTERPRETER * 8), id(sys.__dict__)),
@@ -340,23 +348,34 @@ def _kind_of_text(own: Memory) -> tuple[int, int]:
     raise LookupError
 
 
-def _own_runtime() -> int:
+def own_runtime() -> int:
+    """Where this process has what all of Python's interpreters share."""
     return ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
 
 
 def runtime_of(pid: int) -> int | None:
-    """Where another process has it, if the file that it lies in is the same as this process's; else None."""
-    address = _own_runtime()
+    """Where another process has it, if the file that it lies in is the same as this process's; else None.
+
+    Raises:
+        OSError: It may not be read.
+    """
+    address = own_runtime()
     own = _mapped("self")
     file = next((key for begin, end, key in reversed(own) if key and begin <= address), None)
     base = next((begin for begin, _, key in own if key == file), None)
     there = next((begin for begin, _, key in _mapped(str(pid)) if key == file), None)
-    return there + address - base if file and base is not None and there is not None else None
+    if file is None or base is None or there is None:
+        return None
+    # Files of two Btrfs subvolumes may have the same numbers; a file's beginning says how it was built.
+    with Memory(os.getpid()) as of_own, Memory(pid) as of_other:
+        is_same = of_own.read(base, PAGE) == of_other.read(there, PAGE)
+    return there + address - base if is_same else None
 
 
 def _mapped(pid: str) -> list[tuple[int, int, tuple[str, str] | None]]:
     """What files a process has in its memory: begin, end, and device and number of the file."""
-    lines = (_MAPPING.match(line) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    lines = map(_MAPPING.match, text.split("\n"))
     return [
         (int(found[1], 16), int(found[2], 16), (found[3], found[4]) if found[4] != "0" else None)
         for found in lines

@@ -1,6 +1,6 @@
 """Python objects of another process, read out of its memory as py-spy reads stacks: it runs on, and nothing is changed.
 
-All that is read may be nonsense, as the other process goes on meanwhile: what is, is left out.
+Whatever is read may be nonsense, as the other process goes on meanwhile; nonsense is left out.
 """
 
 import builtins
@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import TracebackType
 
-from lightning_ncclsafe.inspecting.layouts import HIGHEST, PAGE, TAGS, WORD, Memory, layout, runtime_of
+from lightning_ncclsafe.inspecting.layouts import HIGHEST, PAGE, TAGS, WORD, Memory, layout, own_runtime, runtime_of
 from lightning_ncclsafe.probes.absent import or_none
 
-# Of words: at most as many belong to a dictionary, and to each of its entries with its place in the table of hashes.
+# In words: the most that a dictionary's head takes, and each of its entries with its place in the table of hashes.
 _OF_HEAD, _OF_ENTRY = 64, 5
 _MOST_NAMES, _MOST_ENTRIES = 2000, 20_000
 _MOST_THREADS, _MOST_STACK, _MOST_CHAIN, _MOST_ITEMS = 4096, 120, 8, 4
@@ -38,7 +39,7 @@ class ReadException:
 
 
 class Interpreter:
-    """That of another process.
+    """The Python interpreter of another process, whose objects are read.
 
     Args:
         pid: Process id.
@@ -51,6 +52,7 @@ class Interpreter:
         self._runtime = runtime_of(pid)
         self.is_same = self._runtime is not None
         self._at, self._memory = layout(), Memory(pid)
+        self._shift = (self._runtime or 0) - own_runtime()
         self._kinds: dict[int, str] = {}
         self._known: dict[int, dict[str, tuple[int, int]]] = {}
 
@@ -92,16 +94,17 @@ class Interpreter:
             LookupError: There is none, or it is something else.
         """
         found = self._attribute(address, names)
-        kind = self._kind(found)
-        if kind == "str":
+        if self._is(found, str):
             return self._text(found)
-        if kind in ("int", "bool"):
-            return self._number(found) if kind == "int" else bool(self._number(found))
-        if kind == "float":
+        if self._is(found, int):
+            return self._number(found)
+        if self._is(found, bool):
+            return bool(self._number(found))
+        if self._is(found, float):
             return self._memory.real(found + self._at.real)
-        if kind == "NoneType":
+        if self._is(found, type(None)):
             return None
-        raise LookupError(f"a {kind}")
+        raise LookupError(f"a {self._kind(found)}")
 
     def kinds(self, address: int, *names: str) -> tuple[str, ...]:
         """Class names of what a list has that is an attribute of an attribute of … an object.
@@ -110,14 +113,14 @@ class Interpreter:
             LookupError: There is none.
         """
         found = self._attribute(address, names)
-        if self._kind(found) != "list":
+        if not self._is(found, list):
             raise LookupError
         count = min(self._memory.word(found + self._at.count), _MOST_NAMES)
         items = self._memory.words(self._memory.word(found + self._at.list_items), count) if count else ()
         return tuple(map(self._kind, items))
 
     def named(self, module: str, name: str) -> int:
-        """Where what a module has under a name is.
+        """The address of what a module has under a name.
 
         Raises:
             LookupError: There is no such module, or nothing of this name.
@@ -155,7 +158,7 @@ class Interpreter:
         return self._memory.words(keys, _OF_HEAD + count * _OF_ENTRY)
 
     def _number_at(self, address: int) -> int:
-        if self._kind(address) != "int":
+        if not self._is(address, int):
             raise LookupError
         return self._number(address)
 
@@ -167,7 +170,7 @@ class Interpreter:
         return address
 
     def _main_thread(self) -> int:
-        """Every other one has been put before it."""
+        """The last one in the list: every other thread has been put before it."""
         thread = self._memory.word(self._state + self._at.threads)
         for _ in range(_MOST_THREADS):
             following = self._memory.word(thread + self._at.next_thread)
@@ -177,11 +180,14 @@ class Interpreter:
         raise LookupError("too many threads")
 
     def _is_exception(self, address: int) -> bool:
-        return address % 8 == 0 and self._kind(address) != "NoneType" and self._is_a(address + self._at.args, "tuple")
+        if address % 8 or self._is(address, type(None)):
+            return False
+        args = self._memory.word(address + self._at.args)
+        return bool(args) and self._is(args, tuple)
 
-    def _is_a(self, place: int, name: str) -> bool:
-        held = self._memory.word(place)
-        return bool(held) and self._kind(held) == name
+    def _is(self, address: int, kind: type) -> bool:
+        """Whether an object is of one of Python's own types, which lie in its file; any other may have the name."""
+        return self._memory.word(address + self._at.type) == id(kind) + self._shift
 
     def _kind(self, address: int) -> str:
         kind = self._memory.word(address + self._at.type)
@@ -203,22 +209,22 @@ class Interpreter:
 
     def _message(self, error: int) -> str:
         args = self._memory.word(error + self._at.args)
-        count = min(self._memory.word(args + self._at.count), _MOST_ITEMS)
-        items = self._memory.words(args + self._at.items, count) if count else ()
-        told = [or_none(partial(self._words, item)) or "…" for item in items]
+        count = self._memory.word(args + self._at.count)
+        items = self._memory.words(args + self._at.items, min(count, _MOST_ITEMS)) if count else ()
+        told = ["…" if (words := or_none(partial(self._words, item))) is None else words for item in items]
+        told += ["…"] if count > _MOST_ITEMS else []
         kind = getattr(builtins, self._kind(error), None)
         if isinstance(kind, type) and issubclass(kind, OSError) and len(told) > 1:
-            file = or_none(lambda: self._text(self._memory.word(error + self._at.file_name)))
+            file = self._name(self._memory.word(error + self._at.file_name))
             return f"[Errno {told[0]}] {told[1]}{f': {file!r}' if file else ''}"
         if len(told) == 1:
-            return repr(told[0]) if kind is KeyError else told[0]
+            return repr(told[0]) if kind is KeyError and self._is(items[0], str) else told[0]
         return f"({', '.join(told)})" if told else ""
 
     def _words(self, address: int) -> str:
-        kind = self._kind(address)
-        if kind == "str":
+        if self._is(address, str):
             return self._text(address)
-        return str(self._number(address)) if kind == "int" else f"<{kind}>"
+        return str(self._number(address)) if self._is(address, int) else f"<{self._kind(address)}>"
 
     def _number(self, address: int) -> int:
         head = self._memory.word(address + self._at.text_length)
@@ -235,7 +241,7 @@ class Interpreter:
 
     def _places(self, trace: int) -> Iterator[tuple[str, int, str]]:
         for _ in range(_MOST_STACK):
-            if not trace or self._kind(trace) != "traceback":
+            if not trace or not self._is(trace, TracebackType):
                 return
             code = self._memory.word(trace + self._at.trace_frame)
             for offset in self._at.code:
@@ -258,7 +264,7 @@ class Interpreter:
     def _held(self, address: int, name: str) -> int:
         """Where an attribute of an instance is; 0 where it has none of this name."""
         inside = self._memory.word(address + self._at.dictionary)
-        if inside and inside % 8 == 0 and or_none(lambda: self._kind(inside)) == "dict":
+        if inside and inside % 8 == 0 and or_none(partial(self._is, inside, dict)):
             return self._named(inside, name)
         kind = self._memory.word(address + self._at.type)
         place = self._names(self._memory.word(kind + self._at.shared_names)).get(name)
@@ -295,7 +301,7 @@ class Interpreter:
     def _name(self, address: int) -> str:
         if not PAGE < address < HIGHEST or address % 8:
             return ""
-        return or_none(lambda: self._text(address) if self._kind(address) == "str" else "") or ""
+        return or_none(lambda: self._text(address) if self._is(address, str) else "") or ""
 
 
 def line_in(table: bytes, first: int, instruction: int) -> int:

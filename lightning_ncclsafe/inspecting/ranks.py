@@ -264,8 +264,10 @@ def _is_launcher(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[in
 
 def _inherits(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]) -> bool:
     """Whether a rank has started it, so that it has that rank's environment: a loader's worker, a tracker."""
-    parent = by_pid[pid].parent
-    while parent in by_pid:
+    parent, passed = by_pid[pid].parent, {pid}
+    # Where a number was given anew while processes were listed, one may seem to be above itself.
+    while parent in by_pid and parent not in passed:
+        passed.add(parent)
         above = places.get(parent)
         is_same = above is not None and (above.rank, above.job) == (places[pid].rank, places[pid].job)
         if is_same and not _is_launcher(parent, by_pid, places):

@@ -39,7 +39,9 @@ class LastBar:
     def move(self, bars: list[ProgressBar], line: int) -> None:
         """Adds it to others, as somebody has given up: one right before a rank's last words was there by then."""
         if self._text and line - self._at < _RIGHT_BEFORE:
-            bars += bars_in(self._text.decode("utf-8", "replace"))
+            # Whoever has copied a log may have put all that a bar has been through into one line.
+            last = {bar.total: bar for bar in bars_in(self._text.decode("utf-8", "replace"))}
+            bars += last.values()
             del bars[:-_MOST]
         self._text = b""
 

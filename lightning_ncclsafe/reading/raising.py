@@ -21,7 +21,7 @@ class RankException(NamedTuple):
 
 
 class Raising:
-    """Reads them line by line, of one file after the other.
+    """Reads exceptions line by line, of one file after the other.
 
     Attributes:
         nameless: Exceptions of this file of which no line says whose they are.

@@ -103,3 +103,10 @@ def test_processes_that_are_named_are_taken_alone() -> None:
 
 def test_a_process_whose_environment_may_not_be_read_is_no_rank() -> None:
     assert find_ranks([process(11, env=None)]) == FoundRanks()
+
+
+def test_parents_that_go_around_in_a_circle_end() -> None:
+    """Numbers of processes are given anew while others are listed."""
+    others = [process(12, 13), process(13, 12)]
+    assert [*placed(find_ranks([process(11, 12, torchrun(0, 0)), *others]))] == [11]
+    assert [*placed(find_ranks([process(11, 12, torchrun(0, 0)), process(12, 11)]))] == [11]

@@ -1,5 +1,6 @@
 """Objects of another process: exceptions that it handles, and attributes of what it has."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -88,9 +89,14 @@ OBJECTS = """
                 setattr(self, f"name{number}", number)
             self.counts = Counts()
 
+    class Named:
+        def __init__(self):
+            for kind in (str, int, float, bool, list, type(None)):
+                setattr(self, kind.__name__, type(kind.__name__, (), {})())
+
     looked_into = Counts()
     looked_into.__dict__["more"] = 8
-    kept += [Many(), looked_into]
+    kept += [Many(), looked_into, Named()]
     wait()
 """
 
@@ -154,6 +160,31 @@ def test_the_exception_raised_last_comes_first_and_with_the_one_before_it(tmp_pa
     assert first.type == "KeyError"
 
 
+@pytest.mark.parametrize(
+    ("raises", "message"),
+    [
+        ('raise Odd("")', ""),
+        ("raise Odd", ""),
+        ("raise Odd(1 << 80)", "…"),
+        ("raise Odd(1, 2, 3, 4, 5)", "(1, 2, 3, 4, …)"),
+        ("raise KeyError(7)", "7"),
+        ('open("/nowhere/at/all")', "[Errno 2] No such file or directory: '/nowhere/at/all'"),
+        # Names of files that are no text are left out.
+        ('import os; os.listdir(b"datasets/train/shard-000.tar")', "[Errno 2] No such file or directory"),
+    ],
+)
+def test_a_message_says_what_is_known_of_it(tmp_path: Path, raises: str, message: str) -> None:
+    program = f"""
+    try:
+        {raises}
+    except Exception:
+        wait()
+"""
+    with running(tmp_path, program) as (pid, _):
+        (found,) = handled(pid)
+    assert found.message == message
+
+
 def test_what_has_left_the_program_is_read_while_a_thread_keeps_it(tmp_path: Path) -> None:
     with running(tmp_path, LEFT) as (pid, _):
         (found,) = wait_for_end(pid)
@@ -174,7 +205,7 @@ def wait_for_end(pid: int) -> tuple[ReadException, ...]:
 
 
 def test_attributes_are_read_however_an_instance_keeps_them(tmp_path: Path) -> None:
-    with running(tmp_path, OBJECTS) as (pid, (many, looked_into)), Interpreter(pid) as read:
+    with running(tmp_path, OBJECTS) as (pid, (many, looked_into, named)), Interpreter(pid) as read:
         assert [read.value(many, f"name{number}") for number in (0, 39)] == [0, 39]
         for owner, names in ((many, ("counts",)), (looked_into, ())):
             found = [read.value(owner, *names, name) for name in ("ready", "done", "limit", "stop", "name", "none")]
@@ -184,6 +215,12 @@ def test_attributes_are_read_however_an_instance_keeps_them(tmp_path: Path) -> N
                 with pytest.raises(LookupError):
                     read.value(owner, *names, absent)
         assert read.value(looked_into, "more") == 8
+        # Other classes may have the names of Python's own.
+        for name in ("str", "int", "float", "bool", "list", "NoneType"):
+            with pytest.raises(LookupError):
+                read.value(named, name)
+        with pytest.raises(LookupError):
+            read.kinds(named, "list")
 
 
 def test_another_python_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,6 +235,26 @@ def test_another_python_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert not is_same(pid)
 
 
+def test_a_file_that_has_the_numbers_of_this_python_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped, runtime = layouts._mapped, layouts.own_runtime()
+    python = [key for begin, _, key in mapped("self") if key and begin <= runtime][-1]
+    monkeypatch.setattr(
+        layouts, "_mapped", lambda of: [(begin, end, key if of == "self" else python) for begin, end, key in mapped(of)]
+    )
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            assert not is_same(process.pid)
+        finally:
+            process.kill()
+
+
+def test_names_of_files_in_memory_may_be_no_text(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff\x85"
+    Path(os.fsdecode(path)).write_bytes(b"x")
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert is_same(os.getpid())
+
+
 def test_what_cannot_be_read_is_an_error_and_no_crash() -> None:
     with pytest.raises(OSError, match="No such"):
         layouts.Memory(1 << 30)
@@ -205,6 +262,32 @@ def test_what_cannot_be_read_is_an_error_and_no_crash() -> None:
         for address in (0, 8, 1 << 46, 1 << 63, -1):
             with pytest.raises(OSError):
                 own.word(address)
+
+
+def test_of_a_process_that_has_ended_since_nothing_is_read() -> None:
+    """The kernel answers with no bytes, and not with an error."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        memory = layouts.Memory(process.pid)
+    with memory:
+        for read in (memory.word, memory.number, memory.real, memory.text, memory.words):
+            with pytest.raises(OSError):
+                read(id(memory))
+
+
+def test_what_ends_within_a_number_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    with layouts.Memory(os.getpid()) as own:
+        monkeypatch.setattr(os, "pread", lambda *_: b"\1\2")
+        assert own.read(layouts.PAGE, 8) == b"\1\2"
+        for read in (own.word, own.number, own.real):
+            with pytest.raises(OSError):
+                read(layouts.PAGE)
+
+
+def test_addresses_are_as_high_as_those_of_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 64-bit ARM libraries and what they ask for lie here."""
+    with layouts.Memory(os.getpid()) as own:
+        monkeypatch.setattr(os, "pread", lambda *_: b"\7" + bytes(7))
+        assert own.word(0xFFFF_9C00_0000) == 7
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tables of lines were others")

@@ -676,6 +676,12 @@ def test_a_bar_that_goes_on_when_others_have_given_up(bars: tuple[tuple[int, str
     assert ("still at work" in finding.summary) is works
 
 
+def test_what_a_bar_has_been_through_before_others_gave_up_is_no_work_since() -> None:
+    text = "".join(BAR.format(done, done, f"00:{done}") for done in (10, 20, 30)) + timeout(1) + timeout(2)
+    for later, works in (("", False), (BAR.format(31, 31, "00:31") + "\n", True)):
+        assert ("still at work" in judged(text + later).findings[0].summary) is works
+
+
 def test_lines_of_any_form_are_read_in_bounded_time() -> None:
     units = (
         "Detected mismatch between collectives on ranks Rank 1 is running collective: ",
