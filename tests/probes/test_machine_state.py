@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,19 @@ def test_this_process_runs_and_gets_its_turns() -> None:
     assert look.queued_s is not None and look.preempted is not None and look.major_faults is not None
     again = look_at_main_thread()
     assert again.ran_s is not None and again.ran_s >= look.ran_s
+
+
+def look_in_fork(there: Connection) -> None:
+    there.send(MachineProbe()._look().thread.state)
+
+
+def test_a_forked_process_looks_at_its_own_main_thread() -> None:
+    """Python keeps the number that it had in the parent."""
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=look_in_fork, args=(there,))
+    process.start()
+    assert here.poll(AMPLE_S) and here.recv() == "running"
+    process.join(AMPLE_S)
 
 
 def write_thread(proc: Path, pid: int, **files: str) -> None:
