@@ -64,7 +64,7 @@ def training_thread() -> threading.Thread:
 def training_thread_number() -> int:
     """The kernel's number of the thread that trains."""
     thread = training_thread()
-    # In a forked process Python keeps the number that the thread had in the parent.
+    # In a process that os.fork has made, Python keeps the number that the thread had in the parent.
     return os.getpid() if thread is threading.main_thread() else thread.native_id or os.getpid()
 
 
