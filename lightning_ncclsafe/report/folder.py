@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, UnansweredError
 from lightning_ncclsafe.facts import Incident
@@ -18,6 +19,8 @@ from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.report.text import render_text
 from lightning_ncclsafe.rules.planning import next_start
+
+T = TypeVar("T")
 
 # Others wait for what comes after the page: it has a moment, and with more ranks it would take longer.
 _MOST_S = 3.0
@@ -76,11 +79,12 @@ def write_page(diagnosis: Diagnosis, folder: Path) -> str:
         # Jinja is needed for nothing else, and only if something is wrong.
         from lightning_ncclsafe.report.html.page import render_html
 
-        _write_file(path, render_html(diagnosis, most_s=_MOST_S).encode("utf-8", "replace"))
+        content = render_html(diagnosis, most_s=_MOST_S).encode("utf-8", "replace")
+        _within(_STORAGE_S, folder.parent, lambda: _write_file(path, content))
     except Exception as error:  # of all that a report is, it can be done without
         with suppress(OSError):
             # Of an earlier report on the incident.
-            path.unlink(missing_ok=True)
+            _within(_STORAGE_S, folder.parent, lambda: path.unlink(missing_ok=True))
         return f"report.html was not written ({error}); to write it: ncclsafe render {folder} --format html"
     return ""
 
@@ -112,7 +116,7 @@ def _write(folder: Path, files: Mapping[str, bytes | None]) -> Path:
     return folder
 
 
-def _within(deadline_s: float, storage: Path, act: Callable[[], Path]) -> Path:
+def _within(deadline_s: float, storage: Path, act: Callable[[], T]) -> T:
     """Does it on a thread, which is left behind where storage does not answer; until it does, no other is begun.
 
     Raises:
