@@ -159,7 +159,7 @@ _crash_file: "weakref.ref[_CrashFile] | None" = None
 def _enable_for_crashes(file: IO[bytes]) -> None:
     global _crash_file
     crash_file = _CrashFile(file)
-    faulthandler.enable(file=crash_file, all_threads=True)  # type: ignore[arg-type]
+    faulthandler.enable(file=crash_file, all_threads=True)
     _crash_file = weakref.ref(crash_file)
 
 
