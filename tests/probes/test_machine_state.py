@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -38,10 +39,14 @@ def test_this_process_runs_and_gets_its_turns() -> None:
 
 def test_a_forked_process_looks_at_its_own_main_thread() -> None:
     """Without multiprocessing, which corrects that, Python keeps the number that it had in the parent."""
-    child = os.fork()
-    if not child:
-        os._exit(0 if MachineProbe()._look().thread.state == "running" else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    script = (
+        "import os\n"
+        "from lightning_ncclsafe.probes.machine_state import MachineProbe\n"
+        "if child := os.fork():\n"
+        "    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "assert MachineProbe()._look().thread.state == 'running'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=AMPLE_S)
 
 
 def write_thread(proc: Path, pid: int, **files: str) -> None:
