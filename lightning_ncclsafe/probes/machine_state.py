@@ -27,7 +27,7 @@ from lightning_ncclsafe.probes.network.links import name_servers_asked
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
-from lightning_ncclsafe.probes.process.stacks import training_thread_number
+from lightning_ncclsafe.probes.process.stacks import training_thread
 
 # How often it is looked; a look takes some 0.3 ms.
 _EVERY_S = 1.0
@@ -120,7 +120,9 @@ class MachineProbe:
         self._interface = or_none(self._find_interface)
 
     def _look(self) -> _Look:
-        now = look_at_main_thread(thread=training_thread_number())
+        thread = training_thread()
+        # After os.fork(), the main thread's `native_id` is still that of the parent's.
+        now = look_at_main_thread(thread=None if thread is threading.main_thread() else thread.native_id)
         return _Look(self._clock(), now, look_at_pressure(self._groups))
 
 

@@ -1,11 +1,11 @@
 """What the kernel counts of the main thread, of quotas and pressure, and what children have ended: real and written."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,18 +35,6 @@ def test_this_process_runs_and_gets_its_turns() -> None:
     assert look.queued_s is not None and look.preempted is not None and look.major_faults is not None
     again = look_at_main_thread()
     assert again.ran_s is not None and again.ran_s >= look.ran_s
-
-
-def test_a_forked_process_looks_at_its_own_main_thread() -> None:
-    """Without multiprocessing, which corrects that, Python keeps the number that it had in the parent."""
-    script = (
-        "import os\n"
-        "from lightning_ncclsafe.probes.machine_state import MachineProbe\n"
-        "if child := os.fork():\n"
-        "    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-        "assert MachineProbe()._look().thread.state == 'running'\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=AMPLE_S)
 
 
 def write_thread(proc: Path, pid: int, **files: str) -> None:
@@ -128,6 +116,29 @@ def test_the_last_twenty_seconds_are_told(probe: MachineProbe) -> None:
     assert since is not None and (since.over_s, since.looks) == (9.0, 10)
     at_least = probe.read(0.1).main_thread
     assert at_least is not None and (at_least.over_s, at_least.looks) == (1.0, 2)
+
+
+def own_state() -> str:
+    probe = MachineProbe(clock=itertools.count(100.0, 0.5).__next__)
+    for _ in range(10):
+        probe.note()
+    found = probe.read().main_thread
+    probe.close()
+    return found.state if found is not None else "not seen"
+
+
+def test_a_forked_process_looks_at_its_own_main_thread() -> None:
+    """One of `os.fork`: `multiprocessing` sets the main thread's `native_id` right, Python itself does not."""
+    answer, told = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            os.write(told, own_state().encode())
+        finally:
+            os._exit(0)
+    os.close(told)
+    with open(answer) as stream:
+        assert stream.read() == "running"
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_the_interface_is_looked_for_once_and_nobody_waits_for_it() -> None:

@@ -61,13 +61,6 @@ def training_thread() -> threading.Thread:
     return _trains if _trains is not None and _trains.is_alive() else threading.main_thread()
 
 
-def training_thread_number() -> int:
-    """The kernel's number of the thread that trains."""
-    thread = training_thread()
-    # In a process that os.fork has made, Python keeps the number that the thread had in the parent.
-    return os.getpid() if thread is threading.main_thread() else thread.native_id or os.getpid()
-
-
 def main_thread_stack() -> tuple[Frame, ...]:
     """The main thread's Python stack, outermost frame first; that of the thread which trains if it is another one.
 
