@@ -50,7 +50,7 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
         OSError: If neither can be written to.
     """
     name, files = folder_name(diagnosis.job.incident), _files(diagnosis, is_refused)
-    deadline_s = _STORAGE_S + _STORAGE_S_A_RANK * len(diagnosis.job.ranks)
+    deadline_s = _deadline_s(diagnosis)
     try:
         return _within(deadline_s, report_dir, lambda: _write(report_dir / name, files))
     except OSError:
@@ -80,7 +80,7 @@ def write_page(diagnosis: Diagnosis, folder: Path) -> str:
         from lightning_ncclsafe.report.html.page import render_html
 
         content = render_html(diagnosis, most_s=_MOST_S).encode("utf-8", "replace")
-        _within(_STORAGE_S, folder.parent, lambda: _write_file(path, content))
+        _within(_deadline_s(diagnosis), folder.parent, lambda: _write_file(path, content))
     except Exception as error:  # of all that a report is, it can be done without
         with suppress(OSError):
             # Of an earlier report on the incident.
@@ -114,6 +114,10 @@ def _write(folder: Path, files: Mapping[str, bytes | None]) -> Path:
         else:
             _write_file(folder / name, content)
     return folder
+
+
+def _deadline_s(diagnosis: Diagnosis) -> float:
+    return _STORAGE_S + _STORAGE_S_A_RANK * len(diagnosis.job.ranks)
 
 
 def _within(deadline_s: float, storage: Path, act: Callable[[], T]) -> T:
