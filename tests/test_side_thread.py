@@ -67,6 +67,25 @@ def test_of_several_threads_each_gets_the_answer_to_its_own_question(monkeypatch
     assert others == ["asked", "to another thread"]
 
 
+def test_who_asks_while_another_call_begins_gets_the_answer_to_one_of_them() -> None:
+    """Of the call before, and not of the one that begins, which has not returned."""
+
+    class Between(SideThread):
+        """Another call begins just when the thread of the first one has been looked up."""
+
+        def __getattribute__(self, name: str) -> object:
+            found = super().__getattribute__(name)
+            if name in ("_thread", "_last") and self.__dict__.pop("is_between", False):
+                self.begin(lambda: "second")
+            return found
+
+    side = Between("ncclsafe-aside")
+    side.begin(lambda: "first")
+    join_own_threads("aside")
+    side.__dict__["is_between"] = True
+    assert side.answer(AMPLE_S) == "first"
+
+
 def test_it_keeps_no_process_alive(answers: threading.Event) -> None:
     SideThread("ncclsafe-aside").begin(lambda: answers.wait(AMPLE_S))
     assert [thread.daemon for thread in own_threads("aside")] == [True]

@@ -389,8 +389,12 @@ def generator_from(seed: int) -> torch.Generator:
 
 
 def is_seeded() -> bool:
-    """Whether somebody has seeded PyTorch's global generator; without, its seed has 64 random bits."""
-    return torch.initial_seed() < 1 << 32
+    """Whether somebody has seeded PyTorch's global generator; without, its seed has 64 random bits.
+
+    A seed of more than 32 bits, such as a clock's, looks like none.
+    """
+    # PyTorch adds 2**64 to negative ones.
+    return not 1 << 32 <= torch.initial_seed() < (1 << 64) - (1 << 32)
 
 
 def is_dataloader(loader: Any) -> bool:

@@ -29,13 +29,14 @@ class SideThread:
         self._name = name
         # Several threads may ask; each gets the answer to its own question.
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._outcome: Future[Any] = Future()
+        # In one attribute: who looks without the lock sees a thread and what came of that one.
+        self._last: tuple[threading.Thread | None, Future[Any]] = (None, Future())
 
     @property
     def is_busy(self) -> bool:
         """Whether the last call has not returned yet."""
-        return self._thread is not None and self._thread.is_alive()
+        thread, _ = self._last
+        return thread is not None and thread.is_alive()
 
     def begin(self, call: Callable[[], Any]) -> None:
         """Begins a call, unless the last one has not returned yet.
@@ -45,7 +46,7 @@ class SideThread:
         """
         with self._lock:
             if not self.is_busy:
-                self._thread, self._outcome = self._started(call)
+                self._last = self._started(call)
 
     def answer(self, within_s: float) -> Any:
         """What the call gives that was begun last.
@@ -57,7 +58,7 @@ class SideThread:
             UnansweredError: It has not returned by then, or none was ever begun.
             BaseException: Whatever the call raises.
         """
-        return _answer(self._thread, self._outcome, within_s)
+        return _answer(*self._last, within_s)
 
     def call(self, call: Callable[[], T], within_s: float) -> T:
         """Makes a call and waits for what it gives.
@@ -74,8 +75,8 @@ class SideThread:
         with self._lock:
             if self.is_busy:
                 raise UnansweredError("has not answered yet")
-            self._thread, self._outcome = thread, outcome = self._started(call)
-        answer: T = _answer(thread, outcome, within_s)
+            self._last = last = self._started(call)
+        answer: T = _answer(*last, within_s)
         return answer
 
     def _started(self, call: Callable[[], Any]) -> tuple[threading.Thread, Future[Any]]:

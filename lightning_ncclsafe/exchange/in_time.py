@@ -69,11 +69,12 @@ class CallThread:
         Raises:
             NoAnswerError: What is called was given up.
         """
-        if self.given_up:
-            raise NoAnswerError(self.given_up)
-        self._start()
         future: Future[T] = Future()
-        self._calls.put((future, call))
+        with self._lock:
+            if self.given_up:
+                raise NoAnswerError(self.given_up)
+            self._start()
+            self._calls.put((future, call))
         return future
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
@@ -82,28 +83,29 @@ class CallThread:
         Args:
             last: A call that is made first, even after what is called was given up: perhaps it answers again.
         """
-        self.given_up = self.given_up or "it was used after it was closed"
-        if self._thread is None:
-            last()
-        elif self._is_alive():
+        with self._lock:
+            self.given_up = self.given_up or "it was used after it was closed"
+            thread = self._thread
             self._calls.put((Future(), last))
             self._calls.put(None)
-            self._thread.join(self._deadline_s)
+        if thread is None:
+            last()
+        else:
+            thread.join(self._deadline_s)
 
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
-        with self._lock:
-            if self._thread is not None:
-                return
-            # A daemon: what never answers must not keep the process alive.
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                raise NoAnswerError(f"{self._what} cannot be asked: {error}") from error
-            self._thread = thread
+        if self._thread is not None:
+            return
+        # A daemon: what never answers must not keep the process alive.
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise NoAnswerError(f"{self._what} cannot be asked: {error}") from error
+        self._thread = thread
 
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:

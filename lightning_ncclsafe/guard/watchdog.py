@@ -43,6 +43,7 @@ class Watchdog:
         self._last_position: Hashable = None
         self._last_moved = clock()
         self._stopped = False
+        self._was_late = False
         self._awake = threading.Event()
         # A daemon: if it hangs in a call that the system does not return from, the process can still end.
         self._thread = threading.Thread(target=self._run, name="ncclsafe-watchdog", daemon=True)
@@ -80,12 +81,16 @@ class Watchdog:
 
     @marked(Mark.WATCH)
     def pause(self) -> None:
-        """Waits for the next tick. For as long as the process was stopped meanwhile, nobody has waited."""
+        """Waits for the next tick. For as long as the process was stopped meanwhile, nobody has waited.
+
+        One that is late tick after tick was not stopped: it starves, as on a host that is out of memory, and waits.
+        """
         began, cpu_s = self._clock(), self._cpu_clock()
         self._awake.wait(self._poll_s)
         self._awake.clear()
         late_s = self._clock() - began - self._poll_s
-        if late_s >= _STOPPED_S and self._cpu_clock() - cpu_s < _COMPUTES * late_s:
+        was_late, self._was_late = self._was_late, late_s >= _STOPPED_S
+        if self._was_late and not was_late and self._cpu_clock() - cpu_s < _COMPUTES * late_s:
             self._last_moved += late_s
 
     @marked(Mark.WATCH)

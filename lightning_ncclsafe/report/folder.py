@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, UnansweredError
 from lightning_ncclsafe.facts import Incident
@@ -18,6 +19,8 @@ from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.report.text import render_text
 from lightning_ncclsafe.rules.planning import next_start
+
+T = TypeVar("T")
 
 # Others wait for what comes after the page: it has a moment, and with more ranks it would take longer.
 _MOST_S = 3.0
@@ -47,7 +50,7 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
         OSError: If neither can be written to.
     """
     name, files = folder_name(diagnosis.job.incident), _files(diagnosis, is_refused)
-    deadline_s = _STORAGE_S + _STORAGE_S_A_RANK * len(diagnosis.job.ranks)
+    deadline_s = _deadline_s(diagnosis)
     try:
         return _within(deadline_s, report_dir, lambda: _write(report_dir / name, files))
     except OSError:
@@ -76,11 +79,12 @@ def write_page(diagnosis: Diagnosis, folder: Path) -> str:
         # Jinja is needed for nothing else, and only if something is wrong.
         from lightning_ncclsafe.report.html.page import render_html
 
-        _write_file(path, render_html(diagnosis, most_s=_MOST_S).encode("utf-8", "replace"))
+        content = render_html(diagnosis, most_s=_MOST_S).encode("utf-8", "replace")
+        _within(_deadline_s(diagnosis), folder.parent, lambda: _write_file(path, content))
     except Exception as error:  # of all that a report is, it can be done without
         with suppress(OSError):
             # Of an earlier report on the incident.
-            path.unlink(missing_ok=True)
+            _within(_STORAGE_S, folder.parent, lambda: path.unlink(missing_ok=True))
         return f"report.html was not written ({error}); to write it: ncclsafe render {folder} --format html"
     return ""
 
@@ -112,7 +116,11 @@ def _write(folder: Path, files: Mapping[str, bytes | None]) -> Path:
     return folder
 
 
-def _within(deadline_s: float, storage: Path, act: Callable[[], Path]) -> Path:
+def _deadline_s(diagnosis: Diagnosis) -> float:
+    return _STORAGE_S + _STORAGE_S_A_RANK * len(diagnosis.job.ranks)
+
+
+def _within(deadline_s: float, storage: Path, act: Callable[[], T]) -> T:
     """Does it on a thread, which is left behind where storage does not answer; until it does, no other is begun.
 
     Raises:

@@ -332,3 +332,20 @@ def test_a_closed_exchange_gives_its_connection_back(store_host: tuple[subproces
     until(lambda: len([*open_files.iterdir()]) == before - 1, within_s=10)
     with pytest.raises(ExchangeError, match="after it was closed"):
         exchange.get_many(["key"])
+
+
+def test_one_that_is_closed_just_when_it_is_first_used_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = InTimeExchange(MemoryExchange(), what="the folder", deadline_s=5.0)
+    start, closing = threading.Thread.start, threading.Thread(target=exchange.close)
+
+    def close_and_start(thread: threading.Thread) -> None:
+        """Closes it when its thread is about to start, and looks whether that is over before."""
+        start(closing)
+        closing.join(0.2)
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", close_and_start)
+        exchange.set("k", b"v")
+    closing.join(10.0)
+    assert not own_threads("files")

@@ -65,6 +65,22 @@ def test_a_process_that_is_stopped_does_not_wait(took: float, cpu: float, idle: 
     assert run.idle_s == [0, pytest.approx(idle, abs=0.3)]
 
 
+def test_a_process_that_is_late_again_and_again_waits() -> None:
+    """As on a host that swaps; of one that is stopped twice, there are ticks between."""
+    run, takes_s = Run(), iter((60.25, 60.25, 0.25, 60.25))
+
+    def wait(_: float) -> None:
+        run.now += next(takes_s)
+
+    watchdog = run.watchdog(poll_s=0.25)
+    watchdog._awake = cast("threading.Event", SimpleNamespace(wait=wait, clear=lambda: None))
+    watchdog.poll()
+    for _ in range(4):
+        watchdog.pause()
+        watchdog.poll()
+    assert run.idle_s == [0, 0.25, 60.5, 60.75, 61.0]
+
+
 def test_a_failure_is_told_once_and_ends_the_watch() -> None:
     run = Run()
     told = threading.Event()

@@ -107,6 +107,47 @@ def test_they_outlive_their_process(words: LastWords) -> None:
     assert words.of(os.getpid()) == NOTHING
 
 
+def test_what_the_user_switches_meanwhile_stays_as_it_is() -> None:
+    script = (
+        "import faulthandler\n"
+        "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
+        "first, second = TracebackSignal(), TracebackSignal()\n"
+        "first.arm()\n"
+        "faulthandler.enable()\n"
+        "first.close()\n"
+        "assert faulthandler.is_enabled()\n"
+        "faulthandler.disable()\n"
+        "second.arm()\n"
+        "assert faulthandler.is_enabled()\n"
+        "faulthandler.disable()\n"
+        "second.close()\n"
+        "assert not faulthandler.is_enabled()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
+def test_a_forked_process_that_crashes_leaves_no_last_words_of_its_parent(words: LastWords) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
+        "armed = TracebackSignal().arm()\n"
+        "if not (child := os.fork()):\n"
+        "    os.abort()\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "print(armed.fd, os.WTERMSIG(status), flush=True)\n"
+        "sys.stdin.readline()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    fd, ended_by = map(int, process.stdout.readline().split())
+    words.hold([(process.pid, fd)])
+    process.communicate("\n", timeout=30)
+    assert (ended_by, process.returncode) == (signal.SIGABRT, -signal.SIGKILL)
+    assert words.of(process.pid) == NOTHING
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
 def test_what_has_left_a_program_outlives_its_process(words: LastWords) -> None:
     script = (

@@ -26,6 +26,8 @@ from lightning_ncclsafe.report.json import read_report
 # 2026-03-04T05:06:07Z
 MOMENT_NS = 1_772_600_767_000_000_000
 FILES = {"report.json", "report.txt"}
+# Nothing comes near it unless something is wrong.
+AMPLE_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -211,6 +213,22 @@ def test_storage_that_does_not_answer_is_not_waited_for(
     join_own_threads("report")
     assert write_report(at(incident(3)), tmp_path / "reports").parent == tmp_path / "reports"
     assert len([*(tmp_path / "reports").iterdir()]) == 2, "what it has taken at last, and the third"
+
+
+def test_a_page_is_not_waited_for_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage stops to answer after the report; then an earlier page is not removed either, which would wait, too."""
+    folder = write_report(at(incident()), tmp_path / "reports")
+    answers, unlink = threading.Event(), Path.unlink
+    monkeypatch.setattr(report_folder, "_write_file", lambda *_: answers.wait(AMPLE_S))
+    monkeypatch.setattr(Path, "unlink", lambda path, **keys: (answers.wait(AMPLE_S), unlink(path, **keys)))
+    monkeypatch.setattr(report_folder, "_STORAGE_S", 0.1)
+    began = time.monotonic()
+    try:
+        assert f"{tmp_path / 'reports'} did not answer within 0.1 s" in write_page(at(incident()), folder)
+        assert time.monotonic() - began < AMPLE_S / 2
+    finally:
+        answers.set()
+    join_own_threads("report")
 
 
 def test_the_page_is_put_beside_the_report_for_the_user_alone(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import stat
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,7 +90,6 @@ class TracebackSignal:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._signum = 0
-        self._is_for_crashes = False
         self._pid = 0
         self._is_of_rank = False
         self._hook_before = sys.excepthook
@@ -106,9 +106,8 @@ class TracebackSignal:
             self._is_of_rank = _is_launched(os.environ)
             faulthandler.register(signum, file=self._file, all_threads=True)
             # Of a crash, too, unless the user wants to read that elsewhere; see LastWords.
-            self._is_for_crashes = not faulthandler.is_enabled()
-            if self._is_for_crashes:
-                faulthandler.enable(file=self._file, all_threads=True)
+            if not faulthandler.is_enabled():
+                _enable_for_crashes(self._file)
             self._hook_before, sys.excepthook = sys.excepthook, self._uncaught
             break
         return None if self._file is None else Armed(signum=self._signum, fd=self._file.fileno())
@@ -117,7 +116,7 @@ class TracebackSignal:
         """Restores the signal and closes the file."""
         if self._file is not None:
             faulthandler.unregister(self._signum)
-            if self._is_for_crashes:
+            if self._file is _file_of_crashes():
                 faulthandler.disable()
             # Whoever has set another one since may call ours, which then only passes on.
             if sys.excepthook == self._uncaught:
@@ -143,6 +142,40 @@ class TracebackSignal:
         """Whether another process has armed it, of which this one is a fork: then the file is that one's, too."""
         return self._pid not in (0, os.getpid())
 
+
+class _CrashFile:
+    """What ``faulthandler`` has as its file for fatal signals, and nobody else: it tells whether it still has it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+
+_crash_file: "weakref.ref[_CrashFile] | None" = None
+
+
+def _enable_for_crashes(file: IO[bytes]) -> None:
+    global _crash_file
+    crash_file = _CrashFile(file)
+    faulthandler.enable(file=crash_file, all_threads=True)
+    _crash_file = weakref.ref(crash_file)
+
+
+def _file_of_crashes() -> IO[bytes] | None:
+    """Which of ours is written to in a crash; None where the user has switched on or off meanwhile."""
+    crash_file = _crash_file() if _crash_file is not None else None
+    return crash_file.file if crash_file is not None else None
+
+
+def _forget_crashes() -> None:
+    """In a fork: what it writes as it crashes would be taken for the last words of the process that has forked it."""
+    if _file_of_crashes() is not None:
+        faulthandler.disable()
+
+
+os.register_at_fork(after_in_child=_forget_crashes)
 
 _early = TracebackSignal()
 

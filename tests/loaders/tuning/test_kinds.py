@@ -60,8 +60,9 @@ def test_a_run_is_seeded_by_lightning_or_by_torch(monkeypatch: pytest.MonkeyPatc
         patched.setenv("PL_GLOBAL_SEED", "0")
         assert is_seeded(loader)
     assert not is_seeded(loader)
-    torch.manual_seed(2**32 - 1)
-    assert is_seeded(loader)
+    for seed in (2**32 - 1, -1, -(2**31)):
+        torch.manual_seed(seed)
+        assert is_seeded(loader)
 
 
 @pytest.mark.usefixtures("unseeded")
