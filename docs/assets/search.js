@@ -1,8 +1,9 @@
 // What is pasted into the search is the text of an error. Signs that search reads as commands ("-9" as "without 9") are
-// no commands there.
+// no commands there. Numbers of one's own job (of ranks, processes, calls, lines) lead to no page, and some make search fail.
 function plainWords(text) {
   return text
     .replace(/[^\p{L}\p{N}_']+/gu, " ")
+    .replace(/(^| )\d+(?= |$)/g, "")
     .trim();
 }
 
