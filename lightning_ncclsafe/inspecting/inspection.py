@@ -338,9 +338,11 @@ def _seen_rank(
     one: RankProcess, looks: tuple[Look, ...], reader: StackReader, ranks: Sequence[RankProcess]
 ) -> SeenRank:
     """With what needs to be seen once."""
+    # Lightning's launcher makes the other ranks children of the first one: such a child is no worker.
+    others = [other.pid for other in ranks]
     children = or_none(lambda: psutil.Process(one.pid).children()) or []
-    ended = [seen for child in children if (seen := look_at(child.pid)).state == "zombie"]
-    workers = child_processes(besides=[other.pid for other in ranks], of=one.pid)
+    ended = [seen for child in children if child.pid not in others and (seen := look_at(child.pid)).state == "zombie"]
+    workers = child_processes(besides=others, of=one.pid)
     loads = bool(looks) and any(LOADING.has(frame.file, frame.function) for frame in looks[-1].stack)
     _from_storage(partial(_remember_sources, one.pid, {frame.file for seen in looks for frame in seen.stack}), None)
     return SeenRank(

@@ -3,6 +3,7 @@
 import json
 import linecache
 import os
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -467,3 +468,14 @@ def test_a_rank_whose_storage_does_not_answer_is_told_without(monkeypatch: pytes
     finally:
         answers.set()
     assert (seen.storage, seen.versions, seen.process) == ((), {}, own)
+
+
+@pytest.mark.parametrize("is_rank", [False, True])
+def test_a_rank_that_has_ended_is_no_worker_of_the_one_that_launched_it(is_rank: bool) -> None:
+    with subprocess.Popen(["false"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        of_job = {"world_size": 2, "local_world_size": 2, "job": "j"}
+        own = RankProcess(pid=os.getpid(), rank=0, local_rank=0, parent=1, **of_job)  # type: ignore[arg-type]
+        other = RankProcess(pid=child.pid, rank=1, local_rank=1, parent=own.pid, **of_job)  # type: ignore[arg-type]
+        seen = _seen_rank(own, (), StackReader("py-spy"), [own, other] if is_rank else [own])
+    assert (child.pid in [ended.pid for ended in seen.ended]) is not is_rank
