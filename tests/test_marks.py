@@ -265,7 +265,6 @@ NOT_FOR_RANKS = {
     "inspecting.inspection._LookedAt.look_on_until_it_shows": "in a process that is no rank",
     "inspecting.layouts._layout": "in a process that is no rank",
     "inspecting.recorders._through_pipe": "in a process that is no rank",
-    "inspecting.facts_of_looks._with_sources": "in a process that is no rank",
     "loggers.delivery.Delivery.wait_until": ASIDE,
     "loggers.intake.Intake.put": LOGGER,
     "loggers.intake.Intake.take_media": ASIDE,

@@ -2,13 +2,14 @@
 
 import re
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING, RUN_MODULE
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import (
     COLLECTOR,
     EndedProcess,
@@ -395,17 +396,9 @@ def _outside(stack: Sequence[SeenFrame]) -> Iterator[SeenFrame]:
 
 
 def _with_sources(facts: Sequence[RankFacts], seen: Sequence[SeenRank]) -> list[RankFacts]:
-    """With the source of their lines, and with what they have raised, unless that lies where nothing answers."""
-    done: list[RankFacts] = []
-
-    def read() -> None:
-        done.extend(map(_with_source, facts, seen))
-
-    reads = threading.Thread(target=read, name="ncclsafe-sources", daemon=True)
-    reads.start()
-    reads.join(_SOURCES_S)
-    if not reads.is_alive() and len(done) == len(facts):
-        return done
+    """With the source of their lines and with what they have raised, unless storage does not answer."""
+    with suppress(Exception):
+        return SideThread("ncclsafe-sources").call(lambda: [*map(_with_source, facts, seen)], _SOURCES_S)
     late = f"the source of its lines could not be read within {_SOURCES_S:g} s"
     return [replace(one, missing=(*one.missing, late)) for one in facts]
 

@@ -287,7 +287,7 @@ class _LookedAt:
     def _read_objects(self) -> None:
         standing = [one for of_job in self._jobs() for one in of_job if stood_s([one])]
         for one, read in zip(standing, self._pool.map(_read, standing), strict=True):
-            # Of what has ended since, what was read before is told.
+            # A rank that has ended since is reported with what was read before.
             self._objects[one.process.pid] = read or self._objects.get(one.process.pid, {})
 
     def _objects_of(self, one: SeenRank) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class _FirstToEnd:
 class _Fault:
     """``Fatal Python error: Segmentation fault``, and below it the stacks of the process.
 
-    By these it is told whether it was a launcher's: of that, nothing follows about a rank.
+    The stacks show whether the process was a launcher, whose fault says nothing about a rank.
     """
 
     _BEGINS = re.compile(

@@ -1,11 +1,11 @@
-"""Lines of a log that look as if something had failed, and of which nothing was understood: they are told of."""
+"""Names lines of a log that look like errors in a format that is not known, so that nobody takes silence for health."""
 
 import re
 from collections.abc import Iterable
 
 
 class Unread:
-    """Lines that look as if something had failed, and of which nothing was understood."""
+    """Lines that look like errors in a format that is not known: their number, and some examples."""
 
     _ALARM = re.compile(
         r"\[[EF][ \d][^\]]{0,80}\.(?:cpp|hpp|cu):\d+\]|NCCL WARN|[RHX]CCL (?:WARN|ERROR)"
@@ -26,7 +26,7 @@ class Unread:
         self._lines: dict[str, str] = {}
 
     def add(self, text: str) -> None:
-        """Keeps a line if it looks so; of those that differ in numbers only, the first."""
+        """Counts a line if it looks like an error; of lines that differ in numbers only, the first is an example."""
         head = text[:1000]
         if self._ALARM.search(head) and not self._SAYS_NO_MORE.search(text[:2000]):
             self._count += 1

@@ -144,7 +144,7 @@ class TracebackSignal:
 
 
 class _CrashFile:
-    """What ``faulthandler`` has as its file for fatal signals, and nobody else: it tells whether it still has it."""
+    """Our file for fatal signals. Only ``faulthandler`` refers to it, so it exists for as long as that writes to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
