@@ -12,7 +12,7 @@ import pytest
 
 from lightning_ncclsafe.facts import Phase, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
-from lightning_ncclsafe.inspecting import inspection
+from lightning_ncclsafe.inspecting import facts_of_looks, inspection
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
 from lightning_ncclsafe.inspecting.inspection import _remember_sources, _seen_rank
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined
@@ -479,3 +479,15 @@ def test_a_rank_that_has_ended_is_no_worker_of_the_one_that_launched_it(is_rank:
         other = RankProcess(pid=child.pid, rank=1, local_rank=1, parent=own.pid, **of_job)  # type: ignore[arg-type]
         seen = _seen_rank(own, (), StackReader("py-spy"), [own, other] if is_rank else [own])
     assert (child.pid in [ended.pid for ended in seen.ended]) is not is_rank
+
+
+def test_where_the_storage_of_sources_does_not_answer_ranks_are_told_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(facts_of_looks, "_SOURCES_S", 0.05)
+    monkeypatch.setattr(facts_of_looks, "_with_source", lambda facts, _: answers.wait(60) and facts)
+    try:
+        ranks = job_facts([waiting(0), waiting(1)], taken_ns=1).ranks
+    finally:
+        answers.set()
+    assert [facts.rank for facts in ranks] == [0, 1]
+    assert all("the source of its lines could not be read within 0.05 s" in facts.missing for facts in ranks)
