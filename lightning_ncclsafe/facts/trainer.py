@@ -176,6 +176,8 @@ class StepFacts:
         frozen: Names of parameters that required a gradient when training began, and do not any more: the first 8.
         frozen_at: ``"file:line in on_train_epoch_end"`` of each line that may have frozen them; looked for only then.
         logged: Keys that were logged with ``sync_dist=True``, or as a metric, in the order in which they came first.
+        unlogged: Keys that functions of the module and callbacks log with ``sync_dist=True``, but never have on this
+            rank: the first 8.
         monitored: Keys that callbacks monitor and that were logged, in whatever way.
         metrics: Metrics of the model: the first 64.
         reducing: The one of these that is being reduced at this moment; empty if none is.
@@ -209,6 +211,7 @@ class StepFacts:
     frozen: tuple[str, ...] = ()
     frozen_at: tuple[str, ...] = ()
     logged: tuple[LoggedKey, ...] = ()
+    unlogged: tuple[LoggedKey, ...] = ()
     monitored: tuple[LoggedKey, ...] = ()
     metrics: tuple[MetricFacts, ...] = ()
     reducing: str = ""

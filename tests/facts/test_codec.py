@@ -413,6 +413,11 @@ RANK = RankFacts(
                 name="loss", hook="training_step", place="train.py:9", rank_condition="if rank == 0:", states=("total",)
             ),
         ),
+        unlogged=(
+            LoggedKey(
+                name="hard", hook="validation_step", place="train.py:9", rank_condition="if y:", states=("total",)
+            ),
+        ),
         monitored=(
             LoggedKey(
                 name="score", hook="on_train_epoch_end", place="train.py:9", rank_condition="if x:", states=("total",)

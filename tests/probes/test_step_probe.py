@@ -399,6 +399,25 @@ def test_a_key_that_is_put_together_is_logged_by_the_only_call_that_may() -> Non
     assert source.may_log("loss/3") == (line_of("f-string"), line_of("others in it"))
 
 
+class Unreached:
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("seen", 1, sync_dist=True)  # type: ignore[attr-defined]
+        self.log("local", 1)  # type: ignore[attr-defined]
+        if batch:
+            self.log_dict({"hard": 1}, sync_dist=True)  # type: ignore[attr-defined]  # <- hard
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("tested", 1, sync_dist=True)  # type: ignore[attr-defined]
+
+
+def test_a_key_that_the_source_reduces_and_this_rank_has_never_logged_is_told() -> None:
+    of = trainer(Unreached(), one=metric("seen", hook="validation_step"))  # type: ignore[arg-type]
+    (key,) = StepRecord(of).facts().unlogged
+    assert (key.name, key.hook, key.place) == ("hard", "validation_step", place("hard", "validation_step"))
+    of.state = SimpleNamespace(fn="test")
+    assert [key.name for key in StepRecord(of).facts().unlogged] == ["hard", "tested"]
+
+
 def test_a_key_that_a_callback_monitors_is_told_however_it_was_logged() -> None:
     of = trainer(Module(), one=metric("score", hook="on_train_epoch_end", synced=False, zero=True), two=metric("loss"))
     of.callbacks = [Monitor()]

@@ -26,6 +26,7 @@ from builders import (
     transport_error,
     user,
 )
+from call_scenes import RESULT
 from judged import first, found
 
 from lightning_ncclsafe.facts import (
@@ -35,10 +36,12 @@ from lightning_ncclsafe.facts import (
     Group,
     JobFacts,
     LoaderFacts,
+    LoggedKey,
     MainThreadFacts,
     ModelUnit,
     Phase,
     RankFacts,
+    StepFacts,
     UnitKind,
 )
 from lightning_ncclsafe.facts.findings import Confidence
@@ -183,6 +186,44 @@ def test_the_line_of_a_process_that_gloo_has_ended_is_not_that_of_the_others() -
     summary = first(replace(scene, witnessed=(words,))).summary
     assert "The process of rank 1 aborted itself (SIGABRT) at train.py:30 in export, as gloo ends" in summary
     assert summary.count("export") == 1
+
+
+def _ended_while_it_reduced(*stack: Frame, unlogged: tuple[LoggedKey, ...]) -> JobFacts:
+    """As recorded: a rank alone reduces what it has logged, the other is in ModelCheckpoint, and both send a number."""
+    own = Frame(file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=1005, function="file_exists")
+    sync = Frame(file=f"{SITE}/lightning/fabric/utilities/distributed.py", line=214, function="_sync_ddp")
+    left = GLOO.rank(1, RUN, own, sync, ALL_REDUCE, seq=61, outstanding=1, sizes=((1,),), world=2)
+    called = (*left.collectives[:-1], replace(left.collectives[-1], dtypes=("Long",), stack=(sync,)))
+    left = raised(replace(left, collectives=called), "RuntimeError", "Read error", *left.stack, consequence=True)
+    left = replace(left, steps=StepFacts(unlogged=unlogged))
+    said = "op.preamble.length <= op.nbytes. 8 vs 4"
+    gone = process(0, "gone", ended_by="SIGABRT", said=said, stack=(RUN, *stack, RESULT, sync, ALL_REDUCE))
+    return job(left, world=2, witnessed=(gone,))
+
+
+HARD = LoggedKey(name="hard", hook="validation_step", place="train.py:9 in validation_step")
+EMA = LoggedKey(name="ema", hook="score", place="train.py:30 in score")
+EVALUATION = Frame(file=f"{SITE}/lightning/pytorch/loops/evaluation_loop.py", line=1, function="on_run_end")
+TRAINING = Frame(file=f"{SITE}/lightning/pytorch/loops/fit_loop.py", line=1, function="on_advance_end")
+
+
+@pytest.mark.parametrize(("stack", "key"), [((EVALUATION,), HARD), ((TRAINING,), EMA)])
+def test_who_gloo_ends_while_it_reduces_a_logged_value_has_logged_what_others_have_not(
+    stack: tuple[Frame, ...], key: LoggedKey
+) -> None:
+    """The key is the one that the source logs and the others never have, as far as the loop has it."""
+    finding = first(_ended_while_it_reduced(*stack, unlogged=(HARD, EMA) if key is EMA else (HARD,)))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-log-keys", (0,), key.place)
+    assert finding.confidence is LIKELY
+    assert f"rank 1 has never logged {key.name!r}." in finding.summary
+
+
+def test_which_of_several_keys_it_was_is_not_guessed() -> None:
+    other = replace(EMA, name="other")
+    finding = first(_ended_while_it_reduced(TRAINING, unlogged=(EMA, other)))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0, 1))
+    assert "in the reduction of a logged value, as gloo ended it" in finding.summary
+    assert "while rank 1 was in ModelCheckpoint" in finding.summary
 
 
 def test_a_process_that_gloo_has_ended_says_so_where_the_others_had_gone_on() -> None:

@@ -135,7 +135,7 @@ def test_who_has_left_out_what_it_always_calls_is_out_of_step(sizes: tuple[int, 
     facts = job(alone, _stepping(1, *sizes, stack=ENGINE), world=2)
     finding = first(facts)
     assert (finding.rule, finding.ranks) == ("diverged-collectives", ranks)
-    assert ("skipped all_reduce (11 elements of Float)" in finding.summary) is (ranks == (1,))
+    assert ("after skipping all_reduce (11 elements of Float)" in finding.summary) is (ranks == (1,))
 
 
 def test_two_lines_of_the_users_say_nothing_of_who_is_wrong() -> None:
@@ -222,7 +222,7 @@ def test_lines_that_differ_are_different_collectives() -> None:
     assert finding.ranks == (0, 1)
     alone = first(_aborted(30, ZERO))
     assert (alone.ranks, alone.location.rpartition("/")[2]) == ((1,), "train.py:30 in export")
-    assert "Rank 1 was under `if rank == 0:` (line 30)." in alone.summary
+    assert "Rank 1 was there under `if rank == 0:` (line 30)." in alone.summary
 
 
 def test_who_is_ended_in_what_lightning_calls_has_done_nothing_wrong() -> None:

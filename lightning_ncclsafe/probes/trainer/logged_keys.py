@@ -10,6 +10,7 @@ from lightning_ncclsafe.probes.process.stacks import main_thread_frames, rank_co
 from lightning_ncclsafe.probes.trainer.source_lines import HookSource, own_functions, source_of
 
 _MOST_KEYS = 64
+_OTHER_STAGES = ("test", "predict")
 # Where Lightning keeps what was logged, by the loops that have it.
 _LOOPS = ("fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop")
 
@@ -23,6 +24,24 @@ def logged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
         condition = rank_condition(source.file, line) if line else ""
         states = tuple(map(str, getattr(getattr(metric, "value", None), "metric_state", ())))
         yield LoggedKey(name=name, hook=hook, place=source.place(line), rank_condition=condition, states=states)
+
+
+def unlogged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+    """Keys that the user's functions log with ``sync_dist=True``, but have not logged so far on this rank.
+
+    Those of a test or a prediction count only while there is one.
+    """
+    logged = {str(metric.meta.name) for metric in itertools.chain(*map(_results, _owners(trainer)))}
+    stage = str(getattr(getattr(trainer, "state", None), "fn", ""))
+    kinds = dict.fromkeys(map(type, (module, *trainer_callbacks(trainer))))
+    for function in itertools.chain(*map(own_functions, kinds)):
+        name, source = function.__name__, HookSource(function)
+        if any(other in name and other not in stage for other in _OTHER_STAGES):
+            continue
+        for key, line in source.reduced_keys():
+            if key not in logged:
+                condition = rank_condition(source.file, line)
+                yield LoggedKey(name=key, hook=name, place=source.place(line), rank_condition=condition)
 
 
 def metrics(module: Any) -> Iterator[MetricFacts]:

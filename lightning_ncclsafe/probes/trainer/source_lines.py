@@ -47,6 +47,13 @@ class HookSource:
         calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
         return tuple(call.lineno for call in calls if any(_may_be(name, key) for name in _names_given(call)))
 
+    def reduced_keys(self) -> tuple[tuple[str, int], ...]:
+        """Keys that are written out in calls of ``log`` or ``log_dict`` with ``sync_dist=True``, and their lines."""
+        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
+        reduced = [call for call in calls if any(_is_reduced(keyword) for keyword in call.keywords)]
+        given = ((name, call.lineno) for call in reduced for name in _names_given(call))
+        return tuple((str(name.value), line) for name, line in given if isinstance(name, ast.Constant))
+
     def uses(self, attribute: str) -> int:
         """The first line that calls or names ``self.attribute``, or calls one of those in it; 0 if there is none."""
         named = [node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute]
@@ -198,6 +205,10 @@ def _sets(node: ast.AST, names: set[str]) -> TypeGuard[ast.stmt]:
 
 def _is_constant(node: ast.expr | None, value: bool) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
+
+
+def _is_reduced(keyword: ast.keyword) -> bool:
+    return keyword.arg == "sync_dist" and _is_constant(keyword.value, True)
 
 
 def _freezes(node: ast.AST) -> bool:

@@ -29,6 +29,7 @@ from lightning_ncclsafe.probes.trainer.logged_keys import (
     monitored_keys,
     reduced_key,
     trainer_callbacks,
+    unlogged_keys,
 )
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
 from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource, lines_in, source_of
@@ -146,6 +147,7 @@ class StepRecord:
             frozen=tuple(frozen[:_MOST_NAMES]),
             frozen_at=lines_in(users, HookSource.freezes) if frozen else (),
             logged=tuple(logged_keys(self._trainer, module)),
+            unlogged=tuple(itertools.islice(unlogged_keys(self._trainer, module), MOST_LINES)),
             monitored=tuple(monitored_keys(self._trainer, module)),
             metrics=tuple(itertools.islice(metrics(module), _MOST_METRICS)),
             reducing=reduced_key(),

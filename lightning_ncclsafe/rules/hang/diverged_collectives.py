@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import BACKWARD, EARLY_STOPPING, MODEL_CHECKPOINT
+from lightning_ncclsafe.code.libraries import BACKWARD, EARLY_STOPPING, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -83,7 +83,11 @@ _REMEDY = (
 )
 # Callbacks that look at a value which is to be logged.
 _MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
-_CALLERS = ((MODEL_CHECKPOINT, "in ModelCheckpoint"), (BACKWARD, "in the backward pass"))
+_CALLERS = (
+    (LOGGED_VALUES, "in the reduction of a logged value"),
+    (MODEL_CHECKPOINT, "in ModelCheckpoint"),
+    (BACKWARD, "in the backward pass"),
+)
 _REMEDY_MONITOR = (
     " ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
     "not under a condition."
@@ -405,7 +409,9 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
     every = (*ended, *others)
     decided = out_of_step(view, every)
     ranks = tuple(decided) or (min(ended, others, key=len) if len(ended) != len(others) else tuple(sorted(every)))
-    why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
+    why = (
+        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} there {decided[ranks[0]]}." if decided else ""
+    )
     text = (
         f"the process of {ranks_words(ended)} aborted itself (SIGABRT) {_was_at(view, ended[0])}, "
         f"{as_gloo_does(view, ended)}, while {clause(others, 'was|were')} "

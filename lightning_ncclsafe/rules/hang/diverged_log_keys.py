@@ -5,14 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import LOGGED_VALUES, METRIC_GATHER
+from lightning_ncclsafe.code.libraries import EVALUATION_LOOPS, LOGGED_VALUES, METRIC_GATHER
 from lightning_ncclsafe.facts import LoggedKey, MetricFacts, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
     Plan,
+    Severity,
     Timeline,
+    as_gloo_does,
+    broken_off,
     call_evidence,
     calls_location,
     capitalised,
@@ -21,12 +24,14 @@ from lightning_ncclsafe.rules.kit import (
     condition_words,
     ended_first,
     finding,
+    gone_evidence,
     hang_rule,
     is_in,
     joined,
     others_wait,
     positions,
     ranks_words,
+    stack_of,
     verb,
     where_evidence,
 )
@@ -61,7 +66,12 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         Keys in different orders that still pair up: each value is then reduced with another key's, and nothing waits.
+        What a rank has logged whose process is gone: a key is named only if it is the one that the other ranks' source
+        has and they have never logged.
     """
+    if cut_off := _cut_off(view):
+        yield cut_off
+        return
     reducing = tuple(rank for rank in view.waiting if is_in(LOGGED_VALUES, view.facts[rank].stack))
     # Who works may come to log it yet.
     syncing = reducing or tuple(rank for rank in view.waiting if is_in(METRIC_GATHER, view.facts[rank].stack))
@@ -80,6 +90,40 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, odd)
     elif len(reducing) < len(view.waiting) and not view.silent:
         yield _undecided(view, reducing)
+
+
+def _cut_off(view: Timeline) -> Finding | None:
+    """Gloo has ended a process in the reduction of a logged value, and the others, who were elsewhere, lack one key."""
+    ended, left = broken_off(view), tuple(sorted(view.facts))
+    if not ended or not all(is_in(LOGGED_VALUES, stack_of(view, rank)) for rank in ended):
+        return None
+    if any(is_in(LOGGED_VALUES, stack_of(view, rank)) for rank in left):
+        return None
+    unlogged = [{_named(key): key for key in view.facts[rank].steps.unlogged} for rank in left]
+    evaluates = any(is_in(EVALUATION_LOOPS, stack_of(view, rank)) for rank in ended)
+    # Hooks of the other loop are not what has just been reduced.
+    others = "train" if evaluates else "validation"
+    common = [key for named, key in unlogged[0].items() if all(named in keys for keys in unlogged)]
+    common = [key for key in common if others not in key.hook]
+    if len(common) != 1:
+        return None
+    (key,) = common
+    ranks = ended if len(ended) <= len(left) else left
+    text = (
+        f"{clause(ended, 'was|were')} reducing a logged value between ranks, which {clause(left, 'was|were not')}: of "
+        f"the keys that {key.hook} logs with sync_dist=True, {clause(left, 'has|have never logged')} {key.name!r}"
+    )
+    gone = f"The process of {ranks_words(ended)} aborted itself (SIGABRT), {as_gloo_does(view, ended)}."
+    return finding(
+        view,
+        ranks,
+        joined((f"{capitalised(text)}.", gone)),
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        location=key.place,
+        evidence=(*gone_evidence(view, ended), *_key_evidence(view), *where_evidence(view, left)),
+        remedy=_REMEDY,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_ncclsafe.code.libraries import DISTRIBUTED, FSDP, MODEL_CHECKPOINT
+from lightning_ncclsafe.code.libraries import DISTRIBUTED, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import (
@@ -467,12 +467,15 @@ def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, 
     others = tuple(rank for rank in ranks if rank not in own)
     if not own or len(own) != len(others) or not all(map(inside.__getitem__, others)):
         return {}
+    # What is reduced there each rank has logged itself.
+    if any(is_in(LOGGED_VALUES, inside[rank]) for rank in others):
+        return {}
     skipped = {rank: found for rank in others if (found := missed_call(view, rank))}
     if not skipped:
         return own
     if skipped.keys() != {*others} or any(steps < FEW_STEPS for _, steps in skipped.values()):
         return {}
-    words = "and skipped {}, which it called in every step before"
+    words = "after skipping {}, which it called in every step before"
     return {rank: words.format(call_words(call)) for rank, (call, _) in skipped.items()}
 
 

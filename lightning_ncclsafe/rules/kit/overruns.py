@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import (
+    ALL_OF_LIGHTNING,
     BACKWARD,
     C10D,
     DDP,
@@ -108,12 +109,15 @@ def broken_off(view: Timeline) -> tuple[int, ...]:
 
 
 def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
-    """Whether others have sent as many bytes at once in a recent call from where a rank has ended: in the same call."""
+    """Whether others have sent as many bytes at once in a recent call from where a rank has ended: in the same call.
+
+    Not one of which only a helper of Lightning's is known, by which it reduces whatever there is.
+    """
     places = {(frame.file, frame.function) for rank in ended for frame in view.witnesses[rank].stack}
     recent = (view.with_stack(call) for facts in view.facts.values() for call in facts.collectives[-_RECENT:])
     return any(
         size in bytes_at_once(call, view.job.world_size)
-        and bool(call.stack)
+        and any(frame.user or not is_in(ALL_OF_LIGHTNING, (frame,)) for frame in call.stack)
         and all((frame.file, frame.function) in places for frame in call.stack)
         for call in recent
     )
