@@ -179,9 +179,11 @@ def test_a_thread_for_which_nobody_waits_is_told() -> None:
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label'" in finding.summary
 
 
-def test_a_pool_that_has_replaced_its_worker() -> None:
+@pytest.mark.parametrize("condition", ["", "if rank == 0:  (line 19)"])
+def test_a_pool_that_has_replaced_its_worker(condition: str) -> None:
+    """Who waits for a dead process does not work, under whatever condition on the rank."""
     ended = (EndedProcess(pid=4711, signal="SIGKILL", ago_s=25.0, is_replaced=True),)
-    culprit = GLOO.working(0, user("score", 20), POOL, CONDITION, CONDITION, seq=60)
+    culprit = GLOO.working(0, user("score", 20, condition=condition), POOL, CONDITION, CONDITION, seq=60)
     finding = first(behind(replace(culprit, machine=MachineFacts(ended=ended))))
     assert (finding.rule, finding.confidence) == ("worker-died", Confidence.LIKELY)
     assert any(

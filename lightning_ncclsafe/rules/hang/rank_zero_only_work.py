@@ -69,6 +69,7 @@ _REMEDY_SHARDED = (
         "share of the data, do one-off preparation in prepare_data or before the job, and write results from a "
         "background thread. A longer timeout only makes the others wait longer."
     ),
+    follows=("worker-died",),
     plan=Plan.STOP,
 )
 def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
