@@ -88,7 +88,7 @@ class TrainerFacts:
         end: What its training loop would end for now.
         ended_at: ``"file:line in hook"`` of the lines of the user's module and callbacks that may have made it end so:
             that set ``should_stop`` or what has changed, or, where nothing else ends it, that a ``StopIteration`` may
-            leave; the first 8.
+            leave, and in a validation within an epoch those that say after which batch it comes; the first 8.
         batches_begun: Training batches of this epoch that have been begun.
         batches: How many the epoch has; None where that is not known.
         validated: Batches of its last validation that are over, or of the one that it is in, of all loaders together.
@@ -179,6 +179,7 @@ class StepFacts:
         unlogged: Keys that functions of the module and callbacks log with ``sync_dist=True``, but never have on this
             rank: the first 8.
         monitored: Keys that callbacks monitor and that were logged, in whatever way.
+        unmonitored: Keys that callbacks monitor and that the source logs, but never has on this rank.
         metrics: Metrics of the model: the first 64.
         reducing: The one of these that is being reduced at this moment; empty if none is.
         peer: Global rank that this one sends to or receives from at this moment; -1 where that is not known.
@@ -213,6 +214,7 @@ class StepFacts:
     logged: tuple[LoggedKey, ...] = ()
     unlogged: tuple[LoggedKey, ...] = ()
     monitored: tuple[LoggedKey, ...] = ()
+    unmonitored: tuple[LoggedKey, ...] = ()
     metrics: tuple[MetricFacts, ...] = ()
     reducing: str = ""
     peer: int = -1

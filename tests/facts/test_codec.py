@@ -423,6 +423,9 @@ RANK = RankFacts(
                 name="score", hook="on_train_epoch_end", place="train.py:9", rank_condition="if x:", states=("total",)
             ),
         ),
+        unmonitored=(
+            LoggedKey(name="dice", hook="on_fit_end", place="train.py:9", rank_condition="if z:", states=("total",)),
+        ),
         metrics=(MetricFacts(name="score", type="Mean", states=("total", "count"), by_entry=("boxes",)),),
         reducing="loss",
         peer=3,

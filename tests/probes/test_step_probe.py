@@ -400,6 +400,9 @@ def test_a_key_that_is_put_together_is_logged_by_the_only_call_that_may() -> Non
 
 
 class Unreached:
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        return []
+
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("seen", 1, sync_dist=True)  # type: ignore[attr-defined]
         self.log("local", 1)  # type: ignore[attr-defined]
@@ -423,6 +426,15 @@ def test_a_key_that_a_callback_monitors_is_told_however_it_was_logged() -> None:
     of.callbacks = [Monitor()]
     (key,) = StepRecord(of).facts().monitored
     assert (key.name, key.hook, key.place) == ("score", "on_train_epoch_end", place("score", "on_train_epoch_end"))
+
+
+def test_a_key_that_a_callback_monitors_and_this_rank_has_never_logged_is_told() -> None:
+    of = trainer(Module())
+    of.callbacks = [Monitor(), SimpleNamespace(monitor="nowhere"), SimpleNamespace(monitor=None)]
+    (key,) = StepRecord(of).facts().unmonitored
+    assert (key.name, key.place) == ("score", place("score", "on_train_epoch_end"))
+    of.fit_loop.epoch_loop._results = {"one": metric("score")}
+    assert not StepRecord(of).facts().unmonitored
 
 
 def test_the_states_of_a_metric_are_told_with_its_key() -> None:

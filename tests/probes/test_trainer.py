@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts
+from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.probes.trainer import state as trainer_probe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
@@ -435,6 +435,33 @@ def test_why_the_loop_has_ended_is_told_also_when_the_trainer_has(
     places = [f"{__file__}:{line} in " for line in lines_of(*marks)]
     assert not facts.changed
     assert sorted(place.rpartition(" ")[0] + " " for place in facts.ended_at) == sorted(places)
+
+
+class Validating(Net):
+    """Has each epoch validate after a batch of its own choice."""
+
+    def __init__(self, probe: TrainerProbe) -> None:
+        super().__init__()
+        self.probe = probe
+        self.seen: list[TrainerFacts | None] = []
+
+    def on_train_start(self) -> None:
+        self.trainer.val_check_batch = 2  # validates
+
+    def on_validation_end(self) -> None:
+        self.seen.append(self.probe.facts())
+
+
+def test_a_validation_within_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    module = Validating(probe)
+    trainer.fit(module, *LOADERS["fit"])
+    within, *_ = module.seen
+    assert within is not None and within.batches_begun == 2 < BATCHES
+    assert within.end is LoopEnd.UNKNOWN
+    assert within.ended_at == (f"{__file__}:{lines_of('validates')[0]} in on_train_start",)
 
 
 def test_when_training_ends_may_change_while_it_goes_on(tmp_path: Path) -> None:

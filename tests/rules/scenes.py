@@ -265,6 +265,15 @@ def one_rank_validates_by_its_clock(net: Backend) -> JobFacts:
     return job(*(replace(facts, trainer=told) for facts in ranks))
 
 
+def one_rank_validates_within_its_epoch(net: Backend) -> JobFacts:
+    """Something has set its val_check_batch; the others' epochs are as long, and go on."""
+    early = net.rank(1, ALL_REDUCE, seq=61, outstanding=1, sizes=ONE_VALUE, phase=Phase.VALIDATE, batch=3, last=True)
+    early = trained(early, begun=20)
+    assert early.trainer is not None
+    early = replace(early, trainer=replace(early.trainer, ended_at=(f"{USER_FILE}:64 in on_train_start",)))
+    return job(*(early if rank == 1 else trained(net.waiting(rank, seq=61, batch=20)) for rank in range(4)))
+
+
 def a_stop_iteration_left_a_hook(net: Backend) -> JobFacts:
     """Its batch counts as one without a backward pass, too."""
     early = trained(net.finished(1, seq=60, batch=19), begun=20)
@@ -591,6 +600,13 @@ SCENES = (
         f"{USER_FILE}:70 in training_step",
     ),
     Scene("one rank validates by its clock", one_rank_validates_by_its_clock, "stopped-early", (1,)),
+    Scene(
+        "one rank validates within its epoch",
+        one_rank_validates_within_its_epoch,
+        "stopped-early",
+        (1,),
+        f"{USER_FILE}:64 in on_train_start",
+    ),
     Scene("a StopIteration left a hook", a_stop_iteration_left_a_hook, "stopped-early", (1,)),
     Scene("more optimizer steps on one rank", more_optimizer_steps_on_one_rank, "stopped-early", (1,)),
     Scene("another accumulation on one rank", another_accumulation_on_one_rank, "different-trainer-settings", (1,)),

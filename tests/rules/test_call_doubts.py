@@ -201,6 +201,7 @@ def _ended_while_it_reduced(*stack: Frame, unlogged: tuple[LoggedKey, ...]) -> J
     return job(left, world=2, witnessed=(gone,))
 
 
+WHAT = "what(): [enforce fail at gloo/transport/tcp/pair.cc:454] op.preamble.length <= op.nbytes. 9612 vs 8"
 HARD = LoggedKey(name="hard", hook="validation_step", place="train.py:9 in validation_step")
 EMA = LoggedKey(name="ema", hook="score", place="train.py:30 in score")
 EVALUATION = Frame(file=f"{SITE}/lightning/pytorch/loops/evaluation_loop.py", line=1, function="on_run_end")
@@ -224,6 +225,20 @@ def test_which_of_several_keys_it_was_is_not_guessed() -> None:
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0, 1))
     assert "in the reduction of a logged value, as gloo ended it" in finding.summary
     assert "while rank 1 was in ModelCheckpoint" in finding.summary
+
+
+def test_who_gloo_ends_in_a_callback_monitors_what_others_have_never_logged() -> None:
+    """As recorded: EarlyStopping has voted on rank 0 alone, which ModelCheckpoint's vote has made up for since."""
+    own = Frame(file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=1005, function="file_exists")
+    score = LoggedKey(name="score", place="train.py:8 in on_validation_epoch_end")
+    left = transport_error(GLOO.waiting(1, seq=61, world=2))
+    left = replace(left, steps=StepFacts(unmonitored=(score,)))
+    gone = process(0, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, own, ALL_REDUCE))
+    finding = first(job(left, world=2, witnessed=(gone,)))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (0,), score.place)
+    assert finding.summary.endswith("A callback monitors 'score', which rank 1 has never logged.")
+    other = replace(left, steps=StepFacts(unmonitored=(score, replace(score, name="dice"))))
+    assert first(job(other, world=2, witnessed=(gone,))).location != score.place
 
 
 def test_a_process_that_gloo_has_ended_says_so_where_the_others_had_gone_on() -> None:

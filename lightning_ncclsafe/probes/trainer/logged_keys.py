@@ -94,6 +94,21 @@ def monitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
             yield LoggedKey(name=name, hook=str(metric.meta.fx), place=source.place(line))
 
 
+def unmonitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
+    """Keys that callbacks monitor and that the user's source logs, but has not logged so far on this rank."""
+    logged = {str(metric.meta.name) for metric in itertools.chain(*map(_results, _owners(trainer)))}
+    known = {f"{name}{when}" for name in logged for when in ("", "_step", "_epoch")}
+    monitors = dict.fromkeys(getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer))
+    kinds = dict.fromkeys(map(type, (module, *trainer_callbacks(trainer))))
+    sources = [HookSource(function) for function in itertools.chain(*map(own_functions, kinds))]
+    for name in monitors:
+        found = ((source, line) for source in sources if (line := source.logs(str(name))))
+        source, line = next(found, (None, 0))
+        if source is not None and name not in known:
+            condition = rank_condition(source.file, line)
+            yield LoggedKey(name=str(name), place=source.place(line), rank_condition=condition)
+
+
 def _owners(trainer: Any) -> Iterator[Any]:
     for path in _LOOPS:
         owner = trainer

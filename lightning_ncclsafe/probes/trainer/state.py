@@ -41,6 +41,8 @@ _SETTINGS = (
 )
 # Those of them that decide when training ends: setting them while training affects the own rank alone.
 _ENDS = ("max_epochs", "max_steps", "limit_train_batches")
+# What says after which batch an epoch is left for a validation; Lightning sets the first by the second.
+_VALIDATES = ("val_check_batch", "val_check_interval")
 
 
 class TrainerProbe:
@@ -237,6 +239,8 @@ def _loop_end(trainer: Any, count: int | None) -> LoopEnd:
         return LoopEnd.DATA
     if -1 != trainer.max_steps <= trainer.global_step:
         return LoopEnd.MAX_STEPS
+    if getattr(trainer, "validating", False):
+        return LoopEnd.UNKNOWN  # it is asked between batches, of which there are more
     # What leaves a hook leaves its batch unfinished; between batches there is but the loader.
     return LoopEnd.DATA if current.ready == current.started == current.completed else LoopEnd.UNKNOWN
 
@@ -249,6 +253,8 @@ def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterato
     kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
     sources = [source for kind in kinds for source in map(HookSource, own_functions(kind))]
     attributes = ["should_stop"] if end is LoopEnd.SHOULD_STOP else [*changed]
+    if end is LoopEnd.UNKNOWN and getattr(trainer, "validating", False):
+        attributes = [*_VALIDATES]
     if attributes:
         found = [line for source in sources for line in source.sets(attributes)]
         files = dict.fromkeys(source.file for source in sources if source.file)

@@ -30,6 +30,7 @@ from lightning_ncclsafe.probes.trainer.logged_keys import (
     reduced_key,
     trainer_callbacks,
     unlogged_keys,
+    unmonitored_keys,
 )
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
 from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource, lines_in, source_of
@@ -149,6 +150,7 @@ class StepRecord:
             logged=tuple(logged_keys(self._trainer, module)),
             unlogged=tuple(itertools.islice(unlogged_keys(self._trainer, module), MOST_LINES)),
             monitored=tuple(monitored_keys(self._trainer, module)),
+            unmonitored=tuple(unmonitored_keys(self._trainer, module)),
             metrics=tuple(itertools.islice(metrics(module), _MOST_METRICS)),
             reducing=reduced_key(),
             peer=_peer(),

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD, EARLY_STOPPING, LOGGED_VALUES, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Frame
+from lightning_ncclsafe.facts import Frame, LoggedKey
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
@@ -407,11 +407,13 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
     """Gloo has ended a process, and the user's lines show that it was not in the call that the others were in."""
     others = tuple(sorted(view.facts))
     every = (*ended, *others)
+    key = _never_logged(view, ended, others)
     decided = out_of_step(view, every)
     ranks = tuple(decided) or (min(ended, others, key=len) if len(ended) != len(others) else tuple(sorted(every)))
-    why = (
-        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} there {decided[ranks[0]]}." if decided else ""
-    )
+    why = f"{capitalised(clause(ranks, 'was|were there'))} {decided[ranks[0]]}." if decided else ""
+    if key is not None:
+        ranks = ended if len(ended) <= len(others) else others
+        why = f"A callback monitors {key.name!r}, which {clause(others, 'has|have never logged')}."
     text = (
         f"the process of {ranks_words(ended)} aborted itself (SIGABRT) {_was_at(view, ended[0])}, "
         f"{as_gloo_does(view, ended)}, while {clause(others, 'was|were')} "
@@ -422,10 +424,19 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
         ranks,
         joined((capitalised(text), why)),
         severity=Severity.ERROR,
-        location=calls_location(view, ranks) or calls_location(view, every),
+        location=key.place if key is not None else calls_location(view, ranks) or calls_location(view, every),
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, others)),
-        remedy=_remedy(view),
+        remedy=_remedy(view) if key is None else f"{_REMEDY_MONITOR.strip()} So does EarlyStopping.",
     )
+
+
+def _never_logged(view: Timeline, ended: tuple[int, ...], others: tuple[int, ...]) -> LoggedKey | None:
+    """The only key that a callback monitors and the others lack, where those that are gone were in such a callback."""
+    if not all(is_in(_MONITORS, stack_of(view, rank)) for rank in ended):
+        return None
+    keys = {key.name: key for rank in others for key in view.facts[rank].steps.unmonitored}
+    lacked = [key for key in keys.values() if all(key in view.facts[rank].steps.unmonitored for rank in others)]
+    return lacked[0] if len(lacked) == 1 else None
 
 
 def _was_at(view: Timeline, rank: int) -> str:

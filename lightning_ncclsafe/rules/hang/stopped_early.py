@@ -46,6 +46,12 @@ _REMEDY_CLOCK = (
 )
 
 
+_REMEDY_VALIDATION = (
+    "Validate after the same batch on all ranks: look for what sets trainer.val_check_batch or val_check_interval from "
+    "a rank's own values, and for a val_check_interval that is not the same on all ranks."
+)
+
+
 @hang_rule(after="different-trainer-settings", follows=("different-trainer-settings",), plan=Plan.STOP)
 def stopped_early(view: Timeline) -> Iterator[Finding]:
     """Some ranks left the training loop while others are in a batch, and the Trainer shows why.
@@ -54,8 +60,9 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         The run hangs at a batch in the middle of an epoch; some ranks are in validation, save, or have finished.
 
     Cause:
-        trainer.should_stop, or max_epochs, set from a rank's own values; validation by each rank's own clock; a
-        StopIteration that leaves a hook; optimizer steps that are counted differently.
+        trainer.should_stop, or max_epochs, set from a rank's own values; validation by each rank's own clock, or after
+        other numbers of batches on some ranks; a StopIteration that leaves a hook; optimizer steps that are counted
+        differently.
 
     Remedy:
         Decide on all ranks together when to stop and when to validate.
@@ -69,8 +76,8 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     if not early or told.keys() != view.facts.keys():
         return
     ends = {told[rank].end for rank in early}
-    if all(told[rank].validates_by_clock and view.facts[rank].progress.phase is Phase.VALIDATE for rank in early):
-        yield _finding(view, early, others, "begun to validate by its own clock", Confidence.LIKELY, _REMEDY_CLOCK)
+    if validation := _validation(view, early, others, told):
+        yield _finding(view, early, others, validation[0], Confidence.LIKELY, validation[1])
     elif ends == {LoopEnd.SHOULD_STOP} and not any(told[rank].end in ends for rank in others):
         how = f"stopped training: trainer.should_stop is set there, and not on {ranks_words(others)}"
         yield _finding(view, early, others, how, Confidence.CERTAIN, _REMEDIES[LoopEnd.SHOULD_STOP])
@@ -91,6 +98,20 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         # A loader may give fewer batches than it says.
         how = f"left an epoch of {batches} batches before its end"
         yield _finding(view, early, others, how, Confidence.POSSIBLE, _REMEDIES[LoopEnd.UNKNOWN])
+
+
+def _validation(
+    view: Timeline, early: tuple[int, ...], others: tuple[int, ...], told: dict[int, TrainerFacts]
+) -> tuple[str, str] | None:
+    """What ranks do that validate and have not ended an epoch, and the remedy; None if they are not in a validation."""
+    if any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in early):
+        return None
+    if all(told[rank].validates_by_clock for rank in early):
+        return "begun to validate by its own clock", _REMEDY_CLOCK
+    are_within = all(told[rank].end is LoopEnd.UNKNOWN and _is_cut_short(told[rank]) for rank in early)
+    are_past = min(told[rank].batches_begun for rank in others) > max(told[rank].batches_begun for rank in early)
+    are_alike = len({trainer.batches for trainer in told.values()}) == 1
+    return ("begun to validate within its epoch", _REMEDY_VALIDATION) if are_within and are_past and are_alike else None
 
 
 def _batches_left(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> int:
