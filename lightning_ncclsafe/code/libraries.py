@@ -102,6 +102,8 @@ _C10D = "distributed/distributed_c10d.py"
 DISTRIBUTED = _in(_TORCH, "distributed/*")
 C10D = _in(_TORCH, _C10D)
 SEND_OR_RECV = _in(_TORCH, _C10D, functions="send recv")
+# One rank gives to all, or all give to one.
+ROOTED = _in(_TORCH, _C10D, functions="broadcast scatter gather reduce")
 # What each rank may give another number of elements to.
 UNEVEN = _in(_TORCH, _C10D, functions="all_to_all all_to_all_single")
 OBJECT_PICKLING = _in(_TORCH, _C10D, functions="_object_to_tensor _tensor_to_object")

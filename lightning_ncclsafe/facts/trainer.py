@@ -183,6 +183,8 @@ class StepFacts:
         metrics: Metrics of the model: the first 64.
         reducing: The one of these that is being reduced at this moment; empty if none is.
         peer: Global rank that this one sends to or receives from at this moment; -1 where that is not known.
+        root: Source or destination of the broadcast, scatter, gather or reduce that the main thread is in: its number
+            within the group; -1 where that is not known.
         groups_made: How many process groups this rank has taken part in making, as a member or not, with the one that
             it is making; -1 where that is not known.
         groups_at: ``"file:line in setup"`` of the calls of ``new_group`` under a condition on the rank, in the user's
@@ -218,6 +220,7 @@ class StepFacts:
     metrics: tuple[MetricFacts, ...] = ()
     reducing: str = ""
     peer: int = -1
+    root: int = -1
     groups_made: int = -1
     groups_at: tuple[str, ...] = ()
     accumulates_at: tuple[str, ...] = ()

@@ -429,6 +429,7 @@ RANK = RankFacts(
         metrics=(MetricFacts(name="score", type="Mean", states=("total", "count"), by_entry=("boxes",)),),
         reducing="loss",
         peer=3,
+        root=1,
         groups_made=4,
         groups_at=("train.py:12 in setup",),
         accumulates_at=("train.py:30 in on_train_batch_start",),

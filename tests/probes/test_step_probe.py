@@ -602,6 +602,21 @@ def test_the_rank_that_is_sent_to(function: str, arguments: dict[str, Any], peer
     assert inside(lambda: StepRecord(trainer()).facts().peer) == peer
 
 
+@pytest.mark.parametrize(
+    ("function", "arguments", "root"),
+    [
+        ("broadcast", {"tensor": 0, "src": 5, "group_src": 1}, 1),
+        ("gather", {"tensor": 0, "dst": None, "group_dst": 0}, 0),
+        ("all_reduce", {"tensor": 0, "group_src": 1}, -1),
+    ],
+)
+def test_the_root_of_a_collective_is_its_number_in_the_group(
+    function: str, arguments: dict[str, Any], root: int
+) -> None:
+    inside = in_main("/venv/torch/distributed/distributed_c10d.py", function, arguments)
+    assert inside(lambda: StepRecord(trainer()).facts().root) == root
+
+
 def test_groups_that_are_made_under_a_condition_are_looked_for_while_one_is_made(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("def setup(look):\n    if rank < 0:\n        new_group([0])\n    new_group([1])\n    look()\n")

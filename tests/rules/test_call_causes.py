@@ -9,6 +9,7 @@ import scenes as scenes_of_all
 from builders import (
     ALL_REDUCE,
     BACKWARD,
+    BROADCAST,
     GLOO,
     NCCL,
     NEXT_DATA,
@@ -538,3 +539,27 @@ def test_who_waits_alone_after_all_others_have_finished() -> None:
     finding = judge(job(alone, done, world=2)).findings[0]
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
     assert finding.location.endswith("train.py:96 in on_fit_end")
+
+
+def _rooted(rank: int, root: int, world: int = 2) -> RankFacts:
+    line = user("on_train_epoch_start", 6, code="dist.broadcast_object_list(config, src=source)")
+    waiting = GLOO.rank(rank, line, BROADCAST, seq=61, outstanding=1, op="broadcast", sizes=((1,),), world=world)
+    return replace(waiting, steps=StepFacts(root=root))
+
+
+def test_ranks_that_name_different_roots_are_at_fault_and_no_link_is() -> None:
+    two = judge(job(_rooted(0, 0), _rooted(1, 1), world=2)).findings
+    assert [(item.rule, item.confidence, item.ranks) for item in two] == [
+        ("mismatched-collective", Confidence.CERTAIN, (0, 1))
+    ]
+    assert "with different roots: rank 0 on rank 0, rank 1 on rank 1." in two[0].summary
+    assert two[0].location.endswith("train.py:6 in on_train_epoch_start")
+    many = found(job(*(_rooted(rank, 2 if rank == 2 else 0, world=4) for rank in range(4))))
+    assert many["mismatched-collective"].ranks == (2,)
+    assert set(found(job(_rooted(0, 0), _rooted(1, 0), world=2))) == {"all-joined"}
+
+
+def test_roots_that_nobody_knows_may_differ() -> None:
+    told = found(job(_rooted(0, 0), _rooted(1, -1), world=2))["all-joined"]
+    assert told.confidence is Confidence.POSSIBLE
+    assert told.summary.endswith("unless ranks have named different sources or destinations.")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ncclsafe._torch import process_groups
-from lightning_ncclsafe.code.libraries import GROUP_CREATION, SEND_OR_RECV
+from lightning_ncclsafe.code.libraries import GROUP_CREATION, ROOTED, SEND_OR_RECV
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, StepFacts
 from lightning_ncclsafe.probes.process.stacks import exception_facts, main_thread_frames, main_thread_stack
@@ -39,6 +39,8 @@ _BACKWARD = "manual_backward"
 _MOST_NAMES = 8
 _MOST_METRICS = 64
 _TO_PEER = {"send": "dst", "recv": "src"}
+# As torch names them once it has translated ranks to those of the group.
+_ROOTS = ("group_src", "group_dst")
 # Lightning refuses a skipped step where there are several ranks, with this.
 _REFUSED = "Skipping the `training_step`"
 
@@ -154,6 +156,7 @@ class StepRecord:
             metrics=tuple(itertools.islice(metrics(module), _MOST_METRICS)),
             reducing=reduced_key(),
             peer=_peer(),
+            root=_root(),
             groups_made=process_groups.groups_made(),
             groups_at=(_groups_under_condition() or lines_in(users, _makes_group)) if makes_group else (),
             accumulates_at=lines_in(users, _sets_accumulation) if any(run[3:4] > (0,) for run in runs) else (),
@@ -207,6 +210,14 @@ def _peer() -> int:
     """The rank that ``send`` or ``recv``, which the main thread is in, was called with."""
     peers = (frame.f_locals.get(_TO_PEER[frame.f_code.co_name]) for frame in main_thread_frames(SEND_OR_RECV))
     return next((peer for peer in peers if isinstance(peer, int)), -1)
+
+
+def _root() -> int:
+    """The source or destination, by its number in the group, of a collective that the main thread is in."""
+    for frame in main_thread_frames(ROOTED):
+        given = (frame.f_locals.get(name) for name in _ROOTS)
+        return next((root for root in given if isinstance(root, int)), -1)
+    return -1
 
 
 def _groups_under_condition() -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     is_in,
     meaning,
+    other_roots,
     ranks_words,
     wait_words,
     waits_apart,
@@ -29,6 +30,8 @@ from lightning_ncclsafe.rules.kit import (
 
 # Far longer than an exchange of messages takes, far shorter than any sensible suspect_after.
 _MOMENT_NS = 1_000_000_000
+# The recorder does not say who their source or destination is.
+_ROOTED = ("broadcast", "scatter", "gather", "reduce")
 _NOT_OF_ALL = SEND_OR_RECV | GROUP_CREATION
 _REMEDY_NCCL = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, then a "
@@ -48,7 +51,7 @@ def _plan(view: Timeline, finding: Finding) -> Plan:
     return Plan.UNKNOWN if may_be_busy else Plan.RESTART
 
 
-@hang_rule(after="p2p-blocked", unless=(gathering_alone, diverged_collectives), plan=_plan)
+@hang_rule(after="p2p-blocked", unless=(gathering_alone, diverged_collectives, other_roots), plan=_plan)
 def all_joined(view: Timeline) -> Iterator[Finding]:
     """All ranks called the same collective, and it completes on none of them.
 
@@ -117,15 +120,18 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> 
     first = calls[next(iter(group.oldest))]
     facts = view.facts[ranks[0]]
     what = collective_words(first, meaning(first, facts))
+    may_differ = first.op in _ROOTED and any(view.facts[rank].steps.root < 0 for rank in ranks)
     text = (
         f"All {len(ranks)} ranks of {group_words(group.name)} have called {what} and it does not complete on "
         f"{ranks_words(group.oldest)}, {batch_words(facts.progress)}, for {duration_words(facts.progress.idle_s)}: "
-        "a link or a device is at fault, not the training code."
+        "a link or a device is at fault, not the training code"
+        f"{', unless ranks have named different sources or destinations' if may_differ else ''}."
     )
     return finding(
         view,
         ranks,
         text,
+        confidence=Confidence.POSSIBLE if may_differ else Confidence.LIKELY,
         evidence=_evidence(group, calls),
         remedy=_REMEDY_NCCL if first.backend.startswith("nccl") else _REMEDY_OTHER,
     )

@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
     Finding,
+    OtherRoots,
     Plan,
     Severity,
     Timeline,
@@ -37,6 +38,8 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     numel,
     odd_sizes,
+    other_roots,
+    others_wait,
     overrun_in,
     overrun_of,
     past_aborted,
@@ -60,6 +63,10 @@ _REMEDY_SHARDED = (
     "Let every rank run the same parts of the model in the same order, on a dummy input where its data does not need "
     "one (see unused-parameters): FSDP gathers them as they are used."
 )
+_REMEDY_ROOTS = (
+    "Name the same source or destination on all ranks, as a global rank (src=0) or within the group (group_src=0): not "
+    "the rank itself, and not what each rank works out from its own state."
+)
 _DECIDES = (
     " If the stacks show different functions on the ranks, the size is not the problem: one rank skipped "
     "a collective or called an extra one."
@@ -74,7 +81,7 @@ _DECIDES = (
     is_mutual=True,
 )
 def mismatched_collective(view: Timeline) -> Iterator[Finding]:
-    """Ranks called the same collective, but the number of elements or the data type differs between them.
+    """Ranks called the same collective, but the number of elements, the data type or the root differs between them.
 
     Symptom:
         NCCL: a timeout in which ranks report different NumelIn for the same SeqNum, or garbage in the result. Gloo:
@@ -82,10 +89,11 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
         "Connection closed by peer" on the others.
 
     Cause:
-        A tensor whose shape or type depends on a rank's data is reduced or gathered as it is.
+        A tensor whose shape or type depends on a rank's data is reduced or gathered as it is; or each rank names itself
+        as the source of a broadcast or scatter, or as the destination of a gather or reduce.
 
     Remedy:
-        Make the tensors identical in shape and type on all ranks.
+        Make the tensors identical in shape and type on all ranks, and name the same source or destination.
 
     Cannot see:
         Sizes that may differ by design (all_to_all, scatter); what a rank called whose process is gone.
@@ -93,7 +101,9 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     split = view.divergence or view.lost_divergence
     if view.raised:
         return
-    if split is None:
+    if found := other_roots(view):
+        yield _roots_finding(view, found)
+    elif split is None:
         ended = aborted(view)
         is_told = broken_off_alone(view) is not None or broken_off(view) or past_aborted(view)
         if ended and not is_told:
@@ -102,6 +112,30 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
         alike = same_purpose(view, split)
         if alike is not False and not _other_units(view, split):
             yield _finding(view, split, is_alike=bool(alike))
+
+
+def _roots_finding(view: Timeline, found: OtherRoots) -> Finding:
+    by_root: dict[int, list[int]] = {}
+    for rank, root in found.roots.items():
+        by_root.setdefault(root, []).append(rank)
+    call = found.calls[min(found.calls)]
+    named = ", ".join(f"{ranks_words([root])} on {ranks_words(ranks)}" for root, ranks in sorted(by_root.items()))
+    most = max(by_root.values(), key=len)
+    has_majority = 2 * len(most) > len(found.roots)
+    ranks = tuple(sorted(rank for rank in found.roots if not has_majority or rank not in most))
+    text = (
+        f"{ranks_words(sorted(found.calls))} have called {collective_words(call)} of {group_words(found.group)} with "
+        f"different roots: {named}. It can never complete: {others_wait(view, ())}."
+    )
+    return finding(
+        view,
+        ranks,
+        capitalised(text),
+        confidence=Confidence.CERTAIN,
+        location=calls_location(view, ranks),
+        evidence=(*condition_evidence(view, ranks), *where_evidence(view, found.calls)),
+        remedy=_REMEDY_ROOTS,
+    )
 
 
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:

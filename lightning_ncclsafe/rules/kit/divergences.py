@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
@@ -405,6 +406,32 @@ def send_and_receive(view: Timeline) -> dict[int, int]:
         for rank, peer in peers.items()
         if peers.get(peer) == rank and {calls[rank], calls[peer]} == {"send", "recv"}
     }
+
+
+class OtherRoots(NamedTuple):
+    """Ranks that wait in one call of a group, of which each gives to, or takes from, another rank.
+
+    Attributes:
+        group: Name of the group.
+        calls: The call by rank.
+        roots: Global rank of the source or destination, by rank.
+    """
+
+    group: str
+    calls: dict[int, Collective]
+    roots: dict[int, int]
+
+
+@once
+def other_roots(view: Timeline) -> OtherRoots | None:
+    """The first such call; None where there is none, or not all roots are known."""
+    for group in view.groups:
+        calls = view.joined(group)
+        told = {rank: view.facts[rank].steps.root for rank in calls if rank in view.waiting}
+        members = sorted(group.members)
+        if len({*told.values()}) > 1 and told.keys() == calls.keys() and min(told.values()) >= 0:
+            return OtherRoots(group.name, calls, {rank: members[root] for rank, root in told.items()})
+    return None
 
 
 @once
