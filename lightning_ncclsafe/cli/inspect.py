@@ -4,9 +4,10 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,21 @@ def run(config: Namespace) -> int:
         _note(note)
     if not found.diagnoses:
         return 2
+    # Where the answer cannot be written it is printed all the same: the job may be gone when somebody asks again.
+    folders = [Path(config.output)] * len(found.diagnoses) if config.output is not None else []
+    is_written = all([_is_done(partial(_write, *one)) for one in zip(found.diagnoses, folders, strict=False)])
+    is_shown = _is_done(partial(_show, found.diagnoses, _Format(config.format)))
+    return int(any(map(_is_held_up, found.diagnoses))) if is_written and is_shown else 2
+
+
+def _is_done(act: Callable[[], None]) -> bool:
     try:
-        for diagnosis in found.diagnoses:
-            if config.output is not None:
-                print(f"written to {safe(str(_written(diagnosis, Path(config.output))))}", file=sys.stderr)
-        _show(found.diagnoses, _Format(config.format))
+        act()
     except OSError as error:
-        print(f"error: {safe(str(error.filename or config.output))}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    return int(any(map(_is_held_up, found.diagnoses)))
+        where = f"{safe(str(error.filename))}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _note(text: str) -> None:
@@ -104,13 +111,14 @@ def _is_held_up(diagnosis: Diagnosis) -> bool:
     return bool(diagnosis.findings) or not moves
 
 
-def _written(diagnosis: Diagnosis, folder: Path) -> Path:
-    """The folder that it was written to: one for each host and job, so that hosts can share one."""
+def _write(diagnosis: Diagnosis, folder: Path) -> None:
+    """Into a folder of its own for each host and job, so that hosts can share one."""
     name = _NO_NAME.sub("-", f"{socket.gethostname()}-{diagnosis.job.launch}").strip("-")
     written = write_report(diagnosis, folder / name)
     if why := write_page(diagnosis, written):
         _note(why)
-    return written
+    elsewhere = "" if folder in written.parents else f", because {folder} cannot be written to"
+    print(f"written to {safe(f'{written}{elsewhere}')}", file=sys.stderr)
 
 
 def _show(diagnoses: Sequence[Diagnosis], format: _Format) -> None:

@@ -1,12 +1,15 @@
 """Makes facts, which rules judge, of what was seen of each rank from outside; nothing is looked at here."""
 
+import platform
 import re
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING, RUN_MODULE
 from lightning_ncclsafe.code.side_thread import SideThread
@@ -53,9 +56,16 @@ _COLLECTS = re.compile(r"\bgc\.collect\(")
 _STOPPED = ("stopped", "tracing-stop")
 _ENDED = ("zombie", "gone")
 _NOT_SEEN = (
-    "The lengths of loaders, logged keys and exceptions that were caught before cannot be seen from outside: a guarded "
-    "strategy (SafeDDP, SafeFSDP, SafeModelParallel) sees them."
+    "Logged keys, batches of loaders that have no length, and exceptions that were caught before cannot be seen from "
+    "outside: a guarded strategy (SafeDDP, SafeFSDP, SafeModelParallel) sees them."
 )
+
+
+class Unread(Enum):
+    """Why no object of a rank's was read."""
+
+    OTHER_PYTHON = "it runs another Python than this process"
+    UNKNOWN_PYTHON = "this process's own Python has objects of an unknown layout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +90,7 @@ class SeenRank:
         left: Exceptions that have left its program, likewise.
         counted: How far its Trainer has come, as far as that could be read.
         group: The process group whose collective it is in, likewise.
-        is_other_python: Whether it runs another Python than this process, so that none of the last four is known.
+        unread: Why none of the last four is known.
     """
 
     process: RankProcess
@@ -100,7 +110,7 @@ class SeenRank:
     left: tuple[ReadException, ...] = ()
     counted: Counted | None = None
     group: Group | None = None
-    is_other_python: bool = False
+    unread: Unread | None = None
 
 
 def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
@@ -126,7 +136,6 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
     after = sorted(one.process.rank for one in seen if one.ended_after and not moves)
     # So does a job whose last step took a while.
     is_over = len(after) == len(seen)
-    others = sorted(one.process.rank for one in seen if one.is_other_python)
     after_words = "all of them" if is_over else "this is what was seen before"
     return JobFacts(
         incident=Incident(
@@ -144,18 +153,24 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
         missing=(
             *([f"{capitalised(ranks_words(ended))} ended meanwhile: inspect again."] if ended else []),
             *([f"{capitalised(ranks_words(after))} ended after that: {after_words}."] if after else []),
-            *([_other_python_words(others)] if others else []),
+            *_unread_words(seen),
             _NOT_SEEN,
         ),
     )
 
 
-def _other_python_words(ranks: Sequence[int]) -> str:
-    return (
-        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'runs', 'run')} another Python than this command, so that "
-        "exceptions and the Trainer's counters cannot be read: install it in the job's own environment, and run it "
-        "from there."
-    )
+def _unread_words(seen: Sequence[SeenRank]) -> Iterator[str]:
+    if others := sorted(one.process.rank for one in seen if one.unread is Unread.OTHER_PYTHON):
+        yield (
+            f"{capitalised(ranks_words(others))} {verb(others, 'runs', 'run')} another Python than this command, so "
+            "that exceptions and the Trainer's counters cannot be read: install it in the job's own environment, and "
+            "run it from there."
+        )
+    if any(one.unread is Unread.UNKNOWN_PYTHON for one in seen):
+        yield (
+            f"This command's Python ({platform.python_version()}{sys.abiflags}) lays its objects out in a way that is "
+            "not known, as free-threaded ones do, so that exceptions and the Trainer's counters cannot be read."
+        )
 
 
 def _are_counted(seen: Iterable[SeenRank]) -> bool:

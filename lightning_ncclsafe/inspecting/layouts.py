@@ -9,6 +9,7 @@ import os
 import re
 import struct
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -145,6 +146,11 @@ def layout() -> Layout:
     """
     with _learning:
         return _layout()
+
+
+def is_known() -> bool:
+    """Whether it can be learned; not of a free-threaded Python, whose objects carry more and differ while it runs."""
+    return not sysconfig.get_config_var("Py_GIL_DISABLED") and or_none(layout) is not None
 
 
 _learning = threading.Lock()

@@ -10,7 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -29,7 +30,11 @@ _TRIES = (("--locals",), ("--locals",), ())
 _KEPT = ("batch_idx", "hook_name", "i", "process_idx", "rank", "local_rank", "self", "callback", "pl_module", "name")
 _MOST_CHARACTERS = 80
 _ADDRESSES = ("self", "group")
+# A program that was killed may leave others with what it printed to, or wait for a lock that its victim holds.
+_AFTER_KILL_S = 0.5
 _UNKNOWN_PYTHON = ("Unsupported version of Python", "Failed to find python version")
+# Of /proc/PID/stat, behind the name in brackets.
+_STARTED_FIELD = 19
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -126,7 +131,7 @@ class StackReader:
             return (), NO_PROGRAM
         command = [self._program, "dump", "--json", "--native", "--pid", str(pid)]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=_NATIVE_DEADLINE_S, check=False)
+            done = _done(command, _NATIVE_DEADLINE_S)
         except (subprocess.TimeoutExpired, OSError) as error:
             return (), f"its native frames could not be read ({type(error).__name__})"
         found = or_none(partial(native_in, done.stdout, pid)) if done.returncode == 0 else None
@@ -138,27 +143,57 @@ class StackReader:
         """The threads of a process, or why they cannot be read."""
         if self._program is None:
             return (), NO_PROGRAM
-        said = ""
+        said, is_late = "", False
         # What is read while it changes may make no sense; with fewer parts to read that is rarer.
         for options in _TRIES:
-            command = [self._program, "dump", "--json", *options, "--nonblocking", "--pid", str(pid)]
+            if is_late and options:
+                # The variables of thousands of threads take long, their lines alone do not.
+                continue
             try:
-                done = subprocess.run(command, capture_output=True, timeout=_DEADLINE_S, check=False)
+                done = _done(
+                    [self._program, "dump", "--json", *options, "--nonblocking", "--pid", str(pid)], _DEADLINE_S
+                )
             except subprocess.TimeoutExpired:
-                return (), f"py-spy gave no answer within {_DEADLINE_S:g} s"
+                said, is_late = f"it gave no answer within {_DEADLINE_S:g} s", True
+                continue
             except OSError as error:
                 return (), f"py-spy cannot be run ({error.strerror})"
             if done.returncode == 0 and (threads := or_none(partial(threads_in, done.stdout, pid))):
                 return threads, ""
             said = done.stderr.decode(errors="replace")
-            if is_denied(said):
-                return (), denied_words(pid)
-            if any(words in said for words in _UNKNOWN_PYTHON):
-                return (), (
-                    "py-spy does not recognise its version of Python; if it is new: pip install --upgrade py-spy where "
-                    f"inspect runs ({_last_line(said)})"
-                )
+            if why := _final(said, pid):
+                return (), why
         return (), f"py-spy could not read its stack ({_last_line(said)})"
+
+
+def _final(said: str, pid: int) -> str:
+    """Why py-spy will not be able to read a stack in a next try either; empty if it may."""
+    if is_denied(said):
+        return denied_words(pid)
+    if any(words in said for words in _UNKNOWN_PYTHON):
+        return (
+            "py-spy does not recognise its version of Python; if it is new: pip install --upgrade py-spy where "
+            f"inspect runs ({_last_line(said)})"
+        )
+    return ""
+
+
+def _done(command: Sequence[str], deadline_s: float) -> "subprocess.CompletedProcess[bytes]":
+    """What a program has printed, which is not waited for beyond its deadline, even where it cannot be killed.
+
+    Raises:
+        subprocess.TimeoutExpired: It has not ended by then.
+        OSError: It cannot be run.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, errors = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_AFTER_KILL_S)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def _last_line(said: str) -> str:
@@ -271,16 +306,30 @@ def _frame(plain: Mapping[str, Any]) -> SeenFrame:
     )
 
 
-def look(pid: int, reader: StackReader, at_s: float) -> Look:
+def started_at(pid: int) -> int | None:
+    """When a process was started, in ticks of the kernel's clock; None where there is none.
+
+    This tells it from a later one that has been given its id.
+    """
+    # Not by the clock on the wall, which may be set meanwhile.
+    fields = or_none(lambda: Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()) or []
+    return or_none(lambda: int(fields[_STARTED_FIELD]))
+
+
+def look(pid: int, reader: StackReader, at_s: float, *, started: int | None = None) -> Look:
     """One look at a process.
 
     Args:
         pid: Process id.
         reader: Reads its stacks.
         at_s: The time.
+        started: When it was started, by `started_at`; None if any that has the id is meant.
     """
     process = look_at(pid)
     threads, problem = reader.read(pid) if process.state not in ("gone", "zombie") else ((), "")
+    if started is not None and started_at(pid) != started:
+        # It has ended, meanwhile or before; what has its id now is none of this job's.
+        return Look(at_s=at_s, process=ProcessFacts(pid=pid, state="gone"))
     return Look(
         at_s=at_s,
         threads=threads,

@@ -2,13 +2,15 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.probes.absent import or_none
 
 # Names of rank, local rank, number of ranks, and number of those of a host. The first is what torchrun, DeepSpeed,
@@ -28,6 +30,8 @@ _SLURM = 1
 _LIGHTNING = len(_SCHEMES)
 # What Python's multiprocessing runs in a process that it does not fork.
 _SPAWNED = ("--multiprocessing-fork", "from multiprocessing.spawn import", "from multiprocessing.forkserver import")
+# What is read of a process's memory takes a millisecond, unless another has locked it.
+_MEMORY_S = 1.0
 _LIBRARIES = ("/libtorch", "/libc10")
 
 
@@ -42,6 +46,8 @@ class SeenProcess:
         command: Its command line.
         environment: As it was when the process was started; None where it may not be read.
         has_torch: Whether it has loaded torch.
+        is_read: Whether the kernel has told its command and environment. It does not while a thread of the process has
+            its memory locked, as one does that waits for storage that does not answer.
     """
 
     pid: int
@@ -50,6 +56,7 @@ class SeenProcess:
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
     has_torch: bool = True
+    is_read: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,26 +123,37 @@ def python_processes(proc: Path = Path("/proc")) -> list[SeenProcess]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if own_id not in (0, process.uids().real) or process.pid == os.getpid():
-                continue
-            command = tuple(process.cmdline())
-            if _is_python(process, command):
-                found.append(
-                    SeenProcess(
-                        pid=process.pid,
-                        parent=process.ppid(),
-                        started=process.create_time(),
-                        command=command,
-                        environment=or_none(process.environ),
-                        has_torch=_has_torch(proc / str(process.pid) / "maps"),
-                    )
-                )
-    return found
+            if own_id in (0, process.uids().real) and process.pid != os.getpid() and _is_python(process):
+                found.append(_seen_process(process, proc))
+    return [one for one in found if not _inspects(one.command)]
 
 
-def _is_python(process: psutil.Process, command: tuple[str, ...]) -> bool:
+def _seen_process(process: psutil.Process, proc: Path) -> SeenProcess:
+    seen = SeenProcess(pid=process.pid, parent=process.ppid(), started=process.create_time())
+
+    def read() -> SeenProcess:
+        return replace(
+            seen,
+            command=tuple(process.cmdline()),
+            environment=or_none(process.environ),
+            has_torch=_has_torch(proc / str(process.pid) / "maps"),
+        )
+
+    try:
+        return SideThread("ncclsafe-process").call(read, _MEMORY_S)
+    except UnansweredError:
+        return replace(seen, is_read=False)
+
+
+def _inspects(command: Sequence[str]) -> bool:
+    """Whether it is this command: srun gives it the environment of a rank."""
+    words = [os.path.basename(word).replace("lightning_ncclsafe", "ncclsafe") for word in command]
+    return ("ncclsafe", "inspect") in pairwise(words)
+
+
+def _is_python(process: psutil.Process) -> bool:
     """By its program: its name may have been changed (setproctitle)."""
-    program = or_none(process.exe) or (command[0] if command else "")
+    program = or_none(process.exe) or or_none(process.name) or ""
     return "python" in os.path.basename(program).lower()
 
 

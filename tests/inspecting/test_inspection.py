@@ -12,12 +12,13 @@ import pytest
 
 from lightning_ncclsafe.facts import Phase, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
-from lightning_ncclsafe.inspecting import facts_of_looks, inspection
+from lightning_ncclsafe.inspecting import facts_of_looks, sources, surroundings
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
-from lightning_ncclsafe.inspecting.inspection import _remember_sources, _seen_rank
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, StackReader, denied_words, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
+from lightning_ncclsafe.inspecting.sources import remember_sources
+from lightning_ncclsafe.inspecting.surroundings import seen_rank
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.report.text import render_text
 
@@ -437,15 +438,15 @@ def test_of_a_rank_in_a_container_the_source_is_its_own(tmp_path: Path, monkeypa
     file, elsewhere = str(tmp_path / "train.py"), str(tmp_path / "elsewhere.py")
     os.rename(tmp_path / "7" / "root" / file[1:], inside := tmp_path / "7" / "root" / elsewhere[1:])
     # Only there, nowhere, only here, of the same root, of a process that has ended.
-    _remember_sources(7, [elsewhere, "/nowhere/at/all.py", "<string>", file], processes=tmp_path)
+    remember_sources(7, [elsewhere, "/nowhere/at/all.py", "<string>", file], processes=tmp_path)
     assert {*linecache.cache} == {elsewhere}
     inside.rename(inside.with_name("train.py"))
     for pid in (8, 9):
-        _remember_sources(pid, [file], processes=tmp_path)
+        remember_sources(pid, [file], processes=tmp_path)
         assert linecache.getline(file, 1) == "# of the host\n"
         linecache.clearcache()
     # Of the same name, in both.
-    _remember_sources(7, [file], processes=tmp_path)
+    remember_sources(7, [file], processes=tmp_path)
     assert linecache.getline(file, 1) == "# of the rank\n"
 
 
@@ -453,18 +454,18 @@ def test_names_that_no_file_can_have_end_nothing(monkeypatch: pytest.MonkeyPatch
     """What is read while it changes may be anything, and so may the name that a program gives its code."""
     monkeypatch.setattr(linecache, "cache", {})
     names = ["/a\0b", "/a\ud800b", "", "/" + "a" * 5000, "/tmp"]
-    _remember_sources(os.getpid(), names)
+    remember_sources(os.getpid(), names)
     assert [linecache.getlines(name) for name in names] == [[]] * 5
 
 
 def test_a_rank_whose_storage_does_not_answer_is_told_without(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(inspection, "_STORAGE_S", 0.05)
-    for name in ("_remember_sources", "_open_files", "_versions"):
-        monkeypatch.setattr(inspection, name, lambda *_: answers.wait(60) and ())
+    monkeypatch.setattr(sources, "_STORAGE_S", 0.05)
+    for name in ("remember_sources", "_open_files", "_versions"):
+        monkeypatch.setattr(surroundings, name, lambda *_: answers.wait(60) and ())
     own = RankProcess(pid=os.getpid(), rank=0, local_rank=0, world_size=1, local_world_size=1, job="j", parent=1)
     try:
-        seen = _seen_rank(own, (), StackReader("py-spy"), [own])
+        seen = seen_rank(own, (), StackReader("py-spy"), [own])
     finally:
         answers.set()
     assert (seen.storage, seen.versions, seen.process) == ((), {}, own)
@@ -477,7 +478,7 @@ def test_a_rank_that_has_ended_is_no_worker_of_the_one_that_launched_it(is_rank:
         of_job = {"world_size": 2, "local_world_size": 2, "job": "j"}
         own = RankProcess(pid=os.getpid(), rank=0, local_rank=0, parent=1, **of_job)  # type: ignore[arg-type]
         other = RankProcess(pid=child.pid, rank=1, local_rank=1, parent=own.pid, **of_job)  # type: ignore[arg-type]
-        seen = _seen_rank(own, (), StackReader("py-spy"), [own, other] if is_rank else [own])
+        seen = seen_rank(own, (), StackReader("py-spy"), [own, other] if is_rank else [own])
     assert (child.pid in [ended.pid for ended in seen.ended]) is not is_rank
 
 

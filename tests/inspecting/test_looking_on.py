@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.inspecting import inspection, looks, objects
+from lightning_ncclsafe.inspecting import inspection, looking_on, looks, objects
 from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspected, inspect
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import SeenFrame, SeenThread, StackReader
@@ -44,7 +44,7 @@ def pair() -> Iterator[list["subprocess.Popen[bytes]"]]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "SECONDS", 0.3)
-    monkeypatch.setattr(inspection, "_ON_EVERY_S", 0.01)
+    monkeypatch.setattr(looking_on, "_ON_EVERY_S", 0.01)
     monkeypatch.setattr(looks, "slept_s", lambda pid: None)
 
 
@@ -135,7 +135,7 @@ def test_where_no_stack_can_be_read_nobody_looks_on(pair: "list[subprocess.Popen
 def test_where_all_ranks_wait_in_different_calls_nobody_is_in_a_long_step(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "LONG_WAIT_S", 0.5)
+    monkeypatch.setattr(looking_on, "LONG_WAIT_S", 0.5)
     found, said = inspected(
         pair, reader := Scripted(lambda pid, time: (user(20 if pid == pair[0].pid else 25), BARRIER))
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Phase
+from lightning_ncclsafe.facts import Phase, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -104,9 +104,16 @@ def _is_decided(view: Timeline, short: tuple[int, ...]) -> bool:
     """
     if all(facts.inspection is None for facts in view.facts.values()):
         return True
+    lengths = _lengths(view)
+    if lengths.keys() == view.facts.keys() and max(map(lengths.__getitem__, short)) < min(_of_others(lengths, short)):
+        return True
     others = {view.facts[rank].progress.phase for rank in view.facts if rank not in short}
     counts = {facts.trainer.batches if facts.trainer is not None else None for facts in view.facts.values()}
     return 2 * len(short) < len(view.facts) and Phase.VALIDATE not in others and (len(counts) > 1 or None in counts)
+
+
+def _of_others(lengths: dict[int, int], ranks: tuple[int, ...]) -> list[int]:
+    return [length for rank, length in lengths.items() if rank not in ranks]
 
 
 def _is_known(view: Timeline, rank: int) -> bool:
@@ -142,10 +149,19 @@ def _ended(view: Timeline, rank: int) -> str:
 
 
 def _lengths(view: Timeline) -> dict[int, int]:
-    """Number of batches of each rank's first loader, where it has a length and is the one for training."""
+    """Number of batches of each rank's first loader, where it has a length and is the one for training.
+
+    Seen from outside, as many as the Trainer counts on.
+    """
+    if counted := {facts.rank: facts.trainer.batches for facts in view.facts.values() if _is_counted(facts)}:
+        return {rank: batches for rank, batches in counted.items() if batches}
     training = [facts for facts in view.facts.values() if facts.loaders and facts.progress.phase in _TRAINING]
     first = {facts.rank: facts.loaders[0].batches for facts in training}
     return {rank: batches for rank, batches in first.items() if batches is not None}
+
+
+def _is_counted(facts: RankFacts) -> bool:
+    return facts.inspection is not None and facts.trainer is not None
 
 
 def _evidence(view: Timeline) -> Iterator[Evidence]:
