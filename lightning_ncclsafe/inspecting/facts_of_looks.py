@@ -254,9 +254,11 @@ def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:
 
 
 def is_past_program(stack: Sequence[SeenFrame]) -> bool:
-    """Whether its program has been left, and Python only waits for what is left of it: threads, and so on."""
-    is_users = any(_is_users(one.file) for one in stack)
-    return bool(stack) and not is_users and not RUN_MODULE.has(stack[0].file, stack[0].function)
+    """Whether its program has been left, and Python does what is left to be done: threads, functions of atexit."""
+    if not stack or RUN_MODULE.has(stack[0].file, stack[0].function):
+        return False
+    # A program is the code of a module; Python calls those functions from none.
+    return stack[0].function != "<module>" or not any(_is_users(one.file) for one in stack)
 
 
 def _is_users(file: str) -> bool:

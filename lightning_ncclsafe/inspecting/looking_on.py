@@ -157,7 +157,12 @@ class LookedAt:
         if shows_enough(of_job):
             return True
         all_stand_s = min(stood_s([one]) for one in of_job)
-        return all_stand_s >= LONG_WAIT_S and wait_apart(job_facts(of_job, are_all=self._are_all))
+        return all_stand_s >= self._long_wait_s() and wait_apart(job_facts(of_job, are_all=self._are_all))
+
+    def _long_wait_s(self) -> float:
+        """How long what is on its way between ranks may take: longer where processes have to wait for a core."""
+        held_up = pressure_between(self._pressure, look_at_pressure(self._groups), time.monotonic() - self._began_s)
+        return min(LONG_WAIT_S / max(1.0 - (held_up.cpu_waited or 0.0), LONG_WAIT_S / LONG_STEP_S), LONG_STEP_S)
 
     def _nobody_has_run(self) -> bool:
         """Whether the kernel has it that no rank has run for longer than a step takes: then none can have moved."""

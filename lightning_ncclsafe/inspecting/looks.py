@@ -24,6 +24,8 @@ from lightning_ncclsafe.probes.host.resources import look_at
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread, slept_s
 
 _DEADLINE_S, _NATIVE_DEADLINE_S = 3.0, 15.0
+# Reading 1,000 threads with their variables takes 0.6 s of processor time, which a busy host does not give at once.
+_PER_THREAD_S = 0.003
 _MOST_NATIVE = 40
 _TRIES = (("--locals",), ("--locals",), ())
 # Of what a frame's local variables say, these are kept: numbers and names of hooks and classes, never the user's data.
@@ -32,6 +34,7 @@ _MOST_CHARACTERS = 80
 _ADDRESSES = ("self", "group")
 # A program that was killed may leave others with what it printed to, or wait for a lock that its victim holds.
 _AFTER_KILL_S = 0.5
+_ENDED = ("gone", "zombie")
 _UNKNOWN_PYTHON = ("Unsupported version of Python", "Failed to find python version")
 # Of /proc/PID/stat, behind the name in brackets.
 _STARTED_FIELD = 19
@@ -144,6 +147,7 @@ class StackReader:
         if self._program is None:
             return (), NO_PROGRAM
         said, is_late = "", False
+        deadline_s = _DEADLINE_S + _PER_THREAD_S * _thread_count(pid)
         # What is read while it changes may make no sense; with fewer parts to read that is rarer.
         for options in _TRIES:
             if is_late and options:
@@ -151,10 +155,10 @@ class StackReader:
                 continue
             try:
                 done = _done(
-                    [self._program, "dump", "--json", *options, "--nonblocking", "--pid", str(pid)], _DEADLINE_S
+                    [self._program, "dump", "--json", *options, "--nonblocking", "--pid", str(pid)], deadline_s
                 )
             except subprocess.TimeoutExpired:
-                said, is_late = f"it gave no answer within {_DEADLINE_S:g} s", True
+                said, is_late = f"it gave no answer within {deadline_s:.1f} s", True
                 continue
             except OSError as error:
                 return (), f"py-spy cannot be run ({error.strerror})"
@@ -178,6 +182,10 @@ def _final(said: str, pid: int) -> str:
     return ""
 
 
+def _thread_count(pid: int) -> int:
+    return or_none(lambda: len(os.listdir(f"/proc/{pid}/task"))) or 0
+
+
 def _done(command: Sequence[str], deadline_s: float) -> "subprocess.CompletedProcess[bytes]":
     """What a program has printed, which is not waited for beyond its deadline, even where it cannot be killed.
 
@@ -191,15 +199,22 @@ def _done(command: Sequence[str], deadline_s: float) -> "subprocess.CompletedPro
     except subprocess.TimeoutExpired:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_AFTER_KILL_S)
+            process.wait(_AFTER_KILL_S)
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def _last_line(said: str) -> str:
-    return (said.strip().splitlines() or ["no output"])[-1][:200]
+    """What a program gives as its reason; else its last words, as there may be a backtrace behind that."""
+    lines = said.strip().splitlines() or ["no output"]
+    return next((line for line in lines if line.startswith("Error: ")), lines[-1])[:200]
 
 
+NO_MAIN_FRAMES = (
+    "py-spy has read no Python frame of its main thread; it reads none if the name of a file there is not UTF-8"
+)
 NO_PROGRAM = "py-spy is not installed, so no stack can be read: pip install 'lightning-ncclsafe[inspect]' on this host"
 
 
@@ -326,7 +341,9 @@ def look(pid: int, reader: StackReader, at_s: float, *, started: int | None = No
         started: When it was started, by `started_at`; None if any that has the id is meant.
     """
     process = look_at(pid)
-    threads, problem = reader.read(pid) if process.state not in ("gone", "zombie") else ((), "")
+    threads, problem = reader.read(pid) if process.state not in _ENDED else ((), "")
+    if threads and not any(thread.is_main and thread.frames for thread in threads):
+        problem = NO_MAIN_FRAMES
     if started is not None and started_at(pid) != started:
         # It has ended, meanwhile or before; what has its id now is none of this job's.
         return Look(at_s=at_s, process=ProcessFacts(pid=pid, state="gone"))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from lightning_ncclsafe.code.libraries import FITTING, SIGTERM_BROADCAST
+from lightning_ncclsafe.code.libraries import FITTING, SETUP_OF_LOADERS, SIGTERM_BROADCAST, TRAINING_LOOPS
 from lightning_ncclsafe.facts import LoopEnd, Phase, Progress, TrainerFacts
 from lightning_ncclsafe.inspecting.looks import SeenFrame
 from lightning_ncclsafe.inspecting.objects import Interpreter
@@ -77,11 +77,17 @@ def counted(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Counted | N
     with suppress(LookupError, OSError, ValueError):
         # Lightning counts a batch only after ranks have met before it.
         is_next = any(SIGTERM_BROADCAST.has(frame.file, frame.function) for frame in stack)
-        return _counted(interpreter, trainer, is_next=is_next) if trainer else None
+        # Nor does it count anew before it has the loader of a new epoch.
+        is_new = any(_makes_loader(frame) for frame in stack)
+        return _counted(interpreter, trainer, is_next=is_next, is_new=is_new) if trainer else None
     return None
 
 
-def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool) -> Counted:
+def _makes_loader(frame: SeenFrame) -> bool:
+    return all(code.has(frame.file, frame.function) for code in (SETUP_OF_LOADERS, TRAINING_LOOPS))
+
+
+def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool, is_new: bool) -> Counted:
     def number(*names: str) -> int:
         found = interpreter.value(trainer, *names)
         if not isinstance(found, int):
@@ -94,6 +100,8 @@ def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool) -> Counte
         return 0
 
     ready, last = number(*_TRAINING, "current", "ready"), bool(some(*_TRAINING, "is_last_batch"))
+    if is_new:
+        ready, last = 0, False
     validated, last_validated = some(*_VALIDATION, "current", "ready"), bool(some(*_VALIDATION, "is_last_batch"))
     steps = max(some(*names) for names in _STEPS)
     settings = {}

@@ -55,6 +55,38 @@ def test_a_rank_in_the_next_epoch_has_left_the_last_one_early_or_had_no_more_bat
     assert (first.rule, first.ranks) == (rule, (1,))
 
 
+def test_numbers_of_batches_that_are_known_leave_no_doubt_who_has_too_few() -> None:
+    ranks = [
+        waits(0, LOOP, BROADCAST, counted=in_batch(0, 320, batches=396)),
+        waits(1, END, BARRIER, counted=in_batch(0, 306, batches=307, is_last=True)),
+    ]
+    first = diagnosis_of(job_facts(ranks)).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == ("uneven-batches", (1,), Confidence.CERTAIN)
+    assert any("its loader has 396 batches" in one.text for one in first.evidence)
+
+
+def test_nobody_is_sent_to_compare_lengths_that_are_known_to_be_alike() -> None:
+    for batches, is_asked in ((None, True), (6, False)):
+        ranks = [
+            waits(0, LOOP, user(20), BARRIER, of=3, counted=in_batch(0, 3, batches=batches)),
+            waits(1, LOOP, BROADCAST, of=3, counted=in_batch(0, 4, batches=batches)),
+            waits(2, LOOP, user(20), BARRIER, of=3, counted=in_batch(0, 3, batches=batches)),
+        ]
+        first = diagnosis_of(job_facts(ranks)).findings[0]
+        assert (first.rule, first.ranks) == ("diverged-collectives", (1,))
+        assert ("compare the loaders' lengths" in first.summary) is is_asked
+
+
+def test_who_is_further_down_in_one_function_has_gone_past_the_call_of_the_others() -> None:
+    def step(line: int, *frames: SeenFrame) -> tuple[SeenFrame, ...]:
+        return (LOOP, user(line, "training_step"), *frames, BARRIER)
+
+    most = [waits(number, *step(20, user(8, "contrast")), of=3) for number in range(2)]
+    for line, told in ((24, "8 in contrast"), (16, "16 in training_step")):
+        first = diagnosis_of(job_facts([*most, waits(2, *step(line), of=3)])).findings[0]
+        assert (first.ranks, first.location.rpartition(":")[2]) == ((2,), told)
+
+
 def test_ranks_at_the_end_of_their_epoch_have_run_out_of_data() -> None:
     for others, confidence in ((2, Confidence.LIKELY), (1, Confidence.POSSIBLE)):
         ranks = [waits(number, LOOP, BROADCAST, of=others + 1, counted=in_batch(0, 4)) for number in range(others)]

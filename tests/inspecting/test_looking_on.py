@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from lightning_ncclsafe.facts import PressureFacts
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.inspecting import inspection, looking_on, looks, objects
 from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspected, inspect
@@ -46,6 +47,12 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "SECONDS", 0.3)
     monkeypatch.setattr(looking_on, "_ON_EVERY_S", 0.01)
     monkeypatch.setattr(looks, "slept_s", lambda pid: None)
+    under_pressure(monkeypatch, 0.0)
+
+
+def under_pressure(monkeypatch: pytest.MonkeyPatch, cpu_waited: float | None) -> None:
+    held_up = PressureFacts(over_s=1.0, cpu_waited=cpu_waited)
+    monkeypatch.setattr(looking_on, "pressure_between", lambda *_: held_up)
 
 
 def user(line: int) -> SeenFrame:
@@ -143,6 +150,16 @@ def test_where_all_ranks_wait_in_different_calls_nobody_is_in_a_long_step(
     assert max(reader.times.values()) > LOOKS
     assert found.diagnoses[0].findings[0].rule == "diverged-collectives"
     assert found.diagnoses[0].job.incident.idle_s < LONG_STEP_S
+
+
+@pytest.mark.parametrize(("cpu_waited", "at_least_s"), [(None, 0.2), (0.0, 0.2), (0.8, 1.0)])
+def test_what_is_on_its_way_takes_longer_where_processes_wait_for_a_core(
+    pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch, cpu_waited: float | None, at_least_s: float
+) -> None:
+    monkeypatch.setattr(looking_on, "LONG_WAIT_S", 0.2)
+    under_pressure(monkeypatch, cpu_waited)
+    found, _ = inspected(pair, Scripted(lambda pid, time: (user(20 if pid == pair[0].pid else 25), BARRIER)))
+    assert found.diagnoses[0].job.incident.idle_s >= at_least_s
 
 
 def test_ctrl_c_gives_the_answer_as_it_is(pair: "list[subprocess.Popen[bytes]]") -> None:

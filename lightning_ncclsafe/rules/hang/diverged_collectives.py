@@ -54,6 +54,7 @@ from lightning_ncclsafe.rules.kit import (
     other_counts,
     others_wait,
     out_of_step,
+    passed_over,
     past_aborted,
     place_words,
     positions,
@@ -302,6 +303,9 @@ def _seen_apart(view: Timeline) -> Finding | None:
     more = sum(map(len, apart.calls[_CALLS:]))
     why = f"{capitalised(clause(apart.ranks, 'is|are'))} {apart.why}." if apart.why else ""
     is_in_loop = any(place.stage >= 0 for place in positions(view).values())
+    lengths = [facts.trainer.batches if facts.trainer is not None else None for facts in view.facts.values()]
+    are_even = None not in lengths and len({*lengths}) == 1
+    frame = apart.frame or passed_over(view, apart)
     in_own = [rank for rank in (*apart.ranks, *view.waiting) if in_own_call(view, rank)]
     return finding(
         view,
@@ -311,12 +315,12 @@ def _seen_apart(view: Timeline) -> Finding | None:
                 f"no rank that was seen is at work, and they wait in different calls: {waits}"
                 f"{f'; {more} more wait elsewhere' if more else ''}.",
                 why,
-                _FEWER_BATCHES if is_in_loop and not apart.why else "",
+                _FEWER_BATCHES if is_in_loop and not apart.why and not are_even else "",
             )
         ),
         # Where a connection is lost, some have come out of a call in which others still are.
         confidence=Confidence.LIKELY if apart.why and not view.job.elsewhere else Confidence.POSSIBLE,
-        location=location_of(apart.frame) or calls_location(view, in_own or apart.ranks),
+        location=location_of(frame) or calls_location(view, in_own or apart.ranks),
         evidence=(*condition_evidence(view, apart.ranks), *where_evidence(view, view.facts)),
         remedy=_REMEDY_CAUGHT if apart.frame is not None else _remedy(view),
     )

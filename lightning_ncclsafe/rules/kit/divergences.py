@@ -378,6 +378,23 @@ def waits_apart(view: Timeline) -> WaitsApart | None:
     return WaitsApart(calls=tuple(calls), ranks=own if own and 2 * len(own) <= len(view.waiting) else few)
 
 
+def passed_over(view: Timeline, apart: WaitsApart) -> Frame | None:
+    """The line at which others wait and which those out of step have gone past; None if they have not.
+
+    They have where both are in one function, these further down: they have not met the others there.
+    """
+    others = [rank for rank in view.waiting if rank not in apart.ranks]
+    if not others or apart.why:
+        return None
+    own, other = ([*(stack := stack_of(view, rank))[trainer_start(stack) :]] for rank in (apart.ranks[0], others[0]))
+    for depth, (one, two) in enumerate(zip(own, other, strict=False)):
+        if (one.file, one.function) != (two.file, two.function):
+            return None
+        if one.line != two.line:
+            return deepest_user_frame(tuple(other[depth:])) if one.user and one.line > two.line else None
+    return None
+
+
 def in_own_call(view: Timeline, rank: int) -> bool:
     """Whether code of the user's, below the Trainer's, has made the call that a rank is in."""
     stack = stack_of(view, rank)

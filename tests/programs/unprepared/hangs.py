@@ -49,6 +49,10 @@ class Here:
     def world_size(self) -> int:
         return int(os.environ["WORLD_SIZE"])
 
+    def is_hit(self, rank: int, batch_idx: int) -> bool:
+        """Whether it goes wrong now, on this rank; a real program has no condition on the rank there."""
+        return self.rank == rank and batch_idx == IN_THE_MIDDLE
+
     def begins(self) -> None:
         """From now on it hangs."""
         (self.folder / f"began-{self.rank}").write_text(str(time.time()))
@@ -129,7 +133,7 @@ class FailedBeforeAFinally(Hang):
     ranks = (1,)
 
     def step(self, here: Here, batch_idx: int) -> None:
-        if here.rank == 1 and batch_idx == IN_THE_MIDDLE:
+        if here.is_hit(1, batch_idx):
             here.begins()
             raise ValueError("label 17 is not among the 10 classes")  # <- here
 
@@ -156,7 +160,7 @@ class FailedBeforeAnExitHook(Hang):
         atexit.register(meet)
 
     def step(self, here: Here, batch_idx: int) -> None:
-        if here.rank == 1 and batch_idx == IN_THE_MIDDLE:
+        if here.is_hit(1, batch_idx):
             here.begins()
             raise KeyError("caption")  # <- here
 
@@ -219,12 +223,12 @@ class LockHeldByAThread(Hang):
             self.ours.recv(1)
 
     def step(self, here: Here, batch_idx: int) -> None:
-        if here.rank == 2 and batch_idx == IN_THE_MIDDLE:
+        if here.is_hit(2, batch_idx):
             threading.Thread(target=self.upload, daemon=True).start()
             self.taken.wait()
             here.begins()
-            with self.lock:  # <- here
-                here.kept.append(batch_idx)
+        with self.lock:  # <- here
+            here.kept.append(batch_idx)
 
 
 class FileLockHeldByARank(Hang):
@@ -234,19 +238,19 @@ class FileLockHeldByARank(Hang):
     ranks = (1,)
 
     def step(self, here: Here, batch_idx: int) -> None:
-        if batch_idx != IN_THE_MIDDLE or here.rank > 1:
-            return
         file = (here.folder / "cache.lock").open("w")
         taken = here.folder / "taken"
-        if here.rank == 0:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        while here.is_hit(1, batch_idx) and not taken.exists():
+            time.sleep(0.05)
+        if here.is_hit(1, batch_idx):
+            here.begins()
+        if here.rank < 2:
+            fcntl.flock(file, fcntl.LOCK_EX)  # <- here
+        if here.is_hit(0, batch_idx):
             here.kept.append(file)
             taken.touch()
-            return
-        while not taken.exists():
-            time.sleep(0.05)
-        here.begins()
-        fcntl.flock(file, fcntl.LOCK_EX)  # <- here
+        else:
+            file.close()
 
 
 class DeadPeer(Hang):

@@ -1,0 +1,214 @@
+"""Processes that end, change or do not answer while they are inspected, and places that cannot be written to."""
+
+import json
+import linecache
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_inspection import BARRIER, look, rank, user
+
+from lightning_ncclsafe.cli import main
+from lightning_ncclsafe.inspecting import from_memory as memory
+from lightning_ncclsafe.inspecting import looks, ranks, sources
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, Unread, job_facts
+from lightning_ncclsafe.inspecting.from_memory import from_memory
+from lightning_ncclsafe.inspecting.inspection import inspect
+from lightning_ncclsafe.inspecting.looks import NO_MAIN_FRAMES, SeenFrame, SeenThread, StackReader, started_at
+from lightning_ncclsafe.inspecting.ranks import RankProcess, SeenProcess, python_processes
+from lightning_ncclsafe.inspecting.sources import remember_sources
+from lightning_ncclsafe.inspecting.surroundings import seen_rank
+
+ANSWER = json.dumps(
+    [{"os_thread_id": 7, "thread_name": "MainThread", "frames": [{"filename": "/a.py", "line": 3, "name": "main"}]}]
+)
+
+
+class Told(StackReader):
+    """Gives one stack."""
+
+    def __init__(self, *frames: SeenFrame) -> None:
+        super().__init__()
+        self.is_there, self._frames = True, frames
+
+    def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
+        return (SeenThread(is_main=True, frames=self._frames),), ""
+
+
+@pytest.fixture
+def waiting() -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def program(folder: Path, text: str) -> StackReader:
+    path = folder / "py-spy"
+    path.write_text(f"#!{sys.executable} -S\n{text}")
+    path.chmod(0o755)
+    return StackReader(str(path))
+
+
+def test_another_process_that_was_given_the_number_is_not_taken_for_the_rank(
+    waiting: "subprocess.Popen[bytes]",
+) -> None:
+    started = started_at(waiting.pid)
+    assert started is not None
+    same = looks.look(waiting.pid, Told(user(20)), 0.0, started=started)
+    other = looks.look(waiting.pid, Told(user(20)), 0.0, started=started - 1)
+    assert (len(same.stack), other.stack, other.process and other.process.state) == (1, (), "gone")
+    # Nor is what it has open told as the rank's.
+    own = RankProcess(pid=waiting.pid, rank=0, local_rank=0, world_size=1, local_world_size=1, job="j", parent=1)
+    assert seen_rank(own, (other,), Told(), [own]) == SeenRank(process=own, looks=(other,))
+
+
+def test_a_rank_whose_number_is_given_anew_between_two_looks_has_ended(
+    waiting: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr(looks, "started_at", lambda pid: next(ticks))
+    seen = [SeenProcess(pid=waiting.pid, environment={"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"})]
+    (diagnosis,) = inspect(looks=2, over_s=0.1, processes=lambda: seen, reader=Told(user(20), BARRIER)).diagnoses
+    assert (diagnosis.job.ranks, [one.state for one in diagnosis.job.witnessed]) == ((), ["gone"])
+
+
+def test_a_reader_that_leaves_its_output_to_another_process_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that cannot be killed: whoever waits for its end would wait for as long as the hang."""
+    monkeypatch.setattr(looks, "_DEADLINE_S", 3.0)
+    left = tmp_path / "left"
+    text = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+open({str(left)!r}, "w").write(str(child.pid))
+child.wait()
+"""
+    began_s = time.monotonic()
+    try:
+        threads, why = program(tmp_path, text).read(os.getpid())
+        assert time.monotonic() - began_s < 30
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
+    assert threads == () and "no answer within" in why
+
+
+def test_stacks_without_variables_are_better_than_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "_DEADLINE_S", 3.0)
+    text = f"import sys, time\n'--locals' in sys.argv and time.sleep(60)\nprint({ANSWER!r})\n"
+    threads, why = program(tmp_path, text).read(7)
+    assert ([frame.function for frame in threads[0].frames], why) == (["main"], "")
+
+
+def test_more_threads_are_given_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "_DEADLINE_S", 0.0)
+    monkeypatch.setattr(looks, "_thread_count", lambda pid: 10_000)
+    threads, _ = program(tmp_path, f"print({ANSWER!r})\n").read(7)
+    assert threads
+
+
+def test_the_reason_is_told_and_not_the_end_of_a_backtrace(tmp_path: Path) -> None:
+    said = "Error: Failed to find a python interpreter\n\nStack backtrace:\n  11: main"
+    _, why = program(tmp_path, f"import sys\nsys.exit({said!r})\n").read(7)
+    assert why.endswith("(Error: Failed to find a python interpreter)")
+
+
+def test_a_main_thread_without_frames_is_said_to_have_none(waiting: "subprocess.Popen[bytes]") -> None:
+    seen = looks.look(waiting.pid, Told(), 0.0)
+    assert (seen.stack, seen.problem) == ((), NO_MAIN_FRAMES)
+
+
+def test_a_process_whose_memory_is_locked_is_named_and_no_rank_is_called_gone(
+    waiting: "subprocess.Popen[bytes]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_MEMORY_S", 0.2)
+    monkeypatch.setattr(ranks.psutil, "process_iter", lambda: [ranks.psutil.Process(waiting.pid)])
+    (tmp_path / str(waiting.pid)).mkdir()
+    pipe = tmp_path / str(waiting.pid) / "maps"
+    os.mkfifo(pipe)
+    (locked,) = python_processes(tmp_path)
+    with pipe.open("wb"):
+        pass
+    assert (locked.pid, locked.is_read, locked.environment) == (waiting.pid, False, None)
+    pair = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    other = SeenProcess(pid=os.getpid(), environment=pair)
+    found = inspect(looks=2, over_s=0.1, processes=lambda: [locked, other], reader=Told(user(20), BARRIER))
+    assert [one.pid for one in found.diagnoses[0].job.witnessed] == []
+    assert f"process {waiting.pid} (sleeping) does not let the kernel read" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "inspects"),
+    [
+        (["/venv/bin/python", "/venv/bin/ncclsafe", "inspect", "--output", "evidence"], True),
+        (["python3", "-m", "lightning_ncclsafe", "inspect"], True),
+        (["python3", "-m", "lightning_ncclsafe", "train.py", "inspect"], False),
+        (["python3", "train.py"], False),
+    ],
+)
+def test_another_inspection_is_no_rank(command: list[str], inspects: bool) -> None:
+    assert ranks._inspects(command) is inspects
+
+
+def test_memory_that_does_not_answer_is_left_out(
+    waiting: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(sources, "_STORAGE_S", 0.05)
+    monkeypatch.setattr(memory, "Interpreter", lambda pid: answers.wait(60))
+    try:
+        assert from_memory(rank(0, look(0.0, user(20), BARRIER))) == {}
+    finally:
+        answers.set()
+
+
+def test_a_free_threaded_python_is_said_not_to_read_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(name == "Py_GIL_DISABLED"))
+    seen = rank(0, *(look(at_s, user(20), BARRIER) for at_s in (0.0, 1.0)), of=1)
+    found = from_memory(seen)
+    assert found["unread"] is Unread.UNKNOWN_PYTHON
+    missing = job_facts([SeenRank(process=seen.process, looks=seen.looks, **found)]).missing
+    assert any("lays its objects out in a way that is not known" in text for text in missing)
+
+
+def test_a_source_in_another_encoding_is_read_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linecache, "cache", {})
+    root = tmp_path / "7" / "root" / "srv"
+    root.mkdir(parents=True)
+    (root / "old.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'café'\n".encode("latin-1"))
+    (root / "broken.py").write_bytes(b"name = '\xff'\n")
+    remember_sources(7, ["/srv/old.py", "/srv/broken.py"], processes=tmp_path)
+    assert linecache.getline("/srv/old.py", 2) == "name = 'café'\n"
+    assert linecache.getlines("/srv/broken.py") == []
+
+
+def test_an_answer_that_cannot_be_written_is_printed_all_the_same(
+    waiting: "subprocess.Popen[bytes]", tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "evidence"
+    code = main(["inspect", "--pid", str(waiting.pid), "--seconds", "0.2", "--looks", "2", "--output", str(folder)])
+    printed = capsys.readouterr()
+    assert code == 1 and "rank 0 stands still" in printed.out
+    assert f"because {folder}" in printed.err and "cannot be written to" in printed.err
+
+
+def test_two_inspections_at_once_leave_both_their_reports(waiting: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_ncclsafe", "inspect", "--pid", str(waiting.pid)]
+    options = ["--seconds", "0.5", "--looks", "2", "--output", str(tmp_path)]
+    both = [
+        subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [one.communicate(timeout=90) for one in both]
+    assert [one.returncode for one in both] == [1, 1], said
+    assert {len(out) > 100 for out, _ in said} == {True}
+    for path in tmp_path.rglob("report.json"):
+        json.loads(path.read_text())
