@@ -8,7 +8,7 @@ import pytest
 from lightning_ncclsafe.facts import Frame, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
 from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, is_past_program, job_facts, shows_enough
 from lightning_ncclsafe.inspecting.joining import diagnosis_of
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread
 from lightning_ncclsafe.inspecting.objects import ReadException
@@ -134,6 +134,14 @@ def test_a_rank_whose_program_has_ended_with_an_exception_is_told_so_at_once(pro
     assert shows_enough(ranks) and not shows_enough((waiting(program), seen(1, shutdown)))
     first = judged(*ranks).findings[0]
     assert (first.rule, first.ranks) == ("failed-rank", (1,))
+
+
+def test_a_program_is_over_in_a_function_of_atexit_and_not_in_a_module_however_it_was_started() -> None:
+    meets, runs = SeenFrame("/home/ada/train.py", 9, "meet"), SeenFrame("<frozen runpy>", 9, "_run_module_as_main")
+    main = SeenFrame("/home/ada/train.py", 22, "<module>")
+    shutdown = SeenFrame("/usr/lib/python3.12/threading.py", 9, "_shutdown")
+    assert all(map(is_past_program, [(meets, BARRIER), (shutdown,), (shutdown, meets)]))
+    assert not any(map(is_past_program, [(), (main, meets, BARRIER), (runs, main, meets), (runs, meets)]))
 
 
 def test_a_rank_that_still_handles_what_it_has_caught_is_the_one_that_waits_apart(program: str) -> None:

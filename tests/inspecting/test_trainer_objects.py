@@ -33,6 +33,11 @@ PROGRAM = """
             if sys.argv[2] == "validate" and (self.current_epoch, batch_idx) == (1, 1):
                 self.wait()
 
+        def train_dataloader(self):
+            if sys.argv[2] == "load" and self.trainer.current_epoch == 1:
+                self.wait()
+            return DataLoader(range(6))
+
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
@@ -43,9 +48,9 @@ PROGRAM = """
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         max_epochs=3, accelerator="cpu", devices=1, limit_train_batches=4, num_sanity_val_steps=0,
-        enable_checkpointing=False, **quiet,
+        enable_checkpointing=False, reload_dataloaders_every_n_epochs=1, **quiet,
     )
-    trainer.fit(Net(), DataLoader(range(6)), DataLoader(range(2)))
+    trainer.fit(Net(), val_dataloaders=DataLoader(range(2)))
 """
 
 
@@ -89,3 +94,8 @@ def test_the_counts_of_its_validation_are_read(warm: Warm, tmp_path: Path) -> No
     trains, validates, end, _, counts = read(warm, tmp_path, "validate", "")
     assert (validates.epoch, validates.batch_idx, validates.is_last_batch) == (1, 1, True)
     assert (trains.batch_idx, end, counts) == (3, LoopEnd.DATA, (4, 4, 1))
+
+
+def test_an_epoch_whose_loader_is_being_made_has_no_batch_yet(warm: Warm, tmp_path: Path) -> None:
+    trains, _, _, _, counts = read(warm, tmp_path, "load", "")
+    assert (trains.epoch, trains.batch_idx, trains.is_last_batch, counts[0]) == (1, -1, False, 0)

@@ -37,6 +37,7 @@ AFTER_S = 10.0
 HEALTHY_AFTER_S = 4.0
 """And a healthy one after it has been started, and again as often until it ends."""
 AT_ONCE = 3
+SO_FAR = "So far:"
 _POLL_S = 0.1
 
 UNSEEN = {
@@ -64,6 +65,7 @@ class Inspector:
         self.moved: list[bool] = []
         self.ended = False
         self.took_s: list[float] = []
+        self.said: list[str] = []
         self._variable = envs_from
 
     def __call__(self, case: Case, folder: Path, running: list[Any]) -> tuple[Found, tuple[int, ...]]:
@@ -103,7 +105,7 @@ class Inspector:
             for number, one in places.items()
         ]
         began_s = time.monotonic()
-        (diagnosis,) = inspect([one.pid for one in seen], processes=lambda: seen).diagnoses
+        (diagnosis,) = inspect([one.pid for one in seen], processes=lambda: seen, say=self.said.append).diagnoses
         self.took_s.append(time.monotonic() - began_s)
         moved = [facts.inspection is not None and bool(facts.inspection.moved) for facts in diagnosis.job.ranks]
         self.moved.append(all(moved))
@@ -199,11 +201,13 @@ def main() -> None:
     moved: list[bool] = []
     took_s: list[float] = []
     healthy_s: list[float] = []
+    hasty = 0
     try:
         with ThreadPoolExecutor(options.at_once) as pool:
             for score, inspector in pool.map(lambda case: inspected(warm, case, options.keep), cases):
                 scores.append(score)
                 moved += inspector.moved if not score.causes else []
+                hasty += not score.causes and any(SO_FAR in text for text in inspector.said)
                 (took_s if score.causes else healthy_s).extend(inspector.took_s)
                 if not score.is_right and not score.skipped:
                     told = f"named {score.named or 'nothing'} ({score.confidence}), not {' or '.join(score.causes)}"
@@ -216,6 +220,7 @@ def main() -> None:
     healthy = [score for score in scores if not score.causes and not score.skipped]
     alarms = sum(bool(score.false_alarm) for score in healthy)
     console.print(f"healthy: {alarms} of {len(healthy)} alarms; said to move at {sum(moved)} of {len(moved)} looks")
+    console.print(f"healthy ones of which an answer after the first seconds would have named a rank: {hasty}")
     for confidence, (right, of) in calibration(replace(score) for score in scores).items():
         console.print(f"of the answers that say {confidence}, right in cause, ranks and line: {right} of {of}")
     console.print(f"inspections of trainings that hang took {spread(took_s)}; of healthy ones {spread(healthy_s)}")
