@@ -22,6 +22,7 @@ class Frame:
             for other code, and if the frame was not taken by a probe.
         handler: The clause that handles an exception in the ``try`` that encloses this line, with its line number, such
             as ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line is also under a condition.
+        loop: The innermost ``for`` statement around this line, likewise; empty if there is none.
     """
 
     file: str
@@ -32,6 +33,7 @@ class Frame:
     rank_condition: str = ""
     mark: str = ""
     handler: str = ""
+    loop: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ _NOT_SEEN = (
 )
 
 
-class Unread(Enum):
+class UnreadObjects(Enum):
     """Why no object of a rank's was read."""
 
     OTHER_PYTHON = "it runs another Python than this process"
@@ -110,7 +110,7 @@ class SeenRank:
     left: tuple[ReadException, ...] = ()
     counted: Counted | None = None
     group: Group | None = None
-    unread: Unread | None = None
+    unread: UnreadObjects | None = None
 
 
 def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
@@ -160,13 +160,13 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
 
 
 def _unread_words(seen: Sequence[SeenRank]) -> Iterator[str]:
-    if others := sorted(one.process.rank for one in seen if one.unread is Unread.OTHER_PYTHON):
+    if others := sorted(one.process.rank for one in seen if one.unread is UnreadObjects.OTHER_PYTHON):
         yield (
             f"{capitalised(ranks_words(others))} {verb(others, 'runs', 'run')} another Python than this command, so "
             "that exceptions and the Trainer's counters cannot be read: install it in the job's own environment, and "
             "run it from there."
         )
-    if any(one.unread is Unread.UNKNOWN_PYTHON for one in seen):
+    if any(one.unread is UnreadObjects.UNKNOWN_PYTHON for one in seen):
         yield (
             f"This command's Python ({platform.python_version()}{sys.abiflags}) lays its objects out in a way that is "
             "not known, as free-threaded ones do, so that exceptions and the Trainer's counters cannot be read."

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, Unread, is_past_program
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, UnreadObjects, is_past_program
 from lightning_ncclsafe.inspecting.groups import group_of
 from lightning_ncclsafe.inspecting.layouts import is_known
 from lightning_ncclsafe.inspecting.objects import Interpreter, ReadException
@@ -23,10 +23,10 @@ def from_memory(seen: SeenRank) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:
         if not is_known():
-            return {"unread": Unread.UNKNOWN_PYTHON, "left": (), "handled": ()}
+            return {"unread": UnreadObjects.UNKNOWN_PYTHON, "left": (), "handled": ()}
         with Interpreter(pid) as interpreter:
             if not interpreter.is_same:
-                return {"unread": Unread.OTHER_PYTHON, "left": (), "handled": ()}
+                return {"unread": UnreadObjects.OTHER_PYTHON, "left": (), "handled": ()}
             return {
                 "left": interpreter.printed() if is_past_program(stack) else (),
                 "handled": interpreter.handled(),

@@ -75,6 +75,7 @@ FRAME = Frame(
     rank_condition="if rank == 0",
     mark="own",
     handler="except ValueError:",
+    loop="for batch in loader:",
 )
 WORKER = ProcessFacts(
     pid=7,

@@ -1,6 +1,7 @@
 """What the counters of Trainers, and the groups that ranks wait in, say of ranks seen from outside."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_inspection import BARRIER, SITE, look, rank, user
@@ -150,3 +151,47 @@ def test_a_name_server_that_does_not_answer_is_seen() -> None:
     ranks = [waits(0, LOOP, BACKWARD), waits(1, LOOP, asks, name_servers=("10.0.0.2",))]
     first = diagnosis_of(job_facts(ranks)).findings[0]
     assert (first.rule, first.ranks) == ("slow-name-server", (1,)) and "10.0.0.2" in first.summary
+
+
+LOOPS = """\
+def epoch(loader):
+    for batch in loader:
+        backward(batch)
+
+
+def main(epochs):
+    for number in range(epochs):
+        epoch(loader)
+        reduce(number)
+        for name in names:
+            reduce(name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule", "location"),
+    [
+        # In an evaluation behind the loop that the others train in; line numbers of main, of epoch.
+        ((9, None), "uneven-batches", ":2 in epoch"),
+        # One that is still in it, and has a collective in its loader.
+        ((8, 2), "diverged-collectives", ""),
+        # One that is before it may be in another epoch.
+        ((7, None), "diverged-collectives", ""),
+    ],
+)
+def test_who_has_left_the_loop_that_the_others_train_in_has_had_fewer_batches(
+    tmp_path: Path, lines: tuple[int, int | None], rule: str, location: str
+) -> None:
+    source = tmp_path / "train.py"
+    source.write_text(LOOPS)
+
+    def waits_at(number: int, main: int, epoch: int | None, *frames: SeenFrame) -> SeenRank:
+        inner = [SeenFrame(str(source), epoch, "epoch")] if epoch else []
+        looks = [look(at_s, SeenFrame(str(source), main, "main"), *inner, *frames) for at_s in (0.0, 3.0, 6.0)]
+        return rank(number, *looks, of=3)
+
+    ranks = [waits_at(number, 8, 3, BACKWARD) for number in range(2)]
+    first = diagnosis_of(job_facts([*ranks, waits_at(2, *lines, BROADCAST)])).findings[0]
+    assert (first.rule, first.ranks, first.confidence) == (rule, (2,), Confidence.POSSIBLE)
+    assert first.location.endswith(location)
+    assert ("`for batch in loader:` (line 2)" in first.summary) is bool(location)

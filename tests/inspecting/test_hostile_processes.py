@@ -18,7 +18,7 @@ from test_inspection import BARRIER, look, rank, user
 from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.inspecting import from_memory as memory
 from lightning_ncclsafe.inspecting import looks, ranks, sources
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, Unread, job_facts
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, UnreadObjects, job_facts
 from lightning_ncclsafe.inspecting.from_memory import from_memory
 from lightning_ncclsafe.inspecting.inspection import inspect
 from lightning_ncclsafe.inspecting.looks import NO_MAIN_FRAMES, SeenFrame, SeenThread, StackReader, started_at
@@ -173,7 +173,7 @@ def test_a_free_threaded_python_is_said_not_to_read_objects(monkeypatch: pytest.
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(name == "Py_GIL_DISABLED"))
     seen = rank(0, *(look(at_s, user(20), BARRIER) for at_s in (0.0, 1.0)), of=1)
     found = from_memory(seen)
-    assert found["unread"] is Unread.UNKNOWN_PYTHON
+    assert found["unread"] is UnreadObjects.UNKNOWN_PYTHON
     missing = job_facts([SeenRank(process=seen.process, looks=seen.looks, **found)]).missing
     assert any("lays its objects out in a way that is not known" in text for text in missing)
 

@@ -224,7 +224,7 @@ def main_thread_frames(code: Code | None = None) -> Iterator[Any]:
 
 
 def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """The same stack with source lines; around each line of the user's, with the rank condition and the handler.
+    """The same stack with source lines; for those of the user's with rank condition, handler and loop.
 
     Reads source files, so it can be slow where they lie on storage that is.
     """
@@ -234,6 +234,7 @@ def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
             code=_line(frame.file, frame.line),
             rank_condition=rank_condition(frame.file, frame.line) if frame.user else "",
             handler=_around(frame.file).handlers.get(frame.line, "") if frame.user else "",
+            loop=_around(frame.file).loops.get(frame.line, "") if frame.user else "",
         )
         for frame in stack
     )
@@ -298,11 +299,12 @@ class _Around(NamedTuple):
 
     conditions: dict[int, str]
     handlers: dict[int, str]
+    loops: dict[int, str]
 
 
 @lru_cache(maxsize=64)
 def _around(file: str) -> _Around:
-    found = _Around({}, {})
+    found = _Around({}, {}, {})
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):
@@ -311,8 +313,15 @@ def _around(file: str) -> _Around:
     for node in ast.walk(tree):
         for field in ("body", "orelse", "finalbody"):
             _mark_block(getattr(node, field, None), file, found.conditions)
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            text = _statement(file, node.lineno)
+            found.loops.update(dict.fromkeys(range(node.lineno, (node.body[-1].end_lineno or node.lineno) + 1), text))
     _mark_handled(tree.body, "", file, found.handlers)
     return found
+
+
+def _statement(file: str, line: int) -> str:
+    return f"{linecache.getline(file, line).strip()}  (line {line})"
 
 
 def _mark_handled(block: Iterable[ast.stmt], handler: str | None, file: str, found: dict[int, str]) -> None:
@@ -328,7 +337,7 @@ def _mark_handled(block: Iterable[ast.stmt], handler: str | None, file: str, fou
         is_condition = isinstance(node, (ast.If, ast.While))
         inner = None if is_condition else handler
         if handler is not None and isinstance(node, (ast.Try, ast.With)) and (line := _goes_on_at(node)):
-            inner = f"{linecache.getline(file, line).strip()}  (line {line})"
+            inner = _statement(file, line)
         _mark_handled(body, inner, file, found)
         _mark_handled((*orelse, *finalbody), None if is_condition else handler, file, found)
         for clause in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
@@ -359,7 +368,7 @@ def _mark_block(block: object, file: str, found: dict[int, str]) -> None:
         guarded = statement.body
         if statement.body and isinstance(statement.body[-1], (ast.Return, ast.Continue, ast.Raise)):
             guarded = guarded + block[index + 1 :]
-        text = f"{linecache.getline(file, statement.lineno).strip()}  (line {statement.lineno})"
+        text = _statement(file, statement.lineno)
         for told, lines in ((text, guarded), (ELSE + text, statement.orelse)):
             for inner in lines:
                 found.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), told))

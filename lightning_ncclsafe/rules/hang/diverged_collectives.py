@@ -49,6 +49,7 @@ from lightning_ncclsafe.rules.kit import (
     is_gone,
     is_in,
     joined,
+    left_loop,
     line_of_split,
     location_of,
     other_counts,
@@ -163,7 +164,12 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         yield told
         return
     # A rank that runs a spread model alone has diverged as well: that is told as rank-zero-only-work.
-    if ended_first(view) or gathering_alone(view) or not all(_is_garbled(view, rank) for rank in view.raised):
+    if (
+        ended_first(view)
+        or left_loop(view)
+        or gathering_alone(view)
+        or not all(_is_garbled(view, rank) for rank in view.raised)
+    ):
         return
     if view.divergence is not None:
         yield _mismatch(view, view.divergence)

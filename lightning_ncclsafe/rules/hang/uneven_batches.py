@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    LeftLoop,
     Plan,
     Position,
     Severity,
@@ -18,12 +19,15 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     joined,
+    left_loop,
+    location_of,
     others_wait,
     positions,
     ranks_words,
     recorder_evidence,
     users_line,
     verb,
+    where_evidence,
 )
 
 _TRAINING = (Phase.TRAIN, Phase.CHECKPOINT, Phase.FINISHED)
@@ -66,9 +70,10 @@ def uneven_batches(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Lengths of loaders that have none; then only the position of each rank is known.
     """
-    short = ended_first(view)
-    if short:
+    if short := ended_first(view):
         yield _finding(view, short)
+    elif left := left_loop(view):
+        yield _past_loop(view, left)
 
 
 def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
@@ -93,6 +98,29 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         location=users_line(view, others),
         evidence=(*_evidence(view), *recorder_evidence(view)),
         remedy=_REMEDY_STOPPED if is_stopped else _REMEDY,
+    )
+
+
+def _past_loop(view: Timeline, left: LeftLoop) -> Finding:
+    """Of a program without a Trainer nobody counts the batches; the source tells which loop it is in."""
+    others = tuple(rank for rank in sorted(view.facts) if rank not in left.ranks)
+    loop, where = f"`{left.loop.code}` (line {left.loop.line})", f"{location_of(left.loop)}."
+    text = (
+        f"{clause(left.ranks, 'has|have left')} the loop {loop} in which {clause(others, 'is|are still')}: "
+        f"{verb(left.ranks, 'it', 'they')} had fewer batches, or something else has ended the loop there. "
+        f"{capitalised(others_wait(view, ()))}."
+    )
+    return finding(
+        view,
+        left.ranks,
+        text,
+        confidence=Confidence.POSSIBLE,
+        location=location_of(left.loop),
+        evidence=(
+            Evidence(source="source code", text=f"The loop that {clause(others, 'is|are')} in: {where}"),
+            *where_evidence(view, view.facts),
+        ),
+        remedy=_REMEDY,
     )
 
 

@@ -1,10 +1,11 @@
 """How far each rank has come, compared between ranks: through its data, and through the passes of each batch."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import BATCH, EARLY_STOPPING, END_OF_EPOCH
-from lightning_ncclsafe.facts import Phase, Progress, RankFacts, StepFacts
+from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP
+from lightning_ncclsafe.facts import Frame, Phase, Progress, RankFacts, StepFacts
 from lightning_ncclsafe.rules.kit.activity import hook_words, is_in
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
 from lightning_ncclsafe.rules.kit.divergences import conditioned, in_own_call, waits_apart
@@ -12,6 +13,7 @@ from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
+_EXCHANGE_OF_GRADIENTS = BACKWARD | DDP | FSDP
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
 _PAST_BATCHES = tuple(f"on_{loop}_epoch_end" for loop in ("train", "validation", "test", "predict"))
@@ -106,6 +108,47 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
     is_alone = not conditioned(view, view.facts).keys().isdisjoint(still)
     is_even = _equally_many(view, ended, still) or _validated_all(view, ended, still)
     return () if is_alone or is_even or _may_be_left_behind(view, ended, still) else ended
+
+
+class LeftLoop(NamedTuple):
+    """Ranks that are past a loop of the user's in which the others still train.
+
+    Attributes:
+        ranks: These ranks, ascending.
+        loop: The loop's first line.
+    """
+
+    ranks: tuple[int, ...]
+    loop: Frame
+
+
+@once
+def left_loop(view: Timeline) -> LeftLoop | None:
+    """Who has left the loop that the others are in, of ranks without a Trainer that are seen from outside."""
+    apart = waits_apart(view)
+    if apart is None or apart.why or any(facts.progress.phase is not Phase.UNKNOWN for facts in view.facts.values()):
+        return None
+    still = [rank for rank in view.waiting if is_in(_EXCHANGE_OF_GRADIENTS, view.facts[rank].stack)]
+    past = tuple(rank for rank in view.waiting if rank not in still)
+    loops = {_loop_left(view.facts[one].stack, view.facts[other].stack) for one in past for other in still}
+    loop = loops.pop() if len(loops) == 1 else None
+    return LeftLoop(past, loop) if loop is not None else None
+
+
+def _loop_left(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> Frame | None:
+    """The outermost loop that one stack is past, further down in the same function, and another is in."""
+    for depth, (own, others) in enumerate(zip(one, other, strict=False)):
+        if (own.file, own.function) != (others.file, others.function):
+            return None
+        if own.line != others.line:
+            inside = (frame for frame in other[depth:] if frame.user and frame.loop and frame.loop != own.loop)
+            return next(map(_first_line, inside), None) if own.user and own.line > others.line else None
+    return None
+
+
+def _first_line(frame: Frame) -> Frame:
+    code, _, line = frame.loop.rpartition("  (line ")
+    return replace(frame, line=int(line.rstrip(")")), code=code)
 
 
 def _may_be_left_behind(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
