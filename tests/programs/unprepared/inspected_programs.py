@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ from started_ranks import free_port  # noqa: E402
 
 FRAMEWORKS = ("plain", "accelerated", "old_lightning")
 RANKS = 3
-AFTER_S, START_S, ANSWER_S = 10.0, 120.0, 90.0
+AFTER_S, START_S, ANSWER_S = 10.0, 180.0, 120.0
 MARK = "# <- "
 
 
@@ -86,7 +86,10 @@ def run(framework: str, hang: type[Hang], python: str, keep: Path | None) -> Ans
                 why = "its ranks had ended by themselves" if begun else "it did not go wrong"
                 print(f"{name}: {why}: {output.read()[-800:]}")
                 return Answer(score=Score(case=name, causes=hang.causes, skipped=why))
-            return _inspected(name, hang, [one.pid for one in processes if one.poll() is None], keep)
+            alive = [one.pid for one in processes if one.poll() is None]
+            # Of one that has ended nobody knows the number; then the command finds those that are left by itself.
+            pids = alive if len(alive) == RANKS else []
+            return _inspected(name, hang, pids, f":{shared['MASTER_PORT']}", keep)
         finally:
             for one in processes:
                 with suppress(OSError):
@@ -94,13 +97,14 @@ def run(framework: str, hang: type[Hang], python: str, keep: Path | None) -> Ans
                 one.wait()
 
 
-def _inspected(name: str, hang: type[Hang], pids: list[int], keep: Path | None) -> Answer:
-    command = [sys.executable, "-m", "lightning_ncclsafe", "inspect", "--format", "json", "--pid", *map(str, pids)]
+def _inspected(name: str, hang: type[Hang], pids: list[int], job: str, keep: Path | None) -> Answer:
+    named = ["--pid", *map(str, pids)] if pids else []
+    command = [sys.executable, "-m", "lightning_ncclsafe", "inspect", "--format", "json", *named]
     began_s = time.monotonic()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, timeout=ANSWER_S, check=False, env=environment, cwd=ROOT)
     took_s = time.monotonic() - began_s
-    report: dict[str, Any] = json.loads(done.stdout)
+    (report,) = (one for one in _documents(done.stdout.decode()) if job in one["job"]["launch"])
     if keep is not None:
         (keep / f"{name}.json").write_text(json.dumps(report, indent=1))
     first: dict[str, Any] = next(iter(report["findings"]), {})
@@ -122,6 +126,14 @@ def _inspected(name: str, hang: type[Hang], pids: list[int], keep: Path | None) 
         line_right=first.get("location", "").startswith(place) and bool(first) if place else None,
     )
     return Answer(score=score, took_s=took_s, moved=moved)
+
+
+def _documents(text: str) -> Iterator[dict[str, Any]]:
+    """One of each job of this host."""
+    while text := text.strip():
+        one, end = json.JSONDecoder().raw_decode(text)
+        yield one
+        text = text[end:]
 
 
 def _words(answer: Answer) -> str:
