@@ -168,7 +168,7 @@ for epoch in range(3):
 def test_the_loop_around_a_line_is_found(tmp_path: Path, line: int, loop: str) -> None:
     path = tmp_path / "looping.py"
     path.write_text(LOOPS)
-    frame = Frame(file=str(path), line=line, function="<module>", user=True)
+    frame = replace(stacks.seen_frame(str(path), line, "<module>"), user=True)
     assert stacks.with_source([frame])[0].loop == loop
     assert stacks.with_source([replace(frame, user=False)])[0].loop == ""
 
