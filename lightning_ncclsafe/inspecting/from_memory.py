@@ -11,6 +11,9 @@ from lightning_ncclsafe.inspecting.objects import Interpreter, ReadException
 from lightning_ncclsafe.inspecting.sources import folder_of, from_storage, remember_sources, whole
 from lightning_ncclsafe.inspecting.trainer_objects import counted
 
+# It takes a hundredth of a second of processor time, which a busy host does not give at once.
+_MEMORY_S = 10.0
+
 
 def from_memory(seen: SeenRank) -> dict[str, Any]:
     """What the objects of a rank that stands still tell: what it has raised, and how far its Trainer has come.
@@ -21,9 +24,10 @@ def from_memory(seen: SeenRank) -> dict[str, Any]:
     stack = next((one.stack for one in reversed(seen.looks) if one.stack), ())
     folder = folder_of(pid)
 
+    if not is_known():
+        return {"unread": UnreadObjects.UNKNOWN_PYTHON}
+
     def read() -> dict[str, Any]:
-        if not is_known():
-            return {"unread": UnreadObjects.UNKNOWN_PYTHON, "left": (), "handled": ()}
         with Interpreter(pid) as interpreter:
             if not interpreter.is_same:
                 return {"unread": UnreadObjects.OTHER_PYTHON, "left": (), "handled": ()}
@@ -35,8 +39,8 @@ def from_memory(seen: SeenRank) -> dict[str, Any]:
             }
 
     # The kernel reads nothing of a process whose memory is locked, as by a thread that waits for storage.
-    found = from_storage(read, None) or {}
-    if not found or from_storage(read, None) != found:
+    found = from_storage(read, None, within_s=_MEMORY_S) or {}
+    if not found or from_storage(read, None, within_s=_MEMORY_S) != found:
         return {}
     raised = {name: tuple(_placed_in(folder, one) for one in found[name]) for name in ("left", "handled")}
     files = {file for of in raised.values() for one in of for file, *_ in one.places}

@@ -16,10 +16,10 @@ _STORAGE_S = 3.0
 T = TypeVar("T")
 
 
-def from_storage(read: Callable[[], T], otherwise: T) -> T:
+def from_storage(read: Callable[[], T], otherwise: T, *, within_s: float | None = None) -> T:
     """What a read gives, unless it raises or the storage of a rank does not answer, as it may be that which hangs."""
     with suppress(Exception):
-        return SideThread("ncclsafe-storage").call(read, _STORAGE_S)
+        return SideThread("ncclsafe-storage").call(read, _STORAGE_S if within_s is None else within_s)
     return otherwise
 
 

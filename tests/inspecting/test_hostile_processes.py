@@ -17,7 +17,7 @@ from test_inspection import BARRIER, look, rank, user
 
 from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.inspecting import from_memory as memory
-from lightning_ncclsafe.inspecting import looks, ranks, sources
+from lightning_ncclsafe.inspecting import looks, ranks
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, UnreadObjects, job_facts
 from lightning_ncclsafe.inspecting.from_memory import from_memory
 from lightning_ncclsafe.inspecting.inspection import inspect
@@ -161,7 +161,7 @@ def test_memory_that_does_not_answer_is_left_out(
     waiting: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(sources, "_STORAGE_S", 0.05)
+    monkeypatch.setattr(memory, "_MEMORY_S", 0.05)
     monkeypatch.setattr(memory, "Interpreter", lambda pid: answers.wait(60))
     try:
         assert from_memory(rank(0, look(0.0, user(20), BARRIER))) == {}
