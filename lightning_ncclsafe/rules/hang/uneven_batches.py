@@ -80,7 +80,9 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(short))
     lengths = _lengths(view)
     is_stopped = _is_stopped(view, short)
-    confidence = Confidence.CERTAIN if len(set(lengths.values())) > 1 else Confidence.LIKELY
+    is_outside = any(facts.inspection is not None for facts in view.facts.values())
+    is_seen = _have_fewer(view, short) if is_outside else len(set(lengths.values())) > 1
+    confidence = Confidence.CERTAIN if is_seen else Confidence.LIKELY
     is_known = all(_is_known(view, rank) for rank in short)
     how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} training"
     where = batch_words(view.facts[others[0]].progress)
@@ -132,16 +134,20 @@ def _is_decided(view: Timeline, short: tuple[int, ...]) -> bool:
     """
     if all(facts.inspection is None for facts in view.facts.values()):
         return True
-    lengths = _lengths(view)
-    if lengths.keys() == view.facts.keys() and max(map(lengths.__getitem__, short)) < min(_of_others(lengths, short)):
+    if _have_fewer(view, short):
         return True
     others = {view.facts[rank].progress.phase for rank in view.facts if rank not in short}
     counts = {facts.trainer.batches if facts.trainer is not None else None for facts in view.facts.values()}
     return 2 * len(short) < len(view.facts) and Phase.VALIDATE not in others and (len(counts) > 1 or None in counts)
 
 
-def _of_others(lengths: dict[int, int], ranks: tuple[int, ...]) -> list[int]:
-    return [length for rank, length in lengths.items() if rank not in ranks]
+def _have_fewer(view: Timeline, short: tuple[int, ...]) -> bool:
+    """Whether the others are in batches that these do not have, as the numbers of all say."""
+    lengths = _lengths(view)
+    if lengths.keys() != view.facts.keys():
+        return False
+    most = max(map(lengths.__getitem__, short))
+    return all(facts.progress.batch_idx >= most for rank, facts in view.facts.items() if rank not in short)
 
 
 def _is_known(view: Timeline, rank: int) -> bool:
