@@ -16,6 +16,7 @@ from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import (
     COLLECTOR,
     EndedProcess,
+    FileLock,
     Frame,
     GpuStateFacts,
     Group,
@@ -79,6 +80,7 @@ class SeenRank:
         ended: Those of its children that have ended, and that it has not waited for.
         storage: Files that it has open for writing.
         name_servers: Those that have not answered it yet.
+        file_lock: The lock on a file that it waits for.
         host_facts: Memory of it and its host.
         gpu: Its GPU; None where there is none.
         pressure: What its host has held up meanwhile.
@@ -99,6 +101,7 @@ class SeenRank:
     ended: tuple[EndedProcess, ...] = ()
     storage: tuple[StorageFacts, ...] = ()
     name_servers: tuple[str, ...] = ()
+    file_lock: FileLock | None = None
     host_facts: HostFacts = field(default_factory=HostFacts)
     gpu: GpuStateFacts | None = None
     pressure: PressureFacts | None = None
@@ -213,7 +216,9 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     if seen.counted is not None:
         facts = replace(facts, progress=seen.counted.within(facts.progress), trainer=seen.counted.trainer)
     whereabouts = tuple(_whereabouts(facts, seen.looks))
-    inspection = replace(inspection, whereabouts=whereabouts, native=seen.native, group=seen.group)
+    inspection = replace(
+        inspection, whereabouts=whereabouts, native=seen.native, group=seen.group, file_lock=seen.file_lock
+    )
     return replace(facts, inspection=inspection)
 
 

@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     held_up_by_machine,
     how_we_know,
     location_of,
+    lock_of_another,
     missed_thread,
     place_words,
     ranks_words,
@@ -96,7 +97,7 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
         yield _gathering(view, gathering)
     elif broken := broken_off_alone(view):
         yield _broken_off(view, broken)
-    working = tuple(rank for rank in view.working(view.suspects) if view.activities[rank].kind not in _OTHER_RULES)
+    working = tuple(rank for rank in view.working(view.suspects) if _works(view, rank))
     if not working or not (view.waiting or view.each_waits_alone):
         return
     shared = held_at_one_line(view)
@@ -109,6 +110,11 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     if alone and 2 * len(alone) <= len(view.facts):
         is_seen = conditioned and view.waiting
         yield _finding(view, alone, Confidence.CERTAIN if is_seen else _confidence_without(view, alone))
+
+
+def _works(view: Timeline, rank: int) -> bool:
+    """Whether it does anything by itself; who waits for a file lock waits for the rank that has it."""
+    return view.activities[rank].kind not in _OTHER_RULES and lock_of_another(view.facts[rank]) is None
 
 
 def _is_of_few(view: Timeline, rank: int) -> bool:
