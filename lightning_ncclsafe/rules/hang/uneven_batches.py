@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Phase, RankFacts
+from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -187,15 +187,12 @@ def _lengths(view: Timeline) -> dict[int, int]:
 
     Seen from outside, as many as the Trainer counts on.
     """
-    if counted := {facts.rank: facts.trainer.batches for facts in view.facts.values() if _is_counted(facts)}:
-        return {rank: batches for rank, batches in counted.items() if batches}
+    if any(facts.inspection is not None for facts in view.facts.values()):
+        trainers = ((facts.rank, facts.trainer) for facts in view.facts.values())
+        return {rank: trainer.batches for rank, trainer in trainers if trainer is not None and trainer.batches}
     training = [facts for facts in view.facts.values() if facts.loaders and facts.progress.phase in _TRAINING]
     first = {facts.rank: facts.loaders[0].batches for facts in training}
     return {rank: batches for rank, batches in first.items() if batches is not None}
-
-
-def _is_counted(facts: RankFacts) -> bool:
-    return facts.inspection is not None and facts.trainer is not None
 
 
 def _evidence(view: Timeline) -> Iterator[Evidence]:
