@@ -261,6 +261,7 @@ NOT_FOR_RANKS = {
     "loggers.delivery.Delivery._wait_for_work": ASIDE,
     "loggers.delivery.Delivery.close": LOGGER,
     "loggers.delivery.Delivery.flush": LOGGER,
+    "inspecting.looks._done": "in a process that is no rank",
     "inspecting.looking_on.LookedAt.look_on": "in a process that is no rank",
     "inspecting.looking_on.LookedAt.look_on_until_it_shows": "in a process that is no rank",
     "inspecting.layouts._layout": "in a process that is no rank",

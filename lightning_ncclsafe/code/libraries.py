@@ -75,6 +75,11 @@ def _has(code: Code, file: str, function: str) -> bool:
     return any(place.has(path, function) for place in code.places)
 
 
+def is_top_level(function: str) -> bool:
+    """Whether a frame of this name runs a file itself, as a program or as it is imported, and none of its functions."""
+    return function == "<module>"
+
+
 def _package(*names: str, before: str = "/") -> Package:
     return Package(names=names, folder=f"{before}(?:{'|'.join(names)})/".replace(".", "/"))
 

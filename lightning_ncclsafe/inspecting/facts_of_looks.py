@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING, RUN_MODULE
+from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING, RUN_MODULE, is_top_level
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import (
     COLLECTOR,
@@ -263,7 +263,7 @@ def is_past_program(stack: Sequence[SeenFrame]) -> bool:
     if not stack or RUN_MODULE.has(stack[0].file, stack[0].function):
         return False
     # A program is the code of a module; Python calls those functions from none.
-    return stack[0].function != "<module>" or not any(_is_users(one.file) for one in stack)
+    return not is_top_level(stack[0].function) or not any(_is_users(one.file) for one in stack)
 
 
 def _is_users(file: str) -> bool:

@@ -97,7 +97,7 @@ def _landmark(frame: Frame) -> _Landmark | None:
 
 @lru_cache(maxsize=4096)
 def _known_landmark(file: str, function: str, mark: str) -> _Landmark | None:
-    if function == "<module>":
+    if libraries.is_top_level(function):
         # Who imports what has collectives is in none.
         return None
     by_code = (landmark for code, landmark in _BY_CODE if code.has(file, function))
