@@ -32,6 +32,19 @@ PLAIN = """
         evaluate()
     dist.barrier()
 """
+FAILED = """
+    import atexit, sys, time
+
+    def meet():
+        open(sys.argv[1], "w").close()
+        time.sleep(100)
+
+    def train():
+        raise KeyError("caption")
+
+    atexit.register(meet)
+    train()
+"""
 MOVING = """
     import sys
 
@@ -105,6 +118,23 @@ def test_a_process_that_moves_is_found_by_its_environment_and_said_to_move(tmp_p
     (facts,) = diagnosis.job.ranks
     assert facts.inspection is not None and facts.inspection.moved
     assert diagnosis.findings == () and facts.stack[-1].function == "work"
+
+
+def test_an_exception_that_has_left_the_program_is_read_while_a_function_of_atexit_waits(tmp_path: Path) -> None:
+    program, begun = tmp_path / "train.py", tmp_path / "begun"
+    program.write_text(dedent(FAILED))
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
+    with started([sys.executable, "-S", str(program), str(begun)], env) as process:
+        wait_for(begun)
+        (seen,) = (one for one in python_processes() if one.pid == process.pid)
+        (diagnosis,) = inspect(looks=3, over_s=0.5, processes=lambda: [seen]).diagnoses
+    (facts,) = diagnosis.job.ranks
+    assert facts.stack[-1].function == "meet" and facts.exception is not None
+    assert (facts.exception.type, facts.exception.message) == ("KeyError", "'caption'")
+    assert (facts.exception.stack[-1].function, facts.exception.stack[-1].code) == (
+        "train",
+        'raise KeyError("caption")',
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--looks", "1"], ["--seconds", "0"]])
