@@ -28,6 +28,7 @@ LIMIT_S = 75.0
 END_S = 10.0
 """How long a killed rank may take to be gone."""
 CGROUPS = tuple(Path("/sys/fs/cgroup") / name for name in ("blkio", "cpu", "freezer", "memory"))
+FREEZER = CGROUPS[2]
 PERMITTED: dict[str, Callable[[], bool]] = {
     "mounts": lambda: os.geteuid() == 0,
     "cgroups (v1), to be written to": lambda: all(os.access(one, os.W_OK) for one in CGROUPS),
@@ -123,6 +124,9 @@ def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], optio
         finally:
             for program in running:
                 program.end_session()
+            # What is frozen ends once it is thawed, and whatever was to thaw it may be frozen as well.
+            with suppress(OSError):
+                (FREEZER / folder.name / "freezer.state").write_text("THAWED")
             for program in left:
                 program.wait(END_S)
     said = (folder / "output").read_text(errors="replace")
