@@ -21,6 +21,9 @@ import healthy_starts
 import healthy_steps
 import thread_data
 import thread_data_workers
+import thread_eighth
+import thread_eighth_healthy
+import thread_eighth_process
 import thread_fifth
 import thread_fifth_healthy
 import thread_fifth_process
@@ -69,6 +72,9 @@ THEMES = (
     healthy_steps,
     thread_data,
     thread_data_workers,
+    thread_eighth,
+    thread_eighth_healthy,
+    thread_eighth_process,
     thread_fifth,
     thread_fifth_healthy,
     thread_fifth_process,
