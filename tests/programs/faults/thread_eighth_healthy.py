@@ -153,7 +153,7 @@ def data_prepared_by_one_rank(here: Here) -> None:
 
 
 @quiet("https://github.com/NVIDIA-NeMo/Automodel/pull/2468", world_size=3)
-def batch_that_all_ranks_leave_out(here: Here) -> None:
+def short_batch_that_all_ranks_leave_out(here: Here) -> None:
     """One rank's batch is too short; ranks agree on that, and none of them makes a step."""
 
     class Drafting(Net):
