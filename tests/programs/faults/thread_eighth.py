@@ -198,13 +198,13 @@ def memory_asked_for_where_something_was_logged(here: Here) -> None:
     """Each line of the log has the memory of all ranks; another hook has cleared the log of the main process."""
 
     class Logged(L.Callback):
-        log = TextLog()
+        text = TextLog()
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log.output["loss"] = float(outputs["loss"])
+            self.text.output["loss"] = float(outputs["loss"])
             if goes_wrong(here, batch_idx):
-                self.log.output.clear()
-            print(*self.log.lines(), sep="\n", flush=True)
+                self.text.output.clear()
+            print(*self.text.lines(), sep="\n", flush=True)
 
     here.fit(callbacks=[Logged()])
 
