@@ -127,6 +127,9 @@ SITE = "/venv/lib/python3.12/site-packages"
         (libraries.WAITS_FOR_PROCESSES, "/usr/lib/python3.12/my_queue.py", "get", False),
         (libraries.DEBUGGERS, "/opt/pycharm/helpers/pydev/pydevd_file_utils.py", "f", True),
         (libraries.DEBUGGERS, f"{SITE}/IPython/core/debugger.py", "cmdloop", True),
+        (libraries.DEBUGGERS, "/usr/lib/python3.12/code.py", "raw_input", True),
+        (libraries.DEBUGGERS, "/home/me/code.py", "train", False),
+        (libraries.DEBUGGERS, f"{SITE}/IPython/terminal/embed.py", "mainloop", True),
     ],
 )
 def test_a_frame_is_found_by_the_end_of_its_path(code: Code, file: str, function: str, is_in: bool) -> None:

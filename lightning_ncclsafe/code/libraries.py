@@ -156,7 +156,6 @@ SYNC_BATCH_NORM = _in(_TORCH, "nn/modules/_functions.py")
 SAVE = _in(_TORCH, "serialization.py", functions="save _save _legacy_save")
 DATALOADER = _in(_TORCH, "utils/data/dataloader.py")
 FETCH = _in(_TORCH, "utils/data/_utils/fetch.py")
-LOADER_WORKER = _in(_TORCH, "utils/data/_utils/worker.py", functions="_worker_loop")
 LOADING = _in(_TORCH, "utils/data/*")
 ALL_OF_TORCH = _in(_TORCH, "*")
 # What torch.multiprocessing runs first in a process that it has started.
@@ -272,6 +271,8 @@ LOG_WRITERS = (
 
 # Others
 METRIC_GATHER = _in(_package("torchmetrics"), "utilities/distributed.py", functions="gather_all_tensors")
+# What multiprocessing runs first in a process that it has started.
+CHILD_PROCESS = _in(_PYTHON, "multiprocessing/process.py", functions="_bootstrap")
 PROCESSES = _in(_PYTHON, "multiprocessing/*", "concurrent/*", "subprocess.py", "selectors.py")
 WAITS_FOR_PROCESSES = _in(
     _PYTHON,
@@ -292,6 +293,9 @@ HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "mult
 DEBUGGERS = (
     _in(_PYTHON, "pdb.py", "bdb.py")
     | _in(_package("IPython"), "core/debugger.py")
+    # Interactive shells that are called from within a program.
+    | _in(_PYTHON, "code.py", functions="interact raw_input")
+    | _in(_package("IPython"), "terminal/embed.py", "terminal/interactiveshell.py")
     | _in(_package("pudb"), "*")
     | _in(_package("debugpy"), "*")
     # Those that one connects to over the network wait for that before they are in pdb.

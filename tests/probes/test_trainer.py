@@ -374,7 +374,7 @@ class Ending(Net):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.how == "stop" and batch_idx == 1:
             self.trainer.should_stop |= True  # stop
-        if self.how == "told later" and batch_idx == 1:
+        if self.how in ("told later", "told by name") and batch_idx == 1:
             self.tell()
         if self.how == "next" and batch_idx == 1:
             next(iter(()))  # next
@@ -384,6 +384,8 @@ class Ending(Net):
         def tell() -> None:
             if self.how == "told later":
                 self.trainer.should_stop = True  # handler
+            else:
+                self.trainer.should_stop = True  # by name
 
         self.tell = tell
 
@@ -408,8 +410,9 @@ def lines_of(*marks: str) -> list[int]:
     ("how", "options", "end", "begun", "marks"),
     [
         ("", {}, LoopEnd.DATA, BATCHES, ()),
-        ("stop", {}, LoopEnd.SHOULD_STOP, 2, ("stop", "handler")),
-        ("told later", {}, LoopEnd.SHOULD_STOP, 2, ("stop", "handler")),
+        ("stop", {}, LoopEnd.SHOULD_STOP, 2, ("stop", "handler", "by name")),
+        ("told later", {}, LoopEnd.SHOULD_STOP, 2, ("stop", "handler", "by name")),
+        ("told by name", {}, LoopEnd.SHOULD_STOP, 2, ("stop", "handler", "by name")),
         ("next", {}, LoopEnd.UNKNOWN, 2, ("minus one", "next")),
         ("minus one", {}, LoopEnd.UNKNOWN, 2, ("minus one", "next")),
         ("", {"max_steps": 2}, LoopEnd.MAX_STEPS, 2, ()),

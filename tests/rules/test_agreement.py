@@ -843,6 +843,15 @@ def test_unequal_shards_are_the_reason() -> None:
     assert "shards" not in summary(with_loader(job, 0, shards=None))
 
 
+def test_the_trainers_limit_is_the_reason_where_all_loaders_are_as_long() -> None:
+    job = with_data(uneven(SHARED, 1, count=1), random=states(0, differ="numpy"))
+    words = "All of these loaders have 20 batches: the Trainer's limit differs"
+    assert words in summary(with_loader(job, length=20))
+    assert "random state" not in summary(with_loader(job, length=20))
+    assert words not in summary(with_loader(job, length=lambda rank: 1 if rank == 1 else 20))
+    assert words not in summary(with_loader(job, length=None))
+
+
 def tail(**more: object) -> JobFacts:
     """Ranks whose last batch is incomplete, or not there."""
     return uneven(OWNED, 3, count=21, samples=650, **more)

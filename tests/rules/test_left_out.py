@@ -225,6 +225,15 @@ def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
     assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))
 
 
+def test_who_has_changed_when_it_ends_and_trains_on_has_other_settings() -> None:
+    """As StochasticWeightAveraging does where there are norms: it makes an epoch more."""
+    ended = [trained(GLOO.finished(n, seq=60, batch=5), LoopEnd.DATA, begun=6) for n in (0, 2, 3)]
+    longer = trained(GLOO.waiting(1, seq=61, batch=0, epoch=6), max_epochs="7")
+    finding = first(job(ended[0], longer, *ended[1:]))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("different-trainer-settings", (1,), LIKELY)
+    assert "max_epochs is 6 on ranks 0, 2-3, 7 on rank 1" in finding.summary
+
+
 def test_where_lightnings_own_callback_may_have_stopped_no_line_is_blamed() -> None:
     ended = trained(GLOO.finished(1, seq=60, batch=2), LoopEnd.SHOULD_STOP)
     others = [trained(GLOO.waiting(n, seq=61, batch=3)) for n in (0, 2, 3)]

@@ -135,15 +135,35 @@ def test_a_loader_that_has_fewer_workers_left_than_it_has_started_has_lost_one()
 
 
 def test_a_worker_that_waits_for_orders_is_not_at_the_line_of_the_rank_that_has_forked_it() -> None:
+    begins = Frame(file="/usr/lib/python3.11/multiprocessing/process.py", line=314, function="_bootstrap")
     loop = Frame(file=f"{SITE}/torch/utils/data/_utils/worker.py", line=330, function="_worker_loop")
-    idle = ProcessFacts(pid=76, state="sleeping", stack=(MAIN, RUN, loop, scenes.QUEUE_GET))
-    reads = ProcessFacts(pid=77, state="sleeping", stack=(MAIN, RUN, loop, user("read", 8)))
+    idle = ProcessFacts(pid=76, state="sleeping", stack=(MAIN, RUN, begins, loop, scenes.QUEUE_GET))
+    reads = ProcessFacts(pid=77, state="sleeping", stack=(MAIN, RUN, begins, loop, user("read", 8)))
     culprit = GLOO.working(2, NEXT_DATA, TRY_GET, seq=60, action=NEXT)
     culprit = replace(culprit, workers=(idle, reads), loaders=(LoaderFacts(num_workers=2),))
     finding = judge(scenes.late(GLOO, culprit)).findings[0]
     assert (finding.rule, finding.confidence) == ("data-stall", CERTAIN)
     assert finding.location.endswith("train.py:8 in read")
     assert "train.py:200" not in finding.summary
+
+
+def test_a_rank_that_reads_by_itself_is_at_its_own_line_whatever_pool_it_has() -> None:
+    begins = Frame(file="/usr/lib/python3.11/multiprocessing/process.py", line=314, function="_bootstrap")
+    works = Frame(file="/usr/lib/python3.11/multiprocessing/pool.py", line=114, function="worker")
+    idle = ProcessFacts(pid=76, state="sleeping", stack=(MAIN, RUN, begins, works, scenes.QUEUE_GET))
+    culprit = GLOO.working(2, NEXT_DATA, user("read", 8), scenes.QUEUE_GET, seq=60, action=NEXT)
+    finding = judge(scenes.late(GLOO, replace(culprit, workers=(idle,)))).findings[0]
+    assert finding.rule == "data-stall"
+    assert finding.location.endswith("train.py:8 in read")
+
+
+def test_a_shell_in_a_program_is_a_debugger_and_one_around_it_is_not() -> None:
+    shell = Frame(file="/usr/lib/python3.11/code.py", line=250, function="raw_input")
+    culprit = GLOO.working(2, user("training_step", 40), shell, seq=60, action=TRAINING_STEP)
+    assert judge(scenes.late(GLOO, culprit)).findings[0].rule == "at-breakpoint"
+    around = Frame(file=f"{SITE}/IPython/terminal/interactiveshell.py", line=900, function="mainloop")
+    works = GLOO.working(2, around, user("training_step", 40), seq=60, action=TRAINING_STEP)
+    assert "at-breakpoint" not in found(scenes.late(GLOO, works))
 
 
 def test_a_debugger_that_waits_for_a_connection_is_one() -> None:

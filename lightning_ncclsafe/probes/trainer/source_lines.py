@@ -197,7 +197,9 @@ def _is_attribute(target: ast.expr, names: set[str]) -> bool:
     return isinstance(target, ast.Attribute) and target.attr in names
 
 
-def _sets(node: ast.AST, names: set[str]) -> TypeGuard[ast.stmt]:
+def _sets(node: ast.AST, names: set[str]) -> TypeGuard[ast.stmt | ast.Call]:
+    if isinstance(node, ast.Call):
+        return _is_call_of(node, "setattr") and any(isinstance(a, ast.Constant) and a.value in names for a in node.args)
     if isinstance(node, ast.Assign):
         return any(_is_attribute(target, names) for target in node.targets)
     return isinstance(node, (ast.AugAssign, ast.AnnAssign)) and _is_attribute(node.target, names)

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import LOADER_WORKER, WAITS_FOR_OTHERS
+from lightning_ncclsafe.code.libraries import CHILD_PROCESS, WAITS_FOR_OTHERS
 from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -97,8 +97,8 @@ def _is_stalled(view: Timeline, rank: int) -> bool:
 
 
 def _own_stack(worker: ProcessFacts) -> tuple[Frame, ...]:
-    """What a worker does itself: a fork has the lines of the rank that has made it, too, below which it began."""
-    began = (depth for depth, frame in enumerate(worker.stack) if LOADER_WORKER.has(frame.file, frame.function))
+    """What a process does itself: a fork has the lines of the rank that has made it, too, below which it began."""
+    began = (depth for depth, frame in enumerate(worker.stack) if CHILD_PROCESS.has(frame.file, frame.function))
     return worker.stack[max(began, default=-1) + 1 :]
 
 

@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     alone_in_trainer,
     capitalised,
+    ended_first,
     finding,
     hang_rule,
     joined,
@@ -51,7 +52,8 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
         Pass the same arguments to the Trainer on all ranks, and resume all ranks from the same checkpoint.
 
     Cannot see:
-        Changes made after training began; settings of the model, the optimizer or the strategy.
+        Changes made after training began, unless they keep a rank training; settings of the model, the optimizer or the
+        strategy.
     """
     differing = _differing(view)
     if not differing or not (view.waiting or view.raised):
@@ -86,7 +88,12 @@ def _decided(view: Timeline, odd: tuple[int, ...]) -> tuple[int, ...]:
 def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:
     """Of each setting that is not the same everywhere, the ranks by value."""
     by_name: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    told = {rank: facts.trainer.settings for rank, facts in sorted(view.facts.items()) if facts.trainer is not None}
+    trainers = {rank: facts.trainer for rank, facts in sorted(view.facts.items()) if facts.trainer is not None}
+    told = {rank: trainer.settings for rank, trainer in trainers.items()}
+    early = ended_first(view)
+    # Who has changed its own has stopped early; else those go on that have changed theirs.
+    if early and not any(trainers[rank].changed for rank in early if rank in trainers):
+        told = {rank: settings | trainers[rank].changed for rank, settings in told.items()}
     for name in dict.fromkeys(name for settings in told.values() for name in settings):
         for rank, settings in told.items():
             by_name[name][settings.get(name, "not set")].append(rank)
