@@ -46,7 +46,7 @@ IMPORTS_TORCH = {
     "checkpoints.left_behind",
     "checkpoints.loader_position",
     "checkpoints.position",
-    "collectives.scalars",
+    "collectives.results",
     "loggers.capture",
     "loggers.csv_backend",
     "loggers.events",
@@ -61,10 +61,7 @@ IMPORTS_TORCH = {
 IMPORTS_LIGHTNING = {"lightning": "lightning", "pytorch_lightning": "pytorch_lightning"}
 ASKS_ABOUT_LIGHTNING = {
     "callbacks.collective_timer",
-    "callbacks.dataset_agreement",
-    "callbacks.host_preflight",
-    "callbacks.just_in_time_checkpoint",
-    "callbacks.loader_tuner",
+    "callbacks.declared",
     "callbacks.logger_offload",
     "callbacks.recommended",
     "checkpoints.boundary",

@@ -4,8 +4,8 @@ from typing import Any
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.code.own_work import OwnWork
-from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table
+from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.strategies.guarded import guards, timer_of

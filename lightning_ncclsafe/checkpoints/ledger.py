@@ -17,12 +17,12 @@ from lightning_ncclsafe.checkpoints.boundary import (
     NO_STEP,
     Boundary,
     Event,
+    LoopCounters,
     NotProvenError,
     group_settings,
     loader_states,
     small_states,
 )
-from lightning_ncclsafe.checkpoints.counters import LoopCounters
 from lightning_ncclsafe.checkpoints.weights import WatchedParameter, WatchedWeights
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.report.terminal import say_own_failure

@@ -14,7 +14,7 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.inspecting.joining import diagnosis_of, joined
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.json import report_json
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.terminal import shown_report
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge

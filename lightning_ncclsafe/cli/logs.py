@@ -17,7 +17,7 @@ from lightning_ncclsafe.loggers.staging import (
     read_manifest,
     staging_folders,
 )
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 
 _LOGS = "recover what loggers have staged locally but not delivered"
 _RECOVER = (

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import ReportError, read_report
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 
 _RENDER = "convert a saved report to text, HTML or a trace"
 _DESCRIPTION = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.running.variables import ON, OPTIONS, SWITCH, shown, wanted
 
 _RUN = "run a program with the guard in each of its Trainers, without changing its code"

@@ -5,10 +5,9 @@ how all of them reach one verdict. Imports facts and marks alone.
 """
 
 from lightning_ncclsafe.exchange.directory import DirectoryExchange
-from lightning_ncclsafe.exchange.fallback import FallbackExchange
-from lightning_ncclsafe.exchange.in_time import InTimeExchange
 from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError, comes_first, first_rank, in_parts
 from lightning_ncclsafe.exchange.memory import MemoryExchange, SharedMemory
+from lightning_ncclsafe.exchange.over_another import FallbackExchange, InTimeExchange
 from lightning_ncclsafe.exchange.tcp_store import TcpStoreExchange
 from lightning_ncclsafe.exchange.waiting import keep_trying, poll_interval_s, wait_for, wait_for_keys
 

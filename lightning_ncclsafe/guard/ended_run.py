@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 from lightning_ncclsafe.exchange import wait_for
 from lightning_ncclsafe.facts import IncidentKind
-from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ending import Ending, end_frozen, end_run
 from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.reporter import hide_reported_errors
-from lightning_ncclsafe.guard.state import GuardState
-from lightning_ncclsafe.probes.process.traceback_signal import ENDED
+from lightning_ncclsafe.guard.shared import Connection, GuardState
+from lightning_ncclsafe.probes.host.resources import ENDED
 from lightning_ncclsafe.probes.rank import RankProbe
 
 Save = Callable[[str, bool], Callable[[], None]]

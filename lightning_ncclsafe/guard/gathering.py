@@ -22,8 +22,7 @@ from lightning_ncclsafe.exchange import (
 )
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts, codec
 from lightning_ncclsafe.guard.reporter import Verdict
-from lightning_ncclsafe.probes.host.resources import look_at
-from lightning_ncclsafe.probes.process.growth import ANSWERING
+from lightning_ncclsafe.probes.host.resources import ANSWERING, ENDED, look_at
 from lightning_ncclsafe.probes.rank import Card, card_key
 from lightning_ncclsafe.rules.kit.wording import size_words
 
@@ -38,8 +37,7 @@ SEEN_S = 1.0
 # Of a rank's facts some 60 kB are usual; what is far beyond would hold up the store, which serves all ranks.
 _MOST_BYTES = 4_000_000
 _FEW_COLLECTIVES = 100
-_GONE = frozenset({"gone", "zombie", "dead"})
-_CANNOT_ANSWER = _GONE | {"stopped", "tracing-stop", "disk-sleep"}
+_CANNOT_ANSWER = {*ENDED, "stopped", "tracing-stop", "disk-sleep"}
 
 
 def report_deadline_s(world_size: int) -> float:
@@ -131,7 +129,7 @@ class Gathering:
         """Answers for this rank; if it leaves with an exception, in later rounds as well."""
         self._answers[self._rank] = facts
         # Nobody waits for those: their launcher may end all others within a second.
-        self._gone = {peer.rank for peer in facts.peers if peer.state in _GONE}
+        self._gone = {peer.rank for peer in facts.peers if peer.state in ENDED}
         encoded = codec.encode(facts)
         if len(encoded) > _MOST_BYTES:
             encoded = codec.encode(_shortened(facts, len(encoded)))
@@ -330,7 +328,7 @@ class Gathering:
         for rank, card in self._watched.items():
             before = self._witnessed.get(rank)
             may_have_ended = rank not in self._answers and before is not None and before.state in ANSWERING
-            if may_have_ended and look_at(card.pid, rank=rank, started=card.started or None).state in _GONE:
+            if may_have_ended and look_at(card.pid, rank=rank, started=card.started or None).state in ENDED:
                 # With its last words.
                 self._witnessed |= {seen.rank: seen for seen in self._witness([card])}
 

@@ -14,7 +14,6 @@ from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s
 from lightning_ncclsafe.facts import NotRecorded, Phase, codec
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ended_run import EndedRun, Save
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.leaving import Leaving
@@ -22,10 +21,10 @@ from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
 from lightning_ncclsafe.guard.participation import Participation
 from lightning_ncclsafe.guard.rank_hosts import RankHosts
 from lightning_ncclsafe.guard.reporter import Reporter
-from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardState
 from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.guard.watchdog import Watchdog
-from lightning_ncclsafe.probes.network.reach import own_address_towards
+from lightning_ncclsafe.probes.network import own_address_towards
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.probes.rank import Card, RankProbe, card_key
 from lightning_ncclsafe.report.folder import IncidentNumbers

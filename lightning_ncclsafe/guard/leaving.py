@@ -19,12 +19,11 @@ from lightning_ncclsafe.errors import (
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ended_run import EndedRun
 from lightning_ncclsafe.guard.ending import Ending, say_goodbye, wait_for_others
 from lightning_ncclsafe.guard.gathering import report_deadline_s, share_last_facts
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardState
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.settings import Limits

@@ -26,7 +26,6 @@ _SEARCH_SHARE = 0.05
 _SEARCH_S = 2.0
 # A process that is gone in one look may have been replaced before the next, by what has started it.
 _LOOKS_UNTIL_LOST = 2
-_GONE = ("gone", "zombie")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ class LocalRanks:
         if len(self._early) < self._place.local_world_size - 1 or self._gone:
             self.search()
         for rank, card in self._early.items():
-            is_gone = self._probe.look_at_peer(card).state in _GONE
+            is_gone = self._probe.look_at_peer(card).state in resources.ENDED
             self._gone[rank] = self._gone.get(rank, 0) + 1 if is_gone else 0
         self._gone = {rank: looks for rank, looks in self._gone.items() if looks}
         self.has_lost = any(looks >= _LOOKS_UNTIL_LOST for looks in self._gone.values())

@@ -6,17 +6,14 @@ from dataclasses import replace
 
 from lightning_ncclsafe.exchange import ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
-from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ended_run import EndedRun
 from lightning_ncclsafe.guard.ending import AT_LIMIT_S, Ending
 from lightning_ncclsafe.guard.gathering import Gathering
-from lightning_ncclsafe.guard.incident_log import IncidentEntry
 from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
 from lightning_ncclsafe.guard.rank_hosts import RankHosts
 from lightning_ncclsafe.guard.reporter import Reporter, Verdict
-from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardState, IncidentEntry
 from lightning_ncclsafe.guard.stuck import StuckDetector
-from lightning_ncclsafe.probes.network.reach import try_addresses
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import activity
@@ -36,7 +33,7 @@ class Participation:
         connection: What the ranks share.
         probe: Sees this rank.
         local_ranks: The other ranks of this host.
-        rank_hosts: Where all ranks run.
+        rank_hosts: Where all ranks run, and whether their hosts answer.
         detector: Hears what comes of an incident.
         reporter: Judges and reports, if this rank is the one to do it.
         ending: Ends this process in time at the limit.
@@ -163,7 +160,6 @@ class Participation:
                 state.exception_is_reported.set()
 
     def _report(self, job: JobFacts) -> Verdict:
-        job = replace(job, tried=try_addresses(job, self._probe.card.host))
         known = self._state.verdict
         is_same = known is not None and known.incident.number == job.incident.number
         verdict = self._reporter.report(self._rank_hosts.complete(job), known=known if is_same else None)

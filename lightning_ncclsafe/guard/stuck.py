@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, RankFacts
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
-from lightning_ncclsafe.guard.connection import Connection
-from lightning_ncclsafe.guard.incident_log import IncidentEntry
 from lightning_ncclsafe.guard.local_ranks import LocalRanks
-from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardState, IncidentEntry
 from lightning_ncclsafe.guard.thresholds import Thresholds
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.report.folder import IncidentNumbers

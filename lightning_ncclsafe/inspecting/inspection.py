@@ -53,7 +53,7 @@ from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, look_at
 from lightning_ncclsafe.probes.host.swap import look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.machine_state import GpuWatch
-from lightning_ncclsafe.probes.network.links import name_servers_asked
+from lightning_ncclsafe.probes.network import name_servers_asked
 from lightning_ncclsafe.probes.process.stacks import with_source
 
 LOOKS = 5

@@ -23,7 +23,7 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
-from lightning_ncclsafe.probes.network.links import name_servers_asked
+from lightning_ncclsafe.probes.network import name_servers_asked
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread

@@ -23,15 +23,25 @@ from lightning_ncclsafe.facts import (
     Straggler,
 )
 from lightning_ncclsafe.probes.gpu import gpu_state
-from lightning_ncclsafe.probes.host.resources import GONE, HostProbe, child_processes, look_at, own_memory, signal_name
+from lightning_ncclsafe.probes.host.resources import (
+    ANSWERING,
+    ENDED,
+    GONE,
+    HostProbe,
+    child_processes,
+    look_at,
+    own_memory,
+    signal_name,
+)
 from lightning_ncclsafe.probes.machine_state import GpuWatch, MachineProbe
-from lightning_ncclsafe.probes.network.links import taken_interface
+from lightning_ncclsafe.probes.network import taken_interface
 from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
-from lightning_ncclsafe.probes.process.growth import ANSWERING, LEAST_S, Growth, guard_rests, needs_time, with_shares
+from lightning_ncclsafe.probes.process.growth import LEAST_S, Growth, guard_rests, needs_time, with_shares
+from lightning_ncclsafe.probes.process.last_words import LastWords
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
-from lightning_ncclsafe.probes.process.traceback_signal import ENDED, Armed, LastWords
+from lightning_ncclsafe.probes.process.traceback_signal import Armed
 from lightning_ncclsafe.probes.trainer import model_units
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe

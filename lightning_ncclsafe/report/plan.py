@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts.codec import DecodeError, from_plain, to_plain
 from lightning_ncclsafe.facts.findings import NextStart, Plan
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 
 PLAN_SCHEMA = 1
 PLAN_FILE = "plan.json"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
-from lightning_ncclsafe.report.lines import WIDTH, cut, section, wrapped
+from lightning_ncclsafe.report.lines import WIDTH, cut, safe, section, wrapped
 from lightning_ncclsafe.report.opening import answer_words, compares, incident_words
 from lightning_ncclsafe.report.plan import plan_words
 from lightning_ncclsafe.report.ranks import (
@@ -16,7 +16,6 @@ from lightning_ncclsafe.report.ranks import (
     whereabouts_table,
     without_repeats,
 )
-from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.tables.data import data_table
 from lightning_ncclsafe.report.tables.preflight import preflight_table
 from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words

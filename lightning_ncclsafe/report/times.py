@@ -1,7 +1,7 @@
 """Times, shares and rates in words, rounded to what they are worth; a straggler in one sentence."""
 
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.timing.summary import StepPhase
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe._torch import stores
-from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, comes_first
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
@@ -20,8 +20,7 @@ from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.collecting import LoaderCollector, Stage
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.preflight.check import Preflight
-from lightning_ncclsafe.preflight.load import loaders_load, model_load
-from lightning_ncclsafe.preflight.probe import preflight_facts
+from lightning_ncclsafe.preflight.probe import loaders_load, model_load, preflight_facts
 from lightning_ncclsafe.probes.host.capacity import capacity
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -37,8 +36,7 @@ from lightning_ncclsafe.settings import (
     TunerSettings,
 )
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
-from lightning_ncclsafe.sigterm.handler import StopSignal
-from lightning_ncclsafe.sigterm.requeue import requeue_once
+from lightning_ncclsafe.sigterm.handler import StopSignal, requeue_once
 from lightning_ncclsafe.strategies.saved_at_end import SavedAtEnd
 
 T = TypeVar("T")

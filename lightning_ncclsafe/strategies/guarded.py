@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_ncclsafe._lightning import known, lightnings, package_of, refuse_other_caller
 from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.patching import ReplacedMethod
-from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.guard.ending import Ending
-from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts
 from lightning_ncclsafe.probes.process.stacks import drop_passing_frames
 from lightning_ncclsafe.report.terminal import say_on_stderr
-from lightning_ncclsafe.settings import BACKSTOP_S, OnTimeout, check_limits
+from lightning_ncclsafe.settings import BACKSTOP_S, OnTimeout, PhaseTimeouts, check_limits
 from lightning_ncclsafe.strategies.guarded_call import GuardedCall
 from lightning_ncclsafe.strategies.launchers import guarded
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe._torch import process_groups, recorders
-from lightning_ncclsafe.collectives.attaching import AttachedTimer
-from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
+from lightning_ncclsafe.collectives.timer import RECORDER_SIZE, AttachedTimer
 from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.ending import Ending

@@ -23,9 +23,9 @@ from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
 from lightning_ncclsafe.checkpoints.finding import found_in, why_not_whole
 from lightning_ncclsafe.checkpoints.folder import KEY
-from lightning_ncclsafe.checkpoints.joined import Share, joined, why_not_covered
 from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.checkpoints.shards import Chunk, SplitTensor, boxes_of_range
+from lightning_ncclsafe.checkpoints.together import Share, joined, why_not_covered
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
 from lightning_ncclsafe.settings import CheckpointSettings

@@ -15,8 +15,8 @@ from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, wai
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.guard import ended_run, leaving
 from lightning_ncclsafe.guard.guard import Guard, Place
-from lightning_ncclsafe.guard.incident_log import IncidentEntry, IncidentLog
 from lightning_ncclsafe.guard.leaving import Leaving
+from lightning_ncclsafe.guard.shared import IncidentEntry, IncidentLog
 from lightning_ncclsafe.probes.rank import Card
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import activity

@@ -14,8 +14,8 @@ from lightning_ncclsafe.facts import (
     SilentHost,
 )
 from lightning_ncclsafe.guard import rank_hosts
-from lightning_ncclsafe.guard.rank_hosts import RankHosts
-from lightning_ncclsafe.probes.network.reach import Reach, own_address_towards, reach
+from lightning_ncclsafe.guard.rank_hosts import RankHosts, Reach, reach
+from lightning_ncclsafe.probes.network import own_address_towards
 
 HOSTS = ["host-a", "host-a", "host-b", "host-b", "host-c"]
 ADDRESSES = {"host-a": "10.0.0.1", "host-b": "10.0.0.2", "host-c": ""}

@@ -10,9 +10,9 @@ from thread_ranks import COMPILE, Job, wait_on_all_but
 
 from lightning_ncclsafe.facts import Frame, IncidentKind, Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard import idle_times, stuck
-from lightning_ncclsafe.guard.incident_log import IncidentEntry
+from lightning_ncclsafe.guard import stuck, thresholds
 from lightning_ncclsafe.guard.reporter import Verdict
+from lightning_ncclsafe.guard.shared import IncidentEntry
 from lightning_ncclsafe.rules.kit import expected
 
 LONG_S = 1.5
@@ -21,7 +21,7 @@ LONG_S = 1.5
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes; nothing is learned here before there are batches, so the minute counts."""
-    monkeypatch.setattr(idle_times, "UNKNOWN_S", 0.2)
+    monkeypatch.setattr(thresholds, "UNKNOWN_S", 0.2)
     monkeypatch.setattr(expected, "LONG_S", LONG_S)
     monkeypatch.setattr(stuck, "LONG_S", LONG_S)
 

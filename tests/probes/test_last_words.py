@@ -12,8 +12,8 @@ import pytest
 from own_threads import join_own_threads
 
 from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.probes.process import traceback_signal
-from lightning_ncclsafe.probes.process.traceback_signal import LastWord, LastWords, last_word, why
+from lightning_ncclsafe.probes.process import last_words
+from lightning_ncclsafe.probes.process.last_words import LastWord, LastWords, last_word, why
 
 ASKED = """Thread 0x00007f11 (most recent call first):
   File "/home/me/asked.py", line 1 in asked
@@ -234,7 +234,7 @@ def test_a_stderr_on_storage_that_does_not_answer_is_not_waited_for(
         opened.append(os.open(tmp_path, os.O_RDONLY))
         return opened[-1]
 
-    monkeypatch.setattr(traceback_signal, "_open", opening)
+    monkeypatch.setattr(last_words, "_open", opening)
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=log)
     words.hold([(process.pid, 0)])

@@ -15,14 +15,18 @@ from lightning_ncclsafe.probes.data.plain_values import (
     UnknownValueError,
     ValueDigest,
     base_name,
+    batches_as_bytes,
+    digest,
     is_array,
     is_counter,
     is_shaped,
     kind_of,
+    numbers_as_bytes,
+    pick,
+    positions,
 )
 from lightning_ncclsafe.probes.data.random_state import random_states_kept, seed_all
 from lightning_ncclsafe.probes.data.reading import Reader, chain, hugging_face, is_iterable, stored
-from lightning_ncclsafe.probes.data.sampling import batches_as_bytes, digest, numbers_as_bytes, pick, positions
 
 _FILE_LISTS = ("samples", "imgs", "files", "urls", "paths", "filenames", "image_files")
 # A name takes as long as so many numbers: 4,096 names are hashed whole.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_ncclsafe.facts import RandomState
-from lightning_ncclsafe.probes.data.sampling import digest
+from lightning_ncclsafe.probes.data.plain_values import digest
 
 # The first word of a Mersenne twister as seeding leaves it, by Python with every seed, by numpy with all but an int.
 # The first number that is drawn renews all 624 words.

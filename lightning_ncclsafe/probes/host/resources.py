@@ -16,6 +16,10 @@ T = TypeVar("T")
 
 GONE = "gone"
 """The state of a process that no longer exists."""
+ENDED = (GONE, "zombie", "dead")
+"""States of a process that has ended."""
+ANSWERING = ("running", "sleeping", "idle")
+"""States in which a process can be asked for its stack."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Frame, ProcessFacts
+from lightning_ncclsafe.probes.host.resources import ANSWERING
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 LEAST_S = 0.5
@@ -19,9 +20,6 @@ _SPAN_S = 2.0
 _OLDEST_S = 60.0
 _LOOKS = 8
 _PROCESSES = 256
-
-ANSWERING = ("running", "sleeping", "idle")
-"""States in which a process can be asked for its stack."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What Lightning is doing on this rank, from the names it gives its profiler and its barriers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from functools import partial
 from inspect import unwrap
 from threading import get_ident
@@ -12,6 +12,7 @@ from weakref import WeakSet
 from lightning_ncclsafe.code.libraries import PROFILE, START_OF_NO_PROFILER, Code
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.facts import Action
+from lightning_ncclsafe.rules.kit.activity import PAUSE
 
 SAVE = "save_checkpoint"
 """Lightning's name of the action in which the Trainer saves a checkpoint."""
@@ -199,3 +200,26 @@ class _Profiled(_Heard):
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         super().__exit__(_type, error, _trace)
         self._stop(self._name)
+
+
+@contextmanager
+def pause(reason: str = "") -> Iterator[None]:
+    """Announces that this rank pauses on purpose: in a debugger, at a prompt, while it waits for a person.
+
+    During the ``with`` block, the other ranks wait without a report. The hard limit of the phase (the strategy's
+    ``timeout`` or ``PhaseTimeouts``) still ends the run. Outside of a Trainer's function with a strategy of this
+    package, it does nothing.
+
+    Args:
+        reason: The reason, in a few words; the report quotes it if the hard limit passes.
+
+    Example::
+
+        if self.global_rank == 0:
+            with lightning_ncclsafe.pause("a debugger"):
+                breakpoint()
+    """
+    with ExitStack() as stack:
+        for tracker in attached_trackers():
+            stack.enter_context(tracker.action(f"{PAUSE}{reason}"))
+        yield

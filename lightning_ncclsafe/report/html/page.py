@@ -21,9 +21,9 @@ from lightning_ncclsafe.report.html.facts import raw_facts, silent_words
 from lightning_ncclsafe.report.html.picture import picture
 from lightning_ncclsafe.report.html.stacks import short_path, stacks_of
 from lightning_ncclsafe.report.html.tables import tables_of
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.opening import compares, incident_words, nothing_found
 from lightning_ncclsafe.report.ranks import Alike, is_recorded, recorded_table
-from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.text import answer_lines
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
-from lightning_ncclsafe.report.lines import cut, wrapped
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import cut, safe, wrapped
 from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, grouped, value_words
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts, JobFacts, PreflightFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
-from lightning_ncclsafe.report.lines import section, wrapped
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe, section, wrapped
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
 from lightning_ncclsafe.rules.kit.hosts import Checked, core_shares, in_flight_bytes, tried
 from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words

@@ -133,12 +133,21 @@ def _with_address(interfaces: Sequence[Interface], address: str) -> str:
     return exact or loopback
 
 
-def _local_address(host: str) -> str:
+def _local_address(host: str, port: str | int = 9) -> str:
     """Of the interface on the route to a host: a datagram socket that is connected sends nothing yet."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as connected:
         connected.connect(address)
         return str(connected.getsockname()[0])
+
+
+def own_address_towards(host: str, port: str) -> str:
+    """The address of this host from which another one is reached; empty for this host itself, or if unknown."""
+    try:
+        here = _local_address(host, port)
+    except OSError:
+        return ""
+    return "" if here.startswith("127.") or here in ("::1", "0.0.0.0", "::") else here
 
 
 @dataclass(frozen=True, slots=True)
