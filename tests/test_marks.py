@@ -276,7 +276,7 @@ NOT_FOR_RANKS = {
     "preflight.check.Preflight.compare": ITSELF,
     "preflight.check.Preflight.wait": ITSELF,
     "preflight.probe._watched_swap": ASIDE,
-    "guard.rank_hosts.reach": ASIDE,
+    "guard.rank_hosts.try_connecting": ASIDE,
     "probes.process.ended_children.ChildWatch.close": ITSELF,
     "probes.process.traceback_signal._read_answer": ASIDE,
     "probes.rank.RankProbe.witness": ASIDE,

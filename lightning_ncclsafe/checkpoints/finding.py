@@ -109,15 +109,15 @@ def agree_on_newest(
             choice = chosen(
                 [codec.decode(CheckpointList, answers[key]) for key in keys if key in answers], world_size, fits
             )
-            told = keep_trying(
+            encoded = keep_trying(
                 exchange, lambda: exchange.set_if_absent("resume/choice", codec.encode(choice)), deadline_s=deadline_s
             )
         else:
             # Longer than rank 0 waits for the others.
             found = wait_for_keys(exchange, ["resume/choice"], deadline_s=2 * deadline_s)
             late = Choice(error="rank 0 did not announce a checkpoint to resume from")
-            told = found.get("resume/choice") or exchange.set_if_absent("resume/choice", codec.encode(late))
-        choice = codec.decode(Choice, told)
+            encoded = found.get("resume/choice") or exchange.set_if_absent("resume/choice", codec.encode(late))
+        choice = codec.decode(Choice, encoded)
     except (ExchangeError, codec.DecodeError) as error:
         raise NoCommonCheckpointError(
             f"rank {rank} could not agree with the others on a checkpoint: {error}"
@@ -192,9 +192,9 @@ def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path
     if len(seen) < world_size:
         return Choice(error=f"{world_size - len(seen)} of {world_size} ranks did not report which checkpoints they see")
     lines = [*dict.fromkeys(line for one in seen for line in one.lines)]
-    by_rank = [{(one.path, one.size_bytes) for one in told.candidates} for told in seen]
+    by_rank = [{(one.path, one.size_bytes) for one in one_rank.candidates} for one_rank in seen]
     every = sorted(
-        {(one.path, one.size_bytes): one for told in seen for one in told.candidates}.values(),
+        {(one.path, one.size_bytes): one for one_rank in seen for one in one_rank.candidates}.values(),
         key=lambda one: (one.modified_ns, one.path),
         reverse=True,
     )
@@ -247,10 +247,10 @@ def why_unfit(path: Path, expected: Mapping[str, Any] | None, *, steps: int = 0)
     names = {*found}
     more, less = sorted(names - expected.keys()), sorted(expected.keys() - names)
     other = [name for name in names & expected.keys() if _differ(found[name], expected[name])]
-    told = [f"it lacks {_listed(less)}"] if less else []
-    told += [f"it has {_listed(more)}"] if more else []
-    told += [f"the shape differs for {_listed(sorted(other))}"] if other else []
-    return f"it is of another model: {', '.join(told)}" if told else ""
+    differences = [f"it lacks {_listed(less)}"] if less else []
+    differences += [f"it has {_listed(more)}"] if more else []
+    differences += [f"the shape differs for {_listed(sorted(other))}"] if other else []
+    return f"it is of another model: {', '.join(differences)}" if differences else ""
 
 
 def _differ(found: Any, expected: Any) -> bool:

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_ncclsafe.checkpoints.left_behind import LeftBehind
 from lightning_ncclsafe.checkpoints.loader_position import UNUSABLE, LoaderPosition, loader_position
+from lightning_ncclsafe.checkpoints.position_file import PositionFile
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.probes.data.random_state import put_back, saved_states
 from lightning_ncclsafe.report.terminal import say_on_stderr
@@ -42,7 +42,7 @@ class DataPosition:
     """
 
     def __init__(
-        self, trainer: Any, say: Callable[[str], None] = say_on_stderr, left_behind: LeftBehind | None = None
+        self, trainer: Any, say: Callable[[str], None] = say_on_stderr, left_behind: PositionFile | None = None
     ) -> None:
         self._trainer = trainer
         self._left_behind = left_behind
@@ -142,7 +142,7 @@ class DataPosition:
         self._release()
         fit = self._trainer.fit_loop
         found = fit._combined_loader.flattened if fit._combined_loader is not None else []
-        self._loaders = [loader_position(getattr(loader, "stands_for", loader)) for loader in found]
+        self._loaders = [loader_position(getattr(loader, "wrapped_loader", loader)) for loader in found]
         resumed, self._resumed = self._resumed, None
         # An epoch that is over is not gone back to.
         if resumed is None or not fit.restarting:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_ncclsafe.checkpoints.finding import agree_on_newest, why_unfit
 from lightning_ncclsafe.checkpoints.folder import KEY, job_of, paths_of
-from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, read_left_behind
 from lightning_ncclsafe.checkpoints.position import DataPosition
+from lightning_ncclsafe.checkpoints.position_file import PositionFile, read_position
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.probes.process.environment import launch_words
@@ -60,25 +60,25 @@ class Resuming:
         self._position = DataPosition(trainer, left_behind=self._left_behind)
         self._start: WrappedMethod | None = None
 
-    def _leave_behind(self) -> LeftBehind | None:
+    def _leave_behind(self) -> PositionFile | None:
         """Where others on this host find this rank's position; without it, it can only say it itself."""
         if self._world_size == 1 or self._trainer.state.fn != "fit":
             return None
         try:
-            left = LeftBehind(self._rank)
+            left = PositionFile(self._rank)
             self._exchange.set(_file_key(self._rank), str(left.path).encode())
         except (OSError, ExchangeError):
             return None
         return left
 
-    def positions_left_behind(self, ranks: Iterable[int], step: int) -> dict[int, dict[str, Any]]:
+    def positions_in_files(self, ranks: Iterable[int], step: int) -> dict[int, dict[str, Any]]:
         """Where ranks of this host stood that cannot say it any more, as far as that was after this optimizer step.
 
         Args:
             ranks: Those that did not answer.
             step: Lightning's ``global_step``.
         """
-        found = {rank: read_left_behind(self._files[rank], step) for rank in ranks if rank in self._files}
+        found = {rank: read_position(self._files[rank], step) for rank in ranks if rank in self._files}
         return {rank: one for rank, one in found.items() if one is not None and one.pop("step", None) == step}
 
     def attach(self) -> None:

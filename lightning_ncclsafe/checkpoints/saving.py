@@ -22,8 +22,8 @@ from lightning_ncclsafe.checkpoints.candidates import Candidate, agree_on_savers
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
+from lightning_ncclsafe.checkpoints.sharded_save import ShardedSave
 from lightning_ncclsafe.checkpoints.shards import OwnShard
-from lightning_ncclsafe.checkpoints.together import Together
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.probes.process.environment import launch_words
@@ -290,7 +290,7 @@ class Saver:
         if not ranks or boundary is None or self._shard is None:
             return
         began = time.monotonic()
-        together = Together(
+        together = ShardedSave(
             exchange,
             self._folder(self._run_of_all(exchange)),
             self._rank,

@@ -106,11 +106,11 @@ def aligned(rounds: Iterable[Round], began: Reading, ended: Reading, epoch: int)
     at most. Each round bounds it from both sides, however unequal the delays are, and the true offset is within the
     bounds of all of them; these are NTP's times (RFC 5905, section 8), used as an interval as Marzullo proposed.
     """
-    told = list(rounds)
-    if not told or ended.has_stepped(began):
+    all_rounds = list(rounds)
+    if not all_rounds or ended.has_stepped(began):
         return None
-    least_ns = max(round.sent_ns - round.seen_ns for round in told)
-    most_ns = min(round.got_ns - round.answered_ns for round in told)
+    least_ns = max(round.sent_ns - round.seen_ns for round in all_rounds)
+    most_ns = min(round.got_ns - round.answered_ns for round in all_rounds)
     # The clocks have drifted between the first round and the last.
     drifted_ns = int(DRIFT * (ended.steady_ns - began.steady_ns)) + abs(ended.drift_ns(began)) + 1
     if least_ns > most_ns + 2 * drifted_ns:

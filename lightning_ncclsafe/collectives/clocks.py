@@ -142,10 +142,10 @@ def _alignment_text(found: Alignment) -> str:
 
 def read_alignment(text: str) -> Alignment | None:
     """The alignment in a text; None if there is none."""
-    told = numbers(text)
-    if len(told) != 5 or told[1] < 0:
+    parsed = numbers(text)
+    if len(parsed) != 5 or parsed[1] < 0:
         return None
-    return Alignment(told[0], told[1], Reading(told[2], told[3]), told[4])
+    return Alignment(parsed[0], parsed[1], Reading(parsed[2], parsed[3]), parsed[4])
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class Reference:
         self._invited: dict[int, _Invitation] = {}
         self._sessions = 0
         self._last_tick_s: float | None = None
-        self._told_turn: tuple[float, tuple[int, ...]] = (0.0, ())
+        self._sent_turn: tuple[float, tuple[int, ...]] = (0.0, ())
 
     def tick(self) -> None:
         """One round of all of it."""
@@ -208,9 +208,9 @@ class Reference:
         pings = self._around.get_many([_ping_key(leader) for leader in leaders]) if leaders else []
         for leader, ping in zip(leaders, pings, strict=True):
             invitation = self._invited[leader]
-            told = numbers(ping)
-            is_there = len(told) == 3 and told[0] == invitation.session and told[2] == 0
-            if is_there and self._answer(leader, told[:2], until_s):
+            parsed = numbers(ping)
+            is_there = len(parsed) == 3 and parsed[0] == invitation.session and parsed[2] == 0
+            if is_there and self._answer(leader, parsed[:2], until_s):
                 self._put_off(leader)
 
     def _put_off(self, leader: int) -> None:
@@ -228,8 +228,8 @@ class Reference:
             if numbers(ping) != (*session, expected):
                 around.sleep(_PROMPT_S)
                 continue
-            told = f"{session[0]} {session[1]} {expected} {seen_ns}"
-            around.put(_pong_key(leader), f"{told} {around.now_ns()} {self._epoch}")
+            message = f"{session[0]} {session[1]} {expected} {seen_ns}"
+            around.put(_pong_key(leader), f"{message} {around.now_ns()} {self._epoch}")
             if expected == _ROUNDS:
                 return True
             expected += 1
@@ -252,12 +252,12 @@ class Reference:
     def _publish_turn(self, every_s: float) -> None:
         """Who is invited, and how long after a tick the next one comes: so long they have to be there."""
         sessions = tuple(invitation.session for invitation in self._invited.values())
-        told_s, told = self._told_turn
-        if sessions == told and (not sessions or told_s / 1.5 < every_s < told_s * 1.5):
+        sent_s, sent = self._sent_turn
+        if sessions == sent and (not sessions or sent_s / 1.5 < every_s < sent_s * 1.5):
             return
         turn = " ".join(f"{leader} {invitation.session}" for leader, invitation in self._invited.items())
         self._around.put(_TURN, f"{int(every_s * 1e9)} {turn}")
-        self._told_turn = every_s, sessions
+        self._sent_turn = every_s, sessions
 
 
 class Follower:
@@ -315,15 +315,15 @@ class Follower:
     def _other_key(self) -> str:
         return _TURN if self._leader in (None, self._around.rank) else _alignment_key(self._around.boot_id)
 
-    def _see_epoch(self, told: tuple[int, ...]) -> None:
-        self._epoch = told[0] if told else 0
+    def _see_epoch(self, numbers_read: tuple[int, ...]) -> None:
+        self._epoch = numbers_read[0] if numbers_read else 0
         if self._alignment is not None and self._alignment.epoch != self._epoch:
             self._alignment = None
 
-    def _accept(self, told: Alignment | None) -> None:
+    def _accept(self, received: Alignment | None) -> None:
         self._read_s = self._around.monotonic()
-        if told is not None and told.epoch == self._epoch:
-            self._alignment = told
+        if received is not None and received.epoch == self._epoch:
+            self._alignment = received
 
     def _lead(self, text: str) -> None:
         if not self._has_slot:
@@ -373,10 +373,10 @@ class Follower:
         return None
 
 
-def _turn_of(rank: int, told: tuple[int, ...]) -> _Turn | None:
+def _turn_of(rank: int, numbers_read: tuple[int, ...]) -> _Turn | None:
     """Of rank 0's ticks in nanoseconds, and pairs of rank and session."""
-    sessions = dict(zip(told[1::2], told[2::2], strict=False))
-    return (sessions[rank], told[0] / 1e9) if rank in sessions else None
+    sessions = dict(zip(numbers_read[1::2], numbers_read[2::2], strict=False))
+    return (sessions[rank], numbers_read[0] / 1e9) if rank in sessions else None
 
 
 class ClockSync:

@@ -150,7 +150,8 @@ class EpochEnd:
             ``IterableDataset`` claims different ones. An equal claim is believed, as Lightning believes it.
         looks_ahead: Whether they vote one batch ahead, as on every rank worker processes alone make the batches. What a
             rank's own process takes part in may depend on what has been trained when it is fetched.
-        may_part: Whether ranks that have called no collective meanwhile may end at different batches, as they evaluate.
+        ends_independently: Whether ranks that have called no collective meanwhile may end at different batches, as in
+            an evaluation.
         hides_length: Whether the loader claims no length from now on, as ranks would not claim the same.
         length: The number of batches it has on every rank from now on; None for as many as it says itself.
         ends_at: The batch before which it ends in an error on all ranks, as the shortest has no more; None for none.
@@ -159,7 +160,7 @@ class EpochEnd:
 
     votes: bool = False
     looks_ahead: bool = False
-    may_part: bool = False
+    ends_independently: bool = False
     hides_length: bool = False
     length: int | None = None
     ends_at: int | None = None

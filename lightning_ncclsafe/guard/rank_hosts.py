@@ -1,4 +1,4 @@
-"""Where all ranks run, and whether their hosts answer on the network and reach each other where back ends send data.
+"""Where all ranks run, whether their hosts answer on the network, and whether they reach each other's back ends.
 
 Each rank announces its host when it joins, and all keep the list for when a host cannot be reached.
 """
@@ -38,7 +38,7 @@ _STANDSTILLS = (IncidentKind.SUSPECT, IncidentKind.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class ConnectionAttempt:
     """The outcome of an attempt to connect to a host.
 
     Attributes:
@@ -97,7 +97,7 @@ class RankHosts:
         another, their hosts are tried at the addresses that their back ends use, for 3.5 s in all.
         """
         lost = _lost_hosts(job, self._hosts)
-        reached = reach(address for host in lost if (address := self._hosts[lost[host][0]][1]))
+        reached = try_connecting(address for host in lost if (address := self._hosts[lost[host][0]][1]))
         hosts = []
         for host, ranks in lost.items():
             address = self._hosts[ranks[0]][1]
@@ -138,7 +138,7 @@ def _lost_hosts(job: JobFacts, hosts: dict[int, tuple[str, str]]) -> dict[str, t
     return {host: tuple(there) for host, there in ranks.items() if heard.isdisjoint(there)}
 
 
-def reach(addresses: Iterable[str], *, deadline_s: float = 1.0) -> dict[str, Reach]:
+def try_connecting(addresses: Iterable[str], *, deadline_s: float = 1.0) -> dict[str, ConnectionAttempt]:
     """Tries to connect to each of these addresses, to all at the same time.
 
     Args:
@@ -148,7 +148,7 @@ def reach(addresses: Iterable[str], *, deadline_s: float = 1.0) -> dict[str, Rea
     Returns:
         The outcomes, by address.
     """
-    found: dict[str, Reach] = {}
+    found: dict[str, ConnectionAttempt] = {}
     with selectors.DefaultSelector() as waiting:
         for address in dict.fromkeys(addresses):
             _begin(address, waiting, found)
@@ -157,11 +157,11 @@ def reach(addresses: Iterable[str], *, deadline_s: float = 1.0) -> dict[str, Rea
             for key, _ in waiting.select(left_s):
                 _end(waiting, key, _outcome(key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)), found)  # type: ignore[union-attr]
         for key in [*waiting.get_map().values()]:
-            _end(waiting, key, Reach(answers=False, tried=f"no answer within {deadline_s:g} s"), found)
+            _end(waiting, key, ConnectionAttempt(answers=False, tried=f"no answer within {deadline_s:g} s"), found)
     return found
 
 
-def _begin(address: str, waiting: selectors.BaseSelector, found: dict[str, Reach]) -> None:
+def _begin(address: str, waiting: selectors.BaseSelector, found: dict[str, ConnectionAttempt]) -> None:
     tried = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     tried.setblocking(False)
     try:
@@ -175,19 +175,24 @@ def _begin(address: str, waiting: selectors.BaseSelector, found: dict[str, Reach
         found[address] = _outcome(number)
 
 
-def _end(waiting: selectors.BaseSelector, key: selectors.SelectorKey, reach: Reach, found: dict[str, Reach]) -> None:
+def _end(
+    waiting: selectors.BaseSelector,
+    key: selectors.SelectorKey,
+    attempt: ConnectionAttempt,
+    found: dict[str, ConnectionAttempt],
+) -> None:
     waiting.unregister(key.fileobj)
     key.fileobj.close()  # type: ignore[union-attr]
-    found[key.data] = reach
+    found[key.data] = attempt
 
 
-def _outcome(number: int) -> Reach:
+def _outcome(number: int) -> ConnectionAttempt:
     if number == 0:
-        return Reach(answers=True, tried="it accepted a connection")
+        return ConnectionAttempt(answers=True, tried="it accepted a connection")
     if number in (errno.ECONNREFUSED, errno.ECONNRESET):
-        return Reach(answers=True, tried="it refused a connection, so its kernel runs")
+        return ConnectionAttempt(answers=True, tried="it refused a connection, so its kernel runs")
     own = ", so this host's own link may be down" if number in _OWN_LINK else ""
-    return Reach(answers=False if number in _NO_ANSWER else None, tried=os.strerror(number).lower() + own)
+    return ConnectionAttempt(answers=False if number in _NO_ANSWER else None, tried=os.strerror(number).lower() + own)
 
 
 def _tried(job: JobFacts, here: str) -> tuple[TriedAddress, ...]:
@@ -203,7 +208,7 @@ def _tried(job: JobFacts, here: str) -> tuple[TriedAddress, ...]:
         if address not in own
     }
     chosen = dict([*others.items()][:_MOST])
-    found = or_none(lambda: reach(chosen.values(), deadline_s=_DEADLINE_S)) or {} if chosen else {}
+    found = or_none(lambda: try_connecting(chosen.values(), deadline_s=_DEADLINE_S)) or {} if chosen else {}
     return tuple(
         TriedAddress(
             host=host, address=address, answers=found[address].answers, seen_from=here, tried=found[address].tried

@@ -20,7 +20,7 @@ class IncidentEntry:
     Attributes:
         incident: What the entry is about.
         recovered_after_s: If training makes progress again: seconds for which it made none.
-        is_leaving: Whether no rank waits: one that has finished is about to leave others behind.
+        is_leaving: Whether no rank waits, but one that has finished is about to leave while others still work.
     """
 
     incident: Incident
@@ -33,11 +33,11 @@ class IncidentLog:
 
     Args:
         exchange: What the ranks share.
-        not_before_ns: Entries about incidents before this wall-clock time, in nanoseconds since the epoch, are passed
-            over: they were left behind by an earlier start of the job.
+        not_before_ns: Entries about incidents before this wall-clock time, in nanoseconds since the epoch, are skipped:
+            an earlier start of the job has left them.
 
     Attributes:
-        number: Number of the next entry, from 0; the same on all ranks that have read as far.
+        number: Number of the next entry, from 0.
     """
 
     def __init__(self, exchange: Exchange, *, not_before_ns: int = 0) -> None:
@@ -46,7 +46,7 @@ class IncidentLog:
         self.number = 0
 
     def read(self) -> IncidentEntry | None:
-        """The next entry, if some rank has written it. A rank without an exchange sees none."""
+        """The next entry, if a rank has written it; None also if the exchange does not answer."""
         with suppress(ExchangeError):
             while (found := self._exchange.get_many([self._key]).get(self._key)) is not None:
                 entry = codec.decode(IncidentEntry, found)
@@ -58,7 +58,7 @@ class IncidentLog:
     def write(self, entry: IncidentEntry) -> IncidentEntry:
         """Writes the next entry, and returns the one in the log: another rank may have been faster.
 
-        A rank without an exchange follows its own entry: alone, but not silent.
+        If the exchange does not answer, the rank follows its own entry and reports alone.
         """
         try:
             return codec.decode(IncidentEntry, self._exchange.set_if_absent(self._key, codec.encode(entry)))
@@ -71,10 +71,10 @@ class IncidentLog:
 
 
 class Connection:
-    """Connects a rank with the others: over one exchange until the process group exists, over another from then on.
+    """Connects a rank with the others: over one exchange until the process group exists, then over another.
 
-    The main thread calls :meth:`connect`; the watchdog's thread, which may be in the middle of a round, changes over
-    with its next tick.
+    The main thread calls :meth:`connect`; the watchdog's thread, which may be in the middle of a round, changes at its
+    next tick.
 
     Args:
         exchange: What the ranks share before they have joined the process group.
@@ -83,7 +83,7 @@ class Connection:
     Attributes:
         exchange: The exchange that the watchdog's thread uses.
         log: The log of incidents on it.
-        has_joined: Whether that is the one of the process group.
+        has_joined: Whether that is the exchange of the process group.
     """
 
     def __init__(self, exchange: Exchange, *, not_before_ns: int) -> None:
@@ -99,15 +99,15 @@ class Connection:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether the watchdog's thread is still to change over: what it does on the old exchange is pointless."""
+        """Whether the watchdog's thread has yet to change: what it does on the old exchange is pointless."""
         return self._next is not None and not self.has_joined
 
     def connect(self, exchange: Exchange) -> None:
-        """The process group exists, and so does the job's store."""
+        """Sets the next exchange: the process group exists, and so does the job's store."""
         self._next = exchange
 
     def change_over(self) -> bool:
-        """Goes over to the new exchange if there is one, with a log of its own; returns whether it did."""
+        """Changes to the new exchange if there is one, with its own log; returns whether it did."""
         if self._next is None or self.has_joined:
             return False
         self.exchange.close()
@@ -123,16 +123,16 @@ class Connection:
 
 
 class GuardState:
-    """What one rank knows of the incident it takes part in, and how far its main thread is on the way out.
+    """What one rank knows about the open incident, and whether its main thread has left.
 
     Attributes:
         began_ns: When the guard began to watch, nanoseconds since the epoch.
         open_incident: The incident that is open; None between incidents.
-        verdict: The verdict that stands; None while there is none.
-        is_ending: Whether this rank is being ended: its verdict stands, and nothing is a recovery any more.
-        is_off: Whether the guard has failed or is closed: it neither asks nor answers any more.
+        verdict: The current verdict; None if there is none.
+        is_ending: Whether this rank is being ended: its verdict is final, and progress no longer counts as a recovery.
+        is_off: Whether the guard has failed or is closed: it no longer asks or answers.
         answered: The ranks that took part in the last round before all ranks joined the process group.
-        is_leaving: Whether this rank has finished, and is about to leave other ranks behind.
+        is_leaving: Whether this rank has finished, and is about to leave while others still work.
         leaving_is_reported: Set once that has been reported, or never will be.
         exception_is_reported: Set once this rank's exception has been reported, or never will be.
         main_thread_left: Set once the main thread has left the Trainer's function.
@@ -157,11 +157,11 @@ class GuardState:
 
     @property
     def limit_is_reported(self) -> bool:
-        """Whether the verdict that stands is the one at the hard limit."""
+        """Whether the current verdict is the one at the hard limit."""
         return self.verdict is not None and self.verdict.incident.kind is IncidentKind.TIMEOUT
 
     def forget_incident(self) -> None:
-        """The incident is over, and its verdict with it; unless that is what this rank is being ended for."""
+        """Forgets the incident and its verdict, unless this rank is being ended because of it."""
         if not self.is_ending:
             self.open_incident = self.verdict = None
 

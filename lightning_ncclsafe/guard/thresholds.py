@@ -182,7 +182,7 @@ class Thresholds:
         """The hard limit in such a phase, seconds."""
         return self._limits.limit_s(phase_kind.limit_name)
 
-    def is_out(self, idle_s: float, doing: Activity, phase_kind: PhaseKind) -> bool:
+    def is_past_limit(self, idle_s: float, doing: Activity, phase_kind: PhaseKind) -> bool:
         """Whether a rank has waited for its peers for as long as it may."""
         if not doing.waits_for_peers or doing.exempt:
             return False

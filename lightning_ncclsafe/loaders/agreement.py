@@ -244,9 +244,9 @@ def epoch_ends(ranks: Iterable[DataFacts]) -> tuple[EpochEnd, ...]:
     if all(map(goes_alone, data)) or _ends_together(data):
         return tuple(EpochEnd() for _ in data[0].loaders)
     on_uneven = data[0].on_uneven
-    may_part = all(map(evaluates_alone, data))
+    ends_independently = all(map(evaluates_alone, data))
     return tuple(
-        _epoch_end(loaders, on_uneven, may_part) for loaders in zip(*(one.loaders for one in data), strict=True)
+        _epoch_end(each, on_uneven, ends_independently) for each in zip(*(one.loaders for one in data), strict=True)
     )
 
 
@@ -256,7 +256,7 @@ def _ends_together(ranks: list[DataFacts]) -> bool:
     return known and len({epoch_batches(data) for data in ranks}) == 1
 
 
-def _epoch_end(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, may_part: bool) -> EpochEnd:
+def _epoch_end(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, ends_independently: bool) -> EpochEnd:
     lengths = tuple(loader.length for loader in loaders)
     known = tuple(length for length in lengths if length is not None)
     if len(known) == len(lengths) and len(set(known)) == 1:
@@ -267,7 +267,7 @@ def _epoch_end(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, may_
         return EpochEnd(
             votes=True,
             looks_ahead=all(loader.made_by_workers for loader in loaders),
-            may_part=may_part,
+            ends_independently=ends_independently,
             length=length,
             hides_length=length is None and bool(known),
         )

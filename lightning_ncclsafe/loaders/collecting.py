@@ -15,7 +15,7 @@ from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, VOTE_GROUPS, DataFacts, EpochEnd, LoaderFacts
 from lightning_ncclsafe.loaders.agreement import Agreement
-from lightning_ncclsafe.loaders.iteration import Begin, Iterate, ReplacedIteration, StandIn, replaceable
+from lightning_ncclsafe.loaders.iteration import Begin, Iterate, LoaderProxy, ReplacedIteration, replaceable
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Lockstep, until
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
 from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
@@ -60,7 +60,7 @@ class Stage:
             settings: What the user has set.
         """
         limit = self._limit(trainer)
-        given = [getattr(loader, "stands_for", loader) for loader in self.loaders]
+        given = [getattr(loader, "wrapped_loader", loader) for loader in self.loaders]
         # An empty list in place of a loader: Lightning takes it for one that has no batches.
         is_none = all(isinstance(loader, (list, tuple, dict)) and not loader for loader in given)
         loaders = tuple(
@@ -177,9 +177,9 @@ class LoaderCollector:
         """Puts the user's loaders back where something had to stand for them."""
         for combined in (loop._combined_loader for loop in self._loops()):
             loaders = [] if combined is None else combined.flattened
-            if any(isinstance(loader, StandIn) for loader in loaders):
+            if any(isinstance(loader, LoaderProxy) for loader in loaders):
                 combined.flattened = [
-                    loader.stands_for if isinstance(loader, StandIn) else loader for loader in loaders
+                    loader.wrapped_loader if isinstance(loader, LoaderProxy) else loader for loader in loaders
                 ]
 
     def _loops(self) -> tuple[Any, ...]:
@@ -346,7 +346,7 @@ class LoaderCollector:
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
             on_uneven = self._settings.on_uneven
-            called = partial(process_groups.calls_besides, VOTE_GROUPS) if end.may_part else None
+            called = partial(process_groups.calls_besides, VOTE_GROUPS) if end.ends_independently else None
             return Lockstep(
                 begin, votes, on_uneven, report, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
             )

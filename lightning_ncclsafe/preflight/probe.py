@@ -13,7 +13,7 @@ from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import GpuFacts, LoadFacts, PreflightFacts
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.data.reading import chain
+from lightning_ncclsafe.probes.data.reading import nested_datasets
 from lightning_ncclsafe.probes.directories import try_directories
 from lightning_ncclsafe.probes.gpu import gpu_facts
 from lightning_ncclsafe.probes.host.capacity import capacity
@@ -173,7 +173,7 @@ def loaders_load(loaders: Iterable[Any]) -> LoadFacts:
 
 def _batch_bytes(loader: Any) -> int:
     """For data in memory only; other data would have to be read, in a process that workers are still forked from."""
-    tensors = chain(loader.dataset)[-1].tensors
+    tensors = nested_datasets(loader.dataset)[-1].tensors
     return _bytes(tensor[:1] for tensor in tensors) * int(loader.batch_size)
 
 

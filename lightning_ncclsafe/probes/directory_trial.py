@@ -117,12 +117,12 @@ def _read_time(path: str) -> float:
 
 def _space(folder: str) -> dict[str, int]:
     try:
-        told = os.statvfs(folder)
+        stats = os.statvfs(folder)
     except OSError:
         return {}
     # A file system that makes inodes as it needs them (btrfs, most on a network) reports none at all.
-    inodes = {"free_inodes": told.f_favail} if told.f_files else {}
-    return {"free_bytes": told.f_bavail * told.f_frsize, **inodes}
+    inodes = {"free_inodes": stats.f_favail} if stats.f_files else {}
+    return {"free_bytes": stats.f_bavail * stats.f_frsize, **inodes}
 
 
 if __name__ == "__main__":

@@ -179,8 +179,8 @@ def _clock_limits(nvml: Any, handle: Any) -> int | None:
 
 def _recovery_action(nvml: Any, handle: Any) -> str:
     """Told by drivers from 570 on."""
-    (told,) = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_FIELD])
-    return "" if told.nvmlReturn else _RECOVERY.get(int(told.value.uiVal), "")
+    (field,) = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_FIELD])
+    return "" if field.nvmlReturn else _RECOVERY.get(int(field.value.uiVal), "")
 
 
 def _foreign(nvml: Any, handle: Any, own: Collection[int]) -> Iterator[str]:

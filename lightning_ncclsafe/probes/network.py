@@ -232,8 +232,8 @@ def interfaces() -> list[Interface]:
     """
     addresses, states = psutil.net_if_addrs(), or_none(psutil.net_if_stats) or {}
     found = []
-    for name, told in addresses.items():
-        families = sorted((entry for entry in told if entry.family in _FAMILIES), key=_order)
+    for name, entries in addresses.items():
+        families = sorted((entry for entry in entries if entry.family in _FAMILIES), key=_order)
         state = states.get(name)
         if families and (state is None or state.isup):
             found.append(Interface(name, tuple(entry.address for entry in families), state.speed if state else 0))
@@ -242,8 +242,8 @@ def interfaces() -> list[Interface]:
 
 def _names_with_address() -> list[str]:
     """The names of all interfaces that have an address, up or down."""
-    told = psutil.net_if_addrs()
-    return [name for name in told if any(entry.family in _FAMILIES for entry in told[name])]
+    addresses = psutil.net_if_addrs()
+    return [name for name in addresses if any(entry.family in _FAMILIES for entry in addresses[name])]
 
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)

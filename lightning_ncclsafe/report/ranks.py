@@ -172,7 +172,7 @@ def _whereabouts_words(inspection: InspectionFacts) -> Iterator[str]:
         yield f"{sum(one.looks for one in inspection.whereabouts[_MOST_PLACES:])} elsewhere"
 
 
-class Alike:
+class RankStates:
     """What each rank of a job does, in words, and which ranks are alike.
 
     Args:
@@ -236,16 +236,16 @@ def without_repeats(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[in
     Returns:
         The first of each, with the other ranks, of which others say the same; none where it stands alone.
     """
-    told: list[tuple[Finding, set[int]]] = []
+    distinct: list[tuple[Finding, set[int]]] = []
     first_with: dict[_Key, int] = {}
     for finding in findings:
-        place = first_with.setdefault(_sentence(finding), len(told))
+        place = first_with.setdefault(_sentence(finding), len(distinct))
         # What is said of the same rank twice is not the same.
-        if place < len(told) and not {*told[place][0].ranks, *told[place][1]} & {*finding.ranks}:
-            told[place][1].update(finding.ranks)
+        if place < len(distinct) and not {*distinct[place][0].ranks, *distinct[place][1]} & {*finding.ranks}:
+            distinct[place][1].update(finding.ranks)
         else:
-            told.append((finding, set()))
-    return [(finding, tuple(sorted(others))) for finding, others in told]
+            distinct.append((finding, set()))
+    return [(finding, tuple(sorted(others))) for finding, others in distinct]
 
 
 def _sentence(finding: Finding) -> _Key:
@@ -257,7 +257,7 @@ def _sentence(finding: Finding) -> _Key:
 def rank_table(job: JobFacts) -> Iterator[str]:
     """One line for all ranks that stand at the same place; the idle time is given as a range."""
     view = Timeline(job)
-    alike = Alike(view)
+    alike = RankStates(view)
     groups = alike.groups()
     yield from _limited((_line(alike, ranks) for ranks in groups), len(groups), _MAX_LINES)
     for rank in view.silent[:_MAX_LINES]:
@@ -268,7 +268,7 @@ def rank_table(job: JobFacts) -> Iterator[str]:
         yield f"… {len(view.silent) - _MAX_LINES} more did not answer"
 
 
-def _line(alike: Alike, ranks: tuple[int, ...]) -> str:
+def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
     rank, view = ranks[0], alike.view
     doing, facts = view.activities[rank], view.facts[rank]
     idle = sorted(view.facts[number].progress.idle_s for number in ranks)

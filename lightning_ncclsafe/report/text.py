@@ -35,7 +35,7 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
         safe(answer_words(diagnosis)),
         wrapped(incident_words(diagnosis), width=width),
         *([wrapped(f"Next: {plan_words(start)}.", width=width)] if (start := next_start(diagnosis)) else ()),
-        *(_finding(number, *told, width) for number, told in enumerate(without_repeats(diagnosis.findings), 1)),
+        *(_finding(number, *entry, width) for number, entry in enumerate(without_repeats(diagnosis.findings), 1)),
         *_all_ranks(diagnosis, width),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -64,15 +64,15 @@ def render_short(diagnosis: Diagnosis) -> str:
 def answer_lines(diagnosis: Diagnosis) -> list[str]:
     """The answer, why it is believed and what to do, in a dozen lines at most."""
     lines = [answer_words(diagnosis)]
-    told = without_repeats(diagnosis.findings)
-    for finding, alike in told[:1]:
+    distinct = without_repeats(diagnosis.findings)
+    for finding, alike in distinct[:1]:
         lines += [f"  same for: {ranks_words(alike)}"] if alike else []
         lines += [f"  where: {finding.location}"] if finding.location else []
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
         lines.append(f"  remedy: {finding.remedy}")
-    if told[1:]:
+    if distinct[1:]:
         also = "also found" if compares(diagnosis.job) else "also possible"
-        others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in told[1:4])
+        others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in distinct[1:4])
         lines.append(f"  {also}: {', '.join(others)}")
     # What every report of a back end leaves open is for the file; here, what this one misses.
     if diagnosis.job.silent or diagnosis.job.missing:
@@ -97,8 +97,8 @@ def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
     limit = ", the limit" if incident.kind is IncidentKind.TIMEOUT else ""
     place = f" at {first.location}" if first.location else ""
     lines = [f"still {first.rule} after {duration_words(incident.idle_s)}{limit}: {ranks_words(first.ranks)}{place}"]
-    told = {*map(_cause, known)}
-    for item, alike in without_repeats(item for item in findings if _cause(item) not in told):
+    known_causes = {*map(_cause, known)}
+    for item, alike in without_repeats(item for item in findings if _cause(item) not in known_causes):
         likewise = f" The same for {ranks_words(alike)}." if alike else ""
         lines.append(f"  also possible now: {item.rule}: {item.summary}{likewise}")
     return "\n".join(safe(cut(line)) for line in lines)

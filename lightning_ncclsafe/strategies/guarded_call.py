@@ -25,7 +25,7 @@ from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
-from lightning_ncclsafe.probes.rank import Card, RankProbe
+from lightning_ncclsafe.probes.rank import RankInfo, RankProbe
 from lightning_ncclsafe.probes.trainer.actions import SAVE, ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 from lightning_ncclsafe.probes.trainer.steps import StepRecord
@@ -42,7 +42,7 @@ _said_watch = ""
 # For all calls of this process; the same on all ranks.
 _incidents = IncidentNumbers()
 # Of the other ranks of this host, for the time before they come to the next call.
-_met: dict[int, Card] = {}
+_met: dict[int, RankInfo] = {}
 # For all calls, too: what ended one call, and was caught, may be why this rank is somewhere else in the next.
 _caught = CaughtExceptions(process_groups.is_communication_error)
 

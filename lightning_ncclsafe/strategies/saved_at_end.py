@@ -177,7 +177,7 @@ class SavedAtEnd:
             shard=shard,
             last_save_s=lambda: self.last_checkpoint.took_s,
             last_path=lambda: self.last_checkpoint.path,
-            left_behind=self._resuming.positions_left_behind if self._resuming is not None else lambda ranks, step: {},
+            left_behind=self._resuming.positions_in_files if self._resuming is not None else lambda ranks, step: {},
         )
 
     def _begin(self, cause: str, *, raised: bool) -> None:

@@ -113,7 +113,7 @@ class Steps:
         """The steps to which nothing is added any more, in order; they are given once."""
         latest_ns = max((at_ns for _, at_ns in self._newest.values()), default=0)
         # A group that was silent for longer is not waited for, and is new when it calls again.
-        self._newest = {name: told for name, told in self._newest.items() if told[1] >= latest_ns - _LAG_NS}
+        self._newest = {name: entry for name, entry in self._newest.items() if entry[1] >= latest_ns - _LAG_NS}
         newest = min((number for number, _ in self._newest.values()), default=0)
         done = [number for number in sorted(self._open) if all_of_them or number <= newest - _AHEAD]
         return [self._open.pop(number) for number in done]

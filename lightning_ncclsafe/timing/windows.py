@@ -166,7 +166,7 @@ def joined(windows: list[Window]) -> Window:
 
 def encode(window: Window) -> bytes:
     """A window as bytes: numpy's own format, without anything that would be run on reading."""
-    told = {
+    header = {
         "groups": [[group.name, group.description, group.ranks, group.backend] for group in window.groups],
         "ops": window.ops,
         "clocks": [[rank, clock.offset_ns, clock.uncertainty_ns] for rank, clock in window.clocks.items()],
@@ -181,8 +181,8 @@ def encode(window: Window) -> bytes:
         "missing": window.missing,
     }
     made = io.BytesIO()
-    text = np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)
-    np.savez_compressed(made, calls=window.calls, spans=window.spans, own=window.own, told=text)
+    text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    np.savez_compressed(made, calls=window.calls, spans=window.spans, own=window.own, header=text)
     return made.getvalue()
 
 
@@ -194,7 +194,7 @@ def decode(data: bytes) -> Window:
     """
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as parts:
-            told = json.loads(bytes(parts["told"]).decode())
+            header = json.loads(bytes(parts["header"]).decode())
             calls, spans, own = parts["calls"], parts["spans"], parts["own"]
         if (calls.dtype, spans.dtype, own.dtype) != (CALL, SPAN, OWN):
             raise ValueError(f"arrays of {calls.dtype}, {spans.dtype} and {own.dtype}")
@@ -204,13 +204,13 @@ def decode(data: bytes) -> Window:
             GroupMembers(
                 name=str(name), description=str(description), ranks=tuple(map(int, ranks)), backend=str(backend)
             )
-            for name, description, ranks, backend in told["groups"]
+            for name, description, ranks, backend in header["groups"]
         )
-        ops = tuple(map(str, told["ops"]))
+        ops = tuple(map(str, header["ops"]))
         if len(calls) and (calls["group"].max() >= len(groups) or calls["op"].max() >= len(ops)):
             raise ValueError("a call of a group or an operation that is not named")
         totals: dict[int, tuple[OpTotal, ...]] = {}
-        for rank, group, op, count, size_bytes, duration_ns, timed in told["totals"]:
+        for rank, group, op, count, size_bytes, duration_ns, timed in header["totals"]:
             total = OpTotal(
                 group=str(group),
                 op=str(op),
@@ -226,12 +226,12 @@ def decode(data: bytes) -> Window:
             own=own,
             groups=groups,
             ops=ops,
-            clocks={int(r): Clock(offset_ns=int(o), uncertainty_ns=int(u)) for r, o, u in told["clocks"]},
+            clocks={int(r): Clock(offset_ns=int(o), uncertainty_ns=int(u)) for r, o, u in header["clocks"]},
             totals=totals,
-            lost={int(rank): int(count) for rank, count in told["lost"]},
-            left_out={int(rank): int(count) for rank, count in told["left_out"]},
-            last=frozenset(map(int, told["last"])),
-            missing=tuple(map(str, told["missing"])),
+            lost={int(rank): int(count) for rank, count in header["lost"]},
+            left_out={int(rank): int(count) for rank, count in header["left_out"]},
+            last=frozenset(map(int, header["last"])),
+            missing=tuple(map(str, header["missing"])),
         )
     except Exception as error:  # numpy, zipfile and json each have errors of their own
         raise WindowError(f"What ranks sent about their collectives cannot be read: {error!r}.") from error

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_ncclsafe.checkpoints.boundary import NotProvenError
+from lightning_ncclsafe.checkpoints.sharded_save import Share, file_of, joined
 from lightning_ncclsafe.checkpoints.shards import Chunk, OwnShard, pieces_of
-from lightning_ncclsafe.checkpoints.together import Share, file_of, joined
 
 _FORK = multiprocessing.get_context("fork")
 RANKS = range(4)

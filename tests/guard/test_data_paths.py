@@ -66,9 +66,9 @@ def test_each_other_host_is_tried_once() -> None:
     ],
 )
 def test_nothing_is_tried_where_that_would_tell_nothing(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reach(addresses: Iterable[str], **_: float) -> dict[str, rank_hosts.Reach]:
+    def try_connecting(addresses: Iterable[str], **_: float) -> dict[str, rank_hosts.ConnectionAttempt]:
         assert not [*addresses]
         return {}
 
-    monkeypatch.setattr(rank_hosts, "reach", reach)
+    monkeypatch.setattr(rank_hosts, "try_connecting", try_connecting)
     assert tried(facts) == ()

@@ -192,7 +192,7 @@ def test_a_recorder_is_read_at_the_start_once_for_each_group(monkeypatch: pytest
         guard._watchdog = SimpleNamespace(wake=lambda: None)
         guard._connection = SimpleNamespace(newest=MemoryExchange())
         guard._probe = SimpleNamespace(
-            glance=lambda idle_s: (read.append(idle_s), SimpleNamespace(unrecorded=unrecorded))[1]
+            snapshot=lambda idle_s: (read.append(idle_s), SimpleNamespace(unrecorded=unrecorded))[1]
         )
         guard._say = said.append
         guard.set_up()

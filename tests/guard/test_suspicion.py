@@ -129,7 +129,7 @@ def test_a_rank_that_waits_while_it_compiles_itself_asks_nobody(make_job: Callab
     job = make_job(learned=True, world_size=1)
     (probe,) = job.probes
     probe.waits = True
-    facts = probe.glance(1.0)
+    facts = probe.snapshot(1.0)
     assert facts.stack
     job.start()
     detector = job.guards[0]._detector

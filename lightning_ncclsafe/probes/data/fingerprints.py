@@ -26,7 +26,7 @@ from lightning_ncclsafe.probes.data.plain_values import (
     positions,
 )
 from lightning_ncclsafe.probes.data.random_state import random_states_kept, seed_all
-from lightning_ncclsafe.probes.data.reading import Reader, chain, hugging_face, is_iterable, stored
+from lightning_ncclsafe.probes.data.reading import Reader, hugging_face, is_iterable, nested_datasets, plain_attribute
 
 _FILE_LISTS = ("samples", "imgs", "files", "urls", "paths", "filenames", "image_files")
 # A name takes as long as so many numbers: 4,096 names are hashed whole.
@@ -63,7 +63,7 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
     if content == "off":
         return Fingerprints({}, ())
     reader = Reader()
-    datasets = reader.attempt("Reading the dataset", lambda: chain(dataset)) or []
+    datasets = reader.attempt("Reading the dataset", lambda: nested_datasets(dataset)) or []
     kinds: dict[str, Callable[[], str | None]] = {
         "indices": lambda: _of_all(datasets, lambda one: _indices(one, content)),
         "files": lambda: _of_all(datasets, lambda one: _files(one, content)),
@@ -97,7 +97,7 @@ def digest_of_batch(batch: Any) -> int:
 def file_names(dataset: Any) -> Any:
     """The dataset's own list of files, with or without classes; None where it has none."""
     for name in _FILE_LISTS:
-        names = stored(dataset, name)
+        names = plain_attribute(dataset, name)
         if isinstance(names, (str, PurePath)):
             return [names]
         if (type(names) in (list, tuple) or _is_flat_array(names)) and len(names) and _is_file(names[0]):
@@ -123,7 +123,7 @@ def _of_all(datasets: list[Any], part: Callable[[Any], bytes | None]) -> str | N
 
 def _indices(dataset: Any, content: str) -> bytes | None:
     is_table = hugging_face(dataset) == "Dataset"
-    indices = stored(dataset, "_indices" if is_table else "indices")
+    indices = plain_attribute(dataset, "_indices" if is_table else "indices")
     if is_table and indices is not None:
         # An Arrow table of one column, whose elements are not Python's numbers.
         column = indices.column(0)
@@ -162,8 +162,8 @@ def _picked_files(dataset: Any, content: str) -> list[Any]:
     return entries if all(map(_is_file, entries)) else []
 
 
-def _as_bytes(dataset: Any, told: list[Any]) -> bytes | None:
-    return repr((len(file_names(dataset)), told)).encode("utf-8", "surrogatepass") if told else None
+def _as_bytes(dataset: Any, entries: list[Any]) -> bytes | None:
+    return repr((len(file_names(dataset)), entries)).encode("utf-8", "surrogatepass") if entries else None
 
 
 def _is_file(entry: Any) -> bool:
@@ -262,7 +262,7 @@ def _is_table(dataset: Any) -> bool:
 
 def _tensors(dataset: Any) -> tuple[Any, ...]:
     """Those of a ``TensorDataset``."""
-    tensors = stored(dataset, "tensors")
+    tensors = plain_attribute(dataset, "tensors")
     return tensors if type(tensors) is tuple and all(map(is_array, tensors)) else ()
 
 

@@ -8,12 +8,12 @@ from lightning_ncclsafe.facts import LoaderFacts, SamplerFacts
 from lightning_ncclsafe.probes.data.fingerprints import all_alike, file_names, fingerprints, is_listed
 from lightning_ncclsafe.probes.data.reading import (
     Reader,
-    chain,
-    chain_names,
     class_name,
     hugging_face,
     is_iterable,
-    stored,
+    nested_datasets,
+    nested_names,
+    plain_attribute,
     whole_number,
 )
 
@@ -73,8 +73,8 @@ def sampler_facts(samplers: Samplers, reader: Reader) -> SamplerFacts | None:
 
 def split_facts(dataset: Any) -> SamplerFacts | None:
     """How Hugging Face's ``split_dataset_by_node`` has split a dataset that is iterated; None where it has not."""
-    for one in chain(dataset):
-        split = stored(one, "_distributed") if hugging_face(one) == "IterableDataset" else None
+    for one in nested_datasets(dataset):
+        split = plain_attribute(one, "_distributed") if hugging_face(one) == "IterableDataset" else None
         replicas = whole_number(getattr(split, "world_size", None))
         rank = whole_number(getattr(split, "rank", None))
         if replicas is not None and rank is not None:
@@ -129,7 +129,7 @@ def loader_facts(loader: Any, *, name: str, limit: int | float | None, content: 
 def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, content: str) -> LoaderFacts:
     own = reader.attribute(loader, "dataset", "loader")
     dataset = loader if own is None else own
-    datasets = chain(dataset)
+    datasets = nested_datasets(dataset)
     samplers = samplers_of(loader, reader)
     iterable = is_iterable(dataset) or (samplers.batch is None and samplers.plain is None)
     length = reader.length(loader, "loader")
@@ -140,7 +140,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
         name=name,
         loader=class_name(loader),
         dataset=class_name(dataset),
-        datasets=chain_names(datasets),
+        datasets=nested_names(datasets),
         iterable=iterable,
         num_workers=num_workers,
         # What picks samples of a map-style dataset does so in this process.

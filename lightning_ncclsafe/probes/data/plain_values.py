@@ -216,8 +216,8 @@ class ValueDigest:
         self._string(text if self._whole_paths else base_name(text))
 
     def _string(self, text: str) -> None:
-        told = text[: self._limits.element_bytes].encode("utf-8", "surrogatepass")
-        self._write("str", len(text).to_bytes(8, "little"), told)
+        data = text[: self._limits.element_bytes].encode("utf-8", "surrogatepass")
+        self._write("str", len(text).to_bytes(8, "little"), data)
 
     def _array(self, value: Any) -> None:
         if is_text(value):

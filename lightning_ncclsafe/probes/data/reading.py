@@ -80,7 +80,7 @@ def whole_number(value: Any) -> int | None:
     return number if not isinstance(value, bool) and abs(number) <= _LARGEST else None
 
 
-def stored(owner: Any, name: str) -> Any:
+def plain_attribute(owner: Any, name: str) -> Any:
     """An attribute that is simply held by the object or its class; None where there is none.
 
     No property and no ``__getattr__`` is run: of a dataset these may list a directory or open a file.
@@ -109,7 +109,7 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {short}" if short else f"{type(error).__name__}."
 
 
-def chain(dataset: Any) -> list[Any]:
+def nested_datasets(dataset: Any) -> list[Any]:
     """The dataset itself and those below it, level by level from the outside in; at most 256 and 16 levels deep."""
     found: list[Any] = []
     level: list[tuple[Any, ...]] = [(dataset,)]
@@ -120,7 +120,7 @@ def chain(dataset: Any) -> list[Any]:
     return found
 
 
-def chain_names(datasets: list[Any]) -> tuple[str, ...]:
+def nested_names(datasets: list[Any]) -> tuple[str, ...]:
     """Class names of datasets, equal neighbours as one with their number."""
     groups = [(name, len(list(same))) for name, same in groupby(map(class_name, datasets))]
     names = [f"{name} \N{MULTIPLICATION SIGN}{count}" if count > 1 else name for name, count in groups]
@@ -140,10 +140,10 @@ def hugging_face(dataset: Any) -> str:
 
 
 def _below(dataset: Any) -> Iterator[Any]:
-    inner = stored(dataset, "dataset")
+    inner = plain_attribute(dataset, "dataset")
     if inner is not None:
         yield inner
-    many = stored(dataset, "datasets")
+    many = plain_attribute(dataset, "datasets")
     if type(many) in (list, tuple):
         yield from many[:_MOST_DATASETS]
     if type(many) is dict:

@@ -174,13 +174,13 @@ class CaughtExceptions:
         )
         self._ring.append(_Seen(facts, at_s, id(error), depth, _raised_at(trace)))
 
-    def _thread_ended(self, told: Any) -> None:
+    def _thread_ended(self, args: Any) -> None:
         """Called by Python on the thread that ends, also for what :func:`sys.exit` raises there."""
         with suppress(Exception):
-            name = getattr(told.thread, "name", "") or "?"
-            if self._calls and told.exc_value is not None and not name.startswith(_OWN_THREADS):
-                self._note(told.exc_value, thread=name)
-        self._hook(told)
+            name = getattr(args.thread, "name", "") or "?"
+            if self._calls and args.exc_value is not None and not name.startswith(_OWN_THREADS):
+                self._note(args.exc_value, thread=name)
+        self._hook(args)
 
     def _record(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
         """In place of the class of log records: what is logged while an exception is handled reveals it."""

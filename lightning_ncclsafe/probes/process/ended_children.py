@@ -172,9 +172,9 @@ def _children(proc: Path) -> list[int]:
 def _ended(number: int, kind: int | None = None) -> EndedProcess | None:
     """By process id, or by a file descriptor of one (``os.P_PIDFD``)."""
     with suppress(OSError):
-        told = os.waitid(os.P_PID if kind is None else kind, number, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if told is not None and told.si_code in _KILLED:
-            return EndedProcess(pid=told.si_pid, signal=signal_name(told.si_status))
-        if told is not None and told.si_status != 0:
-            return EndedProcess(pid=told.si_pid, exit_code=told.si_status)
+        status = os.waitid(os.P_PID if kind is None else kind, number, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is not None and status.si_code in _KILLED:
+            return EndedProcess(pid=status.si_pid, signal=signal_name(status.si_status))
+        if status is not None and status.si_status != 0:
+            return EndedProcess(pid=status.si_pid, exit_code=status.si_status)
     return None

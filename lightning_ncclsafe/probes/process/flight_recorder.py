@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.facts import Collective, Frame, Group, NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.probes.process.stacks import call_site, telling_frames
+from lightning_ncclsafe.probes.process.stacks import call_site, frames_to_show
 from lightning_ncclsafe.recorder.model import HOOK, Entry, Recorder, State, Work, WorkKind, backend_of
 
 # Enough to see the last steps of DDP; a hang's cause lies in the last few entries of each group.
@@ -106,7 +106,7 @@ def with_source(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """
     every = tuple(collectives)
     newest = {collective.site: index for index, collective in enumerate(every)}
-    stacks = {index: telling_frames(every[index].stack) for index in newest.values()}
+    stacks = {index: frames_to_show(every[index].stack) for index in newest.values()}
     return tuple(replace(collective, stack=stacks.get(index, ())) for index, collective in enumerate(every))
 
 

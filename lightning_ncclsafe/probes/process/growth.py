@@ -29,7 +29,7 @@ class _MemoryLook:
     swap_bytes: int | None
 
 
-class Growth:
+class MemoryGrowth:
     """Remembers the last looks at some processes. May be asked from any thread.
 
     Args:
@@ -81,12 +81,12 @@ def _growth(before: _MemoryLook | None, now: _MemoryLook) -> tuple[int | None, i
     return round((now.rss_bytes - before.rss_bytes) / span_s), swapped
 
 
-def needs_time(seen: ProcessFacts) -> bool:
+def needs_second_look(seen: ProcessFacts) -> bool:
     """Whether only a second look shows what keeps it from answering."""
     return seen.memory_growth_bytes_per_s is None or (seen.state in ANSWERING and bool(seen.stack))
 
 
-def with_shares(facts: ProcessFacts, before: ThreadLook, span_s: float) -> ProcessFacts:
+def with_core_shares(facts: ProcessFacts, before: ThreadLook, span_s: float) -> ProcessFacts:
     """With how much of a core its main thread got since then, and for how much of the time it had to wait for one."""
     if span_s < LEAST_S:
         return facts
@@ -99,7 +99,7 @@ def _share(before: float | None, now: float | None, span_s: float) -> float | No
     return None if before is None or now is None else round(min(max((now - before) / span_s, 0.0), 1.0), 3)
 
 
-def guard_rests(threads: Iterable[tuple[Frame, ...]]) -> bool:
+def guard_is_idle(threads: Iterable[tuple[Frame, ...]]) -> bool:
     """Whether the guard's thread only waits for its next turn, which comes several times a second, if it can."""
     below = [_below_watchdog(stack) for stack in threads]
     guards = [functions for functions in below if functions is not None]

@@ -115,22 +115,22 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame,
             break
     if not inside:
         return "", ()
-    told = "|".join(f"{'/'.join(Path(f.file).parts[-2:])}:{f.line}:{f.function}" for f in inside)
+    text = "|".join(f"{'/'.join(Path(f.file).parts[-2:])}:{f.line}:{f.function}" for f in inside)
     caller = next((index for index, f in enumerate(inside) if not _passes_on(f)), None)
     users = [index for index, f in enumerate(inside) if f.user][:_MAX_USERS]
     kept = sorted({index for index in (caller, *users) if index is not None}, reverse=True)
-    return blake2b(told.encode(), digest_size=6).hexdigest(), tuple(inside[index] for index in kept)
+    return blake2b(text.encode(), digest_size=6).hexdigest(), tuple(inside[index] for index in kept)
 
 
-def telling_frames(stack: Iterable[Frame]) -> tuple[Frame, ...]:
+def frames_to_show(stack: Iterable[Frame]) -> tuple[Frame, ...]:
     """Of what :func:`call_site` gives: no user's frames, the user's deepest line, and that under a rank condition.
 
     Reads source files, as :func:`with_source` does.
     """
     sourced = with_source(stack)
     users = [frame for frame in reversed(sourced) if frame.user]
-    told = {*users[:1], *[frame for frame in users if frame.rank_condition][:1]}
-    return tuple(frame for frame in sourced if not frame.user or frame in told)
+    kept = {*users[:1], *[frame for frame in users if frame.rank_condition][:1]}
+    return tuple(frame for frame in sourced if not frame.user or frame in kept)
 
 
 def _passes_on(frame: Frame) -> bool:
@@ -360,9 +360,9 @@ def _mark_block(block: object, file: str, found: dict[int, str]) -> None:
         if statement.body and isinstance(statement.body[-1], (ast.Return, ast.Continue, ast.Raise)):
             guarded = guarded + block[index + 1 :]
         text = f"{linecache.getline(file, statement.lineno).strip()}  (line {statement.lineno})"
-        for told, lines in ((text, guarded), (ELSE + text, statement.orelse)):
+        for condition, lines in ((text, guarded), (ELSE + text, statement.orelse)):
             for inner in lines:
-                found.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), told))
+                found.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), condition))
 
 
 def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:

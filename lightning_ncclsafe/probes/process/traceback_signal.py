@@ -78,7 +78,7 @@ class TracebackSignal:
             # Lightning takes that out of the environment again when its Trainer ends.
             self._is_of_rank = _is_launched(os.environ)
             faulthandler.register(signum, file=self._file, all_threads=True)
-            # Of a crash, too, unless the user wants to read that elsewhere; see LastWords.
+            # Of a crash, too, unless the user wants to read that elsewhere; see CrashTraces.
             if not faulthandler.is_enabled():
                 _enable_for_crashes(self._file)
             self._hook_before, sys.excepthook = sys.excepthook, self._uncaught

@@ -106,9 +106,9 @@ class ActionTracker:
         if _is_lightnings_own(profiler) and "profile" not in self._before:
             # Some 25 times a step, so every call in there counts: without this, 3 % of a step of 3 ms.
             if _does_nothing(profiler) and not self._before:
-                profiler.profile = partial(_Heard, self)
+                profiler.profile = partial(_TrackedAction, self)
             else:
-                profiler.profile = partial(_Profiled, self, profiler.start, profiler.stop)
+                profiler.profile = partial(_TrackedProfile, self, profiler.start, profiler.stop)
         profiler.start = _Listener(self.enter, profiler.start)
         profiler.stop = _Listener(self.leave, profiler.stop)
 
@@ -157,7 +157,7 @@ class _Listener:
 
 
 @marked(Mark.LISTENER)
-class _Heard(ContextDecorator):
+class _TrackedAction(ContextDecorator):
     """What ``Profiler.profile`` gives where the profiler does nothing: an action to the tracker, and no more.
 
     Like Lightning's it can decorate a function; it holds nothing of one use that another could disturb.
@@ -180,7 +180,7 @@ class _Heard(ContextDecorator):
 
 
 @marked(Mark.LISTENER)
-class _Profiled(_Heard):
+class _TrackedProfile(_TrackedAction):
     """The same where the profiler does something: without a generator both take less time than one with."""
 
     __slots__ = ("_start", "_stop")

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.html.words import label_of, pairs, table_of, value_words
-from lightning_ncclsafe.report.ranks import Alike
+from lightning_ncclsafe.report.ranks import RankStates
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words
 
@@ -69,7 +69,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InFull:
+class RankDetails:
     """Everything that one rank has said."""
 
     rank: int
@@ -97,13 +97,13 @@ class RawFacts:
     """The facts of all ranks.
 
     Attributes:
-        in_full: Ranks of which everything is given, ascending.
+        details: Ranks of which everything is given, ascending.
         rows: All ranks that answered, as far as there is room.
         left_out: Ranks for which there is no row.
         silent: Ranks that did not answer, of which others may have said something.
     """
 
-    in_full: tuple[InFull, ...]
+    details: tuple[RankDetails, ...]
     rows: tuple[Row, ...]
     left_out: int
     silent: frozenset[int] = frozenset()
@@ -112,7 +112,7 @@ class RawFacts:
         """Where on the page an observation of this source on this rank can be looked up; empty if nowhere."""
         if rank in self.silent:
             return "silent"
-        sections = next((facts.sections for facts in self.in_full if facts.rank == rank), None)
+        sections = next((facts.sections for facts in self.details if facts.rank == rank), None)
         if sections is None:
             return f"rank-{rank}" if any(row.rank == rank for row in self.rows) else ""
         there = {section.name for section in sections}
@@ -120,7 +120,7 @@ class RawFacts:
         return f"rank-{rank}-{field}" if field else f"rank-{rank}"
 
 
-def raw_facts(diagnosis: Diagnosis, alike: Alike, stack_of: dict[int, int]) -> RawFacts:
+def raw_facts(diagnosis: Diagnosis, alike: RankStates, stack_of: dict[int, int]) -> RawFacts:
     """Collects the facts of all ranks.
 
     Args:
@@ -136,7 +136,7 @@ def raw_facts(diagnosis: Diagnosis, alike: Alike, stack_of: dict[int, int]) -> R
         like |= dict.fromkeys(ranks, next(filter(frozenset(ranks).__contains__, chosen), None))
     shown = sorted(view.facts)[:_MOST_ROWS]
     return RawFacts(
-        in_full=tuple(_in_full(view.facts[rank], stack_of.get(rank, 0)) for rank in sorted(chosen)),
+        details=tuple(_details(view.facts[rank], stack_of.get(rank, 0)) for rank in sorted(chosen)),
         rows=tuple(_row(alike, rank, rank if rank in chosen else like[rank]) for rank in shown),
         left_out=len(view.facts) - len(shown),
         silent=frozenset(view.silent),
@@ -150,7 +150,7 @@ def _witnesses(diagnosis: Diagnosis) -> Iterator[int]:
         yield from (item.rank for item in finding.evidence if item.rank is not None)
 
 
-def _row(alike: Alike, rank: int, full: int | None) -> Row:
+def _row(alike: RankStates, rank: int, full: int | None) -> Row:
     facts = alike.view.facts[rank]
     cells = (
         facts.host,
@@ -162,13 +162,13 @@ def _row(alike: Alike, rank: int, full: int | None) -> Row:
     return Row(rank=rank, cells=cells, full=full)
 
 
-def _in_full(facts: RankFacts, stack: int) -> InFull:
+def _details(facts: RankFacts, stack: int) -> RankDetails:
     identity = {name: value_words(name, getattr(facts, name)) for name in _IDENTITY}
-    told = tuple((label_of(name), words) for name, words in identity.items() if words)
-    process = Section(name="process", title="Process", pairs=told)
+    shown = tuple((label_of(name), words) for name, words in identity.items() if words)
+    process = Section(name="process", title="Process", pairs=shown)
     title = " · ".join(filter(None, [f"Rank {facts.rank}", facts.host, f"pid {facts.pid}" if facts.pid else ""]))
     sections = (_section(field.name, getattr(facts, field.name), facts, stack) for field in fields(facts))
-    return InFull(
+    return RankDetails(
         rank=facts.rank, title=title, sections=(process, *(section for section in sections if section is not None))
     )
 
@@ -180,8 +180,8 @@ def _section(name: str, value: Any, facts: RankFacts, stack: int) -> Section | N
     if name == "stack" and stack and facts.exception is None:
         return Section(name=name, title=title, stack=stack)
     if is_dataclass(value):
-        told = tuple((label, words) for label, _, words in pairs(value))
-        return Section(name=name, title=title, pairs=told) if told else None
+        shown = tuple((label, words) for label, _, words in pairs(value))
+        return Section(name=name, title=title, pairs=shown) if shown else None
     if isinstance(value, tuple) and is_dataclass(value[0]):
         columns, rows = table_of(value[-_MOST_ITEMS:])
         left_out = max(len(value) - _MOST_ITEMS, 0)
@@ -190,7 +190,7 @@ def _section(name: str, value: Any, facts: RankFacts, stack: int) -> Section | N
     return Section(name=name, title=title, pairs=(("", words),)) if words else None
 
 
-def silent_words(alike: Alike) -> Iterator[tuple[str, str]]:
+def silent_words(alike: RankStates) -> Iterator[tuple[str, str]]:
     """Ranks that did not answer, and all that others saw of them; as far as there is room."""
     view = alike.view
     for rank in view.silent[:_MOST_ITEMS]:

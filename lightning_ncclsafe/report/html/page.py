@@ -23,7 +23,7 @@ from lightning_ncclsafe.report.html.stacks import short_path, stacks_of
 from lightning_ncclsafe.report.html.tables import tables_of
 from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.opening import compares, incident_words, nothing_found
-from lightning_ncclsafe.report.ranks import Alike, is_recorded, recorded_table
+from lightning_ncclsafe.report.ranks import RankStates, is_recorded, recorded_table
 from lightning_ncclsafe.report.text import answer_lines
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
@@ -62,7 +62,7 @@ def _check(give_up: float) -> None:
 def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     """Everything that the template asks for, one by one."""
     job, view = diagnosis.job, Timeline(diagnosis.job)
-    hangs, alike = not compares(job), Alike(view)
+    hangs, alike = not compares(job), RankStates(view)
     yield "incident", job.incident
     yield "began", _moment(job.incident.opened_ns)
     yield "launch", job.launch

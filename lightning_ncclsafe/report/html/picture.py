@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.ranks import Alike, is_recorded
+from lightning_ncclsafe.report.ranks import RankStates, is_recorded
 from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.timeline import Timeline
@@ -172,7 +172,7 @@ class Picture:
     left_out: int = 0
 
 
-def picture(diagnosis: Diagnosis, alike: Alike) -> Picture:
+def picture(diagnosis: Diagnosis, alike: RankStates) -> Picture:
     """Draws the ranks of a job.
 
     Args:
@@ -196,7 +196,7 @@ def _ordered(groups: Sequence[tuple[int, ...]], named: set[int]) -> list[tuple[i
     return sorted(groups, key=lambda ranks: (not named.intersection(ranks), len(ranks), ranks))
 
 
-def _lane(alike: Alike, axis: Axis, ranks: tuple[int, ...], is_named: bool) -> Lane:
+def _lane(alike: RankStates, axis: Axis, ranks: tuple[int, ...], is_named: bool) -> Lane:
     view = alike.view
     facts, doing = view.facts[ranks[0]], view.activities[ranks[0]]
     idle = sorted(view.facts[rank].progress.idle_s for rank in ranks)
@@ -251,7 +251,7 @@ def _calls(facts: RankFacts, axis: Axis) -> set[float]:
     return {round(axis.place(ns), 1) for ns in calls if axis.shows(ns)}
 
 
-def _silent_lanes(alike: Alike, named: set[int]) -> Iterator[Lane]:
+def _silent_lanes(alike: RankStates, named: set[int]) -> Iterator[Lane]:
     """What others saw of those that did not answer; alike ones together."""
     groups: dict[str, list[int]] = {}
     for rank in alike.view.silent:

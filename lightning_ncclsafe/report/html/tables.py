@@ -79,8 +79,8 @@ def _groups(view: Timeline) -> Table:
 
 
 def _group_row(view: Timeline, group: GroupView) -> tuple[str, ...]:
-    told = (facts for rank in group.enqueued for facts in view.facts[rank].groups if facts.name == group.name)
-    description = next((facts.description for facts in told if facts.description), "")
+    known = (facts for rank in group.enqueued for facts in view.facts[rank].groups if facts.name == group.name)
+    description = next((facts.description for facts in known if facts.description), "")
     called = sorted(group.enqueued.values())
     calls = (call for rank in group.oldest for call in view.facts[rank].collectives)
     at = next((call for call in calls if call.group == group.name and call.seq == group.seq), None)

@@ -66,15 +66,15 @@ def render_mismatch(diagnosis: Diagnosis) -> str:
     Where nothing is wrong, what is conspicuous is written in the same way.
     """
     errors = [finding for finding in diagnosis.findings if finding.severity is Severity.ERROR]
-    told = errors or list(diagnosis.findings)
+    shown = errors or list(diagnosis.findings)
     answers = [
         line
-        for finding in told[:_MOST_ANSWERS]
+        for finding in shown[:_MOST_ANSWERS]
         for line in wrapped(cut(f"{finding.rule}: {finding.summary}")).splitlines()
     ]
-    if len(told) > _MOST_ANSWERS:
-        answers.append(f"… {len(told) - _MOST_ANSWERS:,} more findings are in the report")
-    remedy = [line for finding in told[:1] for line in wrapped(cut(f"What to do: {finding.remedy}")).splitlines()]
+    if len(shown) > _MOST_ANSWERS:
+        answers.append(f"… {len(shown) - _MOST_ANSWERS:,} more findings are in the report")
+    remedy = [line for finding in shown[:1] for line in wrapped(cut(f"What to do: {finding.remedy}")).splitlines()]
     table = list(data_table(diagnosis.job))
     room = _MOST_LINES - len(answers) - len(remedy) - 1
     if len(table) > room:
@@ -167,8 +167,8 @@ def _some_share(loader: JobLoader) -> bool:
 
 def _prints(loader: JobLoader, facts: LoaderFacts, most: int | None = None) -> tuple[str, ...]:
     # Where each rank keeps its copy is no difference between them.
-    told = sorted(kind for kind in facts.fingerprints if kind != "paths" or not loader.replicated)
-    return tuple(f"{kind}:{facts.fingerprints[kind][:most]}" for kind in told)
+    kinds = sorted(kind for kind in facts.fingerprints if kind != "paths" or not loader.replicated)
+    return tuple(f"{kind}:{facts.fingerprints[kind][:most]}" for kind in kinds)
 
 
 def _cell(loader: JobLoader, title: str, value: object, ranks: tuple[int, ...]) -> str:

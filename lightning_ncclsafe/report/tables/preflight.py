@@ -70,8 +70,8 @@ def _filesystems(facts: PreflightFacts, role: str) -> str:
 
 
 def _with_unknown(view: Checked, groups: Groups[str]) -> Groups[str]:
-    told = {rank: version for version, ranks in groups.parts for rank in ranks}
-    return grouped({rank: told.get(rank, "") for rank in view.facts})
+    version_of = {rank: version for version, ranks in groups.parts for rank in ranks}
+    return grouped({rank: version_of.get(rank, "") for rank in view.facts})
 
 
 def _lists(view: Checked) -> dict[str, Groups[str]]:
@@ -212,9 +212,9 @@ def _full(finding: Finding) -> str:
 
 def _answers(view: Checked) -> Iterator[str]:
     for name, groups in steady(view, every=True).items():
-        told = [part for part in groups.parts if part[0]]
-        words = [f"{value} on {ranks_words(ranks)}" for value, ranks in told[:_MOST_VALUES]]
-        more = len(told) - _MOST_VALUES
+        known = [part for part in groups.parts if part[0]]
+        words = [f"{value} on {ranks_words(ranks)}" for value, ranks in known[:_MOST_VALUES]]
+        more = len(known) - _MOST_VALUES
         yield f"- {name}: {', '.join([*words, *([f'{more:,} more'] if more > 0 else [])]) or _UNKNOWN}"
     for name, text in measured(view):
         yield f"- {name}: {text}"
@@ -227,10 +227,10 @@ def _rows(view: Checked, shown: dict[str, Groups[str]]) -> tuple[list[tuple[str,
             for rank in ranks:
                 cells[rank].append(value or _UNKNOWN)
     alike = grouped({rank: tuple(values) for rank, values in cells.items()}).parts
-    told = [
+    body = [
         (ranks_words(ranks).partition(" ")[2], _hosts(view, ranks), *values) for values, ranks in alike[:_MOST_ROWS]
     ]
-    return [("rank", "host", *shown), *told], len(alike) - len(told)
+    return [("rank", "host", *shown), *body], len(alike) - len(body)
 
 
 def _hosts(view: Checked, ranks: tuple[int, ...]) -> str:

@@ -41,7 +41,7 @@ _WHY = re.compile(
 _AFTERWARDS = re.compile(r"\n\n(?:Extension modules|Current thread's C stack)")
 
 
-class LastWord(NamedTuple):
+class CrashTrace(NamedTuple):
     """What a process that is gone has left.
 
     Attributes:
@@ -57,7 +57,7 @@ class LastWord(NamedTuple):
     thread_stack: tuple[Frame, ...] = ()
 
 
-class LastWords:
+class CrashTraces:
     """Holds the files of the other ranks of this host. Storage that a stderr is on is not waited for."""
 
     def __init__(self) -> None:
@@ -86,11 +86,11 @@ class LastWords:
             self.close()
         return ""
 
-    def of(self, pid: int) -> LastWord:
+    def of(self, pid: int) -> CrashTrace:
         """What a process that is gone has written last."""
-        found = LastWord("", ())
+        found = CrashTrace("", ())
         with suppress(OSError, KeyError):
-            found = last_word(_text(self._files[pid], 0, _MOST_BYTES))
+            found = parse_crash(_text(self._files[pid], 0, _MOST_BYTES))
         if found.signal in ("", "SIGABRT") and pid in self._stderr:
             return found._replace(said=self._from_storage(lambda: self._said(pid)))
         return found
@@ -131,18 +131,18 @@ def _text(file: int, offset: int, most_bytes: int) -> str:
 
 def why(text: str) -> str:
     """Why a process aborted itself, from the last line of its stderr that gives a reason; empty if none does."""
-    told = [next(filter(None, found.groups())) for found in _WHY.finditer(text)]
-    return told[-1].strip()[:_MOST_SAID] if told else ""
+    reasons = [next(filter(None, found.groups())) for found in _WHY.finditer(text)]
+    return reasons[-1].strip()[:_MOST_SAID] if reasons else ""
 
 
-def last_word(text: str) -> LastWord:
+def parse_crash(text: str) -> CrashTrace:
     """The last fatal error in what ``faulthandler`` has written; tracebacks that were asked for stand before it."""
     _, mark, last = text.rpartition(_SAID)
     if not mark:
-        return LastWord("", ())
+        return CrashTrace("", ())
     said, _, threads = last.partition("\n")
     main, others = _stacks_of(_AFTERWARDS.split(threads)[0])
-    return LastWord(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=calling(others))
+    return CrashTrace(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=calling(others))
 
 
 def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:

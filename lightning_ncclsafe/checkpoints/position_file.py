@@ -31,7 +31,7 @@ _PREFIX, _OLD_S = "ncclsafe-position-", 3600.0
 _SHORT = 64
 
 
-class LeftBehind:
+class PositionFile:
     """The file of one rank.
 
     Args:
@@ -98,7 +98,7 @@ def _clear() -> None:
                 path.unlink()
 
 
-def read_left_behind(path: Path, step: int | None = None) -> dict[str, Any] | None:
+def read_position(path: Path, step: int | None = None) -> dict[str, Any] | None:
     """The last position that a rank has written; None where there is none that is whole.
 
     Args:

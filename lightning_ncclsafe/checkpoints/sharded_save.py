@@ -131,7 +131,7 @@ _FOLDER = "checkpoint/folder"
 _MOST_BYTES = 1 << 28
 
 
-class Together:
+class ShardedSave:
     """One rank's part in such a checkpoint.
 
     Args:
