@@ -1,7 +1,10 @@
-"""One checkpoint that several ranks write, each what only it has: a folder, as PyTorch's distributed checkpoints are.
+"""One checkpoint that several ranks write, each its own shard: a folder in PyTorch's distributed checkpoint format.
 
-The first rank makes the folder, the others write their files to it and say what is in them. It compares that with what
-the model has, writes what all else is found by, and gives the folder its name last: there is all of it, or nothing.
+The first rank makes the folder; the others write their files to it and publish what is in them. The first rank checks
+that all shards together are the whole model, writes the index, and renames the folder last: it is complete or absent.
+
+The other ranks' lists are checked, not trusted: all must name the same tensors, the chunks of each tensor must cover it
+exactly once, and what all ranks have must be equal.
 """
 
 import json
@@ -23,12 +26,12 @@ from lightning_ncclsafe.facts import codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank has written.
+    """The file that one rank has written.
 
     Attributes:
-        size: Bytes of its file.
-        chunks: What is in it.
-        error: Why there is none; empty if there is one.
+        size: Its length, bytes.
+        chunks: Its contents.
+        error: Why there is no file; empty if there is one.
     """
 
     size: int = 0
@@ -45,11 +48,11 @@ def joined(shares: Mapping[int, Share], expected: Iterable[str]) -> list[StoredE
     """The entries of the checkpoint that ranks have written together.
 
     Args:
-        shares: What each rank has written.
-        expected: Paths of entries that have to be there.
+        shares: The file of each rank.
+        expected: Paths of entries that must exist.
 
     Raises:
-        NotProvenError: They do not make one; the message says which rank, or which tensor.
+        NotProvenError: The files do not make a checkpoint; the message names the rank or the tensor.
     """
     found: dict[str, list[tuple[int, Chunk]]] = {}
     for rank, share in sorted(shares.items()):
@@ -70,7 +73,7 @@ def _entry(path: str, chunks: Sequence[tuple[int, Chunk]]) -> StoredEntry:
     for rank, chunk in chunks[1:]:
         if (chunk.shape, chunk.dtype, chunk.digest) != (first.shape, first.dtype, first.digest):
             raise NotProvenError(f"{_dotted(name)!r} differs between rank {chunks[0][0]} and rank {rank}")
-    # Replicas of the same part: the lowest rank's is taken.
+    # If several ranks have the same part, the lowest rank's is used.
     by_place = {chunk.offsets: (rank, chunk) for rank, chunk in reversed(chunks)}
     if problem := why_not_covered(first.shape, [(chunk.offsets, chunk.sizes) for _, chunk in by_place.values()]):
         raise NotProvenError(f"{_dotted(name)!r} {problem}")
@@ -93,11 +96,11 @@ def _dotted(name: Sequence[str | int]) -> str:
 
 
 def why_not_covered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Why these boxes are not the whole of a tensor, each value once, in words; empty if they are.
+    """Why these boxes do not cover a tensor exactly once, in words; empty if they do.
 
     Args:
-        shape: Of the tensor.
-        boxes: In any order.
+        shape: The shape of the tensor.
+        boxes: The boxes, in any order.
     """
     ordered, volume = sorted(boxes), 0
     active: list[Box] = []
@@ -109,7 +112,7 @@ def why_not_covered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
             for offset, size, whole in zip(offsets, sizes, shape, strict=True)
         ):
             return "has a shard outside of it"
-        # In the order of the first dimension only those that reach that far can overlap.
+        # Sorted by the first dimension, only boxes that reach that far can overlap.
         active = [box for box in active if box[0][0] + box[1][0] > offsets[0]] if shape else active
         if any(_overlap((offsets, sizes), box) for box in active):
             return "has shards that overlap"
@@ -127,7 +130,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 _FOLDER = "checkpoint/folder"
-# What a rank says of its file is text of this length at most.
+# Longest list of a rank's chunks, decompressed.
 _MOST_BYTES = 1 << 28
 
 
@@ -136,13 +139,13 @@ class ShardedSave:
 
     Args:
         exchange: What the ranks share.
-        folder: Where it is made.
+        folder: The folder of checkpoints.
         rank: This rank.
-        ranks: Those that write, the first one first.
+        ranks: The ranks that write, the leader first.
         is_on_device: Whether tensors are on a device that the host runs ahead of.
-        left_s: Gives the time that is left, seconds.
-        check: Called once what was read is on the host, or on storage; what it raises ends it.
-        may_finish: Called before the folder gets its name; likewise.
+        left_s: Gives the remaining time, seconds.
+        check: Called once the state is on the host, or on storage; may raise to stop the save.
+        may_finish: Called before the rename; may raise to stop the save.
     """
 
     def __init__(
@@ -167,17 +170,17 @@ class ShardedSave:
         self._may_finish = may_finish
 
     def follow(self, state: Callable[[], dict[str, Any]], words: Callable[[Exception], str]) -> None:
-        """Writes this rank's file, and says what is in it, or why there is none.
+        """Writes this rank's file, and publishes what is in it, or why there is none.
 
         Args:
-            state: Gives what this rank has.
-            words: An exception in one line.
+            state: Gives the state on this rank.
+            words: Describes an exception in one line.
 
         Raises:
-            ExchangeError: It cannot be said.
+            ExchangeError: Publishing failed.
         """
         found = wait_for_keys(self._exchange, [_FOLDER], deadline_s=self._left_s())
-        # Empty where the first rank has called it off.
+        # Empty if the first rank has called the save off.
         if not (name := found.get(_FOLDER, b"").decode()):
             return
         try:
@@ -187,18 +190,18 @@ class ShardedSave:
         self._exchange.set(_key(self._rank), zlib.compress(codec.encode(share), 1))
 
     def lead(self, state_and_rest: Callable[[], tuple[dict[str, Any], dict[str, Any]]], boundary: Boundary) -> Path:
-        """Makes the folder, writes this rank's file and those that all have in common, and gives it its name.
+        """Makes the folder, writes this rank's file and the common files, and renames the folder.
 
         Args:
-            state_and_rest: Gives what this rank has of the state, and what Lightning saves beside it.
-            boundary: What it belongs to.
+            state_and_rest: Gives the state on this rank, and what Lightning saves beside it.
+            boundary: The boundary that the state belongs to.
 
         Returns:
             Its path.
 
         Raises:
-            NotProvenError: What ranks have written does not make a checkpoint.
-            OSError: Storage does not take it, or has not kept it.
+            NotProvenError: The files of the ranks do not make a checkpoint.
+            OSError: Storage failed, or did not keep a file.
             Exception: Whatever the functions raise.
         """
         partial = self._folder.begin_together()
@@ -222,17 +225,17 @@ class ShardedSave:
             raise
 
     def call_off(self) -> None:
-        """The first rank will not begin, if it has not: nobody has to wait for that.
+        """Announces that the first rank will not begin, unless it has, so that no rank waits.
 
         Raises:
-            ExchangeError: It cannot be said.
+            ExchangeError: The announcement failed.
         """
         self._exchange.set_if_absent(_FOLDER, b"")
 
     def _write(self, partial: Path, state: dict[str, Any], *, is_first: bool) -> Share:
         pieces = pieces_of(state, is_first=is_first)
         if self._is_on_device:
-            # As good as saved, once it is on the host.
+            # Once it is on the host, it cannot change any more.
             values = tensors.to_host([piece.values for piece in pieces])
             pieces = [replace(piece, values=value) for piece, value in zip(pieces, values, strict=True)]
             self._check()

@@ -1,7 +1,7 @@
 """How ranks share without touching the training's process groups: a few keys that all of them see.
 
-``Exchange`` is the door, over the job's TCPStore, files or memory. ``waiting`` is how ranks wait over it, ``meeting``
-how all of them reach one verdict. Imports facts and marks alone.
+``Exchange`` is the interface, over the job's TCPStore, files or memory. ``waiting`` is how ranks wait over it, and
+``meeting`` how all of them reach one verdict. Imports only facts and marks.
 """
 
 from lightning_ncclsafe.exchange.directory import DirectoryExchange

@@ -93,7 +93,7 @@ class StuckDetector:
         self._thresholds.observe(idle_s, self._phase_kind, batch_idx)
 
     def has_reason_before_joining(self, idle_s: float) -> bool:
-        """Whether to read the log at all: before there is a store, it is in files, and their storage may be the problem.
+        """Whether to read the log at all: before there is a store, it is in files whose storage may be the problem.
 
         Args:
             idle_s: Seconds since this rank last made progress.
