@@ -314,8 +314,8 @@ def _reads(dataset: Any, length: int) -> Iterator[list[tuple[str, str]]]:
         for seed in (2 * number, 2 * number + 1):
             if time.monotonic() > deadline:
                 raise ItemsTakeTooLongError(f"{number} samples were read in {_DEADLINE_S:g} s")
-            # Two seeds, so that random values differ; fixed ones, so that values that happen to be equal are so on every
-            # rank.
+            # Two seeds, so that random values differ; fixed ones, so that values that happen to be equal are equal on
+            # every rank.
             seed_all(seed)
             item = dataset[position]
             read.append((shape_of(item), _hash(item)))
