@@ -1,9 +1,9 @@
-"""What a process of this host has left when it is gone: its stack at a fatal signal, its exception, and why it aborted.
+"""What a dead process of this host left: its stack at a fatal signal, its exception, and why it aborted.
 
 ``faulthandler`` writes to the file of ``traceback_signal`` when a fatal signal (SIGABRT, SIGSEGV, SIGBUS, SIGFPE,
-SIGILL) ends the process, and so does a hook of ours with an exception that nobody has caught. A peer that opened the
-file before can read it when the process is gone; when nobody holds it, the file is gone, too. Why a process aborted
-itself is on its stderr: if that is a file, its end is read.
+SIGILL) ends the process; ``sys.excepthook`` writes an uncaught exception there. A peer that opened the file earlier can
+read it after the process is gone; otherwise the file is gone, too. The reason of an abort is on stderr: if that is a
+file, its end is read.
 """
 
 import os
@@ -29,12 +29,12 @@ _SIGNALS = {
 }
 _MOST_BYTES = 1 << 20
 _STDERR = 2
-# How long the storage that a stderr is on may take: a file that is not dead is in memory.
+# The longest wait for the storage of a stderr: unless the storage is dead, the file is in the page cache.
 _STDERR_S = 0.2
-# The end of a file is enough: a process that aborts writes nothing afterwards, its peers a traceback or two.
+# The end of a file is enough: an aborting process writes nothing afterwards, its peers a traceback or two.
 _TAIL_BYTES = 1 << 17
 _MOST_SAID = 300
-# Of an exception that nobody has caught, of the C library's own checks, and of its assertions.
+# From an uncaught C++ exception, an assertion, and the C library's own checks.
 _WHY = re.compile(
     r"^\s*what\(\):\s*(.+)$|^(.*: Assertion .+ failed\.)$|^((?:malloc|free|realloc)\w*\(\): .+)$", re.MULTILINE
 )
@@ -42,13 +42,13 @@ _AFTERWARDS = re.compile(r"\n\n(?:Extension modules|Current thread's C stack)")
 
 
 class CrashTrace(NamedTuple):
-    """What a process that is gone has left.
+    """What a dead process left.
 
     Attributes:
-        signal: The signal that has ended it, ``"SIGABRT"``; empty where none is known.
-        stack: Where its main thread was.
-        said: Why it has aborted itself, as it, or another process that writes to the same file, has said last.
-        thread_stack: Where another thread of its was in a collective.
+        signal: The signal that ended it, ``"SIGABRT"``; empty where none is known.
+        stack: Stack of its main thread.
+        said: The reason of its abort: the last that it, or another process with the same stderr, wrote.
+        thread_stack: Stack of another thread that was in a collective; empty if none was.
     """
 
     signal: str
@@ -58,7 +58,7 @@ class CrashTrace(NamedTuple):
 
 
 class CrashTraces:
-    """Holds the files of the other ranks of this host. Storage that a stderr is on is not waited for."""
+    """Holds the files of the other ranks of this host. Never waits long for the storage of a stderr."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
@@ -67,7 +67,7 @@ class CrashTraces:
         self._is_closed = False
 
     def hold(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Opens the files of processes, by process id and by file descriptor in that process; -1 where it has none."""
+        """Opens the files of processes, given as process id and file descriptor in it; -1 where it has none."""
         new = [(pid, fd) for pid, fd in processes if fd >= 0 and pid not in self._files]
         for pid, fd in new:
             with suppress(OSError):
@@ -78,7 +78,7 @@ class CrashTraces:
     def _hold_stderr(self, pids: Iterable[int]) -> str:
         for pid in pids:
             with suppress(OSError):
-                # A pipe or a terminal would be opened anew, and what is read of it would be lost to whoever reads it.
+                # Opening a pipe or a terminal would take its contents from whoever reads it.
                 if pid not in self._stderr and stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{_STDERR}").st_mode):
                     file = _open(pid, _STDERR)
                     self._stderr[pid] = file, os.fstat(file).st_size
@@ -87,7 +87,7 @@ class CrashTraces:
         return ""
 
     def of(self, pid: int) -> CrashTrace:
-        """What a process that is gone has written last."""
+        """What a dead process left."""
         found = CrashTrace("", ())
         with suppress(OSError, KeyError):
             found = parse_crash(_text(self._files[pid], 0, _MOST_BYTES))
@@ -105,14 +105,14 @@ class CrashTraces:
         return ""
 
     def raised(self, pid: int) -> ExceptionFacts | None:
-        """The exception that has left the program of a process, be it gone or about to end; None without one."""
+        """The uncaught exception of a process that is dead or about to end; None without one."""
         with suppress(OSError, KeyError, codec.DecodeError):
             found = _text(self._files[pid], 0, _MOST_BYTES).rpartition(f"\n{RAISED}")
             return codec.decode(ExceptionFacts, found[2].partition("\n")[0].encode()) if found[1] else None
         return None
 
     def close(self) -> None:
-        """Gives the files back."""
+        """Closes the files."""
         self._is_closed = True
         held = [*self._files.values(), *(file for file, _ in self._stderr.values())]
         self._files, self._stderr = {}, {}
@@ -136,7 +136,7 @@ def why(text: str) -> str:
 
 
 def parse_crash(text: str) -> CrashTrace:
-    """The last fatal error in what ``faulthandler`` has written; tracebacks that were asked for stand before it."""
+    """The last fatal error in what ``faulthandler`` has written; tracebacks that were asked for precede it."""
     _, mark, last = text.rpartition(_SAID)
     if not mark:
         return CrashTrace("", ())
@@ -146,6 +146,6 @@ def parse_crash(text: str) -> CrashTrace:
 
 
 def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:
-    """Outermost frame first; the main thread's, which is the last whichever the signal has struck, and the others."""
+    """The main thread's stack, which is last whichever thread the signal struck, and the others; outermost first."""
     main, *others = parse_threads(threads.replace("Current thread", "Thread"))
     return main, others

@@ -1,16 +1,16 @@
-"""Python stacks of processes that cannot answer for themselves, by a signal that works while the GIL is held.
+"""Python stacks of processes that cannot answer, by a signal whose handler works while the GIL is held.
 
 ``faulthandler`` writes a traceback from a C signal handler, without the GIL. Each rank arms one real-time signal with
 a file in memory; a peer on the same host that finds it silent sends the signal and reads the file through
-``/proc/PID/fd``. Forked loader workers inherit both, so a rank can ask its own workers where they stand.
+``/proc/PID/fd``. Forked loader workers inherit both, so a rank can ask its own workers for their stacks.
 
-A rank that has not come to its Trainer cannot send its peers the number of that signal yet. It is armed by
-the import of the package, and the file's name, which is among those of its open files, says it.
+A rank that has not reached its Trainer yet cannot send its peers the number of that signal. The import of the package
+arms it, and the name of the file, which peers find among the rank's open files, contains the number.
 
-``faulthandler`` writes to the same file when a fatal signal ends the process, and so does a hook of ours with an
-exception that nobody has caught: see ``last_words``.
+``faulthandler`` also writes to that file when a fatal signal ends the process, and ``sys.excepthook`` does with an
+uncaught exception: see ``crash_traces``.
 
-Between two calls of the Trainer there is no guard either, so that a rank stays armed once it has been.
+Between two calls of the Trainer there is no guard either, so a rank stays armed once it is.
 """
 
 import faulthandler
@@ -37,11 +37,11 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 _ANSWER_S = 0.15
 _NAME = "ncclsafe-traceback-"
 _LINK = re.compile(rf"^/memfd:{_NAME}(\d+) ")
-# What launchers call the number of a rank, and that of all of them.
+# Environment variables of launchers: the number of the rank, and the number of ranks.
 _LAUNCHED = (("LOCAL_RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 RAISED = "Uncaught exception: "
-"""Precedes, in the file, an exception that nobody has caught, as JSON."""
+"""In the file, precedes an uncaught exception as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Armed:
 
 
 class TracebackSignal:
-    """Arms the signal in this process; :meth:`close` restores what was there."""
+    """Arms the signal in this process; :meth:`close` restores the state before."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -68,17 +68,17 @@ class TracebackSignal:
         self._hook_before = sys.excepthook
 
     def arm(self) -> Armed | None:
-        """Arms the first real-time signal that nobody uses, or the same again; None where the platform has none."""
+        """Arms the first unused real-time signal, or re-arms the same one; None where the platform has none."""
         if self._file is not None and not _handles(os.getpid(), self._signum):
-            # Lightning sets all signals back, and Python knows nothing of faulthandler's handler.
+            # Lightning restores all signals through Python, which does not know of faulthandler's handler.
             faulthandler.unregister(self._signum)
             faulthandler.register(self._signum, file=self._file, all_threads=True)
         for signum in () if self._file is not None else _free_signals():
             self._file, self._signum, self._pid = _open_file(signum), signum, os.getpid()
-            # Lightning takes that out of the environment again when its Trainer ends.
+            # Read now: Lightning removes these variables when its Trainer ends.
             self._is_of_rank = _is_launched(os.environ)
             faulthandler.register(signum, file=self._file, all_threads=True)
-            # Of a crash, too, unless the user wants to read that elsewhere; see CrashTraces.
+            # Crashes go to the same file, unless the user has sent them elsewhere; see CrashTraces.
             if not faulthandler.is_enabled():
                 _enable_for_crashes(self._file)
             self._hook_before, sys.excepthook = sys.excepthook, self._uncaught
@@ -91,14 +91,14 @@ class TracebackSignal:
             faulthandler.unregister(self._signum)
             if self._file is _file_of_crashes():
                 faulthandler.disable()
-            # Whoever has set another one since may call ours, which then only passes on.
+            # A hook that was set later may still call this one, which then only passes on.
             if sys.excepthook == self._uncaught:
                 sys.excepthook = self._hook_before
             self._file.close()
             self._file = None
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """What ends the program is told to whoever holds the file, for none may be left to ask."""
+        """Writes the exception to the file, where peers find it when this process is gone."""
         with suppress(Exception):
             if self._file is not None and not self.is_inherited:
                 raised = codec.encode(exception_facts(error.with_traceback(trace), is_consequence=_is_of_others(error)))
@@ -107,17 +107,17 @@ class TracebackSignal:
 
     @property
     def stays(self) -> bool:
-        """Whether it is that of one of several ranks, for which there may be another guard to come."""
+        """Whether this process is one of several ranks, and so may have another guard later."""
         return self._is_of_rank and not self.is_inherited
 
     @property
     def is_inherited(self) -> bool:
-        """Whether another process has armed it, of which this one is a fork: then the file is that one's, too."""
+        """Whether this process is a fork of the one that armed it: then the file belongs to that one."""
         return self._pid not in (0, os.getpid())
 
 
 class _CrashFile:
-    """Our file for fatal signals. Only ``faulthandler`` refers to it, so it exists for as long as that writes to it."""
+    """The file for fatal signals. Only ``faulthandler`` refers to it, so it exists for as long as that writes to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -137,13 +137,13 @@ def _enable_for_crashes(file: IO[bytes]) -> None:
 
 
 def _file_of_crashes() -> IO[bytes] | None:
-    """Which of ours is written to in a crash; None where the user has switched on or off meanwhile."""
+    """The file that a crash is written to; None if the user has called ``faulthandler.enable`` or ``disable`` since."""
     crash_file = _crash_file() if _crash_file is not None else None
     return crash_file.file if crash_file is not None else None
 
 
 def _forget_crashes() -> None:
-    """In a fork: what it writes as it crashes would be taken for the last words of the process that has forked it."""
+    """In a fork: its crash would be taken for one of its parent."""
     if _file_of_crashes() is not None:
         faulthandler.disable()
 
@@ -154,10 +154,10 @@ _early = TracebackSignal()
 
 
 def arm_early(environ: Mapping[str, str] = os.environ) -> None:
-    """Arms the signal of a process that a launcher has started as one of several ranks; never raises.
+    """Arms the signal if a launcher started this process as one of several ranks; never raises.
 
     Args:
-        environ: What the launcher has told the process.
+        environ: The environment variables.
     """
     if _is_launched(environ):
         with suppress(Exception):
@@ -165,14 +165,14 @@ def arm_early(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def take_early() -> TracebackSignal:
-    """The signal of this process for its guard to arm and to close: that of the import, if it was armed then."""
+    """The signal of this process, for its guard to arm and close: the one armed at import, if there is one."""
     global _early
     taken, _early = _early, TracebackSignal()
     return TracebackSignal() if taken.is_inherited else taken
 
 
 def leave(signal_: TracebackSignal) -> None:
-    """A guard ends: of one of several ranks the signal stays armed, for the next guard and until there is one."""
+    """Called when a guard ends. The signal of one of several ranks stays armed for the next guard."""
     global _early
     if signal_.stays:
         _early = signal_
@@ -187,7 +187,7 @@ def _is_launched(environ: Mapping[str, str]) -> bool:
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether it only says that a collective failed; without torch none does."""
+    """Whether it only reports that a collective failed; without torch none does."""
     if "torch" not in sys.modules:
         return False
     from lightning_ncclsafe._torch import process_groups
@@ -250,8 +250,8 @@ def ask_threads(pid: int, armed: Armed, *, owner: int | None = None) -> list[tup
 def parse_threads(text: str) -> list[tuple[Frame, ...]]:
     """The threads' stacks out of faulthandler's text, outermost frame first, that of the main thread first.
 
-    The thread that handles the signal is called "Current thread"; without one, the main thread comes last. A thread
-    that collects garbage has a frame of its own for that, the innermost.
+    The thread that handles the signal is called "Current thread"; without one, the main thread comes last. Garbage
+    collection appears as a frame of its own, the innermost.
     """
     threads: list[list[Frame]] = []
     current = -1
@@ -275,7 +275,7 @@ def _frame(line: str) -> Frame | None:
 
 
 def _read_answer(path: Path, before: int) -> str:
-    """Waits until the file has grown and rests; there is nothing to wait on across processes but its size."""
+    """Waits until the file has grown and stopped growing; its size is all that can be watched across processes."""
     deadline = time.monotonic() + _ANSWER_S
     size = before
     while time.monotonic() < deadline:
@@ -290,7 +290,7 @@ def _read_answer(path: Path, before: int) -> str:
 
 
 def _handles(pid: int, signum: int) -> bool:
-    """Whether a process catches a signal: one that does not would die of it."""
+    """Whether a process has a handler for a signal: without one, the signal would kill it."""
     return bool(_caught(pid) >> (signum - 1) & 1)
 
 
@@ -303,10 +303,10 @@ def _caught(pid: int) -> int:
 
 
 def _free_signals() -> list[int]:
-    """Real-time signals at their default action, the highest first: low ones are taken by runtimes that use any."""
+    """Real-time signals at their default action, highest first: runtimes that use some take the low ones."""
     first, last = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1)
     with suppress(ValueError, OSError):
-        # Python does not know of handlers that are set below it, as faulthandler's and those of C libraries are.
+        # Python does not know of handlers that C code installed, such as faulthandler's.
         caught = _caught(os.getpid())
         at_default = [number for number in range(last - 1, first, -1) if signal.getsignal(number) is signal.SIG_DFL]
         return [number for number in at_default if not caught >> (number - 1) & 1]
