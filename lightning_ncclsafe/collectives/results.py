@@ -1,4 +1,4 @@
-"""Where people look at what was timed: loggers, the terminal, a trace."""
+"""Shows what was timed: in loggers, on the terminal, as a trace."""
 
 import re
 from collections import defaultdict
@@ -26,20 +26,20 @@ from lightning_ncclsafe.timing.matching import MatchedCalls
 from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
 from lightning_ncclsafe.timing.summary import TimingSummary
 
-# MLflow takes no other characters in a metric's name.
+# MLflow accepts no other characters in the name of a metric.
 _REFUSED = re.compile(r"[^\w./\-: ]")
-# A program may make groups for as long as it runs, and loggers keep every name that they are given.
+# A program may create groups for as long as it runs, and loggers keep every name.
 _MOST_NAMES = 256
 
 
 def _mean() -> Any:
-    # Never synchronised: all ranks' numbers are here, and torchmetrics would do it with the training's own groups.
-    # In double precision, whatever Lightning has set for the model meanwhile.
+    # Never synchronised: these are all ranks' numbers already, and torchmetrics would use the training's own groups.
+    # In double precision, whatever default Lightning has set for the model.
     return MeanMetric(sync_on_compute=False).set_dtype(torch.float64)
 
 
 class TimingScalars:
-    """Collects between two calls of :meth:`take`; used by one thread.
+    """Collects scalars between two calls of :meth:`take`; used by one thread.
 
     Args:
         world_size: Number of ranks.
@@ -92,7 +92,7 @@ class TimingScalars:
     def _name(self, group: str, op: str) -> str:
         """``"collectives/all_reduce"``; for any other than the default group with its name: ``"collectives/reduce.7"``.
 
-        Later groups have one name together: ``"collectives/reduce.later"``.
+        All later groups share one name: ``"collectives/reduce.later"``.
         """
         name = _REFUSED.sub("_", f"collectives/{op}" if group == "0" else f"collectives/{op}.{group}")
         if name not in self._names and len(self._names) >= _MOST_NAMES:
@@ -119,17 +119,17 @@ def log_scalars(
         scalars: Values by name; nothing is logged where there are none.
         loggers: The loggers.
         step: The Trainer's global step.
-        besides: Classes of loggers that get nothing.
+        besides: Classes of loggers to skip.
 
     Returns:
-        Classes of loggers that have failed; a line says so.
+        Classes of loggers that failed, for which a line was printed.
     """
     chosen = [logger for logger in loggers if type(logger).__name__ not in besides] if scalars else []
     return _each(chosen, lambda logger: logger.log_metrics(scalars, step=step))
 
 
 def log_heat_map(history: LatenessHistory, loggers: Iterable[Any], step: int) -> None:
-    """Gives a picture of lateness by rank and time to those loggers that take pictures; on rank 0."""
+    """Gives a picture of lateness by rank and time to those loggers that accept pictures; on rank 0."""
     if not history.late_s.size:
         return
     picture = heat_map(history.late_s, bin_s=history.bin_ns / 1e9)
@@ -145,10 +145,10 @@ def log_heat_map(history: LatenessHistory, loggers: Iterable[Any], step: int) ->
 
 
 def save(analysis: Analysis, summary: TimingSummary, report_dir: Path, settings: TimerSettings) -> str:
-    """Writes the table and the trace, as far as they are wanted; on rank 0.
+    """Writes the table and the trace if they are wanted; on rank 0.
 
     Returns:
-        A line that says where the trace is; empty where there is none.
+        A line with the trace's path; empty without a trace.
     """
     folder = report_dir / "collectives"
     try:
@@ -175,7 +175,7 @@ def save(analysis: Analysis, summary: TimingSummary, report_dir: Path, settings:
 
 
 def print_table(summary: TimingSummary, where: str) -> None:
-    """Prints the table, with a line on the trace below it; on rank 0. Too few steps have none."""
+    """Prints the table, and below it the line about the trace; on rank 0. After too few steps, prints nothing."""
     if summary.steps >= LEAST_STEPS:
         say_on_stderr("\n".join(filter(None, [_table(summary, room_on_stderr()), where])))
 
@@ -185,7 +185,7 @@ def _table(summary: TimingSummary, width: int = WIDTH) -> str:
 
 
 def _free_name(folder: Path) -> str:
-    """By the time; fit and validate may end in the same second."""
+    """A free name with the time; fit and validate may end in the same second."""
     now = datetime.now(tz=timezone.utc)
     names = (f"{now:%Y-%m-%dT%H-%M-%S}Z{f'-{number}' if number else ''}-" for number in count())
     return next(name for name in names if not any((folder / f"{name}{end}").exists() for end in (_TABLE, _TRACE)))

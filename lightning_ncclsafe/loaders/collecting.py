@@ -32,7 +32,7 @@ _CONNECT_S = 30.0
 
 @dataclass(kw_only=True)
 class Stage:
-    """The loaders that one of Lightning's hooks has given.
+    """The loaders that one of Lightning's hooks returned.
 
     Attributes:
         name: Name of the hook, ``"train_dataloader"``.
@@ -84,7 +84,7 @@ class Stage:
         )
 
     def most_batches(self, trainer: Any) -> int | None:
-        """After how many batches of a loader Lightning stops asking, where that is the same for each loader."""
+        """The number of batches of a loader after which Lightning stops, if it is the same for each loader."""
         limit = self._limit(trainer)
         alone = len(self.loaders) == 1 or self.mode == "sequential"
         return limit if alone and isinstance(limit, int) else None
@@ -116,8 +116,8 @@ class LoaderCollector:
     Args:
         trainer: The ``Trainer``.
         strategy: Its strategy.
-        agreement: Compares them with those of the other ranks; None where there are no others.
-        settings: What the user has set for that.
+        agreement: Compares them with those of the other ranks; None with one rank.
+        settings: The user's settings.
         combined: Lightning's ``CombinedLoader``, which flattens lists, dicts and other containers of loaders.
         tracker: What Lightning is doing.
         timeout_s: The run's hard limit, seconds.
@@ -174,7 +174,7 @@ class LoaderCollector:
             self._close_votes(looks_ahead)
 
     def _give_back(self) -> None:
-        """Puts the user's loaders back where something had to stand for them."""
+        """Puts the user's loaders back where they were replaced by a proxy."""
         for combined in (loop._combined_loader for loop in self._loops()):
             loaders = [] if combined is None else combined.flattened
             if any(isinstance(loader, LoaderProxy) for loader in loaders):
@@ -209,7 +209,7 @@ class LoaderCollector:
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
         """
-        # The same loader may come again, for the next epochs or for another stage.
+        # The same loader may be prepared again, for the next epochs or for another stage.
         for stage in [*self._replaced]:
             self._release(stage, loader)
         loader = replaceable(loader)
@@ -235,7 +235,7 @@ class LoaderCollector:
                     self._replace(stage, index, iteration or _Iteration(), tuning)
 
     def _agreed(self, stage: Stage) -> dict[int, "_Iteration"]:
-        """How to iterate the loaders that would not end together by themselves, by index; ranks agree on it.
+        """Agrees with the other ranks on how to iterate the loaders that would not end together, by index.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.

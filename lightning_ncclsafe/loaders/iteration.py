@@ -19,8 +19,8 @@ class ReplacedIteration:
 
     Args:
         loader: The loader; see :func:`replaceable`.
-        iterate: Creates the iterator that Lightning's loops get, from a function that begins the loader's own;
-            everybody else gets the loader's own.
+        iterate: Creates the iterator for Lightning's loops, from a function that begins the loader's own; all other
+            code gets the loader's own.
         length: The length that the loader reports; None for its own.
         hides_length: Whether it reports no length.
 
@@ -48,7 +48,7 @@ def replaceable(loader: Any) -> Any:
 
 
 class LoaderProxy:
-    """Stands for an iterable of a built-in type.
+    """A proxy for an iterable of a built-in type.
 
     Attributes:
         wrapped_loader: The iterable.
@@ -67,14 +67,14 @@ class LoaderProxy:
 
 
 class _Sized(LoaderProxy):
-    """Stands for one that has a length."""
+    """A proxy for one that has a length."""
 
     def __len__(self) -> int:
         return len(self.wrapped_loader)
 
 
 class _Batches:
-    """What a loop reads. A Trainer may be copied meanwhile, as with the loader's own iterator; the copy is empty."""
+    """The iterator that a loop reads. A Trainer may be copied meanwhile; the copy is empty."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._next = batches.__next__

@@ -19,7 +19,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 WIDTH = 110
-"""Of lines that are to be read: characters."""
+"""Width of lines of prose, characters."""
 _SHORT_LINE = 600
 
 
@@ -30,7 +30,7 @@ def section(title: str, lines: Iterable[str], *, wrap: bool = True, width: int =
 
 
 def wrapped(text: str, indent: str = "", width: int = WIDTH) -> str:
-    """The text on lines of a readable width; an item of a list hangs below its dash."""
+    """The text on lines of a readable width; items of a list are indented below their dash."""
     hanging = indent + ("  " if text.startswith("- ") else "")
     return textwrap.fill(
         safe(text),
@@ -43,5 +43,5 @@ def wrapped(text: str, indent: str = "", width: int = WIDTH) -> str:
 
 
 def cut(line: str) -> str:
-    """The line, or its beginning where a terminal has no room for all of it."""
+    """The line, or its beginning if it is longer than a terminal has room for."""
     return line if len(line) <= _SHORT_LINE else f"{line[: _SHORT_LINE - 1]}…"

@@ -42,7 +42,7 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
 
 
 def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
-    """The sections on all ranks. Those that were compared do not hang: where they stand means nothing."""
+    """The sections on all ranks. Ranks that were only compared do not hang, so their stacks mean nothing."""
     hangs = not compares(diagnosis.job)
     if hangs:
         table = recorded_table if is_recorded(diagnosis.job) else rank_table
@@ -57,7 +57,7 @@ def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
 
 
 def render_short(diagnosis: Diagnosis) -> str:
-    """The answer, why it is believed and what to do, in a dozen lines at most, each cut where it is very long."""
+    """The answer, why it is believed and what to do, in a dozen lines at most, very long ones cut."""
     return "\n".join(map(cut, answer_lines(diagnosis)))
 
 
@@ -74,21 +74,21 @@ def answer_lines(diagnosis: Diagnosis) -> list[str]:
         also = "also found" if compares(diagnosis.job) else "also possible"
         others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in distinct[1:4])
         lines.append(f"  {also}: {', '.join(others)}")
-    # What every report of a back end leaves open is for the file; here, what this one misses.
+    # The file also has what every report of this back end lacks; this is what only this one lacks.
     if diagnosis.job.silent or diagnosis.job.missing:
         lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
     return [safe(line) for line in lines]
 
 
 def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
-    """What a reader does not know yet who has read an earlier report on the same incident.
+    """What is new to a reader of an earlier report on the same incident.
 
     Args:
         diagnosis: What is known now.
-        known: The causes that were told, the most probable first; none where nothing was.
+        known: The causes that were reported, the most probable first.
 
     Returns:
-        A line or few where the most probable cause is the same; else what :func:`render_short` gives.
+        A few lines if the most probable cause is the same; else :func:`render_short`.
     """
     findings = diagnosis.findings
     if not findings or not known or _cause(findings[0]) != _cause(known[0]):
