@@ -109,18 +109,18 @@ def inspected_words(job: JobFacts) -> str:
         f"each within {duration_words(over_s)}."
     ]
     moving = tuple(rank for rank, one in inspections.items() if one.moved)
-    standing = tuple(rank for rank, one in inspections.items() if one.moved is False)
+    still = tuple(rank for rank, one in inspections.items() if one.moved is False)
     unread = tuple(rank for rank, one in inspections.items() if one.moved is None)
     words += [f"{capitalised(clause(moving, 'moves|move'))}."] if moving else []
-    slept = [(one.slept_s, rank) for rank, one in inspections.items() if one.slept_s and one.stood_s > one.over_s]
+    slept = [(one.slept_s, rank) for rank, one in inspections.items() if one.slept_s and one.idle_s > one.over_s]
     if slept:
         least_s, most_s = (duration_words(end(slept)[0]) for end in (min, max))
         span = least_s if least_s == most_s else f"{least_s} to {most_s}"
         who = clause([rank for _, rank in slept], "has|have")
         words.append(f"{capitalised(who)} not run for {span}, according to the kernel.")
-    if standing:
+    if still:
         words.append(
-            f"{capitalised(ranks_words(standing))} did not move. A longer step or save looks the same: inspect again "
+            f"{capitalised(ranks_words(still))} did not move. A longer step or save looks the same: inspect again "
             "before you end the job."
         )
     words += [f"The stack of {ranks_words(unread)} could not be read."] if unread else []
@@ -130,7 +130,7 @@ def inspected_words(job: JobFacts) -> str:
 def inspected_answer(job: JobFacts) -> str:
     """The answer where no rule has found anything."""
     unread = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is None]
-    standing = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is False]
+    still = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is False]
     if not job.ranks or job.witnessed:
         seen = [process.rank for process in job.witnessed]
         return f"Nothing found: {clause(seen, 'has|have')} ended, so there is nothing left to inspect."
@@ -138,25 +138,25 @@ def inspected_answer(job: JobFacts) -> str:
         why = next((text for facts in job.ranks if facts.rank in unread for text in facts.missing), "")
         return f"Nothing found: the stack of {ranks_words(unread)} could not be read{f': {why}' if why else ''}."
     moving = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved]
-    if standing and moving:
-        meanwhile = clause(standing, "stood still meanwhile")
+    if still and moving:
+        meanwhile = clause(still, "stood still meanwhile")
         return f"Nothing found: {clause(moving, 'moves|move')}, and {meanwhile}: inspect again."
-    if standing and not job.incident.idle_s:
+    if still and not job.incident.idle_s:
         return (
-            f"Nothing found: {clause(standing, 'stood still')}, and ended during the inspection, as after a long step, "
+            f"Nothing found: {clause(still, 'stood still')}, and ended during the inspection, as after a long step, "
             "or as a hang that somebody ends."
         )
-    if standing:
-        return f"Nothing found: {clause(standing, 'stands|stand')} still, and no rank is seen waiting for another."
+    if still:
+        return f"Nothing found: {clause(still, 'stands|stand')} still, and no rank is seen waiting for another."
     return f"Nothing found: the job makes progress. {capitalised(clause([f.rank for f in job.ranks], 'moves|move'))}."
 
 
-def whereabouts_table(job: JobFacts) -> Iterator[str]:
+def sampled_table(job: JobFacts) -> Iterator[str]:
     """What ranks were in at how many of the looks at them; those that are alike share a line."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for facts in job.ranks:
         if facts.inspection is not None and facts.inspection.looks:
-            alike[tuple(_whereabouts_words(facts.inspection))].append(facts.rank)
+            alike[tuple(_sampled_words(facts.inspection))].append(facts.rank)
     for number, (words, ranks) in enumerate(alike.items()):
         if number == _MOST_LINES:
             yield f"… {len(alike) - _MOST_LINES:,} more lines are in report.json"
@@ -164,7 +164,7 @@ def whereabouts_table(job: JobFacts) -> Iterator[str]:
         yield capitalised(f"{ranks_words(ranks)}: {'; '.join(words)}")
 
 
-def _whereabouts_words(inspection: InspectionFacts) -> Iterator[str]:
+def _sampled_words(inspection: InspectionFacts) -> Iterator[str]:
     for one in inspection.whereabouts[:_MOST_PLACES]:
         place = f" at {one.place}" if one.place else ""
         yield f"{one.looks} of {inspection.looks} in {one.doing}{place}"

@@ -12,8 +12,8 @@ from lightning_ncclsafe.report.ranks import (
     is_recorded,
     rank_table,
     recorded_table,
+    sampled_table,
     stack_sections,
-    whereabouts_table,
     without_repeats,
 )
 from lightning_ncclsafe.report.tables.data import data_table
@@ -48,7 +48,7 @@ def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
         table = recorded_table if is_recorded(diagnosis.job) else rank_table
         yield section("All ranks", table(diagnosis.job), width=width)
     if is_inspected(diagnosis.job):
-        yield section("Where they were at each look", whereabouts_table(diagnosis.job), width=width)
+        yield section("Where they were at each look", sampled_table(diagnosis.job), width=width)
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
     yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
     yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered), width=width)

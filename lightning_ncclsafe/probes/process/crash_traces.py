@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, codec
-from lightning_ncclsafe.probes.process.stacks import calling
+from lightning_ncclsafe.probes.process.stacks import stack_in_collective
 from lightning_ncclsafe.probes.process.traceback_signal import RAISED, parse_threads
 
 _SAID = "Fatal Python error: "
@@ -142,7 +142,7 @@ def parse_crash(text: str) -> CrashTrace:
         return CrashTrace("", ())
     said, _, threads = last.partition("\n")
     main, others = _stacks_of(_AFTERWARDS.split(threads)[0])
-    return CrashTrace(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=calling(others))
+    return CrashTrace(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=stack_in_collective(others))
 
 
 def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:

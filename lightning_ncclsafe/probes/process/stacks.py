@@ -85,10 +85,10 @@ def thread_stack(ident: int) -> tuple[Frame, ...]:
 def calling_thread_stack() -> tuple[Frame, ...]:
     """The stack of a thread other than the main one that is in a collective which user code called; else empty."""
     main = training_thread().ident
-    return calling(thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
+    return stack_in_collective(thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
 
 
-def calling(stacks: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...]:
+def stack_in_collective(stacks: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...]:
     """The first of these stacks that ends in a collective which user code called; else empty."""
     return next(filter(_calls_collective, stacks), ())
 
