@@ -2,18 +2,15 @@
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import psutil
 
-from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import GpuFacts, LoadFacts, PreflightFacts
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.data.reading import nested_datasets
 from lightning_ncclsafe.probes.directories import try_directories
 from lightning_ncclsafe.probes.gpu import gpu_facts
 from lightning_ncclsafe.probes.host.capacity import capacity
@@ -133,49 +130,3 @@ def _with_driver(facts: PreflightFacts) -> dict[str, str]:
     gpu = facts.gpu or GpuFacts(index=-1)
     versions = {"driver": gpu.driver, "CUDA of the driver": gpu.cuda}
     return facts.versions | {name: number for name, number in versions.items() if number}
-
-
-# DDP copies gradients into buckets, unless it is told otherwise (gradient_as_bucket_view).
-_GRADIENT_COPIES = 2
-
-
-def model_load(module: Any) -> LoadFacts:
-    """What a model will take, as far as it exists; what its optimizer will keep is not known yet.
-
-    Args:
-        module: A ``torch.nn.Module``, or None.
-    """
-    trained = or_none(lambda: _bytes(parameter for parameter in module.parameters() if parameter.requires_grad))
-    whole = or_none(lambda: _bytes([*module.parameters(), *module.buffers()]))
-    replica = whole + _GRADIENT_COPIES * trained if whole is not None and trained is not None else None
-    return LoadFacts(
-        omp_threads=or_none(build.operation_threads),
-        parameter_bytes=whole,
-        gradient_bytes=trained,
-        replica_bytes=replica,
-    )
-
-
-def loaders_load(loaders: Iterable[Any]) -> LoadFacts:
-    """What dataloaders that live at the same time will take.
-
-    Args:
-        loaders: ``DataLoader`` objects; others count as none.
-    """
-    workers, in_flight, largest_bytes = 0, 0, 0
-    for loader in loaders:
-        own = int(getattr(loader, "num_workers", 0) or 0)
-        ahead = own * int(getattr(loader, "prefetch_factor", 0) or 0)
-        workers, in_flight = workers + own, in_flight + ahead
-        largest_bytes = max(largest_bytes, or_none(partial(_batch_bytes, loader)) or 0)
-    return LoadFacts(loader_workers=workers, batches_in_flight=in_flight, batch_bytes=largest_bytes or None)
-
-
-def _batch_bytes(loader: Any) -> int:
-    """For data in memory only; other data would have to be read, in a process that workers are still forked from."""
-    tensors = nested_datasets(loader.dataset)[-1].tensors
-    return _bytes(tensor[:1] for tensor in tensors) * int(loader.batch_size)
-
-
-def _bytes(tensors: Iterable[Any]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -20,7 +20,8 @@ from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.collecting import LoaderCollector, Stage
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
 from lightning_ncclsafe.preflight.check import Preflight
-from lightning_ncclsafe.preflight.probe import loaders_load, model_load, preflight_facts
+from lightning_ncclsafe.preflight.load import loaders_load, model_load
+from lightning_ncclsafe.preflight.probe import preflight_facts
 from lightning_ncclsafe.probes.host.capacity import capacity
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_ncclsafe.facts import LoadFacts
-from lightning_ncclsafe.preflight.probe import loaders_load, model_load
+from lightning_ncclsafe.preflight.load import loaders_load, model_load
 
 
 class Files(Dataset[Any]):
