@@ -17,15 +17,15 @@ from lightning_ncclsafe.rules.kit.activity import PAUSE
 SAVE = "save_checkpoint"
 """Lightning's name of the action in which the Trainer saves a checkpoint."""
 
-# Those that listen to a Trainer at this moment, of all threads of this process.
+# The trackers of this process that listen to a Trainer now, on any thread.
 _attached: "WeakSet[ActionTracker]" = WeakSet()
 
-# Of a profiler that is listened to.
+# The methods of a profiler that are replaced.
 _REPLACED = ("start", "stop", "profile")
 
 
 class ActionTracker:
-    """Keeps the stack of actions that the main thread is in.
+    """Keeps the stack of the main thread's actions.
 
     Written by the training's main thread on every hook, so it does next to nothing; read by others at any time.
     """
@@ -54,7 +54,7 @@ class ActionTracker:
                 listen(name)
 
     def leave(self, name: str) -> None:
-        """An action ends; so do those within it that an exception has left without a word."""
+        """An action ends, and with it any within it that an exception left without notice."""
         if get_ident() != self._thread:
             return
         if self._open and self._open[-1][0] == name:
@@ -87,16 +87,16 @@ class ActionTracker:
             self.leave(name)
 
     def is_in(self, name: str) -> bool:
-        """Whether an action whose name begins so is going on; for the main thread."""
+        """Whether an action whose name starts with this is active; for the main thread."""
         return any(begun.startswith(name) for begun, _ in self._open)
 
     def actions(self) -> tuple[Action, ...]:
-        """What is going on now, outermost first."""
+        """The active actions, outermost first."""
         now = monotonic()
         return tuple(Action(name=name, for_s=round(now - since, 3)) for name, since in [*self._open])
 
     def attach(self, profiler: Any) -> None:
-        """Listens to a Lightning profiler, which stays what it is: its own ``start`` and ``stop`` are still called.
+        """Listens to a Lightning profiler; its own ``start`` and ``stop`` are still called.
 
         Lightning wraps every hook, data fetch and checkpoint save in ``profiler.profile(name)``.
         """
@@ -104,7 +104,7 @@ class ActionTracker:
         self._profiler = profiler
         self._before = {name: vars(profiler)[name] for name in _REPLACED if name in vars(profiler)}
         if _is_lightnings_own(profiler) and "profile" not in self._before:
-            # Some 25 times a step, so every call in there counts: without this, 3 % of a step of 3 ms.
+            # Called some 25 times a step, so every inner call counts: otherwise, 3 % of a step of 3 ms.
             if _does_nothing(profiler) and not self._before:
                 profiler.profile = partial(_TrackedAction, self)
             else:
@@ -113,7 +113,7 @@ class ActionTracker:
         profiler.stop = _Listener(self.leave, profiler.stop)
 
     def detach(self) -> None:
-        """Stops listening; the profiler is as it was."""
+        """Stops listening and restores the profiler."""
         _attached.discard(self)
         if self._profiler is not None:
             for name in _REPLACED:
@@ -123,12 +123,12 @@ class ActionTracker:
 
 
 def attached_trackers() -> "list[ActionTracker]":
-    """Those that listen to a Trainer now; what is entered on another thread than theirs is nothing to them."""
+    """The trackers that listen to a Trainer now; they ignore actions on threads other than their own."""
     return list(_attached)
 
 
 def _is_lightnings_own(profiler: Any) -> bool:
-    """Whether ``profile`` is that of Lightning's base class, and so just start, stop and nothing else."""
+    """Whether ``profile`` is that of Lightning's base class, which only calls start and stop."""
     return _is_in(PROFILE, type(profiler).profile)
 
 
@@ -143,7 +143,7 @@ def _is_in(known: Code, function: Any) -> bool:
 
 
 class _Listener:
-    """Calls two functions for one. A class and not a closure, so that a profiler that holds it can be copied."""
+    """Calls two functions. A class and not a closure, so that a profiler that holds it can be copied."""
 
     __slots__ = ("_first", "_second")
 
@@ -158,9 +158,9 @@ class _Listener:
 
 @marked(Mark.LISTENER)
 class _TrackedAction(ContextDecorator):
-    """What ``Profiler.profile`` gives where the profiler does nothing: an action to the tracker, and no more.
+    """The context manager of ``Profiler.profile`` for a profiler that does nothing: only tracks the action.
 
-    Like Lightning's it can decorate a function; it holds nothing of one use that another could disturb.
+    Like Lightning's it can decorate a function; it has no state that nested uses could disturb.
     """
 
     __slots__ = ("_name", "_tracker")
@@ -181,7 +181,7 @@ class _TrackedAction(ContextDecorator):
 
 @marked(Mark.LISTENER)
 class _TrackedProfile(_TrackedAction):
-    """The same where the profiler does something: without a generator both take less time than one with."""
+    """The same for a profiler that does something. Faster than a generator, even with both."""
 
     __slots__ = ("_start", "_stop")
 

@@ -1,6 +1,6 @@
-"""What ranks have said of themselves, as a page keeps it for who does not believe a sentence: every fact, by rank.
+"""The facts of each rank on the page, so that every sentence can be checked.
 
-Of many ranks, those are given in full that evidence rests on and one of each group that is alike; report.json has all.
+Of many ranks, those that evidence is about and one of each group of equal ones are shown in full; report.json has all.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _MOST_IN_FULL = 40
 _MOST_ROWS = 2_048
 _MOST_ITEMS = 200
 
-# The field of RankFacts that an observation of this source is made in, in the order of preference.
+# The fields of RankFacts behind each source of observations, in the order of preference.
 _FIELDS_OF = {
     "flight recorder": ("collectives", "groups"),
     "stack": ("stack", "exception"),
@@ -41,7 +41,7 @@ _FIELDS_OF = {
     "size": ("collectives",),
 }
 
-# Which process it is, and when it was asked.
+# Identity of the process, and when it was asked.
 _IDENTITY = ("rank", "local_rank", "local_world_size", "host", "pid", "taken_ns")
 
 
@@ -51,12 +51,12 @@ class Section:
 
     Attributes:
         name: Name of the field, which is part of its place on the page.
-        title: What it is called.
-        pairs: Names and values, of what is one thing.
-        columns: Titles of a table, of what is a list of things.
+        title: Its title.
+        pairs: Names and values, if it is one thing.
+        columns: Titles of a table, if it is a list of things.
         rows: Its rows.
-        left_out: Rows for which there is no room.
-        stack: Number of the stack on the page, where this is one that is shown there.
+        left_out: Number of rows that are left out.
+        stack: Number of the stack on the page, if this is one that is shown there.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDetails:
-    """Everything that one rank has said."""
+    """All facts of one rank."""
 
     rank: int
     title: str
@@ -79,12 +79,12 @@ class RankDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One rank in a line.
+    """One rank as a row of the table.
 
     Attributes:
         rank: The rank.
-        cells: Host, process, where it stands, for how long, and what it does.
-        full: The rank that is alike and given in full, which may be this one; None where there is none.
+        cells: Host, process, place, idle time, and what it does.
+        full: The equal rank that is shown in full, which may be this one; None if there is none.
     """
 
     rank: int
@@ -97,10 +97,10 @@ class RawFacts:
     """The facts of all ranks.
 
     Attributes:
-        details: Ranks of which everything is given, ascending.
-        rows: All ranks that answered, as far as there is room.
-        left_out: Ranks for which there is no row.
-        silent: Ranks that did not answer, of which others may have said something.
+        details: Ranks that are shown in full, ascending.
+        rows: The ranks that answered, up to a limit.
+        left_out: Number of ranks without a row.
+        silent: Ranks that did not answer, with what others saw of them.
     """
 
     details: tuple[RankDetails, ...]
@@ -109,7 +109,7 @@ class RawFacts:
     silent: frozenset[int] = frozenset()
 
     def place(self, rank: int, source: str) -> str:
-        """Where on the page an observation of this source on this rank can be looked up; empty if nowhere."""
+        """The place on the page for an observation of this source on this rank; empty if there is none."""
         if rank in self.silent:
             return "silent"
         sections = next((facts.sections for facts in self.details if facts.rank == rank), None)
@@ -125,7 +125,7 @@ def raw_facts(diagnosis: Diagnosis, alike: RankStates, stack_of: dict[int, int])
 
     Args:
         diagnosis: What was found.
-        alike: The ranks of its job.
+        alike: The states of the ranks of its job.
         stack_of: Number on the page of each rank's stack.
     """
     view, groups = alike.view, alike.groups()
@@ -144,7 +144,7 @@ def raw_facts(diagnosis: Diagnosis, alike: RankStates, stack_of: dict[int, int])
 
 
 def _witnesses(diagnosis: Diagnosis) -> Iterator[int]:
-    """The ranks that sentences on the page are about, those of the first finding first."""
+    """The ranks that sentences on the page are about; those of the first finding first."""
     for finding in diagnosis.findings:
         yield from finding.ranks[:4]
         yield from (item.rank for item in finding.evidence if item.rank is not None)
@@ -191,7 +191,7 @@ def _section(name: str, value: Any, facts: RankFacts, stack: int) -> Section | N
 
 
 def silent_words(alike: RankStates) -> Iterator[tuple[str, str]]:
-    """Ranks that did not answer, and all that others saw of them; as far as there is room."""
+    """Ranks that did not answer, and what others saw of them, up to a limit."""
     view = alike.view
     for rank in view.silent[:_MOST_ITEMS]:
         process = view.witnesses.get(rank)

@@ -22,7 +22,7 @@ _UNKNOWN = "unknown"
 
 
 def _rough(value: int | None) -> str:
-    """A size to two digits: what the firmware of one host keeps for itself makes no difference."""
+    """A size to two digits: memory that firmware reserves differs between hosts and does not matter."""
     return "" if value is None else size_words(int(float(f"{value:.1e}")))
 
 
@@ -47,11 +47,11 @@ _STEADY: dict[str, Callable[[PreflightFacts], str]] = {
 
 
 def steady(view: Checked, *, every: bool = False) -> dict[str, Groups[str]]:
-    """Ranks by what does not change from one moment to the next, by the names of the questions.
+    """Ranks by each constant property of their hosts, by the names of the questions.
 
     Args:
-        view: What the ranks have found.
-        every: All settings, not only those that have to be the same and are not; and the lists behind numbers.
+        view: The ranks' answers.
+        every: Whether to include all settings, not only those that differ and must not; and the lists behind numbers.
     """
     found = {"cores": _cores(view)} | {name: view.by(ask) for name, ask in _STEADY.items()}
     for role in sorted({one.role for facts in view.facts.values() for one in facts.directories}):
@@ -134,7 +134,7 @@ _TRIED: dict[str, tuple[Callable[[DirectoryFacts], float | None], Words]] = {
 
 
 def measured(view: Checked) -> Iterator[tuple[str, str]]:
-    """What was measured, by the names of the questions: ``"1.2 GB (rank 3) to 4.0 GB (rank 0)"``."""
+    """Measured values, by the names of the questions: ``"1.2 GB (rank 3) to 4.0 GB (rank 0)"``."""
     for name, (ask, words) in _MEASURED.items():
         yield from _ranged(name, {rank: ask(facts) for rank, facts in view.facts.items()}, words)
     for directory in tried(view):
@@ -157,7 +157,7 @@ def _ranged(name: str, found: dict[int, float | None], words: Words) -> Iterator
 def render_preflight(diagnosis: Diagnosis) -> str:
     """One line for each finding with its remedy, errors first, then what differs between ranks; fewer than 40 lines.
 
-    Empty where nothing is wrong and nothing differs.
+    Empty if nothing is wrong and nothing differs.
     """
     lines = [_line(finding) for finding in _ordered(diagnosis)]
     lines += preflight_table(diagnosis.job)
@@ -167,7 +167,7 @@ def render_preflight(diagnosis: Diagnosis) -> str:
 
 
 def render_preflight_all(diagnosis: Diagnosis) -> str:
-    """Everything: findings with all their evidence, each question with the ranks' answers, and what is not known."""
+    """Everything: findings with all evidence, each question with the ranks' answers, and what is unknown."""
     view = Checked(diagnosis.job)
     parts = [
         *(_full(finding) for finding in _ordered(diagnosis)),
@@ -179,7 +179,7 @@ def render_preflight_all(diagnosis: Diagnosis) -> str:
 
 
 def preflight_table(job: JobFacts) -> list[str]:
-    """Only the columns in which ranks differ; ranks that are alike share a row. Empty where nothing differs."""
+    """A table of only the columns in which ranks differ; equal ranks share a row. Empty if nothing differs."""
     view = Checked(job)
     answers = {name: groups for name, groups in steady(view).items() if groups.differ}
     if not answers:
