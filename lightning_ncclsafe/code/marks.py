@@ -79,11 +79,12 @@ def _codes_of(owner: object) -> Iterator[CodeType]:
         function = getattr(member, "__func__", getattr(member, "fget", member))
         code = getattr(unwrap(function), "__code__", None) if callable(function) else None
         if code is not None:
-            yield from _with_inner(code)
+            yield from with_inner(code)
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
+def with_inner(code: CodeType) -> Iterator[CodeType]:
+    """A code object, and those of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
+            yield from with_inner(constant)

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 # Control characters (terminal escapes among them), line separators, surrogates, and marks that reorder what is read.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -42,6 +42,14 @@ def wrapped(text: str, indent: str = "", width: int = WIDTH) -> str:
     )
 
 
-def cut(line: str) -> str:
-    """The line, or its beginning if it is longer than a terminal has room for."""
-    return line if len(line) <= _SHORT_LINE else f"{line[: _SHORT_LINE - 1]}…"
+def cut(text: str, most: int = _SHORT_LINE) -> str:
+    """The text, or its beginning if it is longer than that; by default, than a terminal has room for."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def columns(rows: Iterable[Sequence[str]], *, widest: int) -> Iterator[str]:
+    """Rows as indented lines with aligned columns, whose cells are cut at a width."""
+    cells = [[cut(safe(cell), widest) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

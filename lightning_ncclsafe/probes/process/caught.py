@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
+from lightning_ncclsafe.code.marks import with_inner
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread, with_source
 
@@ -349,11 +350,4 @@ def _codes_of(module: ModuleType) -> Iterator[CodeType]:
             plain = getattr(function, "__func__", getattr(function, "fget", function))
             plain = getattr(plain, "__wrapped__", plain)
             if isinstance(plain, FunctionType):
-                yield from _with_inner(plain.__code__)
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
+                yield from with_inner(plain.__code__)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
-from lightning_ncclsafe.report.lines import cut, safe, wrapped
+from lightning_ncclsafe.report.lines import columns, cut, safe, wrapped
 from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, grouped, value_words
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
@@ -48,16 +48,9 @@ def data_table(job: JobFacts) -> Iterator[str]:
 
 def _table(loader: JobLoader, rows: list[Row], left_out: int) -> Iterator[str]:
     yield safe(loader.name)
-    cells = [[_short(safe(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+    yield from columns(rows, widest=_WIDEST_CELL)
     if left_out:
         yield f"  … {left_out:,} more"
-
-
-def _short(cell: str) -> str:
-    return cell if len(cell) <= _WIDEST_CELL else f"{cell[: _WIDEST_CELL - 1]}…"
 
 
 def render_mismatch(diagnosis: Diagnosis) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts, JobFacts, PreflightFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
-from lightning_ncclsafe.report.lines import safe, section, wrapped
+from lightning_ncclsafe.report.lines import columns, cut, safe, section, wrapped
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
 from lightning_ncclsafe.rules.kit.hosts import Checked, core_shares, in_flight_bytes, tried
 from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words
@@ -186,7 +186,7 @@ def preflight_table(job: JobFacts) -> list[str]:
         return []
     shown = dict(list(answers.items())[:_MOST_COLUMNS])
     rows, left_out = _rows(view, shown)
-    lines = list(_aligned(rows))
+    lines = list(columns(rows, widest=_WIDEST_CELL))
     lines += [f"  … {left_out:,} more rows are in ncclsafe preflight --all"] if left_out else []
     hidden = list(answers)[_MOST_COLUMNS:]
     return lines + ([f"  … {_shortest(hidden)} {'differs' if len(hidden) == 1 else 'differ'} too"] if hidden else [])
@@ -198,9 +198,7 @@ def _ordered(diagnosis: Diagnosis) -> list[Finding]:
 
 
 def _line(finding: Finding) -> str:
-    summary = finding.summary
-    if len(summary) > _LONGEST_SUMMARY:
-        summary = f"{summary[: _LONGEST_SUMMARY - 1]}…"
+    summary = cut(finding.summary, _LONGEST_SUMMARY)
     return f"{finding.severity.value}: {finding.rule}: {summary} What to do: {finding.remedy}"
 
 
@@ -238,17 +236,8 @@ def _hosts(view: Checked, ranks: tuple[int, ...]) -> str:
     return f"{len(names):,} hosts" if len(names) > 1 else next(iter(names)) or _UNKNOWN
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    cells = [[_short(safe(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-
-
-def _short(cell: str) -> str:
-    return cell if len(cell) <= _WIDEST_CELL else f"{cell[: _WIDEST_CELL - 1]}…"
-
-
 def _shortest(names: list[str]) -> str:
     more = len(names) - _MOST_COLUMNS
-    return ", ".join([*map(_short, names[:_MOST_COLUMNS]), *([f"{more:,} more"] if more > 0 else [])])
+    return ", ".join(
+        [*(cut(name, _WIDEST_CELL) for name in names[:_MOST_COLUMNS]), *([f"{more:,} more"] if more > 0 else [])]
+    )
