@@ -95,13 +95,14 @@ def test_all_of_many_ranks_are_heard_and_hear() -> None:
 def test_rounds_leave_a_few_keys_each_however_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     # One after the other: the reporter need not wait for those that come after it.
     monkeypatch.setattr(gathering, "SEEN_S", 0.0)
-    exchange = MemoryExchange()
+    shared = SharedMemory()
+    exchange = MemoryExchange(shared)
     for number in range(6):
         parts = [part_of(exchange, rank, 20, number) for rank in range(20)]
         for rank, part in enumerate(parts):
             part.publish(facts_of(rank))
         assert {verdict.answer for part in parts if (verdict := part.hold(INCIDENT, told))} == {"20 of 20: "}
-    left = {key.removeprefix("round/") for key in exchange._shared.values}
+    left = {key.removeprefix("round/") for key in shared.values}
     of_each = {f"{number}/{name}" for number in range(6) for name in ("verdict", "reporter/0")}
     assert left == of_each | {f"5/seen/{rank}" for rank in range(1, 20)}
 
@@ -122,18 +123,19 @@ def test_an_answer_that_comes_while_others_are_read_is_read_as_well(monkeypatch:
     """Reading those of a large job takes longer than ranks are waited for."""
     monkeypatch.setattr(gathering, "ANSWER_S", 0.0)
     monkeypatch.setattr(gathering, "PATIENCE_S", 0.05)
-    exchange = MemoryExchange()
+    shared = SharedMemory()
+    exchange = MemoryExchange(shared)
     late = codec.encode(facts_of(1))
 
     class SlowExchange(MemoryExchange):
         def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
             found = exchange.get_many(keys)
-            if "round/0/facts/1" not in exchange._shared.values:
+            if "round/0/facts/1" not in shared.values:
                 time.sleep(0.1)  # stands for the reading of many
                 exchange.set("round/0/facts/1", late)
             return found
 
-    part = part_of(SlowExchange(exchange._shared), 0, 2)
+    part = part_of(SlowExchange(shared), 0, 2)
     part.publish(facts_of(0))
     assert part.hold(INCIDENT, told) == Verdict(incident=INCIDENT, answer="2 of 2: ")
 

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -27,8 +27,13 @@ class Host:
         self.looks: list[int] = []
         self.info = RankInfo(rank=4, host="node", pid=os.getpid())
         self.peers: tuple[RankInfo, ...] = ()
+        self.neighbours = self.local_ranks()
+
+    def local_ranks(
+        self, *, find: Callable[[str], dict[int, int]] | None = None, met: dict[int, RankInfo] | None = None
+    ) -> LocalRanks:
         place = Place(rank=4, local_rank=1, world_size=6, local_world_size=3, master_port="29500")
-        self.neighbours = LocalRanks(place, self, find=self.find, clock=lambda: self.now_s)  # type: ignore[arg-type]
+        return LocalRanks(place, self, find=find or self.find, clock=lambda: self.now_s, met=met)  # type: ignore[arg-type]
 
     def find(self, master_port: str) -> dict[int, int]:
         assert master_port == "29500"
@@ -70,12 +75,12 @@ def test_they_are_found_by_their_environment_and_have_no_guard(host: Host) -> No
 
 def test_in_a_later_call_of_the_trainer_they_are_known_before_they_come_to_it(host: Host) -> None:
     peers = {rank: RankInfo(rank=rank, host="node", pid=70 + rank) for rank in (3, 5)}
-    LocalRanks(host.neighbours._place, host, find=host.find, met=peers)  # type: ignore[arg-type]
+    host.local_ranks(met=peers)
     assert [(peer.rank, peer.pid, peer.has_guard) for peer in host.peers] == [(3, 73, False), (5, 75, False)]
     exchange, met = MemoryExchange(), {3: RankInfo(rank=3, host="node", pid=7)}
     for rank, peer in peers.items():
         exchange.set(info_key(rank), codec.encode(peer))
-    LocalRanks(host.neighbours._place, host, find=host.find, met=met).meet(exchange)  # type: ignore[arg-type]
+    host.local_ranks(met=met).meet(exchange)
     assert met == peers and [peer.has_guard for peer in host.peers] == [True, True]
 
 
@@ -190,14 +195,14 @@ def test_a_search_that_does_not_end_is_left_behind(host: Host, monkeypatch: pyte
         answers.wait(30)
         return {0: 70}
 
-    host.neighbours._find = find
+    neighbours = host.local_ranks(find=find)
     try:
         for _ in range(2):
-            host.neighbours.search()
+            neighbours.search()
             assert host.peers == ()
         assert host.searches == 1
     finally:
         answers.set()
     join_own_threads("search")
-    host.neighbours.search()
+    neighbours.search()
     assert [peer.pid for peer in host.peers] == [70]
