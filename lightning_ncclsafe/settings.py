@@ -180,7 +180,7 @@ class CheckpointSettings:
     Attributes:
         dirpath: The folder of these checkpoints.
         resume: Whether a call of ``fit`` without ``ckpt_path`` goes on from the newest whole checkpoint.
-        keep: Most checkpoints of ours in the folder.
+        keep: Most checkpoints of this package in the folder.
         grace_s: What the scheduler leaves between its signal and the end of the processes, seconds.
         run: A name that no other run has; where training goes on from a checkpoint, that of the run before.
 

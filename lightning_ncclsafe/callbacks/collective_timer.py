@@ -63,12 +63,12 @@ class CollectiveTimerHooks:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs what has come together meanwhile."""
+        """Logs the scalars since the last call."""
         if trainer.global_step % self.settings.every_n_steps == 0:
             self._log(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Puts all ranks' last recordings together, and shows what has come of it.
+        """Brings all ranks' last recordings together, and shows the results.
 
         After an exception this is not called; then the strategy keeps the trace.
         """

@@ -74,7 +74,7 @@ class RankFacts:
         host: Host name.
         pid: Process id.
         taken_ns: Wall-clock time at which the facts were taken, nanoseconds since the epoch.
-        progress: How far its Trainer has come.
+        progress: The progress of its Trainer.
         stack: Main thread's Python stack, outermost frame first; without the traceback of its exception.
         thread_stack: Stack of another thread that is in a collective called by the user's code; empty if there is none.
         groups: Process groups of this rank that a recorder covers, or that were not used yet.
@@ -169,7 +169,7 @@ class SilentHost:
         ranks: The ranks on it, ascending.
         address: The address that was tried; empty where none is known.
         answers: Whether it answered on the network, to accept a connection or to refuse it; None where that was not
-            tried, or could not be told.
+            tried, or is unknown.
         seen_from: Name of the host that tried.
         tried: The outcome, in words.
     """

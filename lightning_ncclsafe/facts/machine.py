@@ -186,7 +186,7 @@ class TriedAddress:
     Attributes:
         host: Its name.
         address: The address of the interface towards other hosts.
-        answers: Whether it answered there, to accept a connection or to refuse it; None where that cannot be told.
+        answers: Whether it answered there, to accept a connection or to refuse it; None if unknown.
         seen_from: Name of the host that tried.
         tried: What came of it, in words.
     """

@@ -34,7 +34,7 @@ class Participation:
         probe: Collects the facts of this rank.
         local_ranks: The other ranks of this host.
         rank_hosts: Where all ranks run, and whether their hosts answer.
-        detector: Is told about the outcome of each incident.
+        detector: Gets the outcome of each incident.
         reporter: Judges and reports, if this rank is the reporter.
         ending: Ends this process in time at the limit.
         ended_run: Ends the run on this rank.

@@ -12,7 +12,7 @@ from lightning_ncclsafe.facts import LoadFacts
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.data.reading import nested_datasets
 
-# DDP copies gradients into buckets, unless it is told otherwise (gradient_as_bucket_view).
+# DDP copies gradients into buckets, unless gradient_as_bucket_view is set.
 _GRADIENT_COPIES = 2
 
 

@@ -205,7 +205,7 @@ class RankProbe:
             groups=groups,
             unrecorded=unrecorded,
             collectives=collectives,
-            # In these cases, only whether the main thread computes or waits tells why the rank makes no progress.
+            # In these cases, only whether the main thread computes or waits explains why the rank makes no progress.
             machine=self._machine.read(idle_s) if unrecorded or (stack and stack[-1].user) else MachineFacts(),
             stragglers=self._stragglers(),
             exception=self.exception,

@@ -32,7 +32,7 @@ class WantedCallback:
     """A callback that is to be added to every Trainer.
 
     Attributes:
-        name: One of ours, the path of a class, or ``recommended`` for all that are.
+        name: One of this package, the path of a class, or ``recommended`` for all recommended ones.
         arguments: Of its class.
     """
 

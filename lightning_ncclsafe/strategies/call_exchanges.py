@@ -20,7 +20,7 @@ from lightning_ncclsafe.exchange import (
 from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import agree_on_start
 
-# Variables that tell the starts of a job by torchrun and SLURM apart, as a restart may use the same port.
+# Variables that differ between the starts of a job by torchrun and SLURM, as a restart may use the same port.
 _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 
 # Each guarded call has its own keys on the store; ranks call fit, validate, … in the same order.

@@ -20,7 +20,7 @@ _AHEAD = 2
 # What some ranks send comes by way of others, a turn or two later; a silent group is waited for no longer.
 _LAG_NS = 10_000_000_000
 
-# What it takes to name a rank: all of it stands here, the rest of the package asks only for these.
+# The conditions for naming a rank; all of them are here, for the whole package.
 
 WINDOW_STEPS = 200
 """Steps that are looked at together."""
@@ -199,7 +199,7 @@ class Stragglers:
         latest, worst_ns = late_ns.argmax(axis=1), late_ns.max(axis=1)
         least_ns = max(LEAST_LATE_NS, _LEAST_OF_STEP * self._span_ns() / len(self._steps))
         found: set[int] = set()
-        # One that is 20 ms late now and then stands out only where what happens to all ranks is left aside.
+        # A rank that is sometimes 20 ms late only stands out without the lateness that happens to all ranks.
         while least_ns <= worst_ns.max():
             is_late = worst_ns >= least_ns
             for rank in np.unique(latest[is_late]).tolist():

@@ -115,7 +115,7 @@ def _synced(trainer: Any) -> Iterable[Any]:
 
 
 def reduced_key() -> str:
-    """The key that Lightning's frame on the main thread holds; nothing but that frame's own variables is looked at."""
+    """The key in Lightning's frame on the main thread; reads only that frame's own variables."""
     metas = (getattr(frame.f_locals.get("self"), "meta", None) for frame in main_thread_frames(LOGGED_VALUES))
     return next((str(meta.name) for meta in metas if meta is not None), "")
 
