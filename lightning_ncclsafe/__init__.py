@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
     from lightning_ncclsafe.errors import PlannedStopError as PlannedStopError
     from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
-    from lightning_ncclsafe.guard.pause import pause as pause
-    from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts as PhaseTimeouts
     from lightning_ncclsafe.lightning import CollectiveTimer as CollectiveTimer
     from lightning_ncclsafe.lightning import DatasetAgreement as DatasetAgreement
     from lightning_ncclsafe.lightning import HostPreflight as HostPreflight
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_ncclsafe.lightning import SafeFSDP as SafeFSDP
     from lightning_ncclsafe.lightning import SafeModelParallel as SafeModelParallel
     from lightning_ncclsafe.lightning import safe_callbacks as safe_callbacks
+    from lightning_ncclsafe.probes.trainer.actions import pause as pause
+    from lightning_ncclsafe.settings import PhaseTimeouts as PhaseTimeouts
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,10 +50,10 @@ _HOMES = {
     "CollectiveTimeoutError": "lightning_ncclsafe.errors",
     "DatasetMismatchError": "lightning_ncclsafe.errors",
     "HostPreflightError": "lightning_ncclsafe.errors",
-    "PhaseTimeouts": "lightning_ncclsafe.guard.phase_timeouts",
+    "PhaseTimeouts": "lightning_ncclsafe.settings",
     "PlannedStopError": "lightning_ncclsafe.errors",
     "UnevenDataError": "lightning_ncclsafe.errors",
-    "pause": "lightning_ncclsafe.guard.pause",
+    "pause": "lightning_ncclsafe.probes.trainer.actions",
 }
 
 

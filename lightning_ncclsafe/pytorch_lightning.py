@@ -9,10 +9,12 @@ from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 from lightning_ncclsafe.callbacks.collective_timer import CollectiveTimerHooks
-from lightning_ncclsafe.callbacks.dataset_agreement import DatasetAgreementHooks
-from lightning_ncclsafe.callbacks.host_preflight import HostPreflightHooks
-from lightning_ncclsafe.callbacks.just_in_time_checkpoint import JustInTimeCheckpointHooks
-from lightning_ncclsafe.callbacks.loader_tuner import LoaderTunerHooks
+from lightning_ncclsafe.callbacks.declared import (
+    DatasetAgreementHooks,
+    HostPreflightHooks,
+    JustInTimeCheckpointHooks,
+    LoaderTunerHooks,
+)
 from lightning_ncclsafe.callbacks.logger_offload import LoggerOffloadHooks
 from lightning_ncclsafe.callbacks.recommended import recommended
 from lightning_ncclsafe.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -20,8 +22,8 @@ from lightning_ncclsafe.errors import DatasetMismatchError as DatasetMismatchErr
 from lightning_ncclsafe.errors import HostPreflightError as HostPreflightError
 from lightning_ncclsafe.errors import PlannedStopError as PlannedStopError
 from lightning_ncclsafe.errors import UnevenDataError as UnevenDataError
-from lightning_ncclsafe.guard.pause import pause as pause
-from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts as PhaseTimeouts
+from lightning_ncclsafe.probes.trainer.actions import pause as pause
+from lightning_ncclsafe.settings import PhaseTimeouts as PhaseTimeouts
 from lightning_ncclsafe.strategies.guarded import GuardedStrategy
 
 

@@ -247,8 +247,8 @@ NOT_FOR_RANKS = {
     "collectives.clocks.Reference._answer": ASIDE,
     "collectives.clocks.ClockSync.run": ASIDE,
     "collectives.timer.Timer._run": ASIDE,
-    "exchange.in_time.CallThread.call": "the answer of a store or of storage to one question",
-    "exchange.in_time.CallThread.close": ITSELF,
+    "exchange.over_another.CallThread.call": "the answer of a store or of storage to one question",
+    "exchange.over_another.CallThread.close": ITSELF,
     "guard.ending.Ending.exit_after_main_thread.watch": ASIDE,
     "guard.ending._stay": "the thread of a run that has ended",
     "guard.ending._try_for": ASIDE,
@@ -277,12 +277,12 @@ NOT_FOR_RANKS = {
     "preflight.check.Preflight.compare": ITSELF,
     "preflight.check.Preflight.wait": ITSELF,
     "preflight.probe._watched_swap": ASIDE,
-    "probes.network.reach.reach": ASIDE,
+    "guard.rank_hosts.try_connecting": ASIDE,
     "probes.process.ended_children.ChildWatch.close": ITSELF,
     "probes.process.traceback_signal._read_answer": ASIDE,
     "probes.rank.RankProbe.witness": ASIDE,
-    "probes.storage.directories._end": ITSELF,
-    "probes.storage.directories._outputs": ITSELF,
+    "probes.directories._end": ITSELF,
+    "probes.directories._outputs": ITSELF,
     "strategies.launchers._later": ASIDE,
 }
 WAITING_CALLS = {"sleep", "wait", "wait_for", "result", "select", "join"}
@@ -324,7 +324,7 @@ def waits(node: ast.AST) -> bool:
 def test_whatever_waits_says_so_or_is_known_to_wait_for_something_else() -> None:
     for module in (
         "strategies.guarded",
-        "callbacks.loader_tuner",
+        "callbacks.declared",
         "callbacks.logger_offload",
         "callbacks.collective_timer",
     ):
@@ -363,7 +363,7 @@ def test_no_code_of_ours_is_known_by_its_path() -> None:
         if (name := own_name_in(text))
     }
     # A program of its own, which is started by that path; and Python's and torch's files that are called like ours.
-    assert found == {("probes/storage/directories.py", "directory_trial.py")}
+    assert found == {("probes/directories.py", "directory_trial.py")}
 
 
 @pytest.mark.parametrize(

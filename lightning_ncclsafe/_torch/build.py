@@ -1,4 +1,4 @@
-"""What this build of torch is, and can do."""
+"""Properties of this build of torch."""
 
 from contextlib import suppress
 from typing import Any
@@ -13,7 +13,7 @@ GLOO_TIMEOUT_CHANGES = torch.__version__ >= "2.13"
 
 
 def operation_threads() -> int:
-    """Threads that one operation on the CPU uses."""
+    """Number of threads of one operation on the CPU."""
     return torch.get_num_threads()
 
 

@@ -14,30 +14,30 @@ import torch
 from torch.utils.data import IterableDataset, _utils, dataloader
 from torch.utils.data._utils import signal_handling
 
-# Workers that wait for something end at once with SIGTERM, unless a handler of their own waits as well.
+# Waiting workers end at once with SIGTERM, unless they have a handler that waits as well.
 _TERMINATES_S = 0.5
-# How often somebody who waits for a batch looks whether workers have ended (torch: every 5 s).
+# How often a wait for a batch checks whether workers have ended (torch: every 5 s).
 _LOOK_S = 0.5
 _CUT_POLL_S = 0.05
-# What Python's own forkserver says of a process that somebody else has reaped.
+# The exit code that Python's forkserver reports for a process that other code has reaped.
 _UNKNOWN_EXIT_CODE = 255
 
 
 class WorkersSilent(Exception):
-    """Workers have not given a batch in time."""
+    """Workers did not return a batch in time."""
 
 
 class WorkersEnded(RuntimeError):
-    """Worker processes of a loader have ended while batches were still due from them."""
+    """Worker processes of a loader ended while batches were still due from them."""
 
 
 class _Ends:
-    """Knows which worker processes have ended, whoever has reaped them. Used by one thread.
+    """Detects which worker processes have ended, even if other code has reaped them. Used by one thread.
 
-    ``Process.is_alive()`` does not know: a process that somebody else has waited for is alive to it for ever.
+    ``Process.is_alive()`` cannot: a process that other code has waited for stays alive to it forever.
 
     Attributes:
-        ended: Those that have ended, in words.
+        ended: The ones that have ended, in words.
     """
 
     def __init__(self, processes: Sequence[Any]) -> None:
@@ -50,16 +50,16 @@ class _Ends:
         self._poll = _poll_of(self._fds)
 
     def look(self, within_s: float = 0.0) -> bool:
-        """Waits for the next one to end, and returns whether any of them runs on."""
+        """Waits for the next one to end, and returns whether any still runs."""
         for fd, _ in self._poll.poll(max(0.0, within_s) * 1000):
             self._poll.unregister(fd)
             self.ended.append(self._settled(self._running.pop(fd)))
         return bool(self._running)
 
     def or_readable(self, fd: int) -> Callable[[float | None], bool]:
-        """A function, for one thread, that waits for one to end, or for the file descriptor.
+        """A function, for one thread, that waits for a worker to end, or for the file descriptor.
 
-        It takes the most seconds to wait, and returns whether there is something to read.
+        Its argument is the longest wait in seconds; it returns whether there is something to read.
         """
         poll = _poll_of([fd, *self._fds])
 
@@ -72,7 +72,7 @@ class _Ends:
     def _settled(self, process: Any) -> str:
         code = process.exitcode
         if code is None:
-            # Else multiprocessing would send its signals to whichever process has that number next.
+            # Otherwise multiprocessing would signal whichever process gets that pid next.
             process._popen.returncode = _UNKNOWN_EXIT_CODE
         who = f"DataLoader worker (pid {process.pid})"
         if code is None:
@@ -85,7 +85,7 @@ class _Ends:
         return f"{who} {how}. It was one of {self._count} workers.{shm}"
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to those that run."""
+        """Sends a signal to the running ones."""
         for fd, process in self._running.items():
             with suppress(ProcessLookupError):
                 if fd in self._pidfds:
@@ -94,7 +94,7 @@ class _Ends:
                     os.kill(process.pid, number)
 
     def close(self) -> None:
-        """They are not looked after any more."""
+        """Stops watching them."""
         for pidfd in self._pidfds:
             if pidfd is not None:
                 os.close(pidfd)
@@ -108,7 +108,7 @@ def _poll_of(fds: Iterable[int]) -> select.poll:
 
 
 def _pidfd(process: Any) -> int | None:
-    """None where there is none, as on macOS, and of a process that has been reaped already: its sentinel tells."""
+    """None if there is none, as on macOS, or the process has been reaped already: then its sentinel is ready."""
     try:
         return os.pidfd_open(process.pid)
     except (AttributeError, OSError):
@@ -116,10 +116,10 @@ def _pidfd(process: Any) -> int | None:
 
 
 def _give_up_cut_messages(connection: Any, ends: _Ends) -> None:
-    """Has reading from a pipe end with ``queue.Empty`` where the process is dead that was writing to it.
+    """Makes reading from a pipe raise ``queue.Empty`` if the process that was writing to it is dead.
 
-    A worker that is killed leaves what it was sending cut off, and its lock on the pipe locked: nothing follows, and
-    there is no end of file while this process has the pipe's other end open as well.
+    A killed worker leaves a truncated message, and its lock on the pipe locked: nothing follows, and there is no end of
+    file as this process has the pipe's other end open as well.
     """
     reader = connection.fileno()
     is_readable = ends.or_readable(reader)
@@ -131,7 +131,7 @@ def _give_up_cut_messages(connection: Any, ends: _Ends) -> None:
         while (missing := size - received.tell()) > 0:
             is_cut = is_cut or not is_readable(None)
             if is_cut:
-                time.sleep(_CUT_POLL_S)  # torch's thread that pins memory asks again and again
+                time.sleep(_CUT_POLL_S)  # torch's pin-memory thread retries
                 raise queue.Empty
             piece = os.read(reader, missing)
             if not piece:
@@ -143,11 +143,11 @@ def _give_up_cut_messages(connection: Any, ends: _Ends) -> None:
 
 
 class _Workers(dataloader._MultiProcessingDataLoaderIter):
-    """The worker processes of a loader, as torch's own iterator; one that was not fully made can be shut down too.
+    """The worker processes of a loader, as torch's own iterator; a partly constructed one can be shut down, too.
 
-    A worker may end at any instant. Torch has the main thread raise from a signal handler then, in the midst of a
-    training step for example; where that does not come about, as somebody else has reaped the process, it waits for
-    ever. This one raises in ``next()`` and nowhere else, and takes no lock that a killed worker may hold.
+    A worker may end at any instant. Torch then raises from a signal handler on the main thread, in the middle of a
+    training step for example; if other code has reaped the process, torch waits forever instead. This class raises only
+    in ``next()``, and takes no lock that a killed worker may hold.
     """
 
     made_by = -1
@@ -165,12 +165,12 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
             self.ends = _Ends(self._workers)
             pipe = self._worker_result_queue._reader  # type: ignore[attr-defined]
             _give_up_cut_messages(pipe, self.ends)
-            if not self._pin_memory:  # else it is read by a thread of torch's
+            if not self._pin_memory:  # otherwise a thread of torch reads it
                 self._wait = self.ends.or_readable(pipe.fileno())
         super()._reset(loader, first_iter)
 
     def _next_data(self) -> Any:
-        if self.ended:  # torch would leave out what the dead worker has not made
+        if self.ended:  # torch would skip the batches of the dead worker
             raise WorkersEnded(self.ended)
         return super()._next_data()  # type: ignore[no-untyped-call]
 
@@ -200,14 +200,14 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
 
     def _raise_if_ended(self, error: Exception | None) -> None:
         if self.ends is not None:
-            # Its connections break a moment before the process has ended.
+            # Its connections break shortly before the process ends.
             self.ends.look(0.0 if error is None else _LOOK_S)
             if self.ends.ended:
                 self.ended = " ".join(self.ends.ended)
                 raise WorkersEnded(self.ended) from error
 
     def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
-        # Torch's asks the event, too, whether the workers are done, and waits for the event's lock.
+        # Torch's method also checks the event of finished workers, and waits for its lock.
         self._index_queues[worker_id].put(None)
         self._workers_status[worker_id] = False
 
@@ -217,14 +217,14 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
         except WorkersEnded:
             raise
         except RuntimeError as error:
-            # Torch's thread that pins memory ends with what cannot be received from a dead worker.
+            # Torch's pin-memory thread ends with messages that cannot be received from a dead worker.
             self._raise_if_ended(error)
             raise
 
     def _shutdown_workers(self, *, at_once: bool = False) -> None:
-        # Not suppress(): this may run when the interpreter has taken the module's names away.
+        # Not suppress(): this may run at interpreter shutdown, after the module's names are gone.
         try:
-            # In a process that was forked meanwhile it would wait for workers that are not its own.
+            # A forked process would wait for workers that are not its children.
             if self.made_by != os.getpid() or self._shutdown or _utils.python_exit_status in (True, None):
                 return
         except AttributeError:
@@ -258,7 +258,7 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
             return
         self._pin_memory_thread_done_event.set()
         pipe = self._worker_result_queue
-        # One that was killed while it was sending has locked the pipe for good; the thread looks every 5 s by itself.
+        # A worker killed while sending leaves the pipe locked forever; the thread checks every 5 s by itself.
         if pipe._wlock.acquire(timeout=1):  # type: ignore[attr-defined]
             pipe._wlock.release()  # type: ignore[attr-defined]
             pipe.put((None, None))
@@ -267,8 +267,8 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
         pipe.close()
 
     def ask_to_end(self) -> None:
-        """Has the workers end while this process does something else; they are waited for where they are shut down."""
-        # A thread that pins memory would read what they were sending from workers that are gone.
+        """Tells the workers to end, without waiting for them; shutting down waits."""
+        # A pin-memory thread would read truncated messages of dead workers.
         is_pinned = getattr(self, "_pin_memory_thread", None) is not None
         if self._shutdown or is_pinned or self.ends is None or not self.ends.look() or self.ends.ended:
             return
@@ -278,7 +278,7 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
         if self.is_asked_to_end:
             return
         self.is_asked_to_end = True
-        # Event.set() takes a lock that a worker may hold when it is killed; nobody waits for this event.
+        # Event.set() takes a lock that a killed worker may hold; nothing waits for this event.
         self._workers_done_event._flag.release()  # type: ignore[attr-defined]
         for index_queue in self._index_queues:
             index_queue.put(None)
@@ -287,25 +287,27 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
         until = time.monotonic() + within_s
         while ends.look(until - time.monotonic()) and time.monotonic() < until:
             if any(process.exitcode for process in self._workers):
-                until = min(until, time.monotonic() + _TERMINATES_S)  # the others may wait for a lock of the dead one
+                until = min(
+                    until, time.monotonic() + _TERMINATES_S
+                )  # the others may wait for a lock that the dead one holds
 
 
-# Profilers show it.
+# Profilers show this name.
 _Workers.__name__ = dataloader._MultiProcessingDataLoaderIter.__name__
 
 
 def begin_loading(loader: Any) -> Any:
-    """Begins an epoch of a loader as ``DataLoader.__iter__`` does, but that a worker that ends is always noticed.
+    """Begins an epoch of a loader as ``DataLoader.__iter__`` does, but always notices a worker that ends.
 
-    Within half a second then, whoever has reaped it, ``next()`` raises :class:`WorkersEnded` on the thread that called
-    it; torch has the main thread raise wherever that is.
+    Within half a second, even if other code has reaped it, ``next()`` raises :class:`WorkersEnded` on the calling
+    thread; torch would raise on the main thread, wherever that is.
 
     Args:
         loader: The ``DataLoader``.
     """
     if loader.num_workers == 0:
         return dataloader._SingleProcessDataLoaderIter(loader)
-    # In two steps: what was started of it has to be ended, should not all of it start.
+    # In two steps: if not all of it starts, the rest has to be ended.
     iterator = _Workers.__new__(_Workers)
     iterator.made_by = os.getpid()
     try:
@@ -318,14 +320,14 @@ def begin_loading(loader: Any) -> Any:
 
 @contextmanager
 def answered_within(iterator: Any, within_s: float | None) -> Iterator[None]:
-    """Has ``next()`` raise where the worker processes of a loader's iterator do not answer.
+    """Makes ``next()`` raise if the worker processes of a loader's iterator do not answer.
 
     Args:
-        iterator: It; one without workers always answers.
-        within_s: How long they may take, seconds; None for as long as it takes.
+        iterator: The iterator; one without workers always answers.
+        within_s: How long they may take, seconds; None for no limit.
 
     Raises:
-        WorkersSilent: They have not answered.
+        WorkersSilent: If they do not answer.
     """
     if within_s is None or not isinstance(iterator, _Workers):
         yield
@@ -341,7 +343,7 @@ def ask_to_end_loading(iterator: Any) -> None:
     """Has the worker processes of a loader's iterator end, if it has any, and does not wait: :func:`end_loading` does.
 
     Args:
-        iterator: It; it gives no batches any more.
+        iterator: The iterator, which is not used any more.
     """
     if isinstance(iterator, _Workers):
         iterator.ask_to_end()
@@ -351,8 +353,8 @@ def end_loading(iterator: Any, *, at_once: bool = False) -> None:
     """Ends the worker processes of a loader's iterator, if it has any, and waits for them.
 
     Args:
-        iterator: It.
-        at_once: Whether they are not asked, as they would not answer: that is waited for, for 5 s.
+        iterator: The iterator.
+        at_once: Whether not to ask them first: asking waits 5 s for workers that do not answer.
     """
     if isinstance(iterator, _Workers):
         iterator._shutdown_workers(at_once=at_once)
@@ -364,34 +366,34 @@ def worker_pids(iterator: Any) -> tuple[int, ...]:
 
 
 def ask_for_batch(iterator: Any) -> None:
-    """Asks an iterator's workers for a batch more, beyond those that torch asks for; its sampler says which."""
+    """Asks an iterator's workers for one more batch than torch does, the next of its sampler."""
     iterator._try_put_index()
 
 
 def pending_batches(iterator: Any) -> Any:
-    """The numbers of the batches that an iterator has asked its workers for and has not handed out."""
+    """The numbers of the batches that were requested from an iterator's workers and not handed out."""
     return iterator._task_info.keys()
 
 
 def draw_base_seed(loader: Any) -> int:
-    """Draws the number that torch draws for each iterator of a loader, from where torch draws it."""
+    """Draws the base seed of an iterator of a loader, from the generator that torch uses."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
 
 def base_seed_of(iterator: Any) -> int:
-    """The number that torch has drawn for an iterator."""
+    """The base seed that torch drew for an iterator."""
     return int(iterator._base_seed)
 
 
 def generator_from(seed: int) -> torch.Generator:
-    """A generator that nobody else draws from."""
+    """A separate generator."""
     return torch.Generator().manual_seed(seed)
 
 
 def is_seeded() -> bool:
-    """Whether somebody has seeded PyTorch's global generator; without, its seed has 64 random bits.
+    """Whether PyTorch's global generator was seeded; otherwise its seed has 64 random bits.
 
-    A seed of more than 32 bits, such as a clock's, looks like none.
+    A seed of more than 32 bits, such as a clock's, is taken for an unseeded one.
     """
     # PyTorch adds 2**64 to negative ones.
     return not 1 << 32 <= torch.initial_seed() < (1 << 64) - (1 << 32)
@@ -403,11 +405,11 @@ def is_dataloader(loader: Any) -> bool:
 
 
 def has_iterable_dataset(loader: Any) -> bool:
-    """Whether a ``DataLoader`` has no sampler: its dataset alone knows what comes next."""
+    """Whether a ``DataLoader`` has no sampler: its dataset alone determines what comes next."""
     return isinstance(loader.dataset, IterableDataset)
 
 
 def iterates_its_own_way(loader: Any) -> list[Any]:
-    """The methods with which a subclass of ``DataLoader`` has replaced how it is iterated."""
+    """The methods of iteration that a subclass of ``DataLoader`` overrides."""
     kinds = type(loader).__mro__[: type(loader).__mro__.index(dataloader.DataLoader)]
     return [vars(kind)[name] for kind in kinds for name in ("__iter__", "_get_iterator") if name in vars(kind)]

@@ -1,4 +1,4 @@
-"""Process groups of this process: who is in them, how far they are, how long they wait."""
+"""Process groups of this process: their members, counters and timeouts."""
 
 from collections import deque
 from collections.abc import Callable, Collection
@@ -22,12 +22,12 @@ class OwnGroup(NamedTuple):
 
 
 class GroupCalls(NamedTuple):
-    """What a process group says of itself, whether or not there is a recorder.
+    """What a process group counts itself, with or without a recorder.
 
     Attributes:
         name: Its unique name.
         backends: Names of its back ends: ``("gloo",)``.
-        called: How many collectives this process has called in it; None where its back end does not count them.
+        called: How many collectives this process has called in it; None if its back end does not count them.
     """
 
     name: str
@@ -36,7 +36,7 @@ class GroupCalls(NamedTuple):
 
 
 def group_calls() -> list[GroupCalls]:
-    """What the groups of this process count themselves, which no setting turns off. Takes some microseconds."""
+    """The counters of this process's groups, which no setting turns off. Takes some microseconds."""
     return [GroupCalls(group.group_name, _backends(group), _count(group)) for group in groups_here()]
 
 
@@ -60,13 +60,13 @@ def counts() -> tuple[int | None, ...]:
 
 
 def calls_besides(descriptions: Collection[str]) -> int:
-    """How many collectives this process has called in its groups, those of these descriptions aside."""
+    """How many collectives this process has called in its groups, except those with these descriptions."""
     groups = (group for group in groups_here() if group.group_desc not in descriptions)
     return sum(count for count in map(_count, groups) if count is not None)
 
 
 def groups_made() -> int:
-    """How many process groups this process has taken part in making, as a member or not; -1 before the first one."""
+    """How many process groups this process has taken part in making, as a member or not; -1 before the first."""
     return dist.distributed_c10d.get_pg_count() if distributed_is_initialized() else -1
 
 
@@ -90,7 +90,7 @@ def distributed_is_initialized() -> bool:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an exception says only that a collective failed, because a peer is gone or late, or by an abort.
+    """Whether an exception only reports that a collective failed: a peer is gone or late, or it was aborted.
 
     Gloo has no exception type of its own: it raises ``RuntimeError`` with its source path or a socket's error in the
     text.
@@ -113,18 +113,18 @@ _GLOO_MARKS = (
 
 @marked(Mark.VOTE)
 def wait_for_vote(work: Any, tensor: Any) -> int:
-    """Waits for a vote, and gives the flags that any rank has set."""
+    """Waits for a vote; returns the flags that any rank has set."""
     work.wait()
     return int(tensor.item())
 
 
 class VoteGroup:
-    """A gloo process group of our own, on which ranks vote without waiting; made by all ranks at the same time.
+    """A gloo process group of this package for asynchronous votes; all ranks create it together.
 
     Args:
         description: The group's description.
-        timeout_s: Seconds after which a vote that not all ranks take part in fails.
-        connect_s: Seconds that ranks are given to connect.
+        timeout_s: Seconds after which a vote fails if not all ranks take part.
+        connect_s: Seconds for ranks to connect.
 
     Raises:
         RuntimeError: If they cannot: gloo takes the network interface that the host's name resolves to, or the one
@@ -140,12 +140,12 @@ class VoteGroup:
         self._works: deque[Any] = deque()
 
     def start(self, flags: int) -> Callable[[], int]:
-        """Starts a vote, and does not wait for it.
+        """Starts a vote without waiting for it.
 
         Returns:
-            A function that waits for it, and gives the flags that any rank has set.
+            A function that waits for it and returns the flags that any rank has set.
         """
-        # One element: of more, gloo makes several messages, which takes three times the processor time.
+        # One element: for more, gloo sends several messages, which takes three times the processor time.
         tensor = torch.tensor((flags,), dtype=torch.int64)
         # dist.all_reduce does the same, after 20 µs of checks.
         work = self._group.allreduce([tensor], self._any)
@@ -163,7 +163,7 @@ class VoteGroup:
         return [tensor.tolist() for tensor in everybodys]
 
     def close(self) -> None:
-        """Gives the group back, unless a vote on it has not ended: waiting for that could take for ever."""
+        """Destroys the group, unless a vote on it has not ended: waiting for that could take forever."""
         if all(work.is_completed() for work in self._works):
             with suppress(Exception):
                 dist.destroy_process_group(self._group)
@@ -185,7 +185,7 @@ def time_collectives_on_device() -> int:
     for group in groups_here():
         backend = backend_of(group, "cuda")
         if backend is not None and "nccl" in backend.name().lower():
-            # Bound on the group only, which passes it on to its back ends.
+            # Only the group has this binding; it passes it on to its back ends.
             group._enable_collectives_timing()
             count += 1
     return count
@@ -198,7 +198,7 @@ def groups_here() -> list[Any]:
 
 
 def backend_of(group: Any, device: str) -> Any:
-    with suppress(RuntimeError):  # the group has none for this type of device
+    with suppress(RuntimeError):  # the group has no back end for this type of device
         return group._get_backend(torch.device(device))
     return None
 
@@ -209,7 +209,7 @@ class TimedGroup(NamedTuple):
     Attributes:
         name: The group's unique name.
         description: Its description.
-        timeout_s: Seconds; the longest, where it has several back ends.
+        timeout_s: Seconds; the longest if it has several back ends.
         group: The group itself.
     """
 
@@ -227,7 +227,7 @@ class TimedGroup(NamedTuple):
 
 
 def timed_groups() -> list[TimedGroup]:
-    """The process groups that this process is a member of; without those whose back end has no timeout to set."""
+    """The process groups that this process is a member of; except those whose timeout cannot be set."""
     timeouts = [(group, _timeout_s(group)) for group in groups_here()]
     return [
         TimedGroup(group.group_name, group.group_desc, timeout_s, group)
@@ -244,9 +244,9 @@ def _timeout_s(group: Any) -> float | None:
 
 
 def was_aborted() -> bool:
-    """Whether a group of NCCL has met an error: what was queued behind its collectives may have run on partial sums.
+    """Whether an NCCL group has had an error: work queued behind its collectives may have used partial sums.
 
-    Also true where that cannot be asked.
+    Also true if that cannot be determined.
     """
     for group in groups_here():
         backend = backend_of(group, "cuda")

@@ -1,4 +1,4 @@
-"""The Flight Recorders of this process: made, asked and read."""
+"""Creates and reads the Flight Recorders of this process."""
 
 import ctypes
 import gc
@@ -20,10 +20,10 @@ from lightning_ncclsafe._torch.build import c10d
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 
-# NCCL keeps a recorder of its own, absent from CPU builds; every other back end (and, in newer releases, "nccl2")
-# writes to the general one. Both are asked, so that a job with gloo and NCCL groups is seen whole.
+# NCCL has its own recorder, absent from CPU builds; every other back end (and, in newer releases, "nccl2")
+# writes to the general one. Both are read, so that a job with gloo and NCCL groups is complete.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-# Whose collectives each of them is known to keep.
+# The back ends whose collectives each of them is known to record.
 _RECORDER_OF = {"nccl": _RECORDERS[0], "gloo": _RECORDERS[1]}
 # CU_STREAM_CAPTURE_MODE_RELAXED and CU_EVENT_DISABLE_TIMING of CUDA's driver.
 _CAPTURE_MODE_RELAXED = 2
@@ -32,12 +32,12 @@ _DRIVER_ANSWERS_S = 1.0
 
 
 def dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
-    """What each Flight Recorder of this process holds, as PyTorch's own JSON.
+    """The content of each Flight Recorder of this process, as PyTorch's own JSON.
 
     Args:
         collectives: Whether to include the entries; without them only the position of each group is dumped, which
             takes about 0.05 ms. Of a recorder of more than ``MOST_ENTRIES`` only the newest are included, and of
-            NCCL's only those that are outstanding. They are not to be asked for unless :func:`driver_answers`.
+            NCCL's only outstanding ones. Only ask for them if :func:`driver_answers`.
     """
     is_large = collectives and size(DEFAULT_SIZE) > MOST_ENTRIES
     for name in _RECORDERS:
@@ -53,11 +53,11 @@ def dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _captures_undisturbed() -> Iterator[None]:
-    """For reading entries of NCCL's recorder while another thread may capture a CUDA graph.
+    """Around reading entries of NCCL's recorder, as another thread may be capturing a CUDA graph.
 
     The recorder asks CUDA about the events of its entries. While a stream is captured in the default mode, such a call
-    of any thread makes the capture invalid, unless the thread has said that it has nothing to do with it. PyTorch's
-    watchdog says so, too (``CUDAStreamCaptureModeGuard``).
+    on any thread invalidates the capture, unless the thread has switched to the relaxed mode. PyTorch's watchdog does
+    so, too (``CUDAStreamCaptureModeGuard``).
     """
     if not _uses_cuda():
         yield
@@ -69,12 +69,12 @@ def _captures_undisturbed() -> Iterator[None]:
         yield
     finally:
         if is_said:
-            # What the thread had said before.
+            # The thread's mode before.
             exchange(ctypes.byref(mode))
 
 
 def _uses_cuda() -> bool:
-    # Without CUDA no driver is loaded for this alone; ROCm goes by its name, with another.
+    # Without CUDA, no driver is loaded just for this; ROCm also calls itself CUDA, with another driver.
     return torch.version.cuda is not None and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
@@ -87,12 +87,11 @@ _question = SideThread("ncclsafe-cuda-driver")
 
 
 def driver_answers() -> bool:
-    """Whether CUDA's driver answers within a second, so that entries can be read; true where CUDA is not used.
+    """Whether CUDA's driver answers within a second, so that entries can be read; true if CUDA is not used.
 
-    It may not where another thread holds the lock of a device's context, as ``cudaFree`` may while it waits for a
-    kernel that never ends; this has not been seen on a GPU. Reading entries would wait for that lock as well, with the
-    GIL, and all Python of this process with it. This asks on a thread of its own, without the GIL, for the same that
-    the recorder asks for.
+    It may not if another thread holds the lock of a device's context, as ``cudaFree`` may while it waits for a kernel
+    that never ends; this has not been seen on a GPU. Reading entries would wait for that lock with the GIL held, and so
+    block all Python of this process. This makes the recorder's query on another thread, without the GIL.
     """
     if not _uses_cuda():
         return True
@@ -101,15 +100,15 @@ def driver_answers() -> bool:
         _question.answer(_DRIVER_ANSWERS_S)
     except UnansweredError:
         return False
-    except Exception:  # a driver of another kind; what it answers does not matter
+    except Exception:  # a driver of another kind; its answer does not matter
         return True
     return True
 
 
 def _ask_driver() -> None:
-    """Asks about an event on each device that this process uses; what the answer is does not matter."""
+    """Queries an event on each device that this process uses; the answer does not matter."""
     driver = _driver()
-    # Of this thread, which ends with it.
+    # The context of this thread, which ends with it.
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
     for number in range(torch.cuda.device_count()):
         device, flags, is_used = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
@@ -139,7 +138,7 @@ def can_be_read(backend: str) -> bool:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads what the recorder dumps: lists, dictionaries, numbers and text. Nothing that is imported or called."""
+    """Reads the recorder's dumps: lists, dictionaries, numbers and text. Imports and calls nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"The Flight Recorder's dump asks for {module}.{name}; it should be plain data.")
@@ -148,11 +147,11 @@ class _PlainUnpickler(pickle.Unpickler):
 def entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
     """The entries of each Flight Recorder of this process, oldest first.
 
-    As pickle, which takes half the time of JSON: some 7 µs an entry (torch 2.13). The GIL is held meanwhile, so of
-    recorders of more than ``MOST_ENTRIES`` nothing is read, nor while CUDA's driver does not answer.
+    As pickle, which takes half the time of JSON: some 7 µs an entry (torch 2.13). The GIL is held meanwhile, so
+    recorders of more than ``MOST_ENTRIES`` are not read, nor is any while CUDA's driver does not answer.
 
     Args:
-        stacks: Whether to include the Python stack of each call, innermost frame first: 5 µs an entry more.
+        stacks: Whether to include the Python stack of each call, innermost frame first: another 5 µs per entry.
     """
     if size(DEFAULT_SIZE) > MOST_ENTRIES or not driver_answers():
         return
@@ -165,14 +164,14 @@ def entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
 
 
 class _Unimported(ModuleType):
-    """Stands for a module that is not imported just for one of its functions; everything else is the module's own."""
+    """Replaces one function of a module that is not imported for it; everything else is the module's own."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self.__name__), name)
 
 
 class _NothingGenerated:
-    """Stands for Inductor's cache of generated code, which is empty while Inductor is not imported."""
+    """Replaces Inductor's cache of generated code, which is empty while Inductor is not imported."""
 
     def stack_frames_for_code(self, path: str, lineno: int) -> None:
         return None
@@ -183,9 +182,9 @@ class _NothingGenerated:
 
 @contextmanager
 def _inductor_not_imported() -> Iterator[None]:
-    """For reading stacks: torch asks Inductor what code it has generated (torch 2.13: python_tracer.cpp).
+    """Around reading stacks: torch imports Inductor to ask for generated code (torch 2.13: python_tracer.cpp).
 
-    Importing it for that takes a second and 800 modules, and never ends where the main thread hangs in that import.
+    That takes a second and 800 modules, and never ends if the main thread hangs in the same import.
     """
     codecache = sys.modules.get("torch._inductor.codecache")
     if hasattr(codecache, "PyCodeCache") and getattr(vars(torch).get("_inductor"), "codecache", None) is codecache:
@@ -206,7 +205,7 @@ def _inductor_not_imported() -> Iterator[None]:
 
 
 def _load_plain(data: bytes) -> Any:
-    """Ten objects an entry would set off Python's garbage collector, also for all that the training has: 0.2 s once."""
+    """Unpickles without garbage collection: ten objects per entry would trigger one of all objects, 0.2 s."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -223,7 +222,7 @@ _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def size(default: int) -> int:
-    """How many entries the Flight Recorder keeps by the user's word, in the environment; 0 where it is off."""
+    """The size of the Flight Recorder that the user has set in the environment; 0 if it is off."""
     for name in _SIZES:
         with suppress(KeyError, ValueError):
             return max(int(os.environ[name]), 0)
@@ -232,7 +231,7 @@ def size(default: int) -> int:
 
 @contextmanager
 def of_size(default: int) -> Iterator[None]:
-    """What is made meanwhile finds this size of the recorder in the environment, unless the user has said how many.
+    """Sets the size of recorders created meanwhile in the environment, unless the user has set one.
 
     Both the recorders and NCCL's process groups look there.
     """
@@ -247,10 +246,10 @@ def of_size(default: int) -> Iterator[None]:
 
 
 def make(default: int) -> None:
-    """Makes the Flight Recorders of this process, where there are none yet, unless the user has said how many entries.
+    """Creates the Flight Recorders of this process if there are none yet, unless the user has set their size.
 
-    A recorder is made at its first use and keeps the size that the environment says then, off or on: asking it for a
-    dump is a use, and so is a process group's first collective.
+    A recorder is created at its first use, with the size in the environment at that time, on or off: a dump is a use,
+    and so is a process group's first collective.
     """
     with of_size(default):
         for _ in dumps(collectives=False):

@@ -11,11 +11,11 @@ class SentTogether(NamedTuple):
     """Parameters that torch sends in one collective.
 
     Attributes:
-        parameters: Their names, as far as ``named_modules`` gives them to the module that was asked for.
-        elements: Elements of all ranks together, padding included.
-        shard_elements: Elements of one rank, padding included; 0 where every rank has all.
+        parameters: Their names below the module in question.
+        elements: Elements on all ranks together, with padding.
+        shard_elements: Elements on one rank, with padding; 0 if every rank has all.
         size_bytes: Bytes of ``elements``.
-        groups: Names of the process groups that they are sent in.
+        groups: Names of the process groups of these collectives.
     """
 
     parameters: tuple[str, ...]
@@ -26,16 +26,16 @@ class SentTogether(NamedTuple):
 
 
 def ddp_buckets(module: Any) -> list[list[SentTogether]]:
-    """The buckets of a ``DistributedDataParallel``, in the order in which they are reduced; nothing for other modules.
+    """The buckets of a ``DistributedDataParallel``, in the order in which they are reduced; empty for other modules.
 
-    Two lists where DDP makes new ones after the first step, in the order in which the gradients came: which is taken
-    to be that of the parameters, backwards. To ask DDP (``_get_ddp_logging_data``) would wait for the lock that its
-    reducer holds for as long as it waits for a bucket (seen with torch 2.13).
+    Two lists if DDP rebuilds them after the first step, in the order of the gradients, which is taken to be the reverse
+    of the parameters'. Asking DDP (``_get_ddp_logging_data``) would wait for the lock that its reducer holds while it
+    waits for a bucket (seen with torch 2.13).
     """
     if not isinstance(module, DistributedDataParallel):
         return []
     first, later = c10d._DEFAULT_FIRST_BUCKET_BYTES, int(module.bucket_bytes_cap)
-    # Not in older releases, in which the default could not be told from the same size given by the user.
+    # Not in older releases, where the default is indistinguishable from the same size set by the user.
     config: Any = getattr(module, "_bucket_config", None)
     caps = [min(getattr(config, "first_bucket_bytes_cap", first), later), later]
     caps = [*getattr(config, "per_bucket_bytes_caps", ())] or caps
@@ -49,7 +49,7 @@ def ddp_buckets(module: Any) -> list[list[SentTogether]]:
 
 
 def sends_buffers(module: Any) -> bool:
-    """Whether each forward pass, also one that evaluates, begins with a broadcast of the module's buffers."""
+    """Whether each forward pass, even in an evaluation, begins with a broadcast of the module's buffers."""
     ddp: Any = module
     return isinstance(module, DistributedDataParallel) and bool(ddp.will_sync_module_buffers())
 
@@ -78,7 +78,7 @@ def _group_names(*groups: Any) -> tuple[str, ...]:
 
 
 def fsdp_units(module: Any) -> list[SentTogether]:
-    """What FSDP or FSDP2 sends for this very module, those below it aside; nothing where it is not wrapped."""
+    """What FSDP or FSDP2 sends for this module itself, without its submodules; empty if it is not wrapped."""
     handle = getattr(module, "_handle", None)
     if handle is not None and hasattr(handle, "flat_param"):
         return [_flat_unit(module, handle)]
@@ -86,7 +86,7 @@ def fsdp_units(module: Any) -> list[SentTogether]:
 
 
 def param_groups(module: Any) -> list[Any]:
-    """FSDP2's own of this very module."""
+    """FSDP2's parameter groups of this module itself."""
     state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     # A list from torch 2.12 on.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -95,7 +95,7 @@ def param_groups(module: Any) -> list[Any]:
 
 def _flat_unit(module: Any, handle: Any) -> SentTogether:
     flat = handle.flat_param
-    # The parameter itself is one rank's share or all of it, by turns.
+    # The parameter itself is sometimes one rank's share and sometimes all of it.
     shard = flat._sharded_size.numel()
     elements = shard * handle.process_group.size() if handle.uses_sharded_strategy else 0
     elements = elements or flat._unpadded_unsharded_size.numel()

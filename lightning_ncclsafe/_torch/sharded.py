@@ -1,4 +1,4 @@
-"""What one rank has of a model that is split, and distributed checkpoints of it, without a collective."""
+"""One rank's part of a sharded model, and its distributed checkpoints, without collectives."""
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator
@@ -12,15 +12,15 @@ from lightning_ncclsafe._torch.tensors import saved_buffers
 
 
 class FlatPart(NamedTuple):
-    """What this rank has of a parameter that FSDP has made a part of a flat one, which is cut into equal pieces.
+    """This rank's part of a parameter that FSDP has flattened together with others and cut into equal pieces.
 
     Attributes:
-        name: As in the model without FSDP.
-        parameter: As optimizers know it.
-        shape: Of the whole.
-        begin: The first value that is here, counted through the whole.
-        numel: Number of values that are here.
-        values: Gives them as they are now.
+        name: Name in the model without FSDP.
+        parameter: The parameter that optimizers have.
+        shape: Shape of the whole parameter.
+        begin: Index of the first value of this part in the whole.
+        numel: Number of values of this part.
+        values: Returns their current values.
     """
 
     name: str
@@ -32,15 +32,15 @@ class FlatPart(NamedTuple):
 
 
 class UnknownSplitError(Exception):
-    """A model is split in a way that cannot be read on one rank alone; the message says how."""
+    """A model is sharded in a way that cannot be read on one rank alone; the message says how."""
 
 
 def flat_parts(model: torch.nn.Module) -> Iterator[FlatPart]:
-    """Each parameter of FSDP; nothing where the model is not FSDP's.
+    """The parameters of FSDP; empty if the model is not wrapped by FSDP.
 
     Raises:
-        UnknownSplitError: FSDP was told something with which Lightning loads no sharded checkpoint, or that keeps
-            optimizers from knowing the parameters.
+        UnknownSplitError: If FSDP has options with which Lightning loads no sharded checkpoint, or optimizers do not
+            have the parameters.
     """
     for prefix, module in model.named_modules():
         handle: Any = getattr(module, "_handle", None)
@@ -68,22 +68,22 @@ def flat_parts(model: torch.nn.Module) -> Iterator[FlatPart]:
 
 
 def _flat_values(flat: Any, begin: int, numel: int) -> torch.Tensor:
-    # The parameter itself is one rank's share or all of it, by turns; only that share before the first batch.
+    # The parameter itself is sometimes one rank's share and sometimes all of it; only the share before the first batch.
     values: torch.Tensor = getattr(flat, "_local_shard", flat)
     return values.detach()[begin : begin + numel]
 
 
 def _saved_name(name: str) -> str:
-    """The name in a checkpoint: without what wraps modules to split, recompute or compile them."""
+    """The name in a checkpoint, without the wrappers of sharding, recomputation and compilation."""
     for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
         name = name.replace(wrapper, "")
     return name
 
 
 def split_parameters(model: torch.nn.Module) -> dict[str, Any]:
-    """All parameters by their names in a checkpoint, those of FSDP2 as optimizers know them.
+    """All parameters by their names in a checkpoint; for FSDP2, the ones that optimizers have.
 
-    In the middle of a batch the module has whole parameters in their places.
+    In the middle of a batch the module itself has whole parameters instead.
     """
     split: dict[tuple[int, str], Any] = {}
     for module in model.modules():
@@ -106,12 +106,12 @@ def plain_buffers(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any],
 
 
 def saved_names(model: torch.nn.Module, *, is_flat: bool) -> set[str]:
-    """The names that the model's own way to its state gives, without a collective.
+    """The names in the model's own state dict, without a collective.
 
     Args:
         model: The model.
-        is_flat: Whether it is FSDP's, which gathers whole parameters for that: then the names of what is registered,
-            and of what modules add that save in their own way.
+        is_flat: Whether it is wrapped by FSDP, which gathers whole parameters for a state dict: then the names of all
+            that is registered, and of what modules with their own state dict add.
     """
     if not is_flat:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -125,16 +125,16 @@ def saved_names(model: torch.nn.Module, *, is_flat: bool) -> set[str]:
         elif kind.state_dict is not torch.nn.Module.state_dict and not [*flat_parts(module)]:
             found |= {f"{before}{name}".removeprefix(".") for name in module.state_dict()}
     managed = {id(part.parameter) for part in flat_parts(model)}
-    # What FSDP was told to ignore is saved as it is.
+    # Parameters that FSDP ignores are saved unchanged.
     found |= {_saved_name(name) for name, parameter in model.named_parameters() if id(parameter) not in managed}
     return found
 
 
 def split_of(value: Any) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]], Any] | None:
-    """Of a DTensor its shape, where this rank's part lies in it, and the part; None of anything else.
+    """A DTensor's shape, the offset of this rank's part, and the part; None for anything else.
 
     Raises:
-        UnknownSplitError: Ranks have summands of it.
+        UnknownSplitError: If ranks have partial sums.
     """
     if not hasattr(value, "_local_tensor"):
         return None
@@ -147,13 +147,13 @@ def split_of(value: Any) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], t
 
 
 def import_checkpointing() -> None:
-    """What is needed in the end: imports may wait for the main thread then."""
+    """Imports in advance what a save at the end needs: then, imports may wait for the main thread."""
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.tensor._utils  # noqa: F401
 
 
 def flattened(state: Any) -> Iterator[tuple[list[str | int], Any]]:
-    """The entries of a nested state, each with its path, as torch.distributed.checkpoint takes them apart."""
+    """The entries of a nested state, each with its path, as torch.distributed.checkpoint flattens it."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     values, paths = flatten_state_dict(state)
@@ -162,7 +162,7 @@ def flattened(state: Any) -> Iterator[tuple[list[str | int], Any]]:
 
 
 def save_part(value: Any, file: BinaryIO) -> None:
-    """As :func:`save`; of a view only what it shows."""
+    """As :func:`save`, but of a view only its own elements."""
     if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
         value = value.clone()
     torch.save(value, file)
@@ -179,7 +179,7 @@ class StoredChunk(NamedTuple):
 
 
 class StoredEntry(NamedTuple):
-    """One entry of a distributed checkpoint; without a type a value that is no tensor."""
+    """One entry of a distributed checkpoint; without a type, a value that is no tensor."""
 
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
@@ -188,10 +188,10 @@ class StoredEntry(NamedTuple):
 
 
 def distributed_metadata(entries: Iterable[StoredEntry]) -> bytes:
-    """The content of ``.metadata``, by which PyTorch finds everything else.
+    """The content of ``.metadata``, the index of a distributed checkpoint.
 
     Raises:
-        ValueError: There is no such type of tensors.
+        ValueError: If there is no such dtype.
     """
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -11,7 +11,7 @@ from lightning_ncclsafe.code.marks import Mark, marked
 
 
 def own_connection(prefix: str) -> Any:
-    """A connection of our own to the job's store, under a prefix.
+    """Another connection to the job's store, under a prefix.
 
     The default group's store object must not be shared: its socket is locked while the main thread waits in it.
 
@@ -27,7 +27,7 @@ def own_connection(prefix: str) -> Any:
 
 @marked(Mark.STORE)
 def agents_store() -> Any:
-    """A connection of our own to the store that torchrun's agent keeps, from before there is a process group.
+    """Another connection to the store of torchrun's agent, from before there is a process group.
 
     Raises:
         RuntimeError: If it cannot be reached.
@@ -41,16 +41,16 @@ def with_prefix(prefix: str, store: Any) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, store.clone())
 
 
-# Set by NCCL's watchdogs at an error, for the monitors of all ranks: they dump, wait eight minutes and abort. In this
-# order: torch 2.4 and later, older releases.
+# Set by NCCL's watchdogs at an error, for the monitors of all ranks: they dump, wait eight minutes and abort. First
+# the key of torch 2.4 and later, then that of older releases.
 _SIGNALS = ("exception_dump", "timeout_dump")
 
 
 def forget_last_start(store: Any) -> None:
-    """Deletes what an earlier start has left on the store of torchrun's agent.
+    """Deletes what an earlier start left on the store of torchrun's agent.
 
-    Ranks of this start would take the addresses in there for those of one another (pytorch/pytorch#135712), and the
-    monitor of NCCL's watchdogs would take an error of the last start for one of this, and abort a healthy run.
+    Ranks of this start would use its addresses for each other (pytorch/pytorch#135712), and the monitor of NCCL's
+    watchdogs would take an error of the last start for a new one, and abort a healthy run.
 
     Args:
         store: A connection to it; no rank of this start may have made its process group yet.
@@ -61,20 +61,20 @@ def forget_last_start(store: Any) -> None:
         store.delete_key(error_signal)
     if hasattr(store, "list_keys"):
         for key in store.list_keys():
-            # Of its groups, and of what shares its store, as our own connections do.
+            # Keys of its groups, and of users of its store, such as this package.
             if key.startswith("default_pg/"):
                 store.delete_key(key)
 
 
 @marked(Mark.STORE)
 def launched_store(host: str, port: int, rank: int, *, timeout_s: float = 30.0) -> Any:
-    """The store of a job that has no process group, found by what its launcher has put into the environment.
+    """The store of a job without a process group, found by the launcher's environment variables.
 
     Args:
         host: ``MASTER_ADDR``.
         port: ``MASTER_PORT``.
         rank: Global rank; 0 hosts the store, unless torchrun's agent does.
-        timeout_s: How long the host is waited for, seconds.
+        timeout_s: How long to wait for the host, seconds.
 
     Returns:
         A ``torch.distributed.Store``.

@@ -1,4 +1,4 @@
-"""Tensors of a model and of optimizers: how often they changed, copied to the host, saved and read."""
+"""Tensors of a model and its optimizers: counts of changes, copies to the host, saving and loading."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ import torch
 
 
 def spread_size(parameter: Any) -> tuple[int, int] | None:
-    """Elements of a DTensor: of all ranks together, and of this one; None for a tensor that is not spread."""
+    """Elements of a DTensor: on all ranks together, and on this one; None for an ordinary tensor."""
     local = getattr(parameter, "_local_tensor", None)
     return None if local is None else (int(parameter.numel()), int(local.numel()))
 
@@ -23,12 +23,12 @@ _COMPARED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def largest(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The largest absolute value of each: any order of comparing gives the same, and the device is not waited for.
+    """The largest absolute value of each, which does not depend on the order; does not wait for the device.
 
-    Of values of one byte the largest byte. No copy of a tensor is made.
+    For one-byte types the largest byte. Copies no tensor.
     """
     with torch.no_grad():
-        # A split tensor would ask other ranks.
+        # A sharded tensor would communicate with other ranks.
         own = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
         return [_largest(each) if each.numel() else each.sum() for each in own]
 
@@ -37,27 +37,27 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype.itemsize == 1 or not tensor.dtype.is_floating_point:
-        # Torch compares few of the types of numbers that it knows.
+        # Torch can compare only few of its dtypes.
         tensor = tensor.view(_COMPARED[tensor.dtype.itemsize])
     least, most = torch.aminmax(tensor)
     return torch.maximum(-least, most) if tensor.dtype.is_signed else most
 
 
 def change_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each has been changed in place: torch counts that for autograd, but for writes through ``.data``.
+    """How often each was changed in place: torch counts that for autograd, except writes through ``.data``.
 
-    A DTensor and the part that it is around each count only what they were told to do themselves.
+    A DTensor and its local tensor each count only their own operations.
     """
     return [tensor._version for tensor in tensors]
 
 
 def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Where each lies: what assigns to ``.data`` puts another tensor there, which counts as no change."""
+    """The address of each: assigning to ``.data`` puts another tensor there, which does not count as a change."""
     return [tensor.data_ptr() for tensor in tensors]
 
 
 def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Of each buffer that is saved with a module: its whole name, where it is kept, and under which name."""
+    """Each buffer that is saved with a module: its whole name, its owner, and its name there."""
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
@@ -71,13 +71,13 @@ def copy_all(copies: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies in memory, and as what; two views that are the same have the same."""
+    """A tensor's place in memory, with dtype, shape and strides; equal for equal views."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def queue_event() -> torch.cuda.Event:
-    """An event behind all that the calling thread has queued on its device until now."""
+    """An event after everything that the calling thread has queued on its device."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -85,10 +85,10 @@ def queue_event() -> torch.cuda.Event:
 
 @contextmanager
 def beside_others(device: Any) -> Iterator[None]:
-    """What the calling thread does on a device then, it does over a stream of its own, which waits for no other one.
+    """Makes the calling thread use a stream of its own on a device, which waits for no other stream.
 
-    What others have queued there, and may never run, is not waited for. Without it, a thread has the first of all
-    devices for its own, and a copy from any of them to the host waits for all that the device has to do.
+    So it does not wait for work of others, which may never run. Without this, a thread uses the first device, and a
+    copy from any device to the host waits for everything queued there.
 
     Args:
         device: The device that is trained on.
@@ -105,7 +105,7 @@ def to_host(value: Any) -> Any:
 
 def _to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        # A tensor of the host's is copied, too: it may change before it is written.
+        # A tensor on the host is copied, too: it may change before it is written.
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         moved = copy.copy(value)
@@ -117,17 +117,17 @@ def _to_host(value: Any) -> Any:
 
 
 def save(value: Any, file: BinaryIO) -> None:
-    """Writes a value as ``torch.load`` reads it."""
+    """Writes a value for ``torch.load``."""
     torch.save(value, file)
 
 
 def load_plain(file: BinaryIO) -> Any:
-    """Reads tensors and plain data, and nothing that could run."""
+    """Reads tensors and plain data only, nothing executable."""
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
 class _Left:
-    """Stands for an object that is left out: it takes whatever its pickle does to it, and keeps nothing."""
+    """A placeholder for an object that is left out: accepts everything its pickle does, and keeps nothing."""
 
     def __new__(cls, *_: Any, **__: Any) -> "_Left":
         return super().__new__(cls)
@@ -142,7 +142,7 @@ class _Left:
 
 
 class Outlined:
-    """Stands for a tensor.
+    """A placeholder for a tensor.
 
     Attributes:
         shape: Its shape.
@@ -163,7 +163,7 @@ _OUTLINED: dict[tuple[str, str], Any] = {
 
 
 class _OutlineUnpickler(pickle.Unpickler):
-    """Imports nothing, and calls nothing that is not in this file."""
+    """Imports nothing, and calls nothing outside of this file."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _OUTLINED.get((module, name), _Left)
@@ -173,14 +173,14 @@ class _OutlineUnpickler(pickle.Unpickler):
 
 
 def load_outline(path: str | os.PathLike[str]) -> Any:
-    """What a file of ``torch.save`` has in it: plain data, of tensors their shapes, and of all else nothing.
+    """The outline of a file of ``torch.save``: plain data, and the shapes of tensors; everything else is left out.
 
-    Unlike ``torch.load(weights_only=True)`` it reads a file in which objects of any class are, a path among the
-    hyperparameters for instance; those are left out.
+    Unlike ``torch.load(weights_only=True)`` it reads a file with objects of any class, for instance a path among the
+    hyperparameters; those are left out.
 
     Raises:
-        OSError, zipfile.BadZipFile: It is no such file.
-        Exception: It is damaged.
+        OSError, zipfile.BadZipFile: If it is no such file.
+        Exception: If it is damaged.
     """
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl")
@@ -188,11 +188,11 @@ def load_outline(path: str | os.PathLike[str]) -> Any:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: itself, and not a copy."""
+    """This rank's part of a tensor, not copied."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is one."""
+    """Whether a value is a tensor."""
     return isinstance(value, torch.Tensor)

@@ -4,8 +4,8 @@ from typing import Any
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
 from lightning_ncclsafe.code.own_work import OwnWork
-from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table
+from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.strategies.guarded import guards, timer_of
@@ -63,12 +63,12 @@ class CollectiveTimerHooks:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs what has come together meanwhile."""
+        """Logs the scalars since the last call."""
         if trainer.global_step % self.settings.every_n_steps == 0:
             self._log(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Puts all ranks' last recordings together, and shows what has come of it.
+        """Brings all ranks' last recordings together, and shows the results.
 
         After an exception this is not called; then the strategy keeps the trace.
         """

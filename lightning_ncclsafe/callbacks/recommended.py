@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_ncclsafe._lightning import package_of
-from lightning_ncclsafe.callbacks.dataset_agreement import DatasetAgreementHooks
+from lightning_ncclsafe.callbacks.declared import DatasetAgreementHooks
 
 
 def recommended(kinds: Sequence[type], callback: type, own: Sequence[Any], without: Collection[type]) -> list[Any]:

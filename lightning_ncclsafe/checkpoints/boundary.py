@@ -1,5 +1,6 @@
-"""What belongs together at the boundary of an optimizer step, as far as it is small enough to be copied there."""
+"""What belongs to the weights at the boundary of an optimizer step, copied there if small: counters and states."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,23 +9,24 @@ from typing import Any, Protocol
 from lightning_ncclsafe._lightning import package_of
 from lightning_ncclsafe._torch import tensors
 
-# Values of a callback's or a datamodule's state that is copied at each boundary; a larger one is read in the end.
+# A callback's or a datamodule's state of at most so many values is copied at each boundary; a larger one is read at
+# the end.
 _MOST_VALUES = 256
 
 
 NO_STEP = "no optimizer step was made yet"
-"""Why there is nothing to save at the beginning, which is no problem."""
+"""Why there is nothing to save at the beginning; not a problem."""
 
 
 class NotProvenError(RuntimeError):
-    """What there is does not belong together; the message says why."""
+    """The state cannot be proven consistent; the message says why."""
 
 
 class Event(Protocol):
-    """A moment in what is queued on a device, as ``torch.cuda.Event`` marks it."""
+    """A point in the work queued on a device, as ``torch.cuda.Event`` marks it."""
 
     def query(self) -> bool:
-        """Whether all has been done that was queued before; never waits."""
+        """Whether all work queued before is done; never waits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,21 +36,21 @@ class Boundary:
     Attributes:
         step: Lightning's ``global_step``.
         epoch: Its ``current_epoch``.
-        counts: The counters of all loops, see :class:`~lightning_ncclsafe.checkpoints.counters.LoopCounters`.
-        batches_that_stepped: Lightning's count of them, by which loggers number what they log.
+        counts: The counters of all loops, see :class:`~lightning_ncclsafe.checkpoints.boundary.LoopCounters`.
+        batches_that_stepped: Lightning's count of batches with a step, which loggers use as their step.
         schedulers: The states of learning rate schedulers.
-        groups: What the parameter groups of each optimizer have set, without the parameters.
-        is_over: Whether the batch is over; its hooks at the end may be under way otherwise.
+        groups: The settings of each optimizer's parameter groups, without the parameters.
+        is_over: Whether the batch is over; if not, the hooks at its end may still run.
         validates: Whether a validation comes before the next batch.
-        checks: Whether Lightning, resumed here, takes the batch for one that a validation follows.
-        states: States of callbacks by their keys, and of the datamodule under an empty one, that were copied.
-        loaders: States of the training's loaders that have one.
+        checks: Whether Lightning, resumed from here, assumes that a validation follows the batch.
+        states: Copied states of callbacks by their keys, and of the datamodule under an empty key.
+        loaders: States of those training loaders that have one.
         position: See :func:`~lightning_ncclsafe.checkpoints.position.capture`; None while the batch is not over.
         versions: See :meth:`~lightning_ncclsafe.checkpoints.weights.WatchedWeights.versions`.
-        largest: The largest absolute value of each tensor of weights, where that was noted.
-        done: On a device, passed when the step has been made there.
-        next_begins: On a device, passed right before the next step changes anything there.
-        versions_then: Like ``versions``, by the host's time of that.
+        largest: The largest absolute value of each tensor of weights, if recorded.
+        done: On a device, the end of the step.
+        next_begins: On a device, the point right before the next step changes anything.
+        versions_then: Like ``versions``, when the host queued that point.
     """
 
     step: int
@@ -71,12 +73,12 @@ class Boundary:
 
 
 def group_settings(optimizer: Any) -> list[dict[str, Any]]:
-    """What the parameter groups of an optimizer have set, without the parameters."""
+    """The settings of an optimizer's parameter groups, without the parameters."""
     return [_without_parameters(group) for group in optimizer.param_groups]
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    # A learning rate that is a tensor is changed in place.
+    # A learning rate that is a tensor changes in place.
     return {
         name: value.detach().clone() if tensors.is_tensor(value) else value
         for name, value in group.items()
@@ -85,24 +87,24 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def loader_states(trainer: Any) -> list[Any]:
-    """The states of the training's loaders that have one."""
+    """The states of those training loaders that have one."""
     loader = trainer.fit_loop._combined_loader
     return loader._state_dicts() if loader is not None else []
 
 
 def small_states(trainer: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What copies the state of each callback, by its key, and of the datamodule, under an empty one, if it is small."""
+    """Functions that copy small states: of each callback, by its key, and of the datamodule, under an empty key."""
     owners = [(callback.state_key, callback) for callback in trainer.callbacks]
     if trainer.datamodule is not None:
         owners.append(("", trainer.datamodule))
     for key, owner in owners:
-        # Most have only what Lightning gives to each, which is empty.
+        # Most have only Lightning's default, which is empty.
         kind = next(kind for kind in type(owner).__mro__ if "state_dict" in vars(kind))
         if package_of(kind) and kind.__name__ in ("Callback", "LightningDataModule"):
             continue
         try:
             _state_of(owner)
-        except Exception:  # too large, or not to be asked now: it is read in the end
+        except Exception:  # too large, or not available now: it is read at the end
             continue
         yield key, partial(_state_of, owner)
 
@@ -112,10 +114,10 @@ def _state_of(owner: Any) -> Any:
 
 
 def _plain_copy(state: Any) -> Any:
-    """A copy of containers, with the very values that they hold.
+    """A copy of the containers, with the same values in them.
 
     Raises:
-        ValueError: It is too large to be copied at each boundary.
+        ValueError: The state is too large to be copied at each boundary.
     """
     room = [_MOST_VALUES]
 
@@ -130,3 +132,78 @@ def _plain_copy(state: Any) -> Any:
         return value
 
     return copied(state)
+
+
+_BATCHES, _EVALUATED = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
+
+
+class LoopCounters:
+    """The counters of the training loop and of those within it.
+
+    Args:
+        fit_loop: Lightning's training loop.
+    """
+
+    def __init__(self, fit_loop: Any) -> None:
+        self._fit_loop = fit_loop
+        self._progress = [*_progress(fit_loop)]
+        self._parts = [vars(part) for _, progress in self._progress for part in _parts(progress)]
+
+    def copy(self) -> list[dict[str, Any]]:
+        """All counters as they are now, always in the same order."""
+        return [part.copy() for part in self._parts]
+
+    def loop_state(self, boundary: Boundary) -> dict[str, Any]:
+        """The state of the training loop in a checkpoint, as of the boundary.
+
+        When it resumes from that, Lightning continues with the next batch, after a validation if one was due.
+        """
+        state: dict[str, Any] = self._fit_loop.state_dict()
+        counts = iter(boundary.counts)
+        for name, progress in self._progress:
+            # A copy has its own parts, in the same order.
+            mirrored = copy.deepcopy(progress)
+            for part in _parts(mirrored):
+                vars(part).update({key: value for key, value in next(counts).items() if not hasattr(value, "__dict__")})
+            if name in (_BATCHES, _EVALUATED):
+                _complete(mirrored.total, mirrored.current)
+            if name == _EVALUATED and boundary.validates:
+                _begin_again(mirrored)
+            state[name] = mirrored.state_dict()
+        # Lightning adds one when it reaches the end of a batch again, but not when it begins with the next batch.
+        stepped = boundary.batches_that_stepped + (not boundary.is_over and not boundary.validates) - boundary.checks
+        state["epoch_loop.state_dict"] = {**state["epoch_loop.state_dict"], "_batches_that_stepped": stepped}
+        if boundary.loaders:
+            state["state_dict"] = {**state["state_dict"], "combined_loader": boundary.loaders}
+        return state
+
+
+def _progress(loop: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The counters of a loop and of those within it, by their names in a checkpoint."""
+    for name, value in vars(loop).items():
+        if type(value).__module__.endswith(".loops.progress"):
+            yield f"{prefix}{name}", value
+        elif any(kind.__module__.endswith(".loops.loop") for kind in type(value).__mro__):
+            yield from _progress(value, f"{prefix}{name}.")
+
+
+def _parts(progress: Any) -> Iterator[Any]:
+    """A counter and its parts."""
+    yield progress
+    for value in vars(progress).values():
+        if hasattr(value, "__dict__"):
+            yield from _parts(value)
+
+
+def _complete(*counts: Any) -> None:
+    for count in counts:
+        # Of the training batch, only hooks are left, and an evaluation that is over is not repeated.
+        count.ready = count.started = count.completed = count.processed
+
+
+def _begin_again(evaluated: Any) -> None:
+    """As if Lightning had stopped in the middle of the first validation batch: then it validates again."""
+    evaluated.current.reset()
+    evaluated.is_last_batch = False
+    for count in (evaluated.total, evaluated.current):
+        count.ready = count.started = count.completed + 1

@@ -1,4 +1,4 @@
-"""Who saves a run that is being ended, of all ranks that say where they stand: the same answer on every rank."""
+"""Which ranks save a run that is being ended: the same answer on every rank."""
 
 import json
 from collections.abc import Collection, Iterable, Sequence
@@ -13,15 +13,15 @@ _ORDER = "checkpoint/order"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What one rank says of its weights.
+    """What one rank reports about its weights.
 
     Attributes:
         rank: Global rank.
-        step: The step that they are of; -1 where that cannot be told.
+        step: The step that they belong to; -1 if unknown.
         validates: Whether a validation comes before the next batch.
         raised: Whether the rank itself has failed: another one is preferred.
-        why: Why it cannot save; empty where it can.
-        shard: Which part of the model it has: equal for equal parts, empty for all of it.
+        why: Why it cannot save; empty if it can.
+        shard: Which shard of the model it has: equal for equal shards, empty for the whole model.
     """
 
     rank: int
@@ -33,7 +33,7 @@ class Candidate:
 
 
 def publish_shard(exchange: Exchange, rank: int, shard: str) -> None:
-    """Publishes which part of the model this rank has, while all ranks are there; in the end some may not be.
+    """Publishes which shard of the model this rank has, while all ranks run; at the end, some may not.
 
     Raises:
         ExchangeError: If the exchange does not answer.
@@ -42,7 +42,7 @@ def publish_shard(exchange: Exchange, rank: int, shard: str) -> None:
 
 
 def published_shards(exchange: Exchange, world_size: int) -> list[str]:
-    """Which part of the model each rank has; one that never published it has a part that nobody else has.
+    """Which shard of the model each rank has; a rank that never published it counts as having a unique one.
 
     Raises:
         ExchangeError: If the exchange does not answer.
@@ -61,12 +61,12 @@ def agree_on_savers(
         exchange: What the ranks share.
         own: This rank.
         world_size: Number of ranks.
-        is_split: Whether each rank has a part of the model only.
-        deadline_s: Seconds that the others are waited for.
+        is_split: Whether each rank has only a shard of the model.
+        deadline_s: Seconds to wait for the others.
 
     Returns:
-        Who tries, in this order, the same on all ranks; and why nobody can, in words, where nobody can and any rank
-        has something to save.
+        The ranks that try to save, in this order, the same on all ranks; and why no rank can, in words, if no rank can
+        although there is something to save.
 
     Raises:
         ExchangeError: If the exchange does not answer.
@@ -96,11 +96,11 @@ def _shard_key(rank: int) -> str:
 
 
 def savers(candidates: Iterable[Candidate], shards: Collection[str] = ("",)) -> list[Candidate]:
-    """Who can save, in this order: of the newest step of which there is everything, healthy ones first.
+    """The ranks that can save, in this order: those with the newest complete step, healthy ones first.
 
     Args:
-        candidates: What ranks say of their weights.
-        shards: All parts that the model has.
+        candidates: What ranks report about their weights.
+        shards: All shards of the model.
     """
     able = [candidate for candidate in candidates if not candidate.why]
     for step in sorted({candidate.step for candidate in able}, reverse=True):
@@ -111,7 +111,7 @@ def savers(candidates: Iterable[Candidate], shards: Collection[str] = ("",)) -> 
 
 
 def writers(order: Iterable[Candidate]) -> list[int]:
-    """The ranks that save together: the first one of each part of the model."""
+    """The ranks that save together: the first one for each shard of the model."""
     first: dict[str, int] = {}
     for candidate in order:
         first.setdefault(candidate.shard, candidate.rank)
@@ -122,8 +122,8 @@ def why_none(candidates: Sequence[Candidate], shard_of: Sequence[str]) -> str:
     """Why no rank can save, in words.
 
     Args:
-        candidates: What ranks say of their weights.
-        shard_of: The part of the model that each rank of the job has; empty for all of it.
+        candidates: What ranks report about their weights.
+        shard_of: The shard of the model that each rank of the job has; empty for the whole model.
     """
     reasons: dict[str, list[int]] = {}
     for candidate in candidates:

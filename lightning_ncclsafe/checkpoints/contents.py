@@ -1,7 +1,7 @@
-"""What a checkpoint has in it, as Lightning itself puts it together, but as of a boundary and without a collective.
+"""The contents of a checkpoint, as Lightning itself makes them, but as of a boundary and without a collective.
 
-Lightning's own code is asked for it, with another view of the Trainer: counters, schedulers and small states are those
-that were copied at the boundary, and what asks other ranks is not there.
+Lightning's own code runs on another view of the Trainer: counters, schedulers and small states are those that were
+copied at the boundary, and whatever would ask other ranks is left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
 
-# The method of optimizers whose states are divided among ranks, such as ZeroRedundancyOptimizer: a collective.
+# Optimizers with states divided among ranks, such as ZeroRedundancyOptimizer, have this method, which is a collective.
 _CONSOLIDATE = "consolidate_state_dict"
 
 
@@ -29,7 +29,7 @@ class _View:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # A datamodule's state has the name of its class.
+        # In a checkpoint, a datamodule's state has the name of its class.
         return type(self._seen)
 
 
@@ -38,7 +38,7 @@ def optimizer_state_of_replica(optimizer: Any, groups: Sequence[Mapping[str, Any
 
     Args:
         optimizer: The optimizer, or Lightning's around it.
-        groups: What its groups had set at the boundary.
+        groups: The settings of its groups at the boundary.
     """
     state = getattr(optimizer, "_optimizer", optimizer).state_dict()
     # A scheduler may have set another learning rate since.
@@ -53,19 +53,19 @@ def contents(
     weights: Callable[[], Mapping[str, Any]],
     optimizer_state: Callable[[Any, Sequence[Mapping[str, Any]]], dict[str, Any]] = optimizer_state_of_replica,
 ) -> dict[str, Any]:
-    """The checkpoint, or what one rank has of it where a model is split, to be written while nothing changes it.
+    """The checkpoint, or one rank's part of it if the model is sharded; must be written while nothing changes it.
 
-    It has the very tensors that are trained. The user's hooks for saving are called, in the calling thread.
+    It contains the very tensors that are trained. The user's hooks for saving are called in the calling thread.
 
     Args:
         trainer: The ``Trainer``.
         ledger: Its ledger.
         boundary: What the weights belong to.
         weights: The state of the model.
-        optimizer_state: The state of an optimizer, given it and what its groups had set at the boundary.
+        optimizer_state: Makes the state of an optimizer from it and the settings of its groups at the boundary.
 
     Raises:
-        NotProvenError: A part of it only all ranks together have.
+        NotProvenError: Only all ranks together have a part of it.
         Exception: Whatever the user's hooks raise.
     """
     for optimizer in trainer.optimizers:

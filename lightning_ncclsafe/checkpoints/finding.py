@@ -1,6 +1,6 @@
-"""The newest checkpoint that is whole, found by every rank and agreed on by all, and what is in the way of others.
+"""The newest complete checkpoint, which all ranks agree on, and why newer ones are skipped.
 
-Each rank lists what it sees. Rank 0 takes the newest that all of them see alike, and the others follow it.
+Each rank lists the checkpoints that it sees. Rank 0 takes the newest that all ranks see alike, and the others follow.
 """
 
 import os
@@ -21,15 +21,15 @@ from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import clause
 
 _SUFFIX = ".ckpt"
-# A sharded checkpoint is a folder: its parts are in torch's distributed format, the rest in a file of Lightning's.
+# A sharded checkpoint is a folder: shards in torch's distributed format, and the rest in a file of Lightning's.
 _SHARDED = (METADATA, REST)
-# More than anybody keeps whose newest are all damaged.
+# Enough, even if the newest ones are all damaged.
 _MOST = 16
 _MOST_NAMED = 3
 
 
 class NoCommonCheckpointError(RuntimeError):
-    """The ranks could not agree on what to go on from; to begin anew on some of them would be worse."""
+    """The ranks could not agree on a checkpoint; if some started from scratch, that would be worse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class SeenCheckpoint:
 
     Attributes:
         path: Its absolute path.
-        size_bytes: Of the file; of a folder, of its files together.
+        size_bytes: The size of the file, or of all files in the folder.
         modified_ns: When it was written, nanoseconds since the epoch.
     """
 
@@ -49,12 +49,12 @@ class SeenCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What all ranks go on from.
+    """The checkpoint that all ranks resume from.
 
     Attributes:
-        path: The checkpoint; empty where there is none.
-        lines: What is said of others that were passed over.
-        error: Why ranks cannot go on at all; empty if they can.
+        path: The checkpoint; empty if there is none.
+        lines: Messages about checkpoints that are skipped.
+        error: Why ranks cannot resume or start at all; empty if they can.
     """
 
     path: str = ""
@@ -67,8 +67,8 @@ class CheckpointList:
     """What one rank has found.
 
     Attributes:
-        candidates: Those that are whole, the newest first.
-        lines: What is said of those that are not.
+        candidates: Complete checkpoints, the newest first.
+        lines: Messages about incomplete ones.
     """
 
     candidates: tuple[SeenCheckpoint, ...] = ()
@@ -86,19 +86,19 @@ def agree_on_newest(
     fits: Callable[[Path], str] = lambda _: "",
     say: Callable[[str], None] = say_on_stderr,
 ) -> str:
-    """The newest whole checkpoint that all ranks see alike; empty where there is none. All ranks call it.
+    """The newest complete checkpoint that all ranks see alike; empty if there is none. All ranks call it.
 
     Args:
-        folders: Where to look.
+        folders: The folders to search.
         exchange: What the ranks share.
         rank: This rank.
         world_size: Number of ranks.
-        deadline_s: Seconds that the other ranks are waited for.
-        fits: Why a checkpoint is not one of this training, in words; empty if it is. Asked on rank 0.
+        deadline_s: Seconds to wait for the other ranks.
+        fits: Why this training cannot resume from a checkpoint, in words; empty if it can. Called on rank 0.
         say: Prints a line to the user.
 
     Raises:
-        NoCommonCheckpointError: On all ranks, where some see checkpoints and others none, or ranks did not come.
+        NoCommonCheckpointError: On all ranks, if only some see checkpoints, or some ranks did not answer.
     """
     seen = found_in(folders)
     try:
@@ -109,15 +109,15 @@ def agree_on_newest(
             choice = chosen(
                 [codec.decode(CheckpointList, answers[key]) for key in keys if key in answers], world_size, fits
             )
-            told = keep_trying(
+            encoded = keep_trying(
                 exchange, lambda: exchange.set_if_absent("resume/choice", codec.encode(choice)), deadline_s=deadline_s
             )
         else:
-            # Longer than rank 0 waits for the others.
+            # Longer than rank 0 itself waits.
             found = wait_for_keys(exchange, ["resume/choice"], deadline_s=2 * deadline_s)
             late = Choice(error="rank 0 did not announce a checkpoint to resume from")
-            told = found.get("resume/choice") or exchange.set_if_absent("resume/choice", codec.encode(late))
-        choice = codec.decode(Choice, told)
+            encoded = found.get("resume/choice") or exchange.set_if_absent("resume/choice", codec.encode(late))
+        choice = codec.decode(Choice, encoded)
     except (ExchangeError, codec.DecodeError) as error:
         raise NoCommonCheckpointError(
             f"rank {rank} could not agree with the others on a checkpoint: {error}"
@@ -131,7 +131,7 @@ def agree_on_newest(
 
 
 def found_in(folders: Iterable[Path]) -> CheckpointList:
-    """The checkpoints of these folders, the newest first; a folder that is not there has none."""
+    """The checkpoints in these folders, the newest first; a missing folder has none."""
     candidates, lines = list[SeenCheckpoint](), list[str]()
     for folder in dict.fromkeys(folders):
         try:
@@ -165,7 +165,7 @@ def _candidate(path: Path) -> SeenCheckpoint:
 
 
 def why_not_whole(path: Path) -> str:
-    """Why a checkpoint cannot be loaded, in words; empty if nothing speaks against it. Nothing of it is unpickled."""
+    """Why a checkpoint cannot be loaded, in words; empty if no reason is found. Nothing is unpickled."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -177,7 +177,7 @@ def why_not_whole(path: Path) -> str:
             status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "it is not a file"
-        # The list of what is in it comes last: a file that was cut off has none.
+        # The directory of a zip file is at its end: a truncated file has none.
         with zipfile.ZipFile(path) as file:
             names = {name.rpartition("/")[2] for name in file.namelist()}
         return "" if "data.pkl" in names else "it is not a PyTorch checkpoint"
@@ -188,13 +188,13 @@ def why_not_whole(path: Path) -> str:
 
 
 def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path], str] = lambda _: "") -> Choice:
-    """What all go on from, of what each rank that came has seen, by rank."""
+    """The common choice, made from what each rank that answered has seen, by rank."""
     if len(seen) < world_size:
         return Choice(error=f"{world_size - len(seen)} of {world_size} ranks did not report which checkpoints they see")
     lines = [*dict.fromkeys(line for one in seen for line in one.lines)]
-    by_rank = [{(one.path, one.size_bytes) for one in told.candidates} for told in seen]
+    by_rank = [{(one.path, one.size_bytes) for one in one_rank.candidates} for one_rank in seen]
     every = sorted(
-        {(one.path, one.size_bytes): one for told in seen for one in told.candidates}.values(),
+        {(one.path, one.size_bytes): one for one_rank in seen for one in one_rank.candidates}.values(),
         key=lambda one: (one.modified_ns, one.path),
         reverse=True,
     )
@@ -209,7 +209,7 @@ def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path
         else:
             return Choice(path=one.path, lines=tuple(lines))
     if passed:
-        # To begin anew would be to lose what is there.
+        # Starting from scratch would lose the progress in them.
         named = ", ".join(one.path for one in every[:_MOST_NAMED])
         return Choice(
             lines=tuple(lines),
@@ -220,12 +220,12 @@ def chosen(seen: Sequence[CheckpointList], world_size: int, fits: Callable[[Path
 
 
 def why_unfit(path: Path, expected: Mapping[str, Any] | None, *, steps: int = 0) -> str:
-    """Why this training cannot go on from a checkpoint, in words; empty if nothing speaks against it.
+    """Why this training cannot resume from a checkpoint, in words; empty if no reason is found.
 
     Args:
-        path: Of a file or a folder.
-        expected: The model's ``state_dict``; None where any may do. What a folder has of it is not looked at.
-        steps: Optimizer steps that the Trainer itself has made already, in a ``fit`` before this one.
+        path: A file or a folder.
+        expected: The model's ``state_dict``; None if unknown. Not compared with a folder.
+        steps: Optimizer steps that the Trainer has already made, in an earlier ``fit``.
     """
     try:
         content: Any = tensors.load_outline(path / REST if path.is_dir() else path)
@@ -233,7 +233,7 @@ def why_unfit(path: Path, expected: Mapping[str, Any] | None, *, steps: int = 0)
         return f"it cannot be read ({error})"
     except Exception:  # Lightning will load it, or say why not
         return ""
-    # As Lightning asks of what it goes on from.
+    # Lightning requires this to resume.
     if not isinstance(content, Mapping) or "lr_schedulers" not in content:
         return "it has weights only (save_weights_only=True), so training cannot resume from it"
     step = content.get("global_step")
@@ -247,14 +247,14 @@ def why_unfit(path: Path, expected: Mapping[str, Any] | None, *, steps: int = 0)
     names = {*found}
     more, less = sorted(names - expected.keys()), sorted(expected.keys() - names)
     other = [name for name in names & expected.keys() if _differ(found[name], expected[name])]
-    told = [f"it lacks {_listed(less)}"] if less else []
-    told += [f"it has {_listed(more)}"] if more else []
-    told += [f"the shape differs for {_listed(sorted(other))}"] if other else []
-    return f"it is of another model: {', '.join(told)}" if told else ""
+    differences = [f"it lacks {_listed(less)}"] if less else []
+    differences += [f"it has {_listed(more)}"] if more else []
+    differences += [f"the shape differs for {_listed(sorted(other))}"] if other else []
+    return f"it is of another model: {', '.join(differences)}" if differences else ""
 
 
 def _differ(found: Any, expected: Any) -> bool:
-    """Of what has no shape here, as a tensor of a class of its own, nothing is known."""
+    """Whether shapes differ; unknown if an entry has no shape here, such as a tensor of another class."""
     return hasattr(found, "shape") and tuple(found.shape) != tuple(getattr(expected, "shape", ()))
 
 

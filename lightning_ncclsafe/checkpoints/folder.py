@@ -1,6 +1,6 @@
-"""The folder of just-in-time checkpoints: their names, how one is written whole or not at all, how many are kept.
+"""The folder of just-in-time checkpoints: their names, how one is written atomically, and how many are kept.
 
-Whatever is there already stays as it is until a newer one is whole: nothing is ever written over.
+Existing checkpoints stay as they are until a newer one is complete: nothing is ever overwritten.
 """
 
 import os
@@ -21,22 +21,22 @@ from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.exchange import wait_for
 
 KEY = "lightning_ncclsafe"
-"""Of what a checkpoint of ours has beside Lightning's own."""
+"""The key of our own entry in a checkpoint, beside Lightning's."""
 
 REST = "meta.pt"
-"""Where a checkpoint that is a folder has all but the state of the model and the optimizers, by Lightning's name."""
+"""The file, named by Lightning, with everything but model and optimizer states, if a checkpoint is a folder."""
 
 METADATA = ".metadata"
-"""What PyTorch finds everything else by in such a folder."""
+"""The file with PyTorch's index of such a folder."""
 
 _NAME = re.compile(r"just-in-time-epoch=\d+-step=(\d+)(?:-v\d+)?\.ckpt")
 _PARTIAL = ".just-in-time@{host}@{pid}@{id}.ncclsafe-partial"
 _PARTIALS = re.compile(r"\.just-in-time@(?P<host>[^@]*)@(?P<pid>\d+)@[0-9a-f]+\.ncclsafe-partial")
-# Nobody writes for so long, whichever host it was on.
+# No process writes for so long, on any host.
 _OLD_S = 86_400.0
-# How long another host's folder may take to be seen.
+# How long it may take until another host's folder becomes visible.
 _SEEN_S = 3.0
-# Two jobs that share a folder come to the same step now and then, not so many times.
+# Two jobs that share a folder reach the same step now and then, but not so often.
 _MOST_NAMESAKES = 1000
 
 
@@ -57,7 +57,7 @@ class CheckpointFolder:
     Args:
         path: The folder; made when the first one is written.
         keep: Most checkpoints of one run in it.
-        is_mine: Whether what a checkpoint has under :data:`KEY` says that it is of this run.
+        is_mine: Whether a checkpoint is of this run, according to its entry under :data:`KEY`.
     """
 
     def __init__(self, path: Path, *, keep: int, is_mine: Callable[[Any], bool]) -> None:
@@ -66,19 +66,19 @@ class CheckpointFolder:
         self._is_mine = is_mine
 
     def write(self, epoch: int, step: int, write: Callable[[BinaryIO], None], may_finish: Callable[[], None]) -> Path:
-        """Writes a checkpoint beside, has it on storage, reads it back, and only then gives it its name.
+        """Writes a checkpoint to a temporary file, syncs it, reads it back, and only then renames it.
 
         Args:
             epoch: Lightning's ``current_epoch``.
             step: Its ``global_step``.
             write: Writes it to a file.
-            may_finish: Called before it gets its name; what it raises leaves nothing behind.
+            may_finish: Called before the rename; if it raises, nothing is left behind.
 
         Returns:
             Its path.
 
         Raises:
-            OSError: The folder does not take it, or has not kept what was written.
+            OSError: The folder cannot be written to, or did not keep what was written.
             Exception: Whatever the two functions raise.
         """
         partial = self._partial()
@@ -90,16 +90,16 @@ class CheckpointFolder:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
         _sync(self.path)
-        # It is whole and has its name: what is left to do may fail.
+        # The checkpoint is complete; the rest may fail.
         with suppress(Exception):
             self._remove_older(path)
         return path
 
     def begin_together(self) -> Path:
-        """The folder that several ranks write a checkpoint to, each a file of its own; :meth:`finish_together` ends it.
+        """Makes the folder that several ranks write one checkpoint to; :meth:`finish_together` completes it.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The folder cannot be made.
         """
         partial = self._partial()
         partial.mkdir()
@@ -109,16 +109,16 @@ class CheckpointFolder:
         """The folder that another rank has begun, by its name.
 
         Raises:
-            OSError: It is not there: this rank sees another storage.
+            OSError: The folder does not exist here: this rank sees other storage.
         """
         partial = self.path / name
-        # A file system of a network may show it a moment later.
+        # On a network file system, it may become visible a moment later.
         if not _PARTIALS.fullmatch(name) or not wait_for(partial.is_dir, deadline_s=_SEEN_S):
             raise FileNotFoundError(f"{partial} does not exist here; all hosts must see the same folder")
         return partial
 
     def finish_together(self, partial: Path, epoch: int, step: int, files: Mapping[str, int]) -> Path:
-        """Gives a folder its name, if what is in it is what was written.
+        """Renames the folder, if its files are complete.
 
         Args:
             partial: The folder.
@@ -130,7 +130,7 @@ class CheckpointFolder:
             Its path.
 
         Raises:
-            OSError: Storage has not kept it, or shows another folder to other ranks.
+            OSError: Storage did not keep the files, or other ranks see another folder.
         """
         check_lengths(partial, files)
         _sync(partial)
@@ -141,11 +141,11 @@ class CheckpointFolder:
         return path
 
     def abandon(self, partial: Path) -> None:
-        """Leaves nothing of a folder that never got its name."""
+        """Removes a folder that was never completed."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def _partial(self) -> Path:
-        """A name beside, for what is not whole yet."""
+        """A temporary name for an incomplete checkpoint."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_left_behind()
         return self.path / _PARTIAL.format(host=_here(), pid=os.getpid(), id=uuid.uuid4().hex)
@@ -159,7 +159,7 @@ class CheckpointFolder:
         raise FileExistsError(f"{self.path} has {_MOST_NAMESAKES} checkpoints of step {step}")
 
     def _remove_older(self, newest: Path) -> None:
-        """What other runs have put there, or cannot be read, is not ours to remove."""
+        """Removes older checkpoints of this run, but none of other runs, and none that cannot be read."""
         others = sorted(
             (path for path in self.path.iterdir() if _NAME.fullmatch(path.name) and path != newest),
             key=lambda path: path.stat().st_mtime_ns,
@@ -167,13 +167,13 @@ class CheckpointFolder:
         )
         for path in [path for path in others if self._is_mine(own_part(path))][self._keep - 1 :]:
             if path.is_dir():
-                # Not half of it is ever there under its name.
+                # Renamed first, so that half a checkpoint never has its name.
                 shutil.rmtree(path.rename(self._partial()), ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
 
     def _clear_left_behind(self) -> None:
-        """By processes of this host that have ended while they were writing, or by any, long ago."""
+        """Removes temporary files of ended processes of this host, and old ones of any process."""
         with suppress(OSError):
             for path, found in _matching(self.path.iterdir(), _PARTIALS):
                 has_ended = found["host"] == _here() and not psutil.pid_exists(int(found["pid"]))
@@ -185,7 +185,7 @@ class CheckpointFolder:
 
 
 def _here() -> str:
-    """This host, and whose process ids they are: a container may have its own of these, and the name of its host."""
+    """This host and its namespace of process ids: a container may have its own namespace, but its host's name."""
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -194,14 +194,14 @@ def _here() -> str:
 
 
 def _take_files_name(partial: Path, path: Path) -> bool:
-    """Whether the file has that name now, which nobody had."""
+    """Renames a file unless the name is taken; returns whether it did."""
     try:
         # Unlike a rename, a hard link fails where the name is taken, on NFS as well.
         os.link(partial, path)
     except FileExistsError:
         return False
     except OSError:
-        # A file system without them.
+        # The file system has no hard links.
         if path.exists():
             return False
         partial.rename(path)
@@ -209,11 +209,11 @@ def _take_files_name(partial: Path, path: Path) -> bool:
 
 
 def _take_folders_name(partial: Path, path: Path) -> bool:
-    """Likewise of a folder."""
+    """Renames a folder unless the name is taken; returns whether it did."""
     if path.exists():
         return False
     try:
-        # Fails where there is a file, or a folder that is not empty, by now.
+        # Fails if there is a file, or a folder that is not empty.
         partial.rename(path)
     except OSError:
         if path.exists():
@@ -227,14 +227,14 @@ def _matching(paths: Iterable[Path], pattern: re.Pattern[str]) -> list[tuple[Pat
 
 
 def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> int:
-    """Writes a new file and has it on storage; returns its length.
+    """Writes and syncs a new file; returns its length.
 
     Args:
         path: Its path; there is no file yet.
         write: Writes to it.
 
     Raises:
-        OSError: Storage does not take it.
+        OSError: The file cannot be written.
         Exception: Whatever the function raises.
     """
     with path.open("xb") as file:
@@ -248,11 +248,11 @@ def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
     """Checks that each file is as long as it was written.
 
     Args:
-        folder: Where they are.
-        files: The length of each, bytes.
+        folder: The folder of the files.
+        files: The length of each file, bytes.
 
     Raises:
-        OSError: One is not there, or not of that length.
+        OSError: A file is missing, or has another length.
     """
     for name, size in files.items():
         found = (folder / name).stat().st_size
@@ -261,7 +261,7 @@ def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """A name is on storage once its folder is; what does not know that, needs no more."""
+    """Syncs a folder, so that the names in it are on storage; ignored if the file system cannot do that."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -271,21 +271,21 @@ def _sync(folder: Path) -> None:
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    """The files of a checkpoint that is a folder, with their lengths, as far as it says so itself: those of ours do."""
+    """The files of a checkpoint that is a folder, with their lengths, if our entry in it lists them."""
     own = own_part(folder)
     files = own.get("files") if isinstance(own, dict) else None
     return {str(name): size for name, size in files.items()} if isinstance(files, dict) else {}
 
 
 def read_back(path: Path, size: int) -> None:
-    """Checks what was written: its length, its directory, and that each part lies where the directory says.
+    """Checks a written file: its length, its zip directory, and that each part is where the directory says.
 
     Args:
         path: A file of ``torch.save``.
         size: Bytes that were written.
 
     Raises:
-        OSError: Storage has not kept it.
+        OSError: Storage did not keep the file.
     """
     found = path.stat().st_size
     if found != size:
@@ -293,7 +293,7 @@ def read_back(path: Path, size: int) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             for part in archive.infolist():
-                # Opening it reads what is right before it, and compares it with the directory.
+                # Opening a part compares the header before it with the directory.
                 with archive.open(part) as opened:
                     if part.filename.endswith(".pkl"):
                         opened.read()
@@ -302,7 +302,7 @@ def read_back(path: Path, size: int) -> None:
 
 
 def own_part(path: Path) -> Any:
-    """What a checkpoint has under :data:`KEY`; None where it cannot be read. Its tensors are not read for that."""
+    """The entry of a checkpoint under :data:`KEY`; None if it cannot be read. Tensors are not read."""
     with suppress(Exception):
         found = tensors.load_outline(path / REST if path.is_dir() else path)
         return found.get(KEY) if isinstance(found, dict) else None
@@ -310,10 +310,10 @@ def own_part(path: Path) -> Any:
 
 
 def job_of(checkpoint: Path | Mapping[str, Any]) -> str:
-    """What had started the job that has saved a checkpoint, in words; empty where that is not known.
+    """The job that saved a checkpoint, in words; empty if unknown.
 
     Args:
-        checkpoint: Its path, or what it has in it.
+        checkpoint: Its path, or its contents.
     """
     part = own_part(checkpoint) if isinstance(checkpoint, Path) else checkpoint.get(KEY)
     job = part.get("job") if isinstance(part, Mapping) else ""
@@ -321,7 +321,7 @@ def job_of(checkpoint: Path | Mapping[str, Any]) -> str:
 
 
 def paths_of(folder: Path) -> list[Path]:
-    """The checkpoints of ours in a folder."""
+    """Our checkpoints in a folder."""
     with suppress(OSError):
         return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     return []

@@ -1,11 +1,11 @@
-"""Which weights belong to which counters: at the boundary of each optimizer step, what belongs together is noted.
+"""Which weights belong to which counters: recorded at the boundary of each optimizer step.
 
-Lightning's counters run ahead of the weights while a batch is under way, and behind them between a step and the end of
-its batch. So what is small is copied at each boundary, and read from there when a checkpoint is made. What is large,
-weights and optimizers' states, is not copied: it is read in the end, if nothing has changed it since the boundary.
+Lightning's counters are ahead of the weights during a batch, and behind them between a step and the end of its batch.
+So small state is copied at each boundary, and read from there when a checkpoint is made. Large state, weights and
+optimizers' states, is not copied: it is read at the end, if nothing has changed it since the boundary.
 
-On a device the host runs ahead: what it has queued behind a collective that is stuck has not run. So events are queued
-with each step, and tell how far the device has come.
+On a device, the host runs ahead: work that it has queued behind a stuck collective has not run. So events are queued
+with each step, which show how far the device is.
 """
 
 from collections import deque
@@ -17,32 +17,32 @@ from lightning_ncclsafe.checkpoints.boundary import (
     NO_STEP,
     Boundary,
     Event,
+    LoopCounters,
     NotProvenError,
     group_settings,
     loader_states,
     small_states,
 )
-from lightning_ncclsafe.checkpoints.counters import LoopCounters
 from lightning_ncclsafe.checkpoints.weights import WatchedParameter, WatchedWeights
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.report.terminal import say_own_failure
 
 _UNCOUNTED = "weights were changed, but by no step of self.optimizers(), which alone are counted"
-# Boundaries by which the host may be ahead of the device; what is older is not known any more.
+# How many boundaries the host may be ahead of the device; older ones are forgotten.
 _MOST_AHEAD = 512
 
 
 class StepLedger:
-    """Keeps the newest boundary of one rank's ``fit``, and whether its weights are those of it.
+    """Keeps the newest boundary of one rank's ``fit``, and knows whether the weights still belong to it.
 
-    The training's thread writes it, in some microseconds a batch; another one reads it in the end. It is made once
-    Lightning has restored what a checkpoint had, and is about to begin with its loops.
+    The training thread writes it, in some microseconds per batch; another thread reads it at the end. It is made when
+    Lightning has restored a checkpoint and is about to start its loops.
 
     Args:
         trainer: The ``Trainer``.
-        make_event: Queues an event on the device; None where there is no device that the host runs ahead of.
-        was_aborted: Whether a collective was given up: what was queued behind it has run all the same, on a device.
-        parts: This rank's parts of a model that is split; None for a replica.
+        make_event: Queues an event on the device; None if there is no device that the host runs ahead of.
+        was_aborted: Whether a collective was aborted: on a device, work queued behind it has run all the same.
+        parts: This rank's parts of a sharded model; None for a replica.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class StepLedger:
         self._validates = False
         self._why_off = ""
 
-    # What the training's thread calls.
+    # Called on the training thread.
 
     def attach(self) -> None:
-        """Listens to Lightning's training loop."""
+        """Wraps methods of Lightning's training loop."""
         fit = self._trainer.fit_loop
         self._methods = [
             WrappedMethod(fit.epoch_loop, "on_run_start", self._epoch_begins),
@@ -86,21 +86,21 @@ class StepLedger:
             self._methods.append(closure)
 
     def detach(self) -> None:
-        """Lightning is as it was. What has been noted can still be read."""
+        """Restores Lightning's methods. What was recorded can still be read."""
         while self._methods:
             self._methods.pop().remove()
 
     def step_begins(self) -> None:
-        """An optimizer's step is called, which may begin with the forward and the backward pass."""
+        """Called before an optimizer's step, which may begin with the forward and the backward pass."""
         if not self._sees_closure:
             self._note_safely(self._note_change)
 
     def step_ended(self) -> None:
-        """An optimizer's step has returned."""
+        """Called after an optimizer's step."""
         self._is_changing = self._has_stepped = True
 
     def _closure_ended(self, original: Callable[..., Any], *args: Any, **keys: Any) -> Any:
-        """Gradients are there, and hooks before the step are over: what comes next changes weights."""
+        """Called when gradients are complete and the hooks before the step are over: next, the weights change."""
         result = original(*args, **keys)
         self._note_safely(self._note_change)
         return result
@@ -118,7 +118,7 @@ class StepLedger:
         return result
 
     def _note_epoch(self, fetcher: Any) -> None:
-        # Resumed after the last batch of an epoch, Lightning would begin with its data once more.
+        # If it resumes after the last batch of an epoch, Lightning would start the epoch's data again.
         if fetcher.length is not None and fetcher.fetched >= fetcher.length:
             fetcher.done = True
         loop = self._trainer.fit_loop.epoch_loop
@@ -127,7 +127,7 @@ class StepLedger:
             self._note(is_over=True, checks=checks)
 
     def _schedulers_step(self, original: Callable[..., Any], interval: str, update_plateau_schedulers: bool) -> None:
-        """Learning rates change right after the step, and some of them once more at the end of an epoch."""
+        """Called when learning rates change: right after the step, and for some again at the end of an epoch."""
         original(interval, update_plateau_schedulers)
         if not update_plateau_schedulers:
             self._note_safely(lambda: self._note_step(interval))
@@ -139,7 +139,7 @@ class StepLedger:
             self._note(is_over=False, validates=fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
 
     def _batch_ends(self, original: Callable[..., Any], fetcher: Any) -> Any:
-        """Hooks at the end of a batch are over; a validation may follow."""
+        """Called when the hooks at the end of a batch are over; a validation may follow."""
         self._note_safely(lambda: self._note_batch(fetcher))
         result = original(fetcher)
         self._note_safely(self._note_end)
@@ -148,9 +148,9 @@ class StepLedger:
     def _note_batch(self, fetcher: Any) -> None:
         loop = self._trainer.fit_loop.epoch_loop
         self._is_behind = self._is_within_window()
-        # As Lightning is about to decide it, but for a validation that was before a resume.
+        # As Lightning will decide, except for a validation that was already made before a resume.
         self._validates = not getattr(loop, "_skip_next_val", False) and loop._should_check_val_fx(fetcher)
-        # A batch of validation that Lightning goes back to is counted twice: it would do so again with the next resume.
+        # Lightning counts a repeated validation batch twice, and would again at the next resume.
         evaluated = loop.val_loop.batch_progress.total
         if self._validates:
             evaluated.ready = evaluated.started = evaluated.completed
@@ -160,8 +160,8 @@ class StepLedger:
     def _note_end(self) -> None:
         if self._is_behind:
             return
-        # What comes at the end of an epoch, and schedulers that wait for a plateau, need what a validation has logged,
-        # which no checkpoint has: until the next epoch begins, or without end, that validation is made again.
+        # The end of an epoch, and schedulers that wait for a plateau, need what the validation has logged, which is not
+        # in the checkpoint: so the validation is repeated, until the next epoch begins or, with a plateau, always.
         is_last = self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
         if not self._validates or not (is_last or self._has_plateau()):
             self._note(is_over=True, checks=self._validates)
@@ -176,7 +176,7 @@ class StepLedger:
             self._boundaries[-1].largest = self._weights.largest()
 
     def _note_safely(self, note: Callable[[], None]) -> None:
-        """Training goes on whatever happens here, and then nothing is saved in the end."""
+        """Records something; if that fails, training continues, and nothing is saved at the end."""
         if self._why_off:
             return
         try:
@@ -186,7 +186,7 @@ class StepLedger:
             say_own_failure(error, what="the bookkeeping of JustInTimeCheckpoint")
 
     def _is_within_window(self) -> bool:
-        """Whether gradients of this batch wait for those of others."""
+        """Whether gradients of this batch are accumulated with those of later batches."""
         trainer = self._trainer
         if not trainer.lightning_module.automatic_optimization:
             return not self._has_stepped
@@ -218,24 +218,24 @@ class StepLedger:
         self._weights.copy_buffers()
         if self._make_event is not None:
             boundary.done = self._make_event()
-        # In this order: another thread may look at any moment.
+        # In this order: another thread may read at any moment.
         self._boundaries.append(boundary)
         self._is_changing = False
         self._forget_passed()
 
     def _forget_passed(self) -> None:
-        """Of the boundaries that the device has passed only the newest counts."""
+        """Keeps only the newest of the boundaries that the device has passed."""
         while len(self._boundaries) > 1:
             following = self._boundaries[1].done
             if following is not None and not following.query():
                 return
             self._boundaries.popleft()
 
-    # What another thread calls, in the end.
+    # Called on another thread, at the end.
 
     @property
     def is_on_device(self) -> bool:
-        """Whether there is a device that the host runs ahead of."""
+        """Whether training uses a device that the host runs ahead of."""
         return self._make_event is not None
 
     @property
@@ -244,10 +244,10 @@ class StepLedger:
         return self._is_changing
 
     def newest(self) -> Boundary:
-        """The boundary whose weights are those that are there now, on the device.
+        """The boundary that the present weights on the device belong to.
 
         Raises:
-            NotProvenError: There is none, or that cannot be told.
+            NotProvenError: There is none, or that is unknown.
         """
         boundary = self._reached()
         if boundary.step == self._first_step:
@@ -256,10 +256,10 @@ class StepLedger:
         return boundary
 
     def check(self, boundary: Boundary) -> None:
-        """Asked before weights are read and once they have been: nothing has changed them.
+        """Checks, before and after weights are read, that nothing has changed them.
 
         Raises:
-            NotProvenError: They are not, or not for sure, those of the boundary any more.
+            NotProvenError: The weights no longer belong to the boundary, or not for sure.
         """
         if self._reached() is not boundary:
             raise NotProvenError("training continued meanwhile")
@@ -275,14 +275,14 @@ class StepLedger:
             raise NotProvenError(f"{changed[0]!r}{more} changed after the last optimizer step, outside of a step")
 
     def _has_changed_uncounted(self, boundary: Boundary) -> bool:
-        """Whether weights are not those of the beginning although no step was counted."""
+        """Whether weights have changed since the beginning although no step was counted."""
         completed = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
         return bool(
             completed > self._first_batch and self._weights.changed(boundary.versions, self._weights.versions())
         )
 
     def _reached(self) -> Boundary:
-        """How far the device has come."""
+        """The newest boundary that the device has passed."""
         if self._why_off:
             raise NotProvenError(self._why_off)
         boundaries = [*self._boundaries]

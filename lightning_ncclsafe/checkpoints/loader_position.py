@@ -1,7 +1,7 @@
-"""Where one rank is in the data of one loader, as plain data, and how it gets there again.
+"""The position of one rank in the data of one loader, as plain data, and how to restore it.
 
-A sampler is asked again for the indices that have been used, and nothing is loaded for them: its order comes from the
-random states with which its epoch began, which are kept. Whether it is the same order is seen by a checksum.
+The sampler yields the used indices again, and no data is loaded for them. Its order follows from the random states at
+the beginning of its epoch, which are saved; a checksum shows whether the order is the same.
 """
 
 import random
@@ -26,9 +26,9 @@ from lightning_ncclsafe.probes.data.random_state import put_back, saved_states
 from lightning_ncclsafe.report.terminal import say_on_stderr
 
 UNUSABLE = (ValueError, TypeError, KeyError, RuntimeError, IndexError, AttributeError)
-"""What states of a checkpoint raise that do not fit."""
+"""What unusable states of a checkpoint raise."""
 
-# Of samplers around others: torch's, Lightning's, and what others call it.
+# Attributes in which samplers of torch, Lightning and others hold another sampler.
 _WITHIN = ("sampler", "_sampler", "batch_sampler", "_batch_sampler", "base_sampler", "dataset")
 _DEEPEST = 6
 _END = object()
@@ -38,13 +38,13 @@ class LoaderPosition(Protocol):
     """The position in the data of one loader."""
 
     def record(self, batches: int) -> dict[str, Any] | None:
-        """How to get to this batch again; None where that is not known."""
+        """How to get to this batch again; None if unknown."""
 
     def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
         """Whether the same data follows.
 
         Args:
-            record: What :meth:`record` gave; None where not every rank has its own.
+            record: The result of :meth:`record`; None if not every rank has its own.
         """
 
     def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
@@ -58,7 +58,7 @@ class LoaderPosition(Protocol):
 
 
 def loader_position(loader: Any) -> LoaderPosition | None:
-    """What keeps the position in a loader; None where there is no way to."""
+    """The position of a loader; None if it cannot be kept."""
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _OwnState(loader)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -68,7 +68,7 @@ def loader_position(loader: Any) -> LoaderPosition | None:
 
 
 class _OwnState:
-    """The position in a loader that knows it itself."""
+    """The position in a loader that keeps it itself."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -77,7 +77,7 @@ class _OwnState:
         return {"state": self._loader.state_dict()}
 
     def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
-        # Without one, a rank that is alone has what Lightning's checkpoint has; of several, it is that of one.
+        # Without a record there is the one state in Lightning's checkpoint, which is right for a single rank only.
         return "state" in record if record is not None else _torch_world_size() == 1
 
     def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
@@ -92,11 +92,11 @@ class _OwnState:
 
 
 class _SamplerPosition:
-    """The position in a loader of a map-style dataset: how its epoch began, and what its sampler has given since.
+    """The position in a loader of a map-style dataset: how its epoch began, and what its sampler has yielded since.
 
     Args:
         loader: The loader.
-        sampler: What gives it indices, a batch or a sample at a time.
+        sampler: Yields its indices, a batch or a sample at a time.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any) -> None:
@@ -116,7 +116,7 @@ class _SamplerPosition:
         self._replaced = ReplacedClass(sampler, {"__iter__": lambda _: self._iterate(lambda: parent.__iter__(sampler))})
 
     def record(self, batches: int) -> dict[str, Any] | None:
-        """How to come to this batch again; None where this is not its first pass through the data."""
+        """How to get to this batch again; None if this is not the first pass through the data."""
         if self._begin is None or len(self._digests) < batches:
             return None
         return {
@@ -127,30 +127,30 @@ class _SamplerPosition:
         }
 
     def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
-        """Whether the same order can be had: by what was kept, or because it is a matter of seed and epoch."""
+        """Whether the order can be repeated: from the record, or because it depends only on seed and epoch."""
         return self._is_determined if record is None else "begin" in record
 
     def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
-        """The next epoch that is begun goes on behind these batches."""
-        # With workers Lightning would ask for indices before it sets the epoch.
+        """Lets the next epoch continue after these batches."""
+        # With workers, Lightning would ask for indices before it sets the epoch.
         for part in (self._loader.sampler, *_parts(self._sampler)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
         self._resumed, self._say = (record or {}, batches), say
 
     def catch_up(self) -> None:
-        """Asks now for what has been used: after the last batch of an epoch nobody asks for another one in it."""
+        """Skips the used indices now: after the last batch of an epoch, nothing else would."""
         resumed, own = self._resumed, self._own
         if resumed is not None and own is not None:
             self._resumed = None
             self._skip(own, *resumed)
 
     def release(self) -> None:
-        """The sampler is as it was."""
+        """Restores the sampler."""
         self._replaced.restore()
 
     def _iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        # Torch begins a sampler twice where worker processes read: the first one is never asked.
+        # With worker processes, torch makes two iterators of a sampler, and never uses the first.
         if not (self._is_untouched and self._loader.num_workers):
             self._epoch_begins()
         self._is_untouched = True
@@ -176,13 +176,13 @@ class _SamplerPosition:
         self.catch_up()
         if self._first is None:
             self._first = saved_states()
-        # Some samplers are their own iterators: to iterate them once more would begin them again.
+        # Some samplers are their own iterators: another iter() would start them again.
         while (indices := next(own, _END)) is not _END:
             self._note(indices)
             yield indices
 
     def _skip(self, own: Iterator[Any], record: Mapping[str, Any], batches: int) -> None:
-        """Asks for the indices that have been used; the training's random numbers go on as if nobody had."""
+        """Takes the used indices from the sampler, without effect on the training's random numbers."""
         now = saved_states()
         with suppress(*UNUSABLE):
             if record.get("first") is not None:
@@ -217,7 +217,7 @@ def _torch_world_size() -> int:
 
 
 def _parts(sampler: Any) -> Iterator[Any]:
-    """A sampler and those that it is around."""
+    """A sampler and those that it wraps."""
     seen: list[Any] = []
     left = [sampler]
     while left and len(seen) < _DEEPEST:
@@ -227,7 +227,7 @@ def _parts(sampler: Any) -> Iterator[Any]:
         seen.append(part)
         yield part
         named = vars(part) if hasattr(part, "__dict__") else {}
-        # A sampler that shares out another one among ranks has that as its dataset.
+        # A sampler that splits another one among ranks has that as its dataset.
         left.extend(named[name] for name in _WITHIN if name in named and (name != "dataset" or _samples(named[name])))
 
 
@@ -236,7 +236,7 @@ def _samples(dataset: Any) -> bool:
 
 
 def _generators(loader: Any, sampler: Any) -> Iterator[Any]:
-    """The user's own generators that decide the order: of the loader, its sampler, and what that is around."""
+    """The user's own generators that decide the order: of the loader, its sampler, and the samplers in that."""
     seen: set[int] = set()
     for part in (loader, *_parts(sampler)):
         for value in vars(part).values() if hasattr(part, "__dict__") else ():
@@ -258,5 +258,5 @@ def _set(generator: Any, state: Any) -> None:
 
 
 def _is_determined(sampler: Any) -> bool:
-    """Whether the order is a matter of what is set alone, a seed and the epoch, or nothing."""
+    """Whether the order depends only on settings, such as a seed and the epoch."""
     return all(type(part) in (SequentialSampler, DistributedSampler, BatchSampler) for part in _parts(sampler))

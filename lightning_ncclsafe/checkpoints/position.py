@@ -1,4 +1,4 @@
-"""Where one rank is in its data and its random numbers, as plain data, and how it gets there again."""
+"""The position of one rank in its data and its random numbers, as plain data, and how to restore it."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_ncclsafe.checkpoints.left_behind import LeftBehind
 from lightning_ncclsafe.checkpoints.loader_position import UNUSABLE, LoaderPosition, loader_position
+from lightning_ncclsafe.checkpoints.position_file import PositionFile
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.probes.data.random_state import put_back, saved_states
 from lightning_ncclsafe.report.terminal import say_on_stderr
@@ -20,7 +20,7 @@ _of_trainer: "WeakKeyDictionary[Any, DataPosition]" = WeakKeyDictionary()
 
 
 def capture(trainer: Any) -> dict[str, Any]:
-    """What this rank needs to go on with the very next batch, as plain data. Called between two batches of training."""
+    """What this rank needs to continue with the next batch, as plain data. Called between two training batches."""
     known = _of_trainer.get(trainer)
     if known is not None:
         return known.capture()
@@ -28,7 +28,7 @@ def capture(trainer: Any) -> dict[str, Any]:
 
 
 def _batches_of(trainer: Any) -> int:
-    """How many batches of this epoch have been trained on."""
+    """The number of training batches in this epoch so far."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
@@ -38,11 +38,11 @@ class DataPosition:
     Args:
         trainer: The ``Trainer``.
         say: Prints a line to the user.
-        left_behind: Where others find what was captured last; None for nowhere.
+        left_behind: The file in which other ranks find the last position; None for none.
     """
 
     def __init__(
-        self, trainer: Any, say: Callable[[str], None] = say_on_stderr, left_behind: LeftBehind | None = None
+        self, trainer: Any, say: Callable[[str], None] = say_on_stderr, left_behind: PositionFile | None = None
     ) -> None:
         self._trainer = trainer
         self._left_behind = left_behind
@@ -57,7 +57,7 @@ class DataPosition:
         self._why_not_ahead = ""
 
     def attach(self) -> None:
-        """Watches the samplers of the training's loaders, each as it is about to be read."""
+        """Wraps the samplers of the training's loaders, each before it is read."""
         fit = self._trainer.fit_loop
         self._methods = [
             WrappedMethod(fit, "_load_combined_loader_states", self._loaders_are_there),
@@ -70,7 +70,7 @@ class DataPosition:
         _of_trainer[self._trainer] = self
 
     def detach(self) -> None:
-        """Lightning and the samplers are as they were."""
+        """Restores Lightning's methods and the samplers."""
         while self._methods:
             self._methods.pop().remove()
         self._release()
@@ -81,16 +81,16 @@ class DataPosition:
         position = self._after(_batches_of(self._trainer))
         if self._left_behind is not None:
             then = position | {"step": int(self._trainer.global_step)}
-            # Nothing has drawn since the backward pass: that is there.
+            # If nothing was drawn since the backward pass, this position is already written.
             if self._ahead is None or not _is_same(self._ahead, then):
                 self._left_behind.write(then)
             self._ahead = None
         return position
 
     def _backward_begins(self, original: Callable[..., Any], *args: Any) -> Any:
-        """Once its gradients are there the others can make the step, whatever becomes of this rank meanwhile.
+        """Wraps the backward pass: after it, the other ranks can make the step even if this rank ends.
 
-        What comes until the end of the batch hardly draws random numbers: where this rank will be then is left behind.
+        The rest of the batch hardly draws random numbers, so the position after the batch is written now.
         """
         result = original(*args)
         trainer = self._trainer
@@ -105,27 +105,27 @@ class DataPosition:
     def _leave_ahead(self) -> None:
         assert self._left_behind is not None
         then = self._after(_batches_of(self._trainer) + 1) | {"step": int(self._trainer.global_step) + 1}
-        # Not over that of the step before, which counts until this one is made; some optimizers go backward repeatedly.
+        # Does not overwrite the position before this step, which is valid until the step is made. Some optimizers make
+        # several backward passes.
         self._left_behind.write(then, over_last=self._ahead is not None)
         self._ahead = then
 
     def _after(self, batches: int) -> dict[str, Any]:
-        """As random numbers are now, after so many batches of the epoch."""
+        """The position after so many batches of the epoch, with random numbers as they are now."""
         loaders = [loader.record(batches) if loader is not None else None for loader in self._loaders]
         return {
-            # Those of a checkpoint come into force in a moment.
+            # Those of a checkpoint are restored in a moment.
             "random": dict(self._random) if self._random is not None else saved_states(),
             "batches": batches,
             "loaders": loaders if loaders and all(loader is not None for loader in loaders) else None,
         }
 
     def resume(self, saved: Mapping[str, Any] | None, *, knows_all: bool) -> None:
-        """Goes on from what :meth:`capture` has given, once Lightning has restored its loops and has its loaders.
+        """Continues from a captured position, once Lightning has restored its loops and has its loaders.
 
         Args:
-            saved: Of this rank; None where the checkpoint does not have it.
-            knows_all: Whether the checkpoint has the position of every rank in its data, so that all ranks come to
-                the same decision.
+            saved: The position of this rank; None if it is not in the checkpoint.
+            knows_all: Whether the checkpoint has the data position of every rank, so that all ranks decide alike.
         """
         self._resumed = saved if saved is not None else {}
         self._knows_all = knows_all
@@ -138,13 +138,13 @@ class DataPosition:
                 loader.release()
 
     def _loaders_are_there(self, load_states: Callable[[], Any]) -> Any:
-        """Lightning has the training's loaders, and is about to begin to read them."""
+        """Called when Lightning has the training's loaders, and is about to read them."""
         self._release()
         fit = self._trainer.fit_loop
         found = fit._combined_loader.flattened if fit._combined_loader is not None else []
-        self._loaders = [loader_position(getattr(loader, "stands_for", loader)) for loader in found]
+        self._loaders = [loader_position(getattr(loader, "wrapped_loader", loader)) for loader in found]
         resumed, self._resumed = self._resumed, None
-        # An epoch that is over is not gone back to.
+        # An epoch that is over is not repeated.
         if resumed is None or not fit.restarting:
             return load_states()
         records = resumed.get("loaders") or [None] * len(self._loaders)
@@ -152,7 +152,7 @@ class DataPosition:
         if not self._can_go_on(resumed, records, batches):
             self._begin_again(batches)
             return load_states()
-        # Lightning gives all ranks what one of them has saved of loaders with a state; each has its own after that.
+        # Lightning gives all ranks one rank's loader states; after that, each restores its own.
         result = load_states()
         epoch = int(fit.epoch_progress.current.processed)
         for loader, record in zip(self._loaders, records, strict=True):
@@ -162,7 +162,7 @@ class DataPosition:
         return result
 
     def _reset(self, reset: Callable[[], Any]) -> Any:
-        """Lightning warns here of loaders that have no state of their own; it does not know of ours."""
+        """Suppresses Lightning's warning about loaders without a state: their position is known here."""
         goes_on, self._goes_on = self._goes_on, False
         with warnings.catch_warnings() if goes_on else nullcontext():
             if goes_on:
@@ -170,7 +170,7 @@ class DataPosition:
             return reset()
 
     def _can_go_on(self, resumed: Mapping[str, Any], records: Sequence[Any], batches: int) -> bool:
-        """Whether all ranks know where their data stood: the same answer on every rank."""
+        """Whether all ranks know their position in the data: the same answer on every rank."""
         if resumed.get("batches", batches) != batches or len(records) != len(self._loaders):
             return False
         return all(
@@ -179,7 +179,7 @@ class DataPosition:
         )
 
     def _begin_again(self, batches: int) -> None:
-        """Weights and counters are those of the checkpoint; only the data begins anew."""
+        """Restarts the epoch's data; weights and counters stay those of the checkpoint."""
         fit = self._trainer.fit_loop
         progress = fit.epoch_loop.batch_progress
         if not batches or progress.is_last_batch:
@@ -199,7 +199,7 @@ class DataPosition:
             self._say(text)
 
     def _epoch_begins(self, original: Callable[..., Any], *args: Any) -> Any:
-        """Lightning is about to train on the next batch, or to make up for a validation."""
+        """Called when Lightning is about to train on the next batch, or to make a validation that was due."""
         result = original(*args)
         for loader in self._loaders:
             if loader is not None:
@@ -214,7 +214,7 @@ class DataPosition:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Of two positions, of which the most is the very same."""
+    """Whether two positions are equal; most of their parts are the same objects."""
     if one is other:
         return True
     if type(one) is not type(other):

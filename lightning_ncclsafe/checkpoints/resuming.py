@@ -1,4 +1,4 @@
-"""One call of ``fit`` that goes on from a checkpoint: the path reaches Lightning, and the position each rank's data."""
+"""Resumes one call of ``fit``: gives Lightning the checkpoint, and restores each rank's position in its data."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_ncclsafe.checkpoints.finding import agree_on_newest, why_unfit
 from lightning_ncclsafe.checkpoints.folder import KEY, job_of, paths_of
-from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, read_left_behind
 from lightning_ncclsafe.checkpoints.position import DataPosition
+from lightning_ncclsafe.checkpoints.position_file import PositionFile, read_position
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.probes.process.environment import launch_words
@@ -17,7 +17,7 @@ from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
 
-# Ranks come within a moment of each other, but a folder on a slow storage takes its time.
+# Ranks get here within a moment of each other, but listing a folder on slow storage takes time.
 _AGREE_S = 60.0
 
 
@@ -26,9 +26,9 @@ def _file_key(rank: int) -> str:
 
 
 class Resuming:
-    """Makes Lightning go on where a start before has ended, and keeps the position that the next start goes on from.
+    """Makes Lightning resume where an earlier start has ended, and keeps the position for the next start.
 
-    Lightning asks for its checkpoint once all ranks have joined, and by then they can agree on one.
+    Lightning looks for its checkpoint after all ranks have joined, so they can agree on one.
 
     Args:
         trainer: The ``Trainer``.
@@ -60,35 +60,35 @@ class Resuming:
         self._position = DataPosition(trainer, left_behind=self._left_behind)
         self._start: WrappedMethod | None = None
 
-    def _leave_behind(self) -> LeftBehind | None:
-        """Where others on this host find this rank's position; without it, it can only say it itself."""
+    def _leave_behind(self) -> PositionFile | None:
+        """Makes the file in which other ranks of this host find this rank's position; None if that fails."""
         if self._world_size == 1 or self._trainer.state.fn != "fit":
             return None
         try:
-            left = LeftBehind(self._rank)
+            left = PositionFile(self._rank)
             self._exchange.set(_file_key(self._rank), str(left.path).encode())
         except (OSError, ExchangeError):
             return None
         return left
 
-    def positions_left_behind(self, ranks: Iterable[int], step: int) -> dict[int, dict[str, Any]]:
-        """Where ranks of this host stood that cannot say it any more, as far as that was after this optimizer step.
+    def positions_in_files(self, ranks: Iterable[int], step: int) -> dict[int, dict[str, Any]]:
+        """The positions of silent ranks of this host, if they follow this optimizer step.
 
         Args:
-            ranks: Those that did not answer.
+            ranks: The ranks that did not answer.
             step: Lightning's ``global_step``.
         """
-        found = {rank: read_left_behind(self._files[rank], step) for rank in ranks if rank in self._files}
+        found = {rank: read_position(self._files[rank], step) for rank in ranks if rank in self._files}
         return {rank: one for rank, one in found.items() if one is not None and one.pop("step", None) == step}
 
     def attach(self) -> None:
-        """Stands between Lightning and its checkpoint until :meth:`detach`; only for ``fit``."""
+        """Wraps how Lightning finds its checkpoint, until :meth:`detach`; only for ``fit``."""
         if self._trainer.state.fn == "fit":
             self._position.attach()
             self._start = WrappedMethod(self._trainer._checkpoint_connector, "resume_start", self._resume_start)
 
     def detach(self) -> None:
-        """Lightning is as it was."""
+        """Restores Lightning's methods."""
         if self._start is not None:
             self._start.remove()
             self._position.detach()
@@ -96,7 +96,7 @@ class Resuming:
             self._left_behind.close()
 
     def _resume_start(self, start: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        # By now all ranks are there; the store may be gone when this is needed.
+        # Read now, as all ranks are there; the store may be gone when this is needed.
         keys = {_file_key(rank): rank for rank in self._local_ranks if rank != self._rank}
         with suppress(ExchangeError):
             self._files = {keys[key]: Path(os.fsdecode(path)) for key, path in self._exchange.get_many(keys).items()}
@@ -121,7 +121,7 @@ class Resuming:
         callbacks = getattr(self._trainer, "checkpoint_callbacks", ())
         named = (getattr(callback, "dirpath", None) for callback in callbacks)
         folders = [self._settings.dirpath, *(Path(path) for path in named if path and "://" not in str(path))]
-        # Lightning's own of SLURM is in the folder of everything.
+        # Lightning saves its own checkpoint for SLURM elsewhere.
         folders += [Path(of_slurm).parent] if of_slurm else []
         return agree_on_newest(
             folders,
@@ -133,27 +133,27 @@ class Resuming:
         )
 
     def _why_unfit(self, path: Path) -> str:
-        """Asked on rank 0 alone."""
-        # Two jobs may share the folder, at the same time even: each goes on from its own, once it has one.
+        """Called on rank 0 only."""
+        # Two jobs may share the folder, even at the same time: each resumes from its own checkpoints, once it has any.
         other = _other_job(job_of(path))
         if other and any(job_of(one) == launch_words() for one in paths_of(self._settings.dirpath)):
             return f"another job saved it ({other}), and this job has checkpoints of its own"
         return why_unfit(path, self._expected(), steps=int(self._trainer.global_step))
 
     def _expected(self) -> Mapping[str, Any] | None:
-        """The state that a checkpoint has to have of the model; None where any may do, or a model is split."""
+        """The model state that a checkpoint must have; None if it may differ, or the model is sharded."""
         module, strategy = self._trainer.lightning_module, self._trainer.strategy
         changes_it = not type(module).on_load_checkpoint.__module__.endswith(".core.hooks")
         if strategy.restore_checkpoint_after_setup or changes_it or not getattr(module, "strict_loading", True):
             return None
         try:
             state: Mapping[str, Any] = module.state_dict()
-        except Exception:  # of a model that is made later
+        except Exception:  # the model is made later
             return None
         return state
 
     def _positions_in(self, loaded: Mapping[str, Any]) -> list[Mapping[str, Any] | None]:
-        """Those of all ranks; None of each where there are none, or the ranks share the data out in another way now."""
+        """The positions of all ranks; None for each rank without one, or if the world size has changed."""
         ours = loaded.get(KEY)
         ours = ours if isinstance(ours, Mapping) else {}
         positions = ours.get("positions")
@@ -164,6 +164,6 @@ class Resuming:
 
 
 def _other_job(job: str) -> str:
-    """The job that has saved a checkpoint, if it is another one than this; empty where one of them has no name."""
+    """The job that saved a checkpoint, if it is not this one; empty if either has no name."""
     mine = launch_words()
     return job if mine and job != mine else ""

@@ -1,8 +1,8 @@
-"""Saving a run that is being ended: which rank does it, within which time, and what is said about it.
+"""Saving a run that is being ended: which rank does it, within which time, and what is printed about it.
 
-Every rank that is still there says over the exchange which step its weights are of, or why that cannot be told. The
-first that knows of all decides who tries, in which order; one after the other does until it has succeeded. Nobody waits
-for ever, and who is wrong about it does no harm: each writes to a name of its own first, and nothing over another one.
+Every rank that still runs publishes which step its weights belong to, or why that is unknown. The first rank that knows
+of all decides which ranks try, and in which order; they try one after another until one has succeeded. Every wait has a
+limit, and a wrong decision does no harm: each rank writes to its own temporary name first, and overwrites nothing.
 """
 
 import io
@@ -22,8 +22,8 @@ from lightning_ncclsafe.checkpoints.candidates import Candidate, agree_on_savers
 from lightning_ncclsafe.checkpoints.contents import contents
 from lightning_ncclsafe.checkpoints.folder import KEY, CheckpointFolder
 from lightning_ncclsafe.checkpoints.ledger import StepLedger
+from lightning_ncclsafe.checkpoints.sharded_save import ShardedSave
 from lightning_ncclsafe.checkpoints.shards import OwnShard
-from lightning_ncclsafe.checkpoints.together import Together
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.probes.process.environment import launch_words
@@ -31,22 +31,22 @@ from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.settings import CheckpointSettings
 
-# How long ranks wait for what the others say about themselves: those come with one verdict, or before one batch.
+# How long ranks wait for the others' reports: all are asked by one verdict, or stop before one batch.
 _AGREE_S = 2.0
-# Of the time that there is, where none of them can be done without.
+# The share of the time to wait if every rank is needed.
 _WORTH = 0.4
-# What a main thread is given to end the step that it is in the middle of.
+# How long a main thread has to finish its current step.
 _STEP_S = 1.0
-# What is kept of the time for the last things to do, such as to give a checkpoint its name.
+# Time reserved for the last operations, such as the rename.
 _RESERVE_S = 0.5
-# Until a rank whose own attempt is stuck looks whether another one has saved.
+# How often a rank whose own attempt is stuck checks whether another one has saved.
 _POLL_S = 0.5
-# Ranks that try one after the other, within the time that there is.
+# Most ranks that try one after another.
 _MOST_TRIED = 8
 _VERSION = 1
 
 
-# Those that save now, of all threads of this process.
+# All that save now, on any thread of this process.
 _savers: "WeakSet[Saver]" = WeakSet()
 
 
@@ -66,10 +66,10 @@ class Saver:
         rank: Global rank.
         world_size: Number of ranks.
         exchange: What the ranks share, at this moment.
-        shard: This rank's part of a model that is split; None for a replica.
-        last_save_s: How long the last checkpoint took to save, seconds; 0 where that is unknown.
-        last_path: The last checkpoint that somebody else has saved; empty if there was none.
-        left_behind: Positions of ranks that do not answer, after this step, as far as they are known.
+        shard: This rank's shard of the model; None for a replica.
+        last_save_s: How long the last checkpoint took to save, seconds; 0 if unknown.
+        last_path: The last checkpoint that was not saved here; empty if there was none.
+        left_behind: Gives the known positions of silent ranks after a step.
         say: Prints a line to the user.
     """
 
@@ -106,20 +106,20 @@ class Saver:
         self._is_abandoned = False
         self._is_over = threading.Event()
         self._is_left = threading.Event()
-        # All ranks are there now; in the end some may not be.
+        # All ranks run now; at the end, some may not.
         if shard is not None and not shard.why_unread:
             publish_shard(exchange(), rank, shard.layout)
 
     def begin(
         self, cause: str, *, budget_s: float, raised: bool = False, finally_do: Callable[[], None] = lambda: None
     ) -> None:
-        """Begins to take part, unless that has been begun before, on any thread. Never raises.
+        """Begins to take part in saving, once, on any thread. Never raises.
 
         Args:
             cause: Why the run ends.
-            budget_s: Seconds that it may take.
-            raised: Whether this rank has failed itself.
-            finally_do: What is to be done once that is over.
+            budget_s: Seconds that saving may take.
+            raised: Whether this rank itself has failed.
+            finally_do: Called when it is over.
         """
         with self._lock:
             if self._ends:
@@ -140,20 +140,20 @@ class Saver:
                     finally_do()
                 self._is_left.set()
 
-        # Storage may never answer: this thread is left behind then.
+        # If storage never answers, this thread is left behind.
         with suppress(RuntimeError):
             threading.Thread(target=act, name="ncclsafe-checkpoint", daemon=True).start()
 
     @marked(Mark.STORE)
     def wait(self) -> None:
-        """Waits until that is over, here or on another rank, or its time is; then nothing more is saved."""
+        """Waits until a checkpoint is saved, here or elsewhere, or the time is over; then nothing more is saved."""
         poll_s = max(_POLL_S, poll_interval_s(self._world_size))
         while not self._is_over.wait(min(poll_s, max(0.0, self._left_s()))):
-            # Where this rank's own attempt is stuck, another one's may be done.
+            # If this rank's own attempt is stuck, another rank may have saved.
             is_saved = self._is_saved_elsewhere()
             if not is_saved and self._left_s() > 0.0:
                 continue
-            # One that is not stuck hears of it in a moment.
+            # If this rank is not stuck, it learns that in a moment.
             if is_saved and self._is_over.wait(_POLL_S):
                 break
             with self._lock:
@@ -183,7 +183,7 @@ class Saver:
         try:
             order = self._agree(exchange, candidate, boundary)
         except ExchangeError:
-            # Each on its own: a name is taken once.
+            # Each rank saves on its own; they do not overwrite each other.
             order = [] if self._shard is not None else savers([candidate])
             if self._shard is not None:
                 why = "each rank has only a shard of the model, and this one cannot reach the others"
@@ -205,7 +205,7 @@ class Saver:
         try:
             if self._shard is not None and self._shard.why_unread:
                 raise NotProvenError(self._shard.why_unread)
-            # One that does not wait is about to: it is told of the verdict at any moment.
+            # A main thread that is in a step will soon wait.
             wait_for(lambda: not self._ledger.is_in_step, deadline_s=_STEP_S)
             boundary = self._ledger.newest()
         except NotProvenError as error:
@@ -216,7 +216,7 @@ class Saver:
         )
 
     def _agree(self, exchange: Exchange, candidate: Candidate, boundary: Boundary | None) -> list[Candidate]:
-        """Says where this rank stands; returns who tries, the same on all ranks."""
+        """Publishes what this rank can save; returns the ranks that try, the same on all ranks."""
         if boundary is not None and self._world_size > 1:
             exchange.set(f"checkpoint/position/{self._rank}", _packed(self._own_position(boundary)))
         order, why_none = agree_on_savers(
@@ -227,13 +227,13 @@ class Saver:
         return order
 
     def _agree_s(self) -> float:
-        # Without the part of one rank those of the others are nothing: then it is worth waiting for.
+        # Without one rank's shard, the others' are useless: waiting longer is worth it.
         if self._shard is not None:
             return self._left_s() * _WORTH
         return min(_AGREE_S + self._world_size / 1000, self._left_s() / 3)
 
     def _await_outcome(self, exchange: Exchange, number: int, *, is_last: bool) -> tuple[str, str]:
-        """What has come of another rank's attempt; one that does not end in half the time may have ended itself."""
+        """The outcome of another rank's attempt; waits half of the time, as that rank may have ended."""
         key = f"checkpoint/outcome/{number}"
         with suppress(ExchangeError):
             found = wait_for_keys(exchange, [key], deadline_s=self._left_s() * (1.0 if is_last else 0.5))
@@ -268,7 +268,7 @@ class Saver:
         return str(path), ""
 
     def _newer(self, than: Boundary) -> Boundary | None:
-        """What training has come to meanwhile: on SIGTERM it goes on to the batch at which all ranks stop."""
+        """A newer boundary, if there is one: on SIGTERM, training continues to the batch at which all ranks stop."""
         if self._left_s() <= _RESERVE_S or self._is_abandoned:
             return None
         with suppress(NotProvenError):
@@ -285,12 +285,12 @@ class Saver:
     def _save_together(
         self, exchange: Exchange, boundary: Boundary | None, order: Sequence[Candidate], cause: str
     ) -> None:
-        """Each part of the model is written by one rank; the first of them makes one checkpoint of that."""
+        """Each shard of the model is written by one rank; the first of them makes one checkpoint of all."""
         ranks = writers(order)
         if not ranks or boundary is None or self._shard is None:
             return
         began = time.monotonic()
-        together = Together(
+        together = ShardedSave(
             exchange,
             self._folder(self._run_of_all(exchange)),
             self._rank,
@@ -328,7 +328,7 @@ class Saver:
         return state, rest | {KEY: self._own_part(exchange, boundary, order, cause)}
 
     def _state_and_rest(self, boundary: Boundary) -> tuple[dict[str, Any], dict[str, Any]]:
-        """This rank's part of what is split, and all else, as Lightning separates them."""
+        """This rank's part of the sharded state, and the rest, as Lightning separates them."""
         assert self._shard is not None
         made = contents(self._trainer, self._ledger, boundary, self._shard.weights, self._shard.optimizer_state)
         optimizers = enumerate(made.pop("optimizer_states", []))
@@ -338,7 +338,7 @@ class Saver:
     def _own_part(
         self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str
     ) -> dict[str, Any]:
-        """What a checkpoint of ours has beside Lightning's own."""
+        """Our own entry in a checkpoint, beside Lightning's."""
         return {
             "version": _VERSION,
             "world_size": self._world_size,
@@ -359,7 +359,7 @@ class Saver:
     def _write(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str) -> Path:
         made = contents(self._trainer, self._ledger, boundary, self._weights)
         made[KEY] = self._own_part(exchange, boundary, order, cause)
-        # Copied from a device, it is as good as saved; else it is read while it is written.
+        # A copy from the device cannot change any more; otherwise, state is read while it is written.
         if self._ledger.is_on_device:
             made = tensors.to_host(made)
             self._ledger.check(boundary)
@@ -377,7 +377,7 @@ class Saver:
             raise TimeoutError("it took too long")
 
     def _positions(self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate]) -> dict[int, Any]:
-        """Those of the ranks at the same place; None for the others."""
+        """The positions of ranks at the same boundary; None for the others."""
         positions: dict[int, Any] = dict.fromkeys(range(self._world_size))
         positions[self._rank] = self._own_position(boundary)
         same = {
@@ -389,14 +389,14 @@ class Saver:
             for key, packed in exchange.get_many(same).items():
                 with suppress(Exception):
                     positions[same[key]] = tensors.load_plain(io.BytesIO(packed))
-        # Those of this host that were killed, or cannot answer.
+        # Ranks of this host that were killed, or cannot answer.
         answered = {self._rank, *(each.rank for each in order if each.step == boundary.step)}
         silent = [rank for rank in positions if rank not in answered]
         positions |= self._left_behind(silent, boundary.step)
         return positions
 
     def _own_position(self, boundary: Boundary) -> Any:
-        """As of the boundary; while hooks at the end of the batch are under way, as it is now."""
+        """This rank's position at the boundary; its present position if hooks at the end of the batch still run."""
         if boundary.is_over:
             return boundary.position
         with suppress(Exception):

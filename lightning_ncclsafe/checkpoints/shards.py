@@ -1,8 +1,8 @@
-"""What one rank has of a model that is split among ranks, read without a collective, as PyTorch's checkpoints name it.
+"""One rank's shard of a model, read without a collective, with the names of PyTorch's checkpoints.
 
-``state_dict`` is not asked for it: FSDP gathers whole parameters for that, and FSDP2 splits those again that the main
-thread may be computing with. What an optimizer changes is there all the time, and where it lies in the whole is known
-on each rank by itself: FSDP2's part is a box, and FSDP's a range of values, which is a few boxes.
+``state_dict`` cannot be used: in it, FSDP gathers whole parameters, and FSDP2 reshards parameters that the main thread
+may be using. The tensors that an optimizer changes always exist, and each rank knows their place in the whole model:
+with FSDP2, a shard is a box of the tensor; with FSDP, a range of values, which is a few boxes.
 """
 
 import hashlib
@@ -27,17 +27,17 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What a rank has written of one entry of a checkpoint.
+    """The part of one entry of a checkpoint that a rank has written.
 
     Attributes:
-        path: Where the entry is in the nested state, as JSON.
-        shape: Of the whole tensor.
-        dtype: By torch's name; empty where it is no tensor.
-        offsets: Where the chunk begins in the tensor.
-        sizes: Its extent.
-        begin: Where it begins in the rank's file, bytes.
-        length: Its bytes there.
-        digest: Of its content, where all ranks have the same whole; 0 where each has a part.
+        path: The path of the entry in the nested state, as JSON.
+        shape: The shape of the whole tensor.
+        dtype: Torch's name of the type; empty if it is not a tensor.
+        offsets: The position of the chunk in the tensor.
+        sizes: Its sizes.
+        begin: Its offset in the rank's file, bytes.
+        length: Its length there, bytes.
+        digest: A digest of the content if every rank has the whole entry; 0 if each has a part.
     """
 
     path: str
@@ -52,7 +52,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What is to be written of one entry: a chunk, and its values; split, if other ranks have other chunks of it."""
+    """A chunk to write, with its values; split if other ranks have other chunks of the entry."""
 
     chunk: Chunk
     values: Any
@@ -60,12 +60,12 @@ class Piece:
 
 
 class SplitTensor:
-    """A tensor of which this rank has a range of values, as FSDP keeps parameters and what optimizers have of them.
+    """A range of a tensor's values on this rank, as FSDP keeps parameters and optimizer states.
 
     Args:
-        shape: Of the whole.
-        begin: The first value, counted through the whole.
-        values: Those that are here, one after the other.
+        shape: The shape of the whole tensor.
+        begin: The flat index of the first value.
+        values: The values on this rank, flat.
     """
 
     def __init__(self, shape: Sequence[int], begin: int, values: Any) -> None:
@@ -75,12 +75,12 @@ class SplitTensor:
 
 
 def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """The boxes that a range of a tensor's values makes, in their order: rows, and what is left of the first and last.
+    """The boxes that make up a range of a tensor's values, in order: full rows, and parts of the first and last row.
 
     Args:
-        shape: Of the tensor.
-        begin: The first value.
-        end: The one after the last.
+        shape: The shape of the tensor.
+        begin: The flat index of the first value.
+        end: The flat index after the last value.
     """
     if begin >= end:
         return []
@@ -101,16 +101,16 @@ def _within(shape: Sequence[int], row: int, begin: int, end: int) -> list[Box]:
 
 
 class OwnShard:
-    """One rank's part of a model, known from the beginning of ``fit`` on. Made on the main thread, between batches.
+    """One rank's shard of a model, known from the beginning of ``fit``. Made on the main thread, between batches.
 
     Args:
-        model: What the strategy trains: FSDP's, or one with parameters that FSDP2 or tensor parallelism split.
+        model: The model of the strategy: wrapped by FSDP, or with parameters split by FSDP2 or tensor parallelism.
 
     Attributes:
-        layout: A digest of which parts of which parameters it is: equal on ranks that have the same.
-        model_key: Under which the checkpoint has the model's state.
-        parts: What there is of each parameter, and counts its changes: a DTensor, and what it is around.
-        why_unread: Why it is not known how to read it, in words; empty if it is.
+        layout: A digest of the shard's place in the model: equal on ranks with the same shard.
+        model_key: The key of the model's state in the checkpoint.
+        parts: The local tensors of each parameter, which count changes: a DTensor, and its local tensor.
+        why_unread: Why the model cannot be read, in words; empty if it can.
     """
 
     def __init__(self, model: Any) -> None:
@@ -160,7 +160,7 @@ class OwnShard:
         return parameter if part is None else SplitTensor(part.shape, part.begin, part.values())
 
     def weights(self) -> dict[str, Any]:
-        """The state of the model, with the very tensors that are trained."""
+        """The state of the model, with the very tensors that are being trained."""
         return self._weights() | {name: owner[key] for name, (owner, key) in self._buffers.items()}
 
     def optimizer_state(self, optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -168,10 +168,10 @@ class OwnShard:
 
         Args:
             optimizer: The optimizer, or Lightning's around it.
-            groups: What its groups had set at the boundary.
+            groups: The settings of its groups at the boundary.
 
         Raises:
-            NotProvenError: It has a state that is split in a way that is not known.
+            NotProvenError: The state is split in an unknown way.
         """
         inner = getattr(optimizer, "_optimizer", optimizer)
         state = inner.state_dict()
@@ -195,7 +195,7 @@ class OwnShard:
         }
 
     def _part_of_state(self, parameter: Any, value: Any) -> Any:
-        """FSDP's own rule: what has a dimension is split as its parameter is."""
+        """Applies FSDP's own rule: a state with dimensions is split like its parameter."""
         part = self._flat.get(id(parameter))
         if part is None or not getattr(value, "ndim", 0):
             return value
@@ -218,14 +218,14 @@ def entry_paths(state: Mapping[str, Any]) -> list[str]:
 
 
 def pieces_of(state: Mapping[str, Any], *, is_first: bool) -> list[Piece]:
-    """What one rank writes of a nested state, named as PyTorch's checkpoints name it.
+    """The part of a nested state that one rank writes, with the names of PyTorch's checkpoints.
 
     Args:
-        state: The model's and the optimizers'.
-        is_first: Whether the rank also writes what all ranks have alike.
+        state: The states of the model and the optimizers.
+        is_first: Whether the rank also writes what all ranks have.
 
     Raises:
-        NotProvenError: A tensor is to be summed up over ranks first.
+        NotProvenError: A tensor would have to be summed over ranks first.
     """
     found: list[Piece] = []
     for path, value in sharded.flattened(state):
@@ -237,14 +237,14 @@ def pieces_of(state: Mapping[str, Any], *, is_first: bool) -> list[Piece]:
             if is_first and not prod(shape):
                 boxes = [(tuple(0 for _ in shape), shape)]
             found += _pieces_of_tensor(name, shape, boxes, values)
-        # Each has what its optimizers know of its own parameters, of which others may have nothing.
+        # Each rank has optimizer states of its own parameters, which other ranks may not have.
         elif is_first or path[1] == "state":
             found.append(_whole_piece(name, value))
     return found
 
 
 def _split(value: Any) -> tuple[tuple[int, ...], list[Box], Any] | None:
-    """Shape of the whole, boxes and values of a tensor that is split; None of anything else."""
+    """Shape of the whole, boxes and values of a split tensor; None for anything else."""
     if isinstance(value, SplitTensor):
         return value.shape, value.boxes, value.values
     return sharded.split_of(value)
@@ -274,10 +274,10 @@ def _whole_piece(name: str, value: Any) -> Piece:
 
 
 def write_pieces(pieces: Sequence[Piece], file: BinaryIO) -> tuple[Chunk, ...]:
-    """Writes them one behind the other, each as ``torch.save`` does; returns where each lies.
+    """Writes pieces one after another, each as ``torch.save`` does; returns their places.
 
     Args:
-        pieces: What to write, on the host.
+        pieces: The pieces, on the host.
         file: An empty file.
     """
     written = []

@@ -1,8 +1,8 @@
 """The weights of a model, watched for changes instead of copied: a checkpoint reads them if nothing changed them.
 
-Tensors count their changes themselves, and where each lies is noted, as whoever assigns to ``.data`` puts another one
-there. Writes through ``.data`` are not counted; callbacks that average weights make them around a validation and at the
-end of training, so the largest values of all tensors can be compared as well.
+Tensors count their changes themselves, and addresses show an assignment to ``.data``. Writes through ``.data`` are not
+counted; callbacks that average weights make them around a validation and at the end of training, so the largest values
+of all tensors can be compared as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe._torch import tensors
 
-# Buffers that are copied, all together: statistics of normalization, which each forward pass changes.
+# Most bytes of copied buffers in total: statistics of normalization, which each forward pass changes.
 _MOST_BUFFER_BYTES = 64 << 20
 
 
 class WatchedParameter(NamedTuple):
-    """What this rank has of one parameter, or of a large buffer.
+    """One parameter, or one large buffer, on this rank.
 
     Attributes:
         name: Its name.
-        parameter: What is changed, and counts that: the parameter as optimizers know it.
-        values: Gives what is here of it now, wherever the module has it.
+        parameter: The tensor that counts changes: the parameter as optimizers know it.
+        values: Gives its present values on this rank.
     """
 
     name: str
@@ -29,11 +29,11 @@ class WatchedParameter(NamedTuple):
 
 
 class WatchedWeights:
-    """What is saved of a model: parameters and large buffers, which are watched, and small buffers, which are copied.
+    """The saved state of a model: parameters and large buffers, which are watched, and small buffers, which are copied.
 
     Args:
         module: The model.
-        parts: This rank's parts of a model that is split; None for a replica.
+        parts: This rank's parts of a sharded model; None for a replica.
     """
 
     def __init__(self, module: Any, parts: Sequence[WatchedParameter] | None = None) -> None:
@@ -52,9 +52,9 @@ class WatchedWeights:
         self._tensors = [each.parameter for each in self._watched]
 
     def versions(self) -> list[tuple[int, ...]]:
-        """How often each tensor has been changed, and of a replica where it lies."""
+        """How often each tensor has changed and, in a replica, its address."""
         counts = tensors.change_counts(self._tensors)
-        # FSDP itself puts gathered parameters in the place of its parts.
+        # FSDP itself replaces its shards by gathered parameters.
         return [*zip(counts)] if self._is_split else [*zip(counts, tensors.addresses(self._tensors), strict=True)]
 
     def largest(self) -> Any:
@@ -67,7 +67,7 @@ class WatchedWeights:
         return [watched.name for watched, one, other in pairs if one != other]
 
     def changed_values(self, before: Any) -> list[str]:
-        """Names of the tensors whose largest value is not what it was."""
+        """Names of the tensors with another largest value than before."""
         pairs = zip(self._watched, before, self.largest(), strict=True)
         return [watched.name for watched, one, other in pairs if not _is_same(one, other)]
 
@@ -77,7 +77,7 @@ class WatchedWeights:
             tensors.copy_all(self._copies, [owner[name] for owner, name in self._buffers])
 
     def copied_buffers(self) -> dict[tuple[Any, ...], Any]:
-        """Small buffers as they were copied last, by what ``_torch.tensors.place_of`` says of them."""
+        """The last copies of small buffers, by ``_torch.tensors.place_of``."""
         places = (tensors.place_of(owner[name]) for owner, name in self._buffers)
         return dict(zip(places, self._copies, strict=True))
 
@@ -87,6 +87,6 @@ def _watched(name: str, tensor: Any) -> WatchedParameter:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two numbers are the same, not being one included."""
+    """Whether two numbers are equal, or both NaN."""
     first, second = float(one), float(other)
     return first == second or (first != first and second != second)

@@ -12,7 +12,7 @@ COMMANDS = ("diagnose", "explain", "inspect", "logs", "preflight", "render", "ru
 
 
 class Help(DefaultHelpFormatter):
-    """Prints the help of an option as it is written, without types, and with the default where the help has it."""
+    """Prints the help of an option as written, without types, and with a default only if the help has one."""
 
     def _get_help_string(self, action: Action) -> str:
         return action.help or ""
@@ -28,10 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 if all is well, 1 if there is a problem, 2 if the command is invalid or fails.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    # Each takes a while to import: all are imported only for the list of commands.
+    # Each takes a while to import: all of them are imported only for the list of commands.
     names = [name for name in COMMANDS if name in given[:1]] or COMMANDS
     modules = {name: import_module(f"{__name__}.{name}") for name in names}
-    # Those of the commands have the same formatter.
+    # The parsers of the commands have the same formatter.
     parser = ArgumentParser(prog="ncclsafe", description="Tools of lightning-ncclsafe.", formatter_class=Help)
     commands = parser.add_subcommands()
     for module in modules.values():

@@ -1,4 +1,4 @@
-"""``ncclsafe diagnose``: what dumps, logs and reports of a run that is over say about why it hung."""
+"""``ncclsafe diagnose``: finds from dumps, logs and reports why a run hung."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.inspecting.joining import diagnosis_of, joined
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.json import report_json
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.terminal import shown_report
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
@@ -51,7 +51,7 @@ def run(config: Namespace) -> int:
 
 
 def diagnose(paths: Iterable[str], format: str) -> int:
-    """Reads what there is, and prints what it comes to.
+    """Reads all files, and prints the diagnosis.
 
     Args:
         paths: Files and folders.
@@ -77,7 +77,7 @@ def diagnose(paths: Iterable[str], format: str) -> int:
 
 
 def _diagnoses(evidence: Artifacts) -> Iterator[tuple[str, Diagnosis]]:
-    """What was found, with a title for where there are several."""
+    """The diagnoses, with titles in case there are several."""
     inspected = [one.job for _, one in evidence.reports if one.job.incident.kind is IncidentKind.INSPECTED]
     for seen in joined(inspected):
         yield f"=== inspection of {seen.launch or 'a job'}", diagnosis_of(seen)
@@ -90,14 +90,14 @@ def _diagnoses(evidence: Artifacts) -> Iterator[tuple[str, Diagnosis]]:
 
 
 def _judged_again(diagnosis: Diagnosis) -> Diagnosis:
-    """A hang by today's rules; ranks that were compared before they trained were compared under settings of then."""
+    """Judges a hang by the current rules; comparisons before training stay as they were, as they depend on settings."""
     rules = _RULES.get(diagnosis.job.incident.kind)
     again = judge(diagnosis.job, rules) if rules is not None and not _is_unmarked(diagnosis.job) else diagnosis
     return again if again.findings else diagnosis
 
 
 def _is_unmarked(job: JobFacts) -> bool:
-    """Whether a version has written this whose frames of ours do not say what they wait for: it knew that itself."""
+    """Whether a version without marks on frames wrote this report: only that version knew what its frames wait for."""
     stacks = [*(facts.stack for facts in job.ranks), *(process.stack for process in job.witnessed)]
     return any(lacks_mark(frame.file, frame.mark) for stack in stacks for frame in stack)
 
@@ -113,7 +113,7 @@ def _nothing(evidence: Artifacts) -> int:
 
 
 def _say(text: str, stream: TextIO | None) -> None:
-    """Prints it. That nobody reads to the end is no error; nor may Python say so when it ends."""
+    """Prints it. A closed pipe is no error, and Python must not report it at exit, either."""
     if stream is None:
         return
     encoding = stream.encoding or "utf-8"

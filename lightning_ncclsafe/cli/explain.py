@@ -1,4 +1,4 @@
-"""``ncclsafe explain``: what a cause means, how it shows, what to do about it, and what cannot be seen of it."""
+"""``ncclsafe explain``: what a cause means, how it shows, what to do about it, and what cannot be detected."""
 
 import io
 import sys

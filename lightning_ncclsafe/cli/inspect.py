@@ -18,7 +18,7 @@ from lightning_ncclsafe.inspecting.inspection import LOOKS, SECONDS, inspect
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.json import report_json
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.terminal import shown_report
 
 _INSPECT = "inspect the training processes of this host: what they do now, and why they hang"

@@ -17,7 +17,7 @@ from lightning_ncclsafe.loggers.staging import (
     read_manifest,
     staging_folders,
 )
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 
 _LOGS = "recover what loggers have staged locally but not delivered"
 _RECOVER = (
@@ -62,7 +62,7 @@ def recover_all(directory: str, staging_dir: Path) -> int:
         _say(f"error: {error.filename} cannot be read: {error.strerror}", sys.stderr)
         return 1
     if folders:
-        # All of them, whatever becomes of the first.
+        # All of them, even if the first fails.
         return max([_recover_one(folder) for folder in folders])
     if "://" not in directory and not os.path.isdir(directory):
         what = "is not a directory" if os.path.lexists(directory) else "does not exist"
@@ -73,7 +73,7 @@ def recover_all(directory: str, staging_dir: Path) -> int:
 
 
 def _folders(directory: str, staging_dir: Path) -> Iterator[Path]:
-    """The folders of staging that are meant; damaged ones are among them."""
+    """The folders of staging, including damaged ones."""
     if is_staging(Path(directory)):
         yield Path(directory)
         return
@@ -86,7 +86,7 @@ def _folders(directory: str, staging_dir: Path) -> Iterator[Path]:
 
 
 def _is_for(directory: str, folder: Path) -> bool:
-    """Whether staging is of a logger's directory; of what cannot be read, that cannot be ruled out."""
+    """Whether staging belongs to a logger's directory; unreadable staging may."""
     try:
         manifest = read_manifest(folder)
     except StagingError:
@@ -121,7 +121,7 @@ def _recover_one(folder: Path) -> int:
 
 
 def _amount(done: Recovered) -> str:
-    """What was brought where."""
+    """What was recovered, and where to."""
     manifest = done.manifest
     run = f" of {manifest.logger} {manifest.identity}".rstrip()
     if not done.points and not done.records:
@@ -156,11 +156,11 @@ def _nothing_found(directory: str, staging_dir: Path) -> str:
 
 
 def _say(text: str, stream: TextIO | None) -> None:
-    """Prints a line. What it is about comes from files: it must not drive the terminal, nor stop the recovery."""
+    """Prints a line. Its text comes from files: it must not control the terminal, nor stop the recovery."""
     if stream is None:
-        # The process was started with it closed.
+        # The process was started with a closed stdout.
         return
     encoding = stream.encoding or "utf-8"
-    # Where nobody reads any more, the recovery goes on all the same.
+    # A closed pipe does not stop the recovery.
     with suppress(OSError):
         print(safe(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

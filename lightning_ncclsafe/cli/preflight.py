@@ -88,7 +88,7 @@ def _run(config: Namespace, place: Launched) -> int:
         ranks = f"{place.world_size} ranks" if place.world_size > 1 else "this host"
         print(f"nothing is wrong with {ranks}")
     would_fail = any(finding.severity is Severity.ERROR for finding in agreed.findings)
-    # A launcher ends the others when one fails: rank 0 alone speaks for all.
+    # A launcher ends the others when one fails: rank 0's exit code stands for all.
     return 1 if would_fail and place.rank == 0 else 0
 
 
@@ -107,7 +107,7 @@ def _look(config: Namespace, place: Launched) -> PreflightFacts:
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Torch reads this when it is loaded: of a host that is not reached, it would print C++ frames at every attempt."""
+    """Torch reads this when it is imported: otherwise it prints C++ frames at every failed attempt to connect."""
     given = os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "FATAL")
     try:
@@ -118,13 +118,13 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def _compare_all(compared: Preflight, place: Launched, timeout_s: float) -> Agreed:
-    # They need torch, and with it some seconds: only where there are other ranks, and not while this one is looked at.
+    # These import torch, which takes some seconds: only with other ranks, and not while this host is probed.
     compared.wait()
     with _quiet_torch():
         from lightning_ncclsafe._torch import stores
     from lightning_ncclsafe.guard.ending import say_goodbye, wait_for_others
 
-    # Torch tries for that long, and then once more.
+    # Torch tries for this long, and then once more.
     store = stores.launched_store(
         place.master_addr, place.master_port, place.rank, timeout_s=min(timeout_s / 2, _DAY_S)
     )

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import ReportError, read_report
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 
 _RENDER = "convert a saved report to text, HTML or a trace"
 _DESCRIPTION = (
@@ -26,7 +26,7 @@ _OUTPUT = "file to write to (default: standard output)"
 
 # A report of 16,384 ranks has about a quarter of it.
 _LARGEST_BYTES = 2_000_000_000
-# More ranks than anybody has: a damaged number, for which nothing is to be reserved.
+# More ranks than any job has: a damaged number, for which no memory must be reserved.
 _MOST_RANKS = 1_000_000
 
 
@@ -57,13 +57,13 @@ def run(config: Namespace) -> int:
         return _failed(f"{config.report}: {error}")
     except OSError as error:
         return _failed(f"{error.filename or config.output}: {error.strerror or error}")
-    except Exception as error:  # of a file that nobody vouches for
+    except Exception as error:  # an untrusted file
         return _failed(f"{config.report}: the report cannot be rendered ({type(error).__name__}: {error!s:.200})")
     return 0
 
 
 def _file(path: Path) -> Path:
-    """The report that is meant."""
+    """The report file in a folder, or the file itself."""
     if not path.is_dir() or (path / "report.json").exists():
         return path / "report.json" if path.is_dir() else path
     # Their names sort in the order of events.
@@ -88,7 +88,7 @@ def _read(path: Path) -> Diagnosis:
 
 
 def _renderer(format: Format, output: str | None) -> Callable[[Diagnosis], str]:
-    """Imported when it is known which: each needs others, which take their time."""
+    """The renderer of a format, imported only when needed: imports take a while."""
     if format is Format.HTML:
         from lightning_ncclsafe.report.html.page import render_html
 
@@ -110,7 +110,7 @@ def _write(text: str, output: str | None) -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """That nobody reads to the end is no error; nor may Python say so when it ends."""
+    """Prints it. A closed pipe is no error, and Python must not report it at exit, either."""
     encoding = stream.encoding or "utf-8"
     try:
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -1,4 +1,4 @@
-"""``ncclsafe run``: a program as Python runs it, with the guard in each of its Trainers."""
+"""``ncclsafe run``: runs a program with the guard in each of its Trainers."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.running.variables import ON, OPTIONS, SWITCH, shown, wanted
 
 _RUN = "run a program with the guard in each of its Trainers, without changing its code"
@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(config: Namespace) -> int:
-    """Runs ``ncclsafe run``: starts the program in the place of this one, or returns the exit code."""
+    """Runs ``ncclsafe run``: replaces this process by the program, or returns the exit code."""
     asked = {option: text for option in OPTIONS if (text := config[option.name]) is not None}
     for option, text in asked.items():
         try:
@@ -63,7 +63,7 @@ def run(config: Namespace) -> int:
 
 
 def _site_folders() -> list[Path]:
-    """Where Python looks for files that it loads as it starts."""
+    """The folders whose ``.pth`` files Python loads as it starts."""
     if sys.flags.no_site:
         return []
     own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
@@ -74,8 +74,8 @@ def _interpreter_options(words: Sequence[str], argv: Sequence[str]) -> list[str]
     """Options of Python itself: torchrun gives it ``-u``.
 
     Args:
-        words: All that this program was started with.
-        argv: What of it came to the program, after its own name.
+        words: The whole command line of this process.
+        argv: The part for the program, after its own name.
     """
     *options, program = words[1 : len(words) - len(argv) + 1]
     if options and _MODULE.fullmatch(options[-1]):

@@ -1,6 +1,6 @@
-"""Code of others that is known by its name: files and functions of torch, Lightning and other libraries, in one table.
+"""Library code that is known by name: files and functions of torch, Lightning and other libraries, in one table.
 
-Code of ours says itself what it is, see :mod:`lightning_ncclsafe.code.marks`.
+Code of this package declares itself what it is, see :mod:`lightning_ncclsafe.code.marks`.
 """
 
 import re
@@ -13,8 +13,8 @@ class Package:
     """A package whose code is known.
 
     Attributes:
-        names: Under which of these it is imported, as parts of Lightning have two; none for Python's own library.
-        folder: A regular expression for what stands before the files' own paths.
+        names: Its import names, as parts of Lightning have two; empty for the standard library.
+        folder: A regular expression for the folder of its files.
     """
 
     names: tuple[str, ...]
@@ -23,14 +23,14 @@ class Package:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodePlace:
-    """Functions in a file of a package, or in several; in all names a star stands for any text, slashes included.
+    """Functions in a file of a package, or in several; in names, a star matches any text, including slashes.
 
     Attributes:
         package: The package.
         file: Path within it.
-        functions: Names of functions; without any, all that the file has.
-        but: Names that are not meant all the same.
-        versions: Which versions of the package have it, as in a requirement; all that are supported if empty.
+        functions: Names of functions; empty for all of the file.
+        but: Names to exclude.
+        versions: The versions of the package that have it, as in a requirement; empty for all supported ones.
     """
 
     package: Package
@@ -40,7 +40,7 @@ class CodePlace:
     versions: str = ""
 
     def has(self, path: str, function: str) -> bool:
-        """Whether a function is there; ``path`` is that of its file, with slashes."""
+        """Whether a function is there; ``path`` is the path of its file, with slashes."""
         if re.search(f"{self.package.folder}{glob(self.file)}$", path) is None or _is_one(function, self.but):
             return False
         return not self.functions or _is_one(function, self.functions)
@@ -48,7 +48,7 @@ class CodePlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Code:
-    """Code that has one purpose, wherever it stands."""
+    """Code with one purpose, in any number of places."""
 
     places: tuple[CodePlace, ...]
 
@@ -61,7 +61,7 @@ class Code:
 
 
 def glob(text: str) -> str:
-    """The regular expression of a text with stars."""
+    """The regular expression for a text with stars."""
     return re.escape(text).replace(r"\*", ".*")
 
 
@@ -109,7 +109,7 @@ C10D = _in(_TORCH, _C10D)
 SEND_OR_RECV = _in(_TORCH, _C10D, functions="send recv")
 # One rank gives to all, or all give to one.
 ROOTED = _in(_TORCH, _C10D, functions="broadcast scatter gather reduce")
-# What each rank may give another number of elements to.
+# Collectives to which each rank may give a different number of elements.
 UNEVEN = _in(_TORCH, _C10D, functions="all_to_all all_to_all_single")
 OBJECT_PICKLING = _in(_TORCH, _C10D, functions="_object_to_tensor _tensor_to_object")
 GROUP_CREATION = _in(
@@ -158,10 +158,10 @@ DATALOADER = _in(_TORCH, "utils/data/dataloader.py")
 FETCH = _in(_TORCH, "utils/data/_utils/fetch.py")
 LOADING = _in(_TORCH, "utils/data/*")
 ALL_OF_TORCH = _in(_TORCH, "*")
-# What torch.multiprocessing runs first in a process that it has started.
+# What torch.multiprocessing runs first in a process that it starts.
 SPAWNED_PROCESS = _in(_TORCH, "multiprocessing/spawn.py", functions="_wrap")
-# What torch.compile and Triton are in while they compile or tune. What is on the stack as well while compiled code runs
-# (eval_frame.py, output_code.py, Triton's launcher) is not among it.
+# What torch.compile and Triton run while they compile or tune; without what is also on the stack while compiled code
+# runs (eval_frame.py, output_code.py, Triton's launcher).
 COMPILATION = (
     _in(
         _TORCH,
@@ -200,7 +200,7 @@ TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
 END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_run_end")
 # The Trainer's public functions, and what they call; the stars are for releases before 2.0, which have folders there.
 TRAINER = _in(_PYTORCH, "trainer/trainer.py")
-# The way into each of them, which what is raised in it goes back.
+# The calls into each of them, through which exceptions leave it.
 TRAINER_CALL = _in(_PYTORCH, "trainer/*.py", functions="_call_and_handle_interrupt")
 FITTING = _in(_PYTORCH, "trainer/trainer.py", functions="_fit_impl")
 TESTING = _in(_PYTORCH, "trainer/trainer.py", functions="_test_impl")
@@ -244,11 +244,11 @@ SAVING = (
     | _in(_PYTORCH, "trainer/trainer.py", functions="save_checkpoint")
     | PUTTING_CHECKPOINT_TOGETHER
 )
-# What comes before a save: whether there is to be one, and under which name.
+# What runs before a save: whether to save, and under which name.
 BEFORE_SAVING = _in(
     _PYTORCH, "callbacks/model_checkpoint.py", functions="on_* _save_topk* _save_monitor* _save_none* _save_last*"
 )
-# Called on a logger from within a save, which is over by then; one of the user's own stands in any file.
+# Called on a logger within a save that has ended by then; the user's own logger may be in any file.
 HOOKS_OF_LOGGERS = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="after_save_checkpoint")
 PROFILE = _in(_PYTORCH, "profilers/profiler.py", functions="profile")
 START_OF_NO_PROFILER = _in(_PYTORCH, "profilers/base.py", functions="start")
@@ -287,7 +287,7 @@ WAITS_FOR_PROCESSES = _in(
 )
 WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
 WAITS_FOR_THREADS = _in(_PYTHON, "queue.py") | _in(_PYTHON, "threading.py", functions="wait wait_for join acquire")
-# What `python -m` runs a program with; from Python 3.11 on it is frozen, "<frozen runpy>".
+# Runs the program of `python -m`; from Python 3.11 on it is frozen, "<frozen runpy>".
 RUN_MODULE = _in(_PYTHON, "*runpy*")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")
 DEBUGGERS = (
@@ -298,9 +298,9 @@ DEBUGGERS = (
     | _in(_package("IPython"), "terminal/embed.py", "terminal/interactiveshell.py")
     | _in(_package("pudb"), "*")
     | _in(_package("debugpy"), "*")
-    # Those that one connects to over the network wait for that before they are in pdb.
+    # Remote debuggers wait for a connection before they are in pdb.
     | _in(Package(names=("remote_pdb",), folder="-packages/"), "remote_pdb.py")
     | _in(_package("rpdb", "web_pdb", "madbg", before="-packages/"), "*")
-    # PyCharm's, which is no package that is installed.
+    # PyCharm's debugger, which is not an installed package.
     | _in(Package(names=("pydevd",), folder="/"), "pydevd*")
 )

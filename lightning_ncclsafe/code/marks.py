@@ -1,6 +1,6 @@
-"""What code of ours declares about itself where it is defined: probes put it on frames, and rules read it.
+"""What functions of this package declare about themselves: probes put it on frames, and rules read it.
 
-So nobody has to know a function of ours by its file and its name, which change.
+So no rule has to know a function by its file and name, which change.
 """
 
 import os
@@ -16,20 +16,20 @@ T = TypeVar("T", bound=Callable[..., object])
 
 
 class Mark(str, Enum):
-    """What a frame of ours is; those of anybody else's code have none."""
+    """What a frame of this package is; other code has no marks."""
 
     OWN = "own"
-    """Of this package, with nothing more declared: it waits for nobody."""
+    """Code of this package that waits for no rank."""
     STORE = "store"
     """Waits for other ranks, over the exchange or in the job's store."""
     VOTE = "vote"
     """Waits for the other ranks' votes on the next batch, in a collective."""
     LOGGER = "logger"
-    """Does what a logger was asked to do, and may wait for room or for storage."""
+    """Handles a logger's call, and may wait for room or for storage."""
     WATCH = "watch"
-    """The loop of the guard's thread, which waits for its next turn."""
+    """The loop of the guard's thread, which waits for its next tick."""
     LISTENER = "listener"
-    """Hears of Lightning's actions: from here on the stack is the guard's own."""
+    """Listens to Lightning's actions: deeper frames are the guard's own."""
 
 
 def _as_written(file: str) -> str:
@@ -39,21 +39,21 @@ def _as_written(file: str) -> str:
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDER = _as_written(f"{_PACKAGE}{os.sep}")
-# By file and name, and then by lines: a file may have several functions of one name.
+# By file and name, then by lines: a file may have several functions of the same name.
 _marked: dict[tuple[str, str], dict[range, Mark]] = defaultdict(dict)
 
 
 def marked(mark: Mark) -> Callable[[T], T]:
-    """Marks a function, or all that a class defines, which stay what they are: a call costs nothing.
+    """Marks a function, or all methods of a class, without changing them: calls cost nothing more.
 
     Args:
-        mark: What it is. What waits for ranks should do nothing else, as what it calls is taken for part of the wait.
+        mark: The mark. A function that waits for ranks should do nothing else: all it calls counts as the wait.
     """
 
     def register(owner: T) -> T:
         for code in _codes_of(owner):
             lines = range(code.co_firstlineno, max(line or 0 for *_, line in code.co_lines()) + 1)
-            # A method that is marked itself comes before its class.
+            # The mark of a method takes precedence over that of its class.
             _marked[_as_written(code.co_filename), code.co_name].setdefault(lines, mark)
         return owner
 
@@ -61,7 +61,7 @@ def marked(mark: Mark) -> Callable[[T], T]:
 
 
 def mark_at(file: str, line: int, function: str) -> str:
-    """What the frame at this line is, named as Python or faulthandler does it; empty for code that is not ours."""
+    """The mark of the frame at this line, with Python's or faulthandler's names; empty for other code."""
     written = _as_written(file)
     if not written.startswith(_FOLDER):
         return ""
@@ -70,7 +70,7 @@ def mark_at(file: str, line: int, function: str) -> str:
 
 
 def lacks_mark(file: str, mark: str) -> bool:
-    """Whether a frame is of this package, wherever that was, and was written before there were marks."""
+    """Whether a frame is of this package, wherever it was installed, and was recorded without marks."""
     return not mark and f"/{_PACKAGE.name}/" in file.replace("\\", "/")
 
 
@@ -79,11 +79,12 @@ def _codes_of(owner: object) -> Iterator[CodeType]:
         function = getattr(member, "__func__", getattr(member, "fget", member))
         code = getattr(unwrap(function), "__code__", None) if callable(function) else None
         if code is not None:
-            yield from _with_inner(code)
+            yield from with_inner(code)
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
+def with_inner(code: CodeType) -> Iterator[CodeType]:
+    """A code object, and those of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
+            yield from with_inner(constant)

@@ -1,18 +1,18 @@
-"""When code of this package keeps a rank busy beside its training: of what comes of that, the rank is not to blame."""
+"""Notes when code of this package keeps a rank busy besides its training, so that the rank is not blamed for it."""
 
 from collections import deque
 from time import time_ns
 
-# What is shorter is nothing that ranks would wait for.
+# Shorter work does not delay other ranks noticeably.
 _LEAST_NS = 50_000
-# Some minutes' worth, should nobody take them.
+# Some minutes' worth, in case nobody takes them.
 _MOST = 4096
 
 _done: "deque[tuple[int, int]]" = deque(maxlen=_MOST)
 
 
 class OwnWork:
-    """Around work of ours on the training's thread, or on another that keeps the interpreter's lock meanwhile.
+    """Around work of this package on the training's thread, or on another that holds the GIL meanwhile.
 
     Example::
 
@@ -32,7 +32,7 @@ class OwnWork:
 
 
 def take_own_work() -> list[tuple[int, int]]:
-    """Beginning and end, nanoseconds since the epoch, of what has ended since the last call; oldest end first."""
+    """Begin and end of work that has ended since the last call, nanoseconds since the epoch; oldest end first."""
     found = []
     while _done:
         found.append(_done.popleft())

@@ -1,4 +1,4 @@
-"""A method of one object, or its class, replaced for a while."""
+"""Replaces a method of one object, or its class, for a while."""
 
 import copyreg
 from collections.abc import Callable, Mapping
@@ -10,17 +10,17 @@ _HEAP_TYPE = 1 << 9
 
 
 class ReplacedMethod:
-    """Stands for a method, as an attribute of the object that has it, until it is removed.
+    """Replaces a method, as an attribute of its object, until it is removed.
 
     A copy of the object has its own method again: Trainers are copied and sent to other processes.
 
     Args:
         owner: The object.
         name: Name of the method.
-        call: What is called in its place.
+        call: The function called instead.
 
     Attributes:
-        original: The method that it stands for.
+        original: The replaced method.
     """
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -33,14 +33,14 @@ class ReplacedMethod:
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls what stands in for the method; once that is removed, for whoever has kept it, the method."""
+        """Calls the replacement; after removal, for callers that kept a reference, the method."""
         return (self.original if self._is_removed else self._call)(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return getattr, (self._owner, self._name)
 
     def remove(self) -> None:
-        """The object is as it was."""
+        """Restores the object."""
         self._is_removed = True
         vars(self._owner).pop(self._name, None)
         vars(self._owner).update(self._before)
@@ -52,7 +52,7 @@ class WrappedMethod(ReplacedMethod):
     Args:
         owner: The object.
         name: Name of the method.
-        call: What is called in its place, with the method as its first argument.
+        call: The function called instead, with the method as its first argument.
     """
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -60,12 +60,12 @@ class WrappedMethod(ReplacedMethod):
 
 
 class ReplacedClass:
-    """Gives an object other methods that Python looks up in its class, as ``__iter__``, until :meth:`restore`.
+    """Replaces methods of an object that Python looks up in its class, such as ``__iter__``, until :meth:`restore`.
 
-    It stays the same object, and ``isinstance`` of its class: that becomes a subclass of it. A copy is of the class.
+    The object stays the same, and an instance of its class, which becomes a subclass. A copy has the original class.
 
     Args:
-        owner: The object, for whose class :func:`is_plain_python` is true.
+        owner: The object; :func:`is_plain_python` has to be true for its class.
         methods: The methods by their names.
     """
 
@@ -75,24 +75,24 @@ class ReplacedClass:
         owner.__class__ = _subclass(self._type, {**methods, "__reduce_ex__": _reduce(self._type)})
 
     def restore(self) -> None:
-        """The object is of its own class again."""
+        """Restores the object's class."""
         self._owner.__class__ = self._type
 
 
 def is_plain_python(cls: type) -> bool:
-    """Whether no part of a class is written in C: such a part may keep the class it was created with, as tensors do."""
+    """Whether no part of a class is written in C: C code may remember the original class, as tensors do."""
     return all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
 def _subclass(parent: type, methods: dict[str, Any]) -> type:
     names = {"__module__": parent.__module__, "__qualname__": parent.__qualname__, "__doc__": parent.__doc__}
-    # Without slots it would get a __dict__, which the parent may not have, and could not replace its class.
+    # Without slots it would have a __dict__, which the parent may not have, and could not replace its class.
     slots = {} if hasattr(parent, "__dictoffset__") and parent.__dictoffset__ else {"__slots__": ()}
     return type(parent.__name__, (parent,), {**names, **slots, **methods})
 
 
 def _reduce(parent: type[object]) -> Callable[[Any, int], Any]:
-    """A copy, or a pickle, is of the class that everybody can import."""
+    """Copies and pickles with the original class, which can be imported."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         made = parent.__reduce_ex__(self, protocol)

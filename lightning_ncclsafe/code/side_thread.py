@@ -1,4 +1,4 @@
-"""Calls that may never return, to a driver, a mount or a name server: on a thread that can be left behind."""
+"""Calls that may never return, to a driver, a mount or a name server: on a thread that can be abandoned."""
 
 import threading
 from collections.abc import Callable
@@ -9,17 +9,17 @@ T = TypeVar("T")
 
 
 class UnansweredError(TimeoutError):
-    """A call has not returned; the message is what can be said of whatever was called."""
+    """A call has not returned; the message says what did not answer."""
 
 
 class NoThreadError(RuntimeError):
-    """There are no threads any more, at the end of the interpreter for instance."""
+    """No thread can be started, for instance at interpreter shutdown."""
 
 
 class SideThread:
-    """Makes one call at a time on a thread of its own. While one has not returned, no other is made.
+    """Makes one call at a time on a separate thread. While one has not returned, no other is made.
 
-    So what never returns keeps one thread, however often it is asked again.
+    So a call that never returns occupies a single thread.
 
     Args:
         name: Name of the thread.
@@ -27,9 +27,9 @@ class SideThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # Several threads may ask; each gets the answer to its own question.
+        # Several threads may call; each gets its own result.
         self._lock = threading.Lock()
-        # In one attribute: who looks without the lock sees a thread and what came of that one.
+        # In one attribute, so that a reader without the lock sees a thread and its own result.
         self._last: tuple[threading.Thread | None, Future[Any]] = (None, Future())
 
     @property
@@ -49,7 +49,7 @@ class SideThread:
                 self._last = self._started(call)
 
     def answer(self, within_s: float) -> Any:
-        """What the call gives that was begun last.
+        """The result of the last call begun.
 
         Args:
             within_s: Seconds to wait for it.
@@ -61,14 +61,14 @@ class SideThread:
         return _answer(*self._last, within_s)
 
     def call(self, call: Callable[[], T], within_s: float) -> T:
-        """Makes a call and waits for what it gives.
+        """Makes a call and waits for its result.
 
         Args:
             call: The call.
             within_s: Seconds that it may take.
 
         Raises:
-            UnansweredError: It takes longer; or the last one has not returned yet, and this one is not made.
+            UnansweredError: If it takes longer, or the last one has not returned yet: then this one is not made.
             NoThreadError: See :meth:`begin`.
             BaseException: Whatever the call raises.
         """
@@ -88,7 +88,7 @@ class SideThread:
             except BaseException as error:
                 outcome.set_exception(error)
 
-        # A daemon: what never returns must not keep the process alive.
+        # A daemon: a call that never returns must not keep the process alive.
         thread = threading.Thread(target=run, name=self._name, daemon=True)
         try:
             thread.start()

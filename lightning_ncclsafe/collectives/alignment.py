@@ -1,4 +1,4 @@
-"""How far a host's wall clock is from rank 0's: what an exchange of messages proves, and for how long it holds."""
+"""The offset of a host's wall clock from rank 0's: what an exchange of messages proves, and for how long it holds."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.timing.windows import Clock
 
-# Two disciplined clocks drift apart by 30 ppm at most, as NTP assumes 15 ppm of each (PHI of RFC 5905, section 7.3);
-# quartz that nobody disciplines is mostly specified within 50 ppm.
+# Two disciplined clocks drift apart by 30 ppm at most, as NTP assumes 15 ppm for each (PHI of RFC 5905, section 7.3);
+# undisciplined quartz is usually specified within 50 ppm.
 DRIFT = 50e-6
 # Between a wall clock and its host's oscillator: less than the 500 ppm by which ntpd and the kernel slew (MAXFREQ in
 # linux/timex.h), more than an oscillator is off.
@@ -35,17 +35,17 @@ class Reading:
     steady_ns: int
 
     def drift_ns(self, earlier: "Reading") -> int:
-        """By how much the wall clock has gone ahead of the monotonic one since then."""
+        """How much the wall clock has gained on the monotonic clock since then, nanoseconds."""
         return (self.wall_ns - earlier.wall_ns) - (self.steady_ns - earlier.steady_ns)
 
     def has_stepped(self, earlier: "Reading") -> bool:
-        """Whether somebody has set the wall clock since then, or makes it run fast or slow to correct it."""
+        """Whether the wall clock was set since then, or is being slewed."""
         passed_ns = self.steady_ns - earlier.steady_ns
         return abs(self.drift_ns(earlier)) > _STEP_NS + _SLEW * passed_ns
 
 
 def read_clocks(now_ns: NowNs, monotonic: Monotonic) -> Reading:
-    """Both clocks, read again where the thread was interrupted between them."""
+    """Reads both clocks, again if the thread was interrupted between them."""
     found: list[tuple[int, Reading]] = []
     for _ in range(_READINGS):
         before_ns, wall_ns, after_ns = int(monotonic() * 1e9), now_ns(), int(monotonic() * 1e9)
@@ -61,9 +61,9 @@ class Round:
 
     Attributes:
         sent_ns: Before the message was sent, on the own wall clock.
-        seen_ns: After rank 0 had read it, on rank 0's.
-        answered_ns: Before rank 0 sent its answer, on rank 0's.
-        got_ns: After that was read, on the own wall clock.
+        seen_ns: After rank 0 had read it, on rank 0's clock.
+        answered_ns: Before rank 0 sent its answer, on rank 0's clock.
+        got_ns: After the answer was read, on the own wall clock.
     """
 
     sent_ns: int
@@ -78,9 +78,9 @@ class Alignment:
 
     Attributes:
         offset_ns: How much it was ahead.
-        uncertainty_ns: By how much that may be wrong at most.
+        uncertainty_ns: Bound of its error.
         at: The host's clocks at that moment; all ranks on it share them.
-        epoch: Since when rank 0's clock had not been set, as rank 0 says it.
+        epoch: Identifies the time since rank 0's clock was last set.
     """
 
     offset_ns: int
@@ -89,7 +89,7 @@ class Alignment:
     epoch: int
 
     def clock(self, now: Reading) -> Clock:
-        """What is known of it now; nothing if the wall clock was set in the meantime.
+        """The offset now, with its bound; unknown if the wall clock was set in the meantime.
 
         Clocks drift apart, and the own wall clock may have been corrected by less than drift explains.
         """
@@ -100,17 +100,17 @@ class Alignment:
 
 
 def aligned(rounds: Iterable[Round], began: Reading, ended: Reading, epoch: int) -> Alignment | None:
-    """The offset that all rounds allow; None where there is none, as a clock was set meanwhile.
+    """The offset that all rounds allow; None if there is none because a clock was set meanwhile.
 
     A message is read after it was sent: the own clock is ahead by ``sent - seen`` at least, and by ``got - answered``
     at most. Each round bounds it from both sides, however unequal the delays are, and the true offset is within the
     bounds of all of them; these are NTP's times (RFC 5905, section 8), used as an interval as Marzullo proposed.
     """
-    told = list(rounds)
-    if not told or ended.has_stepped(began):
+    all_rounds = list(rounds)
+    if not all_rounds or ended.has_stepped(began):
         return None
-    least_ns = max(round.sent_ns - round.seen_ns for round in told)
-    most_ns = min(round.got_ns - round.answered_ns for round in told)
+    least_ns = max(round.sent_ns - round.seen_ns for round in all_rounds)
+    most_ns = min(round.got_ns - round.answered_ns for round in all_rounds)
     # The clocks have drifted between the first round and the last.
     drifted_ns = int(DRIFT * (ended.steady_ns - began.steady_ns)) + abs(ended.drift_ns(began)) + 1
     if least_ns > most_ns + 2 * drifted_ns:

@@ -1,6 +1,6 @@
-"""How far the wall clocks of all hosts are ahead of rank 0's, so that ranks on different hosts can be compared.
+"""Measures the offset of all hosts' wall clocks from rank 0's, so that ranks on different hosts can be compared.
 
-One rank of each host sends messages to rank 0 over the exchange and measures how long they take. Keys are used again.
+One rank of each host sends messages to rank 0 over the exchange and measures how long they take. Keys are reused.
 """
 
 import threading
@@ -23,49 +23,49 @@ from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.timing.windows import Clock
 
 _ROUNDS = 8
-"""Of messages and answers in a session; the first, which only announces a rank, is not counted."""
+"""Messages and answers in a session; the first, which only announces a rank, is not counted."""
 
-# Of the two that exchange messages: what a poll of theirs waits. A store answers within 0.2 ms.
+# Between polls of the two ranks that exchange messages. A store answers within 0.2 ms.
 _PROMPT_S = 0.0005
 
 _REFERENCE = "clock/reference"
 _TURN = "clock/turn"
 
-# A host's clock is aligned again after a minute, or later in a job of so many hosts that this would be all rank 0 does.
+# A host's clock is aligned again after a minute, or later if rank 0 would do nothing else because of many hosts.
 _AGAIN_S = 60.0
 _AGAIN_PER_HOST_S = 0.5
-# Hosts that are asked to be there at the next tick; each polls until then.
+# Hosts that are invited to the next tick; each polls until then.
 _MOST_INVITED = 8
-# What all sessions of a tick may take, and what a session waits for the next message.
+# The longest that all sessions of a tick may take, and that a session waits for the next message.
 _SERVE_S = 0.3
 _QUIET_S = 0.05
-# A host that has not come by then is asked again after all others.
+# A host that has not answered by then is invited again after all others.
 _EXPIRES_S = 30.0
 _EXPIRES_TICKS = 3
 
-# Many ranks ask rank 0's host for what only changes once a minute.
+# Many ranks read what changes only once a minute.
 _READ_EVERY_S = 5.0
-# How long an invited rank waits for rank 0's next tick: so much longer than one takes, at most, and polls how often.
+# How long an invited rank waits for rank 0's next tick, as a multiple of a tick and at most; and how often it polls.
 _LATER = 1.2
 _LATER_S = 0.5
 _LONGEST_S = 15.0
 _LINGER_S = 0.02
-# For an answer within a session.
+# The wait for an answer within a session.
 _ANSWER_S = 0.1
 
-# Session, and how long rank 0 takes from tick to tick.
+# A session, and the time from tick to tick of rank 0.
 _Turn = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a rank needs of the world, so that tests can give it another one.
+    """What a rank shares and measures with; tests replace it.
 
     Attributes:
         exchange: Shared by all ranks.
         rank: Global rank.
         world_size: Number of ranks.
-        boot_id: What the ranks on this host have in common.
+        boot_id: Equal on all ranks of this host.
         now_ns: The wall clock, nanoseconds since the epoch.
         sleep: Waits for some seconds.
         monotonic: The host's steady clock, seconds.
@@ -80,7 +80,7 @@ class Surroundings:
     monotonic: Monotonic
 
     def read(self) -> Reading:
-        """Both clocks."""
+        """Reads both clocks."""
         return read_clocks(self.now_ns, self.monotonic)
 
     def get(self, key: str) -> str:
@@ -88,7 +88,7 @@ class Surroundings:
         return self.get_many([key])[0]
 
     def get_many(self, keys: list[str]) -> list[str]:
-        """The same of several."""
+        """The texts under several keys."""
         found = self.exchange.get_many(keys)
         return [found.get(key, b"").decode("utf-8", "replace") for key in keys]
 
@@ -97,38 +97,38 @@ class Surroundings:
         self.exchange.set(key, text.encode())
 
     def claim(self, key: str) -> int:
-        """The rank that a key belongs to: this one, if it is the first to ask."""
+        """The rank that owns a key: this one, if it is the first to claim it."""
         stands = numbers(self.exchange.set_if_absent(key, str(self.rank).encode()).decode("utf-8", "replace"))
         return stands[0] if stands else -1
 
 
 def _slot_key(number: int) -> str:
-    """Under which a rank that aligns its host announces itself; slots are taken one after the other."""
+    """Key where a rank that aligns its host announces itself; slots are taken in order."""
     return f"clock/slot/{number}"
 
 
 def _leader_key(boot_id: str) -> str:
-    """Under which ranks of a host find which of them aligns it."""
+    """Key where the ranks of a host find the one that aligns it."""
     return f"clock/leader/{boot_id}"
 
 
 def _ping_key(rank: int) -> str:
-    """Of messages to rank 0: session, attempt and round."""
+    """Key of messages to rank 0: session, attempt and round."""
     return f"clock/ping/{rank}"
 
 
 def _pong_key(rank: int) -> str:
-    """Of its answers: session, attempt, round, when it was seen, when it was answered, and rank 0's epoch."""
+    """Key of its answers: session, attempt, round, time seen, time answered, and rank 0's epoch."""
     return f"clock/pong/{rank}"
 
 
 def _alignment_key(boot_id: str) -> str:
-    """Of a host's alignment, for all ranks on it."""
+    """Key of a host's alignment, for all ranks on it."""
     return f"clock/alignment/{boot_id}"
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers with spaces between them; none of a text that is something else."""
+    """Whole numbers separated by spaces; empty if the text is anything else."""
     try:
         return tuple(map(int, text.split()))
     except ValueError:
@@ -142,10 +142,10 @@ def _alignment_text(found: Alignment) -> str:
 
 def read_alignment(text: str) -> Alignment | None:
     """The alignment in a text; None if there is none."""
-    told = numbers(text)
-    if len(told) != 5 or told[1] < 0:
+    parsed = numbers(text)
+    if len(parsed) != 5 or parsed[1] < 0:
         return None
-    return Alignment(told[0], told[1], Reading(told[2], told[3]), told[4])
+    return Alignment(parsed[0], parsed[1], Reading(parsed[2], parsed[3]), parsed[4])
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ class _Invitation:
 
 
 class Reference:
-    """What rank 0 does in its ticks.
+    """Rank 0's part.
 
     Args:
         around: Exchange, clocks and sleep.
@@ -170,10 +170,10 @@ class Reference:
         self._invited: dict[int, _Invitation] = {}
         self._sessions = 0
         self._last_tick_s: float | None = None
-        self._told_turn: tuple[float, tuple[int, ...]] = (0.0, ())
+        self._sent_turn: tuple[float, tuple[int, ...]] = (0.0, ())
 
     def tick(self) -> None:
-        """One round of all of it."""
+        """Answers messages, aligns what is due, and publishes who is next."""
         began_s = self._around.monotonic()
         every_s = 1.0 if self._last_tick_s is None else began_s - self._last_tick_s
         self._last_tick_s = began_s
@@ -183,7 +183,7 @@ class Reference:
         self._invite(every_s)
 
     def _watch_own_clock(self) -> None:
-        """All alignments are void once rank 0's own clock has been set: the epoch shows it."""
+        """Begins a new epoch, which voids all alignments, if rank 0's own clock was set."""
         now = self._around.read()
         has_stepped = self._reading is not None and now.has_stepped(self._reading)
         self._reading = now
@@ -203,14 +203,14 @@ class Reference:
             self._due_s[leader[0]] = 0.0
 
     def _serve(self, until_s: float) -> None:
-        """Those that were invited and are there."""
+        """Answers the invited hosts that showed up."""
         leaders = [*self._invited]
         pings = self._around.get_many([_ping_key(leader) for leader in leaders]) if leaders else []
         for leader, ping in zip(leaders, pings, strict=True):
             invitation = self._invited[leader]
-            told = numbers(ping)
-            is_there = len(told) == 3 and told[0] == invitation.session and told[2] == 0
-            if is_there and self._answer(leader, told[:2], until_s):
+            parsed = numbers(ping)
+            is_there = len(parsed) == 3 and parsed[0] == invitation.session and parsed[2] == 0
+            if is_there and self._answer(leader, parsed[:2], until_s):
                 self._put_off(leader)
 
     def _put_off(self, leader: int) -> None:
@@ -218,18 +218,18 @@ class Reference:
         self._due_s[leader] = self._around.monotonic() + max(_AGAIN_S, _AGAIN_PER_HOST_S * len(self._due_s))
 
     def _answer(self, leader: int, session: tuple[int, ...], until_s: float) -> bool:
-        """Whether all rounds came, each soon after the one before."""
+        """Answers one host; whether all its rounds came, each soon after the one before."""
         around, expected = self._around, 0
         quiet_s = around.monotonic() + _QUIET_S
         while around.monotonic() < min(until_s, quiet_s):
             ping = around.get(_ping_key(leader))
-            # Not earlier: that the message had been sent by then is what this time proves.
+            # Not earlier: this time proves that the message had been sent by then.
             seen_ns = around.now_ns()
             if numbers(ping) != (*session, expected):
                 around.sleep(_PROMPT_S)
                 continue
-            told = f"{session[0]} {session[1]} {expected} {seen_ns}"
-            around.put(_pong_key(leader), f"{told} {around.now_ns()} {self._epoch}")
+            message = f"{session[0]} {session[1]} {expected} {seen_ns}"
+            around.put(_pong_key(leader), f"{message} {around.now_ns()} {self._epoch}")
             if expected == _ROUNDS:
                 return True
             expected += 1
@@ -250,22 +250,22 @@ class Reference:
         self._publish_turn(every_s)
 
     def _publish_turn(self, every_s: float) -> None:
-        """Who is invited, and how long after a tick the next one comes: so long they have to be there."""
+        """Publishes who is invited, and the time until the next tick, for which they have to wait."""
         sessions = tuple(invitation.session for invitation in self._invited.values())
-        told_s, told = self._told_turn
-        if sessions == told and (not sessions or told_s / 1.5 < every_s < told_s * 1.5):
+        sent_s, sent = self._sent_turn
+        if sessions == sent and (not sessions or sent_s / 1.5 < every_s < sent_s * 1.5):
             return
         turn = " ".join(f"{leader} {invitation.session}" for leader, invitation in self._invited.items())
         self._around.put(_TURN, f"{int(every_s * 1e9)} {turn}")
-        self._told_turn = every_s, sessions
+        self._sent_turn = every_s, sessions
 
 
 class Follower:
-    """What a rank other than 0 does in its ticks.
+    """The part of a rank other than 0.
 
     Args:
         around: Exchange, clocks and sleep.
-        is_stopped: Whether nobody waits for the outcome any more.
+        is_stopped: Whether the outcome is no longer needed.
     """
 
     def __init__(self, around: Surroundings, is_stopped: Callable[[], bool]) -> None:
@@ -280,14 +280,14 @@ class Follower:
         self._alignment: Alignment | None = None
 
     def clock(self) -> Clock:
-        """This rank's clock now, as far as it is known."""
+        """This rank's clock now, if it is known."""
         if self._shares_reference:
             return Clock(offset_ns=0, uncertainty_ns=0)
         found = self._alignment
         return Clock() if found is None else found.clock(self._around.read())
 
     def tick(self) -> None:
-        """One round of all of it; nothing on rank 0's host."""
+        """Aligns the host if this rank does that and it is due, else reads the alignment; nothing on rank 0's host."""
         if self._shares_reference or not self._is_due():
             return
         reference, text = self._around.get_many([_REFERENCE, self._other_key()])
@@ -306,7 +306,7 @@ class Follower:
             self._accept(read_alignment(text))
 
     def _is_due(self) -> bool:
-        """For a rank that aligns its host, always: its turn may have come."""
+        """Whether to look for news; always for a rank that aligns its host, as it may be invited."""
         now_s = self._around.monotonic()
         if self._leader not in (None, self._around.rank) and self._alignment is not None and self._read_s is not None:
             return now_s - self._read_s >= _READ_EVERY_S
@@ -315,15 +315,15 @@ class Follower:
     def _other_key(self) -> str:
         return _TURN if self._leader in (None, self._around.rank) else _alignment_key(self._around.boot_id)
 
-    def _see_epoch(self, told: tuple[int, ...]) -> None:
-        self._epoch = told[0] if told else 0
+    def _see_epoch(self, numbers_read: tuple[int, ...]) -> None:
+        self._epoch = numbers_read[0] if numbers_read else 0
         if self._alignment is not None and self._alignment.epoch != self._epoch:
             self._alignment = None
 
-    def _accept(self, told: Alignment | None) -> None:
+    def _accept(self, received: Alignment | None) -> None:
         self._read_s = self._around.monotonic()
-        if told is not None and told.epoch == self._epoch:
-            self._alignment = told
+        if received is not None and received.epoch == self._epoch:
+            self._alignment = received
 
     def _lead(self, text: str) -> None:
         if not self._has_slot:
@@ -333,12 +333,12 @@ class Follower:
             self._align(*turn)
 
     def _take_slot(self) -> bool:
-        """Slots are taken in order, so that rank 0 finds all by asking for the next one."""
+        """Takes the next free slot; rank 0 finds all by asking for the next one."""
         return any(self._around.claim(_slot_key(n)) == self._around.rank for n in range(self._around.world_size))
 
     def _align(self, session: int, every_s: float) -> None:
         around = self._around
-        # Unlike any other attempt's, so that no old answer is taken for one to this.
+        # Unique, so that no old answer is taken for one to this attempt.
         attempt = around.now_ns()
         around.put(_ping_key(around.rank), f"{session} {attempt} 0")
         wait_s = min(every_s * _LATER + _LATER_S, _LONGEST_S)
@@ -373,24 +373,24 @@ class Follower:
         return None
 
 
-def _turn_of(rank: int, told: tuple[int, ...]) -> _Turn | None:
-    """Of rank 0's ticks in nanoseconds, and pairs of rank and session."""
-    sessions = dict(zip(told[1::2], told[2::2], strict=False))
-    return (sessions[rank], told[0] / 1e9) if rank in sessions else None
+def _turn_of(rank: int, numbers_read: tuple[int, ...]) -> _Turn | None:
+    """The period of rank 0's ticks in nanoseconds, and pairs of rank and session."""
+    sessions = dict(zip(numbers_read[1::2], numbers_read[2::2], strict=False))
+    return (sessions[rank], numbers_read[0] / 1e9) if rank in sessions else None
 
 
 class ClockSync:
     """Aligns a rank's wall clock with rank 0's over the exchange, with a bound of the error.
 
-    Ranks of one host share a clock; one of them, whoever asks first, measures for all. Rank 0 invites hosts, eight at
+    Ranks of one host share a clock; the first one to claim it measures for all. Rank 0 invites hosts, eight at
     a time; a rank that finds itself invited waits in its tick until rank 0's next tick, which answers its messages.
-    Keys are used again, so that they do not grow with time; a host that does not come is left out.
+    Keys are reused, so their number does not grow with time; a host that does not show up is left out.
 
     Args:
         exchange: Shared by all ranks.
         rank: Global rank.
         world_size: Number of ranks.
-        boot_id: What the ranks on this host have in common and others do not; see
+        boot_id: Equal on the ranks of this host and different elsewhere; see
             :func:`~lightning_ncclsafe.probes.host.capacity.host_boot_id`.
         now_ns: The wall clock by which collectives are timed.
         sleep: Waits for some seconds.
@@ -414,9 +414,9 @@ class ClockSync:
         self._follower = Follower(around, lambda: self._stopped)
 
     def tick(self) -> None:
-        """Does what is to be done now; to be called every 0.5 to 10 s, by a thread that may wait.
+        """Does what is due; call it every 0.5 to 10 s, on a thread that may wait.
 
-        On rank 0 it takes 0.3 s at most beside the exchange's own calls. On a rank that measures for its host it
+        On rank 0 it takes at most 0.3 s besides the exchange's own calls. On a rank that measures for its host it
         takes, once a minute, as long as rank 0 takes from tick to tick. An exchange that does not answer is asked
         again at the next tick.
         """
@@ -426,17 +426,17 @@ class ClockSync:
             (self._reference or self._follower).tick()
 
     def run(self, ended: threading.Event, every_s: float = 1.0) -> None:
-        """Ticks until the event is set: for a thread of its own, which is best, as a tick may wait."""
+        """Ticks until the event is set; meant for a thread of its own, as a tick may wait."""
         while not self._stopped:
             self.tick()
             if ended.wait(every_s):
                 break
 
     def clock(self) -> Clock:
-        """How much this rank's wall clock is ahead of rank 0's now, and a bound of the error of that.
+        """How much this rank's wall clock is ahead of rank 0's now, and a bound of the error.
 
-        Both are 0 on rank 0's host. The bound is negative while nothing is known: before the first alignment, and
-        from when either clock was set until the next one. That rank 0's clock was set is known a tick later.
+        Both are 0 on rank 0's host. The bound is negative while the offset is unknown: before the first alignment, and
+        after either clock was set until the next one. Other ranks learn a tick later that rank 0's clock was set.
         """
         if self._reference is not None:
             return Clock(offset_ns=0, uncertainty_ns=0)

@@ -1,4 +1,4 @@
-"""What this rank's Flight Recorder has recorded since the last reading, and the phases of its steps, as a window."""
+"""Reads what this rank's Flight Recorder recorded since the last reading, with the phases of its steps, as a window."""
 
 from bisect import bisect_left
 from collections import defaultdict, deque
@@ -15,21 +15,21 @@ from lightning_ncclsafe.recorder.model import Recorder, WorkKind, size_bytes, to
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
-# Some minutes' worth, should nobody read them.
+# Some minutes' worth, in case nobody reads them.
 _MOST_MARKS = 1 << 16
-# A user may have a name for every step.
+# User code may name every step differently.
 _MOST_NAMES = 1000
 _BATCH_IS_FETCHED = ("_dataloader_next", "].val_next", "].test_next", "].predict_next")
-# Most hooks do nothing. What is shorter than this counts with what was before it.
+# Most hooks do nothing. A shorter phase counts as part of the one before.
 _SHORT_NS = 50_000
 _OTHER = STEP_PHASES.index(StepPhase.OTHER)
 
 Entry = dict[str, Any]
 
-# How long a duration on the device is waited for; a collective that takes longer is a hang's business.
+# How long to wait for a duration on the device; a collective that takes longer is a hang.
 _PATIENCE_NS = 30_000_000_000
 _KEPT_STARTS = 4096
-# A program may make groups for as long as it runs.
+# A program may create groups for as long as it runs.
 _MOST_GROUPS = 10_000
 
 
@@ -41,12 +41,12 @@ class _Meaning(NamedTuple):
 class PhaseHistory:
     """Listens to a :class:`~lightning_ncclsafe.probes.trainer.actions.ActionTracker`.
 
-    It is called some 50 times a step by the training's main thread, and then looks up one name.
+    The training's main thread calls it some 50 times a step; each call looks up one name.
 
     Attributes:
         marks: Wall-clock nanoseconds and number of the phase that began then, oldest first, up to the last but one.
         starts: Wall-clock nanoseconds at which the rank began to fetch a batch, oldest first.
-        current: The same as in ``marks`` of the phase that the rank is in.
+        current: The mark of the current phase.
     """
 
     def __init__(self) -> None:
@@ -57,18 +57,18 @@ class PhaseHistory:
         self._fetches = False
 
     def __call__(self, action: str) -> None:
-        """The innermost action is another one now."""
+        """Called when the innermost action changes."""
         try:
             phase, starts_step = self._meanings[action]
-        except (KeyError, TypeError):  # a user's profiler may name things by anything
+        except (KeyError, TypeError):  # a user's profiler may use names that are not strings
             phase, starts_step = self._learn(action)
-        # What is between two hooks belongs to the first.
+        # Time between two hooks belongs to the first.
         if phase not in (_OTHER, self.current[1]):
             now_ns = time_ns()
             if now_ns - self.current[0] >= _SHORT_NS:
                 self.marks.append(self.current)
             self.current = (now_ns, phase)
-        # What is done within a fetch leaves the fetch as the innermost action again.
+        # After an action within a fetch, the fetch is the innermost action again.
         if starts_step and not self._fetches:
             self.starts.append(time_ns())
         self._fetches = starts_step or (self._fetches and phase != _OTHER)
@@ -89,14 +89,14 @@ class Recording:
 
     Args:
         rank: This rank.
-        phase_history: Where its main thread has been.
-        since_ns: What was recorded before this moment, wall-clock time, is left aside: the recorder is the process's,
-            and has that of earlier calls of the Trainer.
-        entries: What gives the entries of each recorder; for tests.
+        phase_history: The phases of its main thread.
+        since_ns: Entries recorded before this wall-clock time are skipped: the recorder belongs to the process, and
+            also has those of earlier calls of the Trainer.
+        entries: Returns the entries of each recorder; for tests.
 
     Attributes:
-        new: Entries that the last window has come from.
-        steps: Batches that the rank has begun to fetch.
+        new: Number of entries in the last window.
+        steps: Number of batches whose fetch has begun.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Recording:
         self.steps = 0
 
     def read(self, clock: Clock, *, last: bool = False) -> Window:
-        """Everything new.
+        """Reads everything new.
 
         Args:
             clock: This rank's clock.
@@ -130,7 +130,7 @@ class Recording:
         """
         found, lost = self._new_entries(last)
         self._know_groups(found)
-        # For a vote that is on its way while a rank trains nobody waits; for any other, as for the training's own.
+        # No rank waits for a vote that is under way while it trains; they do wait for all others.
         collectives = [entry for entry in found if entry["process_group"][1] != VOTE_AHEAD_GROUP]
         for entry in collectives:
             entry["size_bytes"] = size_bytes(entry)
@@ -144,7 +144,7 @@ class Recording:
         return Window(
             calls=calls,
             spans=self._spans(),
-            # Only now: what has held up a call that was found has ended before it.
+            # Only now: whatever delayed a call that was found ended before the call did.
             own=self._own_work(),
             groups=tuple(self._groups[name] for name in used),
             ops=tuple(ops),
@@ -157,11 +157,11 @@ class Recording:
         )
 
     def say(self, sentence: str) -> None:
-        """Something that is missing, for the next window."""
+        """Notes, for the next window, that something is missing."""
         self._missing.append(f"Rank {self._rank}: {sentence}")
 
     def _new_entries(self, last: bool) -> tuple[list[Entry], int]:
-        """New entries, and those whose duration has become known; and how many were overwritten before."""
+        """New entries, and earlier ones that have a duration now; and how many were overwritten unread."""
         found: list[Entry] = []
         lost = self.new = 0
         for number, dumped in enumerate(self._entries()):
@@ -205,7 +205,7 @@ class Recording:
         self._time_on_device()
 
     def _time_on_device(self) -> None:
-        """Groups may be made at any time, so whenever one is met for the first time."""
+        """Turns on timing on the device whenever a new group appears, as groups may be created at any time."""
         if self._device_times_fail:
             return
         try:
@@ -248,7 +248,7 @@ class Recording:
         found = []
         while marks:
             found.append(marks.popleft())
-        # It goes on, unless it has ended just now and is among the marks already; so it is not recorded again.
+        # It goes on, unless it has just ended and is among the marks already; so it is not recorded twice.
         if current not in found:
             found.append(current)
         new = [(self._rank, phase, began_ns) for began_ns, phase in found if (began_ns, phase) != self._told_span]
@@ -261,7 +261,7 @@ def _op(profiling_name: str) -> str:
 
 
 def _as_they_count(entries: list[Entry]) -> list[Entry]:
-    """What was coalesced as a whole; that of sends and receives is no collective, whatever its entry says."""
+    """A coalesced call as a whole; one of sends and receives is no collective, whatever its entry says."""
     if not any(entry["profiling_name"].endswith("coalesced") for entry in entries):
         return entries
     works = Recorder(entries, {}).works
@@ -269,7 +269,7 @@ def _as_they_count(entries: list[Entry]) -> list[Entry]:
 
 
 def _may_get_a_duration(entry: Entry, now_ns: int) -> bool:
-    """Whether an entry is of a back end that times collectives on the device, and has not ended there yet."""
+    """Whether an entry belongs to a back end that times collectives on the device, and is not finished there yet."""
     is_timed = entry["profiling_name"].startswith("nccl") and entry.get("duration_ms") is None
     # A dump calls it completed some 0.1 s before NCCL's watchdog retires it, which is when it gets its duration.
     is_over = entry["retired"] or now_ns - entry["time_created_ns"] > _PATIENCE_NS

@@ -1,10 +1,16 @@
-"""Where people look at what was timed: loggers, the terminal, a trace."""
+"""Shows what was timed: in loggers, on the terminal, as a trace."""
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torchmetrics import MeanMetric
 
 from lightning_ncclsafe.report.heat_map import heat_map
 from lightning_ncclsafe.report.lines import WIDTH
@@ -13,9 +19,92 @@ from lightning_ncclsafe.report.terminal import room_on_stderr, say_on_stderr, sa
 from lightning_ncclsafe.report.trace.collectives import write_trace
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.analysis import Analysis
+from lightning_ncclsafe.timing.bandwidth import bandwidth
 from lightning_ncclsafe.timing.history import LatenessHistory
+from lightning_ncclsafe.timing.lateness import Lateness
+from lightning_ncclsafe.timing.matching import MatchedCalls
 from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
 from lightning_ncclsafe.timing.summary import TimingSummary
+
+# MLflow accepts no other characters in the name of a metric.
+_REFUSED = re.compile(r"[^\w./\-: ]")
+# A program may create groups for as long as it runs, and loggers keep every name.
+_MOST_NAMES = 256
+
+
+def _mean() -> Any:
+    # Never synchronised: these are all ranks' numbers already, and torchmetrics would use the training's own groups.
+    # In double precision, whatever default Lightning has set for the model.
+    return MeanMetric(sync_on_compute=False).set_dtype(torch.float64)
+
+
+class TimingScalars:
+    """Collects scalars between two calls of :meth:`take`; used by one thread.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._means: dict[str, Any] = defaultdict(_mean)
+        self._updated: set[str] = set()
+        self._late_s = np.zeros(world_size)
+        self._steps: set[int] = set()
+        self._names: set[str] = set()
+
+    def add(self, calls: MatchedCalls, late: Lateness) -> None:
+        """Adds a block of collectives."""
+        for number in np.unique(calls.op):
+            chosen = calls.op == number
+            timed = chosen & (late.transfer_ns >= 0)
+            name = self._name(calls.group.name, calls.ops[number])
+            self._update(f"{name}/skew_ms", late.skew_ns[chosen] / 1e6)
+            self._update(f"{name}/wait_ms", late.wait_ns[:, chosen].mean(axis=0) / 1e6)
+            self._update(f"{name}/size_bytes", calls.size_bytes[chosen].astype(float))
+            if timed.any():
+                self._update(f"{name}/transfer_ms", late.transfer_ns[timed] / 1e6)
+                found = bandwidth(
+                    calls.ops[number],
+                    ranks=len(calls.group.ranks),
+                    size_bytes=float(calls.size_bytes[timed].mean()),
+                    seconds=float(late.transfer_ns[timed].mean() / 1e9),
+                )
+                if found is not None:
+                    self._update(f"{name}/busbw_gb_per_s", np.array([found.bus / 1e9]))
+        np.add.at(self._late_s, np.array(calls.group.ranks), late.late_ns.sum(axis=1) / 1e9)
+        self._steps.update(calls.step.tolist())
+
+    def take(self) -> dict[str, float]:
+        """Everything since the last call, by name; empty if there was nothing."""
+        if not self._updated:
+            return {}
+        found = {name: float(self._means[name].compute()) for name in sorted(self._updated)}
+        latest = int(self._late_s.argmax())
+        found["straggler/rank"] = float(latest)
+        found["straggler/late_ms_per_step"] = float(self._late_s[latest]) * 1e3 / max(len(self._steps), 1)
+        for name in self._updated:
+            self._means[name].reset()
+        self._updated.clear()
+        self._steps.clear()
+        self._late_s[:] = 0
+        return found
+
+    def _name(self, group: str, op: str) -> str:
+        """``"collectives/all_reduce"``; for any other than the default group with its name: ``"collectives/reduce.7"``.
+
+        All later groups share one name: ``"collectives/reduce.later"``.
+        """
+        name = _REFUSED.sub("_", f"collectives/{op}" if group == "0" else f"collectives/{op}.{group}")
+        if name not in self._names and len(self._names) >= _MOST_NAMES:
+            return _REFUSED.sub("_", f"collectives/{op}.later")
+        self._names.add(name)
+        return name
+
+    def _update(self, name: str, values: Any) -> None:
+        # The mean of a block, with its weight: one update costs a tenth of a millisecond.
+        self._updated.add(name)
+        self._means[name].update(float(values.mean()), weight=len(values))
+
 
 _TABLE, _TRACE = "collectives.txt", "trace.json.gz"
 _HEAT_MAP = "straggler/late_s_by_rank_and_time"
@@ -30,17 +119,17 @@ def log_scalars(
         scalars: Values by name; nothing is logged where there are none.
         loggers: The loggers.
         step: The Trainer's global step.
-        besides: Classes of loggers that get nothing.
+        besides: Classes of loggers to skip.
 
     Returns:
-        Classes of loggers that have failed; a line says so.
+        Classes of loggers that failed, for which a line was printed.
     """
     chosen = [logger for logger in loggers if type(logger).__name__ not in besides] if scalars else []
     return _each(chosen, lambda logger: logger.log_metrics(scalars, step=step))
 
 
 def log_heat_map(history: LatenessHistory, loggers: Iterable[Any], step: int) -> None:
-    """Gives a picture of lateness by rank and time to those loggers that take pictures; on rank 0."""
+    """Gives a picture of lateness by rank and time to those loggers that accept pictures; on rank 0."""
     if not history.late_s.size:
         return
     picture = heat_map(history.late_s, bin_s=history.bin_ns / 1e9)
@@ -56,10 +145,10 @@ def log_heat_map(history: LatenessHistory, loggers: Iterable[Any], step: int) ->
 
 
 def save(analysis: Analysis, summary: TimingSummary, report_dir: Path, settings: TimerSettings) -> str:
-    """Writes the table and the trace, as far as they are wanted; on rank 0.
+    """Writes the table and the trace if they are wanted; on rank 0.
 
     Returns:
-        A line that says where the trace is; empty where there is none.
+        A line with the trace's path; empty without a trace.
     """
     folder = report_dir / "collectives"
     try:
@@ -86,7 +175,7 @@ def save(analysis: Analysis, summary: TimingSummary, report_dir: Path, settings:
 
 
 def print_table(summary: TimingSummary, where: str) -> None:
-    """Prints the table, with a line on the trace below it; on rank 0. Too few steps have none."""
+    """Prints the table, and below it the line about the trace; on rank 0. After too few steps, prints nothing."""
     if summary.steps >= LEAST_STEPS:
         say_on_stderr("\n".join(filter(None, [_table(summary, room_on_stderr()), where])))
 
@@ -96,7 +185,7 @@ def _table(summary: TimingSummary, width: int = WIDTH) -> str:
 
 
 def _free_name(folder: Path) -> str:
-    """By the time; fit and validate may end in the same second."""
+    """A free name with the time; fit and validate may end in the same second."""
     now = datetime.now(tz=timezone.utc)
     names = (f"{now:%Y-%m-%dT%H-%M-%S}Z{f'-{number}' if number else ''}-" for number in count())
     return next(name for name in names if not any((folder / f"{name}{end}").exists() for end in (_TABLE, _TRACE)))

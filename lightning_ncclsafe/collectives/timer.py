@@ -1,57 +1,63 @@
-"""The thread of one rank that reads its recorder, shares it with the others and, on rank 0, analyses what has come."""
+"""The thread of one rank that reads its recorder, shares what it read and, on rank 0, analyses all ranks' calls."""
 
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.own_work import OwnWork
+from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.collectives.clocks import ClockSync
 from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
-from lightning_ncclsafe.collectives.scalars import TimingScalars
+from lightning_ncclsafe.collectives.results import TimingScalars, save
 from lightning_ncclsafe.collectives.tree import StragglerReport, Tree
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for
 from lightning_ncclsafe.facts import Straggler
+from lightning_ncclsafe.probes.host.capacity import host_boot_id
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 from lightning_ncclsafe.report.times import straggler_sentence
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.analysis import TRACE_BYTES, Analysis
+from lightning_ncclsafe.timing.summary import LOG_METRICS
 from lightning_ncclsafe.timing.windows import Window, joined
 
 _SHORTEST_S = 0.5
-# Of one core so much may be spent on reading and judging: a full recorder takes some milliseconds, with the GIL held.
+# The share of one core for reading and analysis: reading a full recorder takes some milliseconds, with the GIL held.
 _MOST_OF_A_CORE = 0.02
 _LONGEST_S = 5.0
-# A recorder is read before so much of it is new.
+# A recorder is read before this share of it is new.
 _FULL = 0.6
-# The store that all ranks share is asked for a few things by each rank each time: a few hundred times a second.
+# All ranks together ask the store a few hundred times a second; each asks for a few values at a time.
 _RANKS_PER_S = 100.0
 
 RECORDER_SIZE = 1000
-"""Entries that a recorder keeps that is read all the time; to read each of them takes 7 µs, new or not."""
+"""Size of a recorder that is read all the time; reading takes 7 µs per entry, new or not."""
 
-# Of all ranks together, so much is shared at a time: some 10 MB.
+# What all ranks together share at a time: some 10 MB.
 _MOST_CALLS = 400_000
 _LEAST_CALLS = 128
 _MOST_CALLS_OF_A_RANK = 20_000
-# What rank 0 waits for the others' last words; they end at the same time.
+# How long rank 0 waits for the others' last windows; they end at the same time.
 _LAST_S = 2.0
 
 
 class Pace:
-    """Says how long to wait, from what was seen so far.
+    """Decides how often to read and share, from what was seen before.
 
     Args:
         world_size: Number of ranks.
-        every_n_steps: After how many steps the user wants to know.
+        every_n_steps: After how many steps results are wanted.
         recorder_size: Entries that the recorder keeps.
     """
 
     def __init__(self, *, world_size: int, every_n_steps: int, recorder_size: int) -> None:
         self.share_s = max(_SHORTEST_S, world_size / _RANKS_PER_S)
-        """How often ranks share what they have read, seconds."""
+        """Seconds between two times that ranks share what they have read."""
         self._every_n_steps = every_n_steps
         self._recorder_size = recorder_size
 
@@ -60,21 +66,21 @@ class Pace:
 
         Args:
             took_s: Seconds since the last one.
-            cpu_s: Processor time that the last one has taken, seconds.
+            cpu_s: Processor time of the last one, seconds.
             new: Entries that were new.
-            steps: Steps that were made meanwhile.
+            steps: Steps since the last one.
         """
-        # What one rank has read reaches rank 0 a turn later: so twice for each time that somebody looks.
+        # What one rank reads reaches rank 0 a turn later: so twice per result.
         wanted_s = self._every_n_steps * took_s / steps / 2 if steps else _LONGEST_S
         full_s = self._full_s(took_s, new)
         least_s = max(self.share_s, cpu_s / _MOST_OF_A_CORE)
         return max(min(max(wanted_s, least_s), full_s, max(_LONGEST_S, least_s)), _SHORTEST_S / 10)
 
     def _full_s(self, took_s: float, new: int) -> float:
-        """After how long the recorder may be full."""
+        """Seconds after which the recorder may be full."""
         if not new or not self._recorder_size:
             return _LONGEST_S
-        # Half as long at once where it was full, and so had probably forgotten some.
+        # Half at once if it was full, and so has probably lost some.
         is_full = new >= self._recorder_size
         return took_s / 2 if is_full else _FULL * self._recorder_size * took_s / new
 
@@ -82,21 +88,21 @@ class Pace:
 class Timer:
     """Times the collectives of one call of the Trainer, on one rank.
 
-    It never holds up training: nobody waits for it before the end, and then 2 seconds at most, and 10 ms for each rank,
-    while the exchange answers. If it fails it says so once, and times nothing more.
+    It never delays training: nothing waits for it before the end, and then for at most 2 seconds plus 10 ms per rank,
+    while the exchange answers. If it fails, it prints that once and stops.
 
     Args:
         settings: What the user has set.
         exchange: What the ranks share.
         rank: This rank.
         world_size: Number of ranks.
-        phase_history: Where the main thread has been.
-        boot_id: What is equal on processes that share a clock.
+        phase_history: The phases of the main thread.
+        boot_id: Equal on processes that share a clock.
         say: Prints one or more lines to the user.
 
     Attributes:
-        stragglers: Ranks that keep others waiting, as far as this rank has been told.
-        analysis: What has come together; on rank 0, to be read once the timer has ended.
+        stragglers: Ranks that keep others waiting, by rank 0's last report.
+        analysis: The results; on rank 0, complete once the timer has ended.
     """
 
     def __init__(
@@ -136,7 +142,7 @@ class Timer:
         self._is_off = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ncclsafe-timer", daemon=True)
-        # Of its own: a rank that measures for its host waits for rank 0 now and then, and the recorder does not wait.
+        # A separate thread: a rank that measures for its host sometimes waits for rank 0; the recorder must not.
         self._clock_thread = threading.Thread(target=self._align, name="ncclsafe-clocks", daemon=True)
 
     def start(self) -> None:
@@ -150,19 +156,19 @@ class Timer:
         self._thread.start()
         try:
             self._clock_thread.start()
-        except RuntimeError:  # there are too many; the first would go on
+        except RuntimeError:  # too many threads; the first would go on
             self.end()
             raise
 
     def scalars(self) -> dict[str, float]:
-        """What there is to log since the last call, by name; on rank 0. Waits for nothing."""
+        """Scalars since the last call, by name; on rank 0. Never waits."""
         with self._lock:
             ready, self._ready = self._ready, {}
         return ready
 
     @marked(Mark.STORE)
     def end(self) -> None:
-        """Shares what is left, waits for what the others share, on rank 0, and ends the thread."""
+        """Shares what is left, on rank 0 waits for what the others share, and ends the thread."""
         self._ending.set()
         self._clocks.stop()
         for thread, most_s in ((self._thread, _LAST_S + self._world_size / 100 + 5.0), (self._clock_thread, _LAST_S)):
@@ -196,7 +202,7 @@ class Timer:
             say_own_failure(error, what="the alignment of clocks")
 
     def _turn(self, *, last: bool = False) -> int:
-        """Reads, and shares where that is due; returns how many steps were made since the last time."""
+        """Reads, and shares if that is due; returns the number of steps since the last time."""
         before = self._recording.steps
         with OwnWork():
             self._unsent.append(self._recording.read(self._clocks.clock(), last=last))
@@ -214,7 +220,7 @@ class Timer:
             else:
                 self.stragglers = self._tree.newest_report().stragglers
         except ExchangeError as error:
-            # It is kept, and shared later; of an exchange that is lost this rank goes on alone, and quietly.
+            # It is kept and shared later; if the exchange is lost, this rank quietly goes on alone.
             self._recording.say(f"some timings could not be shared in time: {error}")
         if self._tree.unreadable > self._unreadable:
             self._recording.say(f"{self._tree.unreadable} messages of ranks could not be read.")
@@ -228,7 +234,7 @@ class Timer:
             for calls, late in self.analysis.take_fresh():
                 self._scalars.add(calls, late)
         with self._lock:
-            # What nobody has asked for yet is left, and the rest goes on adding up for the next time.
+            # Scalars that were not taken yet stay; the rest is collected for the next time.
             self._ready = self._ready or self._scalars.take()
         if changed or self._is_untold:
             self._tell(changed)
@@ -242,7 +248,7 @@ class Timer:
         self._is_untold = False
 
     def _await_others(self) -> None:
-        """On rank 0, what the others have to say last, straight or by way of their leaders."""
+        """On rank 0, waits for the last windows of the others."""
         if not self._tree.is_root:
             self._pass_on_others()
             return
@@ -256,14 +262,14 @@ class Timer:
         self.stragglers = self.analysis.summary().stragglers
 
     def _pass_on_others(self) -> None:
-        """A rank stays until its last word is on its way; a leader, until its members have said theirs."""
+        """Stays until this rank's last window is sent and, as a leader, those of its members."""
         wait_for(
             lambda: (self._tree.is_done and not self._tree.holds) or not self._relay(),
             deadline_s=_LAST_S / 2,
         )
 
     def _relay(self) -> bool:
-        """Whether there is still an exchange that may answer."""
+        """Passes on what others sent; whether the exchange still answers."""
         try:
             found = self._tree.relay()
             if found is not None:
@@ -271,3 +277,86 @@ class Timer:
         except ExchangeError:
             return not self._exchange.lost
         return True
+
+
+class AttachedTimer:
+    """The timer of one call of the Trainer.
+
+    Args:
+        trainer: The ``Trainer``.
+        tracker: What Lightning is doing.
+        exchange: What the ranks share.
+        settings: What the user has set.
+        rank: This rank.
+        world_size: Number of ranks.
+        report_dir: The folder of reports.
+
+    Attributes:
+        timer: The timer.
+        trace: A line with the trace's path; empty before the end, and without a trace.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        tracker: ActionTracker,
+        exchange: Exchange,
+        settings: TimerSettings,
+        *,
+        rank: int,
+        world_size: int,
+        report_dir: Path,
+    ) -> None:
+        self.trace = ""
+        self._has_ended = False
+        self._settings = settings
+        self._report_dir = report_dir
+        self._tracker = tracker
+        self._phase_history = PhaseHistory()
+        self.timer = Timer(
+            settings,
+            exchange,
+            rank=rank,
+            world_size=world_size,
+            phase_history=self._phase_history,
+            boot_id=host_boot_id(),
+        )
+        # Before anything is changed: the process may have too many threads to start another.
+        self.timer.start()
+        self._is_root = rank == 0
+        connector = getattr(trainer, "_logger_connector", None)
+        self._log_metrics = (
+            WrappedMethod(connector, LOG_METRICS, self._log) if hasattr(connector, LOG_METRICS) else None
+        )
+        tracker.listeners += (self._phase_history,)
+
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Ranks that keep others waiting, by rank 0's last report."""
+        return self.timer.stragglers
+
+    def end(self) -> None:
+        """Brings all ranks' last recordings together, once; rank 0 keeps the results."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self.timer.end()
+        summary = self.timer.analysis.summary()
+        if self._is_root and not self.timer.is_off and summary.ops:
+            self.trace = save(self.timer.analysis, summary, self._report_dir, self._settings)
+
+    def detach(self) -> None:
+        """Stops listening. If it was not ended before, there was an error: the trace is written all the same."""
+        self._tracker.listeners = tuple(
+            listen for listen in self._tracker.listeners if listen is not self._phase_history
+        )
+        if self._log_metrics is not None:
+            self._log_metrics.remove()
+        if not self._has_ended:
+            self.end()
+            if self.trace:
+                say_on_stderr(self.trace)
+
+    def _log(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Logs scalars; not a hook, so Lightning's profiler does not see it."""
+        with self._tracker.action(LOG_METRICS):
+            return log_metrics(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""How the windows of all ranks come to rank 0: through the leader of each 32, so that nobody reads more than some tens.
+"""Sends the windows of all ranks to rank 0: through a leader for each 32, so that no rank reads more than some tens.
 
-Everything goes over the exchange. Each rank writes to a few keys in turn, and whoever reads a value empties its key, so
-what lies on the store is bounded: where a reader is behind, the writer keeps what it has, and sends it together later.
+Everything goes over the exchange. Each rank writes to a few keys in turn, and the reader of a value empties its key, so
+the size of what is on the store is bounded: if the reader is behind, the writer joins its windows and sends them later.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from lightning_ncclsafe.facts import Straggler, codec
 from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty_window, encode, joined, limited
 
 FAN = 32
-"""Ranks whose windows one leader puts together."""
+"""Ranks per leader."""
 
-# A reader that is held up may miss so many turns of a writer.
+# So many turns of a writer may be unread.
 _SLOTS = 4
 _NUMBER_BYTES = 8
-# Of more than these, one is made, in which there is no more than in one.
+# More windows than these are joined into one, which has no more calls than one window.
 _MOST_HELD = 64
 _REPORT = "timing/stragglers"
 
@@ -41,7 +41,7 @@ class Tree:
         rank: This rank.
         world_size: Number of ranks.
         most_calls: Calls of one rank in one group that are passed on at a time.
-        fan: Ranks whose windows one leader puts together.
+        fan: Ranks per leader.
     """
 
     def __init__(
@@ -57,28 +57,28 @@ class Tree:
         self._sent = 0
         self._outgoing = b""
         self.overwritten = 0
-        """Windows that were lost on their way to this rank."""
+        """Number of windows that were lost on their way to this rank."""
         self.unreadable = 0
-        """Values that were no windows of this job."""
+        """Number of values that were no windows of this job."""
         self.ended: set[int] = set()
-        """Ranks whose last window has come to this one."""
+        """Ranks whose last window has arrived."""
 
     @property
     def is_root(self) -> bool:
-        """Whether all windows come to this rank."""
+        """Whether this is rank 0."""
         return self._rank == 0
 
     def pass_on(self, own: Window) -> Window | None:
-        """Takes part: what is known here goes one level up.
+        """Collects what the ranks below sent, and sends it one level up.
 
         Args:
             own: This rank's own window.
 
         Returns:
-            On rank 0, everything that has come; None elsewhere.
+            On rank 0, everything that arrived; None elsewhere.
 
         Raises:
-            ExchangeError: If ranks cannot share; what was to be passed on is, the next time.
+            ExchangeError: If ranks cannot share; the next call sends what this one could not.
         """
         if not _is_empty(own):
             self._held.append(limited(own, self._most_calls))
@@ -95,7 +95,7 @@ class Tree:
 
     @property
     def holds(self) -> bool:
-        """Whether something waits here until a reader has read what was sent before."""
+        """Whether something waits here until the reader has read what was sent before."""
         return bool(self._held or self._outgoing)
 
     def _is_reader_behind(self) -> bool:
@@ -105,26 +105,26 @@ class Tree:
     def _send(self) -> None:
         if self._held and not self._outgoing:
             window = joined(self._held) if len(self._held) > 1 else self._held[0]
-            # The number goes with the value, so that a reader knows which comes first.
+            # The number is part of the value, so that the reader knows the order.
             self._outgoing = self._sent.to_bytes(_NUMBER_BYTES, "little") + encode(window)
             self._held = []
         if self._outgoing:
-            # It may arrive though this raises. What goes again under its number is the same, so a reader can tell.
+            # It may arrive although this raises. It is sent again with the same number, so the reader can tell.
             self._exchange.set(_key(self._rank, self._sent), self._outgoing)
             self._sent += 1
             self._outgoing = b""
 
     @property
     def is_done(self) -> bool:
-        """Whether all ranks from which windows come have sent their last."""
+        """Whether all ranks below have sent their last window."""
         return self.ended.issuperset(self._sources)
 
     def relay(self) -> Window | None:
-        """Passes on what others have sent, without anything of this rank; see :meth:`pass_on`."""
+        """Sends on what others sent, without a window of this rank; see :meth:`pass_on`."""
         return self.pass_on(empty_window())
 
     def send_report(self, report: StragglerReport) -> None:
-        """Sends what has been found to all ranks; on rank 0.
+        """Sends rank 0's report to all ranks; on rank 0.
 
         Raises:
             ExchangeError: If ranks cannot share.
@@ -132,7 +132,7 @@ class Tree:
         self._exchange.set(_REPORT, codec.encode(report))
 
     def newest_report(self) -> StragglerReport:
-        """What rank 0 sent last.
+        """Rank 0's last report.
 
         Raises:
             ExchangeError: If ranks cannot share.
@@ -141,7 +141,7 @@ class Tree:
         return codec.decode(StragglerReport, found) if found else StragglerReport()
 
     def _collect(self) -> None:
-        """Takes what the ranks below have written; it stays here until it is passed on."""
+        """Takes what the ranks below have written; kept until it is passed on."""
         keys = {_key(rank, slot): rank for rank in self._sources for slot in range(_SLOTS)}
         found = self._exchange.get_many(keys) if keys else {}
         numbered = [
@@ -155,7 +155,7 @@ class Tree:
             self._exchange.set(key, b"")
 
     def _take(self, value: bytes) -> bool:
-        """Whether it is a window; the number of what is none means nothing."""
+        """Takes one value; whether it is a window, as only the number of a window means anything."""
         try:
             with OwnWork():
                 window = decode(value)

@@ -1,7 +1,7 @@
-"""How all ranks reach one verdict: each presents its facts, rank 0 judges, and all ranks follow the verdict.
+"""How all ranks reach one verdict: each publishes its facts, rank 0 judges, and all ranks follow the verdict.
 
-No rank waits for ever. A rank that cannot take part announces it once and is not waited for again; one that does not
-come is given up after a deadline, and the first rank to give up decides for all that there is no verdict.
+No rank waits forever. A rank that cannot take part announces that once, and is not waited for again. Ranks that do not
+come are given up after a deadline, and the first rank to give up decides for all that there is no verdict.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from lightning_ncclsafe.facts.findings import Finding
 
 T = TypeVar("T")
 
-# Ranks come within a millisecond or so of each other, as Lightning has just let them wait for all.
+# Ranks come within about a millisecond of each other, as Lightning has just made them wait for all.
 _SHORTEST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
-# How much longer than rank 0 the other ranks wait: its verdict names who is missing.
+# How much longer the other ranks wait than rank 0, whose verdict names the missing ranks.
 _VERDICT_S = 10.0
 # How long the next meeting waits for ranks that have missed one.
 _ABSENT_S = 1.0
@@ -28,8 +28,8 @@ class Contribution:
     """What one rank publishes.
 
     Attributes:
-        number: Which meeting it is for, from 1: the meeting before has used the same key.
-        facts: What it presents; without ``data`` where it could not find out anything.
+        number: The number of the meeting, from 1: all meetings use the same key.
+        facts: The facts; without ``data`` if the rank could not determine anything.
         withdrawn: Whether this rank takes no part from now on.
     """
 
@@ -43,10 +43,10 @@ class Agreed:
     """The verdict that all ranks follow.
 
     Attributes:
-        complete: Whether all ranks have presented data, so that there is a verdict.
-        error: The text of what is to be raised; empty if ranks agree, or continue anyway.
-        findings: What differs, the most telling first.
-        folder: Where the report is; empty where none was written.
+        complete: Whether all ranks have contributed data, so that there is a verdict.
+        error: The text of the error to raise; empty if ranks agree, or continue anyway.
+        findings: The differences, the most important first.
+        folder: The folder of the report; empty if none was written.
         incident: The number of the incident that was reported; 0 if there was none.
         ends: How an epoch of each loader ends.
     """
@@ -68,10 +68,10 @@ class Meeting:
         world_size: Number of ranks.
         deadline_s: Seconds after which ranks that do not come are given up.
         say: Prints one or more lines to the user.
-        name: What the meetings are about; others of the same exchange have another.
+        name: The subject of the meetings, unique on the exchange.
 
     Attributes:
-        number: Which meeting is, or was, the last.
+        number: The number of the last meeting.
     """
 
     def __init__(
@@ -96,31 +96,31 @@ class Meeting:
         self.number = 0
 
     def meet(self, facts: RankFacts, judge: Callable[[tuple[RankFacts, ...]], Agreed]) -> Agreed:
-        """Presents this rank's facts, and returns the verdict, which is the same on all ranks.
+        """Publishes this rank's facts, and returns the verdict, which is the same on all ranks.
 
         Args:
-            facts: What this rank presents.
-            judge: Makes the verdict, on rank 0, of what the ranks that came have presented, by rank.
+            facts: The facts of this rank.
+            judge: Makes the verdict, on rank 0, from the facts of the ranks that came, by rank.
 
         Raises:
             ExchangeError: If ranks cannot share.
         """
         self.number += 1
-        # The same key every time, so that loaders that are made anew each epoch do not fill the store: a rank comes
-        # here again only after rank 0 has read what it wrote before.
+        # The same key every time, so that loaders that are made anew each epoch do not fill the store: a rank gets
+        # here again only after rank 0 has read its previous contribution.
         self._publish(Contribution(number=self.number, facts=facts))
         return self._judge(judge) if self._rank == 0 else self._await_verdict()
 
     def withdraw(self, facts: RankFacts) -> None:
-        """Announces that this rank takes no part from now on; the others need not wait for it.
+        """Announces that this rank takes no part from now on, so that the others do not wait for it.
 
         Raises:
             ExchangeError: If ranks cannot share.
         """
         self._publish(Contribution(number=0, facts=facts, withdrawn=True))
 
-    def _publish(self, presented: Contribution) -> None:
-        self._keep_trying(lambda: self._exchange.set(self._key(self._rank), codec.encode(presented)))
+    def _publish(self, contribution: Contribution) -> None:
+        self._keep_trying(lambda: self._exchange.set(self._key(self._rank), codec.encode(contribution)))
 
     def _judge(self, judge: Callable[[tuple[RankFacts, ...]], Agreed]) -> Agreed:
         agreed = Agreed()
@@ -156,16 +156,16 @@ class Meeting:
         return tuple(found[rank] for rank in sorted(found))
 
     def _read(self, rank: int, answer: bytes | None, found: dict[int, RankFacts]) -> bool:
-        """Whether a rank has presented its facts, or withdrawn."""
-        # Most often it is still what it wrote for the meeting before; to decode it takes a fifth of a millisecond.
+        """Whether a rank has contributed its facts, or withdrawn."""
+        # Most often it is still the contribution to the last meeting; decoding it takes a fifth of a millisecond.
         if answer is None or answer == self._last.get(rank):
             return False
         self._last[rank] = answer
-        presented = codec.decode(Contribution, answer)
-        if presented.withdrawn:
-            self._withdrawn[rank] = presented.facts
-        if presented.withdrawn or presented.number == self.number:
-            found[rank] = presented.facts
+        contribution = codec.decode(Contribution, answer)
+        if contribution.withdrawn:
+            self._withdrawn[rank] = contribution.facts
+        if contribution.withdrawn or contribution.number == self.number:
+            found[rank] = contribution.facts
             return True
         return False
 
@@ -184,7 +184,7 @@ class Meeting:
             late = f"rank 0 did not compare the ranks' {self._name} within {self._deadline_s:g} s"
             if comes_first(self._exchange, f"{self._name}/late/{self.number}", self._rank):
                 self._say(f"rank {self._rank}: {late}; continuing without the comparison")
-        # Should rank 0 still come, it has to follow the same verdict.
+        # If rank 0 still comes, it must follow the same verdict.
         return codec.decode(Agreed, found[0]) if found else self._settle(Agreed())
 
     def _key(self, rank: int) -> str:

@@ -6,8 +6,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning_ncclsafe.exchange.in_time import CallThread, NoAnswerError
 from lightning_ncclsafe.exchange.interface import ExchangeError, in_parts
+from lightning_ncclsafe.exchange.over_another import CallThread, NoAnswerError
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class TcpStoreExchange:
     def _set(self, key: str, value: bytes) -> None:
         self.published.add(key)
         self._store.set(key, value)
-        # TCPStore sends and waits for no answer: without a question of ours a dead host would go unnoticed.
+        # TCPStore sends without waiting for an answer: without a query, a dead host would go unnoticed.
         self._store.check([key])
 
     def _delete(self, keys: list[str]) -> None:

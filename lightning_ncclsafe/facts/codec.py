@@ -1,7 +1,7 @@
-"""Dataclasses to JSON and back, strictly: what is read is checked against the types, never trusted.
+"""Converts dataclasses to JSON and back, strictly: what is read is checked against the types, never trusted.
 
-Of a large job one rank reads the facts of all: what can be worked out once for a type is, and equal small parts of
-what is read are one object in memory.
+In a large job, one rank reads the facts of all: so everything about a type is worked out only once, and equal small
+parts are one object in memory.
 """
 
 import dataclasses
@@ -20,15 +20,14 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 Reader = Callable[[Any], Any]
 
-# In the metadata of a field of whole numbers: it is written as a range where it is long and goes in equal steps.
+# Metadata of a field of whole numbers: it is written as a range if it is long and has equal steps.
 _RANGES = "ranges"
 # Shorter lists stay as they are, for people who read them.
 _LEAST_RANGE = 64
 _LONGEST_RANGE = 1 << 17
-# Of ranges that are read at once, all members together: a few bytes could ask for any number of them.
+# The most members of all ranges in one text: otherwise a few bytes could ask for any number of them.
 _MOST_MEMBERS = 1 << 23
-# Names, paths, shapes and frames are the same on most ranks; so many different ones are kept, each a short text or
-# tuple.
+# Names, paths, shapes and frames are the same on most ranks; so many different ones are shared.
 _SHARED = 4096
 _SHORT = 200
 _ABSENT = object()
@@ -93,7 +92,7 @@ def from_plain(cls: type[T], plain: Any) -> T:
 
 
 class _Written(NamedTuple):
-    """How the instances of a dataclass are written: the names of its fields, what gets them, and which are ranges."""
+    """How instances of a dataclass are written: the names of its fields, their getter, and which are ranges."""
 
     names: tuple[str, ...]
     values: Callable[[Any], Any]
@@ -104,13 +103,13 @@ class _Written(NamedTuple):
 def _written(cls: type) -> _Written:
     fields = dataclasses.fields(cls)
     names = tuple(field.name for field in fields)
-    # Of a single name it would give the value alone.
+    # For a single name it would return the value alone.
     values = attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, name) for name in names)
     return _Written(names, values, tuple(field.name for field in fields if field.metadata.get(_RANGES)))
 
 
 def _plain(value: Any) -> Any:
-    """What ``json`` cannot write by itself, one level deep: it asks again for what is inside."""
+    """Converts what ``json`` cannot write, one level deep: it calls this again for what is inside."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -128,7 +127,7 @@ def _as_range(numbers: tuple[int, ...]) -> tuple[int, ...] | dict[str, list[int]
     """``{"range": [0, 1024, 1]}``, start, stop and step, for ranks that would fill pages; short lists as they are."""
     if not _LEAST_RANGE <= len(numbers) <= _LONGEST_RANGE or (step := numbers[1] - numbers[0]) == 0:
         return numbers
-    # First by the last one: a range that an odd number ends could be without end.
+    # First by the last one: a range with an odd last number could be endless.
     if numbers[-1] != numbers[0] + step * (len(numbers) - 1):
         return numbers
     stop = numbers[-1] + (1 if step > 0 else -1)
@@ -164,12 +163,12 @@ def _dataclass_reader(cls: Any) -> Reader:
 
     def read(value: Any) -> Any:
         plain = _expect(dict, value)
-        if not fields:  # now, as a type may hold others of its own
+        if not fields:  # now, as a type may be recursive
             fields.extend(_field_readers(cls))
         known = {}
         for name, kind, read_field in fields:
             found = plain.get(name, _ABSENT)
-            # Most are numbers; every call that is not made counts here.
+            # Most are numbers; avoiding a call matters here.
             if type(found) is kind:
                 known[name] = found
             elif found is not _ABSENT:
@@ -199,7 +198,7 @@ def _inside(read: Reader, value: Any, name: str) -> Any:
 
 def _tuple_reader(kind: Any) -> Reader:
     read_item = _reader(kind)
-    # Shapes and names: what can be compared, and is small.
+    # Shapes and names: comparable and small.
     share = _sharing() if _is_small(kind) else None
 
     def read(value: Any) -> Any:
@@ -248,7 +247,7 @@ def _enum_reader(kind: type[Enum]) -> Reader:
 
 
 def _sharing() -> Callable[[Any], Any]:
-    """Gives for equal values the one that came first; each type has its own, as 1 equals True."""
+    """Returns, of equal values, always the first; separately by type, as 1 equals True."""
     return lru_cache(maxsize=_SHARED)(lambda value: value)
 
 
@@ -284,7 +283,7 @@ def _read_ranks(value: Any) -> tuple[int, ...]:
     if type(value) is not dict:
         return _reader(tuple[int, ...])(value)  # type: ignore[no-any-return]
     match value.get("range"):
-        # Not by the length of the range, which Python counts up to a machine word only.
+        # Not by the length of the range, which Python limits to a machine word.
         case [int() as start, int() as stop, int() as step] if step and (stop - start) // step <= _LONGEST_RANGE:
             return _numbers(int(start), int(stop), int(step))
     raise _Unfit(f"found {_shown(value)}, expected list.")
@@ -301,12 +300,12 @@ def _numbers(start: int, stop: int, step: int) -> tuple[int, ...]:
 
 
 def _expect(kind: type, value: Any) -> Any:
-    # What JSON gives has exactly these types; a bool is no int.
+    # JSON yields exactly these types; a bool is no int.
     if type(value) is not kind:
         raise _Unfit(f"found {_shown(value)}, expected {kind.__name__}.")
     return value
 
 
 def _shown(value: Any) -> str:
-    """What was found, short whatever it is: ``repr`` of something nested deeply would overflow the stack."""
+    """A short text of what was found: ``repr`` of something deeply nested would overflow the stack."""
     return f"{reprlib.repr(value):.60}"

@@ -1,4 +1,4 @@
-"""Collectives, the process groups that they are called in, and what of a model they send."""
+"""Collectives, their process groups, and the parts of a model that they send."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -6,9 +6,9 @@ from enum import Enum
 from lightning_ncclsafe.facts.frames import Frame
 
 VOTE_GROUP = "ncclsafe votes"
-"""Description of our own process group, on which ranks vote on whether all of them have a next batch, and wait."""
+"""Description of this package's process group, on which ranks vote whether all of them have a next batch, and wait."""
 VOTE_AHEAD_GROUP = "ncclsafe votes ahead"
-"""Of the one on which they do so one batch ahead: such a vote is on its way while a rank trains."""
+"""The same for votes one batch ahead, which are under way while a rank trains."""
 VOTE_GROUPS = (VOTE_GROUP, VOTE_AHEAD_GROUP)
 
 
@@ -101,7 +101,7 @@ class NotRecorded(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnrecordedGroup:
-    """A process group of a rank of whose collectives nothing is known; it is not among the rank's groups.
+    """A process group whose collectives on a rank are unknown; it is not among the rank's groups.
 
     Attributes:
         name: Name of the group.
@@ -119,35 +119,35 @@ class UnrecordedGroup:
 
 
 class UnitKind(str, Enum):
-    """What of a model is sent in one collective."""
+    """Which part of a model is sent in one collective."""
 
     DDP_BUCKET = "ddp-bucket"
     """Gradients that DistributedDataParallel reduces together."""
     FSDP_UNIT = "fsdp-unit"
     """Parameters that FSDP (a FlatParameter) or FSDP2 (``fully_shard``) gathers, and whose gradients it reduces."""
     PARAMETER = "parameter"
-    """One parameter that is spread over ranks (a DTensor)."""
+    """One parameter that is sharded over ranks (a DTensor)."""
     METRIC = "metric"
     """A torchmetrics metric that is being synchronised at this moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUnit:
-    """What of the model an outstanding collective sends; several of the same size are one.
+    """A part of the model that an outstanding collective sends; several of the same size are one.
 
     Attributes:
         kind: What it is.
-        name: Module or parameter as the model names it (empty for the model itself); of a bucket ``"1 of 3"``.
+        name: Module or parameter as the model names it (empty for the model itself); for a bucket ``"1 of 3"``.
         parameters: Names of its parameters in the order in which they are sent: the first four and the last four.
         parameter_count: How many it has.
-        elements: Elements of all ranks together, padding included.
-        shard_elements: Elements of one rank, padding included; 0 where every rank has all of them.
-        size_bytes: Bytes of all ranks together, in the data type of the parameters.
+        elements: Elements on all ranks together, with padding.
+        shard_elements: Elements on one rank, with padding; 0 if every rank has all of them.
+        size_bytes: Bytes on all ranks together, in the data type of the parameters.
         groups: Names of the process groups it is sent in; empty where unknown.
         is_root: Whether it is the outermost FSDP unit, which a forward pass gathers first.
         type: Class of a metric; empty for all else.
         alike: How many units of this kind have these very sizes.
-        last: Name of the last one of those; empty where there is only one.
+        last: Name of the last one of those; empty if there is only one.
     """
 
     kind: UnitKind

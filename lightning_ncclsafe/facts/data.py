@@ -1,4 +1,4 @@
-"""What one rank presents about its dataloaders before they are used."""
+"""The facts of a rank's dataloaders, which ranks compare before they are used."""
 
 from dataclasses import dataclass, field
 
@@ -9,16 +9,16 @@ class SamplerFacts:
 
     Attributes:
         name: Class name.
-        replicas: Among how many ranks it splits the data; None where it does not split.
-        rank: Which share it gives to this rank, from 0; None where it does not split.
-        seed: Its seed; None where it has none.
-        epoch: The epoch that it was set to; None where it has none.
-        shuffle: Whether it shuffles; None where it does not say.
-        drop_last: Whether it drops the tail that does not divide evenly among ranks; None where it does not say.
-        order: How one that does not split goes through the data: ``"sequential"``, the same on every rank that calls
+        replicas: Number of ranks among which it splits the data; None if it does not split.
+        rank: The share of this rank, from 0; None if it does not split.
+        seed: Its seed; None if it has none.
+        epoch: The epoch that it was set to; None if it has none.
+        shuffle: Whether it shuffles; None if unknown.
+        drop_last: Whether it drops the tail that does not divide evenly among ranks; None if unknown.
+        order: The order of one that does not split: ``"sequential"``, the same on every rank that calls
             it; ``"random"``, drawn from torch's global random state; ``"listed"``, its batches are a list that is made
-            beforehand and part of the fingerprints; ``""`` where that is not known, as of classes of the user's own,
-            of those with a generator of their own, and of those with weights or indices.
+            beforehand and part of the fingerprints; ``""`` if unknown, as for the user's own classes, and samplers with
+            a generator of their own, with weights or with indices.
     """
 
     name: str
@@ -50,9 +50,9 @@ class LoaderFacts:
         batches: Number of batches after ``limit_*_batches``; None if the loader has no length.
         samples: ``len(dataset)``; None if the dataset has no length.
         batch_size: Samples in a batch; None if the user's own batch sampler decides.
-        drop_last: Whether an incomplete last batch is dropped; None if the loader does not tell.
+        drop_last: Whether an incomplete last batch is dropped; None if unknown.
         sampler: What decides which samples are read; None for iterable data.
-        shards: Files or shards that the dataset reads; None if it does not tell.
+        shards: Files or shards that the dataset reads; None if unknown.
         fingerprints: Short hashes of the data, by kind: ``"indices"`` (of Subsets and Hugging Face selections),
             ``"files"`` (the last part of each file's name, and classes), ``"paths"`` (whole absolute names),
             ``"batches"`` (a list of batches), ``"values"`` (data in memory), ``"names"`` (the same if it contains
@@ -94,7 +94,7 @@ class LoaderFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
-    """A global random number generator at the moment when the loaders had been made.
+    """A global random number generator right after the loaders were created.
 
     Attributes:
         name: ``"python"`` (the module ``random``), ``"numpy"`` (``np.random``) or ``"torch"`` (its CPU generator).
@@ -109,23 +109,23 @@ class RandomState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """The loaders of one stage, as one rank presents them.
+    """The loaders of one stage on one rank.
 
     Attributes:
-        stage: Lightning's name of the hook that gave them: ``"train_dataloader"``, ``"val_dataloader"``,
+        stage: Lightning's name of the hook that returned them: ``"train_dataloader"``, ``"val_dataloader"``,
             ``"test_dataloader"`` or ``"predict_dataloader"``.
         loaders: The loaders in the order in which Lightning flattens lists, dicts and ``CombinedLoader``.
         mode: How Lightning combines them: ``"max_size_cycle"``, ``"sequential"``, …
-        val_check_batch: Number of training batches after which validation starts; None where that is not known
-            beforehand. Of the stage ``"train_dataloader"`` only.
-        data_rank: Which share of the data this rank is to read, from 0: its rank among the data-parallel ranks.
+        val_check_batch: Number of training batches after which validation starts; None if that is not known
+            beforehand. Only for the stage ``"train_dataloader"``.
+        data_rank: The share of the data that this rank reads, from 0: its rank among the data-parallel ranks.
         data_ranks: Number of data-parallel ranks.
         random: The global random number generators.
-        forward_communicates: Whether ranks need one another for a forward pass, as the model is split among them, or
-            DDP sends its buffers (those of a BatchNorm) before each.
-        on_mismatch: What the user has set, see ``DatasetAgreement``.
-        content: What the user has set.
-        on_uneven: What the user has set.
+        forward_communicates: Whether a forward pass needs other ranks: the model is split among them, or DDP sends its
+            buffers (those of a BatchNorm) before each.
+        on_mismatch: The user's setting, see ``DatasetAgreement``.
+        content: The user's setting.
+        on_uneven: The user's setting.
     """
 
     stage: str
@@ -143,23 +143,24 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEnd:
-    """How an epoch of one loader ends, as ranks have agreed.
+    """How an epoch of one loader ends; ranks agree on it.
 
     Attributes:
-        votes: Whether ranks vote before each batch on whether all of them have one: its length is not known, or an
-            ``IterableDataset`` claims different ones. An equal claim is believed, as Lightning believes it.
-        looks_ahead: Whether they vote one batch ahead, as on every rank worker processes alone make the batches. What a
-            rank's own process takes part in may depend on what has been trained when it is fetched.
-        may_part: Whether ranks that have called no collective meanwhile may end at different batches, as they evaluate.
-        hides_length: Whether the loader claims no length from now on, as ranks would not claim the same.
-        length: The number of batches it has on every rank from now on; None for as many as it says itself.
+        votes: Whether ranks vote before each batch on whether all of them have one: its length is unknown, or an
+            ``IterableDataset`` claims different ones. An equal claim is believed, as Lightning does.
+        looks_ahead: Whether they vote one batch ahead: on every rank, worker processes alone make the batches. A batch
+            that the rank's own process helps to make may depend on what has been trained when it is fetched.
+        ends_independently: Whether ranks that have called no collective meanwhile may end at different batches, as in
+            an evaluation.
+        hides_length: Whether the loader reports no length from now on, as ranks would report different ones.
+        length: The number of batches on every rank from now on; None for the loader's own length.
         ends_at: The batch before which it ends in an error on all ranks, as the shortest has no more; None for none.
-        lengths: Its length on each rank, by rank, where it ends in an error.
+        lengths: Its length on each rank, by rank, if it ends in an error.
     """
 
     votes: bool = False
     looks_ahead: bool = False
-    may_part: bool = False
+    ends_independently: bool = False
     hides_length: bool = False
     length: int | None = None
     ends_at: int | None = None
@@ -167,5 +168,5 @@ class EpochEnd:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the loader stays as it is, and costs nothing."""
+        """Whether the loader is left unchanged."""
         return self == EpochEnd()

@@ -36,7 +36,7 @@ class Plan(str, Enum):
     STOP = "stop"
     """Do not restart: the code, its settings or its data are wrong, and the fault recurs wherever they run."""
     UNKNOWN = "unknown"
-    """The cause does not tell whose fault it is. The next start trains."""
+    """The cause does not show whose fault it is. The next start trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

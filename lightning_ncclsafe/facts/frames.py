@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 ELSE = "else of "
-"""What a rank condition begins with where the line is in the branch for ranks for which it does not hold."""
+"""Prefix of a rank condition if the line is in the branch for ranks for which it does not hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +63,8 @@ class CaughtException:
         message: The first line of its text, cut to 200 characters.
         stack: Where it was raised, outermost frame first: the last lines of the user's code, and the very last line.
         caught_at: The user's line that handles it; None if unknown.
-        passed: What it left: a function of ``torch.distributed``, such as ``"all_reduce"``, or an action of Lightning;
-            empty if it was seen in the user's code.
+        passed: What it propagated through: a function of ``torch.distributed``, such as ``"all_reduce"``, or an action
+            of Lightning; empty if it was seen in the user's code.
         thread: Name of the thread that it ended; empty if it was caught.
         ago_s: Seconds since then, or since the last of several.
         count: How many of this kind there were.

@@ -27,9 +27,9 @@ class IncidentKind(str, Enum):
     TIMEOUT = "timeout"
     """A rank made no progress for ``timeout``."""
     DATA = "data"
-    """All ranks have presented their dataloaders, and these were compared."""
+    """The dataloaders of all ranks were compared."""
     PREFLIGHT = "preflight"
-    """What ranks have found on their hosts before training was compared."""
+    """The hosts of all ranks were compared before training."""
     RECORDED = "recorded"
     """Nobody was asked: dumps and logs of a run that is over were read."""
     INSPECTED = "inspected"
@@ -42,7 +42,7 @@ class Straggler:
 
     Attributes:
         rank: Global rank.
-        phase: Where it falls behind: ``"data loading"``, ``"forward/backward"``, …; empty where that cannot be told.
+        phase: Where it falls behind: ``"data loading"``, ``"forward/backward"``, …; empty if unknown.
         share: Share of the last steps in which it was the last and late, from 0 to 1.
         of_steps: Number of those steps.
         mean_s: How late it was then, on average, seconds.
@@ -74,7 +74,7 @@ class RankFacts:
         host: Host name.
         pid: Process id.
         taken_ns: Wall-clock time at which the facts were taken, nanoseconds since the epoch.
-        progress: How far its Trainer has come.
+        progress: The progress of its Trainer.
         stack: Main thread's Python stack, outermost frame first; without the traceback of its exception.
         thread_stack: Stack of another thread that is in a collective called by the user's code; empty if there is none.
         groups: Process groups of this rank that a recorder covers, or that were not used yet.
@@ -86,7 +86,7 @@ class RankFacts:
         peers: Other ranks of the same host, as seen from this rank.
         workers: Child processes of this rank that run the loader's code.
         loaders: Dataloaders of the current loop.
-        data: The dataloaders that the rank presents for comparison; None if the incident is not about data.
+        data: The dataloaders of a stage, for comparison; None if the incident is not about data.
         preflight: What the rank found on its host before training; None if the incident is not about that.
         storage: Directories of loggers and checkpoints.
         loggers: Loggers whose writes are off the training thread.
@@ -169,9 +169,9 @@ class SilentHost:
         ranks: The ranks on it, ascending.
         address: The address that was tried; empty where none is known.
         answers: Whether it answered on the network, to accept a connection or to refuse it; None where that was not
-            tried, or could not be told.
+            tried, or is unknown.
         seen_from: Name of the host that tried.
-        tried: What came of it, in words.
+        tried: The outcome, in words.
     """
 
     host: str
@@ -222,6 +222,6 @@ class JobFacts:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Ranks that did not answer, ascending. Silence is a fact; that nobody has looked is none."""
+        """Ranks that did not answer, ascending. A rank that nobody has asked is not silent."""
         answered = {facts.rank for facts in self.ranks}.union(self.elsewhere)
         return tuple(rank for rank in range(self.world_size) if rank not in answered)

@@ -1,4 +1,4 @@
-"""What a rank has and what held it up besides its code: memory, turns on a core, pressure, its GPU, its network.
+"""A rank's resources, and what delayed it besides its code: memory, waits for a core, pressure, its GPU, its network.
 
 None, or empty, means that this host does not report it.
 """
@@ -48,19 +48,19 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MainThreadFacts:
-    """A rank's main thread, as the kernel counts, over the last seconds.
+    """A rank's main thread over the last seconds, by the kernel's counters.
 
     Attributes:
-        over_s: The time that the counts are about, seconds.
+        over_s: The time that the counters cover, seconds.
         state: ``"running"`` (or waiting for a core), ``"sleeping"``, ``"disk-sleep"``, … now.
         wait_channel: Kernel function it sleeps in now; empty where unreadable.
-        looks: How often its state was looked at in this time.
-        blocked_looks: How often it was in uninterruptible sleep then.
-        running_looks: How often it ran, or could have run, then.
-        ran_s: Processor time it got, seconds.
-        queued_s: Seconds for which it could have run, and had to wait for a core.
-        preempted: How often a core was taken from it.
-        major_faults: Pages that it had to wait for until they were read from storage or swap.
+        looks: How often its state was sampled in this time.
+        blocked_looks: How many of the samples found it in uninterruptible sleep.
+        running_looks: How many of the samples found it runnable.
+        ran_s: Processor time, seconds.
+        queued_s: Seconds in the run queue, waiting for a core.
+        preempted: Involuntary context switches.
+        major_faults: Page faults that had to wait for storage or swap.
     """
 
     over_s: float
@@ -186,7 +186,7 @@ class TriedAddress:
     Attributes:
         host: Its name.
         address: The address of the interface towards other hosts.
-        answers: Whether it answered there, to accept a connection or to refuse it; None where that cannot be told.
+        answers: Whether it answered there, to accept a connection or to refuse it; None if unknown.
         seen_from: Name of the host that tried.
         tried: What came of it, in words.
     """

@@ -1,4 +1,4 @@
-"""Kinds of phases in a rank's life: how long a rank usually stands still differs from one to the next."""
+"""Kinds of phases of a run: how long a rank usually makes no progress differs between them."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class PhaseKind:
     """What kind of phase a rank is in.
 
     Attributes:
-        phase: Where in its life the Trainer stands.
+        phase: The phase of the Trainer.
         first: Whether the first batch of the loop, since it began, is not over: workers start, models are compiled.
         per_batch: Whether the Trainer does what it does for every batch; not so in hooks at the begin or end of an
             epoch or a run, where people put work that is done once.
@@ -57,7 +57,7 @@ def make_phase_kind(phase: Phase, actions: tuple[Action, ...], *, first: bool) -
     """The kind of a phase, given what is going on in it.
 
     Args:
-        phase: Where in its life the Trainer stands.
+        phase: The phase of the Trainer.
         actions: What is going on, outermost first.
         first: Whether the loop's first batch is not over.
     """

@@ -8,7 +8,7 @@ class Capacity:
     """What one rank may use of its host. None, or empty, means that this host does not report it.
 
     Attributes:
-        machine: What tells this host from others: its boot id, or its name; ranks that have it in common share a host.
+        machine: Identifies this host: its boot id, or its name; equal on ranks that share a host.
         cpus: Numbers of the cores that this process may run on, ascending.
         quota_cores: Cores' worth of processor time that the control groups allow: the least of the process's own
             group and of all above it; cgroup v1 or v2.
@@ -81,7 +81,7 @@ class GpuFacts:
     Attributes:
         index: Its index for NVML.
         name: Its model.
-        uuid: What tells it from others: two ranks that have it in common share it.
+        uuid: Its UUID; two ranks with the same one share the GPU.
         total_bytes: Its memory.
         free_bytes: What is free of it.
         foreign_processes: Processes on it that are no ranks of this job, ``"pid 4711 (python), 12.3 GB"``.

@@ -54,13 +54,13 @@ class ProcessFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
-    """What the main thread of a rank was in at some of the looks at it.
+class SampledActivity:
+    """What the main thread of a rank was doing in some of the samples of its stack.
 
     Attributes:
         doing: In words: ``"user code"``, ``"a collective"``, ``"the dataloader"``.
         place: ``"file:line in function"`` of the deepest line in the user's own code; empty where there is none.
-        looks: At how many looks.
+        looks: In how many samples.
     """
 
     doing: str
@@ -103,12 +103,12 @@ class InspectionFacts:
     over_s: float = 0.0
     moved: bool | None = None
     slept_s: float | None = None
-    whereabouts: tuple[Whereabouts, ...] = ()
+    whereabouts: tuple[SampledActivity, ...] = ()
     native: tuple[str, ...] = ()
     group: Group | None = None
     file_lock: FileLock | None = None
 
     @property
-    def stood_s(self) -> float:
-        """Seconds for which it is known to stand still; 0 if it moves, or nothing is known."""
+    def idle_s(self) -> float:
+        """Seconds for which it is known to have made no progress; 0 if it moves, or nothing is known."""
         return 0.0 if self.moved else max(self.over_s if self.moved is False else 0.0, self.slept_s or 0.0)

@@ -1,11 +1,11 @@
-"""A rank's Trainer: how far it has come, its settings, its steps, its loggers, and where it writes to."""
+"""A rank's Trainer: its progress, settings, steps, loggers, and where it writes to."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 
 class Phase(str, Enum):
-    """Where in its life a rank's Trainer stands."""
+    """The phase of a rank's Trainer."""
 
     INIT = "init"
     """Before the first batch or sanity check: process group, setup hooks, model construction, restoring."""
@@ -39,10 +39,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a rank's Trainer has come.
+    """The progress of a rank's Trainer.
 
     Attributes:
-        phase: Where in its life the Trainer stands.
+        phase: The phase of the Trainer.
         actions: The current actions, outermost first; empty between hooks.
         last_action: The last action that ended, for moments between two hooks.
         epoch: Current epoch, from 0; -1 if unknown.
@@ -114,7 +114,7 @@ class LoggedKey:
         hook: The hook that logs it, ``"validation_step"``.
         place: ``"file:line in hook"`` of the call, where the key is written out there, or no other call of the hook can
             have logged it; else empty.
-        rank_condition: The condition on the rank under which that line stands, with its line number; else empty.
+        rank_condition: The condition on the rank around that line, with its line number; else empty.
         states: Names of a metric's states, each of which is reduced; empty for a value.
     """
 

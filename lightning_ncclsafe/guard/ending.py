@@ -1,12 +1,12 @@
-"""Ending a run: its process exits once the report is written, and until then it neither trains nor saves.
+"""Ending a run: the process exits once the report is written, and until then it neither trains nor saves.
 
 Process groups are not aborted. After an abort, waits in NCCL return as if nothing had happened, what was queued behind
 the aborted collective, an optimizer's step for instance, runs on partial sums, and the next line may save the result.
 An abort of several communicators may also deadlock, with locks that Python's exit needs. A process that leaves by
 ``os._exit`` has no such next line, and no handlers of ``atexit``, destructors or threads to wait for.
 
-Others may abort all the same: PyTorch's own watchdog, as ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` orders, or a broken
-connection. So the Trainer's thread is held meanwhile: it comes back from its wait, and not to the next line.
+Others may still abort: PyTorch's own watchdog, depending on ``TORCH_NCCL_ASYNC_ERROR_HANDLING``, or a broken
+connection. So the Trainer's thread is held: it returns from its wait, but never reaches the next line.
 """
 
 import atexit
@@ -28,29 +28,29 @@ from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for, wait_for_keys
-from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.probes.rank import RankInfo
 
 EXIT_CODE = 124
-"""Exit status of a process that the guard has ended; that of ``timeout(1)``."""
+"""Exit status of a process that the guard has ended, the same as that of ``timeout(1)``."""
 
-# From the moment at which a rank learns that the limit is reached, with the last report still to be written.
+# From when a rank learns that the limit is reached; includes the time for the last report.
 AT_LIMIT_S = 27.0
-# What is left to do once the report is written takes less than that.
+# Everything after the report takes less than this.
 _LEAVES_S = 12.0
-# What a process whose Trainer has raised our error is given to exit, once its main thread has ended.
+# How long a process has to exit after its Trainer has raised our error and its main thread has ended.
 _EXITS_S = 30.0
-# What the process that hosts the store gives the others to leave before it.
+# How long the process that hosts the store waits for the others to leave first.
 _OTHERS_LEAVE_S = 3.0
-# What loggers' storage is given; what it does not take then stays in local staging.
+# How long loggers' storage has; whatever is left stays in local staging.
 _LOGS_S = 5.0
-# What is asked of storage or of other processes in the end, and may never return.
+# How long each last call to storage or other processes has; such a call may never return.
 _LAST_STEP_S = 1.0
 
 
 class Ending:
-    """Whether a run is being ended, and the gate that everything that saves or trains has to pass: it closes for good.
+    """Knows whether a run is being ended. Everything that saves or trains checks it; once closed, it stays closed.
 
-    A copy, in another process for instance, belongs to another run.
+    A copy, for instance in another process, belongs to another run.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Ending:
         return Ending, ()
 
     def is_called_here(self) -> None:
-        """The Trainer runs in the calling thread, and in this process, which may be ended.
+        """Notes that the Trainer runs in the calling thread of this process, which may be ended.
 
         Raises:
             CollectiveTimeoutError: The run has been ended before.
@@ -78,12 +78,12 @@ class Ending:
         return self._make_error is not None
 
     def close(self, make_error: Callable[[], CollectiveTimeoutError]) -> None:
-        """From now on nothing is saved, and no step is made.
+        """From now on, nothing is saved, and no step is made.
 
         Args:
-            make_error: Makes what is raised where something is tried.
+            make_error: Makes the error that is raised in every attempt.
         """
-        # Whoever is just giving a checkpoint its name has finished; the next one is refused.
+        # A checkpoint that is just being renamed is completed; the next one is refused.
         with self._lock:
             self._make_error = self._make_error or make_error
 
@@ -98,26 +98,26 @@ class Ending:
 
     @contextmanager
     def written(self, path: str | Path) -> Iterator[str | Path]:
-        """Where to write a checkpoint, which gets its name when it is whole, unless the run is being ended by then.
+        """Gives a temporary path for a checkpoint, which is renamed when complete, unless the run is being ended.
 
         Args:
-            path: Its name. What is no local file, as a bucket, a folder or a device, is written to as it is.
+            path: The final path. Anything but a local file (a bucket, a folder, a device) is written to directly.
 
         Raises:
-            CollectiveTimeoutError: The run is being ended. What has been there before is there still.
+            CollectiveTimeoutError: The run is being ended. The file is as it was before.
         """
         self.check()
         if "://" in os.fspath(path) or (os.path.lexists(path) and not os.path.isfile(path)):
             yield path
             return self.check()
-        # In the same folder: to rename within a file system takes effect whole or not at all.
+        # In the same folder: a rename within a file system is atomic.
         beside = Path(path).absolute().parent / f".{uuid.uuid4().hex}.ncclsafe-partial"
         self._partial.add(beside)
         try:
             yield beside
             with self._lock:
                 self.check()
-                # Whoever tests a program may have put a mock in the place of what writes.
+                # In tests of a program, the function that writes may be a mock.
                 if beside.exists():
                     os.replace(beside, path)
         finally:
@@ -126,16 +126,16 @@ class Ending:
             self._partial.discard(beside)
 
     def exit_within(self, seconds: float) -> None:
-        """Ends this process after so many seconds, whatever it does then; an earlier deadline stays."""
+        """Ends this process after so many seconds, whatever it does then; an earlier deadline stays in force."""
         if self._thread is not None:
             self._deadline.set(seconds)
 
     def go_on(self) -> None:
-        """The run goes on, after all."""
+        """Lifts the deadline: the run continues."""
         self._deadline.lift()
 
     def exit_after_main_thread(self) -> None:
-        """The process is to exit by itself, whatever waits at its end: other threads, ``atexit``, destructors."""
+        """Lets the process exit by itself, but limits what delays that: other threads, ``atexit``, destructors."""
         if self._thread is None:
             return
         process = os.getpid()
@@ -148,12 +148,12 @@ class Ending:
             threading.main_thread().join()
             limit_exit()
 
-        # After other threads, and before handlers that others have registered until now.
+        # Runs after other threads have ended, and before handlers that were registered earlier.
         atexit.register(limit_exit)
         _in_background(watch)
 
     def hold(self) -> None:
-        """Stops the Trainer's thread: it waits for the process to exit wherever it is next in Python."""
+        """Stops the Trainer's thread: as soon as it executes Python code, it waits for the process to exit."""
         if self._thread is None:
             return
         if self._thread == threading.main_thread().ident:
@@ -162,19 +162,20 @@ class Ending:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_Held))
 
     def stay(self) -> None:
-        """Keeps the calling thread, which is the Trainer's, until the process has exited."""
+        """Holds the calling thread, which is the Trainer's, until the process exits."""
         if self._thread is not None:
             _stay()
 
     def clear_partial(self) -> None:
-        """Removes what has been written and was never given its name."""
+        """Removes checkpoints that were written and never renamed."""
         for path in [*self._partial]:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
 
 def _stay() -> NoReturn:
-    # Their handlers in Python run in the main thread, where they may raise, or save. Of systems without it, Windows.
+    # Python's signal handlers run in the main thread, where they may raise, or save. Windows has no such
+    # function.
     with suppress(AttributeError):
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while True:
@@ -182,19 +183,19 @@ def _stay() -> NoReturn:
             threading.Event().wait()
 
 
-# Kept here, as it has to be there for as long as it may be called.
+# Kept here, as it must exist for as long as it may be called.
 _STAY = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: _stay())
 
 
 class _Held(BaseException):
-    """Raised in a thread that is not the main one: to make it is to stay, so that no handler of it ever runs."""
+    """Raised in a thread that is not the main one. Making it never returns, so that no handler of it ever runs."""
 
     def __new__(cls, *args: object) -> "_Held":
         _stay()
 
 
 class _Deadline:
-    """When this process exits, at the latest. Kept twice: by a thread, and by a timer that does without Python."""
+    """When this process exits at the latest. Enforced twice: by a thread, and by a timer that does not need Python."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -207,7 +208,7 @@ class _Deadline:
             return
         self.lift()
         self._at = at
-        # For each of them there are systems, and hours, at which it cannot be had.
+        # Each of them may be unavailable on some systems or at some moments.
         with suppress(Exception):
             self._timer = self._timer or _ExitTimer()
             self._timer.set(seconds)
@@ -225,7 +226,7 @@ class _Deadline:
 
 
 class _SigEvent(ctypes.Structure):
-    """Linux's ``struct sigevent``, as far as a thread is to be started."""
+    """Linux's ``struct sigevent``, with the fields for starting a thread."""
 
     _fields_ = (
         ("value", ctypes.c_void_p),
@@ -238,10 +239,10 @@ class _SigEvent(ctypes.Structure):
 
 
 class _ExitTimer:
-    """A timer of the C library that calls ``_exit`` in a thread without Python: the interpreter's lock may be held.
+    """A timer of the C library that calls ``_exit`` in a thread without Python: the GIL may be held.
 
     Raises:
-        OSError, AttributeError: There is none, as on macOS.
+        OSError, AttributeError: The system has no such timers, as macOS.
     """
 
     _SIGEV_THREAD = 2
@@ -261,7 +262,7 @@ class _ExitTimer:
 
     def set(self, seconds: float) -> None:
         whole, rest = divmod(seconds, 1.0)
-        # struct itimerspec: an interval, which is none, and the time until it fires; zero is never.
+        # struct itimerspec: no interval, and the time until it fires; zero disarms it.
         times = (ctypes.c_long * 4)(0, 0, int(whole), int(rest * 1e9))
         if self._libc.timer_settime(self._id, 0, ctypes.byref(times), None):
             raise OSError(ctypes.get_errno(), "timer_settime")
@@ -274,7 +275,7 @@ def _in_background(act: Callable[[], None]) -> threading.Thread:
 
 
 def _try_for(seconds: float, act: Callable[[], None]) -> None:
-    """What is left to do may fail, and may never return; it is not waited for then."""
+    """Runs something in a thread and waits so long for it; it may fail, or never return."""
 
     def attempt() -> None:
         with suppress(Exception):
@@ -284,20 +285,20 @@ def _try_for(seconds: float, act: Callable[[], None]) -> None:
         _in_background(attempt).join(seconds)
 
 
-def end_frozen(cards: Iterable[Card], say: Callable[[str], None]) -> None:
+def end_frozen(peers: Iterable[RankInfo], say: Callable[[str], None]) -> None:
     """Kills processes of this host that cannot end themselves, and that nothing else may end: one may be the launcher.
 
     Args:
-        cards: Of ranks that are stopped, or whose interpreter's lock is held for good.
+        peers: Ranks that are stopped, or whose GIL is held forever.
         say: Prints a line to the user.
     """
-    for card in cards:
+    for peer in peers:
         with suppress(psutil.Error, OSError):
-            process = psutil.Process(card.pid)
-            is_same = not card.started or abs(process.create_time() - card.started) < 1.0
+            process = psutil.Process(peer.pid)
+            is_same = not peer.started or abs(process.create_time() - peer.started) < 1.0
             if is_same and process.status() != psutil.STATUS_ZOMBIE:
                 process.kill()
-                say(f"rank {card.rank} cannot end itself; its process {card.pid} was killed")
+                say(f"rank {peer.rank} cannot end itself; its process {peer.pid} was killed")
 
 
 def end_run(
@@ -313,19 +314,19 @@ def end_run(
     before_exit: Callable[[], None],
     may_others_come: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Ends this rank's part of the run, from a side thread: the process exits, at the latest 12 s from now.
+    """Ends this rank's part of the run, from a side thread: the process exits within 12 s.
 
     Args:
-        ending: Of this run.
-        make_error: Makes what is raised where something is saved meanwhile.
+        ending: The end of this run.
+        make_error: Makes the error that attempts to save raise meanwhile.
         exchange: What the ranks share.
         rank: This rank.
         world_size: Number of ranks.
-        write_logs: Brings what loggers were given to storage, within so many seconds.
+        write_logs: Writes what loggers were given to storage, within so many seconds.
         logging_ranks: Ranks that have such loggers.
-        end_frozen: Ends ranks that cannot end themselves; not before logs are written, as launchers end all with one.
-        before_exit: What is left to do for this process before it exits; its failure is ignored.
-        may_others_come: Whether ranks are still on their way, and have to find that the others have given up.
+        end_frozen: Ends ranks that cannot end themselves; after logs are written, as launchers end all ranks with one.
+        before_exit: Called before the process exits; its failure is ignored.
+        may_others_come: Whether ranks are still starting, and have to find that the others have given up.
     """
     ending.exit_within(_LEAVES_S)
     ending.close(make_error)
@@ -349,15 +350,15 @@ def _flush() -> None:
 
 
 def _close(exchange: Exchange, may_others_come: Callable[[], bool]) -> None:
-    # A rank that has just been killed takes a moment to be gone.
+    # A rank that has just been killed takes a moment to disappear.
     if wait_for(lambda: not may_others_come(), deadline_s=_LAST_STEP_S / 2):
         exchange.close()
 
 
 def _write_logs(exchange: Exchange, write: Callable[[float], None], *, rank: int, logging_ranks: Sequence[int]) -> None:
-    """No rank leaves before all have written: launchers end the others with the first."""
+    """Writes logs, and waits until all ranks have: launchers end all ranks once the first one leaves."""
     deadline = time.monotonic() + _LOGS_S
-    # The thread that is held may hold a lock of theirs.
+    # The thread that is held may itself hold a lock of the loggers.
     _try_for(_LOGS_S, lambda: write(_LOGS_S))
     keys = [f"logs/{other}" for other in logging_ranks]
     with suppress(ExchangeError):

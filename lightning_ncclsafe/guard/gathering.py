@@ -1,7 +1,7 @@
-"""How the facts of all ranks are gathered: every rank publishes its own, one of them judges and reports.
+"""How the facts of all ranks are gathered: every rank publishes its own, and one of them judges and reports.
 
-The reporter is rank 0 or, if it is silent, the lowest rank that answered. Every wait has a deadline, and another rank
-of its host looks from outside at the process of a rank that does not answer.
+The reporter is rank 0 or, if that is silent, the lowest rank that answered. Every wait has a deadline. If a rank does
+not answer, another rank of its host looks at its process from outside.
 """
 
 import math
@@ -22,24 +22,22 @@ from lightning_ncclsafe.exchange import (
 )
 from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts, codec
 from lightning_ncclsafe.guard.reporter import Verdict
-from lightning_ncclsafe.probes.host.resources import look_at
-from lightning_ncclsafe.probes.process.growth import ANSWERING
-from lightning_ncclsafe.probes.rank import Card, card_key
+from lightning_ncclsafe.probes.host.resources import ANSWERING, ENDED, look_at
+from lightning_ncclsafe.probes.rank import RankInfo, info_key
 from lightning_ncclsafe.rules.kit.wording import size_words
 
-# Ranks that only wait answer within some 50 ms; one that is still silent then is looked at from outside.
+# Ranks that only wait answer within some 50 ms; a rank that is still silent after this is looked at from outside.
 ANSWER_S = 0.6
-# A process that is seen to run may merely be slow to answer, on an overloaded host; after this it is frozen.
+# A process that runs may just be slow to answer, on an overloaded host; after this it counts as frozen.
 PATIENCE_S = 3.0
 # How long the others wait for the reporter.
 REPORT_S = 6.0
-# How long the reporter waits for the others to have read the verdict.
+# How long the reporter waits until the others have read the verdict.
 SEEN_S = 1.0
-# Of a rank's facts some 60 kB are usual; what is far beyond would hold up the store, which serves all ranks.
+# A rank's facts usually have some 60 kB; much more would block the store, which serves all ranks.
 _MOST_BYTES = 4_000_000
 _FEW_COLLECTIVES = 100
-_GONE = frozenset({"gone", "zombie", "dead"})
-_CANNOT_ANSWER = _GONE | {"stopped", "tracing-stop", "disk-sleep"}
+_CANNOT_ANSWER = {*ENDED, "stopped", "tracing-stop", "disk-sleep"}
 
 
 def report_deadline_s(world_size: int) -> float:
@@ -48,7 +46,7 @@ def report_deadline_s(world_size: int) -> float:
 
 
 def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
-    """What matters most: where a rank stands, and the end of what it has called."""
+    """The most important facts: what a rank is doing, and its last collectives."""
     left_out = (
         f"Its facts were too large to share ({size_words(size_bytes)}): source lines, older collectives, loaders and "
         "its view of other processes are left out."
@@ -68,7 +66,7 @@ def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
 
 
 def share_last_facts(exchange: Exchange, facts: RankFacts) -> None:
-    """Shares the facts of a rank that leaves with an exception: they are its answer in all rounds to come.
+    """Publishes the facts of a rank that leaves with an exception, as its answer in all later rounds.
 
     Raises:
         ExchangeError: They could not be shared.
@@ -88,10 +86,10 @@ class Gathering:
         round_number: Number of the round, equal on all ranks.
         rank: This rank.
         world_size: Number of ranks.
-        peers: Cards of the other ranks of this host.
+        peers: The other ranks of this host.
         witness: Looks from outside at ranks of this host.
-        is_dropped: Whether the round has become pointless; it is then left without a verdict.
-        leave_cards: Whether ranks leave a card in what they share when they begin to watch.
+        is_dropped: Whether the round has become pointless; it then ends without a verdict.
+        publish_info: Whether ranks have published their info on this exchange if they watch.
     """
 
     def __init__(
@@ -101,20 +99,20 @@ class Gathering:
         round_number: int,
         rank: int,
         world_size: int,
-        peers: Iterable[Card],
-        witness: Callable[[Iterable[Card]], list[ProcessFacts]],
+        peers: Iterable[RankInfo],
+        witness: Callable[[Iterable[RankInfo]], list[ProcessFacts]],
         is_dropped: Callable[[], bool] = lambda: False,
-        leave_cards: bool = False,
+        publish_info: bool = False,
     ) -> None:
         self._exchange = exchange
         self._key = f"round/{round_number}"
         self._key_before = f"round/{round_number - 1}"
         self._rank = rank
         self._world_size = world_size
-        self._peers = {card.rank: card for card in peers}
+        self._peers = {peer.rank: peer for peer in peers}
         self._witness = witness
         self._is_dropped = is_dropped
-        self._leave_cards = leave_cards
+        self._publish_info = publish_info
         self._began = time.monotonic()
         # Many ranks take longer to write to one store: some 0.3 ms each.
         self._answer_s = ANSWER_S + world_size / 1000
@@ -125,13 +123,13 @@ class Gathering:
         self._unread: dict[int, str] = {}
         self._answers: dict[int, RankFacts] = {}
         self._witnessed: dict[int, ProcessFacts] = {}
-        self._watched: dict[int, Card] = {}
+        self._watched: dict[int, RankInfo] = {}
 
     def publish(self, facts: RankFacts) -> None:
-        """Answers for this rank; if it leaves with an exception, in later rounds as well."""
+        """Publishes this rank's answer; if it leaves with an exception, also for later rounds."""
         self._answers[self._rank] = facts
-        # Nobody waits for those: their launcher may end all others within a second.
-        self._gone = {peer.rank for peer in facts.peers if peer.state in _GONE}
+        # Not waited for: their launcher may end all other ranks within a second.
+        self._gone = {peer.rank for peer in facts.peers if peer.state in ENDED}
         encoded = codec.encode(facts)
         if len(encoded) > _MOST_BYTES:
             encoded = codec.encode(_shortened(facts, len(encoded)))
@@ -141,7 +139,7 @@ class Gathering:
             self._set(_last_key(self._rank), encoded)
 
     def answered(self) -> set[int]:
-        """The ranks that have answered by now, this one among them."""
+        """The ranks that have answered, including this one."""
         here = {self._here_key(rank): rank for rank in range(self._world_size)}
         return {here[key] for part in in_parts(here) for key in self._exchange.get_many(part)}
 
@@ -149,13 +147,13 @@ class Gathering:
         """Takes part until there is a verdict.
 
         Args:
-            incident: What the round is about.
+            incident: The incident to judge.
             report: Judges and reports; called on one rank.
 
         Returns:
-            The verdict, the same on all ranks; None if no rank came to one in time, or the round was dropped.
+            The verdict, the same on all ranks; None if there was none in time, or the round was dropped.
         """
-        # The first rank's turn comes at once, the next one's after the time that an answer takes, and so on.
+        # The first rank may report at once, the next one after the time that an answer takes, and so on.
         return wait_for(
             lambda: None if self._is_dropped() else self._read_verdict() or self._take_turn(incident, report),
             deadline_s=self._second_term_s + self._report_s / 2 - self._waited_s(),
@@ -189,7 +187,7 @@ class Gathering:
         keep_trying(self._exchange, lambda: self._exchange.set(key, value), deadline_s=PATIENCE_S)
 
     def _leave(self, *, seen: bool = False) -> None:
-        """There is a verdict: what is left to do is for the other ranks, and for the store."""
+        """Finishes the round once there is a verdict, for the other ranks and for the store."""
         with suppress(ExchangeError):
             if seen:
                 self._exchange.set(self._seen_key(self._rank), b"")
@@ -198,14 +196,14 @@ class Gathering:
             self._forget()
 
     def _wait_until_seen(self) -> None:
-        """The reporter may be about to leave, and the store with it; the others must have read the verdict by then."""
+        """Waits until the others have read the verdict: the reporter may be about to leave, and the store with it."""
         others = (self._seen_key(rank) for rank in self._answers if rank != self._rank)
         wait_for_keys(self._exchange, others, deadline_s=SEEN_S + 2 * self._poll_s)
 
     def _forget(self) -> None:
-        """Deletes what this rank has published, once it is judged: the store's memory is that of rank 0.
+        """Deletes what this rank has published, once it is judged: the store uses rank 0's memory.
 
-        The reporter may still look whether this rank has seen the verdict, but no longer for that of the round before.
+        The reporter may still check whether this rank has seen the verdict, but no longer that of the round before.
         """
         published = (self._facts_key(self._rank), self._here_key(self._rank), f"{self._key_before}/seen/{self._rank}")
         self._exchange.delete(published)
@@ -218,7 +216,7 @@ class Gathering:
 
     @property
     def _second_term_s(self) -> float:
-        """When another rank reports, as the first one may have died on the way."""
+        """When another rank takes over, as the first reporter may have died."""
         return self._answer_s + PATIENCE_S + self._report_s / 2
 
     @property
@@ -226,7 +224,7 @@ class Gathering:
         return f"{self._key}/verdict"
 
     def _here_key(self, rank: int) -> str:
-        """Whether a rank has answered: to read its facts takes many times as long."""
+        """The key that shows whether a rank has answered: reading its facts takes many times as long."""
         return f"{self._key}/here/{rank}"
 
     def _facts_key(self, rank: int) -> str:
@@ -237,7 +235,7 @@ class Gathering:
             return True
         if waited_s < 2 * self._answer_s:
             return False
-        # A lower rank that answered reports; unless it, too, fails to.
+        # A lower rank that answered reports, unless that fails, too.
         return waited_s > self._second_term_s or not self._has_lower_answered()
 
     def _has_lower_answered(self) -> bool:
@@ -269,12 +267,12 @@ class Gathering:
         )
 
     def _absent(self) -> tuple[int, ...]:
-        silent = self._silent() if self._leave_cards and not self._exchange.lost else []
-        left = {name for part in in_parts(map(card_key, silent)) for name in self._exchange.get_many(part)}
-        return tuple(rank for rank in silent if card_key(rank) not in left)
+        silent = self._silent() if self._publish_info and not self._exchange.lost else []
+        left = {name for part in in_parts(map(info_key, silent)) for name in self._exchange.get_many(part)}
+        return tuple(rank for rank in silent if info_key(rank) not in left)
 
     def _is_complete(self) -> bool:
-        # Before they are read: those that have answered by the deadline are all read, however long it takes.
+        # Measured before reading: all answers given by the deadline are read, however long that takes.
         waited_s = self._waited_s()
         self._read_answers(self._facts_key)
         silent = [rank for rank in self._silent() if rank not in self._unread]
@@ -298,7 +296,7 @@ class Gathering:
                     self._read_answer(int(name.rpartition("/")[2]), data)
 
     def _read_answer(self, rank: int, data: bytes) -> None:
-        """An answer that cannot be read, of another version say, is no reason to do without the others."""
+        """Decodes an answer; one that cannot be read, for instance of another version, does not affect the others."""
         try:
             self._answers[rank] = codec.decode(RankFacts, data)
             self._unread.pop(rank, None)
@@ -311,28 +309,28 @@ class Gathering:
             self._witnessed.setdefault(seen.rank, seen)
 
     def _look_at_silent_peers(self) -> None:
-        """The lowest rank of a host that answered looks once at those that did not."""
+        """Looks once at the silent ranks of this host, if this is its lowest rank that answered."""
         peers, self._peers = self._peers, {}
         if not peers:
             return
         answered = {int(key.rpartition("/")[2]) for key in self._exchange.get_many(map(self._here_key, peers))}
         if any(rank < self._rank for rank in answered):
             return
-        # Those of earlier rounds have left, and need not be looked at.
+        # Ranks that answered for later rounds have left, and need no look.
         answered |= self._answers.keys()
-        self._watched = {rank: card for rank, card in peers.items() if rank not in answered}
+        self._watched = {rank: peer for rank, peer in peers.items() if rank not in answered}
         for seen in self._witness(self._watched.values()):
             self._witnessed[seen.rank] = seen
             self._exchange.set(self._witness_key(seen.rank), codec.encode(seen))
 
     def _look_again(self) -> None:
-        """A process whose connections broke may have been about to end when it was looked at."""
-        for rank, card in self._watched.items():
+        """Looks again at processes that ran: one whose connections broke may have been about to end."""
+        for rank, peer in self._watched.items():
             before = self._witnessed.get(rank)
             may_have_ended = rank not in self._answers and before is not None and before.state in ANSWERING
-            if may_have_ended and look_at(card.pid, rank=rank, started=card.started or None).state in _GONE:
-                # With its last words.
-                self._witnessed |= {seen.rank: seen for seen in self._witness([card])}
+            if may_have_ended and look_at(peer.pid, rank=rank, started=peer.started or None).state in ENDED:
+                # Now with its crash trace.
+                self._witnessed |= {seen.rank: seen for seen in self._witness([peer])}
 
     def _witness_key(self, rank: int) -> str:
         return f"{self._key}/witness/{rank}"

@@ -10,7 +10,7 @@ from lightning_ncclsafe.guard.thresholds import DEFAULT_TIMEOUTS_S
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 
-# Of phases whose end no hook marks: here every action is a reason to look.
+# Phases whose end no hook marks: every action may end them.
 _SHORT = (FIRST_BATCH, Phase.CHECKPOINT.value)
 # A user's own profiler may give every action another name.
 _MOST_NAMES = 1000
@@ -19,22 +19,22 @@ _MOST_NAMES = 1000
 class GroupTimeouts:
     """Follows the phases of one call of the Trainer, on its main thread.
 
-    A collective keeps the timeout that its group had when it was called, whether it is under way, queued on a device
-    or not yet begun: gloo and NCCL copy the timeout into each ``Work`` as it is made (torch 2.13), and gloo's
-    connections, which have one of their own, keep that. So a change does nothing to what is in flight, and cannot end
-    it early; and it is not made while the main thread is in a call of the back end, as it is that thread which makes
-    it, between two of Lightning's actions. What others have called on threads of their own is not disturbed either.
+    A collective keeps the timeout that its group had when it was called, whether it runs, is queued on a device or has
+    not begun: gloo and NCCL copy the timeout into each ``Work`` when it is made (torch 2.13), and gloo's connections
+    keep their own. So a change does not affect collectives in flight, and cannot end them early. The main thread makes
+    it, between two of Lightning's actions, and so never during its own call of the back end; collectives that other
+    threads have called are not affected either.
 
-    Where the Trainer goes from one phase to the next without an action of its own, as from validation back to
-    training, the change is made at the next action: one collective may still have the previous timeout.
+    If the Trainer changes from one phase to the next without an action, as from validation back to training, the
+    timeout changes at the next action: one collective may still have the previous timeout.
 
-    Where no phase has a limit of its own there is nothing to follow. Then only groups without a timeout of their own,
-    such as those of a device mesh, which Lightning makes with PyTorch's default, get the strategy's.
+    If no phase has its own limit, only groups without their own timeout get the strategy's, such as those of a device
+    mesh, which Lightning makes with PyTorch's default.
 
     Args:
         limits: The hard limits.
         limit_name: Which of the limits applies now.
-        say_failure: Prints a failure of its own, after which the groups are left as they are.
+        say_failure: Prints a failure in here, after which the groups are left as they are.
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class GroupTimeouts:
         self._is_short = False
         self._has_set = False
         self._may_begin_phase: dict[str, bool] = {}
-        # What each group had when it was first seen, by its name.
+        # The timeout of each group when it was first seen, by its name.
         self._before_s: dict[str, float] = {}
         as_made = (limits.timeout_s, limits.limit_s(Phase.INIT.value), limits.longest_s)
         self._as_made_s = {round(timeout_s + BACKSTOP_S, 3) for timeout_s in as_made}
         self._nobodys_s = self._as_made_s | DEFAULT_TIMEOUTS_S
 
     def listen(self, action_name: str) -> None:
-        """The innermost action is another one; a listener of ``ActionTracker``."""
-        name: object = action_name  # a user's profiler may name things by anything
+        """Called when the innermost action changes; a listener of ``ActionTracker``."""
+        name: object = action_name  # a user's profiler may use names of any type
         if isinstance(name, str) and (self._may_begin_phase.get(name, True) or self._is_short):
             self._look(name)
 
     def start(self) -> None:
-        """Process groups have been made: sets what applies now."""
+        """Sets the current timeouts, once process groups have been made."""
         if self._is_on or not self._limits.phases_s:
             self._safely(self._begin)
 
     def restore(self) -> None:
-        """Every group gets back what it had; the one that was made with the limit of ``init``, the strategy's own."""
+        """Restores each group's timeout; a group that was made with the limit of ``init`` gets the strategy's own."""
         if self._phase or self._has_set:
             self._safely(self._restore)
 
@@ -104,7 +104,7 @@ class GroupTimeouts:
         phase_s = self._limits.limit_s(self._phase) + BACKSTOP_S
         if round(before_s, 3) in self._nobodys_s:
             return phase_s
-        # Where no phase has a limit of its own, a timeout that a user has chosen holds in all phases.
+        # If no phase has its own limit, a timeout that the user has chosen holds in all phases.
         return max(before_s, phase_s) if self._phase else before_s
 
     def _restore(self) -> None:
@@ -126,6 +126,6 @@ class GroupTimeouts:
         except Exception as error:
             self._is_on = False
             self._say_failure(error)
-            # Rather the strategy's own than that of a phase which will be over.
+            # The strategy's own timeout, rather than that of a phase that will end.
             with suppress(Exception):
                 self._restore()

@@ -1,4 +1,4 @@
-"""The guard of one rank: wires together what watches, asks, reports and ends, and is the door to all of it.
+"""The guard of one rank, which connects its parts: they watch, ask all ranks, report, and end the run.
 
 Ranks agree through a log of numbered entries: a rank that has waited too long, or that raises, writes the next entry;
 every rank then publishes its facts, one of them judges and reports, and all learn the verdict.
@@ -14,7 +14,6 @@ from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, poll_interval_s
 from lightning_ncclsafe.facts import NotRecorded, Phase, codec
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ended_run import EndedRun, Save
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.leaving import Leaving
@@ -22,12 +21,12 @@ from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
 from lightning_ncclsafe.guard.participation import Participation
 from lightning_ncclsafe.guard.rank_hosts import RankHosts
 from lightning_ncclsafe.guard.reporter import Reporter
-from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardState
 from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.guard.watchdog import Watchdog
-from lightning_ncclsafe.probes.network.reach import own_address_towards
+from lightning_ncclsafe.probes.network import own_address_towards
 from lightning_ncclsafe.probes.process.environment import launch_words
-from lightning_ncclsafe.probes.rank import Card, RankProbe, card_key
+from lightning_ncclsafe.probes.rank import RankInfo, RankProbe, info_key
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 from lightning_ncclsafe.rules.unknowns import not_recorded
@@ -36,7 +35,7 @@ from lightning_ncclsafe.settings import Limits
 # The watchdog checks for progress four times a second, and reads the log as often: all ranks together ask the store for
 # it no more than about a thousand times a second.
 _POLL_S, _POLLS_PER_S = 0.25, 1000.0
-# Groups of this process, by name, of which it has been seen whether they are recorded.
+# Groups of this process, by name, for which it is known whether they are recorded.
 _asked_about: set[str] = set()
 
 
@@ -45,23 +44,23 @@ class Guard:
 
     The guard never hurts the run: if it fails itself, it prints that once, on this rank, and is off from then on.
 
-    The strategy calls it on the main thread; :class:`Watchdog` calls it at every tick on a thread of its own, and only
-    there is anything shared or decided.
+    The strategy calls it on the main thread. :class:`Watchdog` calls it at every tick on another thread; ranks share
+    and decide only there.
 
     Args:
         place: Which rank of which job this is.
         limits: When to ask and when to end.
         report_dir: The folder of all incidents; made when the first one is reported.
         exchange: What the ranks share before they have joined the process group.
-        probe: Sees this rank.
-        ending: What is closed when the run is ended.
-        write_logs: Brings what loggers were given to storage, within so many seconds, before this process has to exit.
-        before_exit: What else is left to do then.
+        probe: Collects the facts of this rank.
+        ending: Refuses saves and steps once the run is being ended.
+        write_logs: Writes what loggers were given to storage, within so many seconds, before this process exits.
+        before_exit: Called last before this process exits.
         save: Saves the state of a run that ends; see :data:`~lightning_ncclsafe.guard.ended_run.Save`.
         phase_kind: What kind of phase the Trainer is in, and the index of its batch; costs next to nothing.
         on_tick: Called at the watchdog's pace on its thread, once ranks have joined; it must be quick and not raise.
         incidents: Numbers of the incidents of this process; None for its first call.
-        met: Cards of the other ranks of this host, kept from call to call of this process; None for its first.
+        met: The other ranks of this host, kept from call to call of this process; None for its first.
         say: Prints one or more lines to the user.
     """
 
@@ -80,7 +79,7 @@ class Guard:
         phase_kind: Callable[[], tuple[PhaseKind, int]] = lambda: (PhaseKind(phase=Phase.INIT), -1),
         on_tick: Callable[[], None] = lambda: None,
         incidents: IncidentNumbers | None = None,
-        met: dict[int, Card] | None = None,
+        met: dict[int, RankInfo] | None = None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self._place = place
@@ -89,10 +88,10 @@ class Guard:
         self._on_tick = on_tick
         self._say = say
         self._state = state = GuardState()
-        self._connection = connection = Connection(exchange, not_before_ns=int(probe.card.started * 1e9))
+        self._connection = connection = Connection(exchange, not_before_ns=int(probe.info.started * 1e9))
         self._local_ranks = LocalRanks(place, probe, met=met)
         self._rank_hosts = RankHosts(
-            rank=place.rank, world_size=place.world_size, host=probe.card.host, launch=launch_words()
+            rank=place.rank, world_size=place.world_size, host=probe.info.host, launch=launch_words()
         )
         incidents = incidents or IncidentNumbers()
         self._ended_run = EndedRun(
@@ -153,31 +152,31 @@ class Guard:
     # What the strategy calls, on the main thread.
 
     def start(self) -> None:
-        """Begins to watch. There may be no process group yet."""
+        """Starts the watchdog. There may be no process group yet."""
         self._state.began_ns = time.time_ns()
         self._watchdog.start()
 
     def connect(self, exchange: Exchange) -> None:
-        """Goes over to another exchange, with a log of its own: the process group, and so the job's store, exists."""
-        # The watchdog may be in the middle of a round about this very delay; that is dropped, no rank waits for it.
+        """Changes to another exchange, with its own log: the process group, and so the job's store, exists."""
+        # The watchdog may be in the middle of a round about this very delay; that round is dropped.
         self._connection.connect(exchange)
-        with suppress(ExchangeError):  # what only helps its peers when this rank cannot answer
-            exchange.set(card_key(self._place.rank), codec.encode(self._probe.card))
+        with suppress(ExchangeError):  # only needed by peers if this rank cannot answer
+            exchange.set(info_key(self._place.rank), codec.encode(self._probe.info))
             self._rank_hosts.announce(
                 exchange, own_address_towards(self._place.master_address, self._place.master_port)
             )
         self._watchdog.wake()
 
     def set_up(self) -> None:
-        """All ranks have created their process groups: what is not recorded now never will be. One rank prints it."""
-        # Their cards are there now, and a peer may end in the first collective of the training.
+        """Checks whether the process groups that ranks have made are recorded; one rank prints which are not."""
+        # The info of all peers is there now, and a peer may end in the first collective of the training.
         self._watchdog.wake()
         rank, used = self._place.rank, {call.name for call in process_groups.group_calls() if call.called != 0}
-        # To read a recorder that is full takes a tenth of a second, and most programs make groups once.
+        # Reading a full recorder takes a tenth of a second, and most programs make groups only once.
         if self._place.world_size == 1 or used <= _asked_about:
             return
         _asked_about.update(used)
-        groups = self._probe.glance(0.0).unrecorded
+        groups = self._probe.snapshot(0.0).unrecorded
         texts = [*not_recorded({rank: [group for group in groups if group.why is not NotRecorded.LOST]})]
         if texts and comes_first(self._connection.newest, "unrecorded", rank):
             self._say(" ".join(texts))
@@ -191,7 +190,7 @@ class Guard:
         self._leaving.finish()
 
     def close(self) -> None:
-        """Ends the watch; threads, connections, files and signal handlers are given back."""
+        """Ends the watch; closes threads, connections and files, and restores signal handlers."""
         self._state.is_off = True
         self._ending.go_on()
         self._watchdog.stop()
@@ -213,7 +212,7 @@ class Guard:
     def _tick(self, idle_s: float) -> None:
         connection, state = self._connection, self._state
         if connection.change_over():
-            # What was reported before was about a start that has succeeded now.
+            # Earlier reports were about a start that has succeeded now.
             state.forget_incident()
         self._detector.observe(idle_s)
         if self._detector.phase is Phase.INIT:

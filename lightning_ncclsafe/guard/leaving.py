@@ -19,21 +19,20 @@ from lightning_ncclsafe.errors import (
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ended_run import EndedRun
 from lightning_ncclsafe.guard.ending import Ending, say_goodbye, wait_for_others
 from lightning_ncclsafe.guard.gathering import report_deadline_s, share_last_facts
 from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardState
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.settings import Limits
 
-# How long beyond suspect_after a rank that has finished stays for those that have not, while none of them complains.
+# How long beyond suspect_after a finished rank waits for the others, while none of them reports a wait.
 LINGER_S = 5.0
 # How long the end of an incident may take to reach every rank once training has finished.
 _SETTLE_S = 1.0
-# For all ranks that wait for the last one; the questions are cheap.
+# For ranks that wait for the last one to finish; these polls are cheap.
 _FINISH_POLL_S, _FINISH_POLLS_PER_S = 0.01, 5000.0
 
 
@@ -45,9 +44,9 @@ class Leaving:
         limits: When to ask and when to end.
         state: What is known of the incident that is open.
         connection: What the ranks share.
-        probe: Sees this rank.
+        probe: Collects the facts of this rank.
         ending: Whether the run is being ended.
-        ended_run: What is done then.
+        ended_run: Ends the run on this rank.
         phase_kind: What kind of phase the Trainer is in, and the index of its batch.
         wake_watchdog: Makes the watchdog's next tick come at once.
     """
@@ -77,14 +76,14 @@ class Leaving:
 
     @marked(Mark.STORE)
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
-        """The Trainer's function raised: before this rank leaves, the others are informed and the report is written.
+        """The Trainer's function raised: informs the other ranks and waits for the report before this rank leaves.
 
         Args:
             error: What was raised.
 
         Returns:
-            The error to raise in its place, if it only follows from a broken collective and the cause is known. At the
-            limit it does not return: the process exits.
+            The error to raise instead, if this one only reports a broken collective and the cause is known. At the
+            limit, it does not return: the process exits.
         """
         state = self._state
         is_consequence = self._ending.is_closed or process_groups.is_communication_error(error)
@@ -112,9 +111,9 @@ class Leaving:
 
     @marked(Mark.STORE)
     def finish(self) -> None:
-        """The Trainer's function returned. Waits until it has returned on all ranks, and answers them meanwhile.
+        """The Trainer's function returned: waits until it has returned on all ranks, and answers them meanwhile.
 
-        A rank that left would take its facts with it, and rank 0 the job's store, while others still wait for them.
+        A rank that left would take its facts with it, and rank 0 the job's store, while others still need them.
 
         Raises:
             CollectiveTimeoutError: If the others wait for this rank in vain.
@@ -142,33 +141,33 @@ class Leaving:
             raise self._state.error()
 
     def _leaves_at_the_end(self, error: BaseException) -> bool:
-        """Whether it leaves with success once its loops are over: no rank waits for it, unlike for one that trains."""
+        """Whether the rank exits with success after its loops: then no rank waits for it."""
         if self._state.is_off or self._phase_kind()[0].phase is Phase.INIT or not _is_success(error):
             return False
         stack = stacks.exception_facts(error, is_consequence=False).stack
         return not any(TRAINER_STAGE.has(frame.file, frame.function) for frame in stack)
 
     def _leave_with_success(self, error: SystemExit) -> None:
-        """As far as that is known: no rank is left that trains on."""
+        """Leaves after the loops with success, if it is known that no rank still trains."""
         verdict = self._state.verdict
         if verdict is not None and not verdict.is_joint:
-            # Whoever has started the ranks would take it for the status of the run.
+            # The launcher would take this rank's status for the status of the run.
             error.code = 1
         elif verdict is not None and not verdict.ends_run:
             self.finish()
 
     def _share_last_facts(self, error: BaseException) -> None:
-        """No rank is asked, as most of them are interrupted, too; one that is not can report why this rank left."""
+        """Publishes this rank's facts without asking others, as most ranks are interrupted, too."""
         exception = stacks.exception_facts(error, is_consequence=False)
         with suppress(ExchangeError):
-            share_last_facts(self._connection.newest, replace(self._probe.glance(0.0), exception=exception))
+            share_last_facts(self._connection.newest, replace(self._probe.snapshot(0.0), exception=exception))
 
     def _is_explained(self, is_consequence: bool) -> bool:
-        """Whether what ends the run has been reported already, and an exception only follows from it."""
+        """Whether the cause is already reported, and the exception only a consequence of it."""
         return is_consequence and self._state.ends_run
 
     def _may_leave(self, waited_s: float) -> bool:
-        # Others may have work of their own left, and then this rank may go; not so soon if a rank waits for it.
+        # Others may still work alone, and then this rank may leave; it stays longer if a rank waits for it.
         stay_s = self._limits.suspect_after_s if self._state.open_incident is None else self._limits.longest_s
         return waited_s > stay_s + LINGER_S or self._cannot_ask()
 
@@ -176,14 +175,14 @@ class Leaving:
         return self._state.ends_run or self._state.is_off or bool(self._connection.exchange.lost)
 
     def _ask_who_stays(self) -> None:
-        """Once this rank has left, perhaps with the store, no rank can find out any more what the others do."""
+        """Has all ranks asked before this one leaves: without it, and perhaps the store, no rank can ask any more."""
         if self._state.open_incident is None and not self._cannot_ask():
             self._state.is_leaving = True
             self._wake_watchdog()
             self._state.leaving_is_reported.wait(report_deadline_s(self._place.world_size))
 
     def _settle(self) -> None:
-        """An incident that was open a moment ago is over; there is still time to say so."""
+        """Waits a moment for an open incident to be closed, so that its end is still printed."""
 
         def is_settled() -> bool:
             if self._state.open_incident is None:
@@ -206,7 +205,7 @@ def stay_until_all_finished(
         exchange: What the ranks share.
         rank: This rank.
         world_size: Number of ranks.
-        may_leave: Whether this rank has stayed for long enough.
+        may_leave: Whether this rank has waited for long enough.
         leave_behind: Called before it leaves without others.
     """
     exchange.set(f"finished/{rank}", b"")
@@ -220,7 +219,7 @@ def stay_until_all_finished(
 
 
 def _is_success(error: BaseException) -> TypeGuard[SystemExit]:
-    """Whether it would end the process with status 0; not where all stop on SIGTERM."""
+    """Whether it would end the process with status 0; not if all ranks stop on SIGTERM."""
     return isinstance(error, SystemExit) and not error.code and not is_orderly(error)
 
 

@@ -1,6 +1,6 @@
-"""The other ranks of this host: known by the cards that they leave, and before that by their processes.
+"""The other ranks of this host: known by the info that they publish, and before that by their processes.
 
-In a later call of the Trainer they are known from the one before.
+In a later call of the Trainer, they are known from the call before.
 """
 
 import time
@@ -14,19 +14,18 @@ from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import codec
 from lightning_ncclsafe.probes.host import resources
-from lightning_ncclsafe.probes.rank import Card, RankProbe, card_key
+from lightning_ncclsafe.probes.rank import RankInfo, RankProbe, info_key
 
-# Ranks that are started together come within about this time, and need not be looked for.
+# Ranks that are started together join within about this time; until then there is no search for them.
 _PATIENCE_S = 2.0
-# Between two looks; more on a host of so many processes that a search among them takes long.
+# Between two looks; longer if a search takes long because the host has many processes.
 _LOOK_S = 2.0
 _SEARCH_SHARE = 0.05
-# Longer than a search takes among some thousand processes. Of one that is stuck on storage, the kernel may not say
-# what is in its environment before it is stuck no more.
+# Longer than a search takes among some thousand processes. The kernel may not give the environment of a process
+# that is stuck on storage until it is no longer stuck.
 _SEARCH_S = 2.0
-# A process that is gone in one look may have been replaced before the next, by what has started it.
+# A process that is gone in one look may be restarted by its launcher before the next.
 _LOOKS_UNTIL_LOST = 2
-_GONE = ("gone", "zombie")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +54,13 @@ class LocalRanks:
 
     Args:
         place: Which rank this is.
-        probe: Looks at them.
+        probe: Looks at processes.
         find: Finds ranks by their environment: process ids by local ranks.
         clock: Seconds that only grow; for tests.
-        met: The cards of the last call of the Trainer in this process, by rank; those of this one take their place.
+        met: The ranks known from the last call of the Trainer in this process; updated with those of this call.
 
     Attributes:
-        has_lost: Whether the process of a rank has ended before the ranks met, and no other has taken its place.
+        has_lost: Whether the process of a rank ended before the ranks met, and was not restarted.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class LocalRanks:
         *,
         find: Callable[[str], dict[int, int]] = resources.find_ranks,
         clock: Callable[[], float] = time.monotonic,
-        met: dict[int, Card] | None = None,
+        met: dict[int, RankInfo] | None = None,
     ) -> None:
         self._place = place
         self._probe = probe
@@ -80,8 +79,8 @@ class LocalRanks:
         self._search = SideThread("ncclsafe-search")
         self._found: dict[int, int] = {}
         self._met = met if met is not None else {}
-        # They may not have come to this call yet, and then no guard of theirs would answer.
-        self._early: dict[int, Card] = {rank: replace(card, has_guard=False) for rank, card in self._met.items()}
+        # They may not have reached this call yet, so that no guard of theirs would answer.
+        self._early: dict[int, RankInfo] = {rank: replace(peer, has_guard=False) for rank, peer in self._met.items()}
         self._gone: dict[int, int] = {}
         self._next_look_s = 0.0
         self._have_met = place.local_world_size == 1
@@ -90,19 +89,19 @@ class LocalRanks:
             self._probe.peers = tuple(self._early.values())
 
     def meet(self, exchange: Exchange) -> None:
-        """Reads their cards, once they are all there: later the store may be gone."""
+        """Reads what they have published, once all have: later, the store may be gone."""
         self.has_lost = False
         if self._have_met:
             return
         first, count = self._place.rank - self._place.local_rank, self._place.local_world_size
-        keys = [card_key(rank) for rank in range(first, first + count) if rank != self._place.rank]
+        keys = [info_key(rank) for rank in range(first, first + count) if rank != self._place.rank]
         with suppress(ExchangeError):
-            cards = [codec.decode(Card, card) for card in exchange.get_many(keys).values()]
-            if len(cards) == len(keys):
+            peers = [codec.decode(RankInfo, peer) for peer in exchange.get_many(keys).values()]
+            if len(peers) == len(keys):
                 self._have_met = True
-                self._probe.peers = tuple(card for card in cards if card.host == self._probe.card.host)
+                self._probe.peers = tuple(peer for peer in peers if peer.host == self._probe.info.host)
                 self._met.clear()
-                self._met.update({card.rank: card for card in self._probe.peers})
+                self._met.update({peer.rank: peer for peer in self._probe.peers})
 
     def look_around(self, idle_s: float) -> None:
         """Looks every 2 s at the ranks that have not joined, while this rank waits for them.
@@ -113,7 +112,7 @@ class LocalRanks:
         if self._have_met or idle_s < _PATIENCE_S or self._clock() < self._next_look_s:
             return
         began_s = self._clock()
-        # What a host does not let this process see is no reason to go without a guard.
+        # The guard works without what the host does not let this process see.
         with suppress(psutil.Error, OSError):
             self._look()
         ended_s = self._clock()
@@ -122,14 +121,14 @@ class LocalRanks:
     def _look(self) -> None:
         if len(self._early) < self._place.local_world_size - 1 or self._gone:
             self.search()
-        for rank, card in self._early.items():
-            is_gone = self._probe.look_at_peer(card).state in _GONE
+        for rank, peer in self._early.items():
+            is_gone = self._probe.look_at_peer(peer).state in resources.ENDED
             self._gone[rank] = self._gone.get(rank, 0) + 1 if is_gone else 0
         self._gone = {rank: looks for rank, looks in self._gone.items() if looks}
         self.has_lost = any(looks >= _LOOKS_UNTIL_LOST for looks in self._gone.values())
 
     def search(self) -> None:
-        """Finds the processes of ranks of this host that have not come far enough to leave a card."""
+        """Finds the processes of ranks of this host that have not published their info yet."""
         if self._have_met:
             return
         first, own = self._place.rank - self._place.local_rank, self._place.local_rank
@@ -139,7 +138,7 @@ class LocalRanks:
         self._probe.peers = tuple(self._early[rank] for rank in sorted(self._early))
 
     def _find_in_time(self) -> dict[int, int]:
-        """What the last search has found that has ended; until one does, no other is begun."""
+        """The result of the last completed search; a new search begins only when the one before has ended."""
 
         def search() -> None:
             self._found = self._find(self._place.master_port)
@@ -152,5 +151,5 @@ class LocalRanks:
         if rank not in self._early or self._early[rank].pid != pid:
             with suppress(psutil.Error):
                 started = psutil.Process(pid).create_time()
-                here = self._probe.card.host
-                self._early[rank] = Card(rank=rank, host=here, pid=pid, started=started, has_guard=False)
+                here = self._probe.info.host
+                self._early[rank] = RankInfo(rank=rank, host=here, pid=pid, started=started, has_guard=False)

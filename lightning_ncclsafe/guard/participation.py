@@ -1,4 +1,4 @@
-"""Taking part in an incident: this rank's facts are gathered with those of the others, and it acts on the verdict."""
+"""One rank's part in an incident: it contributes its facts, waits for the verdict, and acts on it."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -6,23 +6,20 @@ from dataclasses import replace
 
 from lightning_ncclsafe.exchange import ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
-from lightning_ncclsafe.guard.connection import Connection
 from lightning_ncclsafe.guard.ended_run import EndedRun
 from lightning_ncclsafe.guard.ending import AT_LIMIT_S, Ending
 from lightning_ncclsafe.guard.gathering import Gathering
-from lightning_ncclsafe.guard.incident_log import IncidentEntry
 from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
 from lightning_ncclsafe.guard.rank_hosts import RankHosts
 from lightning_ncclsafe.guard.reporter import Reporter, Verdict
-from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardState, IncidentEntry
 from lightning_ncclsafe.guard.stuck import StuckDetector
-from lightning_ncclsafe.probes.network.reach import try_addresses
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import activity
 from lightning_ncclsafe.settings import Limits
 
-# By how much ranks that all raise the same may differ, so that this is not taken for the failure of one.
+# By how much time exceptions of ranks that all raise the same may differ, so that they do not look like one rank's.
 _SAME_EXCEPTION_S = 2.0
 
 
@@ -34,13 +31,13 @@ class Participation:
         limits: When to ask and when to end.
         state: What is known of the incident that is open.
         connection: What the ranks share.
-        probe: Sees this rank.
+        probe: Collects the facts of this rank.
         local_ranks: The other ranks of this host.
-        rank_hosts: Where all ranks run.
-        detector: Hears what comes of an incident.
-        reporter: Judges and reports, if this rank is the one to do it.
+        rank_hosts: Where all ranks run, and whether their hosts answer.
+        detector: Gets the outcome of each incident.
+        reporter: Judges and reports, if this rank is the reporter.
         ending: Ends this process in time at the limit.
-        ended_run: What is done once the run cannot go on.
+        ended_run: Ends the run on this rank.
         incidents: Numbers of the incidents of this process.
         say: Prints one or more lines to the user.
     """
@@ -90,18 +87,18 @@ class Participation:
         self._detector.takes_part(idle_s)
         before, state.open_incident = state.open_incident, incident
         if incident.kind is IncidentKind.TIMEOUT and self._limits.on_timeout == "abort":
-            # Whatever the report is written to may be what hangs.
+            # The storage that the report is written to may hang itself.
             self._ending.exit_within(AT_LIMIT_S)
         verdict = self._gather(incident, idle_s)
         if verdict is not None and not verdict.ends_run:
             self._ending.go_on()
         self._incidents.note(incident.number if verdict is not None and verdict.is_reported else 0)
         if entry.is_leaving:
-            # No rank waits, and what ranks that work on are asked about is no incident of theirs.
+            # No rank waits: for the ranks that still work, this is no incident.
             state.open_incident = before
             state.leaving_is_reported.set()
         elif verdict is not None and verdict.is_joint and not verdict.ends_run:
-            # Nor here: no rank is left that could be waited for.
+            # Likewise: no rank still trains.
             state.open_incident, state.verdict = before, verdict
         elif verdict is not None and verdict.quiet_s > 0:
             state.open_incident = before
@@ -120,18 +117,18 @@ class Participation:
             self._say(f"recovered after {after_s:.0f} s (incident {incident.number})")
 
     def _say_on_other_hosts(self, verdict: Verdict | None) -> None:
-        """The report is printed on one host; on each of the others its first rank prints why its ranks end."""
-        is_first, here = self._place.local_rank == 0, self._probe.card.host
+        """Prints why the run ends, on the first rank of each host but the one where the report is printed."""
+        is_first, here = self._place.local_rank == 0, self._probe.info.host
         if verdict is not None and verdict.ends_run and is_first and verdict.reported_on not in ("", here):
             where = f"; report on {verdict.reported_on}: {verdict.folder}" if verdict.folder else ""
             self._say(f"rank {self._place.rank}: ending the run: {verdict.answer}{where}")
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
         state, connection = self._state, self._connection
-        if incident.kind is IncidentKind.EXCEPTION and not activity(self._probe.glance(idle_s)).waits_for_peers:
-            # Often the same is about to be raised here, a moment later.
+        if incident.kind is IncidentKind.EXCEPTION and not activity(self._probe.snapshot(idle_s)).waits_for_peers:
+            # Often, this rank is about to raise the same a moment later.
             state.main_thread_left.wait(_SAME_EXCEPTION_S)
-        # Does nothing for ranks that have left their cards.
+        # Does nothing once all ranks have published their info.
         self._local_ranks.search()
         facts = self._probe.look(idle_s)
         gathering = Gathering(
@@ -142,7 +139,7 @@ class Participation:
             peers=self._probe.peers,
             witness=self._probe.witness,
             is_dropped=lambda: state.is_off or connection.is_superseded,
-            leave_cards=connection.has_joined,
+            publish_info=connection.has_joined,
         )
         try:
             gathering.publish(facts)
@@ -163,8 +160,7 @@ class Participation:
                 state.exception_is_reported.set()
 
     def _report(self, job: JobFacts) -> Verdict:
-        job = replace(job, tried=try_addresses(job, self._probe.card.host))
         known = self._state.verdict
         is_same = known is not None and known.incident.number == job.incident.number
         verdict = self._reporter.report(self._rank_hosts.complete(job), known=known if is_same else None)
-        return replace(verdict, reported_on=self._probe.card.host)
+        return replace(verdict, reported_on=self._probe.info.host)

@@ -56,9 +56,9 @@ class Verdict:
 
 
 def hide_reported_errors() -> None:
-    """Lets a process that ends with a ``CollectiveTimeoutError`` print no traceback of it: it has been reported.
+    """Suppresses the traceback of a ``CollectiveTimeoutError`` that ends the process: it is already reported.
 
-    So the traceback of the rank that has failed is printed last. The exit status does not change.
+    So the failed rank's traceback is printed last. The exit status does not change.
     """
     if not isinstance(sys.excepthook, _HidesReported):
         sys.excepthook = _HidesReported(sys.excepthook)
@@ -66,7 +66,7 @@ def hide_reported_errors() -> None:
 
 @dataclass(frozen=True)
 class _HidesReported:
-    """A hook for uncaught exceptions that passes on those that have not been reported."""
+    """A hook for uncaught exceptions that suppresses reported ones."""
 
     hook: Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -76,7 +76,7 @@ class _HidesReported:
 
 
 class Reporter:
-    """Reports incidents, on the one rank that has gathered the facts.
+    """Reports incidents, on the rank that has gathered the facts.
 
     Args:
         report_dir: The folder of all incidents; made when the first one is reported.
@@ -91,12 +91,12 @@ class Reporter:
         self._said_no_page = False
 
     def report(self, job: JobFacts, *, known: Verdict | None = None) -> Verdict:
-        """Judges, writes and prints; unless the standstill, although unusual so far, is expected for all ranks know.
+        """Judges, writes and prints, unless the wait is unusual but expected according to the ranks' facts.
 
         Args:
             job: The facts of all ranks that answered.
-            known: The verdict on the same incident that has been printed already, by whichever rank; only what is new
-                is printed then. The report is written whole.
+            known: The verdict on the same incident that a rank has already printed. Only what is new is printed; the
+                report is written in full.
         """
         quiet_s = announced_for_s(job) or busy_for_s(job)
         if self._limits.learned and not quiet_s:
@@ -108,7 +108,7 @@ class Reporter:
         diagnosis = judge(job)
         ends_run = self._limits.on_timeout == "abort" and cannot_go_on(diagnosis)
         folder, where = "", ""
-        # Where every rank has the same traceback to print, no rank waits and nothing needs an explanation.
+        # If every rank raises the same, no rank waits, and nothing needs an explanation.
         is_joint = _all_raised_alike(job)
         if not is_joint:
             folder, where = self._write(diagnosis)
@@ -124,7 +124,7 @@ class Reporter:
             answer=answer,
             folder=folder,
             is_reported=not is_joint,
-            # Every rank reads them, and a store takes only so much; the report has them all.
+            # Every rank reads them, and the store limits their size; the report has all.
             findings=diagnosis.findings[:_MOST_SHARED],
             ends_run=ends_run,
             frozen=tuple(
@@ -146,7 +146,7 @@ class Reporter:
         return folder, f"report: {folder}" + (f" (nothing could be written to {self._report_dir})" if elsewhere else "")
 
     def _write_page(self, diagnosis: Diagnosis, folder: str) -> None:
-        """Last of all. Why there is none is printed once; it is tried for every incident, as no two are alike."""
+        """Writes the page, last of all. It is tried for every incident; why there is none is printed once."""
         problem = write_page(diagnosis, Path(folder)) if folder else ""
         if problem and not self._said_no_page:
             self._said_no_page = True
@@ -163,7 +163,7 @@ def _raises(facts: RankFacts) -> bool:
 
 
 def _all_are_done(job: JobFacts) -> bool:
-    """Whether the ranks that leave only leave a run that is over on all others, as programs do when they are done."""
+    """Whether ranks that exit leave a run that has finished on all others, as programs do at their end."""
     left = [facts for facts in job.ranks if facts.exception is not None]
     others = [facts for facts in job.ranks if facts.exception is None]
     in_order = all(facts.exception is not None and exit_status(facts.exception) == 0 for facts in left)

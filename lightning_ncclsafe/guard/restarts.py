@@ -1,7 +1,7 @@
-"""The starts of one job: how they differ on a store that outlives them, and what the previous one has left.
+"""The starts of one job: how they are told apart on a store that outlives them, and what the previous one has left.
 
-torchrun's agent keeps one store for all its starts of the ranks, with all keys of those before (torch 2.13), and its
-count of restarts may differ between hosts. So the ranks of a start give it a name of its own.
+torchrun's agent keeps one store for all its starts of the ranks, with all keys of earlier starts (torch 2.13), and its
+count of restarts may differ between hosts. So the ranks of each start agree on a name for it.
 """
 
 import itertools
@@ -29,12 +29,12 @@ from lightning_ncclsafe.rules.planning import SAME_MOST, is_same
 
 # Folders of incidents, a few for each start.
 _MOST_LOOKED_AT = 100
-# What rank 0 has read of the starts before, and for how long the others wait for it: a folder is listed in no time.
+# The key of what rank 0 has read about earlier starts, and how long the others wait for it: reading a folder is quick.
 _PLAN, _PLAN_S = "plan", 10.0
-# For how long rank 0 itself waits for the storage of reports.
+# How long rank 0 itself waits for the storage of reports.
 _READ_S = 5.0
 _storage = SideThread("ncclsafe-starts")
-# A start that trains is not ended by what was before it, whatever it calls.
+# Checked once in a process: a start that trains is not ended by earlier starts, whatever it calls.
 _has_followed = False
 
 
@@ -42,14 +42,14 @@ _has_followed = False
 def agree_on_start(
     exchange: Exchange, *, rank: int, world_size: int, deadline_s: float, clear: Callable[[], None]
 ) -> str:
-    """Returns a name that all ranks of this start share, and no earlier start had. All ranks call it; rank 0 waits.
+    """Returns a name that all ranks of this start share and no earlier start had. All ranks call it; rank 0 waits.
 
     Args:
-        exchange: What the ranks share, which may hold what earlier starts have left.
+        exchange: What the ranks share, which may hold keys of earlier starts.
         rank: This rank.
         world_size: Number of ranks.
-        deadline_s: Seconds that the others are waited for.
-        clear: Called on rank 0 while all others wait: takes away what earlier starts have left for others.
+        deadline_s: Seconds to wait for the others.
+        clear: Called on rank 0 while all others wait: removes what earlier starts have left.
 
     Raises:
         ExchangeError: The others have not come, or the exchange is lost.
@@ -64,7 +64,7 @@ def agree_on_start(
         welcomed, _, name = found.get(f"welcome/{rank}", b"").decode().partition(" ")
         if welcomed == mine:
             return name
-        # Also where rank 0 has cleared it away since.
+        # Set again if rank 0 has removed it since.
         if found.get(f"hello/{rank}", b"").decode() != mine:
             exchange.set(f"hello/{rank}", mine.encode())
         return ""
@@ -78,7 +78,7 @@ def agree_on_start(
 def _lead(exchange: Exchange, world_size: int, deadline_s: float, poll_s: float, clear: Callable[[], None]) -> str:
     name, waiting = uuid.uuid4().hex[:12], list(range(1, world_size))
     for rank in waiting:
-        # What an earlier start has left there; whatever comes from now on is of this one.
+        # Overwrites what an earlier start has left; whatever comes after this belongs to this start.
         exchange.set(f"hello/{rank}", b"")
     clear()
 
@@ -111,7 +111,7 @@ def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -
         report_dir: The folder of all incidents.
         environ: Of this process.
     """
-    # Nothing is said where storage does not answer.
+    # Nothing is printed if storage does not answer.
     with suppress(UnansweredError, NoThreadError):
         return _storage.call(lambda: _incident_before(report_dir, environ), _READ_S)
     return ""
@@ -135,7 +135,7 @@ def _incident_before(report_dir: Path, environ: Mapping[str, str]) -> str:
 
 @marked(Mark.STORE)
 def follow_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[[str], None] = say_on_stderr) -> None:
-    """Ends this start where the starts before it say so. All ranks call it; rank 0 reads, and the others follow it.
+    """Ends this start if the plan of earlier starts says so. All ranks call it; rank 0 reads, and the others follow.
 
     Args:
         exchange: What the ranks share.
@@ -175,7 +175,7 @@ def _reason_in_time(report_dir: Path, say: Callable[[str], None]) -> str:
 
 
 def reason_to_stop(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """Why this start is to end before it trains, in words: that of the starts before; empty if it is not.
+    """Why this start must end before it trains, according to earlier starts, in words; empty if it may train.
 
     Args:
         report_dir: The folder of all incidents.
@@ -199,13 +199,13 @@ def reason_to_stop(report_dir: Path, environ: Mapping[str, str] = os.environ) ->
 
 
 def _starts_that_ended(report_dir: Path, environ: Mapping[str, str]) -> list[tuple[Path, NextStart]]:
-    """What the incidents say that ended earlier starts, the last one first; none where the last ended nothing."""
+    """The plans of the incidents that ended earlier starts, the last one first; none if the last one ended no start."""
     not_before_s = _earlier_starts_since_s(environ)
     if not_before_s is None:
         return []
     found: list[tuple[Path, NextStart]] = []
     with suppress(OSError):
-        # Names sort in the order of events; more starts than these in a row change nothing.
+        # Names sort by time; more starts in a row would change nothing.
         for folder in sorted((path.parent for path in report_dir.glob("*/report.json")), reverse=True)[
             :_MOST_LOOKED_AT
         ]:
@@ -217,7 +217,7 @@ def _starts_that_ended(report_dir: Path, environ: Mapping[str, str]) -> list[tup
 
 
 def _starts(ended: list[NextStart]) -> int:
-    """How many starts these have ended, the last one first: the numbers of one start's incidents rise."""
+    """How many starts these incidents have ended, the last one first: within one start, their numbers rise."""
     return sum(older.incident >= newer.incident for newer, older in itertools.pairwise(ended)) + bool(ended)
 
 
@@ -226,7 +226,7 @@ def _earlier_starts_since_s(environ: Mapping[str, str]) -> float | None:
     if environ.get(JOB):
         return 0.0
     if "TORCHELASTIC_RUN_ID" in environ:
-        # Names of runs are often used again; all starts of this one are children of one agent.
+        # Names of runs are often reused; all starts of this one are children of one agent.
         with suppress(psutil.Error):
             return psutil.Process(os.getppid()).create_time()
         return None

@@ -1,4 +1,4 @@
-"""Where a rank decides that it is stuck: what it then writes to the log of incidents, so that all ranks are asked."""
+"""Where a rank decides that it is stuck, and what it writes to the log of incidents, so that all ranks are asked."""
 
 import time
 from collections.abc import Callable
@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, RankFacts
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
-from lightning_ncclsafe.guard.connection import Connection
-from lightning_ncclsafe.guard.incident_log import IncidentEntry
 from lightning_ncclsafe.guard.local_ranks import LocalRanks
-from lightning_ncclsafe.guard.state import GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardState, IncidentEntry
 from lightning_ncclsafe.guard.thresholds import Thresholds
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.report.folder import IncidentNumbers
@@ -17,37 +15,36 @@ from lightning_ncclsafe.rules.kit.activity import Activity, activity
 from lightning_ncclsafe.rules.kit.expected import is_compiling
 from lightning_ncclsafe.settings import Limits
 
-# A run whose ranks often wait this long for each other is slow, not stuck; after so many reports they repeat.
+# A run whose ranks often wait this long for each other is slow, not stuck; more reports would only repeat these.
 MAX_SUSPICIONS = 20
-# The same of ranks that have waited up to the limit, where that does not end the run.
+# The same for waits up to the limit, if that does not end the run.
 MAX_REPORTS_AT_LIMIT = 20
-# Rounds that report nothing, as what ranks waited for was to be expected, leave a few entries each on the store. After
-# so many, ranks are asked only when they have waited for longer than can be expected.
+# A round that reports nothing, because the wait is expected, leaves a few entries on the store. After so many, ranks
+# are asked only when they have waited for longer than expected.
 MAX_QUIET_ROUNDS = 500
-# After so many times the threshold a rank asks that waits by itself.
+# A rank that waits by itself asks after so many times the threshold.
 _ASKED_FIRST = 2
-# A shorter standstill between two ticks is none.
+# A shorter pause between two ticks is no standstill.
 _LEAST_STANDSTILL_S = 0.025
 
 
 class StuckDetector:
     """Decides whether a rank is stuck, and whether one that was stuck makes progress again.
 
-    A rank is stuck if it waits for other ranks or for data, for longer than :class:`Thresholds` allows in its phase,
-    and nothing that it knows itself explains the wait; or if it waits by itself, for longer still. A
-    rank that works is never stuck, however long it takes: the ranks that wait for it are. Belongs to the watchdog's
-    thread.
+    A rank is stuck if it waits for other ranks or for data for longer than :class:`Thresholds` allows in its phase,
+    and nothing that it knows itself explains the wait; or if it waits by itself, for even longer. A rank that works is
+    never stuck, however long it works: the ranks that wait for it are. Belongs to the watchdog's thread.
 
     Args:
         rank: This rank.
         limits: When to ask and when to end.
         state: What is known of the incident that is open.
         connection: Whether ranks have joined the process group.
-        probe: Sees this rank.
-        local_ranks: Knows whether a rank of this host was lost before it joined.
+        probe: Collects the facts of this rank.
+        local_ranks: Knows whether a rank of this host ended before it joined.
         phase_kind: What kind of phase the Trainer is in, and the index of its batch.
         incidents: Numbers of the incidents of this process.
-        end_run: Called where this rank still waits although the run cannot go on.
+        end_run: Called if this rank still waits although the run cannot go on.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class StuckDetector:
         self._suspicions = 0
         self._reports_at_limit = 0
         self._quiet_rounds = 0
-        # Of the standstill under way at the last tick, and of the one that was over by then.
+        # The length of the standstill at the last tick, and of the one that had ended by then.
         self._idle_s = 0.0
         self._ended_s = 0.0
 
@@ -87,7 +84,7 @@ class StuckDetector:
         return self._phase_kind.phase
 
     def observe(self, idle_s: float) -> None:
-        """A tick of the watchdog, in each of which the detector learns what is usual.
+        """A tick of the watchdog, from which the detector learns what is usual.
 
         Args:
             idle_s: Seconds since this rank last made progress.
@@ -96,7 +93,7 @@ class StuckDetector:
         self._thresholds.observe(idle_s, self._phase_kind, batch_idx)
 
     def has_reason_before_joining(self, idle_s: float) -> bool:
-        """Whether to read the log at all: before there is a store there are only files, which may be the very trouble.
+        """Whether to read the log at all: before there is a store, it is in files whose storage may be the problem.
 
         Args:
             idle_s: Seconds since this rank last made progress.
@@ -105,7 +102,7 @@ class StuckDetector:
         return self._probe.exception is not None or self._local_ranks.has_lost or idle_s >= patience_s
 
     def entry(self, idle_s: float) -> IncidentEntry | None:
-        """What this rank has to write to the log, if anything: that it is stuck, has failed, leaves or has recovered.
+        """The entry that this rank has to write to the log, if any: it is stuck, has failed, leaves or has recovered.
 
         Args:
             idle_s: Seconds since this rank last made progress.
@@ -122,16 +119,16 @@ class StuckDetector:
         ended_s, self._ended_s = self._ended_s, self._idle_s if idle_s < self._idle_s else 0.0
         self._idle_s = idle_s
         incident = self._state.open_incident
-        # Not only the rank that opened it: that one may be gone.
+        # Not only for the rank that opened it: that one may be gone.
         if incident is None or ended_s < max(incident.suspect_after_s, _LEAST_STANDSTILL_S):
             return None
-        # A main thread that unwinds with an exception makes progress, too; by the tick after, the exception is known.
+        # A main thread that unwinds with an exception makes progress, too; at the next tick, the exception is known.
         if self._probe.exception is not None or self._state.is_ending:
             return None
         return IncidentEntry(incident=incident, recovered_after_s=round(ended_s, 1))
 
     def reason(self, idle_s: float) -> IncidentKind | None:
-        """Why all ranks are to be asked what they are doing; None if there is no reason."""
+        """Why all ranks must be asked what they are doing; None if there is no reason."""
         exception = self._probe.exception
         if exception is not None and not self._state.exception_is_reported.is_set():
             if not (exception.is_consequence and self._state.ends_run):
@@ -141,12 +138,12 @@ class StuckDetector:
         is_time = self._thresholds.is_time_to_look(idle_s, self._phase_kind, joined=has_joined)
         if not is_time and not self._local_ranks.has_lost:
             return None
-        facts = self._probe.glance(idle_s)
+        facts = self._probe.snapshot(idle_s)
         doing = activity(facts)
         if self._state.ends_run and doing.waits_for_peers:
             self._end_run()
-        is_out = self._thresholds.is_out(idle_s, doing, self._phase_kind)
-        is_at_limit = is_out and not self._state.limit_is_reported
+        is_past_limit = self._thresholds.is_past_limit(idle_s, doing, self._phase_kind)
+        is_at_limit = is_past_limit and not self._state.limit_is_reported
         if is_at_limit and (self._limits.on_timeout == "abort" or self._reports_at_limit < MAX_REPORTS_AT_LIMIT):
             return IncidentKind.TIMEOUT
         waits = doing.waits_for_peers or doing.waits_for_data or self._waits_alone_for_long(idle_s, doing)
@@ -154,7 +151,7 @@ class StuckDetector:
         return IncidentKind.SUSPECT if may_ask and not self._is_expected(idle_s, facts) else None
 
     def _waits_alone_for_long(self, idle_s: float, doing: Activity) -> bool:
-        """Whether it waits by itself, and for so long that ranks which wait for it have asked, if there are any."""
+        """Whether it waits by itself, and for so long that other ranks would have asked if they waited for it."""
         long_s = min(LONG_S, self._thresholds.limit_s(self._phase_kind) / 2)
         if not self._limits.learned:
             long_s = _ASKED_FIRST * self._thresholds.suspect_after_s(self._phase_kind, joined=True)
@@ -168,7 +165,7 @@ class StuckDetector:
             return False
         if self._quiet_rounds >= MAX_QUIET_ROUNDS or is_compiling(facts.stack):
             return True
-        # Lightning lets the others wait for prepare_data without limit; but not for a rank that is gone.
+        # Lightning lets the others wait for prepare_data without limit, but a rank that is gone is no reason to wait.
         return activity(facts).exempt and not self._local_ranks.has_lost
 
     def incident(self, kind: IncidentKind, idle_s: float) -> Incident:
@@ -187,10 +184,10 @@ class StuckDetector:
             timeout_s=limit_s,
         )
 
-    # What comes of an incident.
+    # The outcome of an incident.
 
     def takes_part(self, idle_s: float) -> None:
-        """This rank takes part in an incident: in such a tick nothing else is noted of its own standstill."""
+        """This rank takes part in an incident, which takes a while: its own standstill is not measured meanwhile."""
         self._idle_s = max(self._idle_s, idle_s)
 
     def be_quiet_for(self, quiet_s: float) -> None:

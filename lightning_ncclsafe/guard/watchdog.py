@@ -16,7 +16,7 @@ class Watchdog:
     """Calls ``tick(idle_s)`` at a steady pace from a thread of its own until it is stopped.
 
     Args:
-        position: Where the training stands; any change of its value is progress. It must be cheap.
+        position: The position of the training; any change of its value is progress. It must be cheap.
         tick: Called with the seconds since the position last changed. It may take its time; nothing else waits for it.
         on_failure: Called once if ``position`` or ``tick`` raises; the watch is then over.
         poll_s: Seconds between two calls.

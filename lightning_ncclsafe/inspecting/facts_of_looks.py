@@ -32,9 +32,9 @@ from lightning_ncclsafe.facts import (
     ProcessFacts,
     Progress,
     RankFacts,
+    SampledActivity,
     StorageFacts,
     UnrecordedGroup,
-    Whereabouts,
 )
 from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
@@ -45,7 +45,7 @@ from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress
 from lightning_ncclsafe.inspecting.trainer_objects import Counted
 from lightning_ncclsafe.probes.machine_state import main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
-from lightning_ncclsafe.probes.process.stacks import calling, is_user_code, with_source
+from lightning_ncclsafe.probes.process.stacks import is_user_code, stack_in_collective, with_source
 from lightning_ncclsafe.rules.kit.activity import activity
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
@@ -146,7 +146,7 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
             kind=IncidentKind.INSPECTED,
             opened_by=min(known),
             opened_ns=taken_ns,
-            idle_s=stood_s(seen) if stands and not ended and not is_over else 0.0,
+            idle_s=longest_idle_s(seen) if stands and not ended and not is_over else 0.0,
         ),
         world_size=world_size,
         ranks=tuple(sorted(facts, key=lambda one: one.rank)),
@@ -192,9 +192,9 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
         host=socket.gethostname(),
         pid=seen.process.pid,
         taken_ns=taken_ns,
-        progress=progress_in(shown.stack, inspection.stood_s),
+        progress=progress_in(shown.stack, inspection.idle_s),
         stack=frames_of(shown.stack),
-        thread_stack=calling(frames_of(thread.frames) for thread in shown.threads if not thread.is_main),
+        thread_stack=stack_in_collective(frames_of(thread.frames) for thread in shown.threads if not thread.is_main),
         unrecorded=(UnrecordedGroup(name="0", why=NotRecorded.OUTSIDE),),
         host_facts=seen.host_facts,
         machine=MachineFacts(
@@ -215,7 +215,7 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
         facts = replace(facts, groups=of_recorder.groups, collectives=of_recorder.collectives, unrecorded=())
     if seen.counted is not None:
         facts = replace(facts, progress=seen.counted.within(facts.progress), trainer=seen.counted.trainer)
-    whereabouts = tuple(_whereabouts(facts, seen.looks))
+    whereabouts = tuple(_sampled_activities(facts, seen.looks))
     inspection = replace(
         inspection, whereabouts=whereabouts, native=seen.native, group=seen.group, file_lock=seen.file_lock
     )
@@ -242,12 +242,12 @@ def shows_enough(seen: Sequence[SeenRank]) -> bool:
     silent = [one for one in seen if _is_silent(one) and not _keeps_lock(one)]
     someone_waits = any(_waits(one.looks[-1]) for one in seen if one.looks[-1].stack)
     is_explained = any(someone_waits or not _is_gone(one) for one in silent)
-    return is_explained or not any(_moved(one.looks) is False for one in seen) or stood_s(seen) >= LONG_STEP_S
+    return is_explained or not any(_moved(one.looks) is False for one in seen) or longest_idle_s(seen) >= LONG_STEP_S
 
 
-def stood_s(seen: Iterable[SeenRank]) -> float:
+def longest_idle_s(seen: Iterable[SeenRank]) -> float:
     """Seconds for which a rank is known to stand still, that one that does so for longest; 0 if all move."""
-    return max((_inspection(one.looks).stood_s for one in seen), default=0.0)
+    return max((_inspection(one.looks).idle_s for one in seen), default=0.0)
 
 
 def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:
@@ -315,12 +315,12 @@ def _alone(one: Look) -> RankFacts:
     )
 
 
-def _whereabouts(facts: RankFacts, looks: Sequence[Look]) -> Iterator[Whereabouts]:
+def _sampled_activities(facts: RankFacts, looks: Sequence[Look]) -> Iterator[SampledActivity]:
     alone = (replace(_alone(one), machine=facts.machine) for one in looks if one.stack)
     doings = (activity(one) for one in alone)
     counts = Counter((doing.kind.value, location_of(doing.place or doing.frame)) for doing in doings)
     for (doing, place), count in counts.most_common():
-        yield Whereabouts(doing=doing, place=place, looks=count)
+        yield SampledActivity(doing=doing, place=place, looks=count)
 
 
 def _is_silent(seen: SeenRank) -> bool:
@@ -426,6 +426,6 @@ def _with_sources(facts: Sequence[RankFacts], seen: Sequence[SeenRank]) -> list[
 
 
 def _with_source(facts: RankFacts, seen: SeenRank) -> RankFacts:
-    stack, stood = with_source(facts.stack), facts.inspection.stood_s if facts.inspection is not None else 0.0
+    stack, stood = with_source(facts.stack), facts.inspection.idle_s if facts.inspection is not None else 0.0
     exception, caught = errors_of(seen.handled, seen.left, stack, stood)
     return replace(facts, stack=stack, thread_stack=with_source(facts.thread_stack), exception=exception, caught=caught)

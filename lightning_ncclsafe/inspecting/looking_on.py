@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from lightning_ncclsafe.facts import GpuStateFacts
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, job_facts, shows_enough, stood_s
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, job_facts, longest_idle_s, shows_enough
 from lightning_ncclsafe.inspecting.from_memory import from_memory
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, diagnosis_of, wait_apart
 from lightning_ncclsafe.inspecting.looks import Look, SeenThread, StackReader, look, started_at
@@ -73,7 +73,7 @@ class LookedAt:
         if self._shows_enough():
             return
         open_jobs = [of_job for of_job in self._jobs() if not self._shows(of_job)]
-        still_s = max(map(stood_s, open_jobs))
+        still_s = max(map(longest_idle_s, open_jobs))
         so_far = "".join(map(self._so_far, open_jobs))
         self._say(
             f"a rank has stood still for {still_s:.1f} s, in a hang or a long step.{so_far} Inspecting for at most"
@@ -99,7 +99,7 @@ class LookedAt:
         """The ranks as they were seen, with what needs to be asked once."""
         self._read_objects()
         # Of a job that moves there is nothing to ask.
-        standing = [one for of_job in self._jobs() if stood_s(of_job) for one in of_job]
+        standing = [one for of_job in self._jobs() if longest_idle_s(of_job) for one in of_job]
         answers = recorded([one.process for one in standing], self._pool, may_write=may_write)
         for note in answers.notes:
             self._say(note)
@@ -142,13 +142,13 @@ class LookedAt:
         return replace(seen, threads=tuple(_with_folder(thread, folder) for thread in seen.threads))
 
     def _read_objects(self) -> None:
-        standing = [one for of_job in self._jobs() for one in of_job if stood_s([one])]
+        standing = [one for of_job in self._jobs() for one in of_job if longest_idle_s([one])]
         for one, read in zip(standing, self._pool.map(from_memory, standing), strict=True):
             # A rank that has ended since is reported with what was read before.
             self._objects[one.process.pid] = read or self._objects.get(one.process.pid, {})
 
     def _objects_of(self, one: SeenRank) -> dict[str, Any]:
-        return self._objects.get(one.process.pid, {}) if stood_s([one]) else {}
+        return self._objects.get(one.process.pid, {}) if longest_idle_s([one]) else {}
 
     def _shows_enough(self) -> bool:
         return all(map(self._shows, self._jobs()))
@@ -156,7 +156,7 @@ class LookedAt:
     def _shows(self, of_job: Sequence[SeenRank]) -> bool:
         if shows_enough(of_job):
             return True
-        all_stand_s = min(stood_s([one]) for one in of_job)
+        all_stand_s = min(longest_idle_s([one]) for one in of_job)
         return all_stand_s >= self._long_wait_s() and wait_apart(job_facts(of_job, are_all=self._are_all))
 
     def _long_wait_s(self) -> float:

@@ -16,7 +16,7 @@ from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.sources import from_storage, remember_sources
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, look_at
-from lightning_ncclsafe.probes.network.links import name_servers_asked
+from lightning_ncclsafe.probes.network import name_servers_asked
 from lightning_ncclsafe.probes.process.file_locks import awaited_lock
 from lightning_ncclsafe.probes.process.stacks import with_source
 

@@ -1,4 +1,4 @@
-"""Compares what the ranks are about to read: the outcome is an error on all ranks, a warning, or how epochs end."""
+"""Compares what the ranks are about to read; the result is an error on all ranks, a warning, or how epochs end."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -70,7 +70,7 @@ class Agreement:
         return self._raised(self._meeting.meet(replace(self._identity, data=data), self._verdict)).ends
 
     def all_can(self, can: bool) -> bool:
-        """Whether every rank can do what each has just tried.
+        """Whether every rank can do what all have just tried.
 
         Args:
             can: Whether this rank can.
@@ -83,7 +83,7 @@ class Agreement:
         self._meeting.withdraw(self._identity)
 
     def uneven(self, data: DataFacts, loader: LoaderFacts, readings: list[BatchesRead]) -> UnevenDataError:
-        """Some rank's data has ended. All ranks know the same facts and phrase them alike.
+        """Reports that some rank's data has ended. All ranks know the same facts and use the same words.
 
         Args:
             data: What this rank has shared.
@@ -91,7 +91,7 @@ class Agreement:
             readings: How many batches of it each rank has read.
 
         Returns:
-            What to raise where that is an error. Where it is not, it is reported once.
+            The exception to raise if that is an error; otherwise it is reported once.
         """
         ranks = tuple(
             RankFacts(
@@ -112,7 +112,7 @@ class Agreement:
         return UnevenDataError(render_mismatch(diagnosis), findings=diagnosis.findings, report_folder=folder)
 
     def first_batches(self, data: DataFacts, loader: LoaderFacts, votes: Votes, *digests: int) -> None:
-        """All ranks have their first two batches; no two ranks may have the same ones.
+        """Compares the first two batches of all ranks; no two ranks may have the same ones.
 
         Args:
             data: What this rank has shared.
@@ -208,7 +208,7 @@ class Agreement:
 
 
 def _with_way_on(diagnosis: Diagnosis) -> Diagnosis:
-    """Adds to what is refused how to train anyway."""
+    """Adds to an error how to train anyway."""
     way = way_on(diagnosis.findings, diagnosis.job)
     findings = (
         replace(finding, remedy=joined((finding.remedy, way))) if finding.severity is Severity.ERROR else finding
@@ -218,7 +218,7 @@ def _with_way_on(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def _alike(loader: LoaderFacts) -> LoaderFacts:
-    """What other ranks have in common with this one: everything else has been compared before."""
+    """The facts of this rank as those of all others: everything that may differ has been compared before."""
     return LoaderFacts(
         name=loader.name,
         loader=loader.loader,
@@ -244,9 +244,9 @@ def epoch_ends(ranks: Iterable[DataFacts]) -> tuple[EpochEnd, ...]:
     if all(map(goes_alone, data)) or _ends_together(data):
         return tuple(EpochEnd() for _ in data[0].loaders)
     on_uneven = data[0].on_uneven
-    may_part = all(map(evaluates_alone, data))
+    ends_independently = all(map(evaluates_alone, data))
     return tuple(
-        _epoch_end(loaders, on_uneven, may_part) for loaders in zip(*(one.loaders for one in data), strict=True)
+        _epoch_end(each, on_uneven, ends_independently) for each in zip(*(one.loaders for one in data), strict=True)
     )
 
 
@@ -256,7 +256,7 @@ def _ends_together(ranks: list[DataFacts]) -> bool:
     return known and len({epoch_batches(data) for data in ranks}) == 1
 
 
-def _epoch_end(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, may_part: bool) -> EpochEnd:
+def _epoch_end(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, ends_independently: bool) -> EpochEnd:
     lengths = tuple(loader.length for loader in loaders)
     known = tuple(length for length in lengths if length is not None)
     if len(known) == len(lengths) and len(set(known)) == 1:
@@ -267,7 +267,7 @@ def _epoch_end(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, may_
         return EpochEnd(
             votes=True,
             looks_ahead=all(loader.made_by_workers for loader in loaders),
-            may_part=may_part,
+            ends_independently=ends_independently,
             length=length,
             hides_length=length is None and bool(known),
         )

@@ -15,7 +15,7 @@ from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, VOTE_GROUPS, DataFacts, EpochEnd, LoaderFacts
 from lightning_ncclsafe.loaders.agreement import Agreement
-from lightning_ncclsafe.loaders.iteration import Begin, Iterate, ReplacedIteration, StandIn, replaceable
+from lightning_ncclsafe.loaders.iteration import Begin, Iterate, LoaderProxy, ReplacedIteration, replaceable
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Lockstep, until
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
 from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
@@ -32,7 +32,7 @@ _CONNECT_S = 30.0
 
 @dataclass(kw_only=True)
 class Stage:
-    """The loaders that one of Lightning's hooks has given.
+    """The loaders that one of Lightning's hooks returned.
 
     Attributes:
         name: Name of the hook, ``"train_dataloader"``.
@@ -60,7 +60,7 @@ class Stage:
             settings: What the user has set.
         """
         limit = self._limit(trainer)
-        given = [getattr(loader, "stands_for", loader) for loader in self.loaders]
+        given = [getattr(loader, "wrapped_loader", loader) for loader in self.loaders]
         # An empty list in place of a loader: Lightning takes it for one that has no batches.
         is_none = all(isinstance(loader, (list, tuple, dict)) and not loader for loader in given)
         loaders = tuple(
@@ -84,7 +84,7 @@ class Stage:
         )
 
     def most_batches(self, trainer: Any) -> int | None:
-        """After how many batches of a loader Lightning stops asking, where that is the same for each loader."""
+        """The number of batches of a loader after which Lightning stops, if it is the same for each loader."""
         limit = self._limit(trainer)
         alone = len(self.loaders) == 1 or self.mode == "sequential"
         return limit if alone and isinstance(limit, int) else None
@@ -116,8 +116,8 @@ class LoaderCollector:
     Args:
         trainer: The ``Trainer``.
         strategy: Its strategy.
-        agreement: Compares them with those of the other ranks; None where there are no others.
-        settings: What the user has set for that.
+        agreement: Compares them with those of the other ranks; None with one rank.
+        settings: The user's settings.
         combined: Lightning's ``CombinedLoader``, which flattens lists, dicts and other containers of loaders.
         tracker: What Lightning is doing.
         timeout_s: The run's hard limit, seconds.
@@ -174,12 +174,12 @@ class LoaderCollector:
             self._close_votes(looks_ahead)
 
     def _give_back(self) -> None:
-        """Puts the user's loaders back where something had to stand for them."""
+        """Puts the user's loaders back where they were replaced by a proxy."""
         for combined in (loop._combined_loader for loop in self._loops()):
             loaders = [] if combined is None else combined.flattened
-            if any(isinstance(loader, StandIn) for loader in loaders):
+            if any(isinstance(loader, LoaderProxy) for loader in loaders):
                 combined.flattened = [
-                    loader.stands_for if isinstance(loader, StandIn) else loader for loader in loaders
+                    loader.wrapped_loader if isinstance(loader, LoaderProxy) else loader for loader in loaders
                 ]
 
     def _loops(self) -> tuple[Any, ...]:
@@ -209,7 +209,7 @@ class LoaderCollector:
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
         """
-        # The same loader may come again, for the next epochs or for another stage.
+        # The same loader may be prepared again, for the next epochs or for another stage.
         for stage in [*self._replaced]:
             self._release(stage, loader)
         loader = replaceable(loader)
@@ -235,7 +235,7 @@ class LoaderCollector:
                     self._replace(stage, index, iteration or _Iteration(), tuning)
 
     def _agreed(self, stage: Stage) -> dict[int, "_Iteration"]:
-        """How to iterate the loaders that would not end together by themselves, by index; ranks agree on it.
+        """Agrees with the other ranks on how to iterate the loaders that would not end together, by index.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
@@ -346,7 +346,7 @@ class LoaderCollector:
         def iterate(begin: Begin) -> Any:
             compare = first.pop() if first else None
             on_uneven = self._settings.on_uneven
-            called = partial(process_groups.calls_besides, VOTE_GROUPS) if end.may_part else None
+            called = partial(process_groups.calls_besides, VOTE_GROUPS) if end.ends_independently else None
             return Lockstep(
                 begin, votes, on_uneven, report, compare, digest_of_batch, looks_ahead=ahead, most=most, called=called
             )

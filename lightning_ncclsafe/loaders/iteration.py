@@ -19,8 +19,8 @@ class ReplacedIteration:
 
     Args:
         loader: The loader; see :func:`replaceable`.
-        iterate: Creates the iterator that Lightning's loops get, from a function that begins the loader's own;
-            everybody else gets the loader's own.
+        iterate: Creates the iterator for Lightning's loops, from a function that begins the loader's own; all other
+            code gets the loader's own.
         length: The length that the loader reports; None for its own.
         hides_length: Whether it reports no length.
 
@@ -44,37 +44,37 @@ def replaceable(loader: Any) -> Any:
     """The loader itself, or one around it if its class cannot be replaced: that of a list, a generator or a tensor."""
     if hasattr(type(loader), "__iter__") and is_plain_python(type(loader)):
         return loader
-    return StandIn(loader) if not hasattr(type(loader), "__len__") else _Sized(loader)
+    return LoaderProxy(loader) if not hasattr(type(loader), "__len__") else _Sized(loader)
 
 
-class StandIn:
-    """Stands for an iterable of a built-in type.
+class LoaderProxy:
+    """A proxy for an iterable of a built-in type.
 
     Attributes:
-        stands_for: The iterable.
+        wrapped_loader: The iterable.
     """
 
     def __init__(self, iterable: Any) -> None:
-        self.stands_for = iterable
+        self.wrapped_loader = iterable
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.stands_for)
+        return iter(self.wrapped_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "stands_for" not in vars(self):  # while it is being copied
+        if name.startswith("__") or "wrapped_loader" not in vars(self):  # while it is being copied
             raise AttributeError(name)
-        return getattr(self.stands_for, name)
+        return getattr(self.wrapped_loader, name)
 
 
-class _Sized(StandIn):
-    """Stands for one that has a length."""
+class _Sized(LoaderProxy):
+    """A proxy for one that has a length."""
 
     def __len__(self) -> int:
-        return len(self.stands_for)
+        return len(self.wrapped_loader)
 
 
 class _Batches:
-    """What a loop reads. A Trainer may be copied meanwhile, as with the loader's own iterator; the copy is empty."""
+    """The iterator that a loop reads. A Trainer may be copied meanwhile; the copy is empty."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._next = batches.__next__

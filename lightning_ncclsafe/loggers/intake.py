@@ -39,7 +39,7 @@ class LoggedScalars:
 class _TagWindow:
     opened: float
     seen: int = 0
-    # Those that stand for the window, each with its place in the order of arrival.
+    # The points that represent the window, each with its place in the order of arrival.
     smallest: tuple[int, LoggedScalars] | None = None
     largest: tuple[int, LoggedScalars] | None = None
     last: tuple[int, LoggedScalars] | None = None
@@ -115,7 +115,7 @@ class Thinner:
         return enough and now - window.opened >= self._window_s
 
     def _left_of(self, windows: list[tuple[str, _TagWindow]]) -> Iterator[LoggedScalars]:
-        """The points that stand for these windows, with those of one call together again."""
+        """The points that represent these windows, those of one call together again."""
         chosen: dict[int, tuple[LoggedScalars, dict[str, float]]] = {}
         for tag, window in windows:
             places = {place[0]: place[1] for place in (window.smallest, window.largest, window.last) if place}
@@ -177,7 +177,7 @@ class Intake:
         block_s: How long a call waits for room with ``"block"``, seconds; after that, points are thinned.
 
     Attributes:
-        thinned: Points that were left out, as others stand for them.
+        thinned: Points that were left out, represented by others.
         dropped_points: Points that were dropped.
         dropped_records: Calls that were dropped.
     """

@@ -1,4 +1,4 @@
-"""Hosts are checked before training: ``probe`` looks at one, ``check`` compares those of all ranks and is the door.
+"""Checks hosts before training: ``probe`` examines one, and ``check``, the entry point, compares those of all ranks.
 
 Imports probes, the exchange, rules and report.
 """

@@ -1,4 +1,4 @@
-"""Hosts are compared before training starts: every rank looks at its own, rank 0 judges, and all follow its verdict."""
+"""Compares hosts before training starts: every rank examines its own, rank 0 judges, and all follow its verdict."""
 
 import threading
 import time
@@ -20,11 +20,11 @@ from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
 from lightning_ncclsafe.settings import OnProblem
 
 LOOK_S = 3.0
-"""How long a rank may look at its host."""
+"""How long a rank may take to examine its host."""
 
-# How long ranks wait for those that look a little longer, or started a little later.
+# How long ranks wait for those that take a little longer, or started a little later.
 _MEET_S = 10.0
-# How long ranks ask for rank 0's clock, and how often: 1,024 ranks a thousand times a second in all.
+# How long ranks poll for rank 0's clock, and how often: 1,024 ranks a thousand times a second in all.
 _CLOCK_S, _CLOCK_POLLS_PER_S, _CLOCK_POLL_S = 5.0, 1000.0, 0.005
 _CLOCK = "preflight/clock"
 
@@ -33,15 +33,15 @@ class Preflight:
     """One rank's part.
 
     Args:
-        look: Looks at this rank's host.
+        look: Examines this rank's host.
         on_problem: Whether a problem with which the run would fail raises.
         identity: Who this rank is.
         world_size: Number of ranks.
-        report_dir: The folder of all reports; one is made where there is a problem.
+        report_dir: The folder of all reports; one is written if there is a problem.
         say: Prints one or more lines to the user.
-        incidents: Numbers of the incidents of this process; None where there are no others.
-        render: Makes the text for the user of what was found.
-        says_nothing: Whether nothing is printed if nothing is wrong.
+        incidents: Numbers of the incidents of this process; None if there are no others.
+        render: Renders the findings for the user.
+        says_nothing: Whether to print nothing if nothing is wrong.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class Preflight:
         self._thread = threading.Thread(target=self._run, name="ncclsafe-preflight", daemon=True)
 
     def begin(self) -> None:
-        """Starts to look at the host, while ranks have yet to find each other."""
+        """Starts to examine the host, before ranks have connected."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until this rank has looked, or its time is over."""
+        """Waits until this rank has examined its host, or its time is over."""
         self._thread.join(LOOK_S + 1)
 
     def compare(self, exchange: Exchange) -> Agreed:
-        """Waits until all ranks have looked, and compares what they have found.
+        """Waits until all ranks have examined their hosts, and compares what they found.
 
         Args:
             exchange: What the ranks share.
@@ -105,10 +105,10 @@ class Preflight:
         return self._meet(self._meeting, self._found)
 
     def compare_load(self, load: LoadFacts) -> None:
-        """The loaders are known now: compares again, and prints what is new.
+        """Compares again now that the loaders are known, and prints what is new.
 
         Args:
-            load: What the run is about to ask of this rank's host.
+            load: What the run will need from this rank's host.
 
         Raises:
             HostPreflightError: See :meth:`compare`.
@@ -149,7 +149,7 @@ class Preflight:
                 exchange.set(_CLOCK, str(now_ns).encode())
                 return replace(found, clock_offset_s=0.0, clock_error_s=0.0)
             if _CLOCK in seen:
-                # It was written at some time since the poll before.
+                # It was written at some time since the previous poll.
                 ahead_s = (now_ns - int(seen[_CLOCK])) / 1e9
                 return replace(found, clock_offset_s=ahead_s - poll_s / 2, clock_error_s=poll_s)
         return found

@@ -1,4 +1,7 @@
-"""What a run is about to ask of its host, for its model and its loaders. Both are used by duck type."""
+"""What a run is about to need from its host, for its model and its loaders, both used by duck type.
+
+Apart from ``probe``, which imports no torch: the command measures a host without it.
+"""
 
 from collections.abc import Iterable
 from functools import partial
@@ -7,14 +10,14 @@ from typing import Any
 from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.facts import LoadFacts
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.data.reading import chain
+from lightning_ncclsafe.probes.data.reading import nested_datasets
 
-# DDP copies gradients into buckets, unless it is told otherwise (gradient_as_bucket_view).
+# DDP copies gradients into buckets, unless gradient_as_bucket_view is set.
 _GRADIENT_COPIES = 2
 
 
 def model_load(module: Any) -> LoadFacts:
-    """What a model will take, as far as it exists; what its optimizer will keep is not known yet.
+    """The memory of a model as it is now; that of its optimizer is not known yet.
 
     Args:
         module: A ``torch.nn.Module``, or None.
@@ -31,10 +34,10 @@ def model_load(module: Any) -> LoadFacts:
 
 
 def loaders_load(loaders: Iterable[Any]) -> LoadFacts:
-    """What dataloaders that live at the same time will take.
+    """The workers and memory of dataloaders that live at the same time.
 
     Args:
-        loaders: ``DataLoader`` objects; others count as none.
+        loaders: ``DataLoader`` objects; other loaders are ignored.
     """
     workers, in_flight, largest_bytes = 0, 0, 0
     for loader in loaders:
@@ -46,8 +49,8 @@ def loaders_load(loaders: Iterable[Any]) -> LoadFacts:
 
 
 def _batch_bytes(loader: Any) -> int:
-    """For data in memory only; other data would have to be read, in a process that workers are still forked from."""
-    tensors = chain(loader.dataset)[-1].tensors
+    """For data in memory only: other data would have to be read, in a process from which workers are still forked."""
+    tensors = nested_datasets(loader.dataset)[-1].tensors
     return _bytes(tensor[:1] for tensor in tensors) * int(loader.batch_size)
 
 

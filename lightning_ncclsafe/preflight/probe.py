@@ -11,12 +11,12 @@ import psutil
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import GpuFacts, LoadFacts, PreflightFacts
 from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.directories import try_directories
 from lightning_ncclsafe.probes.gpu import gpu_facts
 from lightning_ncclsafe.probes.host.capacity import capacity
 from lightning_ncclsafe.probes.host.swap import SwapProbe
-from lightning_ncclsafe.probes.network.links import network_facts
+from lightning_ncclsafe.probes.network import network_facts
 from lightning_ncclsafe.probes.process.environment import settings_seen, versions_seen
-from lightning_ncclsafe.probes.storage.directories import try_directories
 
 # What the slowest part may take beyond its deadline, to end what it has started.
 _ENDING_S = 0.3
@@ -44,13 +44,13 @@ def preflight_facts(
 
     Args:
         directories: Paths by what they are for: ``"logs"``, ``"checkpoints"``, ``"data"``.
-        load: What the run is about to ask for.
+        load: What the run will need.
         local_rank: Rank on this host.
         is_cuda: Whether the run uses GPUs.
         gpu_index: Place of this rank's GPU among those that CUDA sees; by default ``local_rank``, which it is unless
             the user has chosen some of them (``devices=[2, 3]``).
         peer_pids: Processes of the other ranks of this host.
-        environment: What settings are read from: that of this process, or what it was before others changed it.
+        environment: Environment variables to read settings from: those of this process, or an earlier copy.
         deadline_s: Seconds that each part has; all of it takes 0.3 s more at most.
     """
     began_s = time.monotonic()
@@ -79,7 +79,7 @@ def run_parts(parts: Parts, deadline_s: float) -> tuple[dict[str, Any], list[str
         deadline_s: Seconds that all of them have.
 
     Returns:
-        What they gave, by name, without those that gave None; and a sentence for each that failed or was late.
+        Their results by name, without None; and a sentence for each that failed or was late.
     """
     ends_s = time.monotonic() + deadline_s
     threads = {name: SideThread(f"ncclsafe-preflight-{name}") for name in parts}
@@ -93,7 +93,7 @@ def run_parts(parts: Parts, deadline_s: float) -> tuple[dict[str, Any], list[str
                 found[name] = value
         except UnansweredError:
             problems.append(f"{name}: no answer within {deadline_s:g} s")
-        except Exception as error:  # a fact that cannot be had is reported as missing, and nothing more
+        except Exception as error:  # a fact that cannot be determined is reported as missing
             problems.append(f"{name}: {type(error).__name__}: {error}")
     return found, problems
 

@@ -1,5 +1,5 @@
-"""What one rank can see: its process, its Trainer, its data, its GPU, its host and their network.
+"""What one rank can see: its process, its Trainer, its data, its GPU, its host and the network.
 
-The door is ``rank``: all that a rank knows of itself within a deadline. Imports facts, what code means, and
-what rules ask of facts; never an exchange.
+The entry point is ``rank``: all that a rank knows about itself, within a deadline. Imports ``facts``, ``code`` and
+``rules.kit``, but never an exchange.
 """

@@ -7,12 +7,12 @@ T = TypeVar("T")
 
 
 def or_none(read: Callable[[], T]) -> T | None:
-    """What ``read`` gives; None where it raises.
+    """The result of ``read``; None if it raises.
 
-    What a system lacks shows in many ways: psutil without the function (AttributeError) or without the right
-    (AccessDenied), a file that is not there, or one with something else in it.
+    A missing feature of a system shows in many ways: psutil lacks the function (AttributeError) or the permission
+    (AccessDenied), a file is missing or has other contents.
     """
     try:
         return read()
-    except Exception:  # a fact that cannot be had is absent, and nothing more
+    except Exception:  # an unavailable fact is just absent
         return None

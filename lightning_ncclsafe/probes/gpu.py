@@ -1,4 +1,4 @@
-"""The GPU of one rank, from NVML and the kernel's log; needs no CUDA context, and creates none."""
+"""The GPU of one rank, from NVML and the kernel's log; neither needs nor creates a CUDA context."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from lightning_ncclsafe.probes.absent import or_none
 
 T = TypeVar("T")
 
-# From nvml.h, whose names the binding has changed; what power saving and the user's own settings do is left out.
+# Values from nvml.h, as their names in the binding have changed; without power saving and the user's own settings.
 _UNCORRECTED, _VOLATILE = 1, 0
 _THROTTLING = {
     0x4: "power cap",
@@ -37,15 +37,15 @@ _RECOVERY = {
     7: "reboot",
 }
 
-# The first is readable by all unless kernel.dmesg_restrict is set; the other some distributions write once a boot.
+# The first is readable by all unless kernel.dmesg_restrict is set; some distributions write the other at each boot.
 KERNEL_LOGS = ("/dev/kmsg", "/var/log/dmesg")
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
-# One record of the kernel's is 8 KiB at most, and its buffer holds some ten thousand.
+# A record of the kernel's log has at most 8 KiB, and the buffer holds some ten thousand.
 _RECORD_BYTES = 8192
 _MOST_RECORDS = 50_000
 _MOST_S = 0.3
 _NEWEST = 8
-# NVIDIA's "Xid Errors", in words that fit into a line.
+# NVIDIA's "Xid Errors", shortened.
 _MEANINGS = {
     48: "double-bit ECC error",
     61: "microcontroller breakpoint",
@@ -68,7 +68,7 @@ _MEANINGS = {
 }
 
 
-# What a program's own mistakes and its being killed leave there: exception, page fault, stopped, cleaned up.
+# Errors that programs cause themselves, also when they are killed: exception, page fault, stopped, cleaned up.
 _OF_PROGRAMS = (13, 31, 43, 45)
 
 
@@ -80,14 +80,14 @@ def gpu_facts(
     environment: Mapping[str, str] = os.environ,
     kernel_logs: Collection[str] = KERNEL_LOGS,
 ) -> GpuFacts | None:
-    """This rank's GPU as NVML reports it; None without a driver or a GPU. What it does not report is None or empty.
+    """This rank's GPU as NVML reports it; None without a driver or a GPU. Unreported values are None or empty.
 
     Args:
         local_rank: Rank on this host.
         own_pids: Processes of this job, which are not foreign.
         nvml: The module ``pynvml``; by default it is imported.
-        environment: Of this process.
-        kernel_logs: Where the kernel's log may be.
+        environment: The environment of this process.
+        kernel_logs: Possible files of the kernel's log.
     """
     own = {os.getpid(), *own_pids}
     return _read(local_rank, nvml, environment, lambda nvml, handle: _facts(nvml, handle, local_rank, own, kernel_logs))
@@ -101,15 +101,7 @@ def gpu_state(
     environment: Mapping[str, str] = os.environ,
     kernel_logs: Collection[str] = KERNEL_LOGS,
 ) -> GpuStateFacts | None:
-    """The same with what the GPU does at this moment; None without a driver or a GPU.
-
-    Args:
-        local_rank: Rank on this host.
-        own_pids: Processes of this job, which are not foreign.
-        nvml: The module ``pynvml``; by default it is imported.
-        environment: Of this process.
-        kernel_logs: Where the kernel's log may be.
-    """
+    """The same with the present load of the GPU; None without a driver or a GPU. Arguments as above."""
     own = {os.getpid(), *own_pids}
 
     def state(nvml: Any, handle: Any) -> GpuStateFacts:
@@ -130,7 +122,7 @@ def _read(local_rank: int, nvml: Any, environment: Mapping[str, str], facts: Cal
         handle = or_none(lambda: own_gpu(nvml, local_rank, environment.get("CUDA_VISIBLE_DEVICES")))
         return None if handle is None else facts(nvml, handle)
     finally:
-        # Counted: torch's own use of it goes on.
+        # NVML counts init and shutdown, so torch's own use is not affected.
         or_none(lambda: nvml.nvmlShutdown())
 
 
@@ -167,27 +159,27 @@ def _text(read: Callable[[], Any]) -> str:
 
 
 def _version(number: int) -> str:
-    """CUDA counts 12.4 as 12040."""
+    """``"12.4"`` for CUDA's 12040."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _clock_limits(nvml: Any, handle: Any) -> int | None:
-    """Since driver 535 a reason why clocks are held down is called an event."""
+    """The reasons why clocks are reduced, called events since driver 535."""
     limits = or_none(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
     return or_none(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) if limits is None else limits
 
 
 def _recovery_action(nvml: Any, handle: Any) -> str:
-    """Told by drivers from 570 on."""
-    (told,) = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_FIELD])
-    return "" if told.nvmlReturn else _RECOVERY.get(int(told.value.uiVal), "")
+    """The recommended action, reported by drivers from 570 on."""
+    (field,) = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_FIELD])
+    return "" if field.nvmlReturn else _RECOVERY.get(int(field.value.uiVal), "")
 
 
 def _foreign(nvml: Any, handle: Any, own: Collection[int]) -> Iterator[str]:
-    """Processes that compute on a GPU and are none of ours.
+    """Processes that compute on a GPU and are not ours.
 
-    In a container NVML gives the host's process ids. One that cannot be found here is a stranger only where our own
-    are told with the ids that we know them by; otherwise it may be ourselves.
+    In a container, NVML may give the host's process ids. So an unknown id counts as foreign only if our own processes
+    appear with the ids that we know; otherwise it may be our own.
     """
     processes = {process.pid: process for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     ids_are_ours = any(pid in own for pid in processes)
@@ -203,33 +195,33 @@ def _name(pid: int) -> str:
 
 
 def own_gpu(nvml: Any, local_rank: int, visible: str | None) -> Any:
-    """NVML's handle of a rank's GPU, or of its MIG instance; None where it has none.
+    """NVML's handle of a rank's GPU, or of its MIG instance; None if it has none.
 
-    CUDA counts the fastest GPU first and NVML by place on the bus, which is the same where all are of one model.
+    CUDA numbers the fastest GPU first, and NVML by bus order; both are the same if all GPUs are of one model.
 
     Args:
         nvml: The module ``pynvml``, initialised.
         local_rank: Rank on this host.
-        visible: ``CUDA_VISIBLE_DEVICES``: indexes, UUIDs or their beginnings, MIG instances; None where it is not set.
+        visible: ``CUDA_VISIBLE_DEVICES``: indexes, UUIDs or their beginnings, MIG instances; None if not set.
 
     Raises:
-        nvml.NVMLError: If NVML does not tell.
+        nvml.NVMLError: If NVML fails.
     """
     if visible is None:
         return nvml.nvmlDeviceGetHandleByIndex(local_rank)
     names = list(_names(visible))
-    # Where the launcher shows each rank a GPU of its own, this is the first one for all of them.
+    # If the launcher gives each rank its own GPU, that is the first one for all ranks.
     place = 0 if len(names) == 1 else local_rank
     return _handle(nvml, names[place]) if place < len(names) else None
 
 
 def physical_gpu(nvml: Any, handle: Any) -> Any:
-    """The GPU that a MIG instance is a part of; any other one is itself."""
+    """The GPU of a MIG instance; otherwise the GPU itself."""
     return or_none(lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)) or handle
 
 
 def _names(visible: str) -> Iterator[str]:
-    """CUDA sees those before the first name that is none: ``"0,-1,1"`` shows one GPU."""
+    """The names before the first invalid one, as in CUDA: ``"0,-1,1"`` shows one GPU."""
     for name in visible.split(","):
         name = name.strip()
         if not (name.isdecimal() or name.startswith(("GPU-", "MIG-"))):
@@ -245,28 +237,28 @@ def _handle(nvml: Any, name: str) -> Any:
 
 
 def _by_beginning(nvml: Any, name: str) -> Any:
-    """CUDA takes any beginning of a UUID that is the only one of its kind."""
+    """The GPU with a UUID that begins like this: CUDA accepts any unambiguous beginning."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     return next((handle for handle in handles if as_text(nvml.nvmlDeviceGetUUID(handle)).startswith(name)), None)
 
 
 def as_text(value: Any) -> str:
-    """Older releases of the binding give bytes."""
+    """The value as text: older releases of the binding give bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def xids(bus_id: str, logs: Iterable[str] = KERNEL_LOGS) -> tuple[str, ...]:
-    """Xid errors of one GPU since the host was started, newest last, 8 at most, the same one once.
+    """Xid errors of one GPU since the host was started, newest last, each once, at most 8.
 
-    Those that programs running on it cause by themselves are left out.
+    Errors that programs cause themselves are left out.
 
     Args:
-        bus_id: Its place on the bus as NVML tells it (``"00000000:3B:00.0"``).
-        logs: Where the kernel's log may be; the first that can be read counts. Empty where none can.
+        bus_id: Its bus id from NVML (``"00000000:3B:00.0"``).
+        logs: Possible files of the kernel's log; the first readable one is used.
     """
     text = next((text for log in logs if (text := or_none(partial(_driver_lines, log))) is not None), [])
     own = [int(found[2]) for line in text if (found := _XID.search(line)) and _place(found[1]) == _place(bus_id)]
-    # A dictionary keeps the order; the last time counts.
+    # Keeps the order; of equal ones, the last.
     newest = [xid for xid in dict.fromkeys(reversed(own)) if xid not in _OF_PROGRAMS][:_NEWEST]
     return tuple(f"{xid} ({_MEANINGS[xid]})" if xid in _MEANINGS else str(xid) for xid in reversed(newest))
 
@@ -278,7 +270,7 @@ def _place(bus_id: str) -> str:
 
 
 def _driver_lines(log: str) -> list[str]:
-    # Without waiting for new records.
+    # Does not wait for new records.
     file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     try:
         whole = b"".join(_log_records(file))
@@ -292,7 +284,7 @@ def _log_records(file: int) -> Iterator[bytes]:
     for _ in range(_MOST_RECORDS):
         try:
             data = os.read(file, _RECORD_BYTES)
-        except BrokenPipeError:  # the kernel has overwritten the next record; then comes the oldest there is
+        except BrokenPipeError:  # the kernel has overwritten the next record; the next read gives the oldest
             continue
         except BlockingIOError:
             return

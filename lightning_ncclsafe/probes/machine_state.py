@@ -1,4 +1,4 @@
-"""What besides its code holds this rank up, over the last seconds: watched at the guard's pace, read at an incident."""
+"""What besides its code delayed this rank in the last seconds: recorded at the guard's pace, read at an incident."""
 
 import gc
 import math
@@ -23,20 +23,20 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
-from lightning_ncclsafe.probes.network.links import name_servers_asked
+from lightning_ncclsafe.probes.network import name_servers_asked
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 from lightning_ncclsafe.probes.process.stacks import training_thread
 
-# How often it is looked; a look takes some 0.3 ms.
+# How often to look; a look takes some 0.3 ms.
 _EVERY_S = 1.0
-# What is counted is what happened while the rank stood still, within these limits.
+# The period that is counted: the rank's standstill, within these limits.
 _LEAST_S, _MOST_S = 1.5, 20.0
 _SHORTEST_S = 0.5
 _LOOKS = 24
 
-# Collections of the younger generations take microseconds, and come many times a second.
+# Collections of younger generations take microseconds, and run many times a second.
 _OLDEST_GENERATION = 2
 _REMEMBERED_S = 60.0
 _KEPT = 256
@@ -50,12 +50,11 @@ class _Look:
 
 
 class MachineProbe:
-    """Watches this process and its host. May be asked from any thread.
+    """Watches this process and its host. May be read from any thread.
 
     Args:
-        interface: Finds the interface towards other hosts; None where there is none to look for. It is asked once,
-            on a thread of its own, and may take its time.
-        shm: Where workers put what they hand over.
+        interface: Finds the interface towards other hosts; called once, on its own thread, as it may take long.
+        shm: The folder of shared memory, in which workers pass batches.
         clock: Seconds that only grow; for tests.
     """
 
@@ -78,7 +77,7 @@ class MachineProbe:
         self._children = ChildWatch()
 
     def close(self) -> None:
-        """Leaves nothing behind, but for a thread that may wait for an answer about the host's name."""
+        """Stops watching; only a thread that resolves the host's name may be left."""
         self._garbage.close()
         self._children.close()
 
@@ -86,7 +85,7 @@ class MachineProbe:
         """Looks, at most once a second; cheap enough for every tick of the guard."""
         if self._seeks is None:
             self._garbage.start()
-            # Now, as it may be down when it is asked for; the host's name is looked up meanwhile.
+            # Now, as the interface may be down when it is needed. Resolving the host's name takes time.
             self._seeks = threading.Thread(target=self._seek, name="ncclsafe-interface", daemon=True)
             self._seeks.start()
         self._children.note()
@@ -98,7 +97,7 @@ class MachineProbe:
         """All but the GPU; takes about a millisecond, and waits for nothing.
 
         Args:
-            idle_s: Seconds since this rank last made progress: what was before that is left out.
+            idle_s: Seconds since this rank last made progress: only this period counts.
         """
         now, looks = self._look(), [*self._looks]
         span_s = min(max(idle_s, _LEAST_S), _MOST_S)
@@ -121,13 +120,13 @@ class MachineProbe:
 
     def _look(self) -> _Look:
         thread = training_thread()
-        # After os.fork(), the main thread's `native_id` is still that of the parent's.
+        # After os.fork(), the main thread's `native_id` is still the parent's.
         now = look_at_main_thread(thread=None if thread is threading.main_thread() else thread.native_id)
         return _Look(self._clock(), now, look_at_pressure(self._groups))
 
 
 def main_thread_over(looks: Sequence[tuple[float, ThreadLook]]) -> MainThreadFacts:
-    """What several looks at a main thread come to, at least one, each with its time in seconds; the oldest first."""
+    """Summarises one or more looks at a main thread, each with its time in seconds; the oldest first."""
     (began_s, before), (ends_s, now) = looks[0], looks[-1]
     return MainThreadFacts(
         over_s=round(ends_s - began_s, 1),
@@ -152,7 +151,7 @@ def _count(now: int | None, before: int | None) -> int | None:
 
 
 class GarbageWatch:
-    """Notes when whole collections begin and end; costs about a microsecond for each, and nothing in between.
+    """Records when full garbage collections begin and end; costs about a microsecond for each.
 
     Args:
         clock: Seconds that only grow; for tests.
@@ -164,16 +163,16 @@ class GarbageWatch:
         self._pauses: deque[tuple[float, float]] = deque(maxlen=_KEPT)
 
     def start(self) -> None:
-        """Begins to listen."""
+        """Registers the callback."""
         gc.callbacks.append(self._notice)
 
     def close(self) -> None:
-        """Stops listening; may be called more than once."""
+        """Removes the callback; may be called more than once."""
         if self._notice in gc.callbacks:
             gc.callbacks.remove(self._notice)
 
     def read(self) -> GarbageFacts:
-        """What the collector took; takes about 1 ms for each gigabyte of small objects."""
+        """The recent collections; takes about 1 ms for each gigabyte of small objects."""
         now_s, began_s = self._clock(), self._began_s
         recent = [(start, end) for start, end in [*self._pauses] if now_s - end <= _REMEMBERED_S]
         longest = max(recent, key=lambda pause: pause[1] - pause[0], default=(now_s, now_s))
@@ -187,7 +186,7 @@ class GarbageWatch:
         )
 
     def _notice(self, phase: str, info: dict[str, Any]) -> None:
-        """Called by the collector itself, on whichever thread it has struck."""
+        """Called by the garbage collector, on any thread."""
         if info["generation"] < _OLDEST_GENERATION:
             return
         if phase == "start":
@@ -198,13 +197,13 @@ class GarbageWatch:
 
 
 class GpuWatch:
-    """Asks for the state of a GPU, and does not wait for a driver that does not answer.
+    """Reads the state of a GPU, without waiting for a driver that does not answer.
 
-    What torch knows of its memory is not asked for: it would wait, with Python's lock held, for the lock that the
-    allocator holds while it waits for the device.
+    Torch is not asked about memory: it would wait, with the GIL held, for a lock that the allocator holds while it
+    waits for the device.
 
     Args:
-        ask: Gives the state; None where there is no GPU to ask about.
+        ask: Gives the state; None if there is no GPU.
         clock: Seconds that only grow; for tests.
     """
 
@@ -215,13 +214,13 @@ class GpuWatch:
         self._question = SideThread("ncclsafe-gpu")
 
     def begin(self) -> None:
-        """Asks, unless an earlier question has not been answered yet: then no second one is asked."""
+        """Asks, unless an earlier question is still unanswered."""
         if not self._question.is_busy:
             self._asked_s = self._clock()
             self._question.begin(self._ask)
 
     def read(self, deadline_s: float) -> GpuStateFacts | None:
-        """What it answers within the deadline; else for how long it has not. None where there is no GPU.
+        """The answer within the deadline, or for how long there has been none; None if there is no GPU.
 
         Args:
             deadline_s: Seconds to wait for.
@@ -233,5 +232,5 @@ class GpuWatch:
             return state
         except UnansweredError:
             return GpuStateFacts(no_answer_s=round(self._clock() - self._asked_s, 3))
-        except Exception:  # what the driver does not report is unknown, and nothing more
+        except Exception:  # unknown, if the driver does not report it
             return None

@@ -1,4 +1,4 @@
-"""All that one rank knows of itself and its neighbours, within a deadline."""
+"""All that one rank knows about itself and the other ranks of its host, within a deadline."""
 
 import math
 import os
@@ -23,21 +23,37 @@ from lightning_ncclsafe.facts import (
     Straggler,
 )
 from lightning_ncclsafe.probes.gpu import gpu_state
-from lightning_ncclsafe.probes.host.resources import GONE, HostProbe, child_processes, look_at, own_memory, signal_name
+from lightning_ncclsafe.probes.host.resources import (
+    ANSWERING,
+    ENDED,
+    GONE,
+    HostProbe,
+    child_processes,
+    look_at,
+    own_memory,
+    signal_name,
+)
 from lightning_ncclsafe.probes.machine_state import GpuWatch, MachineProbe
-from lightning_ncclsafe.probes.network.links import taken_interface
+from lightning_ncclsafe.probes.network import taken_interface
 from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
+from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
 from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
-from lightning_ncclsafe.probes.process.growth import ANSWERING, LEAST_S, Growth, guard_rests, needs_time, with_shares
+from lightning_ncclsafe.probes.process.growth import (
+    LEAST_S,
+    MemoryGrowth,
+    guard_is_idle,
+    needs_second_look,
+    with_core_shares,
+)
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
-from lightning_ncclsafe.probes.process.traceback_signal import ENDED, Armed, LastWords
+from lightning_ncclsafe.probes.process.traceback_signal import Armed
 from lightning_ncclsafe.probes.trainer import model_units
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 from lightning_ncclsafe.probes.trainer.steps import StepRecord
 
-# Asking a worker for its stack takes some milliseconds, one after the other; a few are enough to see what they do.
+# Asking a worker for its stack takes some milliseconds, one after another; a few are enough to see what they do.
 _WORKERS_ASKED = 4
 # How often this process's memory is noted: reading it takes 0.1 ms.
 _NOTE_S = 2.0
@@ -47,8 +63,8 @@ _NOT_ARMED = Armed(signum=0, fd=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """What a rank leaves with its peers, for the time when it cannot speak for itself.
+class RankInfo:
+    """What a rank publishes about itself, for peers that have to look at it when it does not answer.
 
     Attributes:
         rank: Global rank.
@@ -57,7 +73,8 @@ class Card:
         started: When the process was started, seconds since the epoch.
         signum: Signal that makes it write its traceback; 0 where it has none.
         fd: File descriptor, in that process, that it writes its traceback to.
-        has_guard: Whether it has come to its Trainer, so that a guard would answer; one without has no card itself.
+        has_guard: Whether it has reached its Trainer, so that its guard would answer; if not, peers have found its
+            process themselves.
     """
 
     rank: int
@@ -69,29 +86,29 @@ class Card:
     has_guard: bool = True
 
 
-def card_key(rank: int) -> str:
-    """Where a rank leaves its card when it begins to watch."""
-    return f"card/{rank}"
+def info_key(rank: int) -> str:
+    """The key under which a rank publishes its info when it begins to watch."""
+    return f"info/{rank}"
 
 
 class RankProbe:
-    """Sees this rank.
+    """Collects the facts of this rank.
 
     Args:
         rank: Global rank.
         local_rank: Rank on this host.
-        local_world_size: Number of ranks that were to be started on this host; 0 where unknown.
-        tracker: What Lightning is doing.
-        trainer: Where the Trainer stands.
-        loggers: Asks the loggers of this process that are off the training thread.
-        stragglers: Which ranks have kept others waiting before, as far as this rank knows.
-        steps: What its training steps leave out; None where nobody notes that.
-        caught: What its code has caught; None likewise.
+        local_world_size: Number of ranks planned for this host; 0 if unknown.
+        tracker: The actions of Lightning.
+        trainer: The state of the Trainer.
+        loggers: Gives the facts of the loggers of this process that are off the training thread.
+        stragglers: Gives the ranks that have kept others waiting, as known on this rank.
+        steps: What the training steps of this rank leave out; None if that is not recorded.
+        caught: The exceptions that the user's code has caught; None if that is not recorded.
         launched: The exit codes of ranks that this process has launched and waited for, by process id; negative for
             a signal.
 
     Attributes:
-        card: What this rank leaves with its peers.
+        info: What this rank publishes about itself.
         exception: The exception that this rank raised, if any.
     """
 
@@ -121,17 +138,17 @@ class RankProbe:
         self._launched = launched
         self._host = HostProbe()
         self._recorder = FlightRecorder()
-        self._growth = Growth()
+        self._growth = MemoryGrowth()
         self._machine = MachineProbe(interface=lambda: taken_interface(is_cuda=trainer.is_on_gpu()))
-        self._gpu = GpuWatch(lambda: gpu_state(local_rank, own_pids=[card.pid for card in self.peers]))
+        self._gpu = GpuWatch(lambda: gpu_state(local_rank, own_pids=[peer.pid for peer in self.peers]))
         self._noted_s = -math.inf
         self._signal = traceback_signal.take_early()
         self._armed = self._signal.arm() or _NOT_ARMED
         self._slow_look = SideThread("ncclsafe-look")
-        self._last_words = LastWords()
-        self._peers: tuple[Card, ...] = ()
+        self._crash_traces = CrashTraces()
+        self._peers: tuple[RankInfo, ...] = ()
         self.exception: ExceptionFacts | None = None
-        self.card = Card(
+        self.info = RankInfo(
             rank=rank,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -150,27 +167,27 @@ class RankProbe:
         self._trainer.finished = value
 
     @property
-    def peers(self) -> tuple[Card, ...]:
-        """The cards of the other ranks of this host, as far as they are known."""
+    def peers(self) -> tuple[RankInfo, ...]:
+        """The known ranks of this host besides this one."""
         return self._peers
 
     @peers.setter
-    def peers(self, cards: tuple[Card, ...]) -> None:
-        self._peers = cards
-        self._last_words.hold((card.pid, card.fd) for card in cards)
+    def peers(self, peers: tuple[RankInfo, ...]) -> None:
+        self._peers = peers
+        self._crash_traces.hold((peer.pid, peer.fd) for peer in peers)
 
     def position(self) -> Hashable:
-        """Where the training stands: it changes when a hook begins or ends, or a collective moves."""
+        """A value that changes whenever a hook begins or ends, or a collective makes progress."""
         return self._tracker.transitions, flight_recorder.position()
 
     def close(self) -> None:
-        """Gives back the signal, and what is held of others."""
+        """Restores the signal, and closes what is open of other processes."""
         traceback_signal.leave(self._signal)
-        self._last_words.close()
+        self._crash_traces.close()
         self._machine.close()
 
-    def glance(self, idle_s: float) -> RankFacts:
-        """What can be had at once from memory: stack, actions, groups and collectives. Takes some milliseconds."""
+    def snapshot(self, idle_s: float) -> RankFacts:
+        """The facts that are in memory: stack, actions, groups and collectives. Takes some milliseconds."""
         missing: list[str] = []
         groups, collectives = _try(self._recorder.read, ((), ()), "flight recorder", missing)
         unrecorded = self._recorder.unrecorded
@@ -179,8 +196,8 @@ class RankProbe:
             rank=self._rank,
             local_rank=self._local_rank,
             local_world_size=self._local_world_size,
-            host=self.card.host,
-            pid=self.card.pid,
+            host=self.info.host,
+            pid=self.info.pid,
             taken_ns=time.time_ns(),
             progress=self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s),
             stack=stack,
@@ -188,7 +205,7 @@ class RankProbe:
             groups=groups,
             unrecorded=unrecorded,
             collectives=collectives,
-            # There, only whether the main thread computes or waits distinguishes the two.
+            # In these cases, only whether the main thread computes or waits explains why the rank makes no progress.
             machine=self._machine.read(idle_s) if unrecorded or (stack and stack[-1].user) else MachineFacts(),
             stragglers=self._stragglers(),
             exception=self.exception,
@@ -196,13 +213,13 @@ class RankProbe:
         )
 
     def look(self, idle_s: float, *, deadline_s: float = 0.5) -> RankFacts:
-        """All facts. What touches storage or other processes is given a deadline and left out where it misses it.
+        """All facts. Those that need storage or other processes have a deadline, and are left out if they miss it.
 
         Args:
             idle_s: Seconds since this rank last made progress.
             deadline_s: Seconds that the slow part may take.
         """
-        facts = self.glance(idle_s)
+        facts = self.snapshot(idle_s)
         if self._trainer.is_on_gpu():
             self._gpu.begin()
         parts: dict[str, Any] = {}
@@ -216,7 +233,7 @@ class RankProbe:
             "collectives": lambda: flight_recorder.with_source(located),
             "units": lambda: model_units.read_units(self._trainer.model(), facts.collectives),
             "host_facts": self._host_facts,
-            "peers": lambda: tuple(self.look_at_peer(card) for card in self.peers),
+            "peers": lambda: tuple(self.look_at_peer(peer) for peer in self.peers),
             "workers": self._workers,
             "loaders": self._trainer.loaders,
             "trainer": self._trainer.facts,
@@ -229,11 +246,11 @@ class RankProbe:
         }
         if facts.exception is not None:
             slow["exception"] = lambda: _sourced(facts.exception)
-        # Not with the slow ones: a starved rank would miss the deadline just where this shows why.
+        # Not with the slow ones: a starved rank would miss the deadline, and this shows that it is starved.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
         ends_s = time.monotonic() + deadline_s
         self._run(slow, parts, missing, deadline_s)
-        # A copy first: a probe that is late may yet answer, while this is read.
+        # A copy first: a late probe may still answer while this is read.
         done = dict(parts)
         late = [f"{name}: no answer within {deadline_s:g} s" for name in slow if name not in done]
         found = {"collectives": located} | {name: value for name, value in done.items() if value is not None}
@@ -242,31 +259,31 @@ class RankProbe:
         return replace(facts, **found, missing=(*missing, *late))
 
     def note_machine(self) -> None:
-        """Notes what this process and its host have been held up by, at most once a second; cheap."""
+        """Records what delays this process and its host, at most once a second; cheap."""
         self._machine.note()
 
     def note_memory(self) -> None:
-        """Notes this process's memory, at most every 2 s, so that its growth is known; cheap."""
+        """Records this process's memory, at most every 2 s, so that its growth is known; cheap."""
         if time.monotonic() - self._noted_s >= _NOTE_S:
             self._noted_s = time.monotonic()
-            self._growth.measure(self.card.pid, *own_memory())
+            self._growth.measure(self.info.pid, *own_memory())
 
-    def look_at_peer(self, card: Card) -> ProcessFacts:
-        """A rank of this host as it is seen from outside, with its growth since it was looked at before.
+    def look_at_peer(self, peer: RankInfo) -> ProcessFacts:
+        """A rank of this host as seen from outside, with its growth since the look before.
 
-        Of one whose process has ended, what it has written last.
+        If its process has ended: what it wrote last.
         """
-        seen = look_at(card.pid, rank=card.rank, started=card.started or None)
-        if (raised := self._last_words.raised(card.pid)) is not None:
+        seen = look_at(peer.pid, rank=peer.rank, started=peer.started or None)
+        if (raised := self._crash_traces.raised(peer.pid)) is not None:
             seen = replace(seen, raised=replace(raised, stack=stacks.with_source(raised.stack)))
         if seen.state in ENDED:
             return self._ended(seen)
-        grows, swaps = self._growth.measure(card.pid, seen.rss_bytes, seen.swap_bytes)
+        grows, swaps = self._growth.measure(peer.pid, seen.rss_bytes, seen.swap_bytes)
         return replace(seen, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
 
     def _ended(self, seen: ProcessFacts) -> ProcessFacts:
-        """With how it has ended: by the kernel, by whoever has launched it and waited for it, or by its own word."""
-        ended_by, stack, said, thread_stack = self._last_words.of(seen.pid)
+        """Adds how it ended: according to the kernel, its launcher, or its own crash trace."""
+        ended_by, stack, said, thread_stack = self._crash_traces.of(seen.pid)
         code = self._launched().get(seen.pid) if seen.state == GONE else None
         if code is not None:
             seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
@@ -275,56 +292,56 @@ class RankProbe:
         own, others = stacks.with_source_in_time(stack), stacks.with_source_in_time(thread_stack)
         return replace(seen, ended_by=ended_by, stack=own, thread_stack=others, said=said)
 
-    def witness(self, silent: Iterable[Card]) -> list[ProcessFacts]:
-        """What can be seen from outside of ranks of this host that do not answer, with their stacks where they run.
+    def witness(self, silent: Iterable[RankInfo]) -> list[ProcessFacts]:
+        """Ranks of this host that do not answer, as seen from outside, with their stacks if they run.
 
-        Takes 0.5 s where their growth is not known yet, or they run, and 0.15 s for each that does not give its stack.
+        Takes 0.5 s if their growth is not known yet, or they run, and 0.15 s for each one whose stack cannot be read.
         """
-        cards, began_s = list(silent), time.monotonic()
-        turns = [look_at_main_thread(card.pid) for card in cards]
-        seen = [self._witness(card) for card in cards]
-        unknown = [facts for facts in seen if facts.rss_bytes is not None and needs_time(facts)]
+        peers, began_s = list(silent), time.monotonic()
+        turns = [look_at_main_thread(peer.pid) for peer in peers]
+        seen = [self._witness(peer) for peer in peers]
+        unknown = [facts for facts in seen if facts.rss_bytes is not None and needs_second_look(facts)]
         if unknown:
-            time.sleep(LEAST_S + _SLACK_S)  # since the last of them was seen: on a busy host that takes its time
+            time.sleep(LEAST_S + _SLACK_S)  # since the last of them was seen: on a busy host, looking takes time
         again = [
-            self.look_at_peer(card) if facts in unknown else facts for card, facts in zip(cards, seen, strict=True)
+            self.look_at_peer(peer) if facts in unknown else facts for peer, facts in zip(peers, seen, strict=True)
         ]
         span_s = time.monotonic() - began_s
         return [
-            with_shares(replace(now, stack=then.stack or now.stack, gil_held=then.gil_held), turn, span_s)
+            with_core_shares(replace(now, stack=then.stack or now.stack, gil_held=then.gil_held), turn, span_s)
             for now, then, turn in zip(again, seen, turns, strict=True)
         ]
 
-    def _witness(self, card: Card) -> ProcessFacts:
-        seen = self.look_at_peer(card)
-        armed = Armed(signum=card.signum, fd=card.fd)
-        if not card.has_guard:
-            armed = traceback_signal.armed_in(card.pid) or _NOT_ARMED
+    def _witness(self, peer: RankInfo) -> ProcessFacts:
+        seen = self.look_at_peer(peer)
+        armed = Armed(signum=peer.signum, fd=peer.fd)
+        if not peer.has_guard:
+            armed = traceback_signal.armed_in(peer.pid) or _NOT_ARMED
         if seen.state not in ANSWERING or armed.signum == 0:
             return seen
-        threads = traceback_signal.ask_threads(card.pid, armed)
-        # It wrote from C and is busy, yet its Python threads did not answer: what it is busy with keeps the GIL. So
-        # does what sleeps, if the guard's thread is not in something of its own.
-        again = self.look_at_peer(card)
+        threads = traceback_signal.ask_threads(peer.pid, armed)
+        # Its C signal handler answered, and its guard did not. If it is busy, then what it does holds the GIL. If it
+        # sleeps, it holds the GIL unless the guard's thread is in a call of its own.
+        again = self.look_at_peer(peer)
         is_busy = again.state == "running" or (again.cpu_s or 0) > (seen.cpu_s or 0)
         stack = threads[0] if threads else ()
-        gil_held = bool(stack) and (is_busy or guard_rests(threads)) and card.has_guard
+        gil_held = bool(stack) and (is_busy or guard_is_idle(threads)) and peer.has_guard
         return replace(again, stack=stacks.with_source_in_time(stack), gil_held=gil_held)
 
     def _host_facts(self) -> HostFacts:
         found = self._host.read()
-        grows, swaps = self._growth.measure(self.card.pid, found.rss_bytes, found.process_swap_bytes)
+        grows, swaps = self._growth.measure(self.info.pid, found.rss_bytes, found.process_swap_bytes)
         return replace(found, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
 
     def _workers(self) -> tuple[ProcessFacts, ...]:
-        pids = child_processes(besides=[card.pid for card in self.peers])
+        pids = child_processes(besides=[peer.pid for peer in self.peers])
         return tuple(self._worker(pid, index < _WORKERS_ASKED) for index, pid in enumerate(pids))
 
     def _worker(self, pid: int, ask: bool) -> ProcessFacts:
         seen = look_at(pid)
         if not ask or not self._armed.signum:
             return seen
-        stack = traceback_signal.ask(pid, self._armed, owner=self.card.pid)
+        stack = traceback_signal.ask(pid, self._armed, owner=self.info.pid)
         return replace(seen, stack=stacks.with_source(stack))
 
     def _run(

@@ -1,7 +1,7 @@
-"""Where a report is written: one folder an incident, private to the user.
+"""Writes reports: one folder per incident, private to the user.
 
-``report.json``, ``report.txt`` and, where the run is over, ``plan.json`` come first. The page takes longer, and nothing
-else is lost with it.
+``report.json``, ``report.txt`` and, if the run is over, ``plan.json`` come first. The page takes longer, and nothing
+else is lost if it fails.
 """
 
 import os
@@ -22,26 +22,26 @@ from lightning_ncclsafe.rules.planning import next_start
 
 T = TypeVar("T")
 
-# Others wait for what comes after the page: it has a moment, and with more ranks it would take longer.
+# Other ranks wait until the page is done, and with more ranks it would take longer: so much time it has.
 _MOST_S = 3.0
 _MOST_RANKS = 2_048
-# What storage is given for a report, by the number of its ranks: some seconds later another rank writes it.
+# The longest wait for storage, by the number of ranks: some seconds later another rank writes the report.
 _STORAGE_S, _STORAGE_S_A_RANK = 2.5, 0.005
 
-# What waits for storage, by the folder of reports.
+# Threads that wait for storage, by the folder of reports.
 _storage_threads: dict[Path, SideThread] = {}
 
 
 def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = False) -> Path:
     """Writes ``report.json`` and ``report.txt`` into the incident's folder; a later report on it replaces an earlier.
 
-    Where the run is over, ``plan.json`` is written, too.
+    If the run is over, writes ``plan.json``, too.
 
     Args:
         diagnosis: What to write.
-        is_refused: Whether ranks do not start with it, where their data or their hosts were only compared.
-        report_dir: The folder of all incidents. If it cannot be written to, or does not answer, which may be why ranks
-            wait, a folder of the system's temporary files is used instead.
+        is_refused: Whether the job does not start because of it, if data or hosts were only compared.
+        report_dir: The folder of all incidents. If it cannot be written to or does not answer, which may be why ranks
+            wait, a temporary folder is used instead.
 
     Returns:
         The folder that was written to.
@@ -63,14 +63,14 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
 
 
 def write_page(diagnosis: Diagnosis, folder: Path) -> str:
-    """Writes ``report.html`` beside the report, if that can be done in a moment; it never raises.
+    """Writes ``report.html`` beside the report, if that does not take long; never raises.
 
     Args:
         diagnosis: What to write.
-        folder: What :func:`write_report` gave.
+        folder: The result of :func:`write_report`.
 
     Returns:
-        Why there is no page, in words; empty where there is one.
+        Why there is no page, in words; empty if there is one.
     """
     path = folder / "report.html"
     try:
@@ -81,9 +81,9 @@ def write_page(diagnosis: Diagnosis, folder: Path) -> str:
 
         content = render_html(diagnosis, most_s=_MOST_S).encode("utf-8", "replace")
         _within(_deadline_s(diagnosis), folder.parent, lambda: _write_file(path, content))
-    except Exception as error:  # of all that a report is, it can be done without
+    except Exception as error:  # the report is complete without it
         with suppress(OSError):
-            # Of an earlier report on the incident.
+            # The page of an earlier report on the incident.
             _within(_STORAGE_S, folder.parent, lambda: path.unlink(missing_ok=True))
         return f"report.html was not written ({error}); to write it: ncclsafe render {folder} --format html"
     return ""
@@ -96,7 +96,7 @@ def folder_name(incident: Incident) -> str:
 
 
 def _files(diagnosis: Diagnosis, is_refused: bool) -> dict[str, bytes | None]:
-    """The files of a report by their names; None of what an earlier report on the incident may have left."""
+    """The files of a report by name; None for one that an earlier report on the incident may have left."""
     start = next_start(diagnosis, is_refused=is_refused)
     return {
         "report.json": report_json(diagnosis),
@@ -121,7 +121,7 @@ def _deadline_s(diagnosis: Diagnosis) -> float:
 
 
 def _within(deadline_s: float, storage: Path, act: Callable[[], T]) -> T:
-    """Does it on a thread, which is left behind where storage does not answer; until it does, no other is begun.
+    """Writes on a thread, which is abandoned if storage does not answer; until it does, no other is started.
 
     Raises:
         OSError: Storage refuses, or does not answer.
@@ -137,7 +137,7 @@ def _within(deadline_s: float, storage: Path, act: Callable[[], T]) -> T:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one, never a part, also when the disk is full."""
+    """Writes a file atomically: readers see the old one or the new one, even if the disk is full."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -149,9 +149,9 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 class IncidentNumbers:
-    """Numbers the incidents of a process, from 1; the ranks of a job come to the same ones.
+    """Numbers the incidents of a process, from 1; the ranks of a job agree on them.
 
-    What turns out not to be worth a report has no number: the next incident gets it.
+    An incident that is not reported has no number: the next incident gets it.
 
     Attributes:
         last: Number of the last incident; 0 if there was none.

@@ -1,4 +1,4 @@
-"""Lateness by rank and time as a picture, for loggers that take pictures; numpy alone makes it."""
+"""Lateness by rank and time as a picture, for loggers that accept pictures; drawn with numpy alone."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from numpy.typing import NDArray
 
 _HIGHEST = 512
 _WIDEST = 1024
-# Of a picture of few ranks or few times: so high and so wide at least, as far as whole pixels go.
+# The least height and width of a picture of few ranks or times, in whole pixels per value.
 _LOW = 160
 _NARROW = 320
 _TALLEST_ROW = 48
 _WIDEST_BIN = 16
 
-# Marks of time below the picture: the first unit of which there are not too many.
+# Units of the marks of time below the picture: the first one that does not make too many marks.
 _RULER_HIGH = 8
 _RULER_S = (60.0, 600.0, 3600.0, 36_000.0, 360_000.0)
 _MOST_MARKS = 40
@@ -28,16 +28,15 @@ _PLANE = np.array([[-0.14861, 1.78277], [-0.29227, -0.90649], [1.97294, 0.0]])
 def heat_map(late_s: NDArray[Any], *, bin_s: float, least_s: float = 1e-3, most_s: float | None = None) -> NDArray[Any]:
     """A picture with a row for each rank, rank 0 on top, and a column for each time: the brighter, the later.
 
-    Brightness goes with the logarithm of lateness. Of few ranks or times each has several pixels; of many, several
-    share one, which shows the latest of them. What is not known is grey. White marks below the picture stand at
-    every minute, or every ten, every hour, … where these would be too many.
+    Brightness goes with the logarithm of lateness. Few ranks or times have several pixels each; of many, several
+    share one, which shows the latest of them. Unknown values are grey. White marks below the picture are at every
+    minute, or every ten minutes, every hour, … where these would be too many.
 
     Args:
         late_s: Seconds by which each rank was late, shape (ranks, times); NaN where that is not known.
-        bin_s: Seconds that a column stands for.
-        least_s: What is not later than this is black.
-        most_s: What is as late as this is white; the greatest of the values, and ten times ``least_s`` at least, if
-            None.
+        bin_s: Seconds per column.
+        least_s: Lateness up to this is black.
+        most_s: Lateness of this and more is white; if None, the greatest value, and at least ten times ``least_s``.
 
     Returns:
         Red, green and blue, uint8 of shape (height, width, 3); at most 520 pixels high and 1,024 wide.
@@ -55,12 +54,12 @@ def heat_map(late_s: NDArray[Any], *, bin_s: float, least_s: float = 1e-3, most_
 
 
 def _together(count: int, most: int) -> int:
-    """How many neighbours share one place where there is only so much room."""
+    """How many neighbours share one pixel."""
     return -(-count // most)
 
 
 def _binned(values: NDArray[Any], *, axis: int, most: int) -> NDArray[Any]:
-    """At most so many rows or columns, each the greatest known value of some neighbours."""
+    """Reduces to at most so many rows or columns, each the greatest known value of some neighbours."""
     firsts = np.arange(0, values.shape[axis], _together(values.shape[axis], most))
     # fmax passes over NaN.
     binned: NDArray[Any] = np.fmax.reduceat(values, firsts, axis=axis)

@@ -11,7 +11,7 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 
 SCHEMA = 1
 _KEYS = ("findings", "unanswered", "job")
-# So many ranks can still be read by people, and are written in no time.
+# So many ranks are still readable for people, and quickly written.
 _INDENTED = 16
 _ORDER = ("rule", "severity", "confidence", "summary", "ranks", "location", "evidence", "remedy", "plan")
 
@@ -32,7 +32,7 @@ def report_json(diagnosis: Diagnosis) -> bytes:
 
 
 def _with_ranks(report: bytes, ranks: Sequence[RankFacts]) -> bytes:
-    """Indented by Python, those of a large job would take a minute."""
+    """Adds one line per rank: Python's own indentation would take a minute for a large job."""
     before, empty, after = report.rpartition(b'\n    "ranks": [],\n')
     opening, _, closing = empty.partition(b"]")
     lines = [b",\n      " + encode(facts) for facts in ranks]

@@ -1,12 +1,25 @@
 """Lines of plain text: wrapped, cut and put under titles, and harmless to the reader's terminal."""
 
+import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_ncclsafe.report.safe import safe
+# Control characters (terminal escapes among them), line separators, surrogates, and marks that reorder what is read.
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_SPACES = re.compile(r"[\t\n\r\u2028\u2029]+[ \t]*")
+
+
+def safe(text: str) -> str:
+    """The text on one line, with control characters written out: ``"\\x1b[31m"`` for a terminal escape."""
+    return _UNSAFE.sub(_escaped, _SPACES.sub(" ", text))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match.group().encode("unicode_escape", "backslashreplace").decode("ascii")
+
 
 WIDTH = 110
-"""Of lines that are to be read: characters."""
+"""Width of lines of prose, characters."""
 _SHORT_LINE = 600
 
 
@@ -17,7 +30,7 @@ def section(title: str, lines: Iterable[str], *, wrap: bool = True, width: int =
 
 
 def wrapped(text: str, indent: str = "", width: int = WIDTH) -> str:
-    """The text on lines of a readable width; an item of a list hangs below its dash."""
+    """The text on lines of a readable width; items of a list are indented below their dash."""
     hanging = indent + ("  " if text.startswith("- ") else "")
     return textwrap.fill(
         safe(text),
@@ -29,6 +42,14 @@ def wrapped(text: str, indent: str = "", width: int = WIDTH) -> str:
     )
 
 
-def cut(line: str) -> str:
-    """The line, or its beginning where a terminal has no room for all of it."""
-    return line if len(line) <= _SHORT_LINE else f"{line[: _SHORT_LINE - 1]}…"
+def cut(text: str, most: int = _SHORT_LINE) -> str:
+    """The text, or its beginning if it is longer than that; by default, than a terminal has room for."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def columns(rows: Iterable[Sequence[str]], *, widest: int) -> Iterator[str]:
+    """Rows as indented lines with aligned columns, whose cells are cut at a width."""
+    cells = [[cut(safe(cell), widest) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

@@ -1,4 +1,4 @@
-"""How every report begins: the answer, and why ranks were asked or compared."""
+"""The beginning of every report: the answer, and why ranks were asked or compared."""
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
@@ -34,7 +34,7 @@ def answer_words(diagnosis: Diagnosis) -> str:
 
 
 def nothing_found(diagnosis: Diagnosis) -> str:
-    """The answer where no rule has found anything."""
+    """The answer if no rule found anything."""
     ranks = diagnosis.job.ranks
     if compares(diagnosis.job):
         return nothing_words(diagnosis.job)
@@ -74,12 +74,12 @@ def _limits(incident: Incident) -> str:
 
 
 def compares(job: JobFacts) -> bool:
-    """Whether ranks were asked in order to be compared, and not because something is wrong."""
+    """Whether ranks were only compared, not asked because something is wrong."""
     return job.incident.kind in _NOTHING
 
 
 def nothing_words(job: JobFacts) -> str:
-    """The answer where nothing was found."""
+    """The answer if nothing was found."""
     return _NOTHING[job.incident.kind]
 
 

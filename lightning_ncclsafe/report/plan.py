@@ -1,4 +1,4 @@
-"""``plan.json``, which lies beside a report: what the next start of the job is to do, in JSON and in words."""
+"""``plan.json``, beside a report: what the next start of the job should do, in JSON and in words."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from typing import Any
 
 from lightning_ncclsafe.facts.codec import DecodeError, from_plain, to_plain
 from lightning_ncclsafe.facts.findings import NextStart, Plan
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 
 PLAN_SCHEMA = 1
 PLAN_FILE = "plan.json"
-# What is written has some hundred bytes, and of a large job some kilobytes of hosts.
+# A plan has some hundred bytes; the hosts of a large job, some kilobytes.
 _MOST_BYTES = 1 << 18
 _LONGEST = 2_000
 _WORDS = {
@@ -32,13 +32,13 @@ def plan_words(start: NextStart) -> str:
 
 
 def plan_json(start: NextStart) -> bytes:
-    """As it is written to the file."""
+    """The plan as it is written to the file."""
     plain = to_plain(replace(start, answer=start.answer[:_LONGEST]))
     return json.dumps({"schema": PLAN_SCHEMA, **plain}, indent=2, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def read_plan(path: Path) -> NextStart | None:
-    """What such a file says; None where it is not there, is no plain file, damaged, or of another schema."""
+    """Reads such a file; None if it does not exist, is no plain file, is damaged, or has another schema."""
     try:
         # Neither waits for the writer of a pipe, nor follows a link to somewhere else.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

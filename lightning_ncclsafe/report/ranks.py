@@ -1,4 +1,4 @@
-"""The ranks of a job side by side, answering or recorded: those that are alike share a line, and a stack."""
+"""The ranks of a job side by side, answering or recorded: equal ones share a line and a stack."""
 
 import re
 from collections import defaultdict
@@ -34,7 +34,7 @@ _MAX_FRAMES = 60
 
 
 def is_recorded(job: JobFacts) -> bool:
-    """Whether the facts were read from what a run has left behind."""
+    """Whether the facts were read from dumps or logs of a run."""
     return job.incident.kind is IncidentKind.RECORDED
 
 
@@ -50,7 +50,7 @@ def recorded_words(job: JobFacts) -> str:
 
 
 def recorded_table(job: JobFacts) -> Iterator[str]:
-    """One line for all ranks of which the same was read."""
+    """One line per group of ranks with the same record."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     words = Words()
     for facts in job.ranks:
@@ -83,7 +83,7 @@ def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
 
 
 def _group_words(facts: RankFacts, number: int, words: Words) -> str:
-    """What waits comes first: groups in which nothing is outstanding are of less interest."""
+    """Groups in words; those with outstanding collectives first."""
     pending = {call.group: call for call in reversed(facts.collectives) if not call.completed and not call.is_p2p}
     group = sorted(facts.groups, key=lambda one: one.name not in pending)[number]
     counters = f"called {group.last_enqueued:,}, completed {group.last_completed:,}"
@@ -94,12 +94,12 @@ def _group_words(facts: RankFacts, number: int, words: Words) -> str:
 
 
 def is_inspected(job: JobFacts) -> bool:
-    """Whether the ranks were looked at from outside."""
+    """Whether the ranks were inspected from outside."""
     return job.incident.kind is IncidentKind.INSPECTED
 
 
 def inspected_words(job: JobFacts) -> str:
-    """How ranks were looked at, and which of them moved meanwhile."""
+    """How ranks were inspected, and which of them moved meanwhile."""
     inspections = {facts.rank: facts.inspection for facts in job.ranks if facts.inspection is not None}
     looks = max((one.looks for one in inspections.values()), default=0)
     over_s = max((one.over_s for one in inspections.values()), default=0.0)
@@ -109,18 +109,18 @@ def inspected_words(job: JobFacts) -> str:
         f"each within {duration_words(over_s)}."
     ]
     moving = tuple(rank for rank, one in inspections.items() if one.moved)
-    standing = tuple(rank for rank, one in inspections.items() if one.moved is False)
+    still = tuple(rank for rank, one in inspections.items() if one.moved is False)
     unread = tuple(rank for rank, one in inspections.items() if one.moved is None)
     words += [f"{capitalised(clause(moving, 'moves|move'))}."] if moving else []
-    slept = [(one.slept_s, rank) for rank, one in inspections.items() if one.slept_s and one.stood_s > one.over_s]
+    slept = [(one.slept_s, rank) for rank, one in inspections.items() if one.slept_s and one.idle_s > one.over_s]
     if slept:
         least_s, most_s = (duration_words(end(slept)[0]) for end in (min, max))
         span = least_s if least_s == most_s else f"{least_s} to {most_s}"
         who = clause([rank for _, rank in slept], "has|have")
         words.append(f"{capitalised(who)} not run for {span}, according to the kernel.")
-    if standing:
+    if still:
         words.append(
-            f"{capitalised(ranks_words(standing))} did not move. A longer step or save looks the same: inspect again "
+            f"{capitalised(ranks_words(still))} did not move. A longer step or save looks the same: inspect again "
             "before you end the job."
         )
     words += [f"The stack of {ranks_words(unread)} could not be read."] if unread else []
@@ -128,9 +128,9 @@ def inspected_words(job: JobFacts) -> str:
 
 
 def inspected_answer(job: JobFacts) -> str:
-    """The answer where no rule has found anything."""
+    """The answer if no rule found anything."""
     unread = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is None]
-    standing = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is False]
+    still = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is False]
     if not job.ranks or job.witnessed:
         seen = [process.rank for process in job.witnessed]
         return f"Nothing found: {clause(seen, 'has|have')} ended, so there is nothing left to inspect."
@@ -138,25 +138,25 @@ def inspected_answer(job: JobFacts) -> str:
         why = next((text for facts in job.ranks if facts.rank in unread for text in facts.missing), "")
         return f"Nothing found: the stack of {ranks_words(unread)} could not be read{f': {why}' if why else ''}."
     moving = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved]
-    if standing and moving:
-        meanwhile = clause(standing, "stood still meanwhile")
+    if still and moving:
+        meanwhile = clause(still, "stood still meanwhile")
         return f"Nothing found: {clause(moving, 'moves|move')}, and {meanwhile}: inspect again."
-    if standing and not job.incident.idle_s:
+    if still and not job.incident.idle_s:
         return (
-            f"Nothing found: {clause(standing, 'stood still')}, and ended during the inspection, as after a long step, "
+            f"Nothing found: {clause(still, 'stood still')}, and ended during the inspection, as after a long step, "
             "or as a hang that somebody ends."
         )
-    if standing:
-        return f"Nothing found: {clause(standing, 'stands|stand')} still, and no rank is seen waiting for another."
+    if still:
+        return f"Nothing found: {clause(still, 'stands|stand')} still, and no rank is seen waiting for another."
     return f"Nothing found: the job makes progress. {capitalised(clause([f.rank for f in job.ranks], 'moves|move'))}."
 
 
-def whereabouts_table(job: JobFacts) -> Iterator[str]:
-    """What ranks were in at how many of the looks at them; those that are alike share a line."""
+def sampled_table(job: JobFacts) -> Iterator[str]:
+    """What ranks were doing in how many samples of their stacks; equal ones share a line."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for facts in job.ranks:
         if facts.inspection is not None and facts.inspection.looks:
-            alike[tuple(_whereabouts_words(facts.inspection))].append(facts.rank)
+            alike[tuple(_sampled_words(facts.inspection))].append(facts.rank)
     for number, (words, ranks) in enumerate(alike.items()):
         if number == _MOST_LINES:
             yield f"… {len(alike) - _MOST_LINES:,} more lines are in report.json"
@@ -164,7 +164,7 @@ def whereabouts_table(job: JobFacts) -> Iterator[str]:
         yield capitalised(f"{ranks_words(ranks)}: {'; '.join(words)}")
 
 
-def _whereabouts_words(inspection: InspectionFacts) -> Iterator[str]:
+def _sampled_words(inspection: InspectionFacts) -> Iterator[str]:
     for one in inspection.whereabouts[:_MOST_PLACES]:
         place = f" at {one.place}" if one.place else ""
         yield f"{one.looks} of {inspection.looks} in {one.doing}{place}"
@@ -172,8 +172,8 @@ def _whereabouts_words(inspection: InspectionFacts) -> Iterator[str]:
         yield f"{sum(one.looks for one in inspection.whereabouts[_MOST_PLACES:])} elsewhere"
 
 
-class Alike:
-    """What each rank of a job does, in words, and which ranks are alike.
+class RankStates:
+    """What each rank of a job does, in words, and which ranks do the same.
 
     Args:
         view: The shared answers about the job.
@@ -186,7 +186,7 @@ class Alike:
     def states(self) -> dict[int, str]:
         """``"is in user code"``, ``"waits in broadcast (sequence number 7)"``, ``"raised ValueError"``, ascending.
 
-        Empty where nobody knows.
+        Empty if unknown.
         """
         return {rank: self._state(rank) for rank in sorted(self.view.facts)}
 
@@ -197,7 +197,7 @@ class Alike:
         doing = self.view.activities[rank]
         if doing.waits_for_peers:
             return f"waits in {wait_words(self.view, rank)}"
-        # Of a rank of which only a record was read, nobody knows.
+        # Unknown for a rank of which only a record was read.
         facts = self.view.facts[rank]
         is_known = facts.progress.phase is not Phase.UNKNOWN or (facts.inspection is not None and bool(facts.stack))
         return f"is in {doing.kind.value}" if is_known else ""
@@ -210,10 +210,10 @@ class Alike:
         return f"did not answer; {f'its process is {process.state}' if process else 'nobody saw its process'}"
 
     def groups(self, *, waiting_anywhere: bool = False) -> list[tuple[int, ...]]:
-        """The ranks that answered, those that are alike together; ascending by their lowest rank.
+        """The ranks that answered, equal ones together; ascending by their lowest rank.
 
         Args:
-            waiting_anywhere: Whether ranks that wait in the same are alike also where they do so at different lines.
+            waiting_anywhere: Whether ranks that wait in the same collective are equal even at different lines.
         """
         alike: dict[_Key, list[int]] = defaultdict(list)
         for rank in self.states:
@@ -226,38 +226,38 @@ class Alike:
         return batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, self.states[rank]
 
 
-# Ranks, processes and amounts are what the same finding on another rank differs in.
+# The same finding on another rank differs in ranks, processes and amounts.
 _NUMBERS = re.compile(r"(?:\branks? )?\d+(?:(?:, |[-.,:])\d+)*(?:, … \(\d+ ranks\))?")
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
-    """The findings; those that say the same of different ranks once.
+    """The findings, without those that say the same of other ranks.
 
     Returns:
-        The first of each, with the other ranks, of which others say the same; none where it stands alone.
+        The first of each, with the ranks that the dropped ones are about.
     """
-    told: list[tuple[Finding, set[int]]] = []
+    distinct: list[tuple[Finding, set[int]]] = []
     first_with: dict[_Key, int] = {}
     for finding in findings:
-        place = first_with.setdefault(_sentence(finding), len(told))
-        # What is said of the same rank twice is not the same.
-        if place < len(told) and not {*told[place][0].ranks, *told[place][1]} & {*finding.ranks}:
-            told[place][1].update(finding.ranks)
+        place = first_with.setdefault(_sentence(finding), len(distinct))
+        # Two findings on the same rank are not repeats.
+        if place < len(distinct) and not {*distinct[place][0].ranks, *distinct[place][1]} & {*finding.ranks}:
+            distinct[place][1].update(finding.ranks)
         else:
-            told.append((finding, set()))
-    return [(finding, tuple(sorted(others))) for finding, others in told]
+            distinct.append((finding, set()))
+    return [(finding, tuple(sorted(others))) for finding, others in distinct]
 
 
 def _sentence(finding: Finding) -> _Key:
-    """All that it says, but for numbers."""
+    """The sentences of a finding without numbers."""
     words = (_NUMBERS.sub("#", text) for text in (finding.summary, finding.remedy))
     return finding.rule, finding.location, finding.confidence, finding.severity, *words
 
 
 def rank_table(job: JobFacts) -> Iterator[str]:
-    """One line for all ranks that stand at the same place; the idle time is given as a range."""
+    """One line for all ranks at the same place, with the range of their idle times."""
     view = Timeline(job)
-    alike = Alike(view)
+    alike = RankStates(view)
     groups = alike.groups()
     yield from _limited((_line(alike, ranks) for ranks in groups), len(groups), _MAX_LINES)
     for rank in view.silent[:_MAX_LINES]:
@@ -268,7 +268,7 @@ def rank_table(job: JobFacts) -> Iterator[str]:
         yield f"… {len(view.silent) - _MAX_LINES} more did not answer"
 
 
-def _line(alike: Alike, ranks: tuple[int, ...]) -> str:
+def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
     rank, view = ranks[0], alike.view
     doing, facts = view.activities[rank], view.facts[rank]
     idle = sorted(view.facts[number].progress.idle_s for number in ranks)

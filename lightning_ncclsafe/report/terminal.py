@@ -1,4 +1,4 @@
-"""Lines to the user: in colour and as wide as it is where they go to a terminal, plain and whole elsewhere."""
+"""Prints lines to the user: on a terminal in colour and wrapped to its width, elsewhere plain and unwrapped."""
 
 import io
 import re
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _OURS = "[ncclsafe] "
-# On a narrower one lines are broken in any case.
+# On a narrower terminal, lines are broken in any case.
 _NARROWEST = 40
 _EACH = re.MULTILINE | re.IGNORECASE
 _LABELS = "where|because|remedy|same for|also found|also possible|not known|next"
-# What stands out in our lines and reports, besides the first line. Later ones win.
+# What is highlighted, besides the first line. Later patterns win.
 _STYLES = (
     (re.compile(r"`[^`\n]+`"), "green"),
     (re.compile(r"(?<![\w/.])[\w/.~-]+\.py:\d+\b"), "cyan"),
@@ -33,14 +33,14 @@ _STYLES = (
 
 
 def say_on_stderr(text: str) -> None:
-    """Prints to the user, every line marked as ours. A stderr that is closed or broken is no error."""
+    """Prints to the user, each line with this package's prefix. A closed or broken stderr is no error."""
     with suppress(Exception):
         sys.stderr.write(shown(text, sys.stderr, mark=_OURS))
         sys.stderr.flush()
 
 
 def room_on_stderr() -> int:
-    """Characters that a table may be wide which is printed there."""
+    """The width of a table that is printed there, characters."""
     with suppress(Exception):
         if (width := width_of(sys.stderr)) is not None:
             return width - len(_OURS)
@@ -48,21 +48,21 @@ def room_on_stderr() -> int:
 
 
 def shown(text: str, stream: TextIO, *, mark: str = "") -> str:
-    """Lines of ours as this stream shows them: with colours and broken to fit in a terminal, as they are elsewhere.
+    """Lines as this stream shows them: with colours and wrapped on a terminal, unchanged elsewhere.
 
-    What a terminal can show, and that NO_COLOR asks for no colours, rich knows.
+    Rich decides what the terminal can show, and honours NO_COLOR.
 
     Args:
-        text: The lines, of which the first is the answer.
-        stream: What they are to be written to.
-        mark: What each line begins with.
+        text: The lines; the first is the answer.
+        stream: Where they will be written.
+        mark: Prefix of each line.
     """
     width = width_of(stream)
     first, *rest = ([mark + part for part in _broken(line, width, mark)] for line in text.splitlines() or [""])
     whole = "".join(f"{line}\n" for lines in (first, *rest) for line in lines)
     if width is None:
         return whole
-    # Imported when there is something to show: most ranks never do, and those of a batch job do not.
+    # Imported when there is something to show: most ranks never print, and batch jobs have no terminal.
     from rich.text import Text
 
     painted = Text(whole, end="")
@@ -75,7 +75,7 @@ def shown(text: str, stream: TextIO, *, mark: str = "") -> str:
 
 
 def _broken(line: str, width: int | None, mark: str) -> list[str]:
-    """The line, in parts that fit a terminal. Paths stay whole, so that they can be copied."""
+    """The line, wrapped for a terminal. Paths stay whole, so that they can be copied."""
     if width is None or len(line) <= width - len(mark):
         return [line]
     hanging = " " * (len(line) - len(line.lstrip()) + 2)
@@ -91,16 +91,16 @@ def shown_report(diagnosis: Diagnosis, stream: TextIO | None) -> str:
 
 
 def width_of(stream: TextIO | None, most: int = WIDTH) -> int | None:
-    """How many characters a line of it may have; None where it is no terminal, and lines may be of any length."""
+    """Width of the terminal; None if the stream is no terminal and lines may have any length."""
     if stream is None or not stream.isatty():
         return None
     return max(min(console_for(stream, io.StringIO()).width, most), _NARROWEST)
 
 
 def console_for(stream: TextIO, made: io.StringIO) -> "Console":
-    """A console of rich that makes text for a stream: where it prints itself, it ends a program whose reader has gone.
+    """A console of rich that only makes the text for a stream: printing to a broken pipe, rich would end the program.
 
-    In a notebook it would show the text in the cell instead, over a connection that forked ranks do not have.
+    In a notebook it would show the text in the cell, over a connection that forked ranks do not have.
     """
     from rich.console import Console
 
@@ -116,7 +116,7 @@ def console_for(stream: TextIO, made: io.StringIO) -> "Console":
 
 
 def say_own_failure(error: Exception, say: Callable[[str], None] = say_on_stderr, *, what: str = "the guard") -> None:
-    """Says that the guard itself, or the part of it that ``what`` names, has failed, and where."""
+    """Prints that the guard itself, or the part of it that ``what`` names, has failed, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     say(f"{what} failed and is off; training continues: {error!r}{where}")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
-from lightning_ncclsafe.report.lines import WIDTH, cut, section, wrapped
+from lightning_ncclsafe.report.lines import WIDTH, cut, safe, section, wrapped
 from lightning_ncclsafe.report.opening import answer_words, compares, incident_words
 from lightning_ncclsafe.report.plan import plan_words
 from lightning_ncclsafe.report.ranks import (
@@ -12,11 +12,10 @@ from lightning_ncclsafe.report.ranks import (
     is_recorded,
     rank_table,
     recorded_table,
+    sampled_table,
     stack_sections,
-    whereabouts_table,
     without_repeats,
 )
-from lightning_ncclsafe.report.safe import safe
 from lightning_ncclsafe.report.tables.data import data_table
 from lightning_ncclsafe.report.tables.preflight import preflight_table
 from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
@@ -36,20 +35,20 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
         safe(answer_words(diagnosis)),
         wrapped(incident_words(diagnosis), width=width),
         *([wrapped(f"Next: {plan_words(start)}.", width=width)] if (start := next_start(diagnosis)) else ()),
-        *(_finding(number, *told, width) for number, told in enumerate(without_repeats(diagnosis.findings), 1)),
+        *(_finding(number, *entry, width) for number, entry in enumerate(without_repeats(diagnosis.findings), 1)),
         *_all_ranks(diagnosis, width),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
-    """The sections on all ranks. Those that were compared do not hang: where they stand means nothing."""
+    """The sections on all ranks. Ranks that were only compared do not hang, so their stacks mean nothing."""
     hangs = not compares(diagnosis.job)
     if hangs:
         table = recorded_table if is_recorded(diagnosis.job) else rank_table
         yield section("All ranks", table(diagnosis.job), width=width)
     if is_inspected(diagnosis.job):
-        yield section("Where they were at each look", whereabouts_table(diagnosis.job), width=width)
+        yield section("Where they were at each look", sampled_table(diagnosis.job), width=width)
     yield section("The data of all ranks", data_table(diagnosis.job), wrap=False)
     yield section("The hosts of all ranks", preflight_table(diagnosis.job), wrap=False)
     yield section("What these facts cannot tell", (f"- {line}" for line in diagnosis.unanswered), width=width)
@@ -58,38 +57,38 @@ def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
 
 
 def render_short(diagnosis: Diagnosis) -> str:
-    """The answer, why it is believed and what to do, in a dozen lines at most, each cut where it is very long."""
+    """The answer, why it is believed and what to do, in a dozen lines at most, very long ones cut."""
     return "\n".join(map(cut, answer_lines(diagnosis)))
 
 
 def answer_lines(diagnosis: Diagnosis) -> list[str]:
     """The answer, why it is believed and what to do, in a dozen lines at most."""
     lines = [answer_words(diagnosis)]
-    told = without_repeats(diagnosis.findings)
-    for finding, alike in told[:1]:
+    distinct = without_repeats(diagnosis.findings)
+    for finding, alike in distinct[:1]:
         lines += [f"  same for: {ranks_words(alike)}"] if alike else []
         lines += [f"  where: {finding.location}"] if finding.location else []
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
         lines.append(f"  remedy: {finding.remedy}")
-    if told[1:]:
+    if distinct[1:]:
         also = "also found" if compares(diagnosis.job) else "also possible"
-        others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in told[1:4])
+        others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in distinct[1:4])
         lines.append(f"  {also}: {', '.join(others)}")
-    # What every report of a back end leaves open is for the file; here, what this one misses.
+    # The file also has what every report of this back end lacks; this is what only this one lacks.
     if diagnosis.job.silent or diagnosis.job.missing:
         lines += [f"  not known: {line}" for line in diagnosis.unanswered[:1]]
     return [safe(line) for line in lines]
 
 
 def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
-    """What a reader does not know yet who has read an earlier report on the same incident.
+    """What is new to a reader of an earlier report on the same incident.
 
     Args:
         diagnosis: What is known now.
-        known: The causes that were told, the most probable first; none where nothing was.
+        known: The causes that were reported, the most probable first.
 
     Returns:
-        A line or few where the most probable cause is the same; else what :func:`render_short` gives.
+        A few lines if the most probable cause is the same; else :func:`render_short`.
     """
     findings = diagnosis.findings
     if not findings or not known or _cause(findings[0]) != _cause(known[0]):
@@ -98,8 +97,8 @@ def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
     limit = ", the limit" if incident.kind is IncidentKind.TIMEOUT else ""
     place = f" at {first.location}" if first.location else ""
     lines = [f"still {first.rule} after {duration_words(incident.idle_s)}{limit}: {ranks_words(first.ranks)}{place}"]
-    told = {*map(_cause, known)}
-    for item, alike in without_repeats(item for item in findings if _cause(item) not in told):
+    known_causes = {*map(_cause, known)}
+    for item, alike in without_repeats(item for item in findings if _cause(item) not in known_causes):
         likewise = f" The same for {ranks_words(alike)}." if alike else ""
         lines.append(f"  also possible now: {item.rule}: {item.summary}{likewise}")
     return "\n".join(safe(cut(line)) for line in lines)

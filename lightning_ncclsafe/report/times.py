@@ -1,12 +1,12 @@
-"""Times, shares and rates in words, rounded to what they are worth; a straggler in one sentence."""
+"""Times, shares and rates in words, sensibly rounded; a straggler in one sentence."""
 
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.timing.summary import StepPhase
 
 
 def time_words(seconds: float) -> str:
-    """``"0.21 ms"``, ``"3.4 ms"``, ``"38 ms"``, ``"1.2 s"``, ``"312 s"``; ``"0 ms"`` for nothing at all."""
+    """``"0.21 ms"``, ``"3.4 ms"``, ``"38 ms"``, ``"1.2 s"``, ``"312 s"``; ``"0 ms"`` for zero."""
     millis = seconds * 1e3
     if abs(millis) < 999.5:
         return f"{_figures(millis)} ms"
@@ -35,7 +35,7 @@ def long_words(seconds: float) -> str:
 
 
 def share_words(share: float) -> str:
-    """``"0 %"``, ``"<1 %"``, ``"94 %"``; all of it only where it is all."""
+    """``"0 %"``, ``"<1 %"``, ``"94 %"``; ``"100 %"`` only for all of it."""
     if 0 < share < 0.005:
         return "<1 %"
     if 0.995 <= share < 1:

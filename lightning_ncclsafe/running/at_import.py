@@ -14,13 +14,13 @@ from typing import Any
 
 # Imported when there is something to look at: they know Lightning.
 def _trainer_was_made(trainer: Any) -> None:
-    from lightning_ncclsafe.running.standing_in import stand_in
+    from lightning_ncclsafe.running.guarding import guard_trainer
 
-    stand_in(trainer)
+    guard_trainer(trainer)
 
 
 def _fabric_was_made(_: Any) -> None:
-    from lightning_ncclsafe.running.standing_in import say_of_fabric
+    from lightning_ncclsafe.running.guarding import say_of_fabric
 
     say_of_fabric()
 

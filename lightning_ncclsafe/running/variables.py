@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts
-from lightning_ncclsafe.report.safe import safe
-from lightning_ncclsafe.settings import OnTimeout, check_limits, seconds
+from lightning_ncclsafe.report.lines import safe
+from lightning_ncclsafe.settings import OnTimeout, PhaseTimeouts, check_limits, seconds
 
 SWITCH = "NCCLSAFE"
 ON = "1"
@@ -33,7 +32,7 @@ class WantedCallback:
     """A callback that is to be added to every Trainer.
 
     Attributes:
-        name: One of ours, the path of a class, or ``recommended`` for all that are.
+        name: One of this package, the path of a class, or ``recommended`` for all recommended ones.
         arguments: Of its class.
     """
 

@@ -1,4 +1,4 @@
-"""SIGTERM, without a broadcast before every batch: ``agreement`` decides where all ranks stop, ``handler`` is the door.
+"""SIGTERM, without a broadcast before every batch: ``agreement`` decides where all ranks stop.
 
-``handler`` takes the place of Lightning's own handling. Imports the exchange and what prints to the user.
+``handler``, the entry point, replaces Lightning's own handling. Imports the exchange and what prints to the user.
 """

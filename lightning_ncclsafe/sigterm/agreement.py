@@ -1,9 +1,9 @@
-"""Ranks agree where to stop after SIGTERM: over the exchange, while they train, and all before the same batch.
+"""How ranks agree where to stop after SIGTERM: over the exchange, while they train, and all before the same batch.
 
-A rank that has received the signal asks. Every rank then promises its position: from then on its main thread waits
-before its next batch until the decision is known. The decision is the furthest position that any rank has promised: no
-rank has gone beyond it, and every rank can still get there. Only the watchdog's thread asks, promises and decides, so a
-main thread that waits in a collective, for a rank that waits here, keeps no rank waiting.
+A rank that has received the signal asks. Every rank then promises its position: from then on, its main thread waits
+before its next batch until the decision is known. The decision is the furthest promised position: no rank is beyond
+it, and every rank can still get there. Only the watchdog's thread asks, promises and decides, so a main thread that
+waits in a collective, for a rank that waits here, blocks no rank.
 """
 
 import threading
@@ -18,15 +18,15 @@ from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 Position = tuple[int, int]
 """How many batches of training have begun, and how many of evaluation since then."""
 
-# Far longer than ranks take that can answer at all, and a third of what schedulers usually leave between SIGTERM and
-# SIGKILL (30 s with Kubernetes, SLURM and torchrun).
+# Far longer than working ranks need to answer, and a third of the usual time between SIGTERM and SIGKILL (30 s with
+# Kubernetes, SLURM and torchrun).
 DEADLINE_S = 10.0
 
-# After this a rank whose guard is off passes the signal on itself.
+# After this, a rank whose guard is off passes the signal on itself.
 _PASSED_ON_S = 2.0
 
 _ASKED, _DECISION = "stop/asked", "stop/decision"
-# Before every batch; and the value in the exchange once there is nothing left to agree on.
+# The position before every batch; and the value in the exchange if there is no decision.
 _AT_ONCE, _NONE = (-1, -1), "none"
 
 
@@ -37,8 +37,9 @@ class StopAgreement:
         exchange: What the ranks share.
         rank: Global rank.
         world_size: Number of ranks.
-        hosts_store: Whether the exchange ends with this rank's process: it stops once all others know the decision.
-        each_alone: Whether ranks have batches of their own, and each stops before its next one.
+        hosts_store: Whether the exchange ends with this rank's process, which then stops once all others know the
+            decision.
+        each_alone: Whether ranks have their own batches, and each stops before its next one.
         deadline_s: Seconds after which a rank no longer waits for the others.
         say: Prints a line to the user.
     """
@@ -62,7 +63,7 @@ class StopAgreement:
         self._deadline_s = deadline_s
         self._say = say
         self._lock = threading.Lock()
-        """Between what the main thread has passed, and what is promised."""
+        """Guards the position that the main thread has passed, and the promised one."""
         self._passed: Position = (0, 0)
         self._promised: Position | None = None
         self._waits_until = 0.0
@@ -76,21 +77,21 @@ class StopAgreement:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank knows of a signal, its own or another's."""
+        """Whether this rank knows about a signal, its own or another rank's."""
         return self._received_at is not None or self._asker is not None
 
     @property
     def asked_for_s(self) -> float:
-        """Seconds since this rank knows of a signal; 0 while there was none."""
+        """Seconds since this rank has known about a signal; 0 if there was none."""
         return time.monotonic() - self._asked_at if self._asked_at is not None else 0.0
 
-    # What the main thread calls.
+    # Called on the main thread.
 
     def receive(self, pass_on: Callable[[], None] = lambda: None) -> None:
-        """This rank has received the signal. Takes no lock: the signal may have struck where the lock is held.
+        """Notes that this rank has received the signal. Takes no lock: the interrupted code may hold it.
 
         Args:
-            pass_on: Sends it to the ranks that this one has started; called once the others know who has received it.
+            pass_on: Sends the signal to ranks that this one has started; called once the others know who received it.
         """
         if self._received_at is None:
             self._pass_on = pass_on
@@ -100,7 +101,7 @@ class StopAgreement:
         """Whether this rank may begin its next batch; waits for the decision if one is due.
 
         Args:
-            position: Where it stands with that batch; greater than before.
+            position: The position of that batch; greater than the one before.
         """
         if self._received_at is not None and time.monotonic() > self._received_at + _PASSED_ON_S:
             self._send_on()
@@ -118,18 +119,18 @@ class StopAgreement:
         return self._received_at is None if self._decision is None else position <= self._decision
 
     def leave(self) -> None:
-        """This rank has no further batch; the others need not wait for its promise."""
+        """Notes that this rank has no further batch, so that the others do not wait for its promise."""
         self._send_on()
         with suppress(ExchangeError):  # no rank is left to inform, or they have their deadline
             self._promise()
             self._exchange.set(f"stop/knows/{self._rank}", b"")
 
     def _is_unheard(self) -> bool:
-        """Whether this rank has received the signal, and its guard, which would ask and promise, is off."""
+        """Whether this rank has received the signal, but its guard, which would ask, is off."""
         return self._received_at is not None and time.monotonic() > self._received_at + self._deadline_s
 
     def _give_up(self) -> None:
-        """No rank waits for ever. The first to give up decides, so that no rank does while others have agreed."""
+        """Gives up waiting. The first rank to do so decides for all, so that ranks never disagree."""
         decision = None
         with suppress(ExchangeError):
             decision = _parse(self._exchange.set_if_absent(_DECISION, _NONE.encode()))
@@ -143,15 +144,15 @@ class StopAgreement:
                 f"stop within {self._deadline_s:g} s"
             )
 
-    # What the watchdog's thread calls.
+    # Called on the watchdog's thread.
 
     def poll(self) -> None:
-        """Asks, promises and decides, as far as possible without waiting. Never raises."""
+        """Asks, promises and decides, without waiting. Never raises."""
         try:
             if not (self._is_off or self._is_over.is_set()):
                 self._poll()
         except ExchangeError:
-            pass  # the next time, or never: main threads have their deadline
+            pass  # tried again at the next poll; main threads have their deadline
         except Exception as error:
             self._is_off = True
             say_own_failure(error, self._say, what="the agreement on where to stop")
@@ -184,13 +185,13 @@ class StopAgreement:
     def _promise(self) -> None:
         with self._lock:
             if self._promised is None:
-                # From the next check on the main thread waits; what it has passed cannot change any more.
+                # From its next check on, the main thread waits: the passed position no longer changes.
                 self._waits_until = time.monotonic() + self._deadline_s
                 self._promised = self._passed
         self._exchange.set_if_absent(f"stop/promise/{self._rank}", _text(self._promised))
 
     def _find_decision(self) -> bool:
-        """Whether there is a decision; the rank that has asked makes it for all."""
+        """Whether there is a decision; the rank that asked makes it for all."""
         decided = _text(_AT_ONCE) if self._each_alone else self._exchange.get_many([_DECISION]).get(_DECISION)
         if decided is None and self._asker == self._rank:
             promises = self._exchange.get_many([f"stop/promise/{rank}" for rank in self._ranks])
@@ -202,13 +203,13 @@ class StopAgreement:
         with self._lock:
             if not self._is_over.is_set():
                 self._decision = _parse(decided)
-                # Nothing to spread: a rank that waits does so until its deadline.
+                # No decision: a waiting rank waits until its deadline.
                 if self._decision is None:
                     self._is_over.set()
         return self._decision is not None
 
     def _spread(self) -> None:
-        """The main thread may follow the decision; on the rank that hosts the exchange, once all others know it."""
+        """Lets the main thread follow the decision; on the rank that hosts the exchange, once all others know it."""
         self._exchange.set(f"stop/knows/{self._rank}", b"")
         knows = [f"stop/knows/{rank}" for rank in self._ranks]
         if not self._hosts_store or len(self._exchange.get_many(knows)) == len(knows):

@@ -1,38 +1,40 @@
-"""Replaces Lightning's handling of SIGTERM, so that all ranks stop before the same batch.
+"""Replaces Lightning's handling of SIGTERM, so that all ranks stop before the same batch; and SLURM's requeue.
 
-Since 2.5.2 Lightning broadcasts one element from rank 0 before every training batch for this, and waits for it, and
-once more in the handler of the signal, wherever that strikes. In earlier versions the rank that received it left alone.
+Since 2.5.2, Lightning broadcasts one element from rank 0 before every training batch for this, and once more in the
+signal handler, wherever that interrupts. In earlier versions, the rank that received the signal left alone.
 """
 
 import os
 import signal
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from lightning_ncclsafe.code.patching import ReplacedMethod, WrappedMethod
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, first_rank
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
 
 _BATCH, _EPOCH_END = "advance", "on_advance_end"
 _BROADCAST, _HANDLER, _SLURMS = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 _attached: list["StopSignal"] = []
-"""Those of this process whose handler a forked process would inherit."""
+"""Those of this process; a forked process would inherit their handlers."""
 _held = threading.local()
 """The signals that were blocked before a fork on this thread."""
 
 
 class _Wakeup:
-    """Hears of signals where Python runs no handler: while the main thread is in a call that does not come back.
+    """Learns about signals while Python runs no handler, because the main thread is in a call that does not return.
 
-    What Python does wherever a signal strikes, it does in C, and that writes the signal's number into a pipe, if there
-    is one. There is one for each process; where somebody else has it, as an event loop, nothing is heard.
+    Python's handler in C writes the signal's number into a pipe, if there is one. There can be only one in a process;
+    if something else has it, such as an event loop, nothing is learned.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Between reading and closing: another file may have the number by then."""
+        """Guards against reading after closing: another file may have the number by then."""
         self._pipe: tuple[int, int] | None = None
 
     def open(self) -> None:
@@ -49,13 +51,13 @@ class _Wakeup:
         os.close(write)
 
     def heard(self) -> set[int]:
-        """The signals since it was last asked."""
+        """The signals since the last call."""
         with self._lock, suppress(BlockingIOError):
             return {*os.read(self._pipe[0], 4096)} if self._pipe is not None else set()
         return set()
 
     def close(self) -> None:
-        """Leaves nothing behind."""
+        """Closes the pipe."""
         with self._lock:
             pipe, self._pipe = self._pipe, None
         if pipe is not None:
@@ -71,15 +73,15 @@ class StopSignal:
 
     The end of a training epoch, where Lightning would stop as well, counts as one more batch of evaluation.
 
-    Lightning's loops check ``received_sigterm`` in several places, and a rank that has it set leaves there alone: so it
-    is set only at the end.
+    Lightning's loops check ``received_sigterm`` in several places, where a rank would leave alone: so it is set only at
+    the end.
 
     Args:
         trainer: The ``Trainer``.
         agreement: Decides which batches may begin.
         error: What Lightning raises on SIGTERM, ``SIGTERMException``.
-        takes_slurms: Whether SLURM's signal before a requeue, at which Lightning saves wherever it strikes, stops as
-            SIGTERM does.
+        takes_slurms: Whether SLURM's signal before a requeue has the same effect as SIGTERM; Lightning would save
+            wherever the signal interrupts.
 
     Attributes:
         is_to_requeue: Whether SLURM is to queue the job again.
@@ -119,7 +121,7 @@ class StopSignal:
         _attached.append(self)
 
     def poll(self) -> None:
-        """Called on the watchdog's thread: hears of signals while the main thread is stuck where it runs no handler."""
+        """Called on the watchdog's thread: handles signals while the main thread is stuck and runs no handler."""
         for signum in self._wakeup.heard():
             handlers = getattr(signal.getsignal(signum), "signal_handlers", ())
             for method in [*self._methods]:
@@ -140,7 +142,7 @@ class StopSignal:
         """Called before each batch of validation, test and prediction.
 
         Raises:
-            BaseException: Lightning's, where this rank stops here.
+            BaseException: Lightning's error, if this rank stops here.
         """
         self._evaluation += 1
         self._check()
@@ -164,12 +166,12 @@ class StopSignal:
             raise self._error
 
     def _handle(self, signum: int, frame: Any) -> None:
-        """The signal strikes wherever the main thread is: in a lock of ours, or in a collective."""
+        """Handles SIGTERM, which may interrupt the main thread anywhere, even while it holds one of our locks."""
         self._receive(signum)
 
     def _handle_slurms(self, signum: int, frame: Any) -> None:
-        """Some time before the job's limit; SLURM's own SIGTERM may follow, and changes nothing."""
-        # SLURM may send it to all processes of a job, and one that the user's code has forked is no rank.
+        """Handles SLURM's signal some time before the job's limit; a SIGTERM that follows changes nothing."""
+        # SLURM may send it to all processes of a job; a process forked by the user's code is not a rank.
         if self in _attached:
             self.is_to_requeue = True
             self._receive(signum)
@@ -179,14 +181,14 @@ class StopSignal:
         self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)
 
     def handler_before(self) -> Any:
-        """What handled the signal before the Trainer did."""
+        """The handler of the signal before that of the Trainer."""
         before = getattr(self._trainer._signal_connector, "_original_handlers", {}).get(signal.SIGTERM)
         return signal.SIG_DFL if before is None else before
 
 
-# A process that the user's code forks is no rank, and has to end when it is told to, as a pool tells its own. With the
-# handler of a rank it would not; and a signal that comes before the new process runs Python would be lost, as Python
-# forgets what is pending there: the pool would wait for it forever.
+# A process that the user's code forks is not a rank, and must end on SIGTERM, which a pool sends to its processes. With
+# the handler of a rank, it would not; and a signal that comes before the new process runs Python would be lost, as
+# Python forgets pending signals there: the pool would wait forever.
 
 
 def _before_fork() -> None:
@@ -200,7 +202,7 @@ def _after_fork() -> None:
 def _after_fork_in_child() -> None:
     try:
         if _attached:
-            # Nor are its signals those of the rank.
+            # The signals of this process do not concern the rank.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, _attached[0].handler_before())
             _attached.clear()
@@ -209,3 +211,41 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+
+
+# The controller answers within a second or so; a scheduler does not wait for longer than its grace period.
+_DEADLINE_S = 10.0
+
+
+def requeue_once(
+    exchange: Exchange, rank: int, say: Callable[[str], None], environ: Mapping[str, str] = os.environ
+) -> None:
+    """Has SLURM queue the job again; only one of the ranks that call it does so.
+
+    Args:
+        exchange: What the ranks share.
+        rank: This rank.
+        say: Prints a line to the user.
+        environ: Of this process.
+    """
+    try:
+        is_mine = first_rank(exchange, "requeue", rank) == rank
+    except ExchangeError:
+        is_mine = rank == 0
+    job = _job(environ)
+    if not is_mine or not job:
+        return
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, timeout=_DEADLINE_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None)
+        reason = said.decode(errors="replace").strip() if said else str(error)
+        say(f"rank {rank} could not requeue SLURM job {job}: {reason}")
+    else:
+        say(f"rank {rank} requeued SLURM job {job}")
+
+
+def _job(environ: Mapping[str, str]) -> str:
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ.get("SLURM_JOB_ID", "")

@@ -1,8 +1,8 @@
-"""Plugs everything into Lightning's strategies: ``guarded`` is what they share, ``guarded_call`` one call of a Trainer,
-with its ``call_exchanges`` and ``features``, of which ``saved_at_end`` is one.
+"""Plugs everything into Lightning's strategies: ``guarded`` is their base, ``guarded_call`` one call of a Trainer, with
+its ``call_exchanges`` and ``features``, one of which is ``saved_at_end``.
 
-Lightning itself is imported by ``lightning_ncclsafe.lightning`` and its like alone. The strategies have an older path
-here: those for the package of Lightning that is chosen.
+Only ``lightning_ncclsafe.lightning`` and ``lightning_ncclsafe.pytorch_lightning`` import Lightning itself. The
+strategies can still be imported from their older path here, for the package of Lightning that is chosen.
 """
 
 from importlib import import_module

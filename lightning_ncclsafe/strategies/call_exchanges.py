@@ -1,4 +1,4 @@
-"""The exchanges of one call of the Trainer: over keys and files that no other call, start or job has used."""
+"""The exchanges of one call of the Trainer, with keys and files that no other call, start or job has used."""
 
 import itertools
 import os
@@ -20,22 +20,22 @@ from lightning_ncclsafe.exchange import (
 from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import agree_on_start
 
-# What torchrun and SLURM call a start of a job, so that a restart on the same port is not taken for the one before.
+# Variables that differ between the starts of a job by torchrun and SLURM, as a restart may use the same port.
 _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 
-# Each call that ranks guard together has keys of its own on the store; they call fit, validate, … in the same order.
+# Each guarded call has its own keys on the store; ranks call fit, validate, … in the same order.
 _calls = itertools.count()
-# What this rank has published in calls that have ended; a program may make any number of them.
+# Keys that this rank published in earlier calls; a program may make any number of calls.
 _published: deque[set[str]] = deque()
-# The name of this start, where the store may hold what an earlier one has left; the same for all calls.
+# The name of this start, if the store may hold keys of an earlier one; the same for all calls.
 _start: str | None = None
 
 
 class CallExchanges:
-    """Makes what the ranks of one call share.
+    """Makes the exchanges of one call.
 
     Args:
-        report_dir: The folder of reports, in which exchanges of files have theirs.
+        report_dir: The folder of reports, which also holds the folders of file exchanges.
     """
 
     def __init__(self, report_dir: Path) -> None:
@@ -43,15 +43,15 @@ class CallExchanges:
         self._own_keys: set[str] = set()
 
     def before_start(self, strategy: Any) -> Exchange:
-        """What the ranks share before there is a process group."""
+        """The exchange before there is a process group."""
         return self._files(meeting_place(strategy)) if strategy.world_size > 1 else MemoryExchange()
 
     def name_start(self, place: Place, deadline_s: float) -> None:
-        """Tells this start from those before, where the job's store is kept by torchrun's agent.
+        """Gives this start a name of its own, if torchrun's agent keeps the job's store across starts.
 
         Args:
             place: Which rank of which job this is.
-            deadline_s: Seconds that the other ranks are waited for.
+            deadline_s: Seconds to wait for the other ranks.
 
         Raises:
             ExchangeError: The other ranks have not come.
@@ -73,19 +73,19 @@ class CallExchanges:
             exchange.close()
 
     def once_started(self, world_size: int) -> Exchange:
-        """What the ranks share once there is a process group: the job's store, and files should that be lost."""
+        """The exchange once there is a process group: the job's store, and files if that is lost."""
         if world_size == 1:
             return MemoryExchange()
         name = "ncclsafe" if _start is None else f"ncclsafe/{_start}"
         store = TcpStoreExchange(stores.own_connection(name), prefix=f"{next(_calls)}/")
         self._own_keys = store.published
-        # A rank that begins a call has seen all ranks finish the one before, so that none reads what was before that.
+        # A rank that begins a call has seen all ranks finish the call before, so that no rank reads older keys.
         while len(_published) > 1:
             store.forget(_published.popleft())
         return FallbackExchange(store, self._files(_name_of_run(store)))
 
     def close(self) -> None:
-        """The call has ended: what this rank has published is taken away in one of the next."""
+        """The call has ended: one of the next calls deletes the keys of this rank."""
         if self._own_keys:
             _published.append(self._own_keys)
 
@@ -95,22 +95,22 @@ class CallExchanges:
 
 
 def _name_of_run(store: Exchange) -> str:
-    """A name that no other job, nor an earlier start of this one, has used."""
+    """A name that no other job or earlier start has used."""
     mine = uuid.uuid4().hex[:12].encode()
     while True:
         try:
             return store.set_if_absent("run", mine).decode()
         except ExchangeError:
-            # One missed deadline is no reason to go without a guard; after some the store is lost.
+            # One missed deadline does not matter; after some, the store is lost.
             if store.lost:
                 raise
 
 
 def meeting_place(strategy: Any) -> str:
-    """A name on which the ranks of this start of this job agree without having met."""
+    """A name for this start of this job that all ranks derive alike, without communication."""
     environment = strategy.cluster_environment
     assert environment is not None
-    # Of several agents of torchrun, each counts restarts by itself.
+    # Each agent of torchrun counts restarts by itself.
     agents_count = "TORCHELASTIC_RESTART_COUNT" if os.environ.get("GROUP_WORLD_SIZE", "1") != "1" else ""
     start = [os.environ[name] for name in _START_NAMES if name in os.environ and name != agents_count]
     return "-".join([environment.main_address, str(environment.main_port), *start])

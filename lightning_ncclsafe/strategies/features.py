@@ -1,6 +1,6 @@
-"""What runs beside one call of the Trainer: what its callbacks ask for, and the agreement on where to stop on SIGTERM.
+"""The features of one call of the Trainer: those that its callbacks ask for, and the common stop on SIGTERM.
 
-The Trainer and its strategy are used by duck type; Lightning is not imported here.
+The Trainer and its strategy are duck-typed; Lightning is not imported here.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe._torch import stores
-from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, comes_first
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
@@ -37,37 +37,36 @@ from lightning_ncclsafe.settings import (
     TunerSettings,
 )
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
-from lightning_ncclsafe.sigterm.handler import StopSignal
-from lightning_ncclsafe.sigterm.requeue import requeue_once
+from lightning_ncclsafe.sigterm.handler import StopSignal, requeue_once
 from lightning_ncclsafe.strategies.saved_at_end import SavedAtEnd
 
 T = TypeVar("T")
 
-# How long ranks wait for one another's loaders after the guard has looked at what holds them up.
+# How long ranks still wait for one another's loaders after the guard has reported on the wait.
 _PRESENT_S = 30.0
-# How long they wait for one another where all are there already.
+# How long they wait for one another if all are known to be there.
 _MEET_S = 10.0
 
 
 class Features:
     """The features of one call: preflight, agreement on data, tuning of loaders, timing of collectives, SIGTERM.
 
-    Most of them fail on their own: that is printed once, and the call goes on without the one that has failed.
+    If one of them fails, that is usually printed once, and the call continues without it.
 
     Args:
         trainer: The ``Trainer``.
         limits: The hard limits.
         report_dir: The folder of reports.
-        tracker: What Lightning is doing.
-        trainer_probe: Where the Trainer stands.
+        tracker: The actions of Lightning.
+        trainer_probe: The state of the Trainer.
         incidents: Numbers of the incidents of this process.
         combined: Lightning's ``CombinedLoader``.
         sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
-        weights: The state of the model, by Lightning's own way to it.
+        weights: Gives the state of the model in Lightning's own way.
 
     Attributes:
         timer: Times collectives; None if no callback asks for it.
-        saved_at_end: Saves the state of a run that ends, and goes on from it, if a callback asks for it.
+        saved_at_end: Saves the state of a run that ends, and resumes from it, if a callback asks for it.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Features:
         self._preflight = self._make_preflight(place)
 
     def connect(self, strategy: Any, place: Place, exchange: Exchange) -> None:
-        """All ranks are there: compares hosts, and starts the rest.
+        """Compares hosts, and starts the rest, once all ranks have joined.
 
         Raises:
             HostPreflightError: On all ranks, if the user wants that.
@@ -132,9 +131,9 @@ class Features:
         self._connected = place, exchange
 
     def meet(self, strategy: Any, place: Place, exchange: Exchange) -> bool:
-        """Finds out whether the guard is on all ranks; all find the same. On SIGTERM they stop as Lightning has it.
+        """Returns whether all ranks have the guard: the same on all ranks.
 
-        Called where Lightning has just let all ranks wait for one another.
+        Called right after Lightning has made all ranks wait for one another.
         """
         meeting = Meeting(
             exchange=exchange,
@@ -153,7 +152,7 @@ class Features:
         return agreed.complete
 
     def prepared(self, loader: Any) -> Any:
-        """Lightning has prepared a loader; with the last one of its stage, those of all ranks are compared.
+        """Called when Lightning has prepared a loader; with the last one of a stage, ranks compare their loaders.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
@@ -164,13 +163,13 @@ class Features:
         """Called before each batch of validation, test and prediction.
 
         Raises:
-            BaseException: Lightning's on SIGTERM, where the ranks have agreed to stop here.
+            BaseException: Lightning's error on SIGTERM, if the ranks have agreed to stop here.
         """
         if self._stop_signal is not None:
             self._stop_signal.before_evaluation_batch()
 
     def poll(self) -> None:
-        """Called on the watchdog's thread while the run goes on: carries the agreement on where to stop forward."""
+        """Called on the watchdog's thread while the run continues: advances the agreement on where to stop."""
         # The main thread may be about to leave.
         stop_signal = self._stop_signal
         if stop_signal is not None:
@@ -180,20 +179,20 @@ class Features:
         self.saved_at_end.poll()
 
     def leave(self) -> None:
-        """This rank has no further batch."""
+        """Called when this rank has no further batch."""
         if self._stop is not None:
             self._stop.leave()
 
     def detach(self, safely: Callable[[Callable[[], None]], object]) -> None:
-        """Lightning is as it was, but for what the timer listens to.
+        """Restores Lightning's methods, except those that the timer listens to.
 
         Args:
-            safely: Makes each step, and keeps what it raises from the others.
+            safely: Runs each step; what a step raises does not affect the others.
         """
         collector, self._collector = self._collector, None
         stop_signal, self._stop_signal = self._stop_signal, None
         tuner, self._tuner = self._tuner, None
-        # An exception that has just been raised may be followed by others that need what was noted.
+        # Further exceptions may follow that need what was recorded.
         for attached in (collector, stop_signal):
             if attached is not None:
                 safely(attached.detach)
@@ -202,7 +201,7 @@ class Features:
             safely(tuner.close)
 
     def detach_timer(self) -> None:
-        """The timer ends last: where there was an error, it waits for what the other ranks have timed."""
+        """Ends the timer, last of all: after an error, it waits for the times of the other ranks."""
         timer, self.timer = self.timer, None
         if timer is not None:
             timer.detach()
@@ -214,7 +213,7 @@ class Features:
         if settings is None:
             return None
         trainer = self._trainer
-        # As the user has set it: meanwhile the recorder of this job is given its size there.
+        # As the user has set it: the size of the recorder is about to be set there.
         environment = dict(os.environ)
         preflight = Preflight(
             lambda: preflight_facts(
@@ -250,7 +249,7 @@ class Features:
             self._preflight = preflight
 
     def _compare_load(self, stage: Stage) -> None:
-        """What loaders ask of a host is known once they are there; a tuner reports itself what it has lowered."""
+        """Compares the load that loaders put on hosts; a tuner that lowers it reports that itself."""
         settings = settings_of(self._trainer, TunerSettings)
         if stage.name == TRAIN and not (settings is not None and settings.apply):
             loaders = [*stage.loaders, *self._trainer_probe.validation_loaders()]
@@ -275,7 +274,7 @@ class Features:
             trainer=self._trainer,
             strategy=strategy,
             agreement=self._make_agreement(place, exchange) if place.world_size > 1 else None,
-            # What stock trains on, different data on each rank for instance, is refused only on request.
+            # Data on which stock Lightning trains, such as different data on each rank, is refused only on request.
             settings=settings_of(self._trainer, AgreementSettings) or AgreementSettings(on_mismatch="raise_on_hang"),
             combined=self._combined,
             tracker=self._tracker,
@@ -308,7 +307,7 @@ class Features:
             requeue_once(exchange, place.rank, say_on_stderr)
 
     def _stop_together(self, strategy: Any, place: Place, exchange: Exchange) -> None:
-        """On SIGTERM; a rank that has no others, and is not saved then, stops as Lightning has it."""
+        """Sets up the common stop on SIGTERM, unless Lightning handles it."""
         if self._sigterm_error is None:
             return
         self._stop = StopAgreement(
@@ -316,7 +315,7 @@ class Features:
             rank=place.rank,
             world_size=place.world_size,
             hosts_store=stores.hosts_store(place.rank),
-            # Where ranks may have different numbers of batches, and wait for no other.
+            # If ranks may have different numbers of batches, and wait for no other.
             each_alone=place.world_size == 1
             or (self._trainer.state.fn == "predict" and not strategy.forward_communicates),
         )
@@ -342,13 +341,13 @@ class Features:
                 world_size=place.world_size,
                 report_dir=self._report_dir,
             )
-        except Exception as error:  # the guard can do without
+        except Exception as error:  # the guard works without
             say_own_failure(error, what="the timing of collectives")
             return None
 
 
 def settings_of(trainer: Any, kind: type[T]) -> T | None:
-    """The settings of the Trainer's callback of this kind: a callback only declares what is wanted."""
+    """The settings of the Trainer's callback of this kind, if it has one."""
     found = (getattr(callback, "settings", None) for callback in trainer.callbacks)
     return next((settings for settings in found if isinstance(settings, kind)), None)
 
@@ -365,6 +364,6 @@ def _identity(place: Place) -> RankFacts:
 
 
 def _directories(probe: TrainerProbe, settings: PreflightSettings) -> dict[str, str]:
-    """What the run writes to and reads from, by what it is for."""
+    """The directories that the run writes to and reads from, by purpose."""
     found = probe.directories()
     return found if settings.data_dir is None else {**found, "data": settings.data_dir}

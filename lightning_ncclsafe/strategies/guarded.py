@@ -1,4 +1,4 @@
-"""What all of Lightning's strategies share once the guard is plugged in: nothing but the plugging."""
+"""What all guarded strategies share: they only connect Lightning's hooks with the guard."""
 
 import sys
 from collections.abc import Iterator
@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_ncclsafe._lightning import known, lightnings, package_of, refuse_other_caller
 from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.patching import ReplacedMethod
-from lightning_ncclsafe.collectives.attaching import AttachedTimer
+from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.guard.ending import Ending
-from lightning_ncclsafe.guard.phase_timeouts import PhaseTimeouts
 from lightning_ncclsafe.probes.process.stacks import drop_passing_frames
 from lightning_ncclsafe.report.terminal import say_on_stderr
-from lightning_ncclsafe.settings import BACKSTOP_S, OnTimeout, check_limits
+from lightning_ncclsafe.settings import BACKSTOP_S, OnTimeout, PhaseTimeouts, check_limits
 from lightning_ncclsafe.strategies.guarded_call import GuardedCall
 from lightning_ncclsafe.strategies.launchers import guarded
 
@@ -26,7 +25,7 @@ _SUFFIX = "_ncclsafe"
 if TYPE_CHECKING:
 
     class _ParallelStrategy:
-        """What Lightning's strategies have, of either of its packages."""
+        """The members of Lightning's strategies, of either of its packages."""
 
         _launcher: Any
         _checkpoint_io: Any
@@ -56,7 +55,7 @@ else:
 
 
 def _save_whole(io: Any, ending: Ending, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-    """As Lightning's own does, but to another name first: the checkpoint is there whole, or as it was before."""
+    """Saves as Lightning does, but to a temporary name first: the file is complete, or as it was before."""
     with ending.written(path) as beside:
         type(io).save_checkpoint(io, checkpoint, beside, storage_options)
 
@@ -67,10 +66,10 @@ def _remove(io: Any, ending: Ending, path: Any) -> None:
 
 
 def refuse_saving(trainer: Any, rank: int, ending: Ending) -> list[ReplacedMethod]:
-    """Callbacks that would save now, on a rank that is not joined by all others, would wait for them for ever.
+    """Stops callbacks from saving on an exception that not all ranks have: they would wait forever for the others.
 
     Returns:
-        What to remove once callbacks have heard of the exception.
+        The replaced methods, to restore after the callbacks' hooks.
     """
 
     def refuse(kind: str) -> None:
@@ -82,7 +81,7 @@ def refuse_saving(trainer: Any, rank: int, ending: Ending) -> list[ReplacedMetho
         if saves or isinstance(callback, known("OnExceptionCheckpoint")):
             act = partial(lambda kind, *args: refuse(kind), type(callback).__name__)
             refused.append(ReplacedMethod(callback, "on_exception", act))
-    # Where the run is ended, that raises, as all else does that saves.
+    # If the run is being ended, every save raises anyway.
     if not ending.is_closed:
         act = partial(lambda kind, *args, **keys: refuse(kind), "trainer.save_checkpoint()")
         refused.append(ReplacedMethod(trainer, "save_checkpoint", act))
@@ -166,11 +165,11 @@ class GuardedStrategy(_ParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers each name of the strategy that is guarded once more, with ``_ncclsafe`` behind it: ours."""
-        # Lightning complains about some names, those of FSDP, as soon as there is a Trainer, that they need a GPU.
+        # As soon as there is a Trainer, Lightning requires a GPU for some names, those of FSDP.
         for_gpus = getattr(cls, "_registered_strategies", [])
         for name, entry in [*strategy_registry.items()]:
             if issubclass(cls, entry["strategy"]) and not name.endswith(_SUFFIX):
-                # Overriding is for a package that is loaded twice, as notebooks do.
+                # Notebooks may load the package twice.
                 strategy_registry.register(
                     f"{name}{_SUFFIX}",
                     cls,
@@ -183,19 +182,19 @@ class GuardedStrategy(_ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        # The function that the launcher calls, in each process, is what the guard watches from beginning to end: it
-        # learns of an exception before Lightning's own handlers, which may call collectives, see it.
+        # The guard watches the function that the launcher calls in each process, from beginning to end: it sees an
+        # exception before Lightning's own handlers, which may call collectives.
         self._launcher = guarded(self._launcher)
 
     def setup_environment(self) -> None:
-        """Creates the process group, watched from before it exists: its creation is a wait for all ranks, too."""
+        """Creates the process group, with the guard already on: the creation waits for all ranks, too."""
         watched = self._watched
         if watched is None:
             super().setup_environment()
             return
         watched.begin(self)
         timeout = self._timeout
-        # The guard keeps to the limit of each phase; a back end that cannot change its own must not end one early.
+        # The guard enforces the limit of each phase; a back end with a fixed timeout must not end a phase early.
         limit_s = self._limits.limit_s("init") if build.GLOO_TIMEOUT_CHANGES else self._limits.longest_s
         self._timeout = timedelta(seconds=limit_s + BACKSTOP_S)
         try:
@@ -206,15 +205,15 @@ class GuardedStrategy(_ParallelStrategy):
         watched.connect(self)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks; the barrier's name, which Lightning gives and drops, shows what for."""
+        """Waits for all ranks; the barrier's name, which Lightning gives but does not use, shows the purpose."""
         self._ending.check()
         name = args[0] if args else kwargs.get("name")
         watched = self._watched
         with watched.tracker.action(f"barrier:{name or ''}") if watched else nullcontext():
             super().barrier(*args, **kwargs)
-        # It may have been an abort that ended the wait.
+        # An abort may have ended the wait.
         self._ending.check()
-        # Trainer._run_stage meets here once everything is set up.
+        # Trainer._run_stage calls this barrier once everything is set up.
         if watched is not None and name == "run-stage":
             watched.set_up()
         if watched is not None and name == "Trainer.save_checkpoint":
@@ -222,10 +221,10 @@ class GuardedStrategy(_ParallelStrategy):
 
     @property
     def checkpoint_io(self) -> Any:
-        """What writes checkpoints: Lightning's own writes to another name first, and then renames."""
+        """The plugin that writes checkpoints; Lightning's own is made to write to a temporary name, and then rename."""
         outer: Any = super().checkpoint_io
         inner = outer
-        # AsyncCheckpointIO and others wrap another, which writes in a thread of theirs.
+        # AsyncCheckpointIO and others wrap another plugin, which writes in a thread of theirs.
         while (wrapped := getattr(inner, "checkpoint_io", None)) is not None:
             inner = wrapped
         if type(inner) in known("TorchCheckpointIO"):
@@ -238,10 +237,10 @@ class GuardedStrategy(_ParallelStrategy):
         self._checkpoint_io = io
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Lightning's way to every checkpoint: that of the Trainer, ModelCheckpoint's and OnExceptionCheckpoint's.
+        """Lightning's hook for every checkpoint, of the Trainer, ModelCheckpoint and OnExceptionCheckpoint.
 
         Raises:
-            CollectiveTimeoutError: The run is being ended; also if that began while the checkpoint was saved.
+            CollectiveTimeoutError: The run is being ended, even if that began during the save.
         """
         self._ending.check()
         if self._watched is not None:
@@ -250,17 +249,17 @@ class GuardedStrategy(_ParallelStrategy):
         self._ending.check()
 
     def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """How ModelCheckpoint removes older checkpoints once it has saved."""
+        """Lightning's hook with which ModelCheckpoint removes older checkpoints."""
         self._ending.check()
         super().remove_checkpoint(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> Any:
-        """What is saved of the model; strategies that shard it call collectives for that."""
+        """Lightning's hook for the model state to save; strategies that shard the model call collectives in it."""
         self._ending.check()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, *args: Any, **kwargs: Any) -> Any:
-        """What is saved of an optimizer."""
+        """Lightning's hook for the state of an optimizer to save."""
         self._ending.check()
         return super().optimizer_state(*args, **kwargs)
 
@@ -281,7 +280,7 @@ class GuardedStrategy(_ParallelStrategy):
         return super().training_step(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's hook for each backward pass; here it is seen whether a batch has been left without one."""
+        """Lightning's hook for each backward pass; records which batches had none."""
         self._ending.check()
         watched = self._watched
         if watched is None:
@@ -293,17 +292,17 @@ class GuardedStrategy(_ParallelStrategy):
         try:
             return super().backward(*args, **kwargs)
         except Exception as error:
-            # With manual optimization no action of Lightning's shows it.
+            # With manual optimization, no action of Lightning's shows the exception.
             watched.raised(error, "backward")
             raise
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Lightning's hook for each loader, before its workers start; here those of all ranks are compared."""
+        """Lightning's hook for each loader, before its workers start; ranks compare their loaders."""
         dataloader = super().process_dataloader(dataloader)
         return self._watched.prepared(dataloader) if self._watched is not None else dataloader
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's hook for each batch of validation; here ranks may stop on SIGTERM, as in the two below."""
+        """Lightning's hook for each batch of validation; on SIGTERM, ranks may stop here, as in the two below."""
         self._before_evaluation_batch()
         return super().validation_step(*args, **kwargs)
 
@@ -323,9 +322,9 @@ class GuardedStrategy(_ParallelStrategy):
             self._watched.before_evaluation_batch()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning's hook for what ends a call of the Trainer; here it has come past the last frame of ours."""
+        """Lightning's hook for an exception that ends a call of the Trainer, above the last of our frames."""
         drop_passing_frames(exception)
-        # Those of callbacks have been before.
+        # The callbacks' hooks have run before this one.
         self._allow_saving()
         super().on_exception(exception)
 
@@ -334,7 +333,7 @@ class GuardedStrategy(_ParallelStrategy):
             self._refused.pop().remove()
 
     def __repr__(self) -> str:
-        # A Trainer of Lightning's other package asks only for this, in an error about a strategy that it does not know.
+        # The only method that a Trainer of Lightning's other package calls, in its error about an unknown strategy.
         refuse_other_caller(self, sys._getframe(1).f_globals.get("__name__", ""))
         return super().__repr__()
 
@@ -346,7 +345,7 @@ class GuardedStrategy(_ParallelStrategy):
     def watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
         self._ending.is_called_here()
-        # A callback that raises as it hears of an exception keeps that from coming to the strategy.
+        # If a callback raises in its on_exception, that of the strategy is not called.
         self._allow_saving()
         package = package_of(type(self))
         watched = self._watched = GuardedCall(
@@ -376,7 +375,7 @@ class GuardedStrategy(_ParallelStrategy):
 
 
 def timer_of(strategy: object) -> AttachedTimer | None:
-    """What times the collectives of the call that a strategy is in; None where nothing does."""
+    """The timer of the call that a strategy is in; None if collectives are not timed."""
     watched = strategy._watched if isinstance(strategy, GuardedStrategy) else None
     return watched.timer if watched is not None else None
 

@@ -1,6 +1,6 @@
-"""One call of ``fit``, ``validate``, ``test`` or ``predict`` under the guard: made, connected, closed for a strategy.
+"""One guarded call of ``fit``, ``validate``, ``test`` or ``predict``.
 
-The strategy and its Trainer are used by duck type; Lightning is not imported here.
+The strategy and its Trainer are duck-typed; Lightning is not imported here.
 """
 
 import signal
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe._torch import process_groups, recorders
-from lightning_ncclsafe.collectives.attaching import AttachedTimer
-from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
+from lightning_ncclsafe.collectives.timer import RECORDER_SIZE, AttachedTimer
 from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.ending import Ending
@@ -26,7 +25,7 @@ from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
-from lightning_ncclsafe.probes.rank import Card, RankProbe
+from lightning_ncclsafe.probes.rank import RankInfo, RankProbe
 from lightning_ncclsafe.probes.trainer.actions import SAVE, ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 from lightning_ncclsafe.probes.trainer.steps import StepRecord
@@ -38,34 +37,34 @@ from lightning_ncclsafe.strategies.features import Features, settings_of
 
 T = TypeVar("T")
 
-# What this process has last announced: a program with many calls and Trainers does so once.
+# The last announcement of this process: a program with many calls and Trainers prints it once.
 _said_watch = ""
 # For all calls of this process; the same on all ranks.
 _incidents = IncidentNumbers()
-# Of the other ranks of this host, for the time before they come to the next call.
-_met: dict[int, Card] = {}
-# For all calls, too: what ended one call, and was caught, may be why this rank is somewhere else in the next.
+# The other ranks of this host, known before they reach the next call.
+_met: dict[int, RankInfo] = {}
+# For all calls, too: a caught exception that ended one call may explain where this rank is in the next.
 _caught = CaughtExceptions(process_groups.is_communication_error)
 
 
 class GuardedCall:
-    """One guarded call: the guard, if it could be made, and what it observes.
+    """One guarded call: the guard, if it could be made, and the objects that it observes.
 
-    The guard must never hurt the run it guards: whatever fails in here is printed once, and the guard is off.
+    The guard must never harm the run: whatever fails in here is printed once, and the guard is off.
 
     Args:
         trainer: The ``Trainer``.
         limits: When to look and when to end.
         report_dir: The folder of reports as the user has set it; None for the default.
-        ending: Of this run, which may be ended in this call.
+        ending: The end of this run, which may come in this call.
         combined: Lightning's ``CombinedLoader``.
         sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
-        weights: The state of the model, by Lightning's own way to it.
+        weights: Gives the state of the model in Lightning's own way.
 
     Attributes:
-        trainer_probe: Where the Trainer stands.
-        tracker: What Lightning is doing.
-        steps: Which training steps had no backward pass, and what failed to be saved.
+        trainer_probe: The state of the Trainer.
+        tracker: The actions of Lightning.
+        steps: Records training steps without a backward pass, and failed saves.
     """
 
     def __init__(
@@ -115,24 +114,24 @@ class GuardedCall:
     def begin(self, strategy: Any) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
         self._safely(self._listen)
-        # Before the guard looks: to look at a recorder makes it, and fixes its size.
+        # Before the guard looks: looking at a recorder creates it, and fixes its size.
         self._safely(lambda: recorders.make(self._recorder_size()))
         self._safely(lambda: self._begin(strategy))
 
     def recorder(self) -> AbstractContextManager[None]:
-        """Around the creation of the process group, which reads the Flight Recorder's size, too."""
+        """A context for the creation of the process group, which reads the Flight Recorder's size, too."""
         self._safely(self._name_start)
         return recorders.of_size(self._recorder_size())
 
     def connect(self, strategy: Any) -> None:
-        """Changes over to the job's store, which exists now, and announces that the guard is on."""
+        """Changes to the job's store, which exists now, and prints that the guard is on."""
         self._group_timeouts.start()
         if self._limits.phases_s:
             self.tracker.listeners += (self._group_timeouts.listen,)
         self._safely(lambda: self._connect(strategy))
 
     def set_up(self) -> None:
-        """Lightning has set everything up, and has made the last of its process groups."""
+        """Called when Lightning has set everything up, and has made the last of its process groups."""
         self._safely(self._meet_others)
         self.trainer_probe.started = True
         self._safely(self.steps.begin)
@@ -141,7 +140,7 @@ class GuardedCall:
         self._safely(lambda: self._guard.set_up() if self._guard is not None else None)
 
     def prepared(self, loader: Any) -> Any:
-        """Lightning has prepared a loader; with the last one of its stage, those of all ranks are compared.
+        """Called when Lightning has prepared a loader; with the last one of a stage, ranks compare their loaders.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
@@ -152,39 +151,39 @@ class GuardedCall:
         """Called before each batch of validation, test and prediction.
 
         Raises:
-            BaseException: Lightning's on SIGTERM, where the ranks have agreed to stop here.
+            BaseException: Lightning's error on SIGTERM, if the ranks have agreed to stop here.
         """
         self._features.before_evaluation_batch()
 
     def step_begins(self) -> None:
-        """An optimizer's step begins."""
+        """Called before an optimizer's step."""
         if self._saved_at_end.ledger is not None:
             self._saved_at_end.ledger.step_begins()
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step."""
+        """Called after an optimizer's step."""
         if self._saved_at_end.ledger is not None:
             self._saved_at_end.ledger.step_ended()
         self.steps.stepped(optimizer)
 
     def saves(self, path: Any) -> None:
-        """A checkpoint is about to be written."""
+        """Called before a checkpoint is written."""
         self._saved_at_end.last_checkpoint.begin(path)
 
     def saved(self) -> None:
-        """All ranks are past the save of a checkpoint."""
+        """Called when all ranks have passed the save of a checkpoint."""
         self._saved_at_end.last_checkpoint.end()
         self.steps.saved()
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
-        """Reports it to the other ranks; returns the error to raise instead, if there is a better one."""
-        # If it is caught, and there is another call, those who were ended because of it will be missed there.
+        """Reports an exception to the other ranks; returns the error to raise instead, if there is a better one."""
+        # Recorded as caught, too: in a later call, ranks that ended because of it would be missing.
         self.raised(error, f"Trainer.{getattr(self._trainer.state.fn, 'value', 'fit')}")
         return self._leaving(lambda guard: guard.failed(error))
 
     def leaves_others(self, error: BaseException) -> bool:
-        """Whether not all ranks leave with an exception, so that nothing can be done any more that needs them all."""
-        # A run that is ended is not joined by all, though each of its ranks may hear of it so.
+        """Whether not all ranks leave with an exception, so that nothing that needs all ranks can be done any more."""
+        # When a run is ended, its ranks may not all raise.
         stops_all = is_orderly(error) and not isinstance(error, CollectiveTimeoutError)
         return self._guard is not None and not stops_all and not self._guard.leaves_jointly
 
@@ -194,7 +193,7 @@ class GuardedCall:
         self._leaving(lambda guard: guard.finish())
 
     def close(self) -> None:
-        """Leaves nothing behind but the gate of a run that has been ended: Lightning's handlers save, too."""
+        """Restores everything; an ended run still refuses saves, as Lightning's handlers save, too."""
         self._features.detach(self._safely)
         self._safely(self.tracker.detach)
         if self._listens:
@@ -206,7 +205,7 @@ class GuardedCall:
         self._exchanges.close()
 
     def raised(self, error: BaseException, passed: str) -> None:
-        """An exception has left something on the main thread, and may yet be caught."""
+        """Records an exception on the main thread, which may yet be caught."""
         _caught.note(error, passed=passed, callers=sys._getframe())
 
     def _listen(self) -> None:
@@ -223,7 +222,7 @@ class GuardedCall:
         return RECORDER_SIZE if timed else recorders.DEFAULT_SIZE
 
     def _begin(self, strategy: Any) -> None:
-        # As the strategy is about to do: some environments do not know the rank by themselves.
+        # The strategy is about to do the same: some environments need it to know the rank.
         strategy.set_world_ranks()
         self.tracker.attach(self._trainer.profiler)
         self._place = place = _place(strategy)
@@ -270,7 +269,7 @@ class GuardedCall:
             self._say_watch(place.world_size)
 
     def _meet_others(self) -> None:
-        """A guard that some ranks are without would wait for them."""
+        """Turns the guard off if some ranks do not have it: it would wait for them."""
         meet, self._meet = self._meet, None
         if meet is None or self._guard is None or meet():
             return
@@ -280,7 +279,7 @@ class GuardedCall:
         guard.close()
 
     def _say_watch(self, world_size: int) -> None:
-        """Announces the watch once, and again if it has changed; the first time with how the previous start ended."""
+        """Prints that the guard is on, again only if that changes; the first time with how the last start ended."""
         global _said_watch
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         text = f"watching {ranks}: {limits_words(self._limits)}; reports go to {self._report_dir}"
@@ -290,7 +289,7 @@ class GuardedCall:
             _said_watch = text
 
     def _poll(self) -> None:
-        # A run that is being ended ends otherwise: launchers send SIGTERM to the ranks that are left.
+        # Not while the run is being ended: launchers then send SIGTERM to the remaining ranks.
         if self._guard is None or not self._guard.ends_run:
             self._features.poll()
 
@@ -315,7 +314,7 @@ class GuardedCall:
         except (CollectiveTimeoutError, HostPreflightError):
             raise
         except Exception as error:
-            # Lightning's handler of SIGTERM, which strikes wherever the main thread is, calls a collective.
+            # Lightning's handler of SIGTERM may interrupt the main thread here, and calls a collective.
             if self._leaves and process_groups.is_communication_error(error):
                 return None
             say_own_failure(error)
@@ -327,14 +326,14 @@ class GuardedCall:
 
 
 def _exit_codes(launcher: Any) -> dict[int, int]:
-    """Of the ranks that this process has started, as far as it has waited for them."""
+    """The exit codes of the ranks that this process has started and waited for."""
     processes = getattr(launcher, "procs", ())
     codes = {process.pid: getattr(process, "returncode", None) for process in processes}
     return {pid: code for pid, code in codes.items() if code is not None}
 
 
 def _place(strategy: Any) -> Place:
-    """Which rank this is: by Lightning's environment, as a scheduler may number ranks in its own way."""
+    """Which rank this is, according to Lightning: a scheduler may number ranks differently."""
     environment, devices = strategy.cluster_environment, strategy.parallel_devices
     assert environment is not None and devices is not None
     return Place(

@@ -1,4 +1,4 @@
-"""Lightning's launchers, whose function is watched in every process that they call it in."""
+"""Lightning's launchers, made to guard the Trainer's function in every process in which they call it."""
 
 import threading
 import time
@@ -13,12 +13,12 @@ from lightning_ncclsafe.checkpoints.saving import is_saving
 from lightning_ncclsafe.exchange import wait_for
 
 EXPLAIN_S = 6.0
-"""Seconds that ranks have to report why, once one of them has ended: a report on a rank that is gone takes one, one
+"""Seconds that ranks have to report why one of them has ended: a report about a dead rank takes one second, a report
 that has to wait for another silent rank takes four."""
 
-# The longest that a checkpoint is waited for then.
+# The longest wait for a checkpoint then.
 _SAVES_S = 15.0
-# Lightning's name for how its observer of launched ranks ends them all.
+# The method with which Lightning's observer thread kills all launched ranks.
 _END_ALL = "_terminate_all"
 
 
@@ -33,8 +33,8 @@ class Watching(Protocol):
 def guarded(launcher: Any) -> Any:
     """The same launcher, guarded; a new one if there is none; a launcher that is not Lightning's is left as it is.
 
-    DDP always has one. The other strategies have none where others create the processes, torchrun for instance: their
-    Trainer then calls its functions itself, and no hook would mark their beginning and end.
+    DDP always has one. The other strategies have none if the processes are created elsewhere, for instance by torchrun:
+    their Trainer then calls its functions itself, and no hook marks their beginning and end.
     """
     if launcher is None:
         return _GuardedCallLauncher()
@@ -53,7 +53,7 @@ def _launch(launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _let_the_others_explain() -> None:
-    """Lightning's launcher looks for ended ranks every 5 s and kills all others at once: now they can report first."""
+    """Delays how Lightning's launcher, on finding an ended rank, kills all others, so that they can report first."""
     for thread in threading.enumerate():
         end_all = getattr(thread, _END_ALL, None)
         if end_all is not None and _END_ALL not in vars(thread):
@@ -68,7 +68,7 @@ def _later(end_all: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class _GuardedFunction:
-    """A Trainer's function that is watched where it runs; a class, so that a spawned process can receive it."""
+    """A Trainer's function, guarded where it runs; a class, so that it can be sent to a spawned process."""
 
     function: Callable[..., Any]
 
@@ -83,7 +83,7 @@ class _GuardedFunction:
 
 
 class _GuardedCallLauncher:
-    """Calls the function, and nothing else: as the Trainer does that has no launcher."""
+    """Only calls the function, as a Trainer without a launcher does."""
 
     is_interactive_compatible = True
 

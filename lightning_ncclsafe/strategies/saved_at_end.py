@@ -1,6 +1,6 @@
-"""What one call of ``fit`` saves when its run is ended, and goes on from: for the callback that asks for it.
+"""Just-in-time saving and resuming in one call of ``fit``, if a callback asks for it.
 
-The Trainer is used by duck type; Lightning is not imported here.
+The Trainer is duck-typed; Lightning is not imported here.
 """
 
 import time
@@ -18,20 +18,20 @@ from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import CheckpointSettings
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
 
-# What a save is given where the run is ended: within it a report was written before, and processes end after it.
+# How long a save may take when the run is ended.
 _SAVE_S = 10.0
-# The part of a scheduler's time after which a main thread that has not stopped yet is not waited for any more.
+# The part of the scheduler's grace time after which a main thread that has not stopped is no longer waited for.
 _OVERDUE = 0.4
-# What processes need to end once a save is over, of the time that a scheduler leaves them.
+# The part of the grace time that processes need to end after a save.
 _LEAVES_S = 3.0
 
 
 class LastCheckpoint:
-    """The last checkpoint that somebody else has saved in this call, as a ``ModelCheckpoint`` does.
+    """The last checkpoint that was saved in this call elsewhere, for instance by ``ModelCheckpoint``.
 
     Attributes:
-        path: Its name; empty if there was none.
-        took_s: How long all ranks took for it, seconds.
+        path: Its path; empty if there was none.
+        took_s: How long the save took on all ranks, seconds.
     """
 
     def __init__(self) -> None:
@@ -40,30 +40,30 @@ class LastCheckpoint:
         self._begun: tuple[str, float] | None = None
 
     def begin(self, path: Any) -> None:
-        """One is about to be written."""
+        """Called before a checkpoint is written."""
         self._begun = str(path), time.monotonic()
 
     def end(self) -> None:
-        """It is there, for all ranks."""
+        """Called when all ranks have saved it."""
         if self._begun is not None:
             self.path, self.took_s = self._begun[0], time.monotonic() - self._begun[1]
             self._begun = None
 
 
 class SavedAtEnd:
-    """The saver of one call, its ledger, and resuming from a checkpoint.
+    """Connects the saver of one call, its ledger, and resuming.
 
     Args:
         trainer: The ``Trainer``.
         settings: Gives what the user has set; None if no callback asks for it.
-        weights: The state of the model, by Lightning's own way to it.
-        is_on_gpu: Whether the host runs ahead of what it trains on.
-        stop: Gives the agreement on where to stop on SIGTERM; None where there is none.
-        requeue: Has the scheduler queue the job again, if that is wanted; called once the state is saved.
+        weights: Gives the state of the model in Lightning's own way.
+        is_on_gpu: Whether training runs on a GPU.
+        stop: Gives the agreement on where to stop on SIGTERM; None if there is none.
+        requeue: Makes the scheduler queue the job again, if wanted; called once the state is saved.
 
     Attributes:
         ledger: Knows which weights belong to which counters; None if no callback asks for it.
-        last_checkpoint: What others save.
+        last_checkpoint: The last checkpoint that was saved elsewhere.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SavedAtEnd:
         self._resuming: Resuming | None = None
 
     def connect(self, place: Place, exchange: Exchange) -> None:
-        """All ranks are there: from now on Lightning's question for a checkpoint is answered."""
+        """All ranks have joined: prepares to give Lightning its checkpoint."""
         self._connected = place, exchange
         settings = self._settings()
         if settings is None:
@@ -105,13 +105,13 @@ class SavedAtEnd:
         )
         try:
             resuming.attach()
-        except Exception as error:  # the run goes on as if it were the first
+        except Exception as error:  # the run starts from scratch
             say_own_failure(error, what="resuming from a checkpoint")
         else:
             self._resuming = resuming
 
     def set_up(self) -> None:
-        """Lightning is about to begin with its loops, and has restored what a checkpoint had."""
+        """Called when Lightning has restored a checkpoint, and is about to start its loops."""
         if self._connected is None:
             return
         try:
@@ -123,11 +123,11 @@ class SavedAtEnd:
             say_own_failure(error, what="just-in-time saving")
 
     def poll(self) -> None:
-        """Called while the run goes on."""
+        """Called regularly while the run continues."""
         settings = self._settings() if self._saver is not None else None
         stop = self._stop()
         if stop and settings and stop.is_asked and stop.asked_for_s > settings.grace_s * _OVERDUE:
-            # The main thread does not come to its next batch in time: what there is, is saved beside it.
+            # The main thread does not reach its next batch in time: the present state is saved from another thread.
             self._begin("SIGTERM", raised=False)
 
     def save(self, cause: str, raised: bool) -> Callable[[], None]:
@@ -135,19 +135,19 @@ class SavedAtEnd:
 
         Args:
             cause: Why it ends.
-            raised: Whether this rank has failed itself.
+            raised: Whether this rank itself has failed.
 
         Returns:
-            What waits until that is over.
+            A function that waits until the save is over.
         """
         self._begin(cause or "SIGTERM", raised=raised)
         return self._saver.wait if self._saver is not None else lambda: None
 
     def detach(self, safely: Callable[[Callable[[], None]], object]) -> None:
-        """Lightning is as it was.
+        """Restores Lightning's methods.
 
         Args:
-            safely: Makes each step, and keeps what it raises from the others.
+            safely: Runs each step; what a step raises does not affect the others.
         """
         resuming, self._resuming = self._resuming, None
         for attached in (self.ledger, resuming):
@@ -177,7 +177,7 @@ class SavedAtEnd:
             shard=shard,
             last_save_s=lambda: self.last_checkpoint.took_s,
             last_path=lambda: self.last_checkpoint.path,
-            left_behind=self._resuming.positions_left_behind if self._resuming is not None else lambda ranks, step: {},
+            left_behind=self._resuming.positions_in_files if self._resuming is not None else lambda ranks, step: {},
         )
 
     def _begin(self, cause: str, *, raised: bool) -> None:
@@ -185,10 +185,10 @@ class SavedAtEnd:
             self._saver.begin(cause, budget_s=self._save_s(), raised=raised, finally_do=self._requeue)
 
     def _save_s(self) -> float:
-        """How long a save may take; on SIGTERM what is left of the time that the scheduler leaves."""
+        """How long a save may take; on SIGTERM, within the rest of the scheduler's grace time."""
         settings, stop = self._settings(), self._stop()
         if settings is None or not (self._trainer.received_sigterm if stop is None else stop.is_asked):
             return _SAVE_S
-        # Where Lightning handles the signal, nobody knows since when.
+        # If Lightning handles the signal, it is unknown when it came.
         asked_for_s = settings.grace_s / 2 if stop is None else stop.asked_for_s
         return max(settings.grace_s - asked_for_s - _LEAVES_S, 0.0)

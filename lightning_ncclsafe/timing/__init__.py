@@ -1,4 +1,4 @@
-"""What the times of collectives mean: who was late, in which phase, what was transfer and what was waiting.
+"""Derives, from the times of collectives, which rank was late, in which phase, and what was transfer and what waiting.
 
-Pure functions over numbers that ranks have recorded; neither torch nor Lightning.
+Pure functions over numbers that ranks have recorded; imports neither torch nor Lightning.
 """

@@ -1,4 +1,4 @@
-"""Analyses all ranks' windows as they come; runs on rank 0, in bounded memory."""
+"""Analyses all ranks' windows as they arrive; runs on rank 0, in bounded memory."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -23,28 +23,28 @@ from lightning_ncclsafe.timing.windows import Clock, GroupMembers, Window
 
 Key = tuple[str, str]
 
-# A program may make groups for as long as it runs; what comes after so many is one row.
+# A program may create groups for as long as it runs; all later ones share one row.
 _MOST_KEYS = 10_000
 _OTHERS = GroupMembers(name="others", description="later groups")
 
 TRACE_BYTES = 64 << 20
-"""Of collectives that are kept for a trace."""
+"""Bytes of collectives that are kept for a trace."""
 
 _TRACE_SPANS = 2_000_000
 _WORST_BYTES = 1 << 20
-# Rows of our own work: some minutes' worth of a small job, and of a large one some seconds'.
+# Intervals of this package's own work: some minutes of a small job, some seconds of a large one.
 _MOST_OWN_WORK, _MOST_OWN_WORK_OF_A_RANK = 20_000, 100
-# Should nobody take them.
+# In case nobody takes them.
 _MOST_FRESH = 64
 # Sentences on what is missing; the first ones matter most.
 _MOST_MISSING = 100
-# What no phase explains is counted with what is between hooks.
+# What no phase explains counts as time between hooks.
 _OTHER = STEP_PHASES.index(StepPhase.OTHER)
 
 
 @dataclass(kw_only=True)
 class OpSums:
-    """What is added up of one operation on one group; times in nanoseconds.
+    """Sums for one operation on one group; times in nanoseconds.
 
     Attributes:
         compared: Calls that were compared among all members.
@@ -66,7 +66,7 @@ class OpSums:
 
 
 class Statistics:
-    """Adds up, for as long as a run lasts, in memory that does not grow with it."""
+    """Sums over a whole run, in bounded memory."""
 
     def __init__(self) -> None:
         self._groups: dict[str, GroupMembers] = {_OTHERS.name: _OTHERS}
@@ -74,7 +74,7 @@ class Statistics:
         self._counts: dict[Key, dict[int, tuple[int, int]]] = {}
 
     def count(self, window: Window) -> None:
-        """Adds what ranks have called, compared or not."""
+        """Adds all calls, compared or not."""
         for group in window.groups:
             may_know = group.ranks if group.name in self._groups else len(self._groups) < _MOST_KEYS
             if may_know:
@@ -86,7 +86,7 @@ class Statistics:
                 counts[rank] = (count + total.count, size_bytes + total.size_bytes)
 
     def compare(self, calls: MatchedCalls, late: Lateness) -> None:
-        """Adds what was compared."""
+        """Adds compared calls."""
         for number, op in enumerate(calls.ops):
             chosen = calls.op == number
             if not chosen.any():
@@ -102,13 +102,13 @@ class Statistics:
             sums.timed_bytes += int(calls.size_bytes[timed].sum())
 
     def _key(self, group: str, op: str) -> Key:
-        """What a group's operation is counted with."""
+        """The key under which a group's operation is counted."""
         is_known = (group, op) in self._counts or (group, op) in self._sums
         is_room = len(self._counts) < _MOST_KEYS and len(self._sums) < _MOST_KEYS
         return (group, op) if is_known or is_room else (_OTHERS.name, "several")
 
     def summaries(self) -> tuple[OpSummary, ...]:
-        """One for each group and operation, those on which ranks waited longest in all first."""
+        """One for each group and operation, sorted by total waiting time, longest first."""
         made = [self._summary(key) for key in {**self._counts, **self._sums}]
         return tuple(sorted(made, key=lambda one: (-one.wait_s * one.compared, -one.count, one.group, one.op)))
 
@@ -139,18 +139,18 @@ class Statistics:
 
 
 class Analysis:
-    """Takes windows of any ranks in any order.
+    """Analyses windows of any ranks, in any order.
 
     Args:
         world_size: Number of ranks.
-        trace_bytes: Most bytes of collectives that are kept for a trace; 0 where there will be none.
+        trace_bytes: Most bytes of collectives that are kept for a trace; 0 for no trace.
 
     Attributes:
         history: How late each rank was over the whole run.
         calls: The last collectives.
         spans: The last phases.
         worst: The worst of all collectives before those.
-        forgotten: Number of those.
+        forgotten: Number of collectives before those.
     """
 
     def __init__(self, world_size: int, *, trace_bytes: int = TRACE_BYTES) -> None:
@@ -187,21 +187,21 @@ class Analysis:
         for calls in blocks:
             self._compare(calls, waits)
         if blocks:
-            # In which phase a rank was late is asked for a call of a minute ago, too, also where no trace is kept.
+            # The phase in which a rank was late may be needed for a call of a minute ago, even without a trace.
             self.spans.forget(min(self.calls.began_ns, self._ended_ns - KEPT_NS))
         return self._take(self._steps.complete())
 
     def take_fresh(self) -> list[tuple[MatchedCalls, Lateness]]:
-        """What was compared since the last call."""
+        """The calls compared since the last call of this method."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def finish(self) -> list[Straggler]:
-        """No more windows will come."""
+        """Ends the analysis: no more windows will arrive."""
         return self._take(self._steps.complete(all_of_them=True))
 
     def summary(self) -> TimingSummary:
-        """What it has come to."""
+        """The results."""
         return TimingSummary(
             began_ns=self._began_ns,
             ended_ns=self._ended_ns,
@@ -231,7 +231,7 @@ class Analysis:
         self._own_work.add(own)
 
     def _is_comparable(self, calls: MatchedCalls) -> bool:
-        """Ranks whose clocks are unknown cannot be compared, unless their devices have timed the calls."""
+        """Whether calls can be compared: all clocks are known, or the devices have timed the calls."""
         if (calls.uncertainty_ns >= 0).all() or durations_known(calls.duration_ns).all():
             return True
         self._unaligned += len(calls.seq)

@@ -1,8 +1,8 @@
 """Algorithm and bus bandwidth, as nccl-tests defines them.
 
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md and its ``src/*.cu``. The algorithm
-bandwidth is a size over the time; the bus bandwidth multiplies it with a factor that makes it comparable with what the
-hardware can carry, whatever the number of ranks.
+bandwidth is a size over the time; the bus bandwidth multiplies it with a factor that makes it comparable with the
+hardware's bandwidth, whatever the number of ranks.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def bandwidth(op: str, *, ranks: int, size_bytes: float, seconds: float) -> Band
         op: The operation by PyTorch's name for it, e.g. ``"all_reduce"`` or ``"_all_gather_base"``.
         ranks: Number of ranks that take part.
         size_bytes: Bytes that one rank puts in.
-        seconds: Time that it takes once all ranks have come.
+        seconds: Time that it takes once all ranks have arrived.
 
     Returns:
         None for an operation without a definition, or without a time.

@@ -1,4 +1,4 @@
-"""What is kept of a run for its pictures, in memory that does not grow with it."""
+"""The part of a run's history that its pictures need, in bounded memory."""
 
 import heapq
 from bisect import bisect_right
@@ -16,30 +16,30 @@ from lightning_ncclsafe.timing.matching import MatchedCalls
 from lightning_ncclsafe.timing.windows import GAP, OWN, SPAN, Spans
 
 KEPT_NS = 180_000_000_000
-"""For how long everything is kept: memory is as large as it gets after these three minutes."""
+"""Everything of the last three minutes is kept; memory grows no further after that."""
 
-# However old: of a run with long steps there is more to see than three minutes.
+# Kept however old: with long steps, three minutes show too little.
 _LEAST_BYTES = 1 << 20
 _LEAST_SPANS_OF_A_RANK = 2000
 # What is older did not lead to a collective: its group is one of many, and is called rarely.
 _LED_TO_NS = 30_000_000_000
-# One long delay has many collectives in it, and others are worth a look, too.
+# One long delay contains many collectives; others are worth a look, too.
 _WORST_OF_A_BLOCK = 4
 _MOST_SPANS_OF_A_MOMENT = 64
 _BINS = 512
-# What the arrays of a block take beside what is in them.
+# Overhead of the arrays of a block.
 _BLOCK_BYTES = 2000
 _FIRST_BIN_NS = 1_000_000_000
 
 
 class LatenessHistory:
-    """How late each rank was, over the whole run: bins of time that are made wider as it goes on.
+    """How late each rank was, over the whole run: in bins of time that widen as the run goes on.
 
     Args:
         world_size: Number of ranks.
 
     Attributes:
-        began_ns: When the first bin begins; 0 as long as there is none.
+        began_ns: When the first bin begins; 0 without bins.
         bin_ns: Width of a bin.
     """
 
@@ -95,13 +95,13 @@ class RecentSpans:
             self._by_rank[rank] = np.concatenate([known, part])[-most:]
 
     def forget(self, before_ns: int) -> None:
-        """Forgets what was over by then, but for each rank's last 2,000."""
+        """Forgets what was over by then, except each rank's last 2,000."""
         for rank, known in self._by_rank.items():
             self._by_rank[rank] = known[min(_position(known, before_ns), max(len(known) - _LEAST_SPANS_OF_A_RANK, 0)) :]
 
     @property
     def by_rank(self) -> dict[int, Spans]:
-        """Those of each rank."""
+        """The spans of each rank."""
         return self._by_rank
 
 
@@ -122,7 +122,7 @@ class RecentOwnWork:
             self._rows = np.concatenate([self._rows, own])[-self._limit :]
 
     def since(self, ns: int) -> Intervals | None:
-        """Those that have ended since then; None if there are none."""
+        """The intervals that ended since then; None if there are none."""
         rows = self._rows[self._rows["end_ns"] > ns]
         if not len(rows):
             return None
@@ -131,7 +131,7 @@ class RecentOwnWork:
 
 
 class RecentCalls:
-    """The last matched collectives: those of the last minutes, of long steps as many as fit into 1 MiB.
+    """The last matched collectives: those of the last three minutes, or with long steps as many as fit into 1 MiB.
 
     Args:
         limit_bytes: Most bytes that are kept, however young.
@@ -149,13 +149,13 @@ class RecentCalls:
 
     @property
     def began_ns(self) -> int:
-        """When what led to the oldest block began, on the reference clock; there has to be one."""
+        """When the step of the oldest block began, on the reference clock; there has to be a block."""
         oldest = self._blocks[0]
         first_ns = int(oldest.arrival_ns.min())
         return max(min(int(oldest.before_ns.max()), first_ns), first_ns - _LED_TO_NS)
 
     def add(self, calls: MatchedCalls) -> list[MatchedCalls]:
-        """Adds a block; returns those that are forgotten for it, the oldest."""
+        """Adds a block; returns the oldest ones, which are forgotten for it."""
         self._blocks.append(calls)
         self._bytes += _size_of(calls)
         forgotten = []
@@ -171,11 +171,11 @@ class RecentCalls:
 
 
 class WorstMoments:
-    """The collectives for which ranks came furthest apart, with the phases before them: of those that are forgotten.
+    """Of the forgotten collectives, those with the largest skew, with the phases before them.
 
     Args:
         limit_bytes: Most bytes that are kept.
-        least_ns: What is less apart is not kept.
+        least_ns: Collectives with less skew are not kept.
     """
 
     def __init__(self, limit_bytes: int, *, least_ns: float) -> None:
@@ -213,7 +213,7 @@ class WorstMoments:
         return sorted((calls for _, _, calls, _ in self._heap), key=lambda calls: int(calls.arrival_ns.max()))
 
     def spans_with(self, recent: Mapping[int, Spans]) -> Spans:
-        """The phases before them, and the last ones, by rank; of what was between nothing is known any more.
+        """The phases before them, and the last ones, by rank; those between are forgotten.
 
         Args:
             recent: The last phases of each rank.
@@ -248,7 +248,7 @@ def _with_gaps(rank: int, moments: list[tuple[Spans, int]], *, until_ns: int | N
 
 
 def _only(block: MatchedCalls, column: int) -> MatchedCalls:
-    """One collective of a block; copied, as a view would keep the whole."""
+    """One collective of a block; copied, as a view would keep the whole block in memory."""
     this = slice(column, column + 1)
     return replace(
         block,

@@ -1,7 +1,7 @@
-"""Which rank was late for a collective, by how much, and in which phase of its step it fell behind.
+"""Finds which rank was late for a collective, by how much, and in which phase of its step it fell behind.
 
-The rank for which the others wait never waits itself: its call comes last, and its collective takes the shortest time.
-What a collective takes is about the shortest duration among the ranks (*transfer*), the rest is *waiting*.
+The rank for which the others wait does not wait itself: it calls last, and its collective takes the shortest time. The
+shortest duration among the ranks is the *transfer*, the rest of each duration is *waiting*.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,14 +15,14 @@ from lightning_ncclsafe.timing.matching import MatchedCalls, durations_known
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase
 from lightning_ncclsafe.timing.windows import SPAN, Spans
 
-# Less is no waiting that anybody would notice; most collectives are so short.
+# Less waiting than this does not matter; most collectives are so short.
 _LEAST_NS = 100_000
 
-# To find the phase in which one rank fell behind, it is compared with so many others at most.
+# The phase in which one rank fell behind is found by comparison with at most so many others.
 _COMPARED = 16
-# A phase is named if it explains so much of the delay.
+# A phase is named if it explains this share of the delay.
 _EXPLAINS = 0.4
-# Of many late arrivals only so many, the latest, are looked into for each block.
+# In each block, the phase is determined only for so many late arrivals, the latest.
 _MOST_EXPLAINED = 256
 NO_PHASE = -1
 
@@ -38,7 +38,7 @@ class Intervals:
         self._timelines = {rank: _timeline(*intervals) for rank, intervals in by_rank.items() if len(intervals[0])}
 
     def within_ns(self, ranks: Iterable[int], begin_ns: NDArray[Any], end_ns: NDArray[Any]) -> NDArray[Any]:
-        """How much of them there is of each rank between two moments, shapes (R, K)."""
+        """How much of each rank's intervals is between two moments, shapes (R, K)."""
         found_ns = np.zeros_like(begin_ns)
         for row, rank in enumerate(ranks):
             if rank in self._timelines:
@@ -73,10 +73,10 @@ class Waits(Intervals):
 
 
 def _timeline(begin_ns: NDArray[Any], end_ns: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Moments at which an interval begins or ends, and how much of them there is in all by then."""
+    """Moments at which an interval begins or ends, and the length of all intervals up to then."""
     order = np.argsort(begin_ns, kind="stable")
     begin_ns, end_ns = begin_ns[order], np.maximum.accumulate(end_ns[order])
-    # Where two overlap, in groups that work at the same time, the second begins when the first has ended.
+    # If two overlap, in groups that work at the same time, the second begins at the end of the first.
     begin_ns[1:] = np.maximum(begin_ns[1:], end_ns[:-1])
     moments_ns = np.column_stack([begin_ns, end_ns]).ravel()
     lasted_ns = np.column_stack([np.zeros_like(begin_ns), end_ns - begin_ns]).ravel()
@@ -88,8 +88,8 @@ class Lateness:
     """Who was late in a block of matched calls: R ranks, K collectives, nanoseconds.
 
     Attributes:
-        late_ns: How late each rank came, beyond what it already was at the collective before, against the median of
-            the ranks; 0 where clocks cannot tell. Shape (R, K).
+        late_ns: How late each rank arrived against the median of the ranks, less how late it already was at the
+            collective before; 0 where clocks are too inaccurate. Shape (R, K).
         wait_ns: How long each rank waited for the last one, shape (R, K).
         transfer_ns: Shortest duration among the ranks; -1 where durations are not known. Shape (K,).
         skew_ns: Between the first arrival and the last, shape (K,).
@@ -112,19 +112,19 @@ def lateness(
     waits: Waits | None = None,
     own: Intervals | None = None,
 ) -> Lateness:
-    """Who was late.
+    """Determines who was late.
 
     Args:
         calls: A block of collectives of one group.
         spans: Phases of the group's ranks by rank, on the reference clock.
-        least_ns: Arrivals that are less late than this are not looked into for a phase.
+        least_ns: No phase is determined for arrivals that are less late than this.
         waits: When ranks waited in collectives of other groups; None where there are none.
-        own: When code of this package kept ranks busy; None where it did not. Nobody is late by that.
+        own: When code of this package kept ranks busy; None if it did not. This does not count as lateness.
     """
     timed = durations_known(calls.duration_ns)
     # All ranks are released at the same moment, so on the device the shortest duration is the latest arrival; this
     # needs no clocks. Without durations, the calls' own times are compared.
-    # Less the first moment: nanoseconds since the epoch are too many for a float.
+    # Relative to the first moment: a float cannot hold nanoseconds since the epoch.
     on_device = np.where(timed, -calls.duration_ns, _comparable(calls))
     skew_ns = on_device.max(axis=0) - on_device.min(axis=0)
     wait_ns = on_device.max(axis=0) - on_device
@@ -144,7 +144,7 @@ def lateness(
 
 
 def _comparable(calls: MatchedCalls) -> NDArray[Any]:
-    """Arrivals; by a clock of which nothing is known a rank comes neither early nor late."""
+    """Arrivals; with an unknown clock, a rank is neither early nor late."""
     arrival_ns: NDArray[Any] = calls.arrival_ns - calls.arrival_ns.min()
     known = calls.uncertainty_ns >= 0
     if not known.all():
@@ -153,7 +153,7 @@ def _comparable(calls: MatchedCalls) -> NDArray[Any]:
 
 
 def _middle(values: NDArray[Any]) -> NDArray[Any]:
-    """Median over ranks; of two, the earlier one, which is what the other is compared with."""
+    """Median over ranks; of two ranks, the earlier one."""
     middle: NDArray[Any] = values.min(axis=0) if len(values) == 2 else np.median(values, axis=0)
     return middle
 
@@ -161,7 +161,7 @@ def _middle(values: NDArray[Any]) -> NDArray[Any]:
 def _own_work_began(calls: MatchedCalls) -> NDArray[Any]:
     """When each rank was free to go on after the collective before, shape (R, K); 0 in columns that follow none.
 
-    That is when it called that one or, if it has waited for it, when the last rank had come. A rank that makes its
+    That is when it called that one or, if it waited for it, when the last rank had arrived. A rank that makes its
     next call before then has not waited.
     """
     now = calls.arrival_ns
@@ -175,8 +175,8 @@ def _own_work_began(calls: MatchedCalls) -> NDArray[Any]:
 def _fell_behind(calls: MatchedCalls, began_ns: NDArray[Any], waits: Waits | None) -> NDArray[Any]:
     """How much longer than the others each rank has worked since the collective before.
 
-    A rank that is 20 ms late for one gradient bucket is so for the next, which nobody waits for in between; that is
-    one delay, and not two. Nor has a rank worked that has waited for another one, in another group.
+    A rank that is 20 ms late for one gradient bucket is also 20 ms late for the next if nobody waits in between; that
+    is one delay, not two. Time that a rank waits in another group is not work, either.
     """
     work_ns = calls.arrival_ns - began_ns
     if waits is not None:
@@ -186,16 +186,16 @@ def _fell_behind(calls: MatchedCalls, began_ns: NDArray[Any], waits: Waits | Non
 
 
 def _own_work(calls: MatchedCalls, late_ns: NDArray[Any], began_ns: NDArray[Any], own: Intervals) -> NDArray[Any]:
-    """For how long code of ours has kept each rank busy since the collective before, or else for as long as it is late.
+    """How long code of this package kept each rank busy since the collective before, at most as long as it is late.
 
-    All of it is taken off, also where it went on beside the training: it may have held the interpreter's lock.
+    All of it is subtracted, even if it ran concurrently with training: it may have held the GIL.
     """
     since_ns = np.where(began_ns > 0, began_ns, calls.arrival_ns - late_ns.astype(np.int64))
     return own.within_ns(calls.group.ranks, since_ns, calls.arrival_ns)
 
 
 def _resolved(late_ns: NDArray[Any], uncertainty_ns: NDArray[Any]) -> NDArray[Any]:
-    """Without what may be the clocks' fault; a clock of which nothing is known may be anything."""
+    """Lateness without what errors of the clocks may explain; an unknown clock explains anything."""
     if (uncertainty_ns == 0).all():
         return late_ns
     known = uncertainty_ns >= 0
@@ -241,7 +241,7 @@ def _phase(
     column: int,
     others: list[int],
 ) -> int:
-    """The phase in which a rank has spent the time that the others have not."""
+    """The phase in which a rank spent time that the others did not."""
 
     def spent_ns(rank: int) -> NDArray[Any]:
         return timelines[rank].spent_ns(began_ns[rank, column], calls.arrival_ns[rank, column])
@@ -250,7 +250,7 @@ def _phase(
     most = int(np.argmax(excess_ns))
     if excess_ns[most] >= _EXPLAINS * late_ns[row, column]:
         return most
-    # The host was in time and the device was not: it computes more slowly.
+    # The host was on time and the device was not: it computes more slowly.
     if durations_known(calls.duration_ns[:, column : column + 1])[0]:
         return STEP_PHASES.index(StepPhase.COMPUTE)
     return NO_PHASE
@@ -260,7 +260,7 @@ class _Timeline:
     """How long one rank has been in each phase, up to any moment."""
 
     def __init__(self, spans: Spans) -> None:
-        # Copied out of its records, in which a search takes ten times as long.
+        # Copied from the records, in which a search takes ten times as long.
         self._begin_ns = np.ascontiguousarray(spans["begin_ns"])
         self._phase = spans["phase"]
         lasted_ns = np.diff(self._begin_ns, append=self._begin_ns[-1:])

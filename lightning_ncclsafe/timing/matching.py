@@ -1,4 +1,4 @@
-"""Puts the calls of all members of a group beside each other: equal sequence numbers are the same collective."""
+"""Matches the calls of all members of a group: equal sequence numbers are the same collective."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Calls, Clock, GroupMembers, Window
 
-# What waits for a member's word at most, rows of all groups together: 64 MB.
+# Most rows, of all groups together, that wait for a member's calls: 64 MB.
 _MOST_PENDING = 1_000_000
-# A call that not all members have reported by then is given up, on the clock of the calls themselves.
+# A call that not all members have reported by then is given up, by the clock of the calls themselves.
 _GIVE_UP_NS = 60_000_000_000
-# A program may make groups for as long as it runs; one that is forgotten and called again is a new one.
+# A program may create groups for as long as it runs; a forgotten one that is called again is a new one.
 _MOST_GROUPS = 10_000
 
 
@@ -30,8 +30,8 @@ class MatchedCalls:
         size_bytes: Bytes on one rank, shape (K,).
         arrival_ns: When each rank called it, on the reference clock, shape (R, K).
         duration_ns: Duration on each rank's device, or :data:`UNKNOWN_NS`, shape (R, K).
-        uncertainty_ns: By how much a rank's arrivals may be wrong against those of another, shape (R,).
-        before_ns: Arrivals at the collective that came before the first column, shape (R,).
+        uncertainty_ns: Bound of the error of a rank's arrivals relative to those of another, shape (R,).
+        before_ns: Arrivals at the collective before the first column, shape (R,).
         follows: Whether the collective before it in sequence is the column to its left, or for the first column the
             one of ``before_ns``, shape (K,).
     """
@@ -50,10 +50,10 @@ class MatchedCalls:
 
 
 class Matcher:
-    """Takes windows as they come, and gives what all members of a group have called.
+    """Takes windows as they arrive, and returns the calls that all members of a group have made.
 
     Attributes:
-        unmatched: Calls that were given up, as not all members have told of them.
+        unmatched: Calls that were given up, as not all members reported them.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Matcher:
         self.unmatched = 0
 
     def add(self, window: Window) -> list[MatchedCalls]:
-        """What can be matched now that this has come, by group."""
+        """Adds a window; returns what can be matched now, by group."""
         self._clocks |= window.clocks
         for group in window.groups:
             known = self._groups.pop(group.name, group)
@@ -79,7 +79,7 @@ class Matcher:
         return found
 
     def _forget_groups(self) -> None:
-        """Those that were called longest ago; not one that a member's word is waited for."""
+        """Forgets the groups that were called longest ago, unless calls of theirs wait for a member."""
         if (too_many := len(self._groups) - _MOST_GROUPS) > 0:
             for name in [name for name in self._groups if name not in self._pending][:too_many]:
                 del self._groups[name]
@@ -98,7 +98,7 @@ class Matcher:
         self._keep(name, ops, calls[~is_whole])
         if not len(whole) or len(group.ranks) < 2:
             return None
-        # Sorted by rank and then by number, these are the rows of a matrix.
+        # Sorted by rank, then by number, these are the rows of a matrix.
         return self._matched(group, ops, calls[is_whole].reshape(len(group.ranks), len(whole)))
 
     def _matched(self, group: GroupMembers, ops: tuple[str, ...], table: Calls) -> MatchedCalls:
@@ -123,7 +123,7 @@ class Matcher:
         )
 
     def _keep(self, name: str, ops: tuple[str, ...], calls: Calls) -> None:
-        """What some members have not reported yet may still come, but not for ever."""
+        """Keeps calls that some members have not reported yet, but not forever."""
         age_ns = self._age_ns(calls)
         youngest = np.argsort(age_ns, kind="stable")[: _MOST_PENDING // max(len(self._pending), 1)]
         kept = calls[youngest[age_ns[youngest] < _GIVE_UP_NS]]

@@ -20,7 +20,7 @@ _AHEAD = 2
 # What some ranks send comes by way of others, a turn or two later; a silent group is waited for no longer.
 _LAG_NS = 10_000_000_000
 
-# What it takes to name a rank: all of it stands here, the rest of the package asks only for these.
+# The conditions for naming a rank; all of them are here, for the whole package.
 
 WINDOW_STEPS = 200
 """Steps that are looked at together."""
@@ -29,24 +29,24 @@ LEAST_LATE_NS = 2e6
 """What a busy host's scheduler alone does to any rank; less is never called late."""
 
 LEAST_STEPS = 50
-"""Steps of which something can be said. What is told of a rank has to be in a tenth of them or so, and eight times at
-least; in fewer steps one hiccup of the host is a tenth."""
+"""Fewest steps to judge. A straggler is late in about a tenth of them, and at least eight times; of fewer steps, a
+single hiccup of the host would be a tenth."""
 
 WARM_UP_STEPS = 10
 """First batches of a call that do not count: the sanity check's two; the first of training, with compilation, the
 start of loader workers and the allocator's first; the second, for which DDP sorts its buckets anew; and some for a rank
-that was behind to come out of it."""
+that was behind to catch up."""
 
 # Bursts of something else on a host last some hundred milliseconds.
 _LEAST_SPAN_NS = 1e9
-# Nor is less than this share of a step called late.
+# Less than this share of a step is never called late, either.
 _LEAST_OF_STEP = 0.02
-# From one threshold of lateness to the next that is tried.
+# Factor between the thresholds of lateness that are tried.
 _FINER = 1.4
 _LEAST_LATE_STEPS = 8
 # Waiting for it must cost at least this share of the time.
 _LEAST_COST = 0.005
-# As often would one of two equal ranks be the late one by chance.
+# The share of steps in which one of two equal ranks is the late one by chance.
 _CHANCE = 5e-3
 # A rank that is late in less than half of the steps has to be so by more: that much any rank is on a busy host.
 _SELDOM, _LEAST_SELDOM_NS, _LEAST_SELDOM_OF_STEP = 0.5, 8e6, 0.05
@@ -83,7 +83,7 @@ class Step:
 
 
 class Steps:
-    """Puts together what different groups and blocks show of the same step.
+    """Combines what different groups and blocks show of the same step.
 
     Args:
         world_size: Number of ranks.
@@ -110,10 +110,10 @@ class Steps:
                 self._explain(step, calls, late, chosen)
 
     def complete(self, *, all_of_them: bool = False) -> list[Step]:
-        """The steps to which nothing is added any more, in order; they are given once."""
+        """The steps to which nothing will be added, in order; each is returned once."""
         latest_ns = max((at_ns for _, at_ns in self._newest.values()), default=0)
         # A group that was silent for longer is not waited for, and is new when it calls again.
-        self._newest = {name: told for name, told in self._newest.items() if told[1] >= latest_ns - _LAG_NS}
+        self._newest = {name: entry for name, entry in self._newest.items() if entry[1] >= latest_ns - _LAG_NS}
         newest = min((number for number, _ in self._newest.values()), default=0)
         done = [number for number in sorted(self._open) if all_of_them or number <= newest - _AHEAD]
         return [self._open.pop(number) for number in done]
@@ -154,7 +154,7 @@ class Stragglers:
 
     @property
     def named(self) -> tuple[Straggler, ...]:
-        """All that were named, those that have recovered too, as of now; in the order in which they were named."""
+        """All ranks that were named, in that order, even if they have recovered; with current numbers."""
         return tuple(self._named.values())
 
     def add(self, steps: Iterable[Step]) -> list[Straggler]:
@@ -185,7 +185,7 @@ class Stragglers:
                     yield self._named[rank]
 
     def _release(self, found: dict[int, Straggler], new_steps: int) -> Iterator[Straggler]:
-        """It has recovered once all steps that it was late in are out of sight."""
+        """Releases ranks that have recovered: all their late steps have left the window."""
         for rank, known in [*self._named.items()]:
             if rank in found or known.is_over:
                 continue
@@ -199,7 +199,7 @@ class Stragglers:
         latest, worst_ns = late_ns.argmax(axis=1), late_ns.max(axis=1)
         least_ns = max(LEAST_LATE_NS, _LEAST_OF_STEP * self._span_ns() / len(self._steps))
         found: set[int] = set()
-        # One that is 20 ms late now and then stands out only where what happens to all ranks is left aside.
+        # A rank that is sometimes 20 ms late only stands out without the lateness that happens to all ranks.
         while least_ns <= worst_ns.max():
             is_late = worst_ns >= least_ns
             for rank in np.unique(latest[is_late]).tolist():
@@ -216,7 +216,7 @@ class Stragglers:
             and worst_ns[is_own].mean() >= self._least_mean_ns(own)
             and worst_ns[is_own].sum() >= _LEAST_COST * self._span_ns()
             and self._is_throughout(is_own)
-            # Any rank may be the one, and the more there are the less is needed for one to stand out.
+            # Any rank may be the straggler: with more ranks, a smaller number of late steps stands out.
             and _chance(own, late, 1 / self._world_size) <= _CHANCE * (2 / self._world_size) ** 4
         )
 

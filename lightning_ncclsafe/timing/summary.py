@@ -9,7 +9,7 @@ from lightning_ncclsafe.timing.windows import Clock
 
 
 class StepPhase(str, Enum):
-    """Where a rank spends its time between two collectives, in the words of reports."""
+    """What a rank does between two collectives, in the words of reports."""
 
     OTHER = "between hooks"
     DATA = "data loading"
@@ -22,12 +22,12 @@ class StepPhase(str, Enum):
 
 
 STEP_PHASES = tuple(StepPhase)
-"""By the number that stands for each in a window's spans."""
+"""By their numbers in a window's spans."""
 
 LOG_METRICS = "log_metrics"
-"""Name of the action in which Lightning hands metrics to its loggers; its profiler has none for it."""
+"""Name of the action in which metrics go to the loggers; Lightning's profiler has no name for it."""
 
-# The first that is found in an action's name decides.
+# The first one found in an action's name decides.
 _MARKS = (
     (StepPhase.CHECKPOINT, ("save_checkpoint", "[Callback]ModelCheckpoint", "OnExceptionCheckpoint")),
     (StepPhase.VALIDATION, ("validation", "[_EvaluationLoop]", "val_dataloader", ".test_", "on_test_", "predict")),
@@ -40,7 +40,7 @@ _MARKS = (
 
 
 def step_phase(action: str) -> StepPhase:
-    """The phase of an action, by the name that Lightning gives its profiler; of no action, what is between hooks."""
+    """The phase of an action, by its name for Lightning's profiler; without an action, the time between hooks."""
     # The state of a callback names what it monitors: "[Callback]EarlyStopping{'monitor': 'val_loss'}.on_train_end".
     name = re.sub(r"\{.*\}", "", action)
     for phase, marks in _MARKS:
@@ -64,9 +64,9 @@ class OpSummary:
         compared: Calls whose times were compared among all members.
         skew_s: Seconds between the first rank's arrival and the last one's, on average over the compared calls.
         wait_s: Seconds that a rank waited for the others in a call, on average over calls and ranks.
-        transfer_s: Seconds of the shortest duration among the ranks, on average: what a call takes once all have come.
-            None where the back end gives no durations.
-        algorithm_bandwidth: Bytes a second by nccl-tests' definition; None where there are no durations.
+        transfer_s: Seconds of the shortest duration among the ranks, on average: the time of a call once all have
+            arrived. None if the back end records no durations.
+        algorithm_bandwidth: Bytes a second by nccl-tests' definition; None without durations.
         bus_bandwidth: Bytes a second that each link carries, by nccl-tests' definition; None likewise, and for
             operations that it does not define one for.
     """
@@ -88,12 +88,12 @@ class OpSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
-    """How one rank has kept the others waiting.
+    """How long one rank kept the others waiting.
 
     Attributes:
         rank: Global rank.
         steps: Steps in which it was compared with the others.
-        late_steps: Steps in which it was the last, by more than clocks and noise explain.
+        late_steps: Steps in which it was last, by more than clock errors and noise explain.
         late_s: Seconds, in all, for which others waited for it in those steps.
         waited_s: Seconds, in all, that it waited for others.
         by_phase_s: ``late_s`` by the phase in which it fell behind.
@@ -111,7 +111,7 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSummary:
-    """All of it.
+    """The results of a run.
 
     Attributes:
         began_ns: Wall-clock time of rank 0 at the first compared collective, nanoseconds since the epoch; 0 if none.
@@ -119,11 +119,11 @@ class TimingSummary:
         steps: Steps that were compared.
         ops: By group and operation, those on which ranks waited longest first.
         ranks: By rank, ascending.
-        stragglers: Those that were named, in the order in which they were.
-        lost: Calls that the recorder had forgotten before they were read, all ranks.
+        stragglers: Ranks that were named, in that order.
+        lost: Calls that the recorder overwrote before they were read, all ranks.
         left_out: Calls that were read and counted but not compared, all ranks.
-        unmatched: Calls that not all members of the group have made, or told of.
-        missing: What could not be had, one sentence each.
+        unmatched: Calls that not all members of the group made or reported.
+        missing: What could not be recorded, one sentence each.
     """
 
     began_ns: int = 0

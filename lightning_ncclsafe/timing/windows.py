@@ -1,4 +1,4 @@
-"""What ranks send each other about their collectives: some seconds' worth, of one rank or of many."""
+"""What ranks send each other about their collectives: some seconds, of one rank or of many."""
 
 import io
 import json
@@ -27,21 +27,21 @@ CALL = np.dtype(
 rank's training batches; ``created_ns`` is the rank's own wall clock; ``duration_ns`` is that on the device, or -1."""
 
 SPAN = np.dtype([("rank", "<i4"), ("phase", "<i4"), ("begin_ns", "<i8")])
-"""From ``begin_ns``, on the rank's own wall clock, on it is in a phase, by number, until its next span begins."""
+"""A phase of a rank, by number: from ``begin_ns``, on the rank's own wall clock, until its next span begins."""
 
 GAP = -1
-"""In place of a phase: from there on nothing is known of the rank, until its next span begins."""
+"""In place of a phase: what the rank did until its next span is unknown."""
 
 OWN = np.dtype([("rank", "<i4"), ("begin_ns", "<i8"), ("end_ns", "<i8")])
-"""From ``begin_ns`` to ``end_ns``, on the rank's own wall clock, code of this package has kept a rank busy."""
+"""Code of this package kept a rank busy from ``begin_ns`` to ``end_ns``, on the rank's own wall clock."""
 
 UNKNOWN_NS = -1
-"""Of a duration that the back end does not give."""
+"""A duration that the back end does not record."""
 
-# An array of this size would be some 5 GB: nothing that a rank of ours has written.
+# An array of this size would be some 5 GB: no rank writes that.
 _MOST_ROWS = 100_000_000
 
-# Who was late for a call is found from the one before it, so what stays has to hang together.
+# Lateness is computed from a call and the one before it, so neighbours have to stay together.
 _RUN = 64
 _SPANS_A_CALL = 4
 
@@ -56,7 +56,7 @@ class Clock:
 
     Attributes:
         offset_ns: How much it is ahead.
-        uncertainty_ns: By how much that may be wrong; negative where nothing is known yet.
+        uncertainty_ns: Bound of its error; negative while the offset is unknown.
     """
 
     offset_ns: int = 0
@@ -69,7 +69,7 @@ class GroupMembers:
 
     Attributes:
         name: Its name, unique in the job.
-        description: What it is for, in the words of whoever made it.
+        description: Its ``group_desc``, what it is for.
         ranks: Global ranks of its members, ascending.
         backend: ``"nccl"``, ``"gloo"``, …
     """
@@ -112,11 +112,11 @@ class Window:
         groups: Process groups, by the number that calls give them.
         ops: Operations, by number, e.g. ``"all_reduce"``.
         clocks: Clock of each rank in the window.
-        totals: What the ranks have called in all, by rank.
-        lost: Calls that the recorder had forgotten before they were read, by rank.
-        left_out: Calls that were read, and are not in the window because there were too many, by rank.
+        totals: All calls of the ranks, by rank.
+        lost: Calls that the recorder overwrote before they were read, by rank.
+        left_out: Calls that were read but left out of the window because there were too many, by rank.
         last: Whether this is the last window, by rank.
-        missing: What could not be had, one sentence each.
+        missing: What could not be recorded, one sentence each.
     """
 
     calls: Calls
@@ -133,17 +133,17 @@ class Window:
 
 
 def empty_window() -> Window:
-    """A window with nothing in it."""
+    """An empty window."""
     return Window(calls=np.zeros(0, CALL), spans=np.zeros(0, SPAN), clocks={}, totals={}, lost={}, left_out={})
 
 
 def joined(windows: list[Window]) -> Window:
-    """Windows of different ranks, or of the same ones in the order of time, as one."""
+    """Joins windows of different ranks, or of the same ranks in the order of time."""
     groups: dict[str, GroupMembers] = {}
     ops: dict[str, int] = {}
     parts = []
     for window in windows:
-        # A group that a rank has only just met has no members yet, on another rank it may.
+        # A group may have no members yet on a rank that has just met it, and have them on another.
         groups |= {group.name: group for group in window.groups if group.ranks or group.name not in groups}
         for op in window.ops:
             ops.setdefault(op, len(ops))
@@ -165,8 +165,8 @@ def joined(windows: list[Window]) -> Window:
 
 
 def encode(window: Window) -> bytes:
-    """A window as bytes: numpy's own format, without anything that would be run on reading."""
-    told = {
+    """A window as bytes: numpy's own format, without pickled objects."""
+    header = {
         "groups": [[group.name, group.description, group.ranks, group.backend] for group in window.groups],
         "ops": window.ops,
         "clocks": [[rank, clock.offset_ns, clock.uncertainty_ns] for rank, clock in window.clocks.items()],
@@ -181,8 +181,8 @@ def encode(window: Window) -> bytes:
         "missing": window.missing,
     }
     made = io.BytesIO()
-    text = np.frombuffer(json.dumps(told).encode(), dtype=np.uint8)
-    np.savez_compressed(made, calls=window.calls, spans=window.spans, own=window.own, told=text)
+    text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    np.savez_compressed(made, calls=window.calls, spans=window.spans, own=window.own, header=text)
     return made.getvalue()
 
 
@@ -194,7 +194,7 @@ def decode(data: bytes) -> Window:
     """
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as parts:
-            told = json.loads(bytes(parts["told"]).decode())
+            header = json.loads(bytes(parts["header"]).decode())
             calls, spans, own = parts["calls"], parts["spans"], parts["own"]
         if (calls.dtype, spans.dtype, own.dtype) != (CALL, SPAN, OWN):
             raise ValueError(f"arrays of {calls.dtype}, {spans.dtype} and {own.dtype}")
@@ -204,13 +204,13 @@ def decode(data: bytes) -> Window:
             GroupMembers(
                 name=str(name), description=str(description), ranks=tuple(map(int, ranks)), backend=str(backend)
             )
-            for name, description, ranks, backend in told["groups"]
+            for name, description, ranks, backend in header["groups"]
         )
-        ops = tuple(map(str, told["ops"]))
+        ops = tuple(map(str, header["ops"]))
         if len(calls) and (calls["group"].max() >= len(groups) or calls["op"].max() >= len(ops)):
             raise ValueError("a call of a group or an operation that is not named")
         totals: dict[int, tuple[OpTotal, ...]] = {}
-        for rank, group, op, count, size_bytes, duration_ns, timed in told["totals"]:
+        for rank, group, op, count, size_bytes, duration_ns, timed in header["totals"]:
             total = OpTotal(
                 group=str(group),
                 op=str(op),
@@ -226,19 +226,19 @@ def decode(data: bytes) -> Window:
             own=own,
             groups=groups,
             ops=ops,
-            clocks={int(r): Clock(offset_ns=int(o), uncertainty_ns=int(u)) for r, o, u in told["clocks"]},
+            clocks={int(r): Clock(offset_ns=int(o), uncertainty_ns=int(u)) for r, o, u in header["clocks"]},
             totals=totals,
-            lost={int(rank): int(count) for rank, count in told["lost"]},
-            left_out={int(rank): int(count) for rank, count in told["left_out"]},
-            last=frozenset(map(int, told["last"])),
-            missing=tuple(map(str, told["missing"])),
+            lost={int(rank): int(count) for rank, count in header["lost"]},
+            left_out={int(rank): int(count) for rank, count in header["left_out"]},
+            last=frozenset(map(int, header["last"])),
+            missing=tuple(map(str, header["missing"])),
         )
     except Exception as error:  # numpy, zipfile and json each have errors of their own
         raise WindowError(f"What ranks sent about their collectives cannot be read: {error!r}.") from error
 
 
 def without_spans_before(window: Window, ns: int) -> Window:
-    """The same, without the spans that began earlier, except each rank's last of them."""
+    """The window without spans that began earlier, except the last of those of each rank."""
     spans = window.spans
     keep = spans["begin_ns"] >= ns
     for rank in np.unique(spans["rank"]):
@@ -287,10 +287,10 @@ def _sums(counts: list[dict[int, int]]) -> dict[int, int]:
 
 
 def limited(window: Window, most_calls: int) -> Window:
-    """The same window, with at most so many calls of each rank and group.
+    """The window with at most so many calls of each rank and group.
 
-    Of more than that, every second, fourth, … run of 64 sequence numbers stays, so that ranks that have made equally
-    many keep the same, without a word. What is left out is counted.
+    Of more calls, every second, fourth, … run of 64 sequence numbers stays, so that ranks with equally many calls keep
+    the same ones without communication. The calls that are left out are counted.
 
     Args:
         window: A window of any ranks.
@@ -316,7 +316,7 @@ def limited(window: Window, most_calls: int) -> Window:
 def _stride(seq: NDArray[Any], most_calls: int) -> int:
     if len(seq) <= most_calls:
         return 1
-    # Of what was thinned before fewer are left than were made, and those are of a stride already.
+    # Calls that were thinned before are fewer than were made, and already have a stride.
     made, stride = max(len(seq), int(seq.max() - seq.min()) + 1), 1
     while made > most_calls * stride:
         stride *= 2

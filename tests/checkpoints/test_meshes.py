@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_ncclsafe.checkpoints.boundary import NotProvenError
-from lightning_ncclsafe.checkpoints.joined import Share, file_of, joined
+from lightning_ncclsafe.checkpoints.sharded_save import Share, file_of, joined
 from lightning_ncclsafe.checkpoints.shards import Chunk, OwnShard, pieces_of
 
 _FORK = multiprocessing.get_context("fork")

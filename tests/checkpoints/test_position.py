@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from lightning_ncclsafe.checkpoints import position
-from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, read_left_behind
 from lightning_ncclsafe.checkpoints.position import DataPosition, capture
+from lightning_ncclsafe.checkpoints.position_file import PositionFile, read_position
 from lightning_ncclsafe.probes.data.random_state import put_back, saved_states
 
 SAMPLES, BATCH = 24, 4
@@ -126,7 +126,7 @@ class Loop:
 class Trained:
     """A training that draws random numbers of its own, and what it has seen."""
 
-    def __init__(self, loader: Any, left_behind: LeftBehind | None = None) -> None:
+    def __init__(self, loader: Any, left_behind: PositionFile | None = None) -> None:
         self.fit_loop = Loop(loader)
         self.is_global_zero, self.global_rank, self.global_step = True, 0, 0
         self.lightning_module = SimpleNamespace(automatic_optimization=True)
@@ -301,13 +301,13 @@ def test_after_the_last_batch_nothing_is_loaded_and_the_next_epoch_is_as_ever(na
 
 
 @pytest.fixture
-def left() -> Iterator[LeftBehind]:
-    made = LeftBehind(0)
+def left() -> Iterator[PositionFile]:
+    made = PositionFile(0)
     yield made
     made.close()
 
 
-def test_a_rank_that_ends_while_others_make_the_step_has_left_behind_where_it_would_be(left: LeftBehind) -> None:
+def test_a_rank_that_ends_while_others_make_the_step_has_left_behind_where_it_would_be(left: PositionFile) -> None:
     """From its backward pass on: before the others could make the step, and before its own batch is over."""
     seed()
     training = Trained(LOADERS["shuffled"](), left)
@@ -318,20 +318,20 @@ def test_a_rank_that_ends_while_others_make_the_step_has_left_behind_where_it_wo
     training.draw(batches)
     for _ in range(3):  # some optimizers do it repeatedly
         training.precision_plugin.pre_backward(None, None)
-    before, ahead = read_left_behind(left.path, 2), read_left_behind(left.path, 3)
+    before, ahead = read_position(left.path, 2), read_position(left.path, 3)
     assert before is not None and before["batches"] == 2
     training.end_batch()
     training.global_step = 3
     assert str(ahead) == str(capture(training) | {"step": 3})
     # A hook at the end of the batch draws.
     random.random()
-    assert str(read_left_behind(left.path, 3)) == str(ahead) != str(then := capture(training) | {"step": 3})
-    assert str(read_left_behind(left.path, 3)) == str(then)
-    assert read_left_behind(left.path, 2) is None, "of the step before nobody goes on any more"
+    assert str(read_position(left.path, 3)) == str(ahead) != str(then := capture(training) | {"step": 3})
+    assert str(read_position(left.path, 3)) == str(then)
+    assert read_position(left.path, 2) is None, "of the step before nobody goes on any more"
 
 
 @pytest.mark.parametrize("why", ["accumulates", "is manual", "fails"])
-def test_nothing_is_left_ahead_where_no_step_follows_for_sure(left: LeftBehind, why: str) -> None:
+def test_nothing_is_left_ahead_where_no_step_follows_for_sure(left: PositionFile, why: str) -> None:
     training = Trained(LOADERS["shuffled"](), left)
     batches = training.begin()
     capture(training)
@@ -344,7 +344,7 @@ def test_nothing_is_left_ahead_where_no_step_follows_for_sure(left: LeftBehind, 
     else:
         del epoch_loop._should_accumulate
     assert training.precision_plugin.pre_backward("loss", None) == "loss"
-    assert read_left_behind(left.path, 1) is None and read_left_behind(left.path, 0) is not None
+    assert read_position(left.path, 1) is None and read_position(left.path, 0) is not None
 
 
 def test_what_is_iterated_begins_again_and_says_so() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_ncclsafe.collectives import scalars as scalars_module
-from lightning_ncclsafe.collectives.scalars import TimingScalars
+from lightning_ncclsafe.collectives import results as scalars_module
+from lightning_ncclsafe.collectives.results import TimingScalars
 from lightning_ncclsafe.timing.lateness import lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
 from lightning_ncclsafe.timing.windows import GroupMembers

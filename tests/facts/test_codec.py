@@ -50,6 +50,7 @@ from lightning_ncclsafe.facts import (
     RandomState,
     RankFacts,
     RecordFacts,
+    SampledActivity,
     SamplerFacts,
     SilentHost,
     Statement,
@@ -62,7 +63,6 @@ from lightning_ncclsafe.facts import (
     TriedAddress,
     UnitKind,
     UnrecordedGroup,
-    Whereabouts,
     codec,
 )
 from lightning_ncclsafe.facts.codec import DecodeError, decode, encode
@@ -469,7 +469,7 @@ RANK = RankFacts(
         over_s=2.5,
         moved=True,
         slept_s=614.2,
-        whereabouts=(Whereabouts(doing="user code", place="train.py:41 in evaluate", looks=5),),
+        whereabouts=(SampledActivity(doing="user code", place="train.py:41 in evaluate", looks=5),),
         native=("cudaStreamSynchronize (libcudart.so.12)",),
         file_lock=FileLock(path="/home/me/cache.lock", holder=7, rank=3),
         group=Group(

@@ -4,8 +4,7 @@ import pytest
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
 from lightning_ncclsafe.facts import Incident, IncidentKind
-from lightning_ncclsafe.guard.connection import Connection
-from lightning_ncclsafe.guard.incident_log import IncidentEntry
+from lightning_ncclsafe.guard.shared import Connection, IncidentEntry
 
 ENTRY = IncidentEntry(incident=Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0, opened_ns=1))
 

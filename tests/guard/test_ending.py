@@ -21,7 +21,7 @@ from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, MemoryExchange, SharedMemory
 from lightning_ncclsafe.guard import ending
 from lightning_ncclsafe.guard.ending import EXIT_CODE, Ending
-from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.probes.rank import RankInfo
 
 
 class Exited(BaseException):
@@ -182,10 +182,10 @@ def test_a_process_that_cannot_end_itself_is_killed_and_one_that_has_its_number_
     os.kill(frozen.pid, signal.SIGSTOP)
     started = psutil.Process(frozen.pid).create_time()
     said: list[str] = []
-    card = Card(rank=3, host="node", pid=frozen.pid, started=started)
-    ending.end_frozen([replace(card, started=started - 60), replace(card, pid=(1 << 22) + 1)], said.append)
+    peer = RankInfo(rank=3, host="node", pid=frozen.pid, started=started)
+    ending.end_frozen([replace(peer, started=started - 60), replace(peer, pid=(1 << 22) + 1)], said.append)
     assert frozen.poll() is None
-    ending.end_frozen([card], said.append)
+    ending.end_frozen([peer], said.append)
     assert frozen.wait(20) == -signal.SIGKILL
     assert said == [f"rank 3 cannot end itself; its process {frozen.pid} was killed"]
 

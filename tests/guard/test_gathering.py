@@ -24,7 +24,7 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.guard import gathering
 from lightning_ncclsafe.guard.gathering import Gathering, report_deadline_s
 from lightning_ncclsafe.guard.reporter import Verdict
-from lightning_ncclsafe.probes.rank import Card, card_key
+from lightning_ncclsafe.probes.rank import RankInfo, info_key
 
 INCIDENT = Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0)
 
@@ -95,13 +95,14 @@ def test_all_of_many_ranks_are_heard_and_hear() -> None:
 def test_rounds_leave_a_few_keys_each_however_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     # One after the other: the reporter need not wait for those that come after it.
     monkeypatch.setattr(gathering, "SEEN_S", 0.0)
-    exchange = MemoryExchange()
+    shared = SharedMemory()
+    exchange = MemoryExchange(shared)
     for number in range(6):
         parts = [part_of(exchange, rank, 20, number) for rank in range(20)]
         for rank, part in enumerate(parts):
             part.publish(facts_of(rank))
         assert {verdict.answer for part in parts if (verdict := part.hold(INCIDENT, told))} == {"20 of 20: "}
-    left = {key.removeprefix("round/") for key in exchange._shared.values}
+    left = {key.removeprefix("round/") for key in shared.values}
     of_each = {f"{number}/{name}" for number in range(6) for name in ("verdict", "reporter/0")}
     assert left == of_each | {f"5/seen/{rank}" for rank in range(1, 20)}
 
@@ -122,18 +123,19 @@ def test_an_answer_that_comes_while_others_are_read_is_read_as_well(monkeypatch:
     """Reading those of a large job takes longer than ranks are waited for."""
     monkeypatch.setattr(gathering, "ANSWER_S", 0.0)
     monkeypatch.setattr(gathering, "PATIENCE_S", 0.05)
-    exchange = MemoryExchange()
+    shared = SharedMemory()
+    exchange = MemoryExchange(shared)
     late = codec.encode(facts_of(1))
 
     class SlowExchange(MemoryExchange):
         def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
             found = exchange.get_many(keys)
-            if "round/0/facts/1" not in exchange._shared.values:
+            if "round/0/facts/1" not in shared.values:
                 time.sleep(0.1)  # stands for the reading of many
                 exchange.set("round/0/facts/1", late)
             return found
 
-    part = part_of(SlowExchange(exchange._shared), 0, 2)
+    part = part_of(SlowExchange(shared), 0, 2)
     part.publish(facts_of(0))
     assert part.hold(INCIDENT, told) == Verdict(incident=INCIDENT, answer="2 of 2: ")
 
@@ -180,8 +182,8 @@ def test_a_process_that_ends_while_it_is_looked_at_has_last_words(monkeypatch: p
     """It ran when its connections broke; by the time that all others have answered, gloo has ended it."""
     monkeypatch.setattr(gathering, "ANSWER_S", 0.05)
     monkeypatch.setattr(gathering, "PATIENCE_S", 0.1)
-    card = Card(rank=1, host="node-1", pid=2**22 + 1)
-    looks = [ProcessFacts(pid=card.pid, rank=1, state="running")]
+    peer = RankInfo(rank=1, host="node-1", pid=2**22 + 1)
+    looks = [ProcessFacts(pid=peer.pid, rank=1, state="running")]
     looks.append(replace(looks[0], state="gone", ended_by="SIGABRT", said="too much"))
     jobs: list[JobFacts] = []
 
@@ -190,7 +192,7 @@ def test_a_process_that_ends_while_it_is_looked_at_has_last_words(monkeypatch: p
         return told(job)
 
     part = Gathering(
-        MemoryExchange(), round_number=0, rank=0, world_size=2, peers=[card], witness=lambda _: [looks.pop(0)]
+        MemoryExchange(), round_number=0, rank=0, world_size=2, peers=[peer], witness=lambda _: [looks.pop(0)]
     )
     part.publish(facts_of(0))
     part.hold(INCIDENT, report)
@@ -203,34 +205,34 @@ def test_a_process_that_kept_the_lock_when_it_was_looked_at_is_told_beside_its_a
 ) -> None:
     """The signal by which it is asked for its stack ends a call such as sleep(); then it can answer."""
     monkeypatch.setattr(gathering, "ANSWER_S", 0.05)
-    shared, card = SharedMemory(), Card(rank=1, host="node-1", pid=2**22 + 1)
+    shared, peer = SharedMemory(), RankInfo(rank=1, host="node-1", pid=2**22 + 1)
     jobs: list[JobFacts] = []
 
-    def witness(_: Iterable[Card]) -> list[ProcessFacts]:
+    def witness(_: Iterable[RankInfo]) -> list[ProcessFacts]:
         part_of(MemoryExchange(shared), 1, 2).publish(facts_of(1))
-        return [ProcessFacts(pid=card.pid, rank=1, state="sleeping", gil_held=gil_held)]
+        return [ProcessFacts(pid=peer.pid, rank=1, state="sleeping", gil_held=gil_held)]
 
     def report(job: JobFacts) -> Verdict:
         jobs.append(job)
         return told(job)
 
-    part = Gathering(MemoryExchange(shared), round_number=0, rank=0, world_size=2, peers=[card], witness=witness)
+    part = Gathering(MemoryExchange(shared), round_number=0, rank=0, world_size=2, peers=[peer], witness=witness)
     part.publish(facts_of(0))
     part.hold(INCIDENT, report)
     assert [facts.rank for facts in jobs[0].ranks] == [0, 1]
     assert [seen.gil_held for seen in jobs[0].witnessed] == [True] * gil_held
 
 
-@pytest.mark.parametrize(("leave_cards", "absent"), [(True, (2,)), (False, ())])
+@pytest.mark.parametrize(("publish_info", "absent"), [(True, (2,)), (False, ())])
 def test_who_has_not_begun_to_watch_is_told_from_who_is_silent(
-    leave_cards: bool, absent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    publish_info: bool, absent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before ranks share the job's store nobody has a card in what they share."""
     monkeypatch.setattr(gathering, "ANSWER_S", 0.05)
     monkeypatch.setattr(gathering, "PATIENCE_S", 0.1)
     exchange = MemoryExchange()
     for rank in (0, 1):
-        exchange.set(card_key(rank), b"")
+        exchange.set(info_key(rank), b"")
     jobs: list[JobFacts] = []
 
     def report(job: JobFacts) -> Verdict:
@@ -238,7 +240,7 @@ def test_who_has_not_begun_to_watch_is_told_from_who_is_silent(
         return told(job)
 
     part = Gathering(
-        exchange, round_number=0, rank=0, world_size=3, peers=(), witness=lambda _: [], leave_cards=leave_cards
+        exchange, round_number=0, rank=0, world_size=3, peers=(), witness=lambda _: [], publish_info=publish_info
     )
     part.publish(facts_of(0))
     part.hold(INCIDENT, report)

@@ -15,9 +15,9 @@ from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, wai
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.guard import ended_run, leaving
 from lightning_ncclsafe.guard.guard import Guard, Place
-from lightning_ncclsafe.guard.incident_log import IncidentEntry, IncidentLog
 from lightning_ncclsafe.guard.leaving import Leaving
-from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.guard.shared import IncidentEntry, IncidentLog
+from lightning_ncclsafe.probes.rank import RankInfo
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import activity
 from lightning_ncclsafe.settings import Limits
@@ -40,8 +40,8 @@ def test_a_rank_that_works_long_and_keeps_nobody_waiting_is_left_alone(make_job:
     job = make_job()
     glances = threading.Semaphore(0)
     for probe in job.probes:
-        look = probe.glance
-        probe.glance = lambda idle_s, look=look: (glances.release(), look(idle_s))[1]  # type: ignore[method-assign]
+        look = probe.snapshot
+        probe.snapshot = lambda idle_s, look=look: (glances.release(), look(idle_s))[1]  # type: ignore[method-assign]
     job.start()
     for _ in range(4):
         assert glances.acquire(timeout=20)
@@ -334,10 +334,10 @@ def test_the_same_exception_a_moment_apart_is_no_alarm(make_job: Callable[..., J
 
 def test_a_job_that_was_left_behind_tells_the_next_one_nothing(make_job: Callable[..., Job]) -> None:
     job = make_job(world_size=2)
-    job.probes[0].card = replace(job.probes[0].card, started=4e9)
+    job.probes[0].info = replace(job.probes[0].info, started=4e9)
     stale = IncidentLog(job.exchanges[0])
     stale.write(IncidentEntry(incident=Incident(number=1, kind=IncidentKind.TIMEOUT, opened_by=0, opened_ns=1)))
-    log = IncidentLog(job.exchanges[1], not_before_ns=int(job.probes[0].card.started * 1e9))
+    log = IncidentLog(job.exchanges[1], not_before_ns=int(job.probes[0].info.started * 1e9))
     assert log.read() is None
     assert log.number == 1
 
@@ -512,9 +512,9 @@ def test_a_rank_whose_run_is_ended_leaves_after_the_one_that_has_failed(
     states = iter(["running", "running", "zombie"])
     asked: list[int] = []
 
-    def look_at_peer(card: Card) -> ProcessFacts:
-        asked.append(card.rank)
-        return ProcessFacts(pid=card.pid, rank=card.rank, state=next(states))
+    def look_at_peer(peer: RankInfo) -> ProcessFacts:
+        asked.append(peer.rank)
+        return ProcessFacts(pid=peer.pid, rank=peer.rank, state=next(states))
 
     wait_on_all_but(job, 1)
     job.start()
@@ -533,9 +533,9 @@ def test_a_rank_that_still_waits_is_ended_after_the_one_that_has_failed(
     monkeypatch.setattr(ended_run, "_FAILED_LEAVE_S", 60.0)
     was_asked, has_left = threading.Event(), threading.Event()
 
-    def look_at_peer(card: Card) -> ProcessFacts:
+    def look_at_peer(peer: RankInfo) -> ProcessFacts:
         was_asked.set()
-        return ProcessFacts(pid=card.pid, rank=card.rank, state="zombie" if has_left.is_set() else "running")
+        return ProcessFacts(pid=peer.pid, rank=peer.rank, state="zombie" if has_left.is_set() else "running")
 
     wait_on_all_but(job, 1)
     job.start()
@@ -554,9 +554,9 @@ def test_a_rank_whose_wait_breaks_as_the_failed_one_leaves_is_not_ended(make_job
     state = job.guards[0]._state
     assert wait_for(lambda: state.verdict, deadline_s=20.0)
 
-    def look_at_peer(card: Card) -> ProcessFacts:
+    def look_at_peer(peer: RankInfo) -> ProcessFacts:
         state.main_thread_left.set()
-        return ProcessFacts(pid=card.pid, rank=card.rank, state="zombie")
+        return ProcessFacts(pid=peer.pid, rank=peer.rank, state="zombie")
 
     job.probes[0].look_at_peer = look_at_peer  # type: ignore[method-assign]
     job.guards[0]._ended_run.end()
@@ -566,7 +566,7 @@ def test_a_rank_whose_wait_breaks_as_the_failed_one_leaves_is_not_ended(make_job
 
 def test_the_first_rank_of_another_host_says_in_a_line_why_it_ends(make_job: Callable[..., Job]) -> None:
     job = make_job(world_size=2)
-    job.probes[0].card = replace(job.probes[0].card, host="node-a")
+    job.probes[0].info = replace(job.probes[0].info, host="node-a")
     job.start()
     participation = job.guards[1]._participation
     participation._place = replace(participation._place, local_rank=0)

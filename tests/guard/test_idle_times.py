@@ -6,8 +6,7 @@ import pytest
 
 from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard.idle_times import FLOOR_S, LONG_S
-from lightning_ncclsafe.guard.thresholds import Thresholds
+from lightning_ncclsafe.guard.thresholds import FLOOR_S, LONG_S, Thresholds
 from lightning_ncclsafe.settings import check_limits
 
 STEP = PhaseKind(phase=Phase.TRAIN, per_batch=True)

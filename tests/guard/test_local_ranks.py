@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -12,7 +12,7 @@ from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.facts import ProcessFacts, codec
 from lightning_ncclsafe.guard import local_ranks as module
 from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
-from lightning_ncclsafe.probes.rank import Card, card_key
+from lightning_ncclsafe.probes.rank import RankInfo, info_key
 
 
 class Host:
@@ -25,10 +25,15 @@ class Host:
         self.searches = 0
         self.search_s = 0.0
         self.looks: list[int] = []
-        self.card = Card(rank=4, host="node", pid=os.getpid())
-        self.peers: tuple[Card, ...] = ()
+        self.info = RankInfo(rank=4, host="node", pid=os.getpid())
+        self.peers: tuple[RankInfo, ...] = ()
+        self.neighbours = self.local_ranks()
+
+    def local_ranks(
+        self, *, find: Callable[[str], dict[int, int]] | None = None, met: dict[int, RankInfo] | None = None
+    ) -> LocalRanks:
         place = Place(rank=4, local_rank=1, world_size=6, local_world_size=3, master_port="29500")
-        self.neighbours = LocalRanks(place, self, find=self.find, clock=lambda: self.now_s)  # type: ignore[arg-type]
+        return LocalRanks(place, self, find=find or self.find, clock=lambda: self.now_s, met=met)  # type: ignore[arg-type]
 
     def find(self, master_port: str) -> dict[int, int]:
         assert master_port == "29500"
@@ -36,9 +41,9 @@ class Host:
         self.now_s += self.search_s
         return dict(self.pids)
 
-    def look_at_peer(self, card: Card) -> ProcessFacts:
-        self.looks.append(card.rank)
-        return ProcessFacts(pid=card.pid, rank=card.rank, state=self.states.get(card.pid, "running"))
+    def look_at_peer(self, peer: RankInfo) -> ProcessFacts:
+        self.looks.append(peer.rank)
+        return ProcessFacts(pid=peer.pid, rank=peer.rank, state=self.states.get(peer.pid, "running"))
 
     def tick(self, after_s: float = 2.0, idle_s: float = 30.0) -> bool:
         self.now_s += after_s
@@ -63,26 +68,26 @@ def test_they_are_found_by_their_environment_and_have_no_guard(host: Host) -> No
     host.pids = {0: 70, 1: os.getpid(), 2: 72, 3: 99}
     host.neighbours.search()
     assert host.peers == (
-        Card(rank=3, host="node", pid=70, started=1070.0, has_guard=False),
-        Card(rank=5, host="node", pid=72, started=1072.0, has_guard=False),
+        RankInfo(rank=3, host="node", pid=70, started=1070.0, has_guard=False),
+        RankInfo(rank=5, host="node", pid=72, started=1072.0, has_guard=False),
     )
 
 
 def test_in_a_later_call_of_the_trainer_they_are_known_before_they_come_to_it(host: Host) -> None:
-    cards = {rank: Card(rank=rank, host="node", pid=70 + rank) for rank in (3, 5)}
-    LocalRanks(host.neighbours._place, host, find=host.find, met=cards)  # type: ignore[arg-type]
-    assert [(card.rank, card.pid, card.has_guard) for card in host.peers] == [(3, 73, False), (5, 75, False)]
-    exchange, met = MemoryExchange(), {3: Card(rank=3, host="node", pid=7)}
-    for rank, card in cards.items():
-        exchange.set(card_key(rank), codec.encode(card))
-    LocalRanks(host.neighbours._place, host, find=host.find, met=met).meet(exchange)  # type: ignore[arg-type]
-    assert met == cards and [card.has_guard for card in host.peers] == [True, True]
+    peers = {rank: RankInfo(rank=rank, host="node", pid=70 + rank) for rank in (3, 5)}
+    host.local_ranks(met=peers)
+    assert [(peer.rank, peer.pid, peer.has_guard) for peer in host.peers] == [(3, 73, False), (5, 75, False)]
+    exchange, met = MemoryExchange(), {3: RankInfo(rank=3, host="node", pid=7)}
+    for rank, peer in peers.items():
+        exchange.set(info_key(rank), codec.encode(peer))
+    host.local_ranks(met=met).meet(exchange)
+    assert met == peers and [peer.has_guard for peer in host.peers] == [True, True]
 
 
 def test_one_that_ends_while_it_is_found_is_left_out(host: Host) -> None:
     host.pids = {0: 7, 2: 72}
     host.neighbours.search()
-    assert [card.rank for card in host.peers] == [5]
+    assert [peer.rank for peer in host.peers] == [5]
 
 
 def test_nobody_is_looked_for_in_the_first_moments(host: Host) -> None:
@@ -122,7 +127,7 @@ def test_one_that_was_there_and_is_not_replaced_is_lost(host: Host, state: str) 
     assert not host.tick()
     assert host.tick()
     # Whom the report is about.
-    assert [(card.rank, card.pid) for card in host.peers] == [(3, 70), (5, 72)]
+    assert [(peer.rank, peer.pid) for peer in host.peers] == [(3, 70), (5, 72)]
 
 
 def test_one_that_was_started_again_is_not_lost(host: Host) -> None:
@@ -133,7 +138,7 @@ def test_one_that_was_started_again_is_not_lost(host: Host) -> None:
     assert not host.tick()
     host.pids = {0: 75, 2: 72}
     assert not any(host.tick() for _ in range(3))
-    assert [card.pid for card in host.peers] == [75, 72]
+    assert [peer.pid for peer in host.peers] == [75, 72]
 
 
 def test_one_that_never_came_is_not_lost(host: Host) -> None:
@@ -142,13 +147,13 @@ def test_one_that_never_came_is_not_lost(host: Host) -> None:
 
 
 def test_what_cannot_be_seen_hurts_nobody(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(_: Card) -> ProcessFacts:
+    def forbidden(_: RankInfo) -> ProcessFacts:
         raise psutil.AccessDenied(70)
 
     host.pids = {0: 70, 2: 72}
     monkeypatch.setattr(host, "look_at_peer", forbidden)
     assert not any(host.tick() for _ in range(3))
-    assert [card.pid for card in host.peers] == [70, 72]
+    assert [peer.pid for peer in host.peers] == [70, 72]
 
 
 def test_once_they_have_met_their_cards_count_and_nobody_is_searched_for(host: Host) -> None:
@@ -158,12 +163,12 @@ def test_once_they_have_met_their_cards_count_and_nobody_is_searched_for(host: H
     host.tick()
     assert host.tick()
     exchange = MemoryExchange()
-    left = {rank: Card(rank=rank, host="node", pid=100 + rank, signum=61, fd=9) for rank in (3, 5)}
-    exchange.set("card/3", codec.encode(left[3]))
+    left = {rank: RankInfo(rank=rank, host="node", pid=100 + rank, signum=61, fd=9) for rank in (3, 5)}
+    exchange.set("info/3", codec.encode(left[3]))
     host.neighbours.meet(exchange)
     assert not host.neighbours.has_lost
-    assert [card.pid for card in host.peers] == [70, 72]
-    exchange.set("card/5", codec.encode(left[5]))
+    assert [peer.pid for peer in host.peers] == [70, 72]
+    exchange.set("info/5", codec.encode(left[5]))
     host.neighbours.meet(exchange)
     assert host.peers == (left[3], left[5])
     searches = host.searches
@@ -174,10 +179,10 @@ def test_once_they_have_met_their_cards_count_and_nobody_is_searched_for(host: H
 
 def test_a_card_of_another_host_is_none_of_a_neighbour(host: Host) -> None:
     exchange = MemoryExchange()
-    exchange.set("card/3", codec.encode(Card(rank=3, host="node", pid=1)))
-    exchange.set("card/5", codec.encode(Card(rank=5, host="container-2", pid=1)))
+    exchange.set("info/3", codec.encode(RankInfo(rank=3, host="node", pid=1)))
+    exchange.set("info/5", codec.encode(RankInfo(rank=5, host="container-2", pid=1)))
     host.neighbours.meet(exchange)
-    assert [card.rank for card in host.peers] == [3]
+    assert [peer.rank for peer in host.peers] == [3]
 
 
 def test_a_search_that_does_not_end_is_left_behind(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +195,14 @@ def test_a_search_that_does_not_end_is_left_behind(host: Host, monkeypatch: pyte
         answers.wait(30)
         return {0: 70}
 
-    host.neighbours._find = find
+    neighbours = host.local_ranks(find=find)
     try:
         for _ in range(2):
-            host.neighbours.search()
+            neighbours.search()
             assert host.peers == ()
         assert host.searches == 1
     finally:
         answers.set()
     join_own_threads("search")
-    host.neighbours.search()
-    assert [card.pid for card in host.peers] == [70]
+    neighbours.search()
+    assert [peer.pid for peer in host.peers] == [70]

@@ -91,24 +91,24 @@ def test_it_is_made_from_a_configuration_and_written_again(with_class_path: bool
 def test_a_rank_is_out_at_the_limit_of_the_phase_it_waits_in() -> None:
     patience = Thresholds(limits(1800, train=100, checkpoint=1200, first_batch=600))
     for phase_kind, limit_s in ((TRAIN, 100), (CHECKPOINT, 1200), (FIRST, 600), (PhaseKind(phase=Phase.INIT), 1800)):
-        assert not patience.is_out(limit_s - 0.1, waiting(), phase_kind)
-        assert patience.is_out(limit_s, waiting(), phase_kind)
+        assert not patience.is_past_limit(limit_s - 0.1, waiting(), phase_kind)
+        assert patience.is_past_limit(limit_s, waiting(), phase_kind)
 
 
 def test_a_group_with_a_longer_timeout_of_its_own_keeps_it() -> None:
     patience = Thresholds(limits(1800, train=100))
-    assert not patience.is_out(3599, waiting(3600), TRAIN)
-    assert patience.is_out(3600, waiting(3600), TRAIN)
+    assert not patience.is_past_limit(3599, waiting(3600), TRAIN)
+    assert patience.is_past_limit(3600, waiting(3600), TRAIN)
 
 
 @pytest.mark.parametrize("not_own_s", [1800, 600, 1200 + BACKSTOP_S, 1800 + BACKSTOP_S])
 def test_a_timeout_that_nobody_chose_or_that_we_have_set_is_not_a_groups_own(not_own_s: float) -> None:
     patience = Thresholds(limits(1800, train=100, checkpoint=1200))
-    assert patience.is_out(100, waiting(not_own_s), TRAIN)
+    assert patience.is_past_limit(100, waiting(not_own_s), TRAIN)
 
 
 def test_without_limits_of_phases_half_an_hour_is_as_much_a_groups_own_as_any() -> None:
-    assert not Thresholds(limits(100)).is_out(1799, waiting(1800), TRAIN)
+    assert not Thresholds(limits(100)).is_past_limit(1799, waiting(1800), TRAIN)
 
 
 @pytest.mark.parametrize("suspect_after", [None, 60.0])

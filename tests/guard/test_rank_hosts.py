@@ -14,8 +14,8 @@ from lightning_ncclsafe.facts import (
     SilentHost,
 )
 from lightning_ncclsafe.guard import rank_hosts
-from lightning_ncclsafe.guard.rank_hosts import RankHosts
-from lightning_ncclsafe.probes.network.reach import Reach, own_address_towards, reach
+from lightning_ncclsafe.guard.rank_hosts import ConnectionAttempt, RankHosts, try_connecting
+from lightning_ncclsafe.probes.network import own_address_towards
 
 HOSTS = ["host-a", "host-a", "host-b", "host-b", "host-c"]
 ADDRESSES = {"host-a": "10.0.0.1", "host-b": "10.0.0.2", "host-c": ""}
@@ -44,11 +44,11 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses that were tried; none of them answers."""
     tried: list[str] = []
 
-    def nobody(addresses: object) -> dict[str, Reach]:
+    def nobody(addresses: object) -> dict[str, ConnectionAttempt]:
         tried.extend(addresses)  # type: ignore[call-overload]
-        return {address: Reach(answers=False, tried="no answer within 1 s") for address in tried}
+        return {address: ConnectionAttempt(answers=False, tried="no answer within 1 s") for address in tried}
 
-    monkeypatch.setattr(rank_hosts, "reach", nobody)
+    monkeypatch.setattr(rank_hosts, "try_connecting", nobody)
     return tried
 
 
@@ -84,11 +84,11 @@ def test_before_all_ranks_have_told_nothing_is_claimed(tried: list[str]) -> None
 
 
 def test_a_host_that_runs_answers_whether_or_not_something_listens() -> None:
-    assert reach(["127.0.0.1"])["127.0.0.1"].answers
+    assert try_connecting(["127.0.0.1"])["127.0.0.1"].answers
 
 
 def test_what_is_no_address_tells_nothing() -> None:
-    assert reach(["no address"])["no address"].answers is None
+    assert try_connecting(["no address"])["no address"].answers is None
 
 
 def test_an_address_by_which_only_this_host_knows_itself_is_none() -> None:

@@ -20,7 +20,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.guard import Guard, Place
-from lightning_ncclsafe.probes.rank import Card
+from lightning_ncclsafe.probes.rank import RankInfo
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.settings import Limits
 
@@ -37,8 +37,8 @@ class HandMadeProbe:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.card = Card(rank=rank, host="node", pid=1000 + rank)
-        self.peers: tuple[Card, ...] = ()
+        self.info = RankInfo(rank=rank, host="node", pid=1000 + rank)
+        self.peers: tuple[RankInfo, ...] = ()
         self.exception: ExceptionFacts | None = None
         self.finished = False
         self.batch = 0
@@ -52,7 +52,7 @@ class HandMadeProbe:
     def position(self) -> object:
         return self.batch, self.waits
 
-    def glance(self, idle_s: float) -> RankFacts:
+    def snapshot(self, idle_s: float) -> RankFacts:
         if self.broken is not None:
             raise self.broken
         outstanding = Collective(group="0", seq=8, op="broadcast", backend="gloo", output_sizes=((1,),))
@@ -77,10 +77,10 @@ class HandMadeProbe:
             return (PREPARED,) if self.awaits_preparation else (BROADCAST,)
         return (EVALUATE, *([COMPILE] if self.compiles else []))
 
-    look = glance
+    look = snapshot
 
     def witness(self, silent: object) -> list[ProcessFacts]:
-        return [ProcessFacts(pid=card.pid, rank=card.rank, state="stopped") for card in silent]  # type: ignore[attr-defined]
+        return [ProcessFacts(pid=peer.pid, rank=peer.rank, state="stopped") for peer in silent]  # type: ignore[attr-defined]
 
     def note_memory(self) -> None:
         pass
@@ -88,8 +88,8 @@ class HandMadeProbe:
     def note_machine(self) -> None:
         pass
 
-    def look_at_peer(self, card: Card) -> ProcessFacts:
-        return ProcessFacts(pid=card.pid, rank=card.rank, state="running")
+    def look_at_peer(self, peer: RankInfo) -> ProcessFacts:
+        return ProcessFacts(pid=peer.pid, rank=peer.rank, state="running")
 
     def close(self) -> None:
         self.closed = True

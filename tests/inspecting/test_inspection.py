@@ -263,7 +263,7 @@ def test_where_all_ranks_end_after_that_it_may_have_been_a_step_and_nothing_is_f
 
 def test_of_a_rank_whose_stack_was_read_once_nobody_knows_whether_it_stands() -> None:
     ranks = [rank(0, look(0, user(30, "evaluate")), look(2)), waiting(1)]
-    assert [facts.inspection.stood_s for facts in job_facts(ranks).ranks if facts.inspection] == [0.0, 2.0]
+    assert [facts.inspection.idle_s for facts in job_facts(ranks).ranks if facts.inspection] == [0.0, 2.0]
     assert judged(ranks[0], rank(1, look(0, user(20), BARRIER), look(2))).findings == ()
 
 

@@ -81,7 +81,7 @@ def test_ranks_evaluate_each_for_itself_where_nobody_has_set_anything(stage: str
     together = at_end(of(3), of(5), on_mismatch="raise_on_hang", on_uneven="stop_together")
     assert together == EpochEnd(length=3)
     assert at_end(of(3), STREAM, on_mismatch="raise_on_hang").votes
-    assert at_end(STREAM, STREAM, on_mismatch="raise_on_hang") == EpochEnd(votes=True, may_part=True)
+    assert at_end(STREAM, STREAM, on_mismatch="raise_on_hang") == EpochEnd(votes=True, ends_independently=True)
     assert at_end(STREAM, STREAM) == EpochEnd(votes=True)
     assert at_end(STREAM, STREAM, on_mismatch="raise_on_hang", forward_communicates=True) == EpochEnd(votes=True)
 

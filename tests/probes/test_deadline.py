@@ -11,8 +11,8 @@ import pytest
 from own_threads import own_threads
 from polling import until
 
-from lightning_ncclsafe.probes.storage import directories
-from lightning_ncclsafe.probes.storage.directories import run_all
+from lightning_ncclsafe.probes import directories
+from lightning_ncclsafe.probes.directories import run_all
 
 LONG_S = 20.0
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.facts import DirectoryFacts
-from lightning_ncclsafe.probes.storage import directories as module
-from lightning_ncclsafe.probes.storage import directory_trial
-from lightning_ncclsafe.probes.storage.directories import try_directories
-from lightning_ncclsafe.probes.storage.directory_trial import try_reading, try_writing
+from lightning_ncclsafe.probes import directories as module
+from lightning_ncclsafe.probes import directory_trial
+from lightning_ncclsafe.probes.directories import try_directories
+from lightning_ncclsafe.probes.directory_trial import try_reading, try_writing
 
 LONG_S = 20.0
 

@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_ncclsafe.probes.data import fingerprints as module
-from lightning_ncclsafe.probes.data import sampling
+from lightning_ncclsafe.probes.data import plain_values
 from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch, fingerprints
+from lightning_ncclsafe.probes.data.plain_values import SAMPLED, WHOLE, positions
 from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept, seed_all
-from lightning_ncclsafe.probes.data.sampling import SAMPLED, WHOLE, positions
 
 
 @pytest.fixture(autouse=True)
@@ -429,8 +429,8 @@ class TestBatches:
         assert len({found(holding(), batches=batches)["batches"] for batches in lists}) == len(lists)
 
     def test_of_many_some_are_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sampling, "WHOLE", 100)
-        monkeypatch.setattr(sampling, "SAMPLED", 10)
+        monkeypatch.setattr(plain_values, "WHOLE", 100)
+        monkeypatch.setattr(plain_values, "SAMPLED", 10)
         many = [[n, n + 1] for n in range(60)]
         assert found(holding(), batches=many) == found(holding(), batches=list(many))
         assert found(holding(), batches=many) != found(holding(), batches=[*many[:-1], [0, 0]])
@@ -477,14 +477,14 @@ class TestHuggingFace:
         assert found(one)["values"] != found(other)["values"]
 
     def test_many_selected_are_sampled_and_none_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sampling, "WHOLE", 10)
-        monkeypatch.setattr(sampling, "SAMPLED", 5)
+        monkeypatch.setattr(plain_values, "WHOLE", 10)
+        monkeypatch.setattr(plain_values, "SAMPLED", 5)
         assert found(self.make().shuffle(seed=1))["indices"] != found(self.make().shuffle(seed=2))["indices"]
         assert set(found(self.make().select([]))) <= {"indices", "values"}
 
     def test_all_that_are_selected_count_in_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sampling, "WHOLE", 10)
-        monkeypatch.setattr(sampling, "SAMPLED", 5)
+        monkeypatch.setattr(plain_values, "WHOLE", 10)
+        monkeypatch.setattr(plain_values, "SAMPLED", 5)
         one, other = list(range(0, 40, 2)), list(range(0, 40, 2))
         other[next(place for place in range(20) if place not in positions(20, 5))] = 1
         tables = self.make().select(one), self.make().select(other)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ncclsafe.probes.process.growth import Growth
+from lightning_ncclsafe.probes.process.growth import MemoryGrowth
 
 MB = 1_000_000
 
@@ -12,7 +12,7 @@ class Looks:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.growth = Growth(clock=lambda: self.now_s)
+        self.growth = MemoryGrowth(clock=lambda: self.now_s)
 
     def at(self, now_s: float, rss_mb: float, swap_mb: float | None = 0, pid: int = 7) -> tuple[int | None, int | None]:
         self.now_s = 100 + now_s

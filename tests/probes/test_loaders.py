@@ -38,7 +38,7 @@ from lightning_ncclsafe.facts import LoaderFacts, SamplerFacts
 from lightning_ncclsafe.facts.codec import decode, encode
 from lightning_ncclsafe.probes.data.loaders import limited, loader_facts
 from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept
-from lightning_ncclsafe.probes.data.reading import chain
+from lightning_ncclsafe.probes.data.reading import nested_datasets
 
 DATA = TensorDataset(torch.arange(20.0))
 
@@ -285,7 +285,7 @@ def test_neither_a_circle_nor_a_great_number_of_datasets_is_without_end() -> Non
     every: Any = DATA
     for _ in range(30):
         every = Stream(datasets=[every, every])
-    assert len(chain(every)) <= 256
+    assert len(nested_datasets(every)) <= 256
     mixed: Any = Stream(datasets=[DATA, Stream()] * 50)
     assert facts_of(DataLoader(mixed)).datasets[-2:] == ("TensorDataset", "…")
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from lightning_ncclsafe.facts import InterfaceFacts, NetworkFacts
-from lightning_ncclsafe.probes.network import links as module
-from lightning_ncclsafe.probes.network.links import (
+from lightning_ncclsafe.probes import network as module
+from lightning_ncclsafe.probes.network import (
     Interface,
     gloo_interface,
     infiniband_off,

@@ -16,9 +16,9 @@ from lightning_ncclsafe.facts import HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
 from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
-from lightning_ncclsafe.probes.process.growth import LEAST_S, Growth
+from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
-from lightning_ncclsafe.probes.rank import Card, RankProbe
+from lightning_ncclsafe.probes.rank import RankInfo, RankProbe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 
@@ -117,7 +117,7 @@ def test_an_exception_is_told_with_its_source(probe: RankProbe) -> None:
 def test_peers_are_looked_at_and_are_no_workers(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
     monkeypatch.setattr(rank, "child_processes", lambda besides: asked.append(list(besides)) or [])
-    probe.peers = (Card(rank=5, host="h", pid=os.getpid(), started=probe.card.started),)
+    probe.peers = (RankInfo(rank=5, host="h", pid=os.getpid(), started=probe.info.started),)
     facts = probe.look(0.0, deadline_s=AMPLE_S)
     assert [(peer.rank, peer.pid) for peer in facts.peers] == [(5, os.getpid())]
     assert facts.peers[0].state in ("running", "sleeping")
@@ -145,7 +145,7 @@ def test_only_a_silent_peer_that_runs_is_asked_for_its_stack(
     frame = stacks.main_thread_stack()[-1]
     monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: ProcessFacts(pid=pid, rank=rank, state=state))
     monkeypatch.setattr(traceback_signal, "ask_threads", lambda pid, armed: [(frame,)])
-    (seen,) = probe.witness([Card(rank=1, host="h", pid=77, signum=62, fd=5)])
+    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77, signum=62, fd=5)])
     assert (seen.rank, seen.pid, seen.state) == (1, 77, state)
     assert (bool(seen.stack), seen.gil_held) == (is_asked, gil_held)
 
@@ -162,7 +162,7 @@ def test_a_silent_peer_is_looked_at_twice_so_that_its_growth_is_known(
     seen = ProcessFacts(pid=77, rank=1, state="disk-sleep", rss_bytes=5_000_000_000, swap_bytes=0)
     grown(monkeypatch, seen, replace(seen, rss_bytes=5_100_000_000, swap_bytes=10_000_000))
     began_s = time.monotonic()
-    (facts,) = probe.witness([Card(rank=1, host="h", pid=77)])
+    (facts,) = probe.witness([RankInfo(rank=1, host="h", pid=77)])
     took_s = time.monotonic() - began_s
     assert took_s >= LEAST_S
     assert facts.rss_bytes == 5_100_000_000
@@ -184,27 +184,27 @@ def test_growth_is_known_on_a_host_that_is_slow_to_show_its_processes(
     monkeypatch.setattr(rank, "look_at_main_thread", look_slowly)
     seen = ProcessFacts(pid=77, rank=1, state="disk-sleep", rss_bytes=5_000_000_000, swap_bytes=0)
     grown(monkeypatch, seen, replace(seen, rss_bytes=5_100_000_000))
-    (facts,) = probe.witness([Card(rank=1, host="h", pid=77)])
+    (facts,) = probe.witness([RankInfo(rank=1, host="h", pid=77)])
     assert facts.memory_growth_bytes_per_s is not None
 
 
 def test_a_peer_that_was_looked_at_before_is_not_waited_for(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(probe, "_growth", Growth(clock=lambda: now_s))
+    monkeypatch.setattr(probe, "_growth", MemoryGrowth(clock=lambda: now_s))
     monkeypatch.setattr(rank.time, "sleep", lambda _: pytest.fail("it waits"))
     seen = ProcessFacts(pid=77, rank=1, state="disk-sleep", rss_bytes=5_000_000_000)
     grown(monkeypatch, seen, replace(seen, rss_bytes=5_100_000_000), ProcessFacts(pid=78, rank=2, state="gone"))
-    cards = [Card(rank=1, host="h", pid=77), Card(rank=2, host="h", pid=78)]
-    probe.look_at_peer(cards[0])
+    peers = [RankInfo(rank=1, host="h", pid=77), RankInfo(rank=2, host="h", pid=78)]
+    probe.look_at_peer(peers[0])
     now_s = 2.0
-    facts, gone = probe.witness(cards)
+    facts, gone = probe.witness(peers)
     assert (facts.memory_growth_bytes_per_s, gone.state) == (50_000_000, "gone")
 
 
 def test_a_peer_without_a_guard_is_busy_and_does_not_keep_the_gil(
     probe: RankProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked by what its open files tell, as it has left no card."""
+    """It is asked by what its open files show, as it has published nothing."""
     asked: list[traceback_signal.Armed] = []
     frame = stacks.main_thread_stack()[-1]
     armed = traceback_signal.Armed(signum=61, fd=9)
@@ -213,8 +213,8 @@ def test_a_peer_without_a_guard_is_busy_and_does_not_keep_the_gil(
     )
     monkeypatch.setattr(traceback_signal, "armed_in", lambda pid: armed if pid == 77 else None)
     monkeypatch.setattr(traceback_signal, "ask_threads", lambda pid, armed: asked.append(armed) or [(frame,)])
-    cards = [Card(rank=1, host="h", pid=77, has_guard=False), Card(rank=2, host="h", pid=78, has_guard=False)]
-    first, second = probe.witness(cards)
+    peers = [RankInfo(rank=1, host="h", pid=77, has_guard=False), RankInfo(rank=2, host="h", pid=78, has_guard=False)]
+    first, second = probe.witness(peers)
     assert asked == [armed]
     assert (bool(first.stack), first.gil_held, bool(second.stack)) == (True, False, False)
 
@@ -222,11 +222,11 @@ def test_a_peer_without_a_guard_is_busy_and_does_not_keep_the_gil(
 def test_the_own_growth_is_known_once_memory_was_noted(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, noted = 100.0, []
     monkeypatch.setattr(rank.time, "monotonic", lambda: now_s)
-    monkeypatch.setattr(probe, "_growth", Growth(clock=lambda: now_s))
+    monkeypatch.setattr(probe, "_growth", MemoryGrowth(clock=lambda: now_s))
     monkeypatch.setattr(rank, "own_memory", lambda: noted.append(now_s) or (1_000_000_000, 0))
     monkeypatch.setattr(HostProbe, "read", lambda _: HostFacts(rss_bytes=1_060_000_000, process_swap_bytes=3_000_000))
     assert probe._host_facts().memory_growth_bytes_per_s is None
-    monkeypatch.setattr(probe, "_growth", Growth(clock=lambda: now_s))
+    monkeypatch.setattr(probe, "_growth", MemoryGrowth(clock=lambda: now_s))
     for _ in range(10):
         probe.note_memory()
         now_s += 0.5
@@ -239,7 +239,7 @@ def test_the_own_growth_is_known_once_memory_was_noted(probe: RankProbe, monkeyp
 def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "LEAST_S", 0.0)
     monkeypatch.setattr(traceback_signal, "ask_threads", lambda *_: pytest.fail("it would die of signal 0 or worse"))
-    (seen,) = probe.witness([Card(rank=1, host="h", pid=os.getpid())])
+    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=os.getpid())])
     assert (seen.state, seen.gil_held) == ("running", False)
 
 
@@ -251,13 +251,13 @@ def test_the_position_moves_with_the_hooks(probe: RankProbe) -> None:
 
 
 def test_the_card_tells_peers_how_to_ask_and_close_takes_it_back(probe: RankProbe) -> None:
-    card = probe.card
-    assert (card.rank, card.host, card.pid) == (3, socket.gethostname(), os.getpid())
-    assert traceback_signal._handles(os.getpid(), card.signum)
-    assert os.fstat(card.fd).st_nlink == 0
+    peer = probe.info
+    assert (peer.rank, peer.host, peer.pid) == (3, socket.gethostname(), os.getpid())
+    assert traceback_signal._handles(os.getpid(), peer.signum)
+    assert os.fstat(peer.fd).st_nlink == 0
     probe.close()
-    assert not traceback_signal._handles(os.getpid(), card.signum)
-    assert signal.getsignal(card.signum) is signal.SIG_DFL
+    assert not traceback_signal._handles(os.getpid(), peer.signum)
+    assert signal.getsignal(peer.signum) is signal.SIG_DFL
 
 
 def test_a_guard_goes_on_with_the_signal_of_the_import_and_takes_it_back() -> None:
@@ -265,7 +265,7 @@ def test_a_guard_goes_on_with_the_signal_of_the_import_and_takes_it_back() -> No
     early = traceback_signal.armed_in(os.getpid())
     assert early is not None
     probe = RankProbe(rank=0, local_rank=0, tracker=ActionTracker(), trainer=TrainerProbe(SimpleNamespace()))
-    assert (probe.card.signum, probe.card.fd) == (early.signum, early.fd)
+    assert (probe.info.signum, probe.info.fd) == (early.signum, early.fd)
     probe.close()
     assert traceback_signal.armed_in(os.getpid()) is None
     assert not traceback_signal._handles(os.getpid(), early.signum)
@@ -274,5 +274,5 @@ def test_a_guard_goes_on_with_the_signal_of_the_import_and_takes_it_back() -> No
 def test_finished_is_the_trainer_probes(probe: RankProbe) -> None:
     assert not probe.finished
     probe.finished = True
-    facts: RankFacts = probe.glance(0.0)
+    facts: RankFacts = probe.snapshot(0.0)
     assert facts.progress.phase is Phase.FINISHED

@@ -12,7 +12,7 @@ import torch
 from torchmetrics import Metric
 
 from lightning_ncclsafe.facts import MetricFacts, StepFacts
-from lightning_ncclsafe.probes.trainer.actions import ActionTracker, _Heard
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker, _TrackedAction
 from lightning_ncclsafe.probes.trainer.passes import MOST_BATCHES_WITH_CALLS, MOST_CALLS, MOST_RUNS
 from lightning_ncclsafe.probes.trainer.source_lines import HookSource
 from lightning_ncclsafe.probes.trainer.steps import StepRecord
@@ -539,7 +539,7 @@ def test_a_source_that_is_gone(tmp_path: Path) -> None:
 def test_a_save_that_failed_and_was_caught() -> None:
     record, tracker = StepRecord(trainer()), ActionTracker()
     tracker.on_failed = lambda name, error: record.save_failed(error)
-    with pytest.raises(OSError, match="No space"), _Heard(tracker, "save_checkpoint"):
+    with pytest.raises(OSError, match="No space"), _TrackedAction(tracker, "save_checkpoint"):
         raise OSError("No space")  # <- raise
     failed = record.failed_save
     assert failed is not None

@@ -63,7 +63,7 @@ def test_what_is_swapped_while_somebody_watches(host: Host) -> None:
     facts = probe.read()
     assert (facts.total_bytes, facts.used_bytes) == (8000, 900)
     assert (facts.swapped_out_bytes, facts.swapped_in_bytes) == (1000, 1)
-    probe.begin()
+    probe = host.probe()
     assert (probe.read().swapped_out_bytes, probe.read().swapped_in_bytes) == (0, 0)
 
 

@@ -24,12 +24,18 @@ from lightning_ncclsafe.probes.process.traceback_signal import (
     armed_in,
     ask,
     leave,
-    parse,
     parse_threads,
     take_early,
 )
 
 FORK = multiprocessing.get_context("fork")
+
+
+def parse(text: str) -> tuple[Frame, ...]:
+    """The main thread's stack."""
+    return next(iter(parse_threads(text)), ())
+
+
 REAL_TIME = range(signal.SIGRTMIN + 1, signal.SIGRTMAX)
 
 

@@ -6,7 +6,7 @@ import pytest
 from standing import in_agreement, of_guard
 
 from lightning_ncclsafe.facts import Frame, ProcessFacts
-from lightning_ncclsafe.probes.process.growth import LEAST_S, guard_rests, with_shares
+from lightning_ncclsafe.probes.process.growth import LEAST_S, guard_is_idle, with_core_shares
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 MAIN = (Frame(file="/home/me/train.py", line=9, function="training_step", user=True),)
@@ -28,19 +28,19 @@ OTHER = in_agreement()
     ],
 )
 def test_a_guard_that_only_waits_for_its_turn(threads: list[tuple[Frame, ...]], rests: bool) -> None:
-    assert guard_rests(threads) is rests
+    assert guard_is_idle(threads) is rests
 
 
 def test_the_shares_of_a_core_are_those_between_two_looks() -> None:
     now = look_at_main_thread()
     assert now.ran_s is not None and now.queued_s is not None
     before = ThreadLook(ran_s=now.ran_s - 1.0, queued_s=now.queued_s - 3.0)
-    facts = with_shares(ProcessFacts(pid=os.getpid()), before, 10.0)
+    facts = with_core_shares(ProcessFacts(pid=os.getpid()), before, 10.0)
     assert facts.ran_share == pytest.approx(0.1, abs=0.05)
     assert facts.queued_share == pytest.approx(0.3, abs=0.05)
 
 
 def test_what_is_too_short_or_not_told_has_no_share() -> None:
     facts = ProcessFacts(pid=os.getpid())
-    assert with_shares(facts, look_at_main_thread(), LEAST_S / 2) == facts
-    assert with_shares(facts, ThreadLook(), 10.0) == facts
+    assert with_core_shares(facts, look_at_main_thread(), LEAST_S / 2) == facts
+    assert with_core_shares(facts, ThreadLook(), 10.0) == facts

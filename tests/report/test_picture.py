@@ -8,14 +8,13 @@ from incidents import NOW_NS, STALL_S, S, all_different, incident_of, job_of, re
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.html.picture import Lane, Picture, picture
-from lightning_ncclsafe.report.html.picture_axis import Axis
-from lightning_ncclsafe.report.ranks import Alike
+from lightning_ncclsafe.report.html.picture import Axis, Lane, Picture, picture
+from lightning_ncclsafe.report.ranks import RankStates
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 
 def drawn(of: Diagnosis) -> Picture:
-    return picture(of, Alike(Timeline(of.job)))
+    return picture(of, RankStates(Timeline(of.job)))
 
 
 def of_job(job: JobFacts) -> Diagnosis:

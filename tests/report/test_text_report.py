@@ -8,7 +8,7 @@ from diagnoses import diagnosis, facts, with_first
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.text import render_news, render_short, render_text
 
 

@@ -9,8 +9,7 @@ from test_stop_signal import Agreement, Stopped, Trainer
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
-from lightning_ncclsafe.sigterm.handler import StopSignal
-from lightning_ncclsafe.sigterm.requeue import requeue_once
+from lightning_ncclsafe.sigterm.handler import StopSignal, requeue_once
 
 
 @pytest.fixture

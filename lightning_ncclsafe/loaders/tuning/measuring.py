@@ -12,7 +12,7 @@ import psutil
 
 from lightning_ncclsafe.report.terminal import say_own_failure
 
-# Enough for any collated batch; of any other, what is seen stands for the rest.
+# Enough for any collated batch; for any other, these items represent the rest.
 _MOST_VALUES = 256
 _MOST_OF_ONE = 64
 _DEEPEST = 6
@@ -22,7 +22,7 @@ INTERVAL_S = 120.0
 _MOST_STEPS = 1000
 # A gap of so many usual ones is not a step but a validation or a checkpoint.
 _LONGEST_GAPS = 20.0
-# Fewer do not tell how long a step takes.
+# Fewer are too few to know how long a step takes.
 _LEAST_BATCHES = 3
 
 
@@ -116,7 +116,7 @@ def slowest_of(ranks: Sequence[Measurement]) -> Measurement | None:
 def bytes_of(batch: Any) -> int:
     """Bytes of all tensors, arrays and strings in a batch, also in nested containers, dataclasses and objects.
 
-    Of a long list the first 64 items stand for the others. About 256 values are looked at, which takes about 0.2 ms.
+    The first 64 items of a long list represent the others. About 256 values are read, which takes about 0.2 ms.
 
     Args:
         batch: What a loader yielded.

@@ -1,4 +1,4 @@
-"""Short hashes that show whether two ranks have the same data, without a random number, an iteration or a change."""
+"""Short hashes that show whether two ranks have the same data, without drawing, iterating or changing anything."""
 
 import copy
 import os
@@ -15,22 +15,26 @@ from lightning_ncclsafe.probes.data.plain_values import (
     UnknownValueError,
     ValueDigest,
     base_name,
+    batches_as_bytes,
+    digest,
     is_array,
     is_counter,
     is_shaped,
     kind_of,
+    numbers_as_bytes,
+    pick,
+    positions,
 )
 from lightning_ncclsafe.probes.data.random_state import random_states_kept, seed_all
-from lightning_ncclsafe.probes.data.reading import Reader, chain, hugging_face, is_iterable, stored
-from lightning_ncclsafe.probes.data.sampling import batches_as_bytes, digest, numbers_as_bytes, pick, positions
+from lightning_ncclsafe.probes.data.reading import Reader, hugging_face, is_iterable, nested_datasets, plain_attribute
 
 _FILE_LISTS = ("samples", "imgs", "files", "urls", "paths", "filenames", "image_files")
-# A name takes as long as so many numbers: 4,096 names are hashed whole.
+# Hashing a name takes as long as so many numbers: up to 4,096 names are all hashed.
 _NAME_WIDTH = 16
 _READING = "Reading samples for a fingerprint"
 
 _TABLE_ROWS = 16
-# So many that are alike are no coincidence.
+# So many equal rows are no coincidence.
 _COMPARED_ROWS = 64
 
 _ITEMS = 8
@@ -40,26 +44,26 @@ _MOST_ELEMENTS = 64
 
 
 class Fingerprints(NamedTuple):
-    """Hashes by kind, as ``LoaderFacts.fingerprints`` has them, and a sentence about each that could not be made."""
+    """Hashes by kind, as in ``LoaderFacts.fingerprints``, and a sentence about each that could not be made."""
 
     found: dict[str, str]
     problems: tuple[str, ...]
 
 
 def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool = True) -> Fingerprints:
-    """The hashes that can be had of a dataset. Equal data give equal hashes in every process, on every host.
+    """All hashes that can be made of a dataset. Equal data has equal hashes in every process, on every host.
 
     Args:
-        dataset: The dataset, or whatever a loader that is no ``DataLoader`` is.
-        content: ``"sample"`` looks at some of what is long; ``"full"`` at all indices and names, at more values, and
-            reads a few samples, see :func:`item_fingerprints`; ``"off"`` at nothing.
+        dataset: The dataset, or the loader itself if it is not a ``DataLoader``.
+        content: ``"sample"`` hashes parts of long lists; ``"full"`` all indices and names, and more values, and reads
+            a few samples, see :func:`item_fingerprints`; ``"off"`` hashes nothing.
         batches: A batch sampler or sampler that is a plain list.
         items: Whether ``content="full"`` may index the dataset.
     """
     if content == "off":
         return Fingerprints({}, ())
     reader = Reader()
-    datasets = reader.attempt("Reading the dataset", lambda: chain(dataset)) or []
+    datasets = reader.attempt("Reading the dataset", lambda: nested_datasets(dataset)) or []
     kinds: dict[str, Callable[[], str | None]] = {
         "indices": lambda: _of_all(datasets, lambda one: _indices(one, content)),
         "files": lambda: _of_all(datasets, lambda one: _files(one, content)),
@@ -74,12 +78,12 @@ def fingerprints(dataset: Any, *, content: str, batches: Any = None, items: bool
 
 
 def digest_of_batch(batch: Any) -> int:
-    """A hash of a batch as a positive number of 63 bits; 0 for a batch that holds something unknown.
+    """A hash of a batch as a positive number of 63 bits; 0 for a batch with values of unknown types.
 
-    So it is for one that holds nothing but a few whole numbers: where a loader counts steps and samples are drawn
-    elsewhere, these are the same on all ranks.
+    Also 0 for a batch of a few whole numbers only: if a loader just counts steps, and samples are drawn elsewhere,
+    these are the same on all ranks.
     """
-    # Batches are compared to find those that are the same, and files of one name in two folders are not.
+    # Batches are compared to find equal ones, and files of one name in two folders are not equal.
     hashed = ValueDigest(SAMPLE, whole_paths=True)
     try:
         if is_counter(batch):
@@ -91,9 +95,9 @@ def digest_of_batch(batch: Any) -> int:
 
 
 def file_names(dataset: Any) -> Any:
-    """The dataset's own list of files, with or without classes; None where it has none."""
+    """The dataset's own list of files, with or without classes; None if it has none."""
     for name in _FILE_LISTS:
-        names = stored(dataset, name)
+        names = plain_attribute(dataset, name)
         if isinstance(names, (str, PurePath)):
             return [names]
         if (type(names) in (list, tuple) or _is_flat_array(names)) and len(names) and _is_file(names[0]):
@@ -119,9 +123,9 @@ def _of_all(datasets: list[Any], part: Callable[[Any], bytes | None]) -> str | N
 
 def _indices(dataset: Any, content: str) -> bytes | None:
     is_table = hugging_face(dataset) == "Dataset"
-    indices = stored(dataset, "_indices" if is_table else "indices")
+    indices = plain_attribute(dataset, "_indices" if is_table else "indices")
     if is_table and indices is not None:
-        # An Arrow table of one column, whose elements are not Python's numbers.
+        # An Arrow table with one column; its elements are not Python numbers.
         column = indices.column(0)
         numbers = [number if isinstance(number, int) else number.as_py() for number in pick(column, content)]
         return len(column).to_bytes(8, "little") + numbers_as_bytes(numbers, "full")
@@ -140,26 +144,26 @@ def _is_flat_array(value: Any) -> bool:
 
 
 def _files(dataset: Any, content: str) -> bytes | None:
-    """The last parts of the files' names, with what is listed beside them."""
+    """The base names of the files, with what is listed beside them."""
     entries = _picked_files(dataset, content)
     return _as_bytes(dataset, [(base_name(os.fsdecode(_file_of(one))), *_classes(one)) for one in entries])
 
 
 def _paths(dataset: Any, content: str) -> bytes | None:
-    """The files' whole names; None where these alone do not identify files of this host."""
+    """The files' full names; None if these alone do not identify files of this host."""
     paths = [os.fsdecode(_file_of(one)).partition("?")[0] for one in _picked_files(dataset, content)]
     return _as_bytes(dataset, paths) if all(os.path.isabs(path) or "://" in path for path in paths) else None
 
 
 def _picked_files(dataset: Any, content: str) -> list[Any]:
-    """Entries of the dataset's list of files; none where it has no such list, or one with other things in it."""
+    """Entries of the dataset's list of files; none if it has no such list, or other entries are in it."""
     names = file_names(dataset)
     entries = [] if names is None else pick(names, content, width=_NAME_WIDTH)
     return entries if all(map(_is_file, entries)) else []
 
 
-def _as_bytes(dataset: Any, told: list[Any]) -> bytes | None:
-    return repr((len(file_names(dataset)), told)).encode("utf-8", "surrogatepass") if told else None
+def _as_bytes(dataset: Any, entries: list[Any]) -> bytes | None:
+    return repr((len(file_names(dataset)), entries)).encode("utf-8", "surrogatepass") if entries else None
 
 
 def _is_file(entry: Any) -> bool:
@@ -172,7 +176,7 @@ def _file_of(entry: Any) -> Any:
 
 
 def _classes(entry: Any) -> tuple[str, ...]:
-    """What is listed with a file: its class, or the name of another file, such as that of its mask."""
+    """What is listed with a file: its class, or the name of another file, such as its mask."""
     beside = entry[1:] if type(entry) in (list, tuple) else ()
     return tuple(base_name(str(part)) for part in beside if isinstance(part, (str, int)))
 
@@ -187,7 +191,7 @@ def _items(dataset: Any, reader: Reader) -> dict[str, str]:
 
 
 def values_digests(datasets: list[Any], content: str) -> dict[str, str]:
-    """By kind, one hash of those datasets whose values lie open: ``"values"``, ``"names"`` or ``"counts"``.
+    """One hash by kind, ``"values"``, ``"names"`` or ``"counts"``, of those datasets with accessible values.
 
     Args:
         datasets: A dataset and those below it.
@@ -203,7 +207,7 @@ def values_digests(datasets: list[Any], content: str) -> dict[str, str]:
 
 
 def all_alike(datasets: list[Any]) -> bool:
-    """Whether the rows of those datasets whose values lie open are all the same, in each of them.
+    """Whether, in each dataset with accessible values, all rows are the same.
 
     Args:
         datasets: A dataset and those below it.
@@ -221,7 +225,7 @@ def _is_known(dataset: Any) -> bool:
 
 
 def _digest(dataset: Any, limits: HashLimits) -> tuple[str, bytes]:
-    """The kind and the hash of one; no hash where something in it is unknown."""
+    """The kind and the hash of one dataset; no hash if it has values of unknown types."""
     hashed = ValueDigest(limits)
     try:
         if _is_table(dataset):
@@ -236,7 +240,7 @@ def _digest(dataset: Any, limits: HashLimits) -> tuple[str, bytes]:
 
 
 def _is_counter(dataset: Any) -> bool:
-    """Whether a dataset is a list of numbers that may count steps; of two lists, one gives meaning to the other."""
+    """Whether a dataset is one list of numbers that may just count steps."""
     rows = _tensors(dataset) or (dataset,)
     return len(rows) == 1 and is_counter(rows[0], dimensions=1)
 
@@ -257,13 +261,13 @@ def _is_table(dataset: Any) -> bool:
 
 
 def _tensors(dataset: Any) -> tuple[Any, ...]:
-    """Those of a ``TensorDataset``."""
-    tensors = stored(dataset, "tensors")
+    """The tensors of a ``TensorDataset``."""
+    tensors = plain_attribute(dataset, "tensors")
     return tensors if type(tensors) is tuple and all(map(is_array, tensors)) else ()
 
 
 def _take_table(hashed: ValueDigest, dataset: Any, most: int) -> None:
-    # A copy that shares the table: with_format() would copy the user's transform too, with all that it holds.
+    # A copy that shares the table: with_format() would also copy the user's transform, with all its data.
     plain = copy.copy(dataset)
     plain.set_format("arrow")
     hashed.value(list(plain.column_names))
@@ -279,16 +283,16 @@ class ItemsTakeTooLongError(Exception):
 def item_fingerprints(dataset: Any, length: int) -> dict[str, str]:
     """Hashes of up to 8 samples: ``"shapes"``, and ``"items"`` if reading them again gave the same bytes.
 
-    The global random number generators are as before when it returns. What else ``dataset[i]`` changes (a file that
-    it opens, a generator of its own) stays changed: this is only for users who asked for it.
+    The global random number generators are restored. Other side effects of ``dataset[i]`` (a file that it opens, a
+    generator of its own) remain: this is only for users who asked for it.
 
     Args:
-        dataset: Anything that is indexed.
+        dataset: Any indexable dataset.
         length: Its length.
 
     Raises:
-        ItemsTakeTooLongError: If they cannot all be read within about a second. Of some there is no hash: another
-            rank may get further.
+        ItemsTakeTooLongError: If they cannot all be read within about a second. There is no hash of only some of
+            them: another rank may get further.
         Exception: Whatever ``dataset[i]`` raises.
     """
     with random_states_kept():
@@ -310,8 +314,8 @@ def _reads(dataset: Any, length: int) -> Iterator[list[tuple[str, str]]]:
         for seed in (2 * number, 2 * number + 1):
             if time.monotonic() > deadline:
                 raise ItemsTakeTooLongError(f"{number} samples were read in {_DEADLINE_S:g} s")
-            # Two seeds, so that what is random differs; fixed ones, so that where it happens not to, it is the same
-            # on every rank.
+            # Two seeds, so that random values differ; fixed ones, so that values that happen to be equal are equal on
+            # every rank.
             seed_all(seed)
             item = dataset[position]
             read.append((shape_of(item), _hash(item)))

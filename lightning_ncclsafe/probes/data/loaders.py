@@ -1,4 +1,4 @@
-"""What ranks compare of a dataloader and its samplers, whatever class it has; a sampler is never iterated."""
+"""The facts about a dataloader of any class and its samplers that ranks compare; a sampler is never iterated."""
 
 from typing import Any, NamedTuple
 
@@ -8,16 +8,16 @@ from lightning_ncclsafe.facts import LoaderFacts, SamplerFacts
 from lightning_ncclsafe.probes.data.fingerprints import all_alike, file_names, fingerprints, is_listed
 from lightning_ncclsafe.probes.data.reading import (
     Reader,
-    chain,
-    chain_names,
     class_name,
     hugging_face,
     is_iterable,
-    stored,
+    nested_datasets,
+    nested_names,
+    plain_attribute,
     whole_number,
 )
 
-# Lightning's, around the batch sampler of a loader to predict with.
+# Lightning's wrapper of the batch sampler in predict.
 _WRAPPER = "_IndexBatchSamplerWrapper"
 
 _MOST_PROBLEMS = 16
@@ -28,7 +28,7 @@ class Samplers(NamedTuple):
 
     Attributes:
         batch: Its batch sampler, without Lightning's wrapper.
-        inner: The sampler of that.
+        inner: The sampler of the batch sampler.
         plain: The loader's own sampler.
     """
 
@@ -38,24 +38,24 @@ class Samplers(NamedTuple):
 
     @property
     def decides(self) -> Any:
-        """The one that decides, where none splits the data among ranks."""
+        """The sampler that determines the samples, if none splits the data among ranks."""
         if self.has_torch_batches:
             return self.inner
         return self.plain if self.batch is None else self.batch
 
     @property
     def has_torch_batches(self) -> bool:
-        """Whether the batches are made by PyTorch's own ``BatchSampler``."""
+        """Whether PyTorch's own ``BatchSampler`` makes the batches."""
         return type(self.batch) is BatchSampler
 
 
 def iterates_plainly(loader: Any) -> bool:
-    """Whether a loader is iterated as PyTorch's own; a subclass may do anything around that."""
+    """Whether a loader has PyTorch's own ``__iter__``; that of a subclass may do anything."""
     return getattr(type(loader), "__iter__", None) is DataLoader.__iter__
 
 
 def samplers_of(loader: Any, reader: Reader) -> Samplers:
-    """Asks a loader for its samplers."""
+    """The samplers of a loader."""
     batch = reader.attribute(loader, "batch_sampler", "loader")
     if class_name(batch) == _WRAPPER:
         batch = reader.attribute(batch, "_batch_sampler", "batch_sampler")
@@ -64,7 +64,7 @@ def samplers_of(loader: Any, reader: Reader) -> Samplers:
 
 
 def sampler_facts(samplers: Samplers, reader: Reader) -> SamplerFacts | None:
-    """The sampler that splits the data among ranks, or else the one that decides which samples are read."""
+    """The sampler that splits the data among ranks, or else the one that determines the samples."""
     asked = [_facts_of(sampler, reader) for sampler in samplers if sampler is not None]
     splits = (facts for facts in asked if facts.replicas is not None)
     decides = samplers.decides
@@ -72,9 +72,9 @@ def sampler_facts(samplers: Samplers, reader: Reader) -> SamplerFacts | None:
 
 
 def split_facts(dataset: Any) -> SamplerFacts | None:
-    """How Hugging Face's ``split_dataset_by_node`` has split a dataset that is iterated; None where it has not."""
-    for one in chain(dataset):
-        split = stored(one, "_distributed") if hugging_face(one) == "IterableDataset" else None
+    """How Hugging Face's ``split_dataset_by_node`` has split an iterable dataset; None if it has not."""
+    for one in nested_datasets(dataset):
+        split = plain_attribute(one, "_distributed") if hugging_face(one) == "IterableDataset" else None
         replicas = whole_number(getattr(split, "world_size", None))
         rank = whole_number(getattr(split, "rank", None))
         if replicas is not None and rank is not None:
@@ -93,7 +93,7 @@ def _facts_of(sampler: Any, reader: Reader) -> SamplerFacts:
         seed=reader.whole_number(sampler, "seed", "sampler"),
         epoch=reader.whole_number(sampler, "epoch", "sampler"),
         shuffle=reader.flag(sampler, "shuffle", "sampler"),
-        # Of one that does not split it is about the last batch.
+        # For a sampler that does not split the data, drop_last is about the last batch.
         drop_last=reader.flag(sampler, "drop_last", "sampler") if splits else None,
         order=_order(sampler),
     )
@@ -103,18 +103,18 @@ def _order(sampler: Any) -> str:
     if is_listed(sampler):
         return "listed"
     if type(sampler) is RandomSampler:
-        # With a generator of its own torch's random state does not tell the order. Of PyTorch's others neither indices
-        # nor weights are compared.
+        # With its own generator, torch's random state does not determine the order. Indices and weights of PyTorch's
+        # other samplers are not compared.
         return "random" if sampler.generator is None else ""
     return "sequential" if type(sampler) is SequentialSampler else ""
 
 
 def loader_facts(loader: Any, *, name: str, limit: int | float | None, content: str) -> LoaderFacts:
-    """Reads a loader. It does not raise; what could not be determined is in ``problems``.
+    """Reads a loader. Does not raise; ``problems`` lists what could not be determined.
 
     Args:
         loader: A ``DataLoader``, or anything else that Lightning accepts and iterates.
-        name: What to call it, see ``LoaderFacts.name``.
+        name: Its name, see ``LoaderFacts.name``.
         limit: Lightning's ``limit_train_batches`` or that of the loader's stage: an int is a number of batches, a
             float a share of them.
         content: See :func:`~lightning_ncclsafe.probes.data.fingerprints.fingerprints`.
@@ -129,7 +129,7 @@ def loader_facts(loader: Any, *, name: str, limit: int | float | None, content: 
 def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, content: str) -> LoaderFacts:
     own = reader.attribute(loader, "dataset", "loader")
     dataset = loader if own is None else own
-    datasets = chain(dataset)
+    datasets = nested_datasets(dataset)
     samplers = samplers_of(loader, reader)
     iterable = is_iterable(dataset) or (samplers.batch is None and samplers.plain is None)
     length = reader.length(loader, "loader")
@@ -140,10 +140,10 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
         name=name,
         loader=class_name(loader),
         dataset=class_name(dataset),
-        datasets=chain_names(datasets),
+        datasets=nested_names(datasets),
         iterable=iterable,
         num_workers=num_workers,
-        # What picks samples of a map-style dataset does so in this process.
+        # Samples of a map-style dataset are picked in this process.
         made_by_workers=num_workers > 0 and is_iterable(own) and iterates_plainly(loader),
         prefetch_factor=reader.whole_number(loader, "prefetch_factor", "loader"),
         length=length,
@@ -160,7 +160,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
 
 
 def limited(length: int | None, limit: int | float | None) -> int | None:
-    """Number of batches that Lightning takes of a loader.
+    """Number of batches that Lightning takes from a loader.
 
     Args:
         length: ``len(loader)``.
@@ -181,12 +181,12 @@ def _batch_size(loader: Any, samplers: Samplers, reader: Reader) -> int | None:
 def _drop_last(loader: Any, samplers: Samplers, reader: Reader) -> bool | None:
     if samplers.has_torch_batches:
         return reader.flag(samplers.batch, "drop_last", "batch_sampler")
-    # With a batch sampler of the user's, the loader's own means nothing: it is always False.
+    # With the user's own batch sampler, the loader's drop_last is always False and has no meaning.
     return reader.flag(loader, "drop_last", "loader") if samplers.batch is None else None
 
 
 def _shards(datasets: list[Any], reader: Reader) -> int | None:
-    """Shards of the outermost dataset that counts them; otherwise files, of all that list them."""
+    """The number of shards of the outermost dataset that has one; otherwise the number of files of all datasets."""
     for dataset in datasets:
         if hugging_face(dataset) == "IterableDataset":
             for name in ("num_shards", "n_shards"):

@@ -1,39 +1,115 @@
-"""Hashes of numbers, text, arrays, and lists and dictionaries of these: equal on every host for equal values."""
+"""Hashes of numbers, text, arrays, and lists and dictionaries of these: equal on every host for equal values.
+
+From long lists, a fixed selection of elements is hashed, the same on every rank.
+"""
 
 import datetime
 import decimal
 import hashlib
 import math
+import random
 import sys
+from array import array
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_ncclsafe.probes.data.sampling import positions
+WHOLE = 65_536
+"""Up to this number, all indices, names or batches are hashed."""
+
+SAMPLED = 1_024
+"""How many are hashed of longer lists."""
+
+
+def positions(length: int, most: int) -> list[int]:
+    """Positions that depend only on the two numbers: all, or else both ends, an even spread, and random ones.
+
+    The ends come first, and the rest in random order, so that the beginning of the list is a fair sample.
+
+    Args:
+        length: Number of elements.
+        most: Number of positions wanted; at least 2.
+    """
+    if length <= most:
+        return list(range(length))
+    # Python guarantees the same numbers in newer versions only for random().
+    draw = random.Random(length).random
+    spread = [length * place // (most // 2) for place in range(1, most // 2)]
+    scattered = [min(int(draw() * length), length - 1) for _ in range(most - len(spread) - 2)]
+    inner = [*spread, *scattered]
+    # No list of pairs: so many new tuples would start a garbage collection over all of the user's data.
+    order = [draw() for _ in inner]
+    mixed = [inner[place] for place in sorted(range(len(inner)), key=order.__getitem__)]
+    return list(dict.fromkeys((0, length - 1, *mixed)))
+
+
+def pick(sequence: Any, content: str, width: int = 1) -> list[Any]:
+    """Elements to hash: all of a list that is short or with ``content="full"``, otherwise some.
+
+    Args:
+        sequence: The list.
+        content: See :func:`~lightning_ncclsafe.probes.data.fingerprints.fingerprints`.
+        width: Numbers in an element.
+    """
+    length = len(sequence)
+    if length * width <= WHOLE or content == "full":
+        return sequence.tolist() if hasattr(sequence, "tolist") else list(sequence)
+    return [sequence[position] for position in positions(length, SAMPLED)]
+
+
+def digest(*parts: bytes) -> str:
+    """Short hash of parts, each with its length."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little"))
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def numbers_as_bytes(sequence: Any, content: str) -> bytes:
+    """A list of whole numbers, or some of its numbers, as bytes: the same for a list, a range, an array or a tensor.
+
+    Raises:
+        TypeError: If one is not a whole number.
+        OverflowError: If one is too large for 64 bits.
+    """
+    numbers = array("q", pick(sequence, content))
+    if sys.byteorder == "big":  # pragma: no cover - needs such a machine
+        numbers.byteswap()
+    return len(sequence).to_bytes(8, "little") + numbers.tobytes()
+
+
+def batches_as_bytes(batches: Any, content: str) -> bytes:
+    """A list of numbers or of lists of numbers; see :func:`numbers_as_bytes`."""
+    if not len(batches) or type(batches[0]) not in (list, tuple):
+        return numbers_as_bytes(batches, content)
+    picked = pick(batches, content, width=len(batches[0]))
+    return len(batches).to_bytes(8, "little") + b"".join(numbers_as_bytes(batch, content) for batch in picked)
+
 
 _MOST_LEVELS = 8
 _LONGEST_PATH = 4_096
-# What one more value takes in time, as the bytes that are hashed meanwhile: long lists of numbers must end too.
+# The time for one value, in bytes that are hashed in that time, so that long lists of numbers end, too.
 _BYTES_PER_VALUE = 128
-# Those whose repr() is their value, on every machine.
+# Types with a repr() that gives the exact value, on every machine.
 _SCALARS = (type(None), bool, int, float, complex, datetime.date, datetime.timedelta, decimal.Decimal)
 
-# Not objects, whose bytes are addresses, and not records, whose padding may be anything.
+# Not objects: their bytes are addresses. Not records: their padding may be anything.
 _ARRAY_KINDS = "biufcSUMm"
 
 
 class UnknownValueError(Exception):
-    """A value of which no hash can be made that is equal in every process."""
+    """A value without a hash that is equal in every process."""
 
 
 class HashLimits(NamedTuple):
     """How much is hashed.
 
     Attributes:
-        rows: Elements of a list, or rows of an array that is too large to be hashed as a whole.
+        rows: Elements of a list, or rows of an array that is too large to be hashed whole.
         element_bytes: Bytes of one array or text.
-        total_bytes: Bytes after which no further row is begun.
+        total_bytes: Bytes after which no further row is hashed.
     """
 
     rows: int
@@ -41,7 +117,7 @@ class HashLimits(NamedTuple):
     total_bytes: int
 
     def shared(self, among: int) -> "HashLimits":
-        """The part of it for one of several."""
+        """The limits for one of several datasets."""
         return HashLimits(max(2, self.rows // among), self.element_bytes, self.total_bytes // among)
 
 
@@ -50,14 +126,14 @@ FULL = HashLimits(rows=65_536, element_bytes=1 << 30, total_bytes=1 << 28)
 
 
 class ValueDigest:
-    """Takes values one after the other; two with the same hash were given the same.
+    """Hashes values one after another.
 
     Attributes:
         names_files: Whether the path of a file was among them.
 
     Args:
-        limits: How much is hashed of long ones.
-        whole_paths: Whether more than the last part of a path counts.
+        limits: How much is hashed of long values.
+        whole_paths: Whether the whole path of a file counts, and not only its base name.
     """
 
     def __init__(self, limits: HashLimits, *, whole_paths: bool = False) -> None:
@@ -69,14 +145,14 @@ class ValueDigest:
         self._enough = limits.total_bytes
 
     def hexdigest(self) -> str:
-        """The hash of all that it was given."""
+        """The hash of all values so far."""
         return self._hash.hexdigest()
 
     def rows(self, rows: Any) -> None:
-        """Takes a list, or an array that may be large: rows at fixed positions until there are enough.
+        """Hashes a list, or an array that may be large: rows at fixed positions, up to the limits.
 
         Raises:
-            UnknownValueError: If a row holds something that cannot be hashed.
+            UnknownValueError: If a row has something that cannot be hashed.
         """
         self._enough = self._taken + self._limits.total_bytes
         if is_array(rows):
@@ -92,10 +168,10 @@ class ValueDigest:
         return max(2, min(self._limits.rows, self._limits.total_bytes // row_bytes))
 
     def value(self, value: Any, level: int = 0) -> None:
-        """Takes one value.
+        """Hashes one value.
 
         Raises:
-            UnknownValueError: If it, or something in it, cannot be hashed.
+            UnknownValueError: If the value, or something in it, cannot be hashed.
         """
         kind = type(value)
         if level > _MOST_LEVELS:
@@ -138,13 +214,13 @@ class ValueDigest:
         self._string(text)
 
     def _path(self, text: str) -> None:
-        # Where each host or rank has its own copy of the data, paths differ and the data does not.
+        # If each host or rank has its own copy of the data, paths differ although the data is equal.
         self.names_files = self.names_files or "/" in text
         self._string(text if self._whole_paths else base_name(text))
 
     def _string(self, text: str) -> None:
-        told = text[: self._limits.element_bytes].encode("utf-8", "surrogatepass")
-        self._write("str", len(text).to_bytes(8, "little"), told)
+        data = text[: self._limits.element_bytes].encode("utf-8", "surrogatepass")
+        self._write("str", len(text).to_bytes(8, "little"), data)
 
     def _array(self, value: Any) -> None:
         if is_text(value):
@@ -162,12 +238,12 @@ class ValueDigest:
 
 
 def base_name(path: str) -> str:
-    """The last part of a file's name or address, without what an address may carry after a question mark."""
+    """The last part of a path or URL, without a query."""
     return path.replace("\\", "/").partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
 def is_counter(value: Any, dimensions: int = _MOST_LEVELS) -> bool:
-    """Whether a value is nothing but whole numbers, which may count steps rather than be data.
+    """Whether a value consists only of whole numbers, which may count steps rather than be data.
 
     Args:
         value: A batch, or a dataset in memory.
@@ -194,14 +270,14 @@ def _is_named_tuple(value: Any) -> bool:
 
 
 def is_shaped(value: Any) -> bool:
-    """Whether a value has a shape and a type of elements, even if these cannot be read here."""
+    """Whether a value has a shape and an element type, even if its elements cannot be read here."""
     return isinstance(value, torch.Tensor) or is_array(value)
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a tensor in this host's memory, a numpy array or a numpy number, of plain elements.
+    """Whether a value is a tensor on the CPU, a numpy array or a numpy number, with plain elements.
 
-    What is derived from a tensor is none: a DTensor's elements cannot be had without asking other ranks.
+    Subclasses of tensors do not count: the elements of a DTensor are on other ranks, too.
     """
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return bool(value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized)
@@ -225,7 +301,7 @@ def is_text(value: Any) -> bool:
 
 def kind_of(value: Any) -> str:
     """Class, type of the elements and shape."""
-    # The type of text has the length of the longest in it, which may be a path on this host.
+    # The dtype of text contains the length of the longest text, which may be a path on this host.
     kind = "text" if is_text(value) else value.dtype
     return f"{type(value).__name__} {kind} {_shape(value)}"
 
@@ -236,7 +312,7 @@ def size_of(value: Any) -> int:
 
 
 def head_of(value: Any, most: int) -> Any:
-    """The beginning of an array, cut before it is copied: a part of a large one need not be contiguous."""
+    """The beginning of an array, sliced without a copy of the whole."""
     while (size := size_of(value)) > most and len(value.shape):
         length = int(value.shape[0])
         value = value[: max(1, length * most // size)] if length > 1 else value[0]
@@ -244,7 +320,7 @@ def head_of(value: Any, most: int) -> Any:
 
 
 def bytes_of(value: Any) -> bytes:
-    """The elements as they lie in memory."""
+    """The elements as they are in memory."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
         return bytes(flat.view(torch.uint8).numpy().tobytes())

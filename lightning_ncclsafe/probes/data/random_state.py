@@ -10,25 +10,25 @@ from typing import Any
 import torch
 
 from lightning_ncclsafe.facts import RandomState
-from lightning_ncclsafe.probes.data.sampling import digest
+from lightning_ncclsafe.probes.data.plain_values import digest
 
-# The first word of a Mersenne twister as seeding leaves it, by Python with every seed, by numpy with all but an int.
-# The first number that is drawn renews all 624 words.
+# The first word of a Mersenne twister after seeding, in Python with every seed, in numpy with all but an int. The first
+# number drawn changes all 624 words.
 _SEEDED = 0x80000000
-# Where numpy stands after seeding with an int, and again after 624 numbers, 1248, …
+# numpy's position after seeding with an int, and again after 624 numbers, 1248, …
 _END = 624
 
 
 def random_states() -> tuple[RandomState, ...]:
-    """Those of Python, numpy (where it has been imported) and PyTorch (its CPU generator)."""
+    """The states of Python's, numpy's (if imported) and PyTorch's CPU generators."""
     states = (_python(), _numpy(), _torch())
     return tuple(state for state in states if state is not None)
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Gives back to every global generator, when the block ends, the state that it had when it began."""
-    # It is loaded when it is first used, which may be in the block; then it must be left as it was loaded.
+    """Restores the states of all global generators at the end of the block."""
+    # Imported now: if it were first imported in the block, there would be no state to restore.
     numpy: Any = importlib.import_module("numpy.random") if "numpy" in sys.modules else None
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     numpy_state = numpy.get_state(legacy=False) if numpy is not None else None
@@ -48,7 +48,7 @@ def random_states_kept() -> Iterator[None]:
 def saved_states() -> dict[str, Any]:
     """The states of all global generators, and of the current GPU's, as ``torch.load(weights_only=True)`` reads them.
 
-    That of a GPU is kept on the host: to read it waits for nothing.
+    The GPU's state is kept on the host: reading it waits for nothing.
     """
     version, words, gauss = random.getstate()
     saved: dict[str, Any] = {"python": (version, words, gauss), "torch": torch.get_rng_state()}
@@ -63,13 +63,13 @@ def saved_states() -> dict[str, Any]:
 
 
 def put_back(saved: Mapping[str, Any]) -> None:
-    """Gives the generators these states, as far as they are saved.
+    """Restores saved states of the generators.
 
     Args:
-        saved: What :func:`saved_states` has returned.
+        saved: The result of :func:`saved_states`.
 
     Raises:
-        ValueError, TypeError, KeyError, RuntimeError: It is nothing like that.
+        ValueError, TypeError, KeyError, RuntimeError: The argument is something else.
     """
     version, words, gauss = saved["python"]
     random.setstate((version, tuple(words), gauss))
@@ -83,7 +83,7 @@ def put_back(saved: Mapping[str, Any]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds the generators of Python, numpy (where it has been imported) and PyTorch's CPU, and no device's."""
+    """Seeds the generators of Python, numpy (if imported) and PyTorch's CPU, but no device's."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     numpy = sys.modules.get("numpy.random")
@@ -110,7 +110,7 @@ def _numpy() -> RandomState | None:
 
 
 def _is_of_an_int(numpy: Any, words: Any) -> bool:
-    """Whether these words come from seeding with an int, which then is the first of them."""
+    """Whether these words come from seeding with an int, which is then the first word."""
     seeded = numpy.RandomState(int(words[0])).get_state(legacy=False)
     return bool((seeded["state"]["key"] == words).all())
 

@@ -1,4 +1,4 @@
-"""Reading loaders and datasets of the user's, which may raise at every touch, and the datasets below a wrapper."""
+"""Reading the user's loaders and datasets, where every access may raise, and the datasets inside wrappers."""
 
 import inspect
 import operator
@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 T = TypeVar("T")
 
 _MOST_CHARACTERS = 200
-# What a rank sends is JSON; no number of ours is larger than a machine word.
+# Larger numbers do not fit into the JSON that ranks exchange.
 _LARGEST = (1 << 63) - 1
 
 _MOST_DATASETS = 256
@@ -23,21 +23,21 @@ _HUGGING_FACE = {"datasets.arrow_dataset": "Dataset", "datasets.iterable_dataset
 
 
 class Reader:
-    """Asks objects, and keeps a sentence about each answer that could not be had.
+    """Reads attributes of objects, and collects a sentence about each failure.
 
     Attributes:
-        problems: The sentences, in the order in which the trouble was met.
+        problems: The sentences, in order.
     """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
     def attempt(self, words: str, read: Callable[[], T]) -> T | None:
-        """What ``read`` returns; None, and a sentence, where it raises.
+        """The result of ``read``; None, and a sentence, if it raises.
 
         Args:
-            words: What is tried, as the subject of the sentence: ``"len(dataset)"``.
-            read: Reads it.
+            words: The subject of the sentence: ``"len(dataset)"``.
+            read: Reads something.
         """
         try:
             return read()
@@ -46,24 +46,24 @@ class Reader:
         return None
 
     def attribute(self, owner: Any, name: str, words: str) -> Any:
-        """An attribute, which may be a property; None where there is none or it raises."""
+        """An attribute, which may be a property; None if it is missing or raises."""
         return self.attempt(f"{words}.{name}", lambda: getattr(owner, name, None))
 
     def whole_number(self, owner: Any, name: str, words: str) -> int | None:
-        """An attribute that is a whole number; None where it is anything else."""
+        """An attribute that is a whole number; None if it is anything else."""
         return whole_number(self.attribute(owner, name, words))
 
     def flag(self, owner: Any, name: str, words: str) -> bool | None:
-        """An attribute that is a truth value; None where it is anything else."""
+        """An attribute that is a bool; None if it is anything else."""
         value = self.attribute(owner, name, words)
         return value if isinstance(value, bool) else None
 
     def length(self, owner: Any, words: str) -> int | None:
-        """``len(owner)``; None where it has none, and None with a sentence where it gives something else."""
+        """``len(owner)``; None if it has none, and None with a sentence if ``len`` fails."""
         try:
             return len(owner)
         except (TypeError, NotImplementedError) as error:
-            # PyTorch's way of saying that there is no length; the same type of error as for a length of 2.5.
+            # PyTorch raises TypeError if there is no length; a length of 2.5 raises it, too.
             if "cannot be interpreted as an integer" in _said(error):
                 self.problems.append(f"len({words}) raised {_said(error)}")
         except Exception as error:
@@ -80,10 +80,10 @@ def whole_number(value: Any) -> int | None:
     return number if not isinstance(value, bool) and abs(number) <= _LARGEST else None
 
 
-def stored(owner: Any, name: str) -> Any:
-    """An attribute that is simply held by the object or its class; None where there is none.
+def plain_attribute(owner: Any, name: str) -> Any:
+    """A plain attribute of the object or its class; None if there is none.
 
-    No property and no ``__getattr__`` is run: of a dataset these may list a directory or open a file.
+    Runs no property and no ``__getattr__``: those of a dataset may list a directory or open a file.
     """
     try:
         found = inspect.getattr_static(owner, name, None)
@@ -109,8 +109,8 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {short}" if short else f"{type(error).__name__}."
 
 
-def chain(dataset: Any) -> list[Any]:
-    """The dataset itself and those below it, level by level from the outside in; at most 256 and 16 levels deep."""
+def nested_datasets(dataset: Any) -> list[Any]:
+    """The dataset and the datasets in it, level by level from the outside in; at most 256, and 16 levels deep."""
     found: list[Any] = []
     level: list[tuple[Any, ...]] = [(dataset,)]
     for _ in range(_MOST_LEVELS):
@@ -120,8 +120,8 @@ def chain(dataset: Any) -> list[Any]:
     return found
 
 
-def chain_names(datasets: list[Any]) -> tuple[str, ...]:
-    """Class names of datasets, equal neighbours as one with their number."""
+def nested_names(datasets: list[Any]) -> tuple[str, ...]:
+    """Class names of datasets; equal neighbours as one, with their number."""
     groups = [(name, len(list(same))) for name, same in groupby(map(class_name, datasets))]
     names = [f"{name} \N{MULTIPLICATION SIGN}{count}" if count > 1 else name for name, count in groups]
     is_cut = len(names) > _MOST_NAMES or len(datasets) >= _MOST_DATASETS
@@ -140,10 +140,10 @@ def hugging_face(dataset: Any) -> str:
 
 
 def _below(dataset: Any) -> Iterator[Any]:
-    inner = stored(dataset, "dataset")
+    inner = plain_attribute(dataset, "dataset")
     if inner is not None:
         yield inner
-    many = stored(dataset, "datasets")
+    many = plain_attribute(dataset, "datasets")
     if type(many) in (list, tuple):
         yield from many[:_MOST_DATASETS]
     if type(many) is dict:

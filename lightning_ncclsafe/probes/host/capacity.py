@@ -1,4 +1,4 @@
-"""What this host lets this process use: cores, processor time, memory, shared memory; and which host it is."""
+"""What this process may use of its host: cores, processor time, memory, shared memory; and which host it is."""
 
 import os
 import socket
@@ -21,8 +21,8 @@ def capacity(
 
     Args:
         groups: This process's control groups; by default they are looked up.
-        shm: Where workers put what they hand over.
-        environment: Of this process.
+        shm: The folder of shared memory, in which workers pass batches.
+        environment: The environment of this process.
     """
     groups = groups or ControlGroups()
     quota, limit = groups.quota(), groups.memory_limit()
@@ -49,20 +49,20 @@ def capacity(
 
 
 def cpus() -> tuple[int, ...]:
-    """Numbers of the cores that this process may run on, ascending; all, where the system has no such mask."""
+    """Numbers of the cores that this process may run on, ascending; all cores if the system has no affinity masks."""
     mask = or_none(lambda: os.sched_getaffinity(0)) or or_none(lambda: psutil.Process().cpu_affinity())
     return tuple(sorted(mask or range(os.cpu_count() or 0)))
 
 
 def process_limit_bytes() -> int | None:
-    """What this process may still allocate before ``RLIMIT_AS`` or ``RLIMIT_DATA``; None where neither is set."""
+    """Bytes that this process may still allocate under ``RLIMIT_AS`` and ``RLIMIT_DATA``; None if neither is set."""
     memory = or_none(lambda: psutil.Process().memory_info())
     left = (_left("RLIMIT_AS", getattr(memory, "vms", None)), _left("RLIMIT_DATA", getattr(memory, "data", None)))
     return min((bytes_left for bytes_left in left if bytes_left is not None), default=None)
 
 
 def open_files_left() -> int | None:
-    """How many more files this process may open (``ulimit -n``); None where nothing limits it."""
+    """How many more files this process may open (``ulimit -n``); None without a limit."""
     return _left("RLIMIT_NOFILE", or_none(lambda: psutil.Process().num_fds()))
 
 
@@ -79,10 +79,10 @@ def _soft_limit(name: str) -> int | None:
 
 
 def host_boot_id(boot_id: Path = _BOOT_ID) -> str:
-    """What all processes on this host have in common, and nobody else: the kernel's boot, or else the host's name.
+    """An id that is equal for all processes of this host, and only for them: the kernel's boot id, or else its name.
 
     Args:
-        boot_id: Where the kernel tells it; also from within a container, whose host name is its own.
+        boot_id: The kernel's file; the same in a container, which has its own host name.
     """
     try:
         return boot_id.read_text(encoding="ascii").strip() or socket.gethostname()

@@ -1,4 +1,4 @@
-"""What control groups allow this process: processor time and memory; how often they have held it up."""
+"""Limits of control groups for this process: processor time and memory; and how often they throttled it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 # cgroup v1 writes "no limit" as the largest page-aligned signed number.
 _UNLIMITED_BYTES = 1 << 60
-# The root of a whole hierarchy has this inode; a container is shown some group in the middle of it as its root.
+# The inode of the root of a hierarchy; in a container, another group of the hierarchy appears as root.
 _ROOT_INODE = 1
 
 
@@ -19,9 +19,9 @@ class ControlGroup:
     """One control group.
 
     Attributes:
-        folder: Where its files are.
-        path: Its path as this process sees it, ``"/jobs/run-7"``. Where that starts at the root of a container, the
-            inode of this root is added (``"/jobs/run-7@4711"``): other containers have groups of the same path.
+        folder: The folder of its files.
+        path: Its path as this process sees it, ``"/jobs/run-7"``. If that starts at the root of a container, the inode
+            of this root is added (``"/jobs/run-7@4711"``): other containers have groups with the same path.
     """
 
     folder: Path
@@ -30,7 +30,7 @@ class ControlGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Mount:
-    """Where a hierarchy is mounted, and which of its groups is seen there as root; no controllers: cgroup v2."""
+    """The mount of a hierarchy, with the group that appears there as root; without controllers, it is cgroup v2."""
 
     folder: Path
     root: PurePosixPath
@@ -39,7 +39,7 @@ class _Mount:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Processor time that a control group allows, in cores' worth; more cores may run, for less of the time."""
+    """Processor time that a control group allows, in units of cores; more cores may run for less of the time."""
 
     group: str
     cores: float
@@ -51,9 +51,8 @@ class MemoryLimit:
 
     Attributes:
         group: Path of the group.
-        limit_bytes: Its limit; above ``memory.high`` the kernel slows its processes down until they hardly move, so
-            that counts too.
-        used_bytes: What it uses, without the page cache that the kernel can take back at once; None if it is not told.
+        limit_bytes: Its limit, which may be ``memory.high``: above that, the kernel throttles its processes heavily.
+        used_bytes: Its use, without page cache that the kernel can reclaim at once; None if not reported.
     """
 
     group: str
@@ -62,18 +61,18 @@ class MemoryLimit:
 
     @property
     def left_bytes(self) -> int:
-        """What may still be allocated."""
+        """Bytes that may still be allocated."""
         return max(self.limit_bytes - (self.used_bytes or 0), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Throttling:
-    """How a quota has held this process's groups up since they were made.
+    """How quotas have throttled this process's groups since the groups were made.
 
     Attributes:
         periods: Periods of the quota (mostly 100 ms) in which a group ran.
-        throttled_periods: Those in which its quota was used up before they were over.
-        throttled_s: Seconds for which its processes had to wait, summed over cores.
+        throttled_periods: Periods in which the quota was used up early.
+        throttled_s: Seconds for which processes had to wait, summed over cores.
     """
 
     periods: int
@@ -86,7 +85,7 @@ class ControlGroups:
 
     Args:
         cgroups: Root of the control groups' file system.
-        proc: Root of the file system that tells this process's own group.
+        proc: The mounted proc file system.
     """
 
     def __init__(self, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
@@ -94,24 +93,24 @@ class ControlGroups:
         self._memory = own_groups("memory", cgroups, proc)
 
     def quotas(self) -> list[Quota]:
-        """Each quota that holds for this process: of its own group and of those above it, the nearest first."""
+        """All quotas of this process: of its own group and of those above it, the nearest first."""
         found = ((group, _quota_cores(group.folder)) for group in self._cpu)
         return [Quota(group.path, cores) for group, cores in found if cores is not None]
 
     def quota(self) -> Quota | None:
-        """The least of them; of equal ones the uppermost, which most ranks share."""
+        """The smallest quota; of equal ones the uppermost, which most ranks share."""
         return min(reversed(self.quotas()), key=lambda quota: quota.cores, default=None)
 
     def memory_limits(self) -> list[MemoryLimit]:
-        """Each memory limit that holds for this process, the nearest first."""
+        """All memory limits of this process, the nearest first."""
         return [limit for group in self._memory if (limit := _memory_limit(group)) is not None]
 
     def memory_limit(self) -> MemoryLimit | None:
-        """The one with the least left; of equal ones the uppermost."""
+        """The limit with the least memory left; of equal ones the uppermost."""
         return min(reversed(self.memory_limits()), key=lambda limit: limit.left_bytes, default=None)
 
     def hard_memory_limit_bytes(self) -> int | None:
-        """The least limit above which the kernel kills; None if there is none."""
+        """The smallest limit above which the kernel kills processes; None if there is none."""
         return min((limit for group in self._memory for limit in _hard_limits(group.folder)), default=None)
 
     def memory_files(self, name: str) -> list[Path]:
@@ -119,7 +118,7 @@ class ControlGroups:
         return [group.folder / name for group in self._memory]
 
     def throttling(self) -> Throttling | None:
-        """What the quotas have cost so far; None where no group reports it."""
+        """The throttling so far; None if no group reports it."""
         tables = [table for group in self._cpu if "nr_periods" in (table := _table(group.folder / "cpu.stat"))]
         if not tables:
             return None
@@ -135,7 +134,7 @@ class ControlGroups:
 def _quota_cores(folder: Path) -> float | None:
     words = _text(folder / "cpu.max").split()
     quota = _number(words[0] if words else _text(folder / "cpu.cfs_quota_us"))
-    # The kernel's default period, where the file is cut short.
+    # The kernel's default period, if the file has none.
     period = _number(words[1] if len(words) > 1 else _text(folder / "cpu.cfs_period_us")) or 100_000
     return quota / period if quota is not None and quota > 0 and period > 0 else None
 
@@ -147,7 +146,7 @@ def _memory_limit(group: ControlGroup) -> MemoryLimit | None:
 
 
 def _hard_limits(folder: Path) -> Iterator[int]:
-    """v1's ``hierarchical_memory_limit`` knows also the limits of groups that a container does not see."""
+    """Limits in a group's files; v1's ``hierarchical_memory_limit`` includes groups that a container does not see."""
     above = _table(folder / "memory.stat").get("hierarchical_memory_limit")
     for limit in (*(_number(_text(folder / name)) for name in ("memory.max", "memory.limit_in_bytes")), above):
         if limit is not None and 0 <= limit < _UNLIMITED_BYTES:
@@ -184,8 +183,8 @@ def own_groups(controller: str, cgroups: Path, proc: Path) -> list[ControlGroup]
 
     Args:
         controller: ``"cpu"`` or ``"memory"``.
-        cgroups: Where control groups are mounted.
-        proc: Where the kernel tells of this process.
+        cgroups: Root of the control groups' file system.
+        proc: The mounted proc file system.
     """
     mounts = _mounts(cgroups, proc)
     found: list[ControlGroup] = []
@@ -197,7 +196,7 @@ def own_groups(controller: str, cgroups: Path, proc: Path) -> list[ControlGroup]
 
 
 def _memberships(proc: Path) -> Iterator[tuple[list[str], PurePosixPath]]:
-    """Controllers and path of each hierarchy; that of cgroup v2 has no controllers, a named one of v1 ``name=…``."""
+    """Controllers and path for each hierarchy; none for cgroup v2, and ``name=…`` for a named one of v1."""
     for line in _lines(proc / "self" / "cgroup"):
         parts = line.split(":", 2)
         if len(parts) == 3:
@@ -221,7 +220,7 @@ def _mounts(cgroups: Path, proc: Path) -> list[_Mount]:
 
 
 def _mount_of(controller: str, controllers: list[str], mounts: list[_Mount], cgroups: Path) -> _Mount:
-    """Where the table of mounts has it, or else where systemd and container engines put it."""
+    """The mount of a hierarchy in the table of mounts, or else the usual one of systemd and container engines."""
     for mount in mounts:
         if controller in mount.controllers or not (controller or mount.controllers):
             return mount
@@ -231,10 +230,10 @@ def _mount_of(controller: str, controllers: list[str], mounts: list[_Mount], cgr
 
 
 def _upwards(mount: _Mount, path: PurePosixPath) -> Iterator[ControlGroup]:
-    # The path is the host's, where the container shares its view: what is mounted is then one of the groups above.
+    # In a container with the host's cgroup namespace, the path is the host's, and the mount is one of the groups above.
     if path.is_relative_to(mount.root):
         path = "/" / path.relative_to(mount.root)
-    # A group that is not below the one this process sees as root is shown as "/../other".
+    # A group outside of the root that this process sees appears as "/../other".
     path = PurePosixPath("/") if ".." in path.parts else path
     mark = _mark(mount.folder)
     for group in (path, *path.parents):

@@ -1,4 +1,4 @@
-"""Memory, swap, cores and processes of this host, from psutil; what it lacks, from /proc and the control group."""
+"""Memory, swap, cores and processes of this host, from psutil, /proc and the control group."""
 
 import os
 import signal
@@ -16,17 +16,21 @@ T = TypeVar("T")
 
 GONE = "gone"
 """The state of a process that no longer exists."""
+ENDED = (GONE, "zombie", "dead")
+"""States of a process that has ended."""
+ANSWERING = ("running", "sleeping", "idle")
+"""States in which a process can be asked for its stack."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 
 
 class HostProbe:
-    """Counts what happened on the host since the probe was made.
+    """Facts about this process and its host; counters start when the probe is made.
 
     Args:
         cgroups: Root of the control groups' file system.
-        proc: Root of the file system that tells this process's own group, and the host's counters.
+        proc: The mounted proc file system.
     """
 
     def __init__(self, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
@@ -36,7 +40,7 @@ class HostProbe:
         self._swapped_in_bytes = _swapped_in_bytes()
 
     def read(self) -> HostFacts:
-        """Facts about this process and its host; what the host does not report is None. Takes about 1 ms."""
+        """The present facts; what the host does not report is None. Takes about 1 ms."""
         process = psutil.Process()
         memory, swap = psutil.virtual_memory(), _try(psutil.swap_memory)
         oom_kills, swapped_in = _oom_kills(self._groups, self._proc), _swapped_in_bytes()
@@ -63,13 +67,12 @@ def own_memory() -> tuple[int | None, int | None]:
 
 
 def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> ProcessFacts:
-    """A process of this host seen from outside.
+    """A process of this host as seen from outside.
 
     Args:
         pid: Process id.
         rank: Its global rank; -1 if it is none.
-        started: When it was started (``psutil.Process.create_time()``), so that another process that has been given
-            the same id is not taken for it.
+        started: When it was started (``psutil.Process.create_time()``), to recognise another process with the same id.
     """
     try:
         process = psutil.Process(pid)
@@ -94,11 +97,11 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
 
 
 def ended_process(pid: int, wait_status: int | None, *, rank: int = -1) -> ProcessFacts:
-    """A process that has ended, and that nobody has waited for yet.
+    """A process that has ended, and that its parent has not waited for yet.
 
     Args:
         pid: Process id.
-        wait_status: How it has ended, as ``os.waitpid`` gives it; None where that is not known.
+        wait_status: Its wait status, as from ``os.waitpid``; None if unknown.
         rank: Its global rank; -1 if it is none.
     """
     code = None if wait_status is None else os.waitstatus_to_exitcode(wait_status)
@@ -115,17 +118,17 @@ def signal_name(number: int) -> str:
 
 
 def _wait_status(pid: int) -> int | None:
-    """The wait status of a process that has ended; None where the kernel does not show it."""
+    """The wait status of a process that has ended; None if the kernel does not show it."""
     with suppress(OSError, ValueError, IndexError):
-        # To other users it shows 0.
+        # For other users, it shows 0.
         if Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
-            # After the name, which may hold anything, the state is the third field of 52, and this is the last.
+            # The state, after the name, which may contain anything, is field 3 of 52; the exit code is the last.
             return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
     return None
 
 
 def child_processes(*, besides: Iterable[int], of: int | None = None) -> list[int]:
-    """Process ids of a process's children that multiprocessing made (loader workers), ascending.
+    """Process ids of the children of a process that multiprocessing made (loader workers), ascending.
 
     Args:
         besides: Process ids to leave out: ranks that the process launched.
@@ -140,16 +143,16 @@ def child_processes(*, besides: Iterable[int], of: int | None = None) -> list[in
 
 
 def _is_worker(command: list[str], parent: list[str]) -> bool:
-    """Forked, or spawned; multiprocessing's resource tracker and a user's subprocesses run commands of their own."""
+    """Whether a child was forked or spawned by multiprocessing: other children run other commands."""
     return command == parent or "--multiprocessing-fork" in command
 
 
 def find_ranks(master_port: str, environ: Mapping[str, str] = os.environ) -> dict[int, int]:
-    """Ranks of a job on this host by their environment, for those that have sent nothing yet: pid by local rank.
+    """Ranks of a job on this host, found by their environment before they publish anything: pid by local rank.
 
     Args:
         master_port: ``MASTER_PORT`` of the job.
-        environ: Of this process: where SLURM starts the ranks, only its step is known to all from the start.
+        environ: The environment of this process, for SLURM, under which all ranks know at first only their step.
     """
     step = _slurm_step(environ)
     found: dict[int, list[psutil.Process]] = {}
@@ -168,15 +171,15 @@ def _slurm_step(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _rank_among(processes: list[psutil.Process]) -> psutil.Process:
-    """What wraps a rank (a shell, ``timeout``) is older and another program; children, which inherit, are younger."""
+    """The rank itself: wrappers (a shell, ``timeout``) are other programs, and children are younger."""
     own = _try(psutil.Process().exe)
     return next((process for process in processes if own and _try(process.exe) == own), processes[0])
 
 
 def filesystem_of(path: str) -> str:
-    """Type of the file system below a path (``"nfs4"``), from the table of mounts: the path itself is not touched."""
+    """Type of the file system of a path (``"nfs4"``), from the table of mounts: the path itself is not accessed."""
     path = os.path.abspath(path)
-    # Of two mounts on one place (autofs, and what it mounted) the later is seen.
+    # Of two mounts on one place (autofs, and what it mounted), the later one is visible.
     mounts = reversed(psutil.disk_partitions(all=True))
     below = [part for part in mounts if _is_below(path, part.mountpoint)]
     return str(max(below, key=lambda part: len(part.mountpoint)).fstype) if below else ""
@@ -207,7 +210,7 @@ def _swapped_in_bytes() -> int | None:
 
 
 def _oom_kills(groups: ControlGroups, proc: Path) -> int | None:
-    """The kernel's counter of processes it ended for want of memory, of the control group or else of the host."""
+    """The kernel's counter of OOM kills, of the control group or else of the host."""
     for file in (*groups.memory_files("memory.events"), proc / "vmstat"):
         with suppress(OSError):
             for line in file.read_text().splitlines():

@@ -1,9 +1,9 @@
-"""Swap space and what it lies on; pressure on memory, storage and cores, and what quotas cost, between two looks."""
+"""Swap space and its devices; pressure on memory, storage and cores, and what quotas cost, between two looks."""
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -35,21 +35,12 @@ _NETWORK_KINDS = frozenset({"drbd", "nbd", "rbd", *(kind for _, kind in _PARENTS
 _DEEPEST = 6
 
 
-@dataclass(frozen=True, slots=True)
-class _Counters:
-    """What only ever grows: bytes written to swap and read from it, and microseconds of pressure."""
-
-    out_bytes: int | None = None
-    in_bytes: int | None = None
-    pressure_us: dict[str, int] = field(default_factory=dict)
-
-
 class SwapProbe:
-    """Watches the host's swap between :meth:`begin` and :meth:`read`.
+    """Watches the host's swap from when it is made to :meth:`read`.
 
     Args:
         proc: Root of the file system with the kernel's counters.
-        block_devices: Where the kernel tells of block devices.
+        block_devices: The kernel's folder of block devices.
         now: Seconds of a clock that only goes forward.
     """
 
@@ -62,47 +53,28 @@ class SwapProbe:
         self._proc = proc
         self._block_devices = block_devices
         self._now = now
-        self.begin()
-
-    def begin(self) -> None:
-        """Counts from now on; so does a new probe."""
-        self._began_s, self._before = self._now(), self._counters()
+        self._began_s = now()
+        self._swap_before, self._waited_before = or_none(psutil.swap_memory), _waited_us(proc)
 
     def read(self) -> SwapFacts:
-        """Facts since the beginning; what the host does not report is None."""
-        swap, after = or_none(psutil.swap_memory), self._counters()
+        """Facts since the probe was made; what the host does not report is None."""
+        before, swap = self._swap_before, or_none(psutil.swap_memory)
+        waited, took_s = _waited_us(self._proc), self._now() - self._began_s
         devices = list(self._devices())
         return SwapFacts(
             total_bytes=swap.total if swap else None,
             used_bytes=swap.used if swap else None,
-            swapped_out_bytes=_since(after.out_bytes, self._before.out_bytes),
-            swapped_in_bytes=_since(after.in_bytes, self._before.in_bytes),
+            swapped_out_bytes=swap.sout - before.sout if swap and before else None,
+            swapped_in_bytes=swap.sin - before.sin if swap and before else None,
             devices=tuple(name for name, _ in devices),
             on_network=tuple(name for name, network in devices if network),
-            memory_stalled=self._share("memory full", after),
-            io_stalled=self._share("io full", after),
-            cpu_waited=self._share("cpu some", after),
+            memory_stalled=_share(self._waited_before, waited, "memory", took_s),
+            io_stalled=_share(self._waited_before, waited, "io", took_s),
+            cpu_waited=_share(self._waited_before, waited, "cpu", took_s),
         )
 
-    def _counters(self) -> _Counters:
-        swap = or_none(psutil.swap_memory)
-        pressure = {}
-        for resource, kind in (("memory", "full"), ("io", "full"), ("cpu", "some")):
-            total = or_none(partial(pressure_us, self._proc / "pressure" / resource, kind))
-            if total is not None:
-                pressure[f"{resource} {kind}"] = total
-        return _Counters(getattr(swap, "sout", None), getattr(swap, "sin", None), pressure)
-
-    def _share(self, name: str, after: _Counters) -> float | None:
-        spent_us = _since(after.pressure_us.get(name), self._before.pressure_us.get(name))
-        took_s = self._now() - self._began_s
-        if spent_us is None or took_s < _SHORTEST_S:
-            return None
-        # The kernel adds up in steps of its own, so that a short while may get more than its due.
-        return round(min(max(spent_us / 1e6 / took_s, 0.0), 1.0), 4)
-
     def _devices(self) -> Iterator[tuple[str, bool]]:
-        """What is swapped to, in words, and whether it is on a network."""
+        """Each swap device or file in words, and whether it is on a network."""
         text = or_none((self._proc / "swaps").read_text) or ""
         for line in text.splitlines()[1:]:
             words = line.split()
@@ -118,21 +90,23 @@ class SwapProbe:
             yield f"{path} on {kind}" if kind else path, network
 
 
-def pressure_us(file: Path, kind: str) -> int | None:
-    """Microseconds of pressure, from a line such as ``full avg10=0.00 avg60=0.00 avg300=0.00 total=4711``.
-
-    Args:
-        file: What the kernel tells of one resource.
-        kind: ``"some"`` or ``"full"``.
-    """
-    for line in file.read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{kind} "):
-            return int(line.rpartition("total=")[2])
-    return None
+def _waited_us(proc: Path) -> dict[str, int | None]:
+    """Microseconds of pressure by resource; None where the kernel does not report it."""
+    return {name: or_none(partial(_total_us, proc / "pressure" / name, kind)) for name, kind in _RESOURCES}
 
 
-def _since(now: int | None, before: int | None) -> int | None:
-    return None if now is None or before is None else now - before
+def _total_us(file: Path, kind: str) -> int | None:
+    """From a line such as ``full avg10=0.00 avg60=0.00 avg300=0.00 total=4711``."""
+    lines = file.read_text(encoding="ascii").splitlines()
+    return next((int(line.rpartition("total=")[2]) for line in lines if line.startswith(f"{kind} ")), None)
+
+
+def _share(before: Mapping[str, int | None], after: Mapping[str, int | None], name: str, over_s: float) -> float | None:
+    earlier, later = before.get(name), after.get(name)
+    if earlier is None or later is None or over_s < _SHORTEST_S:
+        return None
+    # The kernel adds up in steps of its own, so that a short while may get more than its due.
+    return round(min(max((later - earlier) / 1e6 / over_s, 0.0), 1.0), 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +114,8 @@ class PressureLook:
     """One look.
 
     Attributes:
-        throttling: What the quotas have cost; None where no group tells.
-        waited_us: Microseconds of pressure by resource: ``"cpu"``, ``"memory"``, ``"io"``; None where not told.
+        throttling: What the quotas have cost; None if no group reports it.
+        waited_us: Microseconds of pressure by resource: ``"cpu"``, ``"memory"``, ``"io"``; None where not reported.
     """
 
     throttling: Throttling | None
@@ -155,8 +129,7 @@ def look_at_pressure(groups: ControlGroups, proc: Path = _PROC) -> PressureLook:
         groups: This process's control groups.
         proc: Root of the file system with the kernel's counters.
     """
-    waited = {name: or_none(partial(pressure_us, proc / "pressure" / name, kind)) for name, kind in _RESOURCES}
-    return PressureLook(throttling=or_none(groups.throttling), waited_us=waited)
+    return PressureLook(throttling=or_none(groups.throttling), waited_us=_waited_us(proc))
 
 
 def pressure_between(before: PressureLook, after: PressureLook, over_s: float) -> PressureFacts:
@@ -173,43 +146,35 @@ def pressure_between(before: PressureLook, after: PressureLook, over_s: float) -
         throttled_s=round(later.throttled_s - earlier.throttled_s, 2) if earlier and later else None,
         periods=later.periods - earlier.periods if earlier and later else None,
         throttled_periods=later.throttled_periods - earlier.throttled_periods if earlier and later else None,
-        cpu_waited=_share(before, after, "cpu", over_s),
-        memory_stalled=_share(before, after, "memory", over_s),
-        io_stalled=_share(before, after, "io", over_s),
+        cpu_waited=_share(before.waited_us, after.waited_us, "cpu", over_s),
+        memory_stalled=_share(before.waited_us, after.waited_us, "memory", over_s),
+        io_stalled=_share(before.waited_us, after.waited_us, "io", over_s),
     )
-
-
-def _share(before: PressureLook, after: PressureLook, name: str, over_s: float) -> float | None:
-    earlier, later = before.waited_us.get(name), after.waited_us.get(name)
-    if earlier is None or later is None or over_s <= 0:
-        return None
-    # The kernel adds up in steps of its own, so that a short while may get more than its due.
-    return round(min(max((later - earlier) / 1e6 / over_s, 0.0), 1.0), 4)
 
 
 def is_network_filesystem(filesystem: str) -> bool:
     """Whether a type of file system (``"nfs4"``) keeps its files elsewhere.
 
-    Those in user space are taken for such: nearly all that training data lie on are (sshfs, gcsfuse, s3fs, goofys).
+    A file system in user space counts as one: nearly all that hold training data are (sshfs, gcsfuse, s3fs, goofys).
     """
     return filesystem in _NETWORK_FILESYSTEMS or filesystem.startswith("fuse.")
 
 
 def is_on_network(kind: str) -> bool:
-    """Whether a :func:`device_kind` is one that another machine serves."""
+    """Whether a :func:`device_kind` means that another machine serves the device."""
     return kind in _NETWORK_KINDS or kind.startswith("nvme over ")
 
 
 def device_kind(device: str, block_devices: Path = BLOCK_DEVICES) -> str:
-    """What a block device is connected with.
+    """How a block device is connected.
 
     Args:
         device: Its path (``"/dev/sda2"``) or name.
-        block_devices: Where the kernel tells of them.
+        block_devices: The kernel's folder of block devices.
 
     Returns:
-        ``"nbd"``, ``"rbd"``, ``"drbd"``, ``"iscsi"``, ``"fibre channel"``, ``"nvme over tcp"``, …, also of what lies
-        below a mapped device; ``"zram"``; empty for another one, or where the kernel does not tell.
+        ``"nbd"``, ``"rbd"``, ``"drbd"``, ``"iscsi"``, ``"fibre channel"``, ``"nvme over tcp"``, …, also for what lies
+        below a mapped device; ``"zram"``; empty for any other, or if unknown.
     """
     # /dev/mapper/swap is a link to /dev/dm-3.
     name = (or_none(Path(device).resolve) or Path(device)).name

@@ -1,1 +1,1 @@
-"""This process: its stacks and exceptions, what its interpreter and its children do, what its recorder has recorded."""
+"""This process: its stacks, exceptions, children and environment, and what its Flight Recorder has recorded."""

@@ -1,8 +1,8 @@
-"""Exceptions that have not ended this rank: its code has caught them, or they have ended another of its threads.
+"""Exceptions that have not ended this rank: its code has caught them, or they have ended another thread.
 
-While nothing is raised, nothing of this is called. An exception is seen where it leaves an action of Lightning's or a
-function of torch.distributed, where something is logged while it is handled, where it ends a thread, where the user's
-code handles it (from Python 3.12 on), and where its ``except`` block still runs when ranks are asked.
+While nothing is raised, none of this runs. An exception is seen when it leaves an action of Lightning or a function of
+torch.distributed, when something is logged while it is handled, when it ends a thread, when the user's code handles it
+(from Python 3.12 on), and when its ``except`` block still runs at the time when ranks are asked.
 """
 
 import ast
@@ -19,30 +19,31 @@ from dataclasses import dataclass, replace
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
+from lightning_ncclsafe.code.marks import with_inner
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread, with_source
 
 _KEPT = 16
 _MOST_FRAMES = 3
 _MESSAGE = 200
-# What ends an iteration is no error.
+# The end of an iteration is not an error.
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration)
-# torch.distributed logs what leaves its functions, and only that, as a dictionary.
+# torch.distributed logs exceptions that leave its functions, and only these, as a dictionary.
 _C10D_LOGGERS = "c10d-"
 _OWN_THREADS = "ncclsafe-"
 
-# Those that Python has not named for debuggers, coverage, profilers and optimizers.
+# Tool ids that Python does not reserve for debuggers, coverage, profilers or optimizers.
 _TOOLS = (4, 3)
 _NAME = "lightning-ncclsafe"
 _MONITORING: Any = getattr(sys, "monitoring", None)
-# What is handled more often belongs to how the code works: a cache that misses, an attribute that is tried.
+# Exceptions that are handled more often are part of normal operation: a cache miss, a missing attribute.
 _MOST_TIMES = 8
 _MOST_FILES = 200
 
 
 @dataclass(slots=True)
 class _Seen:
-    """One of the ring: not the exception itself, which would keep tensors alive."""
+    """An entry of the ring, without the exception itself, which would keep tensors alive."""
 
     facts: CaughtException
     at_s: float
@@ -52,10 +53,10 @@ class _Seen:
 
 
 class CaughtExceptions:
-    """A ring of the last exceptions of this process that have not ended it; those that are alike are one.
+    """A ring of the last exceptions of this process that have not ended it; equal ones share an entry.
 
     Args:
-        is_consequence: Whether an exception only says that a collective failed.
+        is_consequence: Whether an exception only reports that a collective failed.
         clock: Seconds that only grow; for tests.
     """
 
@@ -73,12 +74,12 @@ class CaughtExceptions:
         self._handlers = HandlerWatch(self.note)
 
     def start(self) -> None:
-        """Begins to listen; what a Trainer calls within a call of another does so once."""
+        """Installs the hooks; in nested calls of Trainers, once."""
         self._calls += 1
         if self._calls > 1:
             return
         self._handlers.start()
-        # Whoever has taken one of them over after us calls ours, if anything.
+        # A hook that was installed after ours may call ours.
         if threading.excepthook != self._thread_ended:
             self._hook, threading.excepthook = threading.excepthook, self._thread_ended
         if logging.getLogRecordFactory() != self._record:
@@ -86,7 +87,7 @@ class CaughtExceptions:
             logging.setLogRecordFactory(self._record)
 
     def close(self) -> None:
-        """Stops to listen; what was seen is kept, for the next call of a Trainer in this process."""
+        """Removes the hooks; the exceptions are kept for the next call of a Trainer in this process."""
         self._calls = max(self._calls - 1, 0)
         if self._calls:
             return
@@ -97,26 +98,26 @@ class CaughtExceptions:
             logging.setLogRecordFactory(self._make_record)
 
     def note(self, error: BaseException, *, passed: str = "", callers: FrameType | None = None) -> None:
-        """An exception goes through code of the user's; whether it is caught there shows later.
+        """Records an exception in the user's code, which may be caught later.
 
         Args:
             error: The exception.
-            passed: What it has left; of several that, which it has left last, counts.
-            callers: The innermost frame of those that it has not come to yet.
+            passed: The action or function that it has left; the last one counts.
+            callers: The innermost frame that it has not reached yet.
         """
-        with suppress(Exception):  # a fact that cannot be had is none
+        with suppress(Exception):  # an unavailable fact is left out
             self._note(error, passed=passed, callers=callers)
 
     def facts(self, idle_s: float, besides: ExceptionFacts | None = None) -> tuple[CaughtException, ...]:
-        """What is known now, oldest first; reads source files.
+        """The exceptions in the ring, oldest first; reads source files.
 
         Args:
             idle_s: Seconds since this rank last made progress.
-            besides: What has ended the Trainer; that is no longer caught.
+            besides: The exception that has ended the Trainer, and so was not caught.
         """
         current = _current()
         held = current if current is not None and _handles(current.__traceback__) is not None else None
-        # What goes up through Lightning at this moment is not caught, so far.
+        # An exception that propagates through Lightning at this moment is not caught yet.
         under_way = [] if held is not None else [*_with_causes(current)]
         if held is not None and not any(_is_it(seen, held) for seen in [*self._ring]):
             self._note(held, at_s=self._clock() - idle_s)
@@ -148,7 +149,7 @@ class CaughtExceptions:
         caught_at = None if passed or thread else _handles(trace)
         depth = sum(1 for _ in traceback.walk_tb(trace))
         if seen is not None:
-            # One that has come further by now, or another: Python gives the next one the place of one that is gone.
+            # The same exception further up, or another one at the same address, which Python reuses.
             is_new = seen.number != id(error) or depth <= seen.depth
             seen.number, seen.depth = id(error), depth
             if is_new or caught_at is not None:
@@ -174,16 +175,16 @@ class CaughtExceptions:
         )
         self._ring.append(_Seen(facts, at_s, id(error), depth, _raised_at(trace)))
 
-    def _thread_ended(self, told: Any) -> None:
-        """Called by Python on the thread that ends, also for what :func:`sys.exit` raises there."""
+    def _thread_ended(self, args: Any) -> None:
+        """Called by Python on the thread that ends, also for :func:`sys.exit` there."""
         with suppress(Exception):
-            name = getattr(told.thread, "name", "") or "?"
-            if self._calls and told.exc_value is not None and not name.startswith(_OWN_THREADS):
-                self._note(told.exc_value, thread=name)
-        self._hook(told)
+            name = getattr(args.thread, "name", "") or "?"
+            if self._calls and args.exc_value is not None and not name.startswith(_OWN_THREADS):
+                self._note(args.exc_value, thread=name)
+        self._hook(args)
 
     def _record(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        """In place of the class of log records: what is logged while an exception is handled reveals it."""
+        """The factory of log records: a message that is logged while an exception is handled reveals the exception."""
         record = self._make_record(*args, **kwargs)
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else sys.exc_info()[1]
         if error is not None and self._calls:
@@ -196,7 +197,7 @@ class CaughtExceptions:
 
 
 def _current() -> Exception | None:
-    """What is handled at this moment, on the main thread, by whomever."""
+    """The exception that the main thread handles at this moment."""
     with suppress(Exception):
         current = sys._current_exceptions().get(training_thread().ident or 0)
         # A tuple before Python 3.12.
@@ -213,12 +214,12 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_it(seen: _Seen, error: BaseException) -> bool:
-    """Whether this very one has been seen; Python gives the next exception the place of one that is gone."""
+    """Whether an entry is of this very exception; the address alone is not enough, as Python reuses it."""
     return seen.number == id(error) and seen.raised_at == _raised_at(error.__traceback__)
 
 
 def _is_same(seen: _Seen, error: BaseException, trace: TracebackType | None, thread: str) -> bool:
-    """Whether this one, or another of the same kind from the same line, has been seen before."""
+    """Whether an entry is of an exception of the same type from the same line."""
     is_alike = seen.facts.type == type(error).__name__ and seen.facts.thread == thread
     return is_alike and seen.raised_at == _raised_at(trace)
 
@@ -231,7 +232,7 @@ def _raised_at(trace: TracebackType | None) -> tuple[str, int]:
 
 
 def _handles(trace: TracebackType | None) -> Frame | None:
-    """The line of the user's ``except`` block: a traceback begins with the frame that the exception has come to."""
+    """The line of the user's ``except`` block: a traceback begins with the frame that handles the exception."""
     if trace is None or not is_user_code(trace.tb_frame.f_code.co_filename):
         return None
     frame = trace.tb_frame
@@ -239,7 +240,7 @@ def _handles(trace: TracebackType | None) -> Frame | None:
 
 
 def _stack(trace: TracebackType | None, callers: FrameType | None) -> tuple[Frame, ...]:
-    """Lines of the user's own, the last of them, and where it was raised."""
+    """The innermost lines of the user's code, and the line that raised."""
     outer = [*traceback.walk_stack(callers)][::-1] if callers is not None else []
     frames = [
         seen_frame(frame.f_code.co_filename, line, frame.f_code.co_name)
@@ -255,14 +256,13 @@ def _first_line(message: str) -> str:
 
 
 class HandlerWatch:
-    """Sees each line of the user's code that begins the body of an ``except`` clause.
+    """Monitors each line of the user's code that begins the body of an ``except`` clause.
 
-    Only code with such a clause is looked at, and all other lines of it leave after their first time: what raises
-    nothing runs as fast as ever. So does a clause that has been entered eight times. Before Python 3.12 nothing
-    happens.
+    Only functions with such a clause are monitored, and their other lines only once: code that raises nothing is not
+    slowed down. A clause is no longer monitored after it was entered eight times. Before Python 3.12, nothing happens.
 
     Args:
-        note: Called with what is handled, on whichever thread.
+        note: Called with the handled exception, on any thread.
     """
 
     def __init__(self, note: Callable[[BaseException], None]) -> None:
@@ -275,13 +275,13 @@ class HandlerWatch:
         self._codes: list[CodeType] = []
 
     def start(self) -> None:
-        """Begins, on a thread of its own, as source files are read."""
+        """Begins on another thread, as it reads source files."""
         if _MONITORING is not None:
             self._is_on = True
             threading.Thread(target=self._start, name="ncclsafe-handlers", daemon=True).start()
 
     def close(self) -> None:
-        """Ends it; all code is as it was."""
+        """Ends monitoring."""
         with self._lock:
             self._is_on = False
             tool, self._tool = self._tool, -1
@@ -293,7 +293,7 @@ class HandlerWatch:
             self._codes = []
 
     def _start(self) -> None:
-        with suppress(Exception):  # it is done without
+        with suppress(Exception):  # not essential
             codes = [*codes_with_handlers(_own_modules(), self._lines)]
             with self._lock:
                 tool = next((tool for tool in _TOOLS if _MONITORING.get_tool(tool) is None), -1)
@@ -325,7 +325,7 @@ def codes_with_handlers(modules: Iterable[ModuleType], lines: dict[str, frozense
 
     Args:
         modules: The modules.
-        lines: Takes, by file, the lines with which handling begins.
+        lines: Receives, by file, the first lines of ``except`` clauses.
     """
     for module in modules:
         file = getattr(module, "__file__", None) or ""
@@ -350,11 +350,4 @@ def _codes_of(module: ModuleType) -> Iterator[CodeType]:
             plain = getattr(function, "__func__", getattr(function, "fget", function))
             plain = getattr(plain, "__wrapped__", plain)
             if isinstance(plain, FunctionType):
-                yield from _with_inner(plain.__code__)
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
+                yield from with_inner(plain.__code__)

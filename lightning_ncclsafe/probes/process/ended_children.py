@@ -1,4 +1,4 @@
-"""Children of this process that were killed or have failed, seen without asking for them as their parent would."""
+"""Children of this process that were killed or have failed, detected without reaping them."""
 
 import math
 import os
@@ -20,23 +20,23 @@ from lightning_ncclsafe.probes.host.resources import signal_name
 
 _PROC = Path("/proc")
 _KILLED = (os.CLD_KILLED, os.CLD_DUMPED) if hasattr(os, "CLD_KILLED") else ()
-# How often it is looked for new children, and how many are watched: each takes a file descriptor.
+# How often to look for new children, and how many to watch: each takes a file descriptor.
 _EVERY_S = 1.0
 _MOST = 128
 _KEPT = 16
-# What a pool sends its own when it is closed.
+# Signals that a pool sends to its own processes.
 _OWN_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
-# Of what has been asked for, what ended this long before the rank stood still, and later.
+# Reaped children count if they ended this long before the standstill, or later.
 _RECENT_S = 60.0
-# To ask for them by active_children() would be to wait for those that have ended.
+# Not active_children(), which would reap those that have ended.
 _children_of_multiprocessing: Any = getattr(_multiprocessing, "_children", ())
 
 
 class ChildWatch:
-    """Notes how children end, also those for which their parent asks at once, as a pool of processes does.
+    """Records how children end, even if their parent reaps them at once, as a process pool does.
 
-    A thread sleeps until one of them ends; it is started with the first child. Where the kernel has no file
-    descriptors of processes (before Linux 5.3), nothing is noted, and :meth:`read` gives those nobody asked for.
+    A thread, started with the first child, sleeps until one of them ends. If the kernel has no pidfds (before Linux
+    5.3), nothing is recorded, and :meth:`read` gives only unreaped children.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ChildWatch:
             self._learn()
 
     def read(self, idle_s: float) -> tuple[EndedProcess, ...]:
-        """Those nobody has asked for yet, and those that ended after this rank stood still, or shortly before."""
+        """Unreaped children, and those that ended during this rank's standstill, or shortly before."""
         self._learn()
         now_s, seen = time.monotonic(), {child.pid: (at_s, child) for at_s, child in [*self._ended]}
         waiting = ended_children()
@@ -77,7 +77,7 @@ class ChildWatch:
         return tuple(found)
 
     def close(self) -> None:
-        """Ends the thread, and closes what was opened."""
+        """Ends the thread, and closes its files."""
         thread, self._thread = self._thread, None
         self._next_s = math.inf
         if thread is not None:
@@ -98,11 +98,11 @@ class ChildWatch:
         self._poll.register(fd, select.EPOLLIN)
 
     def _learn(self) -> None:
-        """Notes what parents know by now; as long as their process is kept, so are its pipes."""
+        """Takes exit codes from multiprocessing; a kept process object would keep its pipes open."""
         with self._lock:
             taken = [self._taken.popleft() for _ in range(len(self._taken))]
             for at_s, pid, process in taken:
-                # Of one that nobody has asked for yet, nothing is asked for here.
+                # A child that is not reaped yet is not reaped here.
                 if psutil.pid_exists(pid) or (code := _exit_code(process)) is None:
                     self._taken.append((at_s, pid, process))
                 elif code < 0:
@@ -125,21 +125,21 @@ class ChildWatch:
         poll.close()
 
     def _take(self, poll: "select.epoll", fd: int) -> None:
-        # Before it is closed, as another one may get its number.
+        # Before the close, as another file may get the number.
         pid = self._fds.pop(fd)
         process = self._processes.pop(pid, None)
         if (child := _ended(fd, os.P_PIDFD)) is not None:
             self._ended.append((time.monotonic(), child))
         elif process is not None:
-            # Its parent may have been faster, and knows.
+            # Its parent has already reaped it, and knows the exit code.
             self._taken.append((time.monotonic(), pid, process))
-        # Likewise: a child that was forked meanwhile has it, too, and keeps it alive.
+        # Explicitly: a child that was forked meanwhile also has the descriptor, and keeps it in the poll.
         poll.unregister(fd)
         os.close(fd)
 
 
 def _exit_code(process: BaseProcess) -> int | None:
-    """None where its parent does not know yet; 0 also where it has closed it, and so has asked."""
+    """None if its parent does not know yet; 0 also if the process object is closed, and so was reaped."""
     with suppress(ValueError):
         return process.exitcode
     return 0
@@ -150,13 +150,13 @@ def _aged(child: EndedProcess, ago_s: float | None) -> EndedProcess:
 
 
 def ended_children(proc: Path = _PROC) -> tuple[EndedProcess, ...]:
-    """Children that were killed, or have exited with a code other than 0, and that nobody has waited for yet.
+    """Unreaped children that were killed, or have exited with a code other than 0.
 
-    They are left as they are: whoever waits for them, torch's loader for instance, learns what it would have. Takes
-    some 10 µs for each child; nothing where the kernel does not list a process's children.
+    They are not reaped, so that their parent code, for instance torch's loader, still learns how they ended. Takes some
+    10 µs for each child; empty if the kernel does not list a process's children.
 
     Args:
-        proc: Root of the file system that tells of this process.
+        proc: The mounted proc file system.
     """
     return tuple(child for pid in _children(proc) if (child := _ended(pid)))
 
@@ -172,9 +172,9 @@ def _children(proc: Path) -> list[int]:
 def _ended(number: int, kind: int | None = None) -> EndedProcess | None:
     """By process id, or by a file descriptor of one (``os.P_PIDFD``)."""
     with suppress(OSError):
-        told = os.waitid(os.P_PID if kind is None else kind, number, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if told is not None and told.si_code in _KILLED:
-            return EndedProcess(pid=told.si_pid, signal=signal_name(told.si_status))
-        if told is not None and told.si_status != 0:
-            return EndedProcess(pid=told.si_pid, exit_code=told.si_status)
+        status = os.waitid(os.P_PID if kind is None else kind, number, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is not None and status.si_code in _KILLED:
+            return EndedProcess(pid=status.si_pid, signal=signal_name(status.si_status))
+        if status is not None and status.si_status != 0:
+            return EndedProcess(pid=status.si_pid, exit_code=status.si_status)
     return None

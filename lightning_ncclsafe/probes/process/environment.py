@@ -1,4 +1,4 @@
-"""Versions and variables of the environment that ranks should have in common, and where a launcher puts this rank."""
+"""Versions and environment variables that ranks should have in common, and this rank's place in its launch."""
 
 import os
 import platform
@@ -13,26 +13,26 @@ from pathlib import Path
 from lightning_ncclsafe.probes.absent import or_none
 
 JOB = "NCCLSAFE_JOB"
-"""Names the job, the same for all its starts, where what starts it gives it no name that stays."""
+"""The variable that names the job, the same for all its starts, if its launcher does not name it."""
 
-# What NCCL, gloo, torch's distributed part and Lightning look at, and what decides how many threads there are.
+# Variables of NCCL, gloo, torch.distributed and Lightning, and those that set numbers of threads.
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_FR_", "TORCH_DISTRIBUTED_", "PL_")
 _NAMES = re.compile(
     r"CUDA_(LAUNCH_BLOCKING|VISIBLE_DEVICES|DEVICE_ORDER)|(OMP|MKL)_NUM_THREADS|PYTORCH_(\w+_)?ALLOC_CONF"
 )
 _MOST_CHARACTERS = 200
 _BUILT = "torch/version.py"
-# What each is installed as; the first that is.
+# Package names; the first installed one counts.
 _LIGHTNING = ("lightning", "pytorch-lightning")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _CUDA = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
 
 
 def launch_words(environ: Mapping[str, str] = os.environ) -> str:
-    """What started the job, the same for all its starts: ``"SLURM job 4711"``; empty where nothing can start it again.
+    """What started the job, the same for all its starts: ``"SLURM job 4711"``; empty if nothing can restart it.
 
     Args:
-        environ: Of this process.
+        environ: The environment of this process.
     """
     if name := environ.get(JOB):
         return f"job {name}"
@@ -45,16 +45,16 @@ def settings_seen(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     """Variables that matter to distributed training, by name, in alphabetical order; values of 200 characters at most.
 
     Args:
-        environment: Of this process.
+        environment: The environment of this process.
     """
     names = sorted(name for name in environment if name.startswith(_PREFIXES) or _NAMES.fullmatch(name))
     return {name: environment[name][:_MOST_CHARACTERS] for name in names}
 
 
 def versions_seen() -> dict[str, str]:
-    """Versions of Python, torch, CUDA, NCCL and Lightning, as far as they are there.
+    """The installed versions of Python, torch, CUDA, NCCL and Lightning.
 
-    Torch is asked where it is imported already; importing it takes seconds, so that otherwise the packages are.
+    They come from torch if it is imported already, or else from package metadata: importing torch takes seconds.
     """
     torch = or_none(_of_torch if "torch" in sys.modules else _of_packages) or {}
     found = {"python": platform.python_version(), **torch, "lightning": _installed(*_LIGHTNING)}
@@ -68,13 +68,13 @@ def _of_torch() -> dict[str, str]:
 
 
 def _of_packages() -> dict[str, str]:
-    """As torch reports them: of CUDA the first two numbers."""
+    """The versions from package metadata, in torch's format: two numbers for CUDA."""
     cuda = ".".join(_installed(*_CUDA).split(".")[:2])
     return {"torch": or_none(_built) or "", "cuda": cuda, "nccl": _installed(*_NCCL)}
 
 
 def _built() -> str:
-    """Torch's version with its build, ``"2.14.1+cu130"``: packages of the public registry are named without that."""
+    """Torch's version with its build, ``"2.14.1+cu130"``, which the metadata of public packages lacks."""
     installed = distribution("torch")
     found = re.search(r"^__version__ = ['\"](.+)['\"]", Path(str(installed.locate_file(_BUILT))).read_text(), re.M)
     return found[1] if found is not None else installed.version
@@ -91,7 +91,7 @@ class Launched:
     Attributes:
         rank: Global rank.
         local_rank: Rank on its host.
-        world_size: Number of ranks; 1 where there is no launcher, or where it does not say how to reach the others.
+        world_size: Number of ranks; 1 without a launcher, or if it does not say how to reach the others.
         master_addr: Host of the job's store.
         master_port: Its port.
     """
@@ -104,7 +104,7 @@ class Launched:
 
 
 _LAST_PORT = 65_535
-# Names of rank, local rank and number of ranks: of torchrun (and the first and last of Kubeflow), SLURM, Open MPI.
+# Variables for rank, local rank and number of ranks: of torchrun (first and last also Kubeflow), SLURM, Open MPI.
 _LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
@@ -113,7 +113,7 @@ _LAUNCHERS = (
 
 
 def launched(environment: Mapping[str, str]) -> Launched:
-    """Reads the variables of torchrun, SLURM or Open MPI; ``MASTER_ADDR`` and ``MASTER_PORT`` are needed with all.
+    """Reads the variables of torchrun, SLURM or Open MPI; all need ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Args:
         environment: The environment of the process.

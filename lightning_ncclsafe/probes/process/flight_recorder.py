@@ -1,4 +1,4 @@
-"""Collectives and groups as PyTorch's Flight Recorder has recorded them on this rank."""
+"""Collectives and groups that PyTorch's Flight Recorder has recorded on this rank."""
 
 import time
 from collections import defaultdict
@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.facts import Collective, Frame, Group, NotRecorded, UnrecordedGroup
-from lightning_ncclsafe.probes.process.stacks import call_site, telling_frames
+from lightning_ncclsafe.probes.process.stacks import call_site, frames_to_show
 from lightning_ncclsafe.recorder.model import HOOK, Entry, Recorder, State, Work, WorkKind, backend_of
 
-# Enough to see the last steps of DDP; a hang's cause lies in the last few entries of each group.
+# Enough for the last steps of DDP; the cause of a hang is in the last few entries of each group.
 KEPT_PER_GROUP = 48
-# One rank reads those of all: of jobs with more ranks than this, fewer of each.
+# One rank reads the entries of all ranks: in larger jobs, each rank reports fewer.
 _ALL_KEPT_RANKS = 1024
 _LEAST_KEPT = 8
 
@@ -22,10 +22,8 @@ Names = dict[str, tuple[str, str]]
 
 
 def position() -> Position:
-    """Where each group of this rank stands, comparable for equality only: it changes when a collective, a send or a
-    receive is called, starts or completes; where nothing is recorded, when one is called. Takes about 0.05 ms.
-
-    The counters are taken as they are: whether they count collectives or the rest along, what moves has moved.
+    """The counters of this rank's groups, comparable for equality only: they change when a collective, a send or a
+    receive is called, starts or completes; in an unrecorded group, when one is called. Takes about 0.05 ms.
     """
     statuses = tuple(
         (group, status["last_enqueued_collective"], status["last_completed_collective"])
@@ -36,10 +34,10 @@ def position() -> Position:
 
 
 class FlightRecorder:
-    """Reads the recorders of this process, and remembers the names of groups whose entries they have since lost.
+    """Reads the recorders of this process, and remembers the names of groups after their entries are overwritten.
 
     Attributes:
-        unrecorded: Groups that were used and of which the recorders told nothing when they were last read.
+        unrecorded: Groups that were in use, but not in the recorders, at the last read.
     """
 
     def __init__(self) -> None:
@@ -47,9 +45,9 @@ class FlightRecorder:
         self.unrecorded: tuple[UnrecordedGroup, ...] = ()
 
     def read(self) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
-        """The groups of this rank, and the last entries of each, oldest first; all outstanding ones are among them."""
+        """The groups of this rank, and the last entries of each, oldest first, including all outstanding ones."""
         members = {group.name: group for group in process_groups.own_groups()}
-        # Before the dumps: what is called meanwhile is recorded, too.
+        # Before the dumps: calls made meanwhile are recorded, too.
         calls = process_groups.group_calls()
         groups: dict[str, Group] = {}
         collectives: list[Collective] = []
@@ -58,7 +56,7 @@ class FlightRecorder:
             if index == len(self._names):
                 self._names.append({})
             found_groups, found_collectives = parse(dump, self._names[index])
-            # A hook on NCCL's groups writes to the other recorder, and knows less of them than their own.
+            # A hook on NCCL's groups writes to the other recorder, with less detail than NCCL's own.
             hooked = groups.keys() & {call.group for call in found_collectives if call.backend == HOOK}
             groups |= {group.name: group for group in found_groups if group.name not in hooked}
             collectives += [collective for collective in found_collectives if collective.group not in hooked]
@@ -79,9 +77,9 @@ class FlightRecorder:
 
 
 def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-    """The same collectives with where they were called, as far as the recorders of this process still know.
+    """The same collectives with their call sites, if the recorders of this process still have them.
 
-    Takes some 10 µs for each entry of the recorders; no file is read.
+    Takes some 10 µs for each entry of the recorders; reads no file.
     """
     recorded = (entry for entries in recorders.entries(stacks=True) for entry in entries)
     frames = {entry.get("time_created_ns"): entry.get("frames") or () for entry in recorded}
@@ -89,7 +87,7 @@ def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]
 
     def located(collective: Collective) -> Collective:
         own = frames.get(collective.created_ns, ())
-        # The dump has each frame once.
+        # The dump contains each frame once.
         key = tuple(map(id, own))
         if key not in sites:
             sites[key] = call_site((frame["filename"], frame["line"], frame["name"]) for frame in own)
@@ -100,18 +98,18 @@ def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]
 
 
 def with_source(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-    """The same collectives with the source of where they were called, where that helps, and each once.
+    """The same collectives with the source lines of their call sites, each call site once.
 
-    Reads source files, so it can be slow where they lie on storage that is.
+    Reads source files, which may be slow on slow storage.
     """
     every = tuple(collectives)
     newest = {collective.site: index for index, collective in enumerate(every)}
-    stacks = {index: telling_frames(every[index].stack) for index in newest.values()}
+    stacks = {index: frames_to_show(every[index].stack) for index in newest.values()}
     return tuple(replace(collective, stack=stacks.get(index, ())) for index, collective in enumerate(every))
 
 
 def _why_not_recorded(call: process_groups.GroupCalls, recorded: Set[str]) -> NotRecorded:
-    """Why the recorders tell nothing of a group that was used, or of which nobody can say whether it was."""
+    """Why a group that was used, or may have been, is not in the recorders."""
     known = [backend for backend in call.backends if recorders.is_known(backend)]
     if not known:
         return NotRecorded.UNKNOWN_BACKEND
@@ -137,8 +135,8 @@ def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collect
 
     Args:
         dump: The dump.
-        names: Name and description by ``pg_id``, as far as they are known; those that the dump tells are added.
-            Positions are kept per ``pg_id``, a number of this process that means another group on another rank.
+        names: Known names and descriptions by ``pg_id``; those in the dump are added. A ``pg_id`` is a number of this
+            process, and may mean another group on another rank.
     """
     recorder = Recorder(dump.get("entries", []), dump.get("pg_status", {}), time.time_ns())
     names.update(recorder.names)

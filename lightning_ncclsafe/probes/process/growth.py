@@ -1,4 +1,4 @@
-"""How fast processes of this host grow, and why one does not answer, from looks at them some time apart."""
+"""How fast processes of this host grow, and why one does not answer, from two looks some time apart."""
 
 import threading
 import time
@@ -8,20 +8,18 @@ from dataclasses import dataclass, replace
 
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Frame, ProcessFacts
+from lightning_ncclsafe.probes.host.resources import ANSWERING
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
 
 LEAST_S = 0.5
-"""Seconds that two looks have to lie apart: a process that starts allocates by fits."""
+"""Least seconds between two looks: a starting process allocates in bursts."""
 
-# What is sought: shorter spans show the fits, longer ones what it did before.
+# The best span: shorter ones show single bursts, longer ones older history.
 _SPAN_S = 2.0
-# Of a process that was looked at so long ago, what it did since is not known well enough.
+# An older look says too little about the present.
 _OLDEST_S = 60.0
 _LOOKS = 8
 _PROCESSES = 256
-
-ANSWERING = ("running", "sleeping", "idle")
-"""States in which a process can be asked for its stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,8 @@ class _MemoryLook:
     swap_bytes: int | None
 
 
-class Growth:
-    """Remembers the last looks at some processes. May be asked from any thread.
+class MemoryGrowth:
+    """Remembers the last looks at some processes. May be called from any thread.
 
     Args:
         clock: Seconds that only grow; for tests.
@@ -44,16 +42,16 @@ class Growth:
         self._looks: dict[int, deque[_MemoryLook]] = {}
 
     def measure(self, pid: int, rss_bytes: int | None, swap_bytes: int | None) -> tuple[int | None, int | None]:
-        """Notes a look at a process.
+        """Records a look at a process.
 
         Args:
             pid: Process id.
-            rss_bytes: Its resident memory; None if that is not known, which leaves nothing to compare.
-            swap_bytes: How much of it is swapped out.
+            rss_bytes: Its resident memory; None if unknown.
+            swap_bytes: Its swapped memory.
 
         Returns:
-            Growth of its resident memory and of what is swapped out, bytes per second, since an earlier look: the last
-            one that is 2 s old, or else the first one; None where none is 0.5 s old.
+            Growth of its resident and swapped memory, bytes per second, since an earlier look: the last one that is at
+            least 2 s old, or else the first one; None if none is 0.5 s old.
         """
         if rss_bytes is None:
             return None, None
@@ -83,13 +81,13 @@ def _growth(before: _MemoryLook | None, now: _MemoryLook) -> tuple[int | None, i
     return round((now.rss_bytes - before.rss_bytes) / span_s), swapped
 
 
-def needs_time(seen: ProcessFacts) -> bool:
-    """Whether only a second look shows what keeps it from answering."""
+def needs_second_look(seen: ProcessFacts) -> bool:
+    """Whether a second look is needed to see why a process does not answer."""
     return seen.memory_growth_bytes_per_s is None or (seen.state in ANSWERING and bool(seen.stack))
 
 
-def with_shares(facts: ProcessFacts, before: ThreadLook, span_s: float) -> ProcessFacts:
-    """With how much of a core its main thread got since then, and for how much of the time it had to wait for one."""
+def with_core_shares(facts: ProcessFacts, before: ThreadLook, span_s: float) -> ProcessFacts:
+    """Adds which share of a core its main thread got since then, and for which share of the time it waited for one."""
     if span_s < LEAST_S:
         return facts
     now = look_at_main_thread(facts.pid)
@@ -101,8 +99,8 @@ def _share(before: float | None, now: float | None, span_s: float) -> float | No
     return None if before is None or now is None else round(min(max((now - before) / span_s, 0.0), 1.0), 3)
 
 
-def guard_rests(threads: Iterable[tuple[Frame, ...]]) -> bool:
-    """Whether the guard's thread only waits for its next turn, which comes several times a second, if it can."""
+def guard_is_idle(threads: Iterable[tuple[Frame, ...]]) -> bool:
+    """Whether the guard's thread only waits for its next tick."""
     below = [_below_watchdog(stack) for stack in threads]
     guards = [functions for functions in below if functions is not None]
     return bool(guards) and all({*functions} == {"wait"} for functions in guards)

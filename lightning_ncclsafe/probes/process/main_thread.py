@@ -1,4 +1,4 @@
-"""What the kernel counts of a process's main thread: its turns on a core, and its waits for one and for storage."""
+"""What the kernel counts of a process's main thread: its time on a core, and its waits for one and for storage."""
 
 import os
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ _STATE_FIELD, _MAJOR_FAULTS_FIELD, _CORE_FIELD = 0, 9, 36
 
 @dataclass(frozen=True, slots=True)
 class ThreadLook:
-    """One look at the main thread; what is counted since the thread was started only ever grows.
+    """The state of the main thread at one moment; the counts begin with the thread and only grow.
 
     Attributes:
         state: ``"running"``, ``"sleeping"``, ``"disk-sleep"``, …; empty where unknown.
         wait_channel: Kernel function it sleeps in; empty where unknown.
-        ran_s: Processor time it got, seconds.
-        queued_s: Seconds for which it had to wait for a core.
-        preempted: How often a core was taken from it.
-        major_faults: Pages that it waited for.
+        ran_s: Processor time, seconds.
+        queued_s: Seconds in the run queue, waiting for a core.
+        preempted: Involuntary context switches.
+        major_faults: Page faults that had to wait for storage.
     """
 
     state: str = ""
@@ -59,7 +59,7 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
 
     Args:
         pid: Process id of another process; None for this one.
-        proc: Root of the file system that tells of processes.
+        proc: Where procfs is mounted.
         thread: The kernel's number of the thread; None for the main one.
     """
     # A process's main thread has the number of the process.
@@ -78,11 +78,11 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
 
 
 def slept_s(pid: int, proc: Path = _PROC) -> float | None:
-    """Seconds since the main thread of another process ran last; None where the kernel does not tell.
+    """Seconds since the main thread of another process ran last; None where the kernel does not report it.
 
     Args:
         pid: Process id.
-        proc: Root of the file system that tells of processes.
+        proc: Where procfs is mounted.
     """
     return or_none(lambda: _slept_s(proc / str(pid) / "task" / str(pid), proc))
 
@@ -90,8 +90,8 @@ def slept_s(pid: int, proc: Path = _PROC) -> float | None:
 def _slept_s(folder: Path, proc: Path) -> float:
     fields = _text(folder / "stat").rpartition(")")[2].split()
     own = os.sched_getaffinity(0)
-    # Every core has a clock of its own, which leaves out what hypervisors and interrupts took: both times have to be of
-    # the core on which the thread ran last.
+    # Every core has its own clock, which leaves out the time of hypervisors and interrupts: both times have to be
+    # those of the core on which the thread ran last.
     os.sched_setaffinity(0, {int(fields[_CORE_FIELD])})
     try:
         return max(_ran_last_s(proc / "thread-self") - _ran_last_s(folder), 0.0)

@@ -27,9 +27,9 @@ from lightning_ncclsafe.facts import ELSE, ExceptionFacts, Frame
 _MAX_FRAMES = 120
 _MAX_MESSAGE = 2000
 _MAX_CAUSES = 4
-# Of the user's lines above a collective.
+# User lines above a collective that a report shows.
 _MAX_USERS = 8
-# What storage is given for a source file where somebody waits for it: that storage may be why ranks stand still.
+# The longest wait for a source file: its storage may be the very reason why ranks are stuck.
 _READ_S = 0.5
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -46,23 +46,23 @@ _RANK_WORDS = re.compile(
 )
 
 
-# Some programs have another thread for that than the main one, as Ray's workers do.
+# Some programs train on another thread than the main one, as Ray's workers do.
 _trains: threading.Thread | None = None
 
 
 def train_here() -> None:
-    """This thread trains from now on: what is called the main thread's is that of this one."""
+    """Declares the calling thread the one that trains: "the main thread" means this one from now on."""
     global _trains
     _trains = threading.current_thread()
 
 
 def training_thread() -> threading.Thread:
-    """The thread that trains, or did last; the main thread before there was any."""
+    """The thread that trains, or trained last; the main thread if none was declared."""
     return _trains if _trains is not None and _trains.is_alive() else threading.main_thread()
 
 
 def main_thread_stack() -> tuple[Frame, ...]:
-    """The main thread's Python stack, outermost frame first; that of the thread which trains if it is another one.
+    """The Python stack of the thread that trains, outermost frame first.
 
     Only the deepest frame has its source line, which shows whether it waits, unless storage does not answer;
     :func:`with_source` gives the others.
@@ -71,7 +71,7 @@ def main_thread_stack() -> tuple[Frame, ...]:
 
 
 def thread_stack(ident: int) -> tuple[Frame, ...]:
-    """The same of any thread of this process.
+    """The Python stack of any thread of this process.
 
     Args:
         ident: Python's number of the thread.
@@ -83,13 +83,13 @@ def thread_stack(ident: int) -> tuple[Frame, ...]:
 
 
 def calling_thread_stack() -> tuple[Frame, ...]:
-    """That of a thread besides the main one which is in a collective that the user's code has called, or nothing."""
+    """The stack of a thread other than the main one that is in a collective which user code called; else empty."""
     main = training_thread().ident
-    return calling(thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
+    return stack_in_collective(thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
 
 
-def calling(stacks: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...]:
-    """The first of these stacks that ends in a collective which the user's code has called, or nothing."""
+def stack_in_collective(stacks: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...]:
+    """The first of these stacks that ends in a collective which user code called; else empty."""
     return next(filter(_calls_collective, stacks), ())
 
 
@@ -99,14 +99,14 @@ def _calls_collective(stack: tuple[Frame, ...]) -> bool:
 
 
 def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame, ...]]:
-    """Where a collective was called: what its stack below the Trainer comes to, and those of its frames that tell most.
+    """Where a collective was called: a digest of its stack below the Trainer, and the frames worth showing.
 
     Args:
         places: File, line and function of each frame, the innermost first.
 
     Returns:
-        A digest, the same on other ranks that have called it there, wherever their packages are installed; and what
-        has called ``torch.distributed``, and lines of the user's, the outermost first. Nothing where there is no stack.
+        A digest, equal on all ranks that called it from there, wherever their packages are installed; and the frame
+        that called ``torch.distributed`` and user frames, outermost first. Empty where there is no stack.
     """
     inside: list[Frame] = []
     for place in places:
@@ -115,22 +115,22 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame,
             break
     if not inside:
         return "", ()
-    told = "|".join(f"{'/'.join(Path(f.file).parts[-2:])}:{f.line}:{f.function}" for f in inside)
+    text = "|".join(f"{'/'.join(Path(f.file).parts[-2:])}:{f.line}:{f.function}" for f in inside)
     caller = next((index for index, f in enumerate(inside) if not _passes_on(f)), None)
     users = [index for index, f in enumerate(inside) if f.user][:_MAX_USERS]
     kept = sorted({index for index in (caller, *users) if index is not None}, reverse=True)
-    return blake2b(told.encode(), digest_size=6).hexdigest(), tuple(inside[index] for index in kept)
+    return blake2b(text.encode(), digest_size=6).hexdigest(), tuple(inside[index] for index in kept)
 
 
-def telling_frames(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Of what :func:`call_site` gives: no user's frames, the user's deepest line, and that under a rank condition.
+def frames_to_show(stack: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Frames of :func:`call_site` for a report: no user frames but the deepest, and the deepest under a rank condition.
 
     Reads source files, as :func:`with_source` does.
     """
     sourced = with_source(stack)
     users = [frame for frame in reversed(sourced) if frame.user]
-    told = {*users[:1], *[frame for frame in users if frame.rank_condition][:1]}
-    return tuple(frame for frame in sourced if not frame.user or frame in told)
+    kept = {*users[:1], *[frame for frame in users if frame.rank_condition][:1]}
+    return tuple(frame for frame in sourced if not frame.user or frame in kept)
 
 
 def _passes_on(frame: Frame) -> bool:
@@ -150,10 +150,10 @@ def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionF
 
 
 def _raised_in(error: BaseException) -> tuple[Frame, ...]:
-    """Its traceback, and that of what it was made of, where the user's line was in that.
+    """Its traceback, followed by that of its cause where only the cause was raised in user code.
 
-    What the user has made of an exception was raised in the user's line. Other libraries, and Python, leave the user's
-    line to the exception that it was made of: a StopIteration that leaves a generator becomes a RuntimeError, which is
+    An exception that user code raises from another one has the user's line in its own traceback. Libraries, and Python
+    itself, leave that line in the cause: a StopIteration that leaves a generator becomes a RuntimeError, which is
     raised outside of the generator.
     """
     stack, cause = _traceback_frames(error.__traceback__), error.__cause__
@@ -172,9 +172,9 @@ def _caught_in(stack: tuple[Frame, ...], outermost: Frame) -> bool:
 
 
 def drop_passing_frames(error: BaseException) -> None:
-    """Takes out of an exception's traceback, and out of those of its causes, the frames of ours that hand a call on.
+    """Removes this package's frames that only pass a call on from the tracebacks of an exception and its causes.
 
-    Frames of ours stay where ours has raised it, or what ours has called for itself: Python's library, or torch.
+    They stay where this package raised the exception, or called what did for itself: Python's library, or torch.
 
     Args:
         error: The exception. Its traceback is changed in place: whoever holds a part of it sees the same.
@@ -198,7 +198,7 @@ def _without_passing(trace: TracebackType | None) -> TracebackType | None:
     is_handed_on = False
     for entry in reversed(entries):
         code = entry.tb_frame.f_code
-        # Also of what is left out: the interpreter may still hold the first of them.
+        # Also for entries that are left out: the interpreter may still hold the first of them.
         entry.tb_next = kept
         if not code.co_filename.startswith(_OWN):
             is_handed_on = not _serves_ours(code.co_filename, code.co_name)
@@ -208,7 +208,7 @@ def _without_passing(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _serves_ours(file: str, function: str) -> bool:
-    """Whether ours calls this code for itself; it hands on to Lightning, to users, and to what gives their data."""
+    """Whether this package calls this code for itself; it passes calls on to Lightning, user code and data loading."""
     if LOADING.has(file, function):
         return False
     is_library = file.startswith(("<frozen ", *_LIBRARY)) and "-packages" not in file
@@ -224,9 +224,9 @@ def main_thread_frames(code: Code | None = None) -> Iterator[Any]:
 
 
 def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """The same stack with source lines; for those of the user's with rank condition, handler and loop.
+    """The same stack with source lines; user frames also with rank condition, handler and loop around their line.
 
-    Reads source files, so it can be slow where they lie on storage that is.
+    Reads source files, so it is slow where their storage is.
     """
     return tuple(
         replace(
@@ -241,7 +241,7 @@ def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
 
 
 def with_source_in_time(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """The same, for whoever cannot wait for storage: what it does not give within a moment is left out."""
+    """The same, for whoever cannot wait for storage: what storage does not deliver within 0.5 s is left out."""
     return tuple(with_source([frame])[0] if _is_read(frame.file) else frame for frame in stack)
 
 
@@ -254,7 +254,7 @@ _source_thread = SideThread("ncclsafe-source")
 
 
 def _is_read(file: str) -> bool:
-    """Whether the lines of a file are known, as far as there are any, or can be had in a moment."""
+    """Whether the lines of a file are cached, or can be read within 0.5 s."""
     if file in _read or file.startswith("<"):
         return True
 
@@ -268,15 +268,15 @@ def _is_read(file: str) -> bool:
 
 
 def seen_frame(file: str, line: int, function: str) -> Frame:
-    """A frame with what its place tells, as Python or faulthandler names it."""
+    """The frame at a place, with what the place implies: whether it is user code, and its mark."""
     return Frame(file=file, line=line, function=function, user=is_user_code(file), mark=mark_at(file, line, function))
 
 
 def is_user_code(file: str) -> bool:
-    """Whether a source file is the user's own: neither the standard library, nor installed, nor ours.
+    """Whether a source file is the user's own: not the standard library, not installed, not this package.
 
     Code typed into a notebook (``<ipython-input-…>``) is; code that libraries generate (``<frozen …>``, ``<string>``)
-    is not, nor what torch.compile and Triton leave in their caches.
+    and the caches of torch.compile and Triton are not.
     """
     if file.startswith("<"):
         return file.startswith("<ipython-input")
@@ -325,7 +325,7 @@ def _statement(file: str, line: int) -> str:
 
 
 def _mark_handled(block: Iterable[ast.stmt], handler: str | None, file: str, found: dict[int, str]) -> None:
-    """Marks the lines that are come to unless an exception is raised; under a condition (None) there are other ways."""
+    """Notes, by line, the handler that catches an exception there; None as handler means "under a condition"."""
     for node in block:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             _mark_handled(node.body, "", file, found)
@@ -369,9 +369,9 @@ def _mark_block(block: object, file: str, found: dict[int, str]) -> None:
         if statement.body and isinstance(statement.body[-1], (ast.Return, ast.Continue, ast.Raise)):
             guarded = guarded + block[index + 1 :]
         text = _statement(file, statement.lineno)
-        for told, lines in ((text, guarded), (ELSE + text, statement.orelse)):
+        for condition, lines in ((text, guarded), (ELSE + text, statement.orelse)):
             for inner in lines:
-                found.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), told))
+                found.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), condition))
 
 
 def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:

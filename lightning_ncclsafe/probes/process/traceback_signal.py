@@ -1,39 +1,35 @@
-"""Python stacks of processes that cannot answer for themselves, by a signal that works while the GIL is held.
+"""Python stacks of processes that cannot answer, by a signal whose handler works while the GIL is held.
 
 ``faulthandler`` writes a traceback from a C signal handler, without the GIL. Each rank arms one real-time signal with
 a file in memory; a peer on the same host that finds it silent sends the signal and reads the file through
-``/proc/PID/fd``. Forked loader workers inherit both, so a rank can ask its own workers where they stand.
+``/proc/PID/fd``. Forked loader workers inherit both, so a rank can ask its own workers for their stacks.
 
-A rank that has not come to its Trainer cannot send its peers the number of that signal yet. It is armed by
-the import of the package, and the file's name, which is among those of its open files, says it.
+A rank that has not reached its Trainer yet cannot send its peers the number of that signal. The import of the package
+arms it, and the name of the file, which peers find among the rank's open files, contains the number.
 
-``faulthandler`` writes to the same file when a fatal signal (SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL) ends the
-process, and so does a hook of ours with an exception that nobody has caught. Whoever has opened it before can read it
-when the process is gone; when nobody holds it, it is gone, too. Why a process has aborted itself is on its stderr:
-where that is a file, its end is read.
+``faulthandler`` also writes to that file when a fatal signal ends the process, and ``sys.excepthook`` does with an
+uncaught exception: see ``crash_traces``.
 
-Between two calls of the Trainer there is no guard either, so that a rank stays armed once it has been.
+Between two calls of the Trainer there is no guard either, so a rank stays armed once it is.
 """
 
 import faulthandler
 import os
 import re
 import signal
-import stat
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple
+from typing import IO
 
-from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread
-from lightning_ncclsafe.facts import COLLECTOR, ExceptionFacts, Frame, codec
-from lightning_ncclsafe.probes.process.stacks import calling, exception_facts, seen_frame
+from lightning_ncclsafe.facts import COLLECTOR, Frame, codec
+from lightning_ncclsafe.probes.process.stacks import exception_facts, seen_frame
 
 # What faulthandler writes above the frames of a thread that collects garbage.
 _COLLECTS = "  Garbage-collecting"
@@ -41,34 +37,11 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 _ANSWER_S = 0.15
 _NAME = "ncclsafe-traceback-"
 _LINK = re.compile(rf"^/memfd:{_NAME}(\d+) ")
-# What launchers call the number of a rank, and that of all of them.
+# Environment variables of launchers: the number of the rank, and the number of ranks.
 _LAUNCHED = (("LOCAL_RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
-ENDED = ("gone", "zombie")
-"""States of a process that has ended, as :class:`~lightning_ncclsafe.facts.ProcessFacts` has them."""
-
-_SAID = "Fatal Python error: "
-_RAISED = "Uncaught exception: "
-_SIGNALS = {
-    "Aborted": "SIGABRT",
-    "Segmentation fault": "SIGSEGV",
-    "Bus error": "SIGBUS",
-    "Floating point exception": "SIGFPE",
-    "Floating-point exception": "SIGFPE",
-    "Illegal instruction": "SIGILL",
-}
-_MOST_BYTES = 1 << 20
-_STDERR = 2
-# How long the storage that a stderr is on may take: a file that is not dead is in memory.
-_STDERR_S = 0.2
-# The end of a file is enough: a process that aborts writes nothing afterwards, its peers a traceback or two.
-_TAIL_BYTES = 1 << 17
-_MOST_SAID = 300
-# Of an exception that nobody has caught, of the C library's own checks, and of its assertions.
-_WHY = re.compile(
-    r"^\s*what\(\):\s*(.+)$|^(.*: Assertion .+ failed\.)$|^((?:malloc|free|realloc)\w*\(\): .+)$", re.MULTILINE
-)
-_AFTERWARDS = re.compile(r"\n\n(?:Extension modules|Current thread's C stack)")
+RAISED = "Uncaught exception: "
+"""In the file, precedes an uncaught exception as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +58,7 @@ class Armed:
 
 
 class TracebackSignal:
-    """Arms the signal in this process; :meth:`close` restores what was there."""
+    """Arms the signal in this process; :meth:`close` restores the state before."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -95,17 +68,17 @@ class TracebackSignal:
         self._hook_before = sys.excepthook
 
     def arm(self) -> Armed | None:
-        """Arms the first real-time signal that nobody uses, or the same again; None where the platform has none."""
+        """Arms the first unused real-time signal, or re-arms the same one; None where the platform has none."""
         if self._file is not None and not _handles(os.getpid(), self._signum):
-            # Lightning sets all signals back, and Python knows nothing of faulthandler's handler.
+            # Lightning restores all signals through Python, which does not know of faulthandler's handler.
             faulthandler.unregister(self._signum)
             faulthandler.register(self._signum, file=self._file, all_threads=True)
         for signum in () if self._file is not None else _free_signals():
             self._file, self._signum, self._pid = _open_file(signum), signum, os.getpid()
-            # Lightning takes that out of the environment again when its Trainer ends.
+            # Read now: Lightning removes these variables when its Trainer ends.
             self._is_of_rank = _is_launched(os.environ)
             faulthandler.register(signum, file=self._file, all_threads=True)
-            # Of a crash, too, unless the user wants to read that elsewhere; see LastWords.
+            # Crashes go to the same file, unless the user has sent them elsewhere; see CrashTraces.
             if not faulthandler.is_enabled():
                 _enable_for_crashes(self._file)
             self._hook_before, sys.excepthook = sys.excepthook, self._uncaught
@@ -118,33 +91,33 @@ class TracebackSignal:
             faulthandler.unregister(self._signum)
             if self._file is _file_of_crashes():
                 faulthandler.disable()
-            # Whoever has set another one since may call ours, which then only passes on.
+            # A hook that was set later may still call this one, which then only passes on.
             if sys.excepthook == self._uncaught:
                 sys.excepthook = self._hook_before
             self._file.close()
             self._file = None
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """What ends the program is told to whoever holds the file, for none may be left to ask."""
+        """Writes the exception to the file, where peers find it when this process is gone."""
         with suppress(Exception):
             if self._file is not None and not self.is_inherited:
                 raised = codec.encode(exception_facts(error.with_traceback(trace), is_consequence=_is_of_others(error)))
-                os.write(self._file.fileno(), f"\n{_RAISED}".encode() + raised + b"\n")
+                os.write(self._file.fileno(), f"\n{RAISED}".encode() + raised + b"\n")
         self._hook_before(kind, error, trace)
 
     @property
     def stays(self) -> bool:
-        """Whether it is that of one of several ranks, for which there may be another guard to come."""
+        """Whether this process is one of several ranks, and so may have another guard later."""
         return self._is_of_rank and not self.is_inherited
 
     @property
     def is_inherited(self) -> bool:
-        """Whether another process has armed it, of which this one is a fork: then the file is that one's, too."""
+        """Whether this process is a fork of the one that armed it: then the file belongs to that one."""
         return self._pid not in (0, os.getpid())
 
 
 class _CrashFile:
-    """Our file for fatal signals. Only ``faulthandler`` refers to it, so it exists for as long as that writes to it."""
+    """The file for fatal signals. Only ``faulthandler`` refers to it, so it exists for as long as that writes to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -164,13 +137,13 @@ def _enable_for_crashes(file: IO[bytes]) -> None:
 
 
 def _file_of_crashes() -> IO[bytes] | None:
-    """Which of ours is written to in a crash; None where the user has switched on or off meanwhile."""
+    """The file that a crash is written to; None if the user has called ``faulthandler.enable`` or ``disable`` since."""
     crash_file = _crash_file() if _crash_file is not None else None
     return crash_file.file if crash_file is not None else None
 
 
 def _forget_crashes() -> None:
-    """In a fork: what it writes as it crashes would be taken for the last words of the process that has forked it."""
+    """In a fork: its crash would be taken for one of its parent."""
     if _file_of_crashes() is not None:
         faulthandler.disable()
 
@@ -181,10 +154,10 @@ _early = TracebackSignal()
 
 
 def arm_early(environ: Mapping[str, str] = os.environ) -> None:
-    """Arms the signal of a process that a launcher has started as one of several ranks; never raises.
+    """Arms the signal if a launcher started this process as one of several ranks; never raises.
 
     Args:
-        environ: What the launcher has told the process.
+        environ: The environment variables.
     """
     if _is_launched(environ):
         with suppress(Exception):
@@ -192,14 +165,14 @@ def arm_early(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def take_early() -> TracebackSignal:
-    """The signal of this process for its guard to arm and to close: that of the import, if it was armed then."""
+    """The signal of this process, for its guard to arm and close: the one armed at import, if there is one."""
     global _early
     taken, _early = _early, TracebackSignal()
     return TracebackSignal() if taken.is_inherited else taken
 
 
 def leave(signal_: TracebackSignal) -> None:
-    """A guard ends: of one of several ranks the signal stays armed, for the next guard and until there is one."""
+    """Called when a guard ends. The signal of one of several ranks stays armed for the next guard."""
     global _early
     if signal_.stays:
         _early = signal_
@@ -214,7 +187,7 @@ def _is_launched(environ: Mapping[str, str]) -> bool:
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether it only says that a collective failed; without torch none does."""
+    """Whether it only reports that a collective failed; without torch none does."""
     if "torch" not in sys.modules:
         return False
     from lightning_ncclsafe._torch import process_groups
@@ -274,17 +247,11 @@ def ask_threads(pid: int, armed: Armed, *, owner: int | None = None) -> list[tup
         return []
 
 
-def parse(text: str) -> tuple[Frame, ...]:
-    """The main thread's stack out of faulthandler's text, outermost frame first; see parse_threads."""
-    threads = parse_threads(text)
-    return threads[0] if threads else ()
-
-
 def parse_threads(text: str) -> list[tuple[Frame, ...]]:
     """The threads' stacks out of faulthandler's text, outermost frame first, that of the main thread first.
 
-    The thread that handles the signal is called "Current thread"; without one, the main thread comes last. A thread
-    that collects garbage has a frame of its own for that, the innermost.
+    The thread that handles the signal is called "Current thread"; without one, the main thread comes last. Garbage
+    collection appears as a frame of its own, the innermost.
     """
     threads: list[list[Frame]] = []
     current = -1
@@ -308,7 +275,7 @@ def _frame(line: str) -> Frame | None:
 
 
 def _read_answer(path: Path, before: int) -> str:
-    """Waits until the file has grown and rests; there is nothing to wait on across processes but its size."""
+    """Waits until the file has grown and stopped growing; its size is all that can be watched across processes."""
     deadline = time.monotonic() + _ANSWER_S
     size = before
     while time.monotonic() < deadline:
@@ -323,7 +290,7 @@ def _read_answer(path: Path, before: int) -> str:
 
 
 def _handles(pid: int, signum: int) -> bool:
-    """Whether a process catches a signal: one that does not would die of it."""
+    """Whether a process has a handler for a signal: without one, the signal would kill it."""
     return bool(_caught(pid) >> (signum - 1) & 1)
 
 
@@ -336,121 +303,11 @@ def _caught(pid: int) -> int:
 
 
 def _free_signals() -> list[int]:
-    """Real-time signals at their default action, the highest first: low ones are taken by runtimes that use any."""
+    """Real-time signals at their default action, highest first: runtimes that use some take the low ones."""
     first, last = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1)
     with suppress(ValueError, OSError):
-        # Python does not know of handlers that are set below it, as faulthandler's and those of C libraries are.
+        # Python does not know of handlers that C code installed, such as faulthandler's.
         caught = _caught(os.getpid())
         at_default = [number for number in range(last - 1, first, -1) if signal.getsignal(number) is signal.SIG_DFL]
         return [number for number in at_default if not caught >> (number - 1) & 1]
     return []
-
-
-class LastWord(NamedTuple):
-    """What a process that is gone has left.
-
-    Attributes:
-        signal: The signal that has ended it, ``"SIGABRT"``; empty where none is known.
-        stack: Where its main thread was.
-        said: Why it has aborted itself, as it, or another process that writes to the same file, has said last.
-        thread_stack: Where another thread of its was in a collective.
-    """
-
-    signal: str
-    stack: tuple[Frame, ...]
-    said: str = ""
-    thread_stack: tuple[Frame, ...] = ()
-
-
-class LastWords:
-    """Holds the files of the other ranks of this host. Storage that a stderr is on is not waited for."""
-
-    def __init__(self) -> None:
-        self._files: dict[int, int] = {}
-        self._stderr: dict[int, tuple[int, int]] = {}
-        self._storage = SideThread("ncclsafe-stderr")
-        self._is_closed = False
-
-    def hold(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Opens the files of processes, by process id and by file descriptor in that process; -1 where it has none."""
-        new = [(pid, fd) for pid, fd in processes if fd >= 0 and pid not in self._files]
-        for pid, fd in new:
-            with suppress(OSError):
-                self._files[pid] = _open(pid, fd)
-        if new:
-            self._from_storage(lambda: self._hold_stderr([pid for pid, _ in new]))
-
-    def _hold_stderr(self, pids: Iterable[int]) -> str:
-        for pid in pids:
-            with suppress(OSError):
-                # A pipe or a terminal would be opened anew, and what is read of it would be lost to whoever reads it.
-                if pid not in self._stderr and stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{_STDERR}").st_mode):
-                    file = _open(pid, _STDERR)
-                    self._stderr[pid] = file, os.fstat(file).st_size
-        if self._is_closed:  # meanwhile
-            self.close()
-        return ""
-
-    def of(self, pid: int) -> LastWord:
-        """What a process that is gone has written last."""
-        found = LastWord("", ())
-        with suppress(OSError, KeyError):
-            found = last_word(_text(self._files[pid], 0, _MOST_BYTES))
-        if found.signal in ("", "SIGABRT") and pid in self._stderr:
-            return found._replace(said=self._from_storage(lambda: self._said(pid)))
-        return found
-
-    def _said(self, pid: int) -> str:
-        file, began = self._stderr[pid]
-        return why(_text(file, max(began, os.fstat(file).st_size - _TAIL_BYTES), _TAIL_BYTES))
-
-    def _from_storage(self, read: Callable[[], str]) -> str:
-        with suppress(OSError, KeyError, NoThreadError):
-            return self._storage.call(read, _STDERR_S)
-        return ""
-
-    def raised(self, pid: int) -> ExceptionFacts | None:
-        """The exception that has left the program of a process, be it gone or about to end; None without one."""
-        with suppress(OSError, KeyError, codec.DecodeError):
-            found = _text(self._files[pid], 0, _MOST_BYTES).rpartition(f"\n{_RAISED}")
-            return codec.decode(ExceptionFacts, found[2].partition("\n")[0].encode()) if found[1] else None
-        return None
-
-    def close(self) -> None:
-        """Gives the files back."""
-        self._is_closed = True
-        held = [*self._files.values(), *(file for file, _ in self._stderr.values())]
-        self._files, self._stderr = {}, {}
-        for file in held:
-            with suppress(OSError):
-                os.close(file)
-
-
-def _open(pid: int, fd: int) -> int:
-    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _text(file: int, offset: int, most_bytes: int) -> str:
-    return os.pread(file, most_bytes, offset).decode("utf-8", "replace")
-
-
-def why(text: str) -> str:
-    """Why a process aborted itself, from the last line of its stderr that gives a reason; empty if none does."""
-    told = [next(filter(None, found.groups())) for found in _WHY.finditer(text)]
-    return told[-1].strip()[:_MOST_SAID] if told else ""
-
-
-def last_word(text: str) -> LastWord:
-    """The last fatal error in what ``faulthandler`` has written; tracebacks that were asked for stand before it."""
-    _, mark, last = text.rpartition(_SAID)
-    if not mark:
-        return LastWord("", ())
-    said, _, threads = last.partition("\n")
-    main, others = _stacks_of(_AFTERWARDS.split(threads)[0])
-    return LastWord(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=calling(others))
-
-
-def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:
-    """Outermost frame first; the main thread's, which is the last whichever the signal has struck, and the others."""
-    main, *others = parse_threads(threads.replace("Current thread", "Thread"))
-    return main, others

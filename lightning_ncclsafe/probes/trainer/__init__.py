@@ -1,1 +1,1 @@
-"""Lightning's Trainer by duck type: where it stands, what it does, what each batch has made."""
+"""Observes Lightning's Trainer by duck type: its progress, its actions, and what each batch produced."""

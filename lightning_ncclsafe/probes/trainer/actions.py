@@ -1,7 +1,7 @@
 """What Lightning is doing on this rank, from the names it gives its profiler and its barriers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from functools import partial
 from inspect import unwrap
 from threading import get_ident
@@ -12,19 +12,20 @@ from weakref import WeakSet
 from lightning_ncclsafe.code.libraries import PROFILE, START_OF_NO_PROFILER, Code
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.facts import Action
+from lightning_ncclsafe.rules.kit.activity import PAUSE
 
 SAVE = "save_checkpoint"
 """Lightning's name of the action in which the Trainer saves a checkpoint."""
 
-# Those that listen to a Trainer at this moment, of all threads of this process.
+# The trackers of this process that listen to a Trainer now, on any thread.
 _attached: "WeakSet[ActionTracker]" = WeakSet()
 
-# Of a profiler that is listened to.
+# The methods of a profiler that are replaced.
 _REPLACED = ("start", "stop", "profile")
 
 
 class ActionTracker:
-    """Keeps the stack of actions that the main thread is in.
+    """Keeps the stack of the main thread's actions.
 
     Written by the training's main thread on every hook, so it does next to nothing; read by others at any time.
     """
@@ -53,7 +54,7 @@ class ActionTracker:
                 listen(name)
 
     def leave(self, name: str) -> None:
-        """An action ends; so do those within it that an exception has left without a word."""
+        """An action ends, and with it any within it that an exception left without notice."""
         if get_ident() != self._thread:
             return
         if self._open and self._open[-1][0] == name:
@@ -86,16 +87,16 @@ class ActionTracker:
             self.leave(name)
 
     def is_in(self, name: str) -> bool:
-        """Whether an action whose name begins so is going on; for the main thread."""
+        """Whether an action whose name starts with this is active; for the main thread."""
         return any(begun.startswith(name) for begun, _ in self._open)
 
     def actions(self) -> tuple[Action, ...]:
-        """What is going on now, outermost first."""
+        """The active actions, outermost first."""
         now = monotonic()
         return tuple(Action(name=name, for_s=round(now - since, 3)) for name, since in [*self._open])
 
     def attach(self, profiler: Any) -> None:
-        """Listens to a Lightning profiler, which stays what it is: its own ``start`` and ``stop`` are still called.
+        """Listens to a Lightning profiler; its own ``start`` and ``stop`` are still called.
 
         Lightning wraps every hook, data fetch and checkpoint save in ``profiler.profile(name)``.
         """
@@ -103,16 +104,16 @@ class ActionTracker:
         self._profiler = profiler
         self._before = {name: vars(profiler)[name] for name in _REPLACED if name in vars(profiler)}
         if _is_lightnings_own(profiler) and "profile" not in self._before:
-            # Some 25 times a step, so every call in there counts: without this, 3 % of a step of 3 ms.
+            # Called some 25 times a step, so every inner call counts: otherwise, 3 % of a step of 3 ms.
             if _does_nothing(profiler) and not self._before:
-                profiler.profile = partial(_Heard, self)
+                profiler.profile = partial(_TrackedAction, self)
             else:
-                profiler.profile = partial(_Profiled, self, profiler.start, profiler.stop)
+                profiler.profile = partial(_TrackedProfile, self, profiler.start, profiler.stop)
         profiler.start = _Listener(self.enter, profiler.start)
         profiler.stop = _Listener(self.leave, profiler.stop)
 
     def detach(self) -> None:
-        """Stops listening; the profiler is as it was."""
+        """Stops listening and restores the profiler."""
         _attached.discard(self)
         if self._profiler is not None:
             for name in _REPLACED:
@@ -122,12 +123,12 @@ class ActionTracker:
 
 
 def attached_trackers() -> "list[ActionTracker]":
-    """Those that listen to a Trainer now; what is entered on another thread than theirs is nothing to them."""
+    """The trackers that listen to a Trainer now; they ignore actions on threads other than their own."""
     return list(_attached)
 
 
 def _is_lightnings_own(profiler: Any) -> bool:
-    """Whether ``profile`` is that of Lightning's base class, and so just start, stop and nothing else."""
+    """Whether ``profile`` is that of Lightning's base class, which only calls start and stop."""
     return _is_in(PROFILE, type(profiler).profile)
 
 
@@ -142,7 +143,7 @@ def _is_in(known: Code, function: Any) -> bool:
 
 
 class _Listener:
-    """Calls two functions for one. A class and not a closure, so that a profiler that holds it can be copied."""
+    """Calls two functions. A class and not a closure, so that a profiler that holds it can be copied."""
 
     __slots__ = ("_first", "_second")
 
@@ -156,10 +157,10 @@ class _Listener:
 
 
 @marked(Mark.LISTENER)
-class _Heard(ContextDecorator):
-    """What ``Profiler.profile`` gives where the profiler does nothing: an action to the tracker, and no more.
+class _TrackedAction(ContextDecorator):
+    """The context manager of ``Profiler.profile`` for a profiler that does nothing: only tracks the action.
 
-    Like Lightning's it can decorate a function; it holds nothing of one use that another could disturb.
+    Like Lightning's it can decorate a function; it has no state that nested uses could disturb.
     """
 
     __slots__ = ("_name", "_tracker")
@@ -179,8 +180,8 @@ class _Heard(ContextDecorator):
 
 
 @marked(Mark.LISTENER)
-class _Profiled(_Heard):
-    """The same where the profiler does something: without a generator both take less time than one with."""
+class _TrackedProfile(_TrackedAction):
+    """The same for a profiler that does something. Faster than a generator, even with both."""
 
     __slots__ = ("_start", "_stop")
 
@@ -199,3 +200,26 @@ class _Profiled(_Heard):
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         super().__exit__(_type, error, _trace)
         self._stop(self._name)
+
+
+@contextmanager
+def pause(reason: str = "") -> Iterator[None]:
+    """Announces that this rank pauses on purpose: in a debugger, at a prompt, while it waits for a person.
+
+    During the ``with`` block, the other ranks wait without a report. The hard limit of the phase (the strategy's
+    ``timeout`` or ``PhaseTimeouts``) still ends the run. Outside of a Trainer's function with a strategy of this
+    package, it does nothing.
+
+    Args:
+        reason: The reason, in a few words; the report quotes it if the hard limit passes.
+
+    Example::
+
+        if self.global_rank == 0:
+            with lightning_ncclsafe.pause("a debugger"):
+                breakpoint()
+    """
+    with ExitStack() as stack:
+        for tracker in attached_trackers():
+            stack.enter_context(tracker.action(f"{PAUSE}{reason}"))
+        yield

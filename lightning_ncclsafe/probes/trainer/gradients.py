@@ -1,4 +1,4 @@
-"""Which parameters are trained and get no gradient, and where the user's code leaves them out."""
+"""Finds trained parameters without a gradient, and the line where user code leaves them out."""
 
 import itertools
 import re
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.probes.trainer.source_lines import BEFORE_TRAINING, HookSource, own_functions, source_of
 
-# DDP names parameters by their numbers among those that required a gradient when it was made.
+# DDP numbers the parameters that required a gradient when it was created.
 _NO_GRADIENT = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+)+)")
 # Lightning divides a loss by the number of batches that accumulate, and a precision may scale it.
 _MOST_OPERATIONS = 4
@@ -19,11 +19,11 @@ def trained_parameters(module: Any) -> list[str]:
 
 
 def named_by_ddp(error: str, trained: Sequence[str]) -> list[str]:
-    """The parameters that an error of DDP's says got no gradient.
+    """The parameters without a gradient according to an error of DDP.
 
     Args:
         error: Text of the exception.
-        trained: Those that required a gradient when DDP was made.
+        trained: The ones that required a gradient when DDP was created.
     """
     named = _NO_GRADIENT.search(error)
     numbers = map(int, named[1].split()) if named else ()
@@ -31,7 +31,7 @@ def named_by_ddp(error: str, trained: Sequence[str]) -> list[str]:
 
 
 def without_gradient(module: Any) -> list[str]:
-    """Only where some have one: all have none before the first backward pass, and after ``zero_grad``."""
+    """Trained parameters without a gradient; empty if none has one, as after ``zero_grad``."""
     if module is None:
         return []
     wanted = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -40,7 +40,7 @@ def without_gradient(module: Any) -> list[str]:
 
 
 def is_from_nothing(loss: Any, module: Any) -> bool:
-    """Whether a loss leads back, in a few operations, to a tensor that is no parameter, and to nothing else."""
+    """Whether the graph of a loss leads, in a few operations, only to a tensor that is no parameter."""
     node = getattr(loss, "grad_fn", None)
     if node is None:
         return loss is not None
@@ -55,13 +55,13 @@ def is_from_nothing(loss: Any, module: Any) -> bool:
 
 
 def left_out_at(module: Any, missing: list[str]) -> str:
-    """Where the user's code leaves out the largest part that the first of these parameters belongs to, or uses it."""
+    """The line of user code that skips, or else uses, the largest unused part with the first of these parameters."""
     names = trained_parameters(module)
     parts = missing[0].split(".")
     prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     whole = (part for part in prefixes if all(name in missing for name in names if name.startswith(f"{part}.")))
     depth = len(next(whole, missing[0]).split("."))
-    # Outwards to the user's code that calls this part; what is called there may still leave out what it consists of.
+    # Outwards to the user code that calls this part; code called there may still skip its components.
     used = next(filter(None, (_use_of(module, parts, level) for level in range(depth - 1, -1, -1))), None)
     within = (_use_of(module, parts, level) for level in range(depth, len(parts)))
     ways = [used.leads_around] if used is not None else []
@@ -72,14 +72,14 @@ def left_out_at(module: Any, missing: list[str]) -> str:
 
 
 class _Use(NamedTuple):
-    """A line that uses a part of the model, and what may have led around it."""
+    """A line that uses a part of the model, and lines that may have skipped it."""
 
     place: str
     leads_around: tuple[str, ...]
 
 
 def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
-    """Where the user's code of what this part belongs to uses it."""
+    """Where the user code of a module uses one of its parts."""
     for source in _functions_of(_part_of(module, parts[:level])):
         if line := source.uses(parts[level]):
             return _Use(source.place(line), source.leads_around(line))
@@ -93,7 +93,7 @@ def _part_of(module: Any, path: list[str]) -> Any:
 
 
 def _functions_of(part: Any) -> Iterator[HookSource]:
-    """Those that run in a step, the usual ones first."""
+    """The functions that run in a step, the usual ones first."""
     usual = [source_of(part, name) for name in ("forward", "training_step")]
     others = (function for function in own_functions(type(part)) if function.__name__ not in BEFORE_TRAINING)
     yield from itertools.chain(usual, map(HookSource, others))

@@ -1,4 +1,4 @@
-"""What is logged on all ranks, and where: keys, metrics that the model holds, and what callbacks wait for."""
+"""What is logged on all ranks, and where: keys, the model's metrics, and keys that callbacks monitor."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -11,12 +11,12 @@ from lightning_ncclsafe.probes.trainer.source_lines import HookSource, own_funct
 
 _MOST_KEYS = 64
 _OTHER_STAGES = ("test", "predict")
-# Where Lightning keeps what was logged, by the loops that have it.
+# The loops in which Lightning keeps what was logged.
 _LOOPS = ("fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop", "validate_loop", "test_loop")
 
 
 def logged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
-    """Keys that ranks reduce together, with the line that logs each."""
+    """Keys that all ranks reduce together, with the line that logs each."""
     for metric in list(_synced(trainer))[:_MOST_KEYS]:
         meta = metric.meta
         name, hook = str(meta.name), str(meta.fx)
@@ -45,7 +45,7 @@ def unlogged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
 
 
 def metrics(module: Any) -> Iterator[MetricFacts]:
-    """The metrics that the model holds; a collection of them is no metric, and has no states."""
+    """The metrics of the model; a collection of metrics is no metric, and has no states."""
     for name, part in getattr(module, "named_modules", tuple)():
         states = getattr(part, "metric_state", None)
         if isinstance(states, dict) and states:
@@ -64,9 +64,9 @@ def _is_gathered_by_entry(metric: Any, state: Any) -> bool:
 
 
 def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[HookSource, int]:
-    """The hook itself comes first, of the module and of callbacks, then what it may have called: other methods.
+    """First the hook itself, of the module and of callbacks, then other methods, which it may have called.
 
-    Where none has the key written out, the only call in these hooks, or else in such methods, that may put it together.
+    If none has the key as a literal, the only call in these hooks, or else in these methods, with a computed key.
     """
     hooks = [source_of(owner, hook) for owner in (module, *trainer_callbacks(trainer))]
     others = [HookSource(function) for function in own_functions(type(module)) if not _is_hook(function.__name__)]
@@ -130,7 +130,7 @@ def _synced(trainer: Any) -> Iterable[Any]:
 
 
 def reduced_key() -> str:
-    """The key that Lightning's frame on the main thread holds; nothing but that frame's own variables is looked at."""
+    """The key in Lightning's frame on the main thread; reads only that frame's own variables."""
     metas = (getattr(frame.f_locals.get("self"), "meta", None) for frame in main_thread_frames(LOGGED_VALUES))
     return next((str(meta.name) for meta in metas if meta is not None), "")
 

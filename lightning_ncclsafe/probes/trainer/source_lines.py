@@ -256,7 +256,7 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _jumps(statement: ast.stmt) -> Iterator[int]:
-    """Those in it that leave what it stands in; a loop keeps its own."""
+    """The statements in it that leave the enclosing block; a loop keeps its own."""
     if isinstance(statement, (ast.Return, ast.Continue, ast.Break)):
         yield statement.lineno
     is_loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))
@@ -270,7 +270,7 @@ def _returns(statement: ast.stmt) -> Iterator[int]:
 
 
 def _names_given(call: ast.Call) -> Iterator[ast.expr | None]:
-    """The keys that a call of ``log`` or ``log_dict`` gets, as far as they stand there; None for what holds others."""
+    """The literal keys in a call of ``log`` or ``log_dict``; None for an argument with other keys."""
     assert isinstance(call.func, ast.Attribute)
     wanted = "name" if call.func.attr == "log" else "dictionary"
     given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == wanted)]

@@ -1,4 +1,4 @@
-"""Where a Lightning Trainer stands, read from its public state by duck type; Lightning is not imported here."""
+"""Reads the progress of a Lightning Trainer from its public state, by duck type; Lightning is not imported here."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -76,7 +76,7 @@ class TrainerProbe:
         self._settings = self._read_settings()
 
     def progress(self, actions: tuple[Action, ...], last_action: str, idle_s: float) -> Progress:
-        """How far the Trainer has come."""
+        """The progress of the Trainer."""
         batches = self._batches()
         return Progress(
             phase=self._phase(_is_saving(actions)),

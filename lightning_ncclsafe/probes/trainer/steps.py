@@ -1,8 +1,8 @@
-"""What each training batch has left out, and saves that failed; Lightning is not imported.
+"""What each training batch skipped, and saves that failed; Lightning is not imported.
 
-On the training's thread a number and the first nodes of the loss's graph are looked at in each batch, and with manual
-optimization, or from a batch's second pass on, the line that calls for the pass: some microseconds; everything else is
-read when ranks are asked.
+On the training's thread, each batch reads a number and the first nodes of the loss's graph, and with manual
+optimization, or from a batch's second pass on, the line that calls the pass: some microseconds. Everything else is read
+when ranks are asked.
 """
 
 import itertools
@@ -41,19 +41,19 @@ _MOST_METRICS = 64
 _TO_PEER = {"send": "dst", "recv": "src"}
 # As torch names them once it has translated ranks to those of the group.
 _ROOTS = ("group_src", "group_dst")
-# Lightning refuses a skipped step where there are several ranks, with this.
+# Lightning's error for a skipped step with several ranks.
 _REFUSED = "Skipping the `training_step`"
 
 
 class StepRecord:
-    """Notes training batches, their passes, those without a backward pass, and a save that failed.
+    """Records training batches, their passes, batches without a backward pass, and a failed save.
 
     Args:
         trainer: The ``Trainer``.
         is_consequence: Whether an exception only says that a collective failed.
 
     Attributes:
-        failed_save: What the last save of a checkpoint raised; None where it went well.
+        failed_save: What the last save of a checkpoint raised; None if it succeeded.
     """
 
     def __init__(self, trainer: Any, is_consequence: Callable[[BaseException], bool] = lambda error: False) -> None:
@@ -70,8 +70,8 @@ class StepRecord:
         self._trained: tuple[str, ...] = ()
 
     def begin(self) -> None:
-        """The first batch is to come; where training is resumed, some have been before."""
-        # A loop of the user's own may count in another way; then nothing is noted.
+        """Called before the first batch; if training is resumed, there have been batches before."""
+        # A loop of the user's own may count differently; then nothing is recorded.
         with suppress(AttributeError):
             total = _batches(self._trainer).total
             self._last, self._total = total.ready, total
@@ -81,11 +81,11 @@ class StepRecord:
             self._trained = tuple(name for name in trained if name not in ignored)
 
     def backward(self, loss: Any = None, *, is_reduced: bool = True) -> None:
-        """A backward pass begins, on the main thread: what is done here is done in every batch.
+        """Called when a backward pass begins, on the main thread, in every batch.
 
         Args:
-            loss: What it begins with.
-            is_reduced: Whether ranks exchange its gradients, which they do not while they accumulate them.
+            loss: The loss.
+            is_reduced: Whether gradients are reduced, not only accumulated.
         """
         ready = self._total.ready if self._total is not None else self._last
         if ready != self._last:
@@ -101,30 +101,30 @@ class StepRecord:
         self._passes.backward(is_reduced=is_reduced, is_by_hand=is_by_hand)
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step, on the main thread."""
+        """Called after a step of an optimizer, on the main thread."""
         optimizers = getattr(self._trainer, "optimizers", ())
         number = next((index for index, one in enumerate(optimizers) if one is optimizer), -1)
         if number >= 0:
             self._passes.stepped(number)
 
     def save_failed(self, error: BaseException) -> None:
-        """The save of a checkpoint has raised, on the main thread; whoever called it may catch that."""
+        """Called when the save of a checkpoint raises, on the main thread; its caller may catch that."""
         raised = exception_facts(error, is_consequence=self._is_consequence(error))
         self.failed_save = replace(raised, stack=(*_callers(), *raised.stack))
 
     def saved(self) -> None:
-        """All ranks are past the save of a checkpoint."""
+        """Called when all ranks are past the save of a checkpoint."""
         self.failed_save = None
 
     def facts(self, *, error: str = "") -> StepFacts:
-        """What is known now; for another thread, as source files are read.
+        """The facts now; for another thread, as it reads source files.
 
         Args:
             error: Text of the exception that this rank raised, if any.
         """
         pending = self._total.ready - self._last if self._total is not None else 0
         skipped, last = self._skipped_until(pending, error)
-        # Where another batch has begun, this one is over, too.
+        # If another batch has begun, this one is over, too.
         is_over = self._total is not None and bool(pending or _batch_is_over(self._trainer))
         passes = self._passes.facts(is_over=is_over)
         runs = passes["passes"]
@@ -163,7 +163,7 @@ class StepRecord:
         )
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
-        """How many batches had no backward pass, and the last of them; what the batch under way has is not known."""
+        """The number of batches without a backward pass, and the last of them; the current batch is still unknown."""
         is_over = pending > 0 and (error.startswith(_REFUSED) or _batch_is_over(self._trainer))
         more = max(pending - (not is_over), 0)
         if not more:
@@ -178,7 +178,7 @@ class StepRecord:
 
 
 def _callers() -> list[Frame]:
-    """Those of the save; the frame with the save itself is the first of the exception's."""
+    """The callers of the save; the save itself is the first frame of the exception."""
     stack = main_thread_stack()
     heard = next((i for i, frame in enumerate(stack) if frame.mark == Mark.LISTENER), 0)
     return list(stack[: max(heard - 1, 0)])
@@ -189,14 +189,14 @@ def _batches(trainer: Any) -> Any:
 
 
 def _now(trainer: Any) -> Batch:
-    """Epoch and index of the current batch, or of the last one; -1 where the loop does not know."""
+    """Epoch and index of the current or last batch; -1 if the loop does not know."""
     with suppress(AttributeError):
         return int(trainer.current_epoch), int(_batches(trainer).current.ready) - 1
     return -1, -1
 
 
 def _before(trainer: Any) -> Batch:
-    """The same of the batch before; -1 in place of an index that is not known any more."""
+    """Epoch and index of the batch before; -1 for an index that is no longer known."""
     epoch, batch = _now(trainer)
     return (epoch, batch - 1) if batch > 0 else (max(epoch - 1, -1), -1)
 
@@ -207,7 +207,7 @@ def _batch_is_over(trainer: Any) -> bool:
 
 
 def _peer() -> int:
-    """The rank that ``send`` or ``recv``, which the main thread is in, was called with."""
+    """The peer of the ``send`` or ``recv`` that the main thread is in."""
     peers = (frame.f_locals.get(_TO_PEER[frame.f_code.co_name]) for frame in main_thread_frames(SEND_OR_RECV))
     return next((peer for peer in peers if isinstance(peer, int)), -1)
 

@@ -1,1 +1,1 @@
-"""A diagnosis as one page for a browser; the door is ``page``."""
+"""A diagnosis as one page for a browser; ``page`` is the entry point."""

@@ -1,4 +1,4 @@
-"""The answer as a page shows it: causes with their evidence, each piece of which leads to the facts it is from."""
+"""The answer on the page: causes with their evidence, each piece linked to the facts it comes from."""
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -13,14 +13,14 @@ from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words
 
 Place = Callable[[int, str], str]
-"""Where on the page a rank's facts are that an observation of this source was made in; empty where they are not."""
+"""The place on the page of a rank's facts for an observation's source; empty if they are not on it."""
 
 
-# A longer one takes more than two lines of a phone.
+# A longer one takes more than two lines on a phone.
 _LONGEST_PLACE = 72
-# Hosts that are named.
+# The most hosts to name.
 _MOST_HOSTS = 2
-# Tables of all ranks, for observations that are about several.
+# Tables of all ranks, for observations about several.
 _TABLES = {"flight recorder": "groups", "counters": "groups", "host": "hosts", "loader": "data-1"}
 
 
@@ -32,7 +32,7 @@ class Observation:
         source: Where it comes from.
         text: The observation in words.
         ranks: The ranks it was made on; empty if it is about several.
-        link: Place on the page of the facts it was made in; empty where they are not on it.
+        link: Place on the page of its facts; empty if they are not on it.
     """
 
     source: str
@@ -48,11 +48,11 @@ class Cause:
     Attributes:
         finding: What the rule has found.
         ranks: The ranks that cause it, in words.
-        process: Where these run: host, and process where it is one; empty where nobody knows.
-        alike: Other ranks of which the same was found; empty where there are none.
-        place: Its location, without the beginning of a long path.
-        code: The line at its location, where the source was there.
-        waits: Who waits, and in what; empty where nobody does, or nobody can be told to.
+        process: Where these run: host, and process if it is one; empty if unknown.
+        alike: Other ranks with the same finding; empty if there are none.
+        place: Its location, a long path shortened.
+        code: The line at its location, if the source was readable.
+        waits: Who waits, and in what; empty if nobody does, or that is unknown.
         evidence: How we know.
     """
 
@@ -72,7 +72,7 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
     Args:
         diagnosis: What was found.
         view: The shared answers about its job.
-        place: Where a rank's facts are on the page.
+        place: The place of a rank's facts on the page.
         tables: Names of the tables on the page, which are their places.
     """
     return [
@@ -102,7 +102,7 @@ def _process(view: Timeline, ranks: Sequence[int]) -> str:
 
 
 def _short_place(location: str) -> str:
-    """Without the first folders of a long path: its end tells more."""
+    """Drops the first folders of a long path: its end says more."""
     kept = location
     while len(kept) > _LONGEST_PLACE and "/" in kept:
         kept = kept.partition("/")[2]
@@ -110,9 +110,9 @@ def _short_place(location: str) -> str:
 
 
 def _waits(view: Timeline, finding: Finding) -> str:
-    """Most sentences end with what the others wait in: then who that is is enough.
+    """Who waits and in what. Most sentences end with what the others wait in: then who waits is enough.
 
-    Of a record the rules tell it better: a log may not say in what a rank waits.
+    Empty for records: a log may not say in what a rank waits.
     """
     if is_recorded(view.job):
         return ""
@@ -121,7 +121,7 @@ def _waits(view: Timeline, finding: Finding) -> str:
 
 
 def _observations(finding: Finding, place: Place, tables: Container[str]) -> Iterator[Observation]:
-    """Its evidence; what was observed alike on several ranks once."""
+    """The evidence of a finding; equal observations on several ranks appear once."""
     alike: dict[tuple[str, str], list[Evidence]] = defaultdict(list)
     for evidence in finding.evidence:
         alike[evidence.source, evidence.text].append(evidence)

@@ -1,6 +1,6 @@
-"""What ranks have said of themselves, as a page keeps it for who does not believe a sentence: every fact, by rank.
+"""The facts of each rank on the page, so that every sentence can be checked.
 
-Of many ranks, those are given in full that evidence rests on and one of each group that is alike; report.json has all.
+Of many ranks, those that evidence is about and one of each group of equal ones are shown in full; report.json has all.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.html.words import label_of, pairs, table_of, value_words
-from lightning_ncclsafe.report.ranks import Alike
+from lightning_ncclsafe.report.ranks import RankStates
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words
 
@@ -18,7 +18,7 @@ _MOST_IN_FULL = 40
 _MOST_ROWS = 2_048
 _MOST_ITEMS = 200
 
-# The field of RankFacts that an observation of this source is made in, in the order of preference.
+# The fields of RankFacts behind each source of observations, in the order of preference.
 _FIELDS_OF = {
     "flight recorder": ("collectives", "groups"),
     "stack": ("stack", "exception"),
@@ -41,7 +41,7 @@ _FIELDS_OF = {
     "size": ("collectives",),
 }
 
-# Which process it is, and when it was asked.
+# Identity of the process, and when it was asked.
 _IDENTITY = ("rank", "local_rank", "local_world_size", "host", "pid", "taken_ns")
 
 
@@ -51,12 +51,12 @@ class Section:
 
     Attributes:
         name: Name of the field, which is part of its place on the page.
-        title: What it is called.
-        pairs: Names and values, of what is one thing.
-        columns: Titles of a table, of what is a list of things.
+        title: Its title.
+        pairs: Names and values, if it is one thing.
+        columns: Titles of a table, if it is a list of things.
         rows: Its rows.
-        left_out: Rows for which there is no room.
-        stack: Number of the stack on the page, where this is one that is shown there.
+        left_out: Number of rows that are left out.
+        stack: Number of the stack on the page, if this is one that is shown there.
     """
 
     name: str
@@ -69,8 +69,8 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InFull:
-    """Everything that one rank has said."""
+class RankDetails:
+    """All facts of one rank."""
 
     rank: int
     title: str
@@ -79,12 +79,12 @@ class InFull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One rank in a line.
+    """One rank as a row of the table.
 
     Attributes:
         rank: The rank.
-        cells: Host, process, where it stands, for how long, and what it does.
-        full: The rank that is alike and given in full, which may be this one; None where there is none.
+        cells: Host, process, place, idle time, and what it does.
+        full: The equal rank that is shown in full, which may be this one; None if there is none.
     """
 
     rank: int
@@ -97,22 +97,22 @@ class RawFacts:
     """The facts of all ranks.
 
     Attributes:
-        in_full: Ranks of which everything is given, ascending.
-        rows: All ranks that answered, as far as there is room.
-        left_out: Ranks for which there is no row.
-        silent: Ranks that did not answer, of which others may have said something.
+        details: Ranks that are shown in full, ascending.
+        rows: The ranks that answered, up to a limit.
+        left_out: Number of ranks without a row.
+        silent: Ranks that did not answer, with what others saw of them.
     """
 
-    in_full: tuple[InFull, ...]
+    details: tuple[RankDetails, ...]
     rows: tuple[Row, ...]
     left_out: int
     silent: frozenset[int] = frozenset()
 
     def place(self, rank: int, source: str) -> str:
-        """Where on the page an observation of this source on this rank can be looked up; empty if nowhere."""
+        """The place on the page for an observation of this source on this rank; empty if there is none."""
         if rank in self.silent:
             return "silent"
-        sections = next((facts.sections for facts in self.in_full if facts.rank == rank), None)
+        sections = next((facts.sections for facts in self.details if facts.rank == rank), None)
         if sections is None:
             return f"rank-{rank}" if any(row.rank == rank for row in self.rows) else ""
         there = {section.name for section in sections}
@@ -120,12 +120,12 @@ class RawFacts:
         return f"rank-{rank}-{field}" if field else f"rank-{rank}"
 
 
-def raw_facts(diagnosis: Diagnosis, alike: Alike, stack_of: dict[int, int]) -> RawFacts:
+def raw_facts(diagnosis: Diagnosis, alike: RankStates, stack_of: dict[int, int]) -> RawFacts:
     """Collects the facts of all ranks.
 
     Args:
         diagnosis: What was found.
-        alike: The ranks of its job.
+        alike: The states of the ranks of its job.
         stack_of: Number on the page of each rank's stack.
     """
     view, groups = alike.view, alike.groups()
@@ -136,7 +136,7 @@ def raw_facts(diagnosis: Diagnosis, alike: Alike, stack_of: dict[int, int]) -> R
         like |= dict.fromkeys(ranks, next(filter(frozenset(ranks).__contains__, chosen), None))
     shown = sorted(view.facts)[:_MOST_ROWS]
     return RawFacts(
-        in_full=tuple(_in_full(view.facts[rank], stack_of.get(rank, 0)) for rank in sorted(chosen)),
+        details=tuple(_details(view.facts[rank], stack_of.get(rank, 0)) for rank in sorted(chosen)),
         rows=tuple(_row(alike, rank, rank if rank in chosen else like[rank]) for rank in shown),
         left_out=len(view.facts) - len(shown),
         silent=frozenset(view.silent),
@@ -144,13 +144,13 @@ def raw_facts(diagnosis: Diagnosis, alike: Alike, stack_of: dict[int, int]) -> R
 
 
 def _witnesses(diagnosis: Diagnosis) -> Iterator[int]:
-    """The ranks that sentences on the page are about, those of the first finding first."""
+    """The ranks that sentences on the page are about; those of the first finding first."""
     for finding in diagnosis.findings:
         yield from finding.ranks[:4]
         yield from (item.rank for item in finding.evidence if item.rank is not None)
 
 
-def _row(alike: Alike, rank: int, full: int | None) -> Row:
+def _row(alike: RankStates, rank: int, full: int | None) -> Row:
     facts = alike.view.facts[rank]
     cells = (
         facts.host,
@@ -162,13 +162,13 @@ def _row(alike: Alike, rank: int, full: int | None) -> Row:
     return Row(rank=rank, cells=cells, full=full)
 
 
-def _in_full(facts: RankFacts, stack: int) -> InFull:
+def _details(facts: RankFacts, stack: int) -> RankDetails:
     identity = {name: value_words(name, getattr(facts, name)) for name in _IDENTITY}
-    told = tuple((label_of(name), words) for name, words in identity.items() if words)
-    process = Section(name="process", title="Process", pairs=told)
+    shown = tuple((label_of(name), words) for name, words in identity.items() if words)
+    process = Section(name="process", title="Process", pairs=shown)
     title = " · ".join(filter(None, [f"Rank {facts.rank}", facts.host, f"pid {facts.pid}" if facts.pid else ""]))
     sections = (_section(field.name, getattr(facts, field.name), facts, stack) for field in fields(facts))
-    return InFull(
+    return RankDetails(
         rank=facts.rank, title=title, sections=(process, *(section for section in sections if section is not None))
     )
 
@@ -180,8 +180,8 @@ def _section(name: str, value: Any, facts: RankFacts, stack: int) -> Section | N
     if name == "stack" and stack and facts.exception is None:
         return Section(name=name, title=title, stack=stack)
     if is_dataclass(value):
-        told = tuple((label, words) for label, _, words in pairs(value))
-        return Section(name=name, title=title, pairs=told) if told else None
+        shown = tuple((label, words) for label, _, words in pairs(value))
+        return Section(name=name, title=title, pairs=shown) if shown else None
     if isinstance(value, tuple) and is_dataclass(value[0]):
         columns, rows = table_of(value[-_MOST_ITEMS:])
         left_out = max(len(value) - _MOST_ITEMS, 0)
@@ -190,8 +190,8 @@ def _section(name: str, value: Any, facts: RankFacts, stack: int) -> Section | N
     return Section(name=name, title=title, pairs=(("", words),)) if words else None
 
 
-def silent_words(alike: Alike) -> Iterator[tuple[str, str]]:
-    """Ranks that did not answer, and all that others saw of them; as far as there is room."""
+def silent_words(alike: RankStates) -> Iterator[tuple[str, str]]:
+    """Ranks that did not answer, and what others saw of them, up to a limit."""
     view = alike.view
     for rank in view.silent[:_MOST_ITEMS]:
         process = view.witnesses.get(rank)

@@ -1,6 +1,6 @@
-"""A diagnosis as one page for a browser: the answer first, then a picture, then every fact that it rests on.
+"""A diagnosis as one page for a browser: the answer first, then a picture, then all facts.
 
-The page is one file that loads nothing and runs nothing: its policy admits its own style sheet and nothing else.
+The page is one file that loads and runs nothing: its content security policy only admits its own style sheet.
 """
 
 import base64
@@ -21,9 +21,9 @@ from lightning_ncclsafe.report.html.facts import raw_facts, silent_words
 from lightning_ncclsafe.report.html.picture import picture
 from lightning_ncclsafe.report.html.stacks import short_path, stacks_of
 from lightning_ncclsafe.report.html.tables import tables_of
+from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.opening import compares, incident_words, nothing_found
-from lightning_ncclsafe.report.ranks import Alike, is_recorded, recorded_table
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.ranks import RankStates, is_recorded, recorded_table
 from lightning_ncclsafe.report.text import answer_lines
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
@@ -33,11 +33,11 @@ _STYLE = "page.css"
 
 
 def render_html(diagnosis: Diagnosis, *, most_s: float | None = None) -> str:
-    """The whole page.
+    """Renders the page.
 
     Args:
         diagnosis: What to show.
-        most_s: About how long it may take, seconds; as long as it takes if None.
+        most_s: Time limit, seconds; None for no limit.
 
     Raises:
         TimeoutError: If it takes longer.
@@ -60,9 +60,9 @@ def _check(give_up: float) -> None:
 
 
 def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
-    """Everything that the template asks for, one by one."""
+    """The variables of the template, one by one."""
     job, view = diagnosis.job, Timeline(diagnosis.job)
-    hangs, alike = not compares(job), Alike(view)
+    hangs, alike = not compares(job), RankStates(view)
     yield "incident", job.incident
     yield "began", _moment(job.incident.opened_ns)
     yield "launch", job.launch
@@ -109,17 +109,17 @@ def _template() -> Template:
 
 @lru_cache(maxsize=1)
 def _style() -> Markup:
-    """Our own, and so no text to be escaped."""
+    """The style sheet, which must not be escaped."""
     return Markup((_FOLDER / _STYLE).read_text(encoding="utf-8"))
 
 
 def _harmless(value: Any) -> Any:
-    """Whatever the template prints: control characters and marks that reorder text are written out."""
+    """Makes what the template prints harmless: control characters and marks that reorder text are written out."""
     return value if isinstance(value, Markup) else safe(str(value))
 
 
 def _prose(text: str) -> Markup:
-    """A sentence, in which what stands between backticks is code."""
+    """A sentence, with code between backticks marked up."""
     parts = safe(text).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))

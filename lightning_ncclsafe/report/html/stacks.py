@@ -1,4 +1,4 @@
-"""Stacks as a page shows them: once for all ranks that have the same, outliers first, and what all have in common."""
+"""Stacks on the page: each once for all ranks that have it, outliers first, common frames apart."""
 
 import re
 from collections import defaultdict
@@ -12,23 +12,23 @@ from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words
 
 _MOST_STACKS = 16
 _MOST_FRAMES = 80
-# Fewer frames of libraries between those of the user's own are no clutter.
+# So few library frames between user frames are not folded.
 _FEW_FRAMES = 3
-# The innermost frames say what a rank is in.
+# The innermost frames show what a rank is doing.
 _INNERMOST = 2
 _PACKAGES = "-packages/"
 _INSTALLED = re.compile(r".*(?:-packages|/lib/python3\.\d+)/")
-# Stacks that others have seen: of workers, and of ranks that did not answer.
+# Stacks that other ranks have read: of workers, and of ranks that did not answer.
 _MOST_SEEN = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Frames one below the other; those of libraries may be folded away.
+    """Consecutive frames; library frames may be folded.
 
     Attributes:
         frames: Outermost first.
-        title: What is folded away, ``"14 frames of lightning, torch"``; empty for what is always shown.
+        title: Summary of folded frames, ``"14 frames of lightning, torch"``; empty for frames that are always shown.
     """
 
     frames: tuple[Frame, ...]
@@ -41,11 +41,11 @@ class Stack:
 
     Attributes:
         number: Counts them on the page, from 1.
-        title: The ranks, or the process that others have seen, in words.
+        title: The ranks, or the process that another rank has looked at, in words.
         is_named: Whether the first finding names one of them.
-        raised: The exception whose traceback this is, in words; empty where it is what the main thread is in.
-        runs: Its frames, without those that all stacks have in common.
-        cut: Outer frames that are left out.
+        raised: The exception whose traceback this is, in words; empty for the stack of the main thread.
+        runs: Its frames, without the common ones.
+        cut: Number of outer frames that are left out.
     """
 
     number: int
@@ -62,9 +62,9 @@ class Stacks:
 
     Attributes:
         shown: Those of the ranks that the first finding names, then those that few ranks have, then the others.
-        common: The outer frames that all of them have in common.
-        left_out: Different stacks for which there is no room.
-        number_of: The number of each rank's stack, where it is shown.
+        common: The outer frames of all stacks.
+        left_out: Number of stacks that are left out.
+        number_of: The number of each rank's stack, if it is shown.
     """
 
     shown: tuple[Stack, ...]
@@ -74,7 +74,7 @@ class Stacks:
 
 
 def stacks_of(diagnosis: Diagnosis) -> Stacks:
-    """Puts ranks with equal stacks together; of a rank that raised, it is where that happened."""
+    """Groups ranks with equal stacks; for a rank that raised, the traceback."""
     named = {rank for finding in diagnosis.findings[:1] for rank in finding.ranks}
     alike: dict[tuple[str, tuple[Frame, ...]], list[int]] = defaultdict(list)
     for facts in diagnosis.job.ranks:
@@ -101,7 +101,7 @@ def stacks_of(diagnosis: Diagnosis) -> Stacks:
 
 
 def _seen_from_outside(diagnosis: Diagnosis, named: set[int]) -> Iterator[tuple[str, bool, tuple[Frame, ...]]]:
-    """Title, whether a finding names its rank, and frames: of workers of such a rank, and of ranks that are silent."""
+    """Title, whether a finding names the rank, and frames, of stacks of workers and silent ranks."""
     alike: dict[tuple[int, tuple[Frame, ...]], list[int]] = defaultdict(list)
     for facts in diagnosis.job.ranks:
         for worker in facts.workers if facts.rank in named else ():
@@ -124,7 +124,7 @@ def _in_common(stacks: Sequence[tuple[Frame, ...]]) -> int:
     """How many outer frames all stacks have in common; at least one of each stack stays its own."""
     if len(stacks) < 2:
         return 0
-    # The first and the last in any order have in common what all have.
+    # The common prefix of the first and the last in sorted order is that of all.
     first, last = min(stacks, key=_sortable), max(stacks, key=_sortable)
     equal = 0
     for one, other in zip(first, last, strict=False):
@@ -151,7 +151,7 @@ def _made(number: int, ranks: list[int], raised: str, stack: tuple[Frame, ...], 
 
 
 def _runs(frames: tuple[Frame, ...], innermost: int) -> list[Run]:
-    """Frames of the user's own code and the innermost ones as they are; those of libraries between them folded."""
+    """Keeps user frames and the innermost ones; folds library frames between them."""
     always = len(frames) - innermost
     runs = []
     numbered = list(enumerate(frames))
@@ -163,7 +163,7 @@ def _runs(frames: tuple[Frame, ...], innermost: int) -> list[Run]:
 
 
 def _packages(frames: Sequence[Frame]) -> str:
-    """Where they are from: ``"lightning, torch"``, the most frequent first."""
+    """The packages of frames: ``"lightning, torch"``, the most frequent first."""
     names = [_package(frame) for frame in frames]
     ordered = sorted(set(names), key=lambda name: (-names.count(name), name))
     return ", ".join(ordered[:3]) + (", …" if len(ordered) > 3 else "")
@@ -178,5 +178,5 @@ def _package(frame: Frame) -> str:
 
 
 def short_path(file: str) -> str:
-    """A file of a library without what all of them have in common: ``"torch/serialization.py"``, ``"selectors.py"``."""
+    """A library file without the path to all libraries: ``"torch/serialization.py"``, ``"selectors.py"``."""
     return _INSTALLED.sub("", file.replace("\\", "/"))

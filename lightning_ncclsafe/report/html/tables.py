@@ -17,15 +17,15 @@ from lightning_ncclsafe.rules.kit.hosts import Checked
 from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
 from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words
 
-# Each has a column of its own.
+# Each has its own column.
 _FEW_RANKS = 4
 _MOST_NAMED = 2
 _MOST_ROWS = 40
 _MOST_VALUES = 4
 _MOST_LOADERS = 8
-# What is different on every rank, so that of many no two would share a row; and what the first column says.
+# What differs on every rank, so that no two ranks would share a row; and what the first column shows.
 _OWN = frozenset({"rank", "pid", "cpu_s", "rss_bytes", "memory_growth_bytes_per_s"})
-# Of more, equal ones are not looked for.
+# Of more rows, equal ones are not merged.
 _MOST_THINGS = 2_000
 
 
@@ -35,7 +35,7 @@ class Table:
 
     Attributes:
         name: Its place on the page.
-        title: What stands above it.
+        title: Its title.
         columns: Titles of the columns.
         rows: As many cells each.
         left_out: Rows for which there is no room.
@@ -49,12 +49,12 @@ class Table:
 
 
 def tables_of(diagnosis: Diagnosis, view: Timeline) -> Iterator[Table]:
-    """All tables in which there is something."""
+    """All tables that are not empty."""
     named = [rank for finding in diagnosis.findings[:1] for rank in finding.ranks if rank in view.facts]
     made = [
         *_data(view),
         *_preflight(view),
-        # Of ranks that are compared before they train, nothing hangs.
+        # Ranks that are compared before they train do not hang.
         *([] if compares(diagnosis.job) else [_groups(view)]),
         _compared("hosts", "Hosts and processes", view, named, lambda facts: facts.host_facts),
         _compared("machines", "Machines and GPUs", view, named, lambda facts: facts.machine),
@@ -79,8 +79,8 @@ def _groups(view: Timeline) -> Table:
 
 
 def _group_row(view: Timeline, group: GroupView) -> tuple[str, ...]:
-    told = (facts for rank in group.enqueued for facts in view.facts[rank].groups if facts.name == group.name)
-    description = next((facts.description for facts in told if facts.description), "")
+    known = (facts for rank in group.enqueued for facts in view.facts[rank].groups if facts.name == group.name)
+    description = next((facts.description for facts in known if facts.description), "")
     called = sorted(group.enqueued.values())
     calls = (call for rank in group.oldest for call in view.facts[rank].collectives)
     at = next((call for call in calls if call.group == group.name and call.seq == group.seq), None)
@@ -100,7 +100,7 @@ def _ranks(ranks: Any) -> str:
 
 
 def _compared(name: str, title: str, view: Timeline, named: Sequence[int], part: Callable[[RankFacts], Any]) -> Table:
-    """Every fact of this part in a row: on each rank where they are few, else on those named and as a range."""
+    """One row per fact: its value on each rank if they are few, else on named ranks and as a range."""
     values: dict[str, dict[int, tuple[Any, str]]] = defaultdict(dict)
     for rank in sorted(view.facts):
         for label, value, words in pairs(part(view.facts[rank])):
@@ -118,7 +118,7 @@ def _compared(name: str, title: str, view: Timeline, named: Sequence[int], part:
 
 
 def _range(by_rank: dict[int, tuple[Any, str]]) -> str:
-    """``"1.2 GB (rank 3) to 4.0 GB (rank 0)"`` of numbers; of all else the values with their ranks."""
+    """``"1.2 GB (rank 3) to 4.0 GB (rank 0)"`` for numbers; for all else the values with their ranks."""
     numbers = {
         rank: value
         for rank, (value, _) in by_rank.items()
@@ -139,7 +139,7 @@ def _range(by_rank: dict[int, tuple[Any, str]]) -> str:
 def _listed(
     name: str, title: str, view: Timeline, named: Sequence[int], part: Callable[[RankFacts], tuple[Any, ...]]
 ) -> Table:
-    """Every thing of this kind in a row, those of the named ranks first; equal ones of several ranks in one."""
+    """One row per thing of this kind, those of the named ranks first; equal ones of several ranks share a row."""
     ranks = [*named, *(rank for rank in sorted(view.facts) if rank not in set(named))]
     things = [*islice(((rank, thing) for rank in ranks for thing in part(view.facts[rank])), _MOST_THINGS)]
     if not things:
@@ -156,7 +156,7 @@ def _listed(
 
 
 def _data(view: Timeline) -> Iterator[Table]:
-    """What ranks have presented of their data."""
+    """The data of the ranks."""
     hosts = {rank: facts.host for rank, facts in view.facts.items()}
     for number, loader in enumerate(JobData(view.job).loaders[:_MOST_LOADERS], 1):
         (titles, *rows), left_out = table_rows(loader, hosts)
@@ -166,7 +166,7 @@ def _data(view: Timeline) -> Iterator[Table]:
 
 
 def _preflight(view: Timeline) -> Iterator[Table]:
-    """What ranks have found on their hosts: what differs between them first."""
+    """What ranks found on their hosts; differences first."""
     checked = Checked(view.job)
     if not checked.facts:
         return

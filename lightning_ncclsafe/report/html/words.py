@@ -1,4 +1,4 @@
-"""Facts of any kind in words: names without their units, values with them, and nothing of what is not known."""
+"""Facts of any kind in words: names without units, values with them, unknown ones left out."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -18,7 +18,7 @@ Words = Callable[[Any], str]
 
 
 def _moment(ns: int) -> str:
-    """``"16:34:29.470"``, UTC; the number itself where it is no time of this world."""
+    """``"16:34:29.470"``, UTC; the number itself if it is out of range."""
     try:
         return f"{datetime.fromtimestamp(ns / 1e9, tz=timezone.utc):%H:%M:%S.%f}"[:-3] if ns else ""
     except (OverflowError, ValueError, OSError):
@@ -26,7 +26,7 @@ def _moment(ns: int) -> str:
 
 
 def _plain(value: float) -> str:
-    """Whole numbers as they are: they may name something."""
+    """Whole numbers unchanged: they may be identifiers."""
     return f"{value}" if isinstance(value, int) or abs(value) >= 1e4 else f"{value:.4g}"
 
 
@@ -34,7 +34,7 @@ def _seconds(value: float) -> str:
     return f"{value:,.3f} s" if abs(value) < 9.95 else duration_words(value)
 
 
-# The longest ending that fits counts.
+# The longest matching suffix counts.
 _UNITS: tuple[tuple[str, Words], ...] = (
     ("_bytes_per_s", lambda value: f"{size_words(int(value))}/s"),
     ("_bytes", lambda value: size_words(int(value))),
@@ -46,17 +46,17 @@ _UNITS: tuple[tuple[str, Words], ...] = (
 
 
 def label_of(name: str) -> str:
-    """A field's name for people: ``"memory total"`` for ``memory_total_bytes``."""
+    """A field's name in words: ``"memory total"`` for ``memory_total_bytes``."""
     ending = next((ending for ending, _ in _UNITS if name.endswith(ending) and name != ending), "")
     return name.removesuffix(ending).replace("_", " ")
 
 
 def value_words(name: str, value: Any) -> str:
-    """A field's value for people; empty where it says nothing.
+    """A field's value in words; empty if it says nothing.
 
     Args:
-        name: Name of the field, whose ending is the unit.
-        value: What is in it, of any type that facts have.
+        name: Name of the field; its suffix is the unit.
+        value: Its value, of any type that facts have.
     """
     if value is None or value == "":
         return ""
@@ -86,7 +86,7 @@ def _nested_words(name: str, value: Any) -> str:
 
 
 def _listed(name: str, items: tuple[Any, ...]) -> str:
-    """The innermost of frames, the first of all else."""
+    """The innermost frames, or the first of anything else."""
     if items and isinstance(items[0], Frame):
         inner = " ← ".join(short_location(frame) for frame in reversed(items[-_MOST_FRAMES:]))
         return inner if len(items) <= _MOST_FRAMES else f"{inner} ← {len(items) - _MOST_FRAMES} more"
@@ -99,7 +99,7 @@ def _listed(name: str, items: tuple[Any, ...]) -> str:
 
 
 def pairs(facts: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Name, value and words of every field that says something; those of what is nested follow their own name."""
+    """Name, value and words of every field that says something; nested ones follow their own name."""
     for field in fields(facts):
         value = getattr(facts, field.name)
         if is_dataclass(value) and not isinstance(value, Frame):
@@ -109,7 +109,7 @@ def pairs(facts: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 
 
 def table_of(items: tuple[Any, ...], leave_out: frozenset[str] = frozenset()) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows for facts of one kind, without columns in which there is nothing."""
+    """Titles and rows for facts of one kind, without empty columns."""
     names = [field.name for field in fields(items[0]) if field.name not in leave_out]
     rows = [[value_words(name, getattr(item, name)) for name in names] for item in items]
     kept = [column for column in range(len(names)) if any(row[column] for row in rows)]
@@ -117,5 +117,5 @@ def table_of(items: tuple[Any, ...], leave_out: frozenset[str] = frozenset()) ->
 
 
 def nothing_in(items: tuple[Any, ...]) -> frozenset[str]:
-    """Names of the fields that are empty, zero or false in all of them."""
+    """Names of fields that are empty, zero or false in all facts."""
     return frozenset(field.name for field in fields(items[0]) if not any(getattr(item, field.name) for item in items))

@@ -1,1 +1,1 @@
-"""Tables of text: what ranks present of their data, what they have found on their hosts, what was timed."""
+"""Text tables: of the ranks' data, of their hosts, and of timed collectives."""

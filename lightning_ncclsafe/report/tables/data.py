@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from lightning_ncclsafe.facts import JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
-from lightning_ncclsafe.report.lines import cut, wrapped
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import columns, cut, safe, wrapped
 from lightning_ncclsafe.rules.kit.data import Differences, JobData, JobLoader, Questions, grouped, value_words
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
@@ -18,7 +17,7 @@ _WIDEST_CELL = 72
 
 _MOST_ROWS = 20
 _SHOWN = ("batches", "samples", "fingerprint", "sampler")
-# May differ between ranks that have shards of their own.
+# May differ between ranks with their own shards.
 _OWN = ("samples", "fingerprint")
 
 _SETTINGS = ("seed", "epoch", "shuffle", "drop_last")
@@ -29,15 +28,15 @@ Row = tuple[str, ...]
 
 
 def data_table(job: JobFacts) -> Iterator[str]:
-    """One table for each loader, or, where there are many, for each in which ranks differ; ranks alike share a row.
+    """One table for each loader, or of many only for those in which ranks differ; equal ranks share a row.
 
-    Each column names the ranks that differ from most others. Data of a rank's own is not counted as a difference.
+    Each column names the ranks that differ from most others. Each rank having its own data is no difference.
     """
     view = JobData(job)
     hosts = {facts.rank: facts.host for facts in job.ranks}
     tables = [(loader, *table_rows(loader, hosts)) for loader in view.loaders]
     if len(tables) > _FEW_LOADERS:
-        # A title row and one for all ranks: nothing differs. The sort is stable.
+        # A title row and one row for all ranks means no difference. The sort is stable.
         tables.sort(key=lambda table: len(table[1]) <= 2)
     for loader, rows, left_out in tables[:_FEW_LOADERS]:
         yield from _table(loader, rows, left_out)
@@ -49,33 +48,26 @@ def data_table(job: JobFacts) -> Iterator[str]:
 
 def _table(loader: JobLoader, rows: list[Row], left_out: int) -> Iterator[str]:
     yield safe(loader.name)
-    cells = [[_short(safe(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+    yield from columns(rows, widest=_WIDEST_CELL)
     if left_out:
         yield f"  … {left_out:,} more"
-
-
-def _short(cell: str) -> str:
-    return cell if len(cell) <= _WIDEST_CELL else f"{cell[: _WIDEST_CELL - 1]}…"
 
 
 def render_mismatch(diagnosis: Diagnosis) -> str:
     """Why ranks cannot go on with their data: what is wrong, all ranks side by side, and what to do.
 
-    Where nothing is wrong, what is conspicuous is written in the same way.
+    Warnings are written in the same way.
     """
     errors = [finding for finding in diagnosis.findings if finding.severity is Severity.ERROR]
-    told = errors or list(diagnosis.findings)
+    shown = errors or list(diagnosis.findings)
     answers = [
         line
-        for finding in told[:_MOST_ANSWERS]
+        for finding in shown[:_MOST_ANSWERS]
         for line in wrapped(cut(f"{finding.rule}: {finding.summary}")).splitlines()
     ]
-    if len(told) > _MOST_ANSWERS:
-        answers.append(f"… {len(told) - _MOST_ANSWERS:,} more findings are in the report")
-    remedy = [line for finding in told[:1] for line in wrapped(cut(f"What to do: {finding.remedy}")).splitlines()]
+    if len(shown) > _MOST_ANSWERS:
+        answers.append(f"… {len(shown) - _MOST_ANSWERS:,} more findings are in the report")
+    remedy = [line for finding in shown[:1] for line in wrapped(cut(f"What to do: {finding.remedy}")).splitlines()]
     table = list(data_table(diagnosis.job))
     room = _MOST_LINES - len(answers) - len(remedy) - 1
     if len(table) > room:
@@ -84,14 +76,14 @@ def render_mismatch(diagnosis: Diagnosis) -> str:
 
 
 def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int]:
-    """The title row, then one row for all ranks that are alike, those of the majority first; and how many are left out.
+    """The title row, then one row for equal ranks, the majority first; and how many are left out.
 
     Args:
-        loader: What the ranks present.
+        loader: The loader on all ranks.
         hosts: The host of each rank.
     """
     answers = _answers(loader)
-    # Of data that is iterated there may be nothing else to show.
+    # Iterable data may have nothing else to show.
     iterated = any(facts.iterable for facts in loader.facts.values())
     titles = [
         title
@@ -113,7 +105,7 @@ def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int
 
 
 def _telling(rows: list[Row]) -> list[Row]:
-    """The same without columns in which no rank has anything, as after data of unknown length has ended."""
+    """Drops columns that are empty on all ranks, as after data of unknown length has ended."""
     columns = (column for column in zip(*rows, strict=True) if not set(column[1:]) <= _NOTHING)
     return list(zip(*columns, strict=True))
 
@@ -140,7 +132,7 @@ def _answers(loader: JobLoader) -> Differences:
 def _deviating(loader: JobLoader, answers: Differences) -> dict[str, set[int]]:
     deviating = {title: set(groups.deviating) for title, groups in answers.items()}
     ended = {rank for rank, facts in loader.facts.items() if facts.ended}
-    # Data that has ended is what is wrong, also where it has on most ranks.
+    # Data that has ended is the problem, even if it has on most ranks.
     return deviating | ({"batches": ended} if ended and len(ended) < len(loader.facts) else {})
 
 
@@ -161,15 +153,15 @@ def _alike(
 
 
 def _some_share(loader: JobLoader) -> bool:
-    """Whether some ranks have the same fingerprints, so that these distinguish ranks with data of their own."""
+    """Whether some ranks have the same fingerprints, so that these show who shares data."""
     prints = [_prints(loader, facts) for facts in loader.facts.values()]
     return len(set(prints)) < len(prints)
 
 
 def _prints(loader: JobLoader, facts: LoaderFacts, most: int | None = None) -> tuple[str, ...]:
-    # Where each rank keeps its copy is no difference between them.
-    told = sorted(kind for kind in facts.fingerprints if kind != "paths" or not loader.replicated)
-    return tuple(f"{kind}:{facts.fingerprints[kind][:most]}" for kind in told)
+    # The path of each rank's copy is no difference.
+    kinds = sorted(kind for kind in facts.fingerprints if kind != "paths" or not loader.replicated)
+    return tuple(f"{kind}:{facts.fingerprints[kind][:most]}" for kind in kinds)
 
 
 def _cell(loader: JobLoader, title: str, value: object, ranks: tuple[int, ...]) -> str:

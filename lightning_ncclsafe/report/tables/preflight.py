@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts, JobFacts, PreflightFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
-from lightning_ncclsafe.report.lines import section, wrapped
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import columns, cut, safe, section, wrapped
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
 from lightning_ncclsafe.rules.kit.hosts import Checked, core_shares, in_flight_bytes, tried
 from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words
@@ -23,7 +22,7 @@ _UNKNOWN = "unknown"
 
 
 def _rough(value: int | None) -> str:
-    """A size to two digits: what the firmware of one host keeps for itself makes no difference."""
+    """A size to two digits: memory that firmware reserves differs between hosts and does not matter."""
     return "" if value is None else size_words(int(float(f"{value:.1e}")))
 
 
@@ -48,11 +47,11 @@ _STEADY: dict[str, Callable[[PreflightFacts], str]] = {
 
 
 def steady(view: Checked, *, every: bool = False) -> dict[str, Groups[str]]:
-    """Ranks by what does not change from one moment to the next, by the names of the questions.
+    """Ranks by each constant property of their hosts, by the names of the questions.
 
     Args:
-        view: What the ranks have found.
-        every: All settings, not only those that have to be the same and are not; and the lists behind numbers.
+        view: The ranks' answers.
+        every: Whether to include all settings, not only those that differ and must not; and the lists behind numbers.
     """
     found = {"cores": _cores(view)} | {name: view.by(ask) for name, ask in _STEADY.items()}
     for role in sorted({one.role for facts in view.facts.values() for one in facts.directories}):
@@ -71,8 +70,8 @@ def _filesystems(facts: PreflightFacts, role: str) -> str:
 
 
 def _with_unknown(view: Checked, groups: Groups[str]) -> Groups[str]:
-    told = {rank: version for version, ranks in groups.parts for rank in ranks}
-    return grouped({rank: told.get(rank, "") for rank in view.facts})
+    version_of = {rank: version for version, ranks in groups.parts for rank in ranks}
+    return grouped({rank: version_of.get(rank, "") for rank in view.facts})
 
 
 def _lists(view: Checked) -> dict[str, Groups[str]]:
@@ -135,7 +134,7 @@ _TRIED: dict[str, tuple[Callable[[DirectoryFacts], float | None], Words]] = {
 
 
 def measured(view: Checked) -> Iterator[tuple[str, str]]:
-    """What was measured, by the names of the questions: ``"1.2 GB (rank 3) to 4.0 GB (rank 0)"``."""
+    """Measured values, by the names of the questions: ``"1.2 GB (rank 3) to 4.0 GB (rank 0)"``."""
     for name, (ask, words) in _MEASURED.items():
         yield from _ranged(name, {rank: ask(facts) for rank, facts in view.facts.items()}, words)
     for directory in tried(view):
@@ -158,7 +157,7 @@ def _ranged(name: str, found: dict[int, float | None], words: Words) -> Iterator
 def render_preflight(diagnosis: Diagnosis) -> str:
     """One line for each finding with its remedy, errors first, then what differs between ranks; fewer than 40 lines.
 
-    Empty where nothing is wrong and nothing differs.
+    Empty if nothing is wrong and nothing differs.
     """
     lines = [_line(finding) for finding in _ordered(diagnosis)]
     lines += preflight_table(diagnosis.job)
@@ -168,7 +167,7 @@ def render_preflight(diagnosis: Diagnosis) -> str:
 
 
 def render_preflight_all(diagnosis: Diagnosis) -> str:
-    """Everything: findings with all their evidence, each question with the ranks' answers, and what is not known."""
+    """Everything: findings with all evidence, each question with the ranks' answers, and what is unknown."""
     view = Checked(diagnosis.job)
     parts = [
         *(_full(finding) for finding in _ordered(diagnosis)),
@@ -180,14 +179,14 @@ def render_preflight_all(diagnosis: Diagnosis) -> str:
 
 
 def preflight_table(job: JobFacts) -> list[str]:
-    """Only the columns in which ranks differ; ranks that are alike share a row. Empty where nothing differs."""
+    """A table of only the columns in which ranks differ; equal ranks share a row. Empty if nothing differs."""
     view = Checked(job)
     answers = {name: groups for name, groups in steady(view).items() if groups.differ}
     if not answers:
         return []
     shown = dict(list(answers.items())[:_MOST_COLUMNS])
     rows, left_out = _rows(view, shown)
-    lines = list(_aligned(rows))
+    lines = list(columns(rows, widest=_WIDEST_CELL))
     lines += [f"  … {left_out:,} more rows are in ncclsafe preflight --all"] if left_out else []
     hidden = list(answers)[_MOST_COLUMNS:]
     return lines + ([f"  … {_shortest(hidden)} {'differs' if len(hidden) == 1 else 'differ'} too"] if hidden else [])
@@ -199,9 +198,7 @@ def _ordered(diagnosis: Diagnosis) -> list[Finding]:
 
 
 def _line(finding: Finding) -> str:
-    summary = finding.summary
-    if len(summary) > _LONGEST_SUMMARY:
-        summary = f"{summary[: _LONGEST_SUMMARY - 1]}…"
+    summary = cut(finding.summary, _LONGEST_SUMMARY)
     return f"{finding.severity.value}: {finding.rule}: {summary} What to do: {finding.remedy}"
 
 
@@ -213,9 +210,9 @@ def _full(finding: Finding) -> str:
 
 def _answers(view: Checked) -> Iterator[str]:
     for name, groups in steady(view, every=True).items():
-        told = [part for part in groups.parts if part[0]]
-        words = [f"{value} on {ranks_words(ranks)}" for value, ranks in told[:_MOST_VALUES]]
-        more = len(told) - _MOST_VALUES
+        known = [part for part in groups.parts if part[0]]
+        words = [f"{value} on {ranks_words(ranks)}" for value, ranks in known[:_MOST_VALUES]]
+        more = len(known) - _MOST_VALUES
         yield f"- {name}: {', '.join([*words, *([f'{more:,} more'] if more > 0 else [])]) or _UNKNOWN}"
     for name, text in measured(view):
         yield f"- {name}: {text}"
@@ -228,10 +225,10 @@ def _rows(view: Checked, shown: dict[str, Groups[str]]) -> tuple[list[tuple[str,
             for rank in ranks:
                 cells[rank].append(value or _UNKNOWN)
     alike = grouped({rank: tuple(values) for rank, values in cells.items()}).parts
-    told = [
+    body = [
         (ranks_words(ranks).partition(" ")[2], _hosts(view, ranks), *values) for values, ranks in alike[:_MOST_ROWS]
     ]
-    return [("rank", "host", *shown), *told], len(alike) - len(told)
+    return [("rank", "host", *shown), *body], len(alike) - len(body)
 
 
 def _hosts(view: Checked, ranks: tuple[int, ...]) -> str:
@@ -239,17 +236,8 @@ def _hosts(view: Checked, ranks: tuple[int, ...]) -> str:
     return f"{len(names):,} hosts" if len(names) > 1 else next(iter(names)) or _UNKNOWN
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    cells = [[_short(safe(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-
-
-def _short(cell: str) -> str:
-    return cell if len(cell) <= _WIDEST_CELL else f"{cell[: _WIDEST_CELL - 1]}…"
-
-
 def _shortest(names: list[str]) -> str:
     more = len(names) - _MOST_COLUMNS
-    return ", ".join([*map(_short, names[:_MOST_COLUMNS]), *([f"{more:,} more"] if more > 0 else [])])
+    return ", ".join(
+        [*(cut(name, _WIDEST_CELL) for name in names[:_MOST_COLUMNS]), *([f"{more:,} more"] if more > 0 else [])]
+    )

@@ -4,8 +4,7 @@ import io
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_ncclsafe.report.lines import cut
-from lightning_ncclsafe.report.safe import safe
+from lightning_ncclsafe.report.lines import cut, safe
 from lightning_ncclsafe.report.times import bandwidth_words, share_words, straggler_sentence, time_words
 from lightning_ncclsafe.rules.kit.wording import capitalised, size_words
 from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
@@ -26,9 +25,9 @@ _MOST_SENTENCES = 8
 
 
 def render_timing(summary: TimingSummary, width: int = 110) -> str:
-    """Stragglers in a sentence each, a table of operations, one of ranks, and what is to be known about both.
+    """Stragglers in a sentence each, a table of operations, one of ranks, and notes on both.
 
-    With fewer steps than it takes to name a rank, there are no lines by rank.
+    With too few steps to name a straggler, the table of ranks is left out.
 
     Args:
         summary: What was found.
@@ -72,16 +71,16 @@ def _op_rows(ops: Sequence[OpSummary]) -> Iterator[Row]:
 
 
 def _rank_rows(summary: TimingSummary) -> Iterator[Row]:
-    """Every rank where they are few; else those that have cost the most, and the worst of the others in one row."""
+    """All ranks if they are few; else those that cost the most, and the worst of the others in one row."""
     lasted_s = max(summary.ended_ns - summary.began_ns, 0) / 1e9
     shown, others = list(summary.ranks), list[RankSummary]()
     if len(shown) > _FEW_RANKS:
-        # The sort is stable: ranks that have cost the same stay in their order.
+        # The sort is stable: ranks with equal cost stay in their order.
         shown.sort(key=lambda rank: -rank.late_s)
         shown, others = shown[:_COSTLIEST_RANKS], shown[_COSTLIEST_RANKS:]
     yield from (_rank_row(rank, lasted_s) for rank in shown)
     if others:
-        # All but the rank, the phase and what it waited for stand for the worst of them.
+        # All columns but the rank, the phase and its own waiting are those of the worst of them.
         yield (
             f"{len(others):,} others: at most",
             share_words(max(map(_late_share, others))),
@@ -119,10 +118,10 @@ def _share_of_time(seconds: float, lasted_s: float) -> str:
 
 
 def _table(columns: Sequence[str], rows: list[Row], width: int) -> str:
-    """Rich only makes the text: where it prints itself, it ends a program whose output is a broken pipe."""
+    """Renders with rich, which only makes the text: printing to a broken pipe, it would end the program."""
     if not rows:
         return ""
-    # Imported when there is something to show: whoever only judges need not have it.
+    # Imported when there is something to show: judging alone does not need rich.
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -133,7 +132,7 @@ def _table(columns: Sequence[str], rows: list[Row], width: int) -> str:
         is_words = column in _WORDS
         table.add_column(column, justify="left" if is_words else "right", no_wrap=True, overflow="ellipsis")
     for row in rows:
-        # As Text, nothing in it is taken for markup.
+        # As Text, so that nothing is taken for markup.
         table.add_row(*map(Text, row))
     made = io.StringIO()
     Console(file=made, width=width, force_terminal=False, force_jupyter=False, legacy_windows=False).print(table)
@@ -146,7 +145,7 @@ def _folded(lines: Iterable[str], width: int) -> Iterator[str]:
 
 
 def timing_notes(summary: TimingSummary) -> Iterator[str]:
-    """A sentence each on durations, clocks, and whatever is not in the numbers."""
+    """One sentence each on durations, clocks, and what the numbers do not cover."""
     silent = sorted({op.backend or "the back end" for op in summary.ops if op.transfer_s is None and op.count})
     if silent:
         yield f"{NOTHING}: {', '.join(silent)} gave no durations, so transfer time is unknown."

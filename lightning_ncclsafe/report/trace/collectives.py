@@ -177,7 +177,7 @@ def _op_names(parts: list[tuple[MatchedCalls, NDArray[Any]]]) -> Iterator[str]:
 
 def name_events(ranks: Iterable[int], tracks: list[Track], summary: TimingSummary) -> Events:
     """Names of processes, which are ranks, and of their threads."""
-    clocks = {told.rank: told.clock for told in summary.ranks}
+    clocks = {one.rank: one.clock for one in summary.ranks}
     threads: dict[int, list[tuple[int, str]]] = {rank: [(PHASES_TID, "phases")] for rank in ranks}
     for number, track in enumerate(tracks):
         tid = _group_tid(number)
@@ -232,14 +232,14 @@ def track_events(track: Track, number: int, start_ns: int) -> Events:
     begin_ns, end_ns = track.waits()
     first_ns, last_ns = track.arrival_ns.min(axis=0), track.arrival_ns.max(axis=0)
     waits = _micros(begin_ns - start_ns), _micros(end_ns - begin_ns)
-    told = _millis(last_ns - track.arrival_ns), _millis(track.arrival_ns - first_ns)
+    lateness = _millis(last_ns - track.arrival_ns), _millis(track.arrival_ns - first_ns)
     last_rows = track.arrival_ns.argmax(axis=0).tolist()
     runs = _micros(track.runs()[0] - start_ns), _micros(track.duration_ns)
     heads = zip(map(json.dumps, track.ops), track.seq.tolist(), track.size_bytes.tolist(), last_rows, strict=True)
     is_timed = track.is_timed
     for k, (op, seq, size, last_row) in enumerate(heads):
         args = f'"seq":{seq},"op":{op},"bytes":{size},"last_rank":{track.group.ranks[last_row]}'
-        made = _wait_events(track, _group_tid(number) + 1, (*waits, *told), k, args, last_row)
+        made = _wait_events(track, _group_tid(number) + 1, (*waits, *lateness), k, args, last_row)
         if is_timed:
             made += _run_events(
                 track, _group_tid(number), runs, k, f'"name":{op},"args":{{"seq":{seq},"bytes":{size}}}'

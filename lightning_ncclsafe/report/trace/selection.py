@@ -13,7 +13,7 @@ from lightning_ncclsafe.timing.windows import UNKNOWN_NS
 # Of the room for collectives, what goes to those with the greatest skew, then to the newest; the rest is spread evenly.
 _SHARE_OF_SKEWED = 0.5
 _SHARE_OF_NEWEST = 0.25
-# Of all room, what phases may take when there is not enough for everything.
+# The share of the room for phases if there is not enough for everything.
 _SHARE_OF_SPANS = 0.75
 # How often fewer collectives are tried, until they and their phases fit.
 _TRIES = 6

@@ -142,7 +142,7 @@ def _span_words(timeline: Timeline, rank: int) -> str:
     facts = timeline.facts[rank]
     if facts.inspection is None:
         return f"for {duration_words(timeline.activities[rank].hook_for_s)}"
-    return "and moves" if facts.inspection.moved else f"for at least {duration_words(facts.inspection.stood_s)}"
+    return "and moves" if facts.inspection.moved else f"for at least {duration_words(facts.inspection.idle_s)}"
 
 
 def _is_outside(timeline: Timeline, rank: int) -> bool:

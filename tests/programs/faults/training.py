@@ -200,10 +200,10 @@ def quick_patience() -> None:
     """
     from lightning_ncclsafe import settings
     from lightning_ncclsafe.facts import phase_kinds
-    from lightning_ncclsafe.guard import idle_times, stuck
+    from lightning_ncclsafe.guard import stuck, thresholds
     from lightning_ncclsafe.rules.kit import expected
 
-    for module in (stuck, phase_kinds, expected, settings, idle_times):
+    for module in (stuck, phase_kinds, expected, settings, thresholds):
         for name, seconds in QUICK_S.items():
             if hasattr(module, name):
                 setattr(module, name, seconds)

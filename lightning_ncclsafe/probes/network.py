@@ -1,4 +1,4 @@
-"""Network interfaces that are up, those that NCCL and gloo choose, InfiniBand ports, and what keeps NCCL from them."""
+"""Network interfaces that are up, those that NCCL and gloo choose, InfiniBand ports, and what prevents their use."""
 
 import ctypes.util
 import ipaddress
@@ -14,7 +14,7 @@ import psutil
 from lightning_ncclsafe.facts import InterfaceFacts, NetworkFacts
 from lightning_ncclsafe.probes.absent import or_none
 
-# As NCCL searches (ncclFindInterfaces in its socket.cc; "virbr" in newer releases): the first that finds one.
+# NCCL's search order (ncclFindInterfaces in its socket.cc; "virbr" in newer releases): the first that matches.
 _NCCL_ORDER = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
 _FIRST_UP = "first that is up"
 
@@ -31,7 +31,7 @@ class Interface:
     Attributes:
         name: Its name.
         addresses: Its IPv4 addresses, then its IPv6 ones.
-        speed_mbit: Its speed, Mbit/s; 0 where it is not told.
+        speed_mbit: Its speed, Mbit/s; 0 if unknown.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it reaches this host only."""
+        """Whether it reaches only this host."""
         return any(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in self.addresses)
 
     def __str__(self) -> str:
@@ -49,31 +49,31 @@ class Interface:
 
 
 def nccl_interface(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> tuple[str, str]:
-    """The interface that NCCL would take, empty where there is none, and what decides.
+    """The interface that NCCL would choose, empty if there is none, and why.
 
     Args:
-        interfaces: Those that are up, in the system's order.
-        environment: Of this process.
+        interfaces: The interfaces that are up, in the system's order.
+        environment: The environment of this process.
     """
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
-    # NCCL passes over a single letter.
+    # NCCL ignores a single letter.
     if len(wanted) > 1:
         return _first(interfaces, wanted), f"NCCL_SOCKET_IFNAME={wanted}"
     return next((name for rule in _NCCL_ORDER if (name := _first(interfaces, rule))), ""), _FIRST_UP
 
 
 def misnamed(names: Collection[str], environment: Mapping[str, str]) -> Iterator[str]:
-    """Variables that name what is not there, ``"GLOO_SOCKET_IFNAME=eth9"``: the back end cannot begin with that.
+    """Variables that name a missing interface, ``"GLOO_SOCKET_IFNAME=eth9"``: the back end cannot start with that.
 
     Args:
-        names: All interfaces that have an address; those that are down count, as a back end may still take them.
-        environment: Of this process.
+        names: All interfaces that have an address, even those that are down, as a back end may still choose them.
+        environment: The environment of this process.
     """
     nccl = environment.get("NCCL_SOCKET_IFNAME", "")
     if len(nccl) > 1 and not any(is_meant(name, nccl) for name in names):
         yield f"NCCL_SOCKET_IFNAME={nccl}"
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
-    # Of these, torch makes a device for each.
+    # Torch makes a device for each of these.
     if any(part and part not in names for part in gloo.split(",")):
         yield f"GLOO_SOCKET_IFNAME={gloo}"
 
@@ -87,8 +87,8 @@ def is_meant(name: str, rule: str) -> bool:
 
     Args:
         name: The interface.
-        rule: Beginnings of names, ``"eth,ens"``; after ``=`` whole names; after ``^`` those that are not to be used,
-            and after ``^=`` by their whole names.
+        rule: Beginnings of names, ``"eth,ens"``; after ``=`` whole names; after ``^`` excluded beginnings, and after
+            ``^=`` excluded whole names.
     """
     excluded = rule.startswith("^")
     exact = rule.removeprefix("^").startswith("=")
@@ -103,15 +103,15 @@ def gloo_interface(
     environment: Mapping[str, str],
     resolve: Callable[[str], str] = socket.gethostbyname,
 ) -> tuple[str, str]:
-    """The interface that torch's gloo back end would take, empty where there is none, and what decides.
+    """The interface that torch's gloo back end would choose, empty if there is none, and why.
 
-    Gloo takes the address of this host's name. Where that has none it falls back to loopback; what is on the route to
-    ``MASTER_ADDR`` should then be named to it.
+    Gloo uses the address of this host's name, and falls back to loopback if that has none; the user should then name
+    the interface on the route to ``MASTER_ADDR``.
 
     Args:
-        interfaces: Those that are up, in the system's order.
-        environment: Of this process.
-        resolve: Gives the address of a host's name; may raise OSError.
+        interfaces: The interfaces that are up, in the system's order.
+        environment: The environment of this process.
+        resolve: Resolves a host's name; may raise OSError.
     """
     wanted = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if wanted:
@@ -133,12 +133,21 @@ def _with_address(interfaces: Sequence[Interface], address: str) -> str:
     return exact or loopback
 
 
-def _local_address(host: str) -> str:
-    """Of the interface on the route to a host: a datagram socket that is connected sends nothing yet."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+def _local_address(host: str, port: str | int = 9) -> str:
+    """The address of the interface on the route to a host; connecting a datagram socket sends nothing."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as connected:
         connected.connect(address)
         return str(connected.getsockname()[0])
+
+
+def own_address_towards(host: str, port: str) -> str:
+    """The address of this host from which another one is reached; empty for this host itself, or if unknown."""
+    try:
+        here = _local_address(host, port)
+    except OSError:
+        return ""
+    return "" if here.startswith("127.") or here in ("::1", "0.0.0.0", "::") else here
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +171,13 @@ def network_facts(
     ports: Path = _PORTS,
     devices: Path = _DEVICES,
 ) -> NetworkFacts:
-    """What this host has, and what would be used of it. The names of hosts are looked up, which may take seconds.
+    """The network of this host, and what the back end would use. Resolves host names, which may take seconds.
 
     Args:
         is_cuda: Whether NCCL is used, or else gloo.
-        environment: Of this process.
-        ports: Where the kernel tells of InfiniBand.
-        devices: Where programs reach it.
+        environment: The environment of this process.
+        ports: The kernel's folder of InfiniBand ports.
+        devices: The folder of InfiniBand devices.
     """
     up = or_none(interfaces) or []
     name, why = nccl_interface(up, environment) if is_cuda else gloo_interface(up, environment)
@@ -185,13 +194,13 @@ def network_facts(
 
 
 def taken_interface(*, is_cuda: bool, environment: Mapping[str, str] = os.environ) -> InterfaceFacts | None:
-    """The interface that the run's back end takes towards other hosts; None where the system lists none.
+    """The interface that the run's back end uses towards other hosts; None if the system lists none.
 
-    The host's own name is looked up for gloo, which may take seconds.
+    For gloo, it resolves the host's own name, which may take seconds.
 
     Args:
         is_cuda: Whether NCCL is used, or else gloo.
-        environment: Of this process.
+        environment: The environment of this process.
     """
     up = or_none(interfaces)
     if up is None:
@@ -219,12 +228,12 @@ def interfaces() -> list[Interface]:
     """The interfaces that are up and have an address, loopback too, in the system's order.
 
     Raises:
-        psutil.Error: If the system does not tell; OSError or AttributeError likewise.
+        psutil.Error, OSError, AttributeError: If the system does not list them.
     """
     addresses, states = psutil.net_if_addrs(), or_none(psutil.net_if_stats) or {}
     found = []
-    for name, told in addresses.items():
-        families = sorted((entry for entry in told if entry.family in _FAMILIES), key=_order)
+    for name, entries in addresses.items():
+        families = sorted((entry for entry in entries if entry.family in _FAMILIES), key=_order)
         state = states.get(name)
         if families and (state is None or state.isup):
             found.append(Interface(name, tuple(entry.address for entry in families), state.speed if state else 0))
@@ -233,8 +242,8 @@ def interfaces() -> list[Interface]:
 
 def _names_with_address() -> list[str]:
     """The names of all interfaces that have an address, up or down."""
-    told = psutil.net_if_addrs()
-    return [name for name in told if any(entry.family in _FAMILIES for entry in told[name])]
+    addresses = psutil.net_if_addrs()
+    return [name for name in addresses if any(entry.family in _FAMILIES for entry in addresses[name])]
 
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -245,7 +254,7 @@ def _order(entry: "psutil._ntp.snicaddr") -> int:
 
 
 def name_servers_asked(pid: int | None = None) -> tuple[str, ...]:
-    """The name servers that a process waits for: a resolver has a socket open until it is answered.
+    """The name servers that a process waits for: a resolver keeps a socket open until it gets an answer.
 
     Args:
         pid: Process id; by default this process.
@@ -256,21 +265,21 @@ def name_servers_asked(pid: int | None = None) -> tuple[str, ...]:
 
 
 def infiniband_off(environment: Mapping[str, str] = os.environ, devices: Path = _DEVICES) -> str:
-    """Why NCCL would not use InfiniBand ports that the host has; empty where nothing is in the way.
+    """Why NCCL would not use the host's InfiniBand ports; empty if nothing prevents it.
 
     Args:
-        environment: Of this process.
-        devices: Where programs reach them; a container has to be given that.
+        environment: The environment of this process.
+        devices: The folder of InfiniBand devices, which a container must be given.
     """
     disabled = environment.get("NCCL_IB_DISABLE", "")
     if disabled not in ("", "0"):
         return f"NCCL_IB_DISABLE={disabled}"
-    # Names other than NCCL's own are plugins', which use InfiniBand or something better.
+    # Other names are those of plugins, which use InfiniBand or something better.
     if environment.get("NCCL_NET", "").lower() == "socket":
         return f"NCCL_NET={environment['NCCL_NET']}"
     if not or_none(lambda: list(devices.glob("uverbs*"))):
         return f"{devices} does not exist, as in a container that was not given it"
-    # Looked for and not loaded: NCCL loads it, if anything is to be done with it.
+    # Searched, but not loaded: only NCCL should load it.
     return "" if or_none(lambda: ctypes.util.find_library("ibverbs")) else "libibverbs.so.1 cannot be loaded"
 
 

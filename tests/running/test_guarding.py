@@ -25,8 +25,8 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_ncclsafe import CollectiveTimer, LoaderTuner, SafeDDP, safe_callbacks
-from lightning_ncclsafe.running import standing_in
-from lightning_ncclsafe.running.standing_in import Unguarded, guarded_class, say_of_fabric, stand_in
+from lightning_ncclsafe.running import guarding
+from lightning_ncclsafe.running.guarding import Unguarded, guard_trainer, guarded_class, say_of_fabric
 from lightning_ncclsafe.running.variables import OPTIONS
 from lightning_ncclsafe.strategies.guarded import GuardedStrategy, guards
 
@@ -51,7 +51,7 @@ class OwnDDP(DDPStrategy):
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing_in, "_said", set())
+    monkeypatch.setattr(guarding, "_said", set())
     monkeypatch.setenv("NCCLSAFE", "1")
     for option in OPTIONS:
         monkeypatch.delenv(option.variable, raising=False)
@@ -74,7 +74,7 @@ def trainer_with(strategy: str | Strategy = "ddp_fork", **kwargs: Any) -> L.Trai
 def test_whatever_its_name_was_nothing_of_it_is_lost(name: str, said: Said) -> None:
     strategy = (trainer := trainer_with(name)).strategy
     before, kind, launcher = dict(vars(strategy)), type(strategy), strategy.launcher
-    stand_in(trainer)
+    guard_trainer(trainer)
     assert trainer.strategy is strategy and guards(strategy) and isinstance(strategy, kind)
     assert {key: vars(strategy)[key] for key in before} == before and strategy.launcher is launcher
     assert "launch" in vars(launcher)
@@ -88,7 +88,7 @@ def test_among_the_names_are_those_that_are_used() -> None:
 
 
 def test_several_devices_are_guarded_where_the_strategy_is_left_to_lightning() -> None:
-    stand_in(trainer := trainer_with("auto"))
+    guard_trainer(trainer := trainer_with("auto"))
     assert guards(trainer.strategy) and isinstance(trainer.strategy, DDPStrategy)
 
 
@@ -107,7 +107,7 @@ def test_an_instance_keeps_all_its_arguments() -> None:
         find_unused_parameters=True,
         static_graph=True,
     )
-    stand_in(trainer := trainer_with(strategy, accelerator="auto", devices="auto"))
+    guard_trainer(trainer := trainer_with(strategy, accelerator="auto", devices="auto"))
     assert trainer.strategy is strategy and guards(strategy)
     assert strategy._ddp_kwargs == {"find_unused_parameters": True, "static_graph": True}
     assert (strategy._ddp_comm_hook, strategy.cluster_environment) == (hook, environment)
@@ -121,13 +121,13 @@ def test_an_instance_keeps_all_its_arguments() -> None:
 )
 def test_what_splits_the_model_is_known_as_such(strategy: Any, communicates: bool) -> None:
     """As their own classes of this package are; of FSDP there is no Trainer without a GPU."""
-    stand_in(SimpleNamespace(strategy=strategy, callbacks=[]))
+    guard_trainer(SimpleNamespace(strategy=strategy, callbacks=[]))
     assert guards(strategy) and strategy.forward_communicates is communicates
 
 
 def test_a_class_of_the_users_own_does_what_it_did() -> None:
     strategy = OwnDDP(41, start_method="fork")
-    stand_in(trainer_with(strategy))
+    guard_trainer(trainer_with(strategy))
     assert guards(strategy) and isinstance(strategy, OwnDDP) and type(strategy).__name__ == "OwnDDP"
     strategy.barrier("anything")
     assert strategy.answer == 42
@@ -136,7 +136,7 @@ def test_a_class_of_the_users_own_does_what_it_did() -> None:
 @pytest.mark.parametrize(("kind", "arguments"), [(DDPStrategy, ()), (OwnDDP, (41,))])
 def test_spawned_ranks_and_copies_have_it_too(kind: type, arguments: tuple[int, ...]) -> None:
     strategy = kind(*arguments, start_method="spawn")
-    stand_in(trainer_with(strategy))
+    guard_trainer(trainer_with(strategy))
     for protocol in (2, pickle.HIGHEST_PROTOCOL):
         file = io.BytesIO()
         pickle.dump(strategy, file, protocol)
@@ -149,7 +149,7 @@ def test_spawned_ranks_and_copies_have_it_too(kind: type, arguments: tuple[int, 
 
 def test_one_of_ours_is_left_as_it_is(said: Said) -> None:
     strategy = SafeDDP(suspect_after=33, start_method="fork")
-    stand_in(trainer_with(strategy))
+    guard_trainer(trainer_with(strategy))
     assert type(strategy) is SafeDDP and strategy._limits.suspect_after_s == 33.0
     assert said() == []
 
@@ -158,7 +158,7 @@ def test_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     for name, value in {"SUSPECT_AFTER": "5", "TIMEOUT": "50", "ON_TIMEOUT": "report", "REPORT_DIR": "here"}.items():
         monkeypatch.setenv(f"NCCLSAFE_{name}", value)
     strategy: Any = DDPStrategy(start_method="fork", timeout=timedelta(seconds=99))
-    stand_in(trainer_with(strategy))
+    guard_trainer(trainer_with(strategy))
     limits = strategy._limits
     assert (limits.suspect_after_s, limits.timeout_s, limits.on_timeout) == (5.0, 50.0, "report")
     assert strategy._report_dir == "here" and strategy._timeout == timedelta(seconds=50)
@@ -172,7 +172,7 @@ def test_other_strategies_are_not_guarded(kind: type) -> None:
 
 def test_one_device_needs_no_guard_which_is_said_once(said: Said) -> None:
     for _ in range(2):
-        stand_in(trainer := trainer_with("auto", devices=1))
+        guard_trainer(trainer := trainer_with("auto", devices=1))
         assert type(trainer.strategy).__name__ == "SingleDeviceStrategy"
     line = "this Trainer runs without the guard: it trains on one device, so no rank waits for another"
     assert said() == [line]
@@ -190,7 +190,7 @@ def test_a_launcher_of_the_users_own_is_not_watched(said: Said) -> None:
         def _configure_launcher(self) -> None:
             self._launcher = Ours()
 
-    stand_in(trainer := trainer_with(Launched()))
+    guard_trainer(trainer := trainer_with(Launched()))
     assert type(trainer.strategy) is Launched
     assert said() == ["this Trainer runs without the guard: the ranks of Launched are started by Ours"]
 
@@ -199,7 +199,7 @@ def test_where_the_limits_do_not_fit_the_strategy_is_as_it_was(monkeypatch: pyte
     monkeypatch.setenv("NCCLSAFE_SUSPECT_AFTER", "60")
     strategy = (trainer := trainer_with(DDPStrategy(start_method="fork", timeout=timedelta(seconds=30)))).strategy
     before = dict(vars(strategy))
-    stand_in(trainer)
+    guard_trainer(trainer)
     assert type(strategy) is DDPStrategy and vars(strategy) == before and "launch" not in vars(strategy.launcher)
     (line,) = said()
     assert "without the guard: suspect_after=60.0 is 60 s, but it must be less than timeout=" in line
@@ -211,7 +211,7 @@ def test_what_fails_in_ours_is_said_and_training_goes_on(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(GuardedStrategy, "take_guard", fail)
     strategy = (trainer := trainer_with()).strategy
-    stand_in(trainer)
+    guard_trainer(trainer)
     assert type(strategy) is DDPStrategy
     (line,) = said()
     assert line.startswith("the guard failed and is off; training continues: OSError('no')")
@@ -221,13 +221,13 @@ def test_a_wrong_variable_is_said_once_by_one_rank(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NCCLSAFE", "banana\n")
     trainers = [trainer_with(), trainer_with()]
     for trainer in trainers:
-        stand_in(trainer)
+        guard_trainer(trainer)
         assert type(trainer.strategy) is DDPStrategy
     (line,) = said()
     assert line.endswith("the guard: NCCLSAFE='banana\\n' in the environment is unknown; it must be 1 or 0.")
-    monkeypatch.setattr(standing_in, "_said", set())
-    monkeypatch.setattr(standing_in.rank_zero_only, "rank", 1)
-    stand_in(trainers[0])
+    monkeypatch.setattr(guarding, "_said", set())
+    monkeypatch.setattr(guarding.rank_zero_only, "rank", 1)
+    guard_trainer(trainers[0])
     assert said() == []
 
 
@@ -239,7 +239,7 @@ def test_of_fabric_it_is_said_that_it_is_not_guarded(said: Said) -> None:
 
 def added(trainer: L.Trainer) -> list[str]:
     before = [*trainer.callbacks]
-    stand_in(trainer)
+    guard_trainer(trainer)
     assert trainer.callbacks[len(trainer.callbacks) - len(before) :] == before
     return [type(each).__name__ for each in trainer.callbacks[: len(trainer.callbacks) - len(before)]]
 

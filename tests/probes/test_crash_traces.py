@@ -12,8 +12,8 @@ import pytest
 from own_threads import join_own_threads
 
 from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.probes.process import traceback_signal
-from lightning_ncclsafe.probes.process.traceback_signal import LastWord, LastWords, last_word, why
+from lightning_ncclsafe.probes.process import crash_traces
+from lightning_ncclsafe.probes.process.crash_traces import CrashTrace, CrashTraces, parse_crash, why
 
 ASKED = """Thread 0x00007f11 (most recent call first):
   File "/home/me/asked.py", line 1 in asked
@@ -30,7 +30,7 @@ Thread 0x00007f11 (most recent call first):
 
 Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
 """
-NOTHING = LastWord("", ())
+NOTHING = CrashTrace("", ())
 COUNTING = """Fatal Python error: Aborted
 
 Thread 0x00007f33 (most recent call first):
@@ -46,36 +46,36 @@ IN_MAIN = ABORTED.replace("Aborted", "Segmentation fault").replace("Thread 0x000
 
 @pytest.mark.parametrize(("text", "signal_name"), [(ABORTED, "SIGABRT"), (IN_MAIN, "SIGSEGV")])
 def test_the_last_fatal_error_counts(text: str, signal_name: str) -> None:
-    found = last_word(ASKED + text)
+    found = parse_crash(ASKED + text)
     assert found.signal == signal_name
     assert found.stack[0] == Frame(file="/home/me/train.py", line=57, function="training_step", user=True)
     assert [frame.function for frame in found.stack] == ["training_step", "all_reduce"]
 
 
 def test_another_thread_may_have_been_in_a_collective() -> None:
-    found = last_word(COUNTING)
+    found = parse_crash(COUNTING)
     assert [frame.function for frame in found.stack] == ["training_step"]
     assert [frame.function for frame in found.thread_stack] == ["run", "count", "all_reduce"]
-    assert not last_word(ABORTED).thread_stack
+    assert not parse_crash(ABORTED).thread_stack
 
 
 def test_tracebacks_that_were_asked_for_are_no_last_words() -> None:
-    assert last_word(ASKED) == last_word("") == NOTHING
+    assert parse_crash(ASKED) == parse_crash("") == NOTHING
 
 
 def test_an_error_of_pythons_own_is_named_by_its_words() -> None:
-    assert last_word("Fatal Python error: _PyGC_ObjectGCTrack: already tracked by the gc").signal.startswith("_PyGC")
+    assert parse_crash("Fatal Python error: _PyGC_ObjectGCTrack: already tracked by the gc").signal.startswith("_PyGC")
 
 
 @pytest.fixture
-def words() -> Iterator[LastWords]:
-    found = LastWords()
+def words() -> Iterator[CrashTraces]:
+    found = CrashTraces()
     yield found
     found.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
-def test_they_outlive_their_process(words: LastWords) -> None:
+def test_they_outlive_their_process(words: CrashTraces) -> None:
     """A process with a file that only it has; it ends itself, is waited for, and its words are still there."""
 
     script = (
@@ -127,7 +127,7 @@ def test_what_the_user_switches_meanwhile_stays_as_it_is() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
-def test_a_forked_process_that_crashes_leaves_no_last_words_of_its_parent(words: LastWords) -> None:
+def test_a_forked_process_that_crashes_leaves_no_last_words_of_its_parent(words: CrashTraces) -> None:
     script = (
         "import os, signal, sys\n"
         "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
@@ -149,7 +149,7 @@ def test_a_forked_process_that_crashes_leaves_no_last_words_of_its_parent(words:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
-def test_what_has_left_a_program_outlives_its_process(words: LastWords) -> None:
+def test_what_has_left_a_program_outlives_its_process(words: CrashTraces) -> None:
     script = (
         "import sys\n"
         "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
@@ -169,7 +169,7 @@ def test_what_has_left_a_program_outlives_its_process(words: LastWords) -> None:
     assert words.of(process.pid) == NOTHING and words.raised(os.getpid()) is None
 
 
-def test_a_process_that_is_gone_already(words: LastWords) -> None:
+def test_a_process_that_is_gone_already(words: CrashTraces) -> None:
     words.hold([(2**22 + 1, 3)])
     assert words.of(2**22 + 1) == NOTHING
 
@@ -193,7 +193,7 @@ def test_why_a_process_has_aborted_itself(text: str, said: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
-def test_of_a_stderr_that_is_a_file_what_comes_later_is_read(words: LastWords, tmp_path: Path) -> None:
+def test_of_a_stderr_that_is_a_file_what_comes_later_is_read(words: CrashTraces, tmp_path: Path) -> None:
     script = (
         "import os, sys\n"
         "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
@@ -224,7 +224,7 @@ def test_of_a_stderr_that_is_a_file_what_comes_later_is_read(words: LastWords, t
 
 @pytest.mark.timeout(30)
 def test_a_stderr_on_storage_that_does_not_answer_is_not_waited_for(
-    words: LastWords, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: CrashTraces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, opened = threading.Event(), list[int]()
 
@@ -234,7 +234,7 @@ def test_a_stderr_on_storage_that_does_not_answer_is_not_waited_for(
         opened.append(os.open(tmp_path, os.O_RDONLY))
         return opened[-1]
 
-    monkeypatch.setattr(traceback_signal, "_open", opening)
+    monkeypatch.setattr(crash_traces, "_open", opening)
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=log)
     words.hold([(process.pid, 0)])

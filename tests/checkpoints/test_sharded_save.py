@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_ncclsafe.checkpoints import saving, together
+from lightning_ncclsafe.checkpoints import saving, sharded_save
 from lightning_ncclsafe.checkpoints.boundary import Boundary, NotProvenError
 from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_none, writers
 from lightning_ncclsafe.checkpoints.finding import found_in, why_not_whole
 from lightning_ncclsafe.checkpoints.folder import KEY
-from lightning_ncclsafe.checkpoints.joined import Share, joined, why_not_covered
 from lightning_ncclsafe.checkpoints.saving import Saver
+from lightning_ncclsafe.checkpoints.sharded_save import Share, joined, why_not_covered
 from lightning_ncclsafe.checkpoints.shards import Chunk, SplitTensor, boxes_of_range
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.exchange.memory import SharedMemory
@@ -326,7 +326,7 @@ def test_a_rank_whose_part_is_less_than_it_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seen_by", ["the rank that has written it", "the first rank"])
 def test_storage_that_has_not_kept_a_file(seen_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = together.write_synced
+    write = sharded_save.write_synced
 
     def lose(path: Path, act: Any) -> int:
         size = write(path, act)
@@ -335,7 +335,7 @@ def test_storage_that_has_not_kept_a_file(seen_by: str, tmp_path: Path, monkeypa
             lost.write_bytes(lost.read_bytes()[:-1])
         return size
 
-    monkeypatch.setattr(together, "write_synced", lose)
+    monkeypatch.setattr(sharded_save, "write_synced", lose)
     line = Job(tmp_path, {0: Noted(), 1: Noted()}).save()
     assert ("rank 1: OSError: " in line) == (seen_by == "the rank that has written it"), line
     assert "were written, " in line

@@ -13,8 +13,8 @@ import pytest
 import torch
 from polling import until
 
-from lightning_ncclsafe.checkpoints import left_behind
-from lightning_ncclsafe.checkpoints.left_behind import LeftBehind, packed, read_left_behind, unpacked
+from lightning_ncclsafe.checkpoints import position_file
+from lightning_ncclsafe.checkpoints.position_file import PositionFile, packed, read_position, unpacked
 from lightning_ncclsafe.checkpoints.resuming import Resuming
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.probes.data.random_state import saved_states
@@ -22,9 +22,9 @@ from lightning_ncclsafe.settings import CheckpointSettings
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LeftBehind]:
-    monkeypatch.setattr(left_behind.tempfile, "tempdir", str(tmp_path))
-    kept = LeftBehind(3)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PositionFile]:
+    monkeypatch.setattr(position_file.tempfile, "tempdir", str(tmp_path))
+    kept = PositionFile(3)
     yield kept
     kept.close()
     assert not [*tmp_path.iterdir()]
@@ -55,61 +55,61 @@ def test_what_is_no_plain_data_is_refused(odd: Any) -> None:
         packed({"odd": odd})
 
 
-def test_the_last_one_is_read(kept: LeftBehind) -> None:
-    assert read_left_behind(kept.path) is None
+def test_the_last_one_is_read(kept: PositionFile) -> None:
+    assert read_position(kept.path) is None
     for batches in range(5):
         kept.write(position(batches))
-        read = read_left_behind(kept.path)
+        read = read_position(kept.path)
         assert read is not None and read["batches"] == batches
 
 
-def test_one_that_could_not_be_written_hides_those_before_it(kept: LeftBehind) -> None:
+def test_one_that_could_not_be_written_hides_those_before_it(kept: PositionFile) -> None:
     kept.write(position(1))
     for odd in (object(), "x" * (1 << 19)):
         kept.write({"odd": odd})
-        assert read_left_behind(kept.path) is None
+        assert read_position(kept.path) is None
 
 
 @pytest.mark.parametrize("at", [0, 5, 13, 20, 400, 5000])
-def test_where_the_writer_ended_in_the_middle_the_one_before_is_whole(kept: LeftBehind, at: int) -> None:
+def test_where_the_writer_ended_in_the_middle_the_one_before_is_whole(kept: PositionFile, at: int) -> None:
     kept.write(position(1))
     kept.write(position(2))
-    start = 2 % 2 * left_behind._ROOM
+    start = 2 % 2 * position_file._ROOM
     kept._memory[start + at] ^= 0xFF
-    read = read_left_behind(kept.path)
+    read = read_position(kept.path)
     # The number alone is not what the checksum is of: then it is another one of the same content.
     assert read is not None and read["batches"] in ((1, 2) if at == 0 or at == 5 else (1,))
 
 
-def test_a_rank_that_was_killed_has_left_it_behind(kept: LeftBehind) -> None:
+def test_a_rank_that_was_killed_has_left_it_behind(kept: PositionFile) -> None:
     pid = os.fork()
     if not pid:
         for batches in range(1 << 30):
             kept.write({"batches": batches, "random": saved_states()})
     try:
-        read = until(lambda: read_left_behind(kept.path))
+        read = until(lambda: read_position(kept.path))
         assert read is not None
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    after = read_left_behind(kept.path)
+    after = read_position(kept.path)
     assert after is not None and after["batches"] >= read["batches"]
 
 
 @pytest.mark.timeout(10)
 def test_whatever_else_lies_there_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    assert read_left_behind(path) is None
+    assert read_position(path) is None
     os.mkfifo(path)
-    assert read_left_behind(path) is None
+    assert read_position(path) is None
     path.unlink()
     for body in (b"", b"x" * 100, struct.pack("<II", 1, 1 << 30), packed([1]), packed({"\0tensor": ["float16", 9]})):
-        header = left_behind._HEADER.pack(1, len(body), left_behind.zlib.crc32(body))
+        header = position_file._HEADER.pack(1, len(body), position_file.zlib.crc32(body))
         path.write_bytes(header + body)
-        assert read_left_behind(path) is None, json.dumps(str(body))
+        assert read_position(path) is None, json.dumps(str(body))
 
 
-def test_it_counts_where_it_is_of_the_same_step(kept: LeftBehind) -> None:
+def test_it_counts_where_it_is_of_the_same_step(kept: PositionFile) -> None:
     def start(rank: int) -> Resuming:
         trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), _checkpoint_connector=None)
         settings = CheckpointSettings(dirpath=kept.path.parent)
@@ -118,22 +118,22 @@ def test_it_counts_where_it_is_of_the_same_step(kept: LeftBehind) -> None:
     one = start(0)
     one._files = {1: kept.path}
     kept.write(position(6) | {"step": 2})
-    found = one.positions_left_behind([1, 5], 2)
+    found = one.positions_in_files([1, 5], 2)
     assert [*found] == [1] and found[1]["batches"] == 6 and "step" not in found[1]
-    assert one.positions_left_behind([1], 3) == {}
+    assert one.positions_in_files([1], 3) == {}
     assert one._left_behind is not None
     one._left_behind.close()
 
 
-def test_what_was_left_long_ago_is_removed(kept: LeftBehind, tmp_path: Path) -> None:
+def test_what_was_left_long_ago_is_removed(kept: PositionFile, tmp_path: Path) -> None:
     names = {"old": (1 << 22) + 1, "mine": os.getpid()}
-    paths = {name: tmp_path / f"{left_behind._PREFIX}{pid}-0-{name}" for name, pid in names.items()}
-    recent = tmp_path / f"{left_behind._PREFIX}{names['old']}-1-recent"
+    paths = {name: tmp_path / f"{position_file._PREFIX}{pid}-0-{name}" for name, pid in names.items()}
+    recent = tmp_path / f"{position_file._PREFIX}{names['old']}-1-recent"
     for path in (*paths.values(), recent):
         path.touch()
     for path in paths.values():
         os.utime(path, (1e9, 1e9))
-    LeftBehind(0).close()
+    PositionFile(0).close()
     assert not paths["old"].exists() and paths["mine"].exists() and recent.exists()
     for path in (paths["mine"], recent):
         path.unlink()

@@ -1,7 +1,7 @@
-"""A program that tries out one directory, and writes what it found to its standard output, as JSON.
+"""A program that tries one directory, and writes the result to its standard output, as JSON.
 
-It is run by its path in a process of its own, since the directory may hang, and imports the standard library only, so
-that it starts in some hundredths of a second: ``directory_trial.py write|read DIRECTORY SECONDS``.
+It runs in its own process, as the directory may hang, and imports only the standard library, so that it starts in some
+hundredths of a second: ``directory_trial.py write|read DIRECTORY SECONDS``.
 """
 
 import errno
@@ -22,10 +22,10 @@ _ENTRIES = 200
 
 
 def try_writing(path: str, ends_s: float) -> dict[str, Any]:
-    """Appends to a file of its own as a logger does; nothing that does not exist is created, and no file is left.
+    """Appends to a temporary file as a logger does; creates no directory, and leaves no file.
 
     Args:
-        path: The directory; where it does not exist, the nearest one above it is tried.
+        path: The directory; if it does not exist, the nearest one above it is tried.
         ends_s: When to stop, by ``time.monotonic()``; one append is always made.
     """
     folder = _nearest(path)
@@ -49,7 +49,7 @@ def _appended(folder: str, ends_s: float) -> dict[str, float]:
     name = os.path.join(folder, f".ncclsafe-trial-{os.getpid()}-{random.getrandbits(64):016x}")
     file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     try:
-        # Gone from the directory before anything can hang: the file lives for as long as it is open.
+        # Unlinked before anything can hang: the file exists for as long as it is open.
         os.unlink(name)
         return _append_times(file, ends_s)
     finally:
@@ -75,7 +75,7 @@ def _append_times(file: int, ends_s: float) -> dict[str, float]:
 
 
 def try_reading(path: str, ends_s: float) -> dict[str, Any]:
-    """Opens some files of a directory, or the file that is given, and reads 4 KiB of each at a random place."""
+    """Opens some files of a directory, or the given file, and reads 4 KiB of each at a random place."""
     found: dict[str, Any] = {"folder": os.path.realpath(path), **_space(path)}
     try:
         files = [path] if os.path.isfile(path) else list(itertools.islice(_files(path), _ENTRIES))
@@ -91,7 +91,7 @@ def try_reading(path: str, ends_s: float) -> dict[str, Any]:
 
 
 def _files(path: str) -> Iterator[str]:
-    """Plain files of a directory and of those below it, of the first 200 entries: some data sets have millions."""
+    """Plain files of a directory and its subdirectories, among the first 200 entries: some data sets have millions."""
     folders, left = [path], _ENTRIES
     while folders and left > 0:
         with os.scandir(folders.pop(0)) as entries:
@@ -105,7 +105,7 @@ def _files(path: str) -> Iterator[str]:
 
 def _read_time(path: str) -> float:
     begin = time.perf_counter()
-    # Should it have become a pipe, opening it must not wait for somebody to write.
+    # If it has become a pipe, opening it must not wait for a writer.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         size = os.fstat(file).st_size
@@ -117,12 +117,12 @@ def _read_time(path: str) -> float:
 
 def _space(folder: str) -> dict[str, int]:
     try:
-        told = os.statvfs(folder)
+        stats = os.statvfs(folder)
     except OSError:
         return {}
-    # A file system that makes inodes as it needs them (btrfs, most on a network) reports none at all.
-    inodes = {"free_inodes": told.f_favail} if told.f_files else {}
-    return {"free_bytes": told.f_bavail * told.f_frsize, **inodes}
+    # A file system with dynamic inodes (btrfs, most on a network) reports none.
+    inodes = {"free_inodes": stats.f_favail} if stats.f_files else {}
+    return {"free_bytes": stats.f_bavail * stats.f_frsize, **inodes}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Which addresses of a job's hosts are tried: on this machine's loopback, where every address answers."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,9 @@ from lightning_ncclsafe.facts import (
     Phase,
     Progress,
     RankFacts,
+    TriedAddress,
 )
-from lightning_ncclsafe.probes.network import reach as module
-from lightning_ncclsafe.probes.network.reach import try_addresses
+from lightning_ncclsafe.guard import rank_hosts
 
 
 def rank(number: int, host: str, address: str, **more: bool) -> RankFacts:
@@ -33,12 +34,16 @@ def job(*ranks: RankFacts, kind: IncidentKind = IncidentKind.SUSPECT) -> JobFact
     return JobFacts(incident=Incident(number=1, kind=kind, opened_by=0), world_size=len(ranks), ranks=ranks)
 
 
+def tried(facts: JobFacts) -> tuple[TriedAddress, ...]:
+    return rank_hosts.RankHosts(rank=0, world_size=facts.world_size, host="node-1").complete(facts).tried
+
+
 HERE = rank(0, "node-1", "127.0.0.1")
 THERE = (rank(1, "node-2", "127.0.0.2"), rank(2, "node-2", "127.0.0.2"), rank(3, "node-3", "127.0.0.3"))
 
 
 def test_each_other_host_is_tried_once() -> None:
-    found = try_addresses(job(HERE, *THERE), "node-1")
+    found = tried(job(HERE, *THERE))
     assert [(one.host, one.address, one.answers, one.seen_from) for one in found] == [
         ("node-2", "127.0.0.2", True, "node-1"),
         ("node-3", "127.0.0.3", True, "node-1"),
@@ -61,5 +66,9 @@ def test_each_other_host_is_tried_once() -> None:
     ],
 )
 def test_nothing_is_tried_where_that_would_tell_nothing(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "reach", lambda *_, **__: pytest.fail("it tries"))
-    assert try_addresses(facts, "node-1") == ()
+    def try_connecting(addresses: Iterable[str], **_: float) -> dict[str, rank_hosts.ConnectionAttempt]:
+        assert not [*addresses]
+        return {}
+
+    monkeypatch.setattr(rank_hosts, "try_connecting", try_connecting)
+    assert tried(facts) == ()

@@ -1,8 +1,7 @@
-"""Gives the guard to the strategy of a Trainer that was made without it; what cannot have it runs as ever, and a line
-says so.
+"""Adds the guard to the strategy of a Trainer that was made without it; others run unchanged, and one line says so.
 
-The strategy stays the object it is, with all that is in it, and gets a class of the same name, derived from its own:
-whoever keeps it, asks for its class or has overridden its methods finds what there would be without the guard.
+The strategy object stays the same, with all its attributes, and gets a class of the same name, derived from its own:
+code that keeps the object, asks for its class or overrides its methods finds what it would find without the guard.
 """
 
 import os
@@ -20,7 +19,7 @@ from lightning_ncclsafe.running.variables import RECOMMENDED, WantedCallback, sh
 from lightning_ncclsafe.strategies.guarded import GuardedStrategy, guards
 from lightning_ncclsafe.strategies.launchers import guarded, is_lightnings
 
-# Those of Lightning's strategies that can be guarded; whether ranks need one another for a forward pass with each.
+# Lightning's strategies that can be guarded; whether ranks need one another for a forward pass with each.
 _GUARDABLE = {"DDPStrategy": False, "FSDPStrategy": True, "ModelParallelStrategy": True}
 
 _LIGHTNINGS = tuple(f"{name}.strategies." for name in NAMES)
@@ -29,11 +28,11 @@ _said: set[str] = set()
 
 
 class Unguarded(Exception):
-    """Why a strategy runs as ever."""
+    """Why a strategy runs without the guard."""
 
 
-def stand_in(trainer: Any) -> None:
-    """Gives the guard to the strategy of a Trainer, and the Trainer the callbacks that the environment asks for."""
+def guard_trainer(trainer: Any) -> None:
+    """Adds the guard to the strategy of a Trainer, and the callbacks that the environment asks for to the Trainer."""
     try:
         asked = wanted(os.environ)
         if not guards(trainer.strategy):
@@ -64,11 +63,11 @@ def _say_once(text: str) -> None:
 
 
 def _guard(strategy: Any, *, timeout: float | None = None, **arguments: Any) -> None:
-    """Gives a strategy the guard, or leaves it as it was.
+    """Adds the guard to a strategy, or leaves the strategy as it was.
 
     Raises:
-        Unguarded: It cannot have it.
-        ValueError: The arguments are not ones for this strategy.
+        Unguarded: The strategy does not support it.
+        ValueError: The arguments are invalid for this strategy.
     """
     kind: type = type(strategy)
     guarded_kind = guarded_class(kind)
@@ -90,10 +89,10 @@ def _guard(strategy: Any, *, timeout: float | None = None, **arguments: Any) -> 
 
 @cache
 def guarded_class(kind: type) -> type:
-    """The class of a strategy, with the guard in it; the same for the same class.
+    """The guarded class of a strategy's class; always the same for the same class.
 
     Raises:
-        Unguarded: It is none of those that can be guarded, nor derived from one.
+        Unguarded: The class is none of those that can be guarded, nor derived from one.
     """
     base = next((one.__name__ for one in kind.__mro__ if one.__module__.startswith(_LIGHTNINGS)), "")
     if base.startswith("SingleDevice"):
@@ -102,12 +101,14 @@ def guarded_class(kind: type) -> type:
         able = " and ".join(_GUARDABLE).replace(" and ", ", ", 1)
         raise Unguarded(f"{kind.__name__} is not supported, only {able} and their subclasses are")
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body = {**named, "forward_communicates": _GUARDABLE[base], "_stands_in_for": kind}
-    return new_class(kind.__name__, (kind, _StandIn), {"metaclass": _GuardFirst}, lambda space: space.update(body))
+    body = {**named, "forward_communicates": _GUARDABLE[base], "_class_before": kind}
+    return new_class(
+        kind.__name__, (kind, _GuardedInPlace), {"metaclass": _GuardFirst}, lambda space: space.update(body)
+    )
 
 
 class _GuardFirst(ABCMeta):
-    """Of classes that have their objects laid out by their first base, whose objects they were: asks ours before it."""
+    """Puts our methods first, although the class before is the first base, as it decides the memory layout."""
 
     def mro(cls) -> list[type]:
         own, *others = super().mro()
@@ -115,23 +116,23 @@ class _GuardFirst(ABCMeta):
         return [own, *ours, *(kind for kind in others if kind not in ours)]
 
 
-class _StandIn(GuardedStrategy):
-    """A guarded strategy that goes by the name of the class that it was made from.
+class _GuardedInPlace(GuardedStrategy):
+    """A guarded strategy with the name of the class that it had before.
 
     Attributes:
-        _stands_in_for: That class.
+        _class_before: The class that it had before.
     """
 
-    _stands_in_for: ClassVar[type]
-    # The environment of a rank may have been forgotten.
+    _class_before: ClassVar[type]
+    # The environment variable may be missing on some ranks.
     is_on_all_ranks = False
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        # Spawned ranks, and copies, know the class by that from which they can make it.
+        # Spawned ranks, and copies, make the class anew from the class before.
         reduced = super().__reduce_ex__(protocol)
         if isinstance(reduced, str) or reduced[1][:1] != (type(self),):
             return reduced
-        return _empty, (self._stands_in_for,), *reduced[2:]
+        return _empty, (self._class_before,), *reduced[2:]
 
 
 def _empty(kind: type) -> Any:
@@ -139,7 +140,7 @@ def _empty(kind: type) -> Any:
 
 
 def _made(asked: Sequence[WantedCallback], package: str) -> list[Any]:
-    """The callbacks that are asked for, of one of Lightning's packages."""
+    """The requested callbacks, of one of Lightning's packages."""
     named = [_callback(one, package) for one in asked if one.name != RECOMMENDED]
     if len(named) == len(asked):
         return named
@@ -156,7 +157,7 @@ def _callback(asked: WantedCallback, package: str) -> Any:
 
 
 def _missing(trainer: Any, callbacks: Iterable[Any]) -> Iterator[Any]:
-    """Without those in whose place the program has its own."""
+    """Leaves out those that the program has itself."""
     for callback in callbacks:
         if not any(isinstance(there, type(callback)) for there in trainer.callbacks):
             yield callback

@@ -1,4 +1,7 @@
-"""Calls to what may not answer, each within a deadline: of all that ranks wait for, storage is the most common."""
+"""Exchanges over others that may not answer: each call within a deadline, and then over another exchange.
+
+Of all that ranks wait for, storage is the most common.
+"""
 
 import queue
 import threading
@@ -17,17 +20,17 @@ continued misses one when it wakes up."""
 
 
 class NoAnswerError(RuntimeError):
-    """A call has missed its deadline, or is not made any more; the message says why."""
+    """A call has missed its deadline, or is no longer made; the message says why."""
 
 
 class CallThread:
-    """Makes calls one after the other on a thread of its own, from the first one on.
+    """Makes calls one after the other on a thread of its own, which the first call starts.
 
-    What misses some deadlines in a row is given up for good. A thread that does not come back is left behind.
+    After some missed deadlines in a row, no more calls are made. A thread that does not come back is left behind.
 
     Args:
         name: Name of the thread.
-        what: What does not answer then, in words.
+        what: What is called, in words, for the message about a missed deadline.
         deadline_s: Seconds that a call may take.
 
     Attributes:
@@ -45,10 +48,10 @@ class CallThread:
         self.given_up = ""
 
     def call(self, call: Callable[[], T]) -> T:
-        """Makes a call and waits for what it gives.
+        """Makes a call and waits for its result.
 
         Raises:
-            NoAnswerError: It has missed its deadline, or what is called was given up.
+            NoAnswerError: The call has missed its deadline, or calls are no longer made.
             Exception: Whatever the call raises.
         """
         future: Future[T] = self.begin(call)
@@ -64,10 +67,10 @@ class CallThread:
         return answer
 
     def begin(self, call: Callable[[], T]) -> "Future[T]":
-        """Makes a call after those before it; nobody has to wait for it.
+        """Queues a call; nobody has to wait for it.
 
         Raises:
-            NoAnswerError: What is called was given up.
+            NoAnswerError: Calls are no longer made.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -81,7 +84,7 @@ class CallThread:
         """Ends the thread.
 
         Args:
-            last: A call that is made first, even after what is called was given up: perhaps it answers again.
+            last: A last call, made even after others were given up: perhaps it is answered again.
         """
         with self._lock:
             self.given_up = self.given_up or "it was used after it was closed"
@@ -116,8 +119,33 @@ class CallThread:
                 future.set_exception(error)
 
 
-class InTimeExchange:
-    """Another exchange, of which each call ends within a deadline; one that misses some in a row is given up for good.
+class _OverAnother:
+    """An exchange that passes each call on to another; :meth:`_call` says to which, and how."""
+
+    def _call(self, call: Callable[[Exchange], T]) -> T:
+        raise NotImplementedError
+
+    def set(self, key: str, value: bytes) -> None:
+        """Publishes a value."""
+        self._call(lambda exchange: exchange.set(key, value))
+
+    def set_if_absent(self, key: str, value: bytes) -> bytes:
+        """Publishes a value unless the key has one; returns the value that the key has then."""
+        return self._call(lambda exchange: exchange.set_if_absent(key, value))
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """The values of those keys that have one."""
+        wanted = [*keys]
+        return self._call(lambda exchange: exchange.get_many(wanted))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes keys."""
+        gone = [*keys]
+        self._call(lambda exchange: exchange.delete(gone))
+
+
+class InTimeExchange(_OverAnother):
+    """Another exchange, each call of which ends within a deadline; after some missed in a row it is given up for good.
 
     Args:
         exchange: The other exchange.
@@ -134,30 +162,46 @@ class InTimeExchange:
         """Why it was given up; empty while it works."""
         return self._calls.given_up
 
-    def set(self, key: str, value: bytes) -> None:
-        """Publishes a value."""
-        self._call(lambda: self._exchange.set(key, value))
-
-    def set_if_absent(self, key: str, value: bytes) -> bytes:
-        """Publishes a value unless the key has one; returns the value that the key has then."""
-        return self._call(lambda: self._exchange.set_if_absent(key, value))
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """The values of those keys that have one."""
-        wanted = [*keys]
-        return self._call(lambda: self._exchange.get_many(wanted))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Deletes keys."""
-        gone = [*keys]
-        self._call(lambda: self._exchange.delete(gone))
-
     def close(self) -> None:
         """Closes the other one and ends the thread; one that hangs is left behind."""
         self._calls.close(last=self._exchange.close)
 
-    def _call(self, call: Callable[[], T]) -> T:
+    def _call(self, call: Callable[[Exchange], T]) -> T:
         try:
-            return self._calls.call(call)
+            return self._calls.call(lambda: call(self._exchange))
         except NoAnswerError as error:
             raise ExchangeError(f"{error}.") from error
+
+
+class FallbackExchange(_OverAnother):
+    """Uses the first exchange until it fails, then the second for good.
+
+    Args:
+        first: The exchange to prefer.
+        second: The exchange to continue with.
+
+    Attributes:
+        lost: What happened to the first one; empty while it works.
+    """
+
+    def __init__(self, first: Exchange, second: Exchange) -> None:
+        self._first = first
+        self._second = second
+        self.lost = ""
+
+    def close(self) -> None:
+        """Closes both."""
+        # The first may wait for an answer that does not come, if that is how it was lost.
+        self._second.close()
+        self._first.close()
+
+    def _call(self, call: Callable[[Exchange], T]) -> T:
+        if not self.lost:
+            try:
+                return call(self._first)
+            except ExchangeError as error:
+                # One that has merely missed a deadline may answer the next time; ranks must not separate over that.
+                if not self._first.lost:
+                    raise
+                self.lost = str(error)
+        return call(self._second)

@@ -1,7 +1,7 @@
-"""Where a rank stood, for others on its host to read once it cannot say it any more: killed, stopped, or stuck.
+"""A rank's position in its data, for other ranks of its host to read when it is killed, stopped or stuck.
 
-Each rank keeps its position in memory that is a file: what is written there is there after the process, and to write it
-is to copy some kilobytes. Of two places the older one is written over, so that one of them is always whole.
+Each rank keeps its position in a memory-mapped file, which outlives the process; a write copies some kilobytes. There
+are two slots, and a write goes to the older one, so that one of them is always complete.
 """
 
 import json
@@ -22,26 +22,26 @@ import torch
 
 # Number of the writing, length and checksum of what follows.
 _HEADER = struct.Struct("<QII")
-# Random states of some kilobytes, three times over, and of the loaders of a training.
+# For random states of some kilobytes, three times, and the states of the training's loaders.
 _ROOM = 1 << 18
 _TENSOR, _TUPLE, _WORDS, _MAPPING = "\0tensor", "\0tuple", "\0words", "\0mapping"
 _DTYPES = {"uint8": torch.uint8, "int64": torch.int64}
 _PREFIX, _OLD_S = "ncclsafe-position-", 3600.0
-# Longer ones are the states of generators.
+# Longer tuples are states of generators.
 _SHORT = 64
 
 
-class LeftBehind:
+class PositionFile:
     """The file of one rank.
 
     Args:
         rank: Global rank.
 
     Attributes:
-        path: Where it is.
+        path: Its path.
 
     Raises:
-        OSError: There is no room for it.
+        OSError: There is no room for the file.
     """
 
     def __init__(self, rank: int) -> None:
@@ -49,7 +49,7 @@ class LeftBehind:
         handle, name = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getpid()}-{rank}-")
         self.path = Path(name)
         try:
-            # With a hole in the place of blocks, a full disk would end the process where it writes.
+            # If blocks were not allocated now, a full disk would kill the process when it writes.
             os.posix_fallocate(handle, 0, 2 * _ROOM)
             self._memory = mmap.mmap(handle, 2 * _ROOM)
         except OSError:
@@ -61,13 +61,13 @@ class LeftBehind:
         self._kept: Known = {}
 
     def write(self, position: Mapping[str, Any], *, over_last: bool = False) -> None:
-        """Takes the place of the one before the last; what is too large, or no plain data, is left out.
+        """Writes a position to the older slot; nothing if it is too large, or not plain data.
 
         Args:
-            position: What is written.
-            over_last: Whether it takes that of the last one.
+            position: The position.
+            over_last: Whether to overwrite the last one instead.
         """
-        # How an epoch began stays as it was: no need to pack it each time.
+        # How an epoch began does not change: it is packed only once.
         used: Known = {}
         try:
             content = packed(position, self._kept, used)
@@ -83,14 +83,14 @@ class LeftBehind:
         self._memory[start : start + _HEADER.size] = _HEADER.pack(self._number, len(content), zlib.crc32(content))
 
     def close(self) -> None:
-        """Nobody needs it any more."""
+        """Removes the file."""
         self._memory.close()
         with suppress(OSError):
             self.path.unlink()
 
 
 def _clear() -> None:
-    """Removes what processes have left that ended long ago: nobody goes on from there any more."""
+    """Removes files of processes that ended long ago: no run resumes from them."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError, ValueError):
             pid = int(path.name.removeprefix(_PREFIX).partition("-")[0])
@@ -98,12 +98,12 @@ def _clear() -> None:
                 path.unlink()
 
 
-def read_left_behind(path: Path, step: int | None = None) -> dict[str, Any] | None:
-    """The last position that a rank has written; None where there is none that is whole.
+def read_position(path: Path, step: int | None = None) -> dict[str, Any] | None:
+    """The last complete position that a rank has written; None if there is none.
 
     Args:
         path: The file.
-        step: The optimizer step that it has to be after; None for any.
+        step: The optimizer step that the position must follow; None for any.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -130,19 +130,19 @@ def read_left_behind(path: Path, step: int | None = None) -> dict[str, Any] | No
 
 
 Known = dict[int, tuple[Any, bytes]]
-"""Mappings that never change with their bytes, by the identity of the mappings, which are kept with them."""
+"""Mappings that never change, with their bytes, by identity; the mappings themselves are kept alive."""
 
 
 def packed(value: Any, known: Known | None = None, used: Known | None = None) -> bytes:
-    """Plain data with tensors as bytes: what is small as JSON, what is long as it is in memory.
+    """Plain data with tensors as bytes: small values as JSON, long ones as they are in memory.
 
     Args:
         value: The data.
-        known: Mappings in it that have been packed before.
-        used: Gets the mappings in it, with their bytes.
+        known: Mappings in it that were packed before.
+        used: Receives the mappings in it, with their bytes.
 
     Raises:
-        TypeError, ValueError, OverflowError: Something in it is neither.
+        TypeError, ValueError, OverflowError: Something in it cannot be packed.
     """
     blobs: list[bytes] = []
     header = json.dumps(_plain(value, blobs, known or {}, {} if used is None else used)).encode()
@@ -154,7 +154,7 @@ def unpacked(content: bytes) -> Any:
     """What was packed.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError, struct.error: It is damaged.
+        ValueError, TypeError, KeyError, IndexError, struct.error: The content is damaged.
     """
     (count,) = struct.unpack_from("<I", content)
     lengths = struct.unpack_from(f"<{count}I", content, 4)

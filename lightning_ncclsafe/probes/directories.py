@@ -1,7 +1,7 @@
-"""Directories that the run writes to and reads from, tried out by processes that may hang and are then killed.
+"""Directories that the run writes to and reads from, tried by processes that are killed if they hang.
 
-A system call on a dead mount returns to nobody, and a thread that has made one can be ended by nothing. Such a process
-is killed, and left to the kernel where even that does not reach it.
+A system call on a dead mount never returns, and nothing can end the thread that made it. A process can be killed, or is
+left to the kernel if even that has no effect.
 """
 
 import json
@@ -24,26 +24,26 @@ from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 
 _PROGRAM = Path(__file__).with_name("directory_trial.py")
-# As fsspec and cloud tools distinguish them from paths; "C:\" is not one.
+# As fsspec and cloud tools distinguish URLs from paths; "C:\" is not one.
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
-# Of the time that a trial has: the rest is for starting, and for an append that takes long.
+# The share of a trial's time for trying; the rest is for starting, and for an append that takes long.
 _TRYING = 0.5
 
 K = TypeVar("K", bound=Hashable)
 
 _MOST_BYTES = 1 << 16
-# A process that is killed goes at once, unless it waits in the kernel for a device.
+# A killed process ends at once, unless it waits in the kernel for a device.
 _GOES_WITHIN_S = 0.1
 
 
 def try_directories(directories: Mapping[str, str], deadline_s: float = 2.0) -> tuple[DirectoryFacts, ...]:
-    """Tries directories, all at the same time. It takes the deadline and 0.1 s at most, whatever they are on.
+    """Tries directories, all at the same time. It takes at most the deadline and 0.1 s, whatever their storage.
 
-    Nothing is created but one file without a name for each, which is gone when its trial has ended.
+    Each trial creates only one unlinked file, which disappears with the trial.
 
     Args:
-        directories: Paths by what they are for: ``"data"`` is read from, all others are written to.
-        deadline_s: Seconds that each has.
+        directories: Paths by purpose: ``"data"`` is read from, all others are written to.
+        deadline_s: Seconds for each trial.
     """
     local = {role: os.path.abspath(path) for role, path in directories.items() if not _URL.match(path)}
     commands = {role: _command(role, path, deadline_s * _TRYING) for role, path in local.items()}
@@ -58,7 +58,7 @@ def try_directories(directories: Mapping[str, str], deadline_s: float = 2.0) -> 
 
 
 def _command(role: str, path: str, trying_s: float) -> list[str]:
-    """Isolated: neither the user's site packages nor the working directory have a say in what is imported."""
+    """The command of a trial, isolated: it imports nothing from the user's site packages or the working directory."""
     if not sys.executable:
         raise OSError("There is no Python interpreter to try directories with: sys.executable is empty.")
     how = "read" if role == "data" else "write"
@@ -67,7 +67,7 @@ def _command(role: str, path: str, trying_s: float) -> list[str]:
 
 def _facts(role: str, path: str, answer: str | None, late: str) -> DirectoryFacts:
     found: dict[str, Any] | None = None if answer is None else or_none(partial(json.loads, answer))
-    # By the table of mounts: a directory that hangs is not touched here.
+    # From the table of mounts: a directory that hangs is not accessed here.
     folder = str(found.pop("folder", path)) if found else path
     filesystem = or_none(partial(filesystem_of, folder)) or ""
     if found:
@@ -77,16 +77,16 @@ def _facts(role: str, path: str, answer: str | None, late: str) -> DirectoryFact
 
 
 def run_all(commands: Mapping[K, Sequence[str]], deadline_s: float) -> dict[K, str | None]:
-    """Runs commands at the same time, each in a session of its own, without input and without its stderr.
+    """Runs commands at the same time, each in its own session, without input, and without its stderr.
 
-    New programs are started and nothing is forked, so that it may be called where CUDA is in use and threads run.
+    It starts new programs and does not fork, so it is safe when CUDA is in use and threads run.
 
     Args:
-        commands: Program and arguments, by a name of the caller's.
-        deadline_s: Seconds that each has; what has not ended then is killed, with what it has started.
+        commands: Program and arguments, by a name.
+        deadline_s: Seconds for each command; after that, it is killed with all that it has started.
 
     Returns:
-        What each has written, 64 KiB at most; None for one that was not done in time.
+        The output of each, at most 64 KiB; None for one that did not end in time.
 
     Raises:
         OSError: If a program cannot be started.
@@ -102,7 +102,7 @@ def run_all(commands: Mapping[K, Sequence[str]], deadline_s: float) -> dict[K, s
 
 
 def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
-    # The working directory may be on the mount that is dead.
+    # The working directory may be on a dead mount.
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -115,7 +115,7 @@ def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 
 def _outputs(running: "Mapping[K, subprocess.Popen[bytes]]", ends_s: float) -> dict[K, str | None]:
-    """What they write until they close their output, which is when they end."""
+    """The outputs of processes, read until they end."""
     written: dict[K, bytes] = dict.fromkeys(running, b"")
     late = set(running)
     with selectors.DefaultSelector() as selector:
@@ -138,7 +138,7 @@ def _end(processes: "list[subprocess.Popen[bytes]]") -> None:
     for process in processes:
         if process.stdout is not None:
             process.stdout.close()
-        # Its process id is still its own: it has not been waited for.
+        # The process id cannot be reused yet, as the process has not been waited for.
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
     ends_s = time.monotonic() + _GOES_WITHIN_S
@@ -146,5 +146,5 @@ def _end(processes: "list[subprocess.Popen[bytes]]") -> None:
         try:
             process.wait(max(ends_s - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
-            # In uninterruptible sleep; should the mount come back, it ends, and is then reaped.
+            # In uninterruptible sleep: it ends, and is reaped, if the mount comes back.
             threading.Thread(target=process.wait, name="ncclsafe-reap", daemon=True).start()

@@ -1,1 +1,0 @@
-"""How this host reaches others: interfaces that NCCL and gloo take, InfiniBand, and whether anybody answers."""

@@ -1,0 +1,151 @@
+"""What a dead process of this host left: its stack at a fatal signal, its exception, and why it aborted.
+
+``faulthandler`` writes to the file of ``traceback_signal`` when a fatal signal (SIGABRT, SIGSEGV, SIGBUS, SIGFPE,
+SIGILL) ends the process; ``sys.excepthook`` writes an uncaught exception there. A peer that opened the file earlier can
+read it after the process is gone; otherwise the file is gone, too. The reason of an abort is on stderr: if that is a
+file, its end is read.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, codec
+from lightning_ncclsafe.probes.process.stacks import stack_in_collective
+from lightning_ncclsafe.probes.process.traceback_signal import RAISED, parse_threads
+
+_SAID = "Fatal Python error: "
+_SIGNALS = {
+    "Aborted": "SIGABRT",
+    "Segmentation fault": "SIGSEGV",
+    "Bus error": "SIGBUS",
+    "Floating point exception": "SIGFPE",
+    "Floating-point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}
+_MOST_BYTES = 1 << 20
+_STDERR = 2
+# The longest wait for the storage of a stderr: unless the storage is dead, the file is in the page cache.
+_STDERR_S = 0.2
+# The end of a file is enough: an aborting process writes nothing afterwards, its peers a traceback or two.
+_TAIL_BYTES = 1 << 17
+_MOST_SAID = 300
+# From an uncaught C++ exception, an assertion, and the C library's own checks.
+_WHY = re.compile(
+    r"^\s*what\(\):\s*(.+)$|^(.*: Assertion .+ failed\.)$|^((?:malloc|free|realloc)\w*\(\): .+)$", re.MULTILINE
+)
+_AFTERWARDS = re.compile(r"\n\n(?:Extension modules|Current thread's C stack)")
+
+
+class CrashTrace(NamedTuple):
+    """What a dead process left.
+
+    Attributes:
+        signal: The signal that ended it, ``"SIGABRT"``; empty where none is known.
+        stack: Stack of its main thread.
+        said: The reason of its abort: the last that it, or another process with the same stderr, wrote.
+        thread_stack: Stack of another thread that was in a collective; empty if none was.
+    """
+
+    signal: str
+    stack: tuple[Frame, ...]
+    said: str = ""
+    thread_stack: tuple[Frame, ...] = ()
+
+
+class CrashTraces:
+    """Holds the files of the other ranks of this host. Never waits long for the storage of a stderr."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+        self._stderr: dict[int, tuple[int, int]] = {}
+        self._storage = SideThread("ncclsafe-stderr")
+        self._is_closed = False
+
+    def hold(self, processes: Iterable[tuple[int, int]]) -> None:
+        """Opens the files of processes, given as process id and file descriptor in it; -1 where it has none."""
+        new = [(pid, fd) for pid, fd in processes if fd >= 0 and pid not in self._files]
+        for pid, fd in new:
+            with suppress(OSError):
+                self._files[pid] = _open(pid, fd)
+        if new:
+            self._from_storage(lambda: self._hold_stderr([pid for pid, _ in new]))
+
+    def _hold_stderr(self, pids: Iterable[int]) -> str:
+        for pid in pids:
+            with suppress(OSError):
+                # Opening a pipe or a terminal would take its contents from whoever reads it.
+                if pid not in self._stderr and stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{_STDERR}").st_mode):
+                    file = _open(pid, _STDERR)
+                    self._stderr[pid] = file, os.fstat(file).st_size
+        if self._is_closed:  # meanwhile
+            self.close()
+        return ""
+
+    def of(self, pid: int) -> CrashTrace:
+        """What a dead process left."""
+        found = CrashTrace("", ())
+        with suppress(OSError, KeyError):
+            found = parse_crash(_text(self._files[pid], 0, _MOST_BYTES))
+        if found.signal in ("", "SIGABRT") and pid in self._stderr:
+            return found._replace(said=self._from_storage(lambda: self._said(pid)))
+        return found
+
+    def _said(self, pid: int) -> str:
+        file, began = self._stderr[pid]
+        return why(_text(file, max(began, os.fstat(file).st_size - _TAIL_BYTES), _TAIL_BYTES))
+
+    def _from_storage(self, read: Callable[[], str]) -> str:
+        with suppress(OSError, KeyError, NoThreadError):
+            return self._storage.call(read, _STDERR_S)
+        return ""
+
+    def raised(self, pid: int) -> ExceptionFacts | None:
+        """The uncaught exception of a process that is dead or about to end; None without one."""
+        with suppress(OSError, KeyError, codec.DecodeError):
+            found = _text(self._files[pid], 0, _MOST_BYTES).rpartition(f"\n{RAISED}")
+            return codec.decode(ExceptionFacts, found[2].partition("\n")[0].encode()) if found[1] else None
+        return None
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._is_closed = True
+        held = [*self._files.values(), *(file for file, _ in self._stderr.values())]
+        self._files, self._stderr = {}, {}
+        for file in held:
+            with suppress(OSError):
+                os.close(file)
+
+
+def _open(pid: int, fd: int) -> int:
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _text(file: int, offset: int, most_bytes: int) -> str:
+    return os.pread(file, most_bytes, offset).decode("utf-8", "replace")
+
+
+def why(text: str) -> str:
+    """Why a process aborted itself, from the last line of its stderr that gives a reason; empty if none does."""
+    reasons = [next(filter(None, found.groups())) for found in _WHY.finditer(text)]
+    return reasons[-1].strip()[:_MOST_SAID] if reasons else ""
+
+
+def parse_crash(text: str) -> CrashTrace:
+    """The last fatal error in what ``faulthandler`` has written; tracebacks that were asked for precede it."""
+    _, mark, last = text.rpartition(_SAID)
+    if not mark:
+        return CrashTrace("", ())
+    said, _, threads = last.partition("\n")
+    main, others = _stacks_of(_AFTERWARDS.split(threads)[0])
+    return CrashTrace(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=stack_in_collective(others))
+
+
+def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:
+    """The main thread's stack, which is last whichever thread the signal struck, and the others; outermost first."""
+    main, *others = parse_threads(threads.replace("Current thread", "Thread"))
+    return main, others
