@@ -105,6 +105,8 @@ _C10D = "distributed/distributed_c10d.py"
 
 # torch.distributed
 DISTRIBUTED = _in(_TORCH, "distributed/*")
+# Where a rank that has joined early shadows what the others' models call.
+JOIN = _in(_TORCH, "distributed/algorithms/join.py", functions="__exit__")
 C10D = _in(_TORCH, _C10D)
 SEND_OR_RECV = _in(_TORCH, _C10D, functions="send recv")
 # One rank gives to all, or all give to one.

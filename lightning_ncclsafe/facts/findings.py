@@ -66,6 +66,8 @@ class Finding:
         summary: The answer in one sentence: which rank does what, where, for how long, and who waits for it.
         ranks: The ranks that cause it, ascending.
         location: ``"file:line in function"`` of the deepest line in the user's own code; empty if unknown.
+        decided_at: ``"file:line in function"`` of the condition, loop or jump that may have led ranks to that line or
+            around it, if there is only one; else empty.
         evidence: The observations that support it.
         remedy: What to do.
         plan: What the next start should do about it.
@@ -78,6 +80,7 @@ class Finding:
     severity: Severity = Severity.WARNING
     confidence: Confidence = Confidence.LIKELY
     location: str = ""
+    decided_at: str = ""
     evidence: tuple[Evidence, ...] = ()
     plan: Plan = Plan.UNKNOWN
 

@@ -1,9 +1,46 @@
 """Frames of Python stacks, and exceptions."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 ELSE = "else of "
 """Prefix of a rank condition if the line is in the branch for ranks for which it does not hold."""
+
+
+class Decides(str, Enum):
+    """On what it depends which way control flows."""
+
+    RANK = "rank"
+    """The rank."""
+    VALUE = "value"
+    """A value that may differ: data, a file, the time, what a rank has counted."""
+    PASSES = "passes"
+    """How many passes a loop makes."""
+    EXCEPTION = "exception"
+    """Whether something is raised."""
+    COMMON = "common"
+    """What all ranks have alike: the number of a batch or of a step, a number in the source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A place in a function from which control may flow around one of its lines.
+
+    Attributes:
+        line: The line of the jump; without one, of the condition, the loop or the clause.
+        test: The condition, loop or clause with its line number, ``"if not batch.any():  (line 41)"``, cut to 120
+            characters; ``"else of if rank == 0:  (line 12)"`` of what runs where the condition does not hold.
+        on: What decides.
+        jump: ``"return"``, ``"continue"``, ``"break"`` or ``"raise"``, if that stands before the line or ends a loop
+            around it; empty if the line is in what is decided about.
+        until: The last line of that; 0 for a jump.
+    """
+
+    line: int
+    test: str
+    on: Decides
+    jump: str = ""
+    until: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +60,8 @@ class Frame:
         handler: The clause that handles an exception in the ``try`` that encloses this line, with its line number, such
             as ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line is also under a condition.
         loop: The innermost ``for`` statement around this line, likewise; empty if there is none.
+        branches: What may lead around this line within its function, from outside in: the innermost 8. Only of the
+            user's code.
     """
 
     file: str
@@ -34,6 +73,7 @@ class Frame:
     mark: str = ""
     handler: str = ""
     loop: str = ""
+    branches: tuple[Branch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,7 @@ class StepFacts:
             ``manual_backward``, or of the optimizer that has asked for the loss again: the first 8; empty of the first
             one with automatic optimization.
         led_around: What may have left out such a call, by its place: jumps before it, and conditions around it.
+        conditions_around: Those of ``led_around`` that are conditions: the first 8.
         passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
         returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; looked for only
             where a batch was skipped.
@@ -204,6 +205,7 @@ class StepFacts:
     under_way: tuple[int, ...] = ()
     passes_from: tuple[tuple[str, ...], ...] = ()
     led_around: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    conditions_around: tuple[str, ...] = ()
     passes_at: tuple[str, ...] = ()
     returns_nothing: tuple[str, ...] = ()
     without_graph: int = 0

@@ -53,7 +53,7 @@ def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
     )
     return replace(
         facts,
-        stack=tuple(replace(frame, code="", rank_condition="") for frame in facts.stack),
+        stack=tuple(replace(frame, code="", rank_condition="", branches=()) for frame in facts.stack),
         collectives=facts.collectives[-_FEW_COLLECTIVES:],
         units=(),
         peers=(),

@@ -13,7 +13,7 @@ SCHEMA = 1
 _KEYS = ("findings", "unanswered", "job")
 # So many ranks are still readable for people, and quickly written.
 _INDENTED = 16
-_ORDER = ("rule", "severity", "confidence", "summary", "ranks", "location", "evidence", "remedy", "plan")
+_ORDER = ("rule", "severity", "confidence", "summary", "ranks", "location", "decided_at", "evidence", "remedy", "plan")
 
 
 class ReportError(ValueError):

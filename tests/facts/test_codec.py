@@ -11,10 +11,12 @@ import pytest
 
 from lightning_ncclsafe.facts import (
     Action,
+    Branch,
     Capacity,
     CaughtException,
     Collective,
     DataFacts,
+    Decides,
     DirectoryFacts,
     EndedProcess,
     ExceptionFacts,
@@ -77,6 +79,7 @@ FRAME = Frame(
     mark="own",
     handler="except ValueError:",
     loop="for batch in loader:",
+    branches=(Branch(line=40, test="if not batch:  (line 39)", on=Decides.VALUE, jump="return", until=41),),
 )
 WORKER = ProcessFacts(
     pid=7,
@@ -401,6 +404,7 @@ RANK = RankFacts(
         under_way=(0, 8, 1),
         passes_from=(("train.py:60 in training_step",), ("train.py:60 in training_step", "train.py:64 in again")),
         led_around={"train.py:64 in again": ("train.py:62 in training_step",)},
+        conditions_around=("train.py:62 in training_step",),
         passes_at=("train.py:60 in training_step",),
         returns_nothing=("train.py:88 in training_step",),
         without_graph=1,

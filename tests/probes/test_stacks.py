@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -405,3 +406,27 @@ def test_an_exception_that_ours_raises_is_not_hidden() -> None:
     exec(compile("def call():\n    raise RuntimeError", OURS, "exec"), made)
     (files,) = files_after_trimming(calls(LIGHTNING, calls(OURS, made["call"])))
     assert files[-2:] == [OURS, OURS]
+
+
+def test_of_a_call_the_lines_are_kept_that_a_branch_leads_around(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def check(self):\n    if not self.pending:\n        return\n    reduce(self)\n\n\n"
+        "def helper(self):\n    check(self)\n\n\ndef hook(self):\n    for one in self:\n        helper(one)\n"
+    )
+    library = f"{sysconfig.get_path('purelib')}/torch/distributed"
+    places = [
+        (f"{library}/distributed_c10d.py", 9, "all_reduce"),
+        (str(path), 4, "check"),
+        (str(path), 8, "helper"),
+        (str(path), 13, "hook"),
+    ]
+    _, stack = stacks.call_site(places)
+    told = stacks.telling_frames(stack)
+    assert [(frame.function, [branch.line for branch in frame.branches]) for frame in told] == [
+        ("hook", [12]),
+        ("check", [3]),
+    ]
+    join, ddp = f"{library}/algorithms/join.py", f"{library.removesuffix('distributed')}nn/parallel/distributed.py"
+    joins = [places[0], (ddp, 9, "_match"), (join, 5, "main_hook"), (join, 7, "__exit__"), places[3]]
+    assert [frame.function for frame in stacks.call_site(joins)[1]] == ["hook", "__exit__", "_match"]

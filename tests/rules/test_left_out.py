@@ -71,6 +71,14 @@ def test_a_pass_that_was_left_out_is_blamed_on_the_only_line_that_leads_around_i
     assert any("train.py:61" in evidence.text for evidence in finding.evidence)
 
 
+def test_a_condition_around_the_pass_decides_and_the_pass_is_named() -> None:
+    whole, short = (GENERATOR, CRITIC), (GENERATOR,)
+    waits = batches((2,), (2,), called=(whole, whole), under_way=True)
+    waits = replace(waits, led_around={GENERATOR: (), CRITIC: (GUARD,)}, conditions_around=(GUARD,))
+    finding = first(stepping(waits, batches((2,), (1,), called=(whole, short))))
+    assert (finding.rule, finding.location, finding.decided_at) == ("skipped-step", CRITIC, GUARD)
+
+
 def test_of_a_pass_that_was_left_out_long_ago_the_line_is_known_by_later_batches() -> None:
     """An optimizer has its turn by each rank's own values, now and then; places are kept of the last batches only."""
     whole, short = (GENERATOR, CRITIC), (GENERATOR,)

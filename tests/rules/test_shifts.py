@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from builders import BARRIER, GLOO, MAIN, RUN, job, user
+from builders import BARRIER, GLOO, MAIN, RUN, SITE, job, user
 from judged import first
 
-from lightning_ncclsafe.facts import Action, Collective, JobFacts, RankFacts
+from lightning_ncclsafe.facts import Action, Collective, Frame, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.rules.kit.divergences import line_of_split, shift
+from lightning_ncclsafe.rules.kit.lines import line_of_split
+from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
 
 # Each letter is a call site: its operation, its elements, and the user's line, if it has one.
@@ -136,6 +137,25 @@ def test_a_stack_that_is_told_with_one_call_is_that_of_all_from_its_site() -> No
     facts = of("rgrgrgrb", "rgrrgrb", "rgrgrgrb")
     finding = first(replace(facts, ranks=tuple(map(without_repeats, facts.ranks))))
     assert (finding.ranks, finding.location.rpartition("/")[2]) == ((1,), "train.py:40 in step")
+
+
+def test_who_has_joined_early_shadows_the_models_and_knows_of_no_other_call() -> None:
+    join = Frame(file=f"{SITE}/torch/distributed/algorithms/join.py", line=286, function="__exit__")
+
+    def joined(facts: RankFacts, *seqs: int) -> RankFacts:
+        calls = (
+            replace(call, site=f"j{call.seq}", stack=(user("epoch", 77), join)) if call.seq in seqs else call
+            for call in facts.collectives
+        )
+        return replace(facts, collectives=tuple(calls))
+
+    early = joined(rank(1, "grgrs", world=3), 4, 5)
+    found = shift(timeline(job(rank(0, "grgrg", world=3), early, rank(2, "grgrg", world=3), world=3)), "0")
+    assert found is not None and (found.ranks, found.call.site, found.others) == ((1,), "g", (1,))
+    most = [joined(rank(number, "grgrs", world=3), 4, 5) for number in (0, 1)]
+    found = shift(timeline(job(*most, rank(2, "grgrg", world=3), world=3)), "0")
+    assert found is not None and (found.ranks, found.callers) == ((0, 1), (2,))
+    assert found.frame == user("step", 40)
 
 
 def test_only_what_all_recorders_still_have_is_compared() -> None:

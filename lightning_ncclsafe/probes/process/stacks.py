@@ -1,6 +1,5 @@
 """Python stacks of this process, with the source of their lines."""
 
-import ast
 import itertools
 import linecache
 import os
@@ -16,12 +15,13 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, LOADING, TRAINER_RUN, Code
+from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, JOIN, LOADING, TRAINER_RUN, Code
 from lightning_ncclsafe.code.marks import mark_at
 from lightning_ncclsafe.code.side_thread import SideThread
-from lightning_ncclsafe.facts import ELSE, ExceptionFacts, Frame
+from lightning_ncclsafe.facts import ExceptionFacts, Frame
+from lightning_ncclsafe.probes.process.control_flow import ControlFlow
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
 _MAX_FRAMES = 120
@@ -29,6 +29,7 @@ _MAX_MESSAGE = 2000
 _MAX_CAUSES = 4
 # User lines above a collective that a report shows.
 _MAX_USERS = 8
+_MOST_TOLD = 4
 # The longest wait for a source file: its storage may be the very reason why ranks are stuck.
 _READ_S = 0.5
 
@@ -39,12 +40,6 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 # torch.compile names its modules, and their folders, after a hash; a cache may be anywhere.
 _GENERATED = re.compile(r"/torchinductor_[^/]*/|/([a-z2-7]{2})/c\1[a-z2-7]{40,}\.py$|/\.triton/cache/")
-# A condition that only some ranks fulfil, in the words that Lightning, torch and common training scripts use.
-_RANK_WORDS = re.compile(
-    r"\b(?:is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
-    r"|global_rank|local_rank|node_rank|get_rank|rank|LOCAL_RANK|RANK)\b"
-)
-
 
 # Some programs train on another thread than the main one, as Ray's workers do.
 _trains: threading.Thread | None = None
@@ -106,7 +101,8 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame,
 
     Returns:
         A digest, equal on all ranks that called it from there, wherever their packages are installed; and the frame
-        that called ``torch.distributed`` and user frames, outermost first. Empty where there is no stack.
+        that called ``torch.distributed``, the frame of ``Join`` if there is one, and user frames, outermost first.
+        Empty where there is no stack.
     """
     inside: list[Frame] = []
     for place in places:
@@ -118,18 +114,19 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame,
     text = "|".join(f"{'/'.join(Path(f.file).parts[-2:])}:{f.line}:{f.function}" for f in inside)
     caller = next((index for index, f in enumerate(inside) if not _passes_on(f)), None)
     users = [index for index, f in enumerate(inside) if f.user][:_MAX_USERS]
-    kept = sorted({index for index in (caller, *users) if index is not None}, reverse=True)
+    joined = next((index for index, f in enumerate(inside) if JOIN.has(f.file, f.function)), None)
+    kept = sorted({index for index in (caller, joined, *users) if index is not None}, reverse=True)
     return blake2b(text.encode(), digest_size=6).hexdigest(), tuple(inside[index] for index in kept)
 
 
 def frames_to_show(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Frames of :func:`call_site` for a report: no user frames but the deepest, and the deepest under a rank condition.
+    """Frames of :func:`call_site` for a report: of user frames the deepest, and those that a branch leads around.
 
     Reads source files, as :func:`with_source` does.
     """
     sourced = with_source(stack)
     users = [frame for frame in reversed(sourced) if frame.user]
-    kept = {*users[:1], *[frame for frame in users if frame.rank_condition][:1]}
+    kept = {*users[:1], *[frame for frame in users if frame.rank_condition or frame.branches][:_MOST_TOLD]}
     return tuple(frame for frame in sourced if not frame.user or frame in kept)
 
 
@@ -224,20 +221,19 @@ def main_thread_frames(code: Code | None = None) -> Iterator[Any]:
 
 
 def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """The same stack with source lines; user frames also with rank condition, handler and loop around their line.
+    """The same stack with source lines; user frames also with what decides whether their line is reached.
 
     Reads source files, so it is slow where their storage is.
     """
-    return tuple(
-        replace(
-            frame,
-            code=_line(frame.file, frame.line),
-            rank_condition=rank_condition(frame.file, frame.line) if frame.user else "",
-            handler=_around(frame.file).handlers.get(frame.line, "") if frame.user else "",
-            loop=_around(frame.file).loops.get(frame.line, "") if frame.user else "",
-        )
-        for frame in stack
-    )
+    return tuple(map(_with_source, stack))
+
+
+def _with_source(frame: Frame) -> Frame:
+    told = replace(frame, code=_line(frame.file, frame.line))
+    if not frame.user:
+        return told
+    branches, condition, handler, loop = control_flow(frame.file).around(frame.line)
+    return replace(told, branches=branches, rank_condition=condition, handler=handler, loop=loop)
 
 
 def with_source_in_time(stack: Iterable[Frame]) -> tuple[Frame, ...]:
@@ -291,87 +287,13 @@ def rank_condition(file: str, line: int) -> str:
     Finds an enclosing ``if`` whose test names the rank, and an earlier ``if not is_master(): return`` of the same
     function. Empty where there is none or the source cannot be read.
     """
-    return _around(file).conditions.get(line, "")
-
-
-class _Around(NamedTuple):
-    """What encloses the lines of a source file, by line."""
-
-    conditions: dict[int, str]
-    handlers: dict[int, str]
-    loops: dict[int, str]
+    return control_flow(file).around(line).rank_condition
 
 
 @lru_cache(maxsize=64)
-def _around(file: str) -> _Around:
-    found = _Around({}, {}, {})
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return found
-    # Outside in, so the innermost wins.
-    for node in ast.walk(tree):
-        for field in ("body", "orelse", "finalbody"):
-            _mark_block(getattr(node, field, None), file, found.conditions)
-        if isinstance(node, (ast.For, ast.AsyncFor)):
-            text = _statement(file, node.lineno)
-            found.loops.update(dict.fromkeys(range(node.lineno, (node.body[-1].end_lineno or node.lineno) + 1), text))
-    _mark_handled(tree.body, "", file, found.handlers)
-    return found
-
-
-def _statement(file: str, line: int) -> str:
-    return f"{linecache.getline(file, line).strip()}  (line {line})"
-
-
-def _mark_handled(block: Iterable[ast.stmt], handler: str | None, file: str, found: dict[int, str]) -> None:
-    """Notes, by line, the handler that catches an exception there; None as handler means "under a condition"."""
-    for node in block:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            _mark_handled(node.body, "", file, found)
-            continue
-        body, orelse, finalbody = (getattr(node, field, []) for field in ("body", "orelse", "finalbody"))
-        if handler:
-            last = max(node.lineno, body[0].lineno - 1) if body else (node.end_lineno or node.lineno)
-            found.update(dict.fromkeys(range(node.lineno, last + 1), handler))
-        is_condition = isinstance(node, (ast.If, ast.While))
-        inner = None if is_condition else handler
-        if handler is not None and isinstance(node, (ast.Try, ast.With)) and (line := _goes_on_at(node)):
-            inner = _statement(file, line)
-        _mark_handled(body, inner, file, found)
-        _mark_handled((*orelse, *finalbody), None if is_condition else handler, file, found)
-        for clause in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-            _mark_handled(clause.body, None, file, found)
-
-
-def _goes_on_at(node: ast.Try | ast.With) -> int:
-    """The line of the first ``except`` clause that does not end by raising, or of a ``with suppress()``; else 0."""
-    if isinstance(node, ast.With):
-        calls = (item.context_expr for item in node.items)
-        is_suppress = any(isinstance(call, ast.Call) and "suppress" in ast.unparse(call.func) for call in calls)
-        return node.lineno if is_suppress else 0
-    kept = (one for one in node.handlers if not isinstance(one.body[-1], ast.Raise) and not _ends_iteration(one))
-    return next((one.lineno for one in kept), 0)
-
-
-def _ends_iteration(handler: ast.ExceptHandler) -> bool:
-    return handler.type is not None and ast.unparse(handler.type) in ("StopIteration", "StopAsyncIteration")
-
-
-def _mark_block(block: object, file: str, found: dict[int, str]) -> None:
-    """Marks the lines of a block that run only on some ranks."""
-    if not isinstance(block, list):
-        return
-    for index, statement in enumerate(block):
-        if not isinstance(statement, ast.If) or not _RANK_WORDS.search(ast.unparse(statement.test)):
-            continue
-        guarded = statement.body
-        if statement.body and isinstance(statement.body[-1], (ast.Return, ast.Continue, ast.Raise)):
-            guarded = guarded + block[index + 1 :]
-        text = _statement(file, statement.lineno)
-        for condition, lines in ((text, guarded), (ELSE + text, statement.orelse)):
-            for inner in lines:
-                found.update(dict.fromkeys(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1), condition))
+def control_flow(file: str) -> ControlFlow:
+    """How control flows in a source file, which is read; nothing is known of one that cannot be."""
+    return ControlFlow("".join(linecache.getlines(file)))
 
 
 def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:

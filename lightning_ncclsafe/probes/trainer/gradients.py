@@ -64,11 +64,11 @@ def left_out_at(module: Any, missing: list[str]) -> str:
     # Outwards to the user code that calls this part; code called there may still skip its components.
     used = next(filter(None, (_use_of(module, parts, level) for level in range(depth - 1, -1, -1))), None)
     within = (_use_of(module, parts, level) for level in range(depth, len(parts)))
-    ways = [used.leads_around] if used is not None else []
-    if not any(ways):
-        ways += [inner.leads_around for inner in within if inner is not None]
-    around = next(filter(None, ways), ())
-    return around[0] if len(around) == 1 else used.place if used is not None else ""
+    ways = [used] if used is not None and used.leads_around else []
+    ways += [] if ways else [inner for inner in within if inner is not None and inner.leads_around]
+    around = ways[0].leads_around if ways else ()
+    is_jump = len(around) == 1 and not ways[0].conditions_around
+    return around[0] if is_jump else used.place if used is not None else ""
 
 
 class _Use(NamedTuple):
@@ -76,13 +76,14 @@ class _Use(NamedTuple):
 
     place: str
     leads_around: tuple[str, ...]
+    conditions_around: tuple[str, ...]
 
 
 def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
     """Where the user code of a module uses one of its parts."""
     for source in _functions_of(_part_of(module, parts[:level])):
         if line := source.uses(parts[level]):
-            return _Use(source.place(line), source.leads_around(line))
+            return _Use(source.place(line), source.leads_around(line), source.conditions_around(line))
     return None
 
 

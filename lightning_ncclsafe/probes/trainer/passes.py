@@ -4,6 +4,7 @@ import itertools
 import sys
 import traceback
 from collections import deque
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -86,16 +87,17 @@ class BatchPasses:
             calls.append(tuple(self._calls))
         calls = [*itertools.repeat((), len(calls[:-MOST_BATCHES_WITH_CALLS])), *calls[-MOST_BATCHES_WITH_CALLS:]]
         newest_first = (call for call in itertools.chain(*reversed(calls)) if call)
+        told = [*dict.fromkeys(itertools.islice(newest_first, MOST_BATCHES_WITH_CALLS))]
         return {
             "passes": tuple(runs),
             "passes_epoch": counted[0],
             "passes_batch": counted[1],
             "under_way": self._run() if is_under_way else (),
             "passes_from": tuple(tuple(map(_place, batch)) for batch in calls) if any(calls) else (),
-            "led_around": {
-                _place(call): _led_around(call)
-                for call in dict.fromkeys(itertools.islice(newest_first, MOST_BATCHES_WITH_CALLS))
-            },
+            "led_around": {_place(call): _led_around(call, HookSource.leads_around) for call in told},
+            "conditions_around": tuple(
+                dict.fromkeys(place for call in told for place in _led_around(call, HookSource.conditions_around))
+            )[:MOST_LINES],
         }
 
     def _run(self) -> tuple[int, ...]:
@@ -122,8 +124,8 @@ def _place(call: Call) -> str:
     return f"{call[0][0].co_filename}:{call[0][1]} in {call[0][0].co_name}" if call else ""
 
 
-def _led_around(call: Call) -> tuple[str, ...]:
-    return tuple(way for code, line in call for way in HookSource(code).leads_around(line))[:MOST_LINES]
+def _led_around(call: Call, asked: Callable[[HookSource, int], tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(way for code, line in call for way in asked(HookSource(code), line))[:MOST_LINES]
 
 
 def _without_zeros(counts: list[int]) -> tuple[int, ...]:

@@ -10,10 +10,12 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeGuard
 
-from lightning_ncclsafe.probes.process.stacks import is_user_code, rank_condition
+from lightning_ncclsafe.facts import Branch, Decides
+from lightning_ncclsafe.probes.process.stacks import control_flow, is_user_code, rank_condition
 
 BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepare_data", "setup"}
 """What Lightning calls before the first batch."""
+_CONDITIONS = (Decides.RANK, Decides.VALUE, Decides.COMMON)
 MOST_LINES = 8
 """The most lines that are reported of one kind."""
 
@@ -66,11 +68,20 @@ class HookSource:
         return next(each, 0) or next((node.lineno for node in used), 0)
 
     def leads_around(self, line: int) -> tuple[str, ...]:
-        """What may have left out a line: jumps before it that pass it by, and conditions around it.
+        """What may have left out a line: jumps that pass it by, and conditions around it.
 
         ``"file:line in training_step"`` of each, in their order.
         """
-        return tuple(map(self._place, sorted(set(_ways_around(self._body, line)))))
+        told = {branch.line for branch in self._branches(line) if branch.jump or branch.on in _CONDITIONS}
+        return tuple(map(self._place, sorted(told)))
+
+    def conditions_around(self, line: int) -> tuple[str, ...]:
+        """Those of them that are conditions: they stand beside the line, and a jump stands elsewhere."""
+        told = {branch.line for branch in self._branches(line) if not branch.jump and branch.on in _CONDITIONS}
+        return tuple(map(self._place, sorted(told)))
+
+    def _branches(self, line: int) -> tuple[Branch, ...]:
+        return control_flow(self.file).around(line).branches if self.file else ()
 
     def freezes(self) -> tuple[str, ...]:
         """Where it may set ``requires_grad`` to false while training goes on."""
@@ -230,43 +241,6 @@ def _makes_leaf(node: ast.AST) -> bool:
     if _is_call_of(node, "requires_grad_"):
         return not any(_is_constant(value, False) for value in node.args)
     return any(keyword.arg == "requires_grad" and not _is_constant(keyword.value, False) for keyword in node.keywords)
-
-
-def _ways_around(block: list[ast.stmt], line: int) -> Iterator[int]:
-    """Of the statement of a block that holds the line: what is passed on the way to it, from outside in."""
-    index = next((index for index, one in enumerate(block) if one.lineno <= line <= (one.end_lineno or 0)), None)
-    if index is None:
-        return
-    for before in block[:index]:
-        yield from _jumps(before)
-    inner = [body for body in _blocks(block[index]) if body[0].lineno <= line <= (body[-1].end_lineno or 0)]
-    if inner and isinstance(block[index], ast.If):
-        yield block[index].lineno
-    for body in inner:
-        yield from _ways_around(body, line)
-
-
-def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return []
-    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-    handlers = [handler.body for handler in getattr(statement, "handlers", ())]
-    cases = [case.body for case in getattr(statement, "cases", ())]
-    return [block for block in (*blocks, *handlers, *cases) if block]
-
-
-def _jumps(statement: ast.stmt) -> Iterator[int]:
-    """The statements in it that leave the enclosing block; a loop keeps its own."""
-    if isinstance(statement, (ast.Return, ast.Continue, ast.Break)):
-        yield statement.lineno
-    is_loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))
-    for block in _blocks(statement):
-        for inner in block:
-            yield from _returns(inner) if is_loop else _jumps(inner)
-
-
-def _returns(statement: ast.stmt) -> Iterator[int]:
-    yield from (node.lineno for node in _inside([statement]) if isinstance(node, ast.Return))
 
 
 def _names_given(call: ast.Call) -> Iterator[ast.expr | None]:

@@ -1,21 +1,20 @@
 """The cause diverged-collectives: ranks called different collectives under the same number."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import BACKWARD, EARLY_STOPPING, LOGGED_VALUES, MODEL_CHECKPOINT
+from lightning_ncclsafe.code.libraries import EARLY_STOPPING, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Frame, LoggedKey
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
     Evidence,
     Finding,
-    Kind,
     Plan,
     Severity,
     Shift,
     Timeline,
     aborted,
+    after_the_others,
     alone_in_trainer,
     as_gloo_does,
     broken_off,
@@ -31,20 +30,21 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     condition_around,
     condition_evidence,
-    condition_of,
     condition_words,
     conditioned,
+    crossed,
     culprits,
     deepest_user_frame,
     ended_first,
     finding,
+    finished_before,
     gathering_alone,
     gone_evidence,
     group_words,
     hang_rule,
-    has_gone_on,
     how_we_know,
     in_own_call,
+    is_at_words,
     is_garbled,
     is_gone,
     is_in,
@@ -52,6 +52,8 @@ from lightning_ncclsafe.rules.kit import (
     left_loop,
     line_of_split,
     location_of,
+    monitored_apart,
+    other_call_sites,
     other_counts,
     others_wait,
     out_of_step,
@@ -61,12 +63,10 @@ from lightning_ncclsafe.rules.kit import (
     positions,
     raised_at,
     ranks_words,
-    receives_alone,
     same_purpose,
     shift,
     short_location,
-    skipped_words,
-    skips_handled,
+    silent_words,
     stack_of,
     standing,
     trainer_start,
@@ -74,21 +74,17 @@ from lightning_ncclsafe.rules.kit import (
     wait_words,
     waiting_outside,
     waits_apart,
+    was_at_words,
     where_evidence,
     while_others_wait,
+    why_it_went_on,
+    with_decision,
 )
 
 _REMEDY = (
     "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
     "all_gather, barrier, trainer.log_dir or save_checkpoint under a condition on the rank or on the data, the same "
     "keys in log_dict on all ranks, and the same branches of the model in forward."
-)
-# Callbacks that look at a value which is to be logged.
-_MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
-_CALLERS = (
-    (LOGGED_VALUES, "in the reduction of a logged value"),
-    (MODEL_CHECKPOINT, "in ModelCheckpoint"),
-    (BACKWARD, "in the backward pass"),
 )
 _REMEDY_MONITOR = (
     " ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
@@ -108,6 +104,8 @@ _REMEDY_CAUGHT = (
     "Call nothing that takes all ranks while an exception of one rank is handled. Let it end the rank, which ends the "
     "others, too; or let all ranks agree on it first: reduce a flag that says who has failed, in the same place on all."
 )
+# Callbacks that look at a value which is to be logged.
+_MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
 _CALLS = 4
 _FEWER_BATCHES = "Fewer batches on some ranks than on others would look the same: compare the loaders' lengths."
 _REMEDY_ALONE = (
@@ -150,10 +148,14 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         Calls that the recorder has overwritten, or whose stack it did not keep, and all but the present ones where a
-        job is only inspected: then the current line of each rank is known, and no more. Why a rank skipped a call: the
-        condition may be anywhere before it. Before Python 3.12, an exception that the user's code caught without
-        logging it and that did not come out of a collective or a hook.
+        job is only inspected: then the current line of each rank is known, and no more. Which of several conditions or
+        jumps led a rank around a call, or that a value which a function returned did. Before Python 3.12, an exception
+        that the user's code caught without logging it and that did not come out of a collective or a hook.
     """
+    return (with_decision(view, found) for found in _found(view))
+
+
+def _found(view: Timeline) -> Iterator[Finding]:
     if alone := alone_in_trainer(view):
         yield _alone(view, tuple(sorted(alone)), next(iter(alone.values())))
         return
@@ -173,8 +175,8 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         return
     if view.divergence is not None:
         yield _mismatch(view, view.divergence)
-    elif crossed := _crossed(view):
-        yield _crossing(view, tuple(out_of_step(view, view.waiting)) or crossed)
+    elif circle := crossed(view):
+        yield _crossing(view, tuple(out_of_step(view, view.waiting)) or circle)
     elif found := _broken(view) or _elsewhere(view) or _seen_apart(view):
         yield found
 
@@ -260,18 +262,11 @@ def _more_passes(view: Timeline) -> Finding | None:
 
 
 def _monitored_by_some(view: Timeline) -> Finding | None:
-    """Some ranks wait in a callback that looks at a key which the others have not logged, and so leave out."""
-    inside = {rank for rank in view.waiting if is_in(_MONITORS, view.facts[rank].stack)}
-    outside = view.facts.keys() - inside
-    if not inside or not outside or view.raised or view.working(view.facts) or ended_first(view):
+    """Some ranks wait in a callback, which the others leave out, as they have not logged what it looks at."""
+    apart = monitored_apart(view)
+    if apart is None:
         return None
-    logged = {rank: {key.name for key in facts.steps.monitored} for rank, facts in view.facts.items()}
-    common = set.intersection(*(logged[rank] for rank in inside))
-    keys = (key for key in view.facts[min(inside)].steps.monitored if key.name in common)
-    key = next((key for key in keys if all(key.name not in logged[rank] for rank in outside)), None)
-    if key is None:
-        return None
-    having, lacking = tuple(sorted(inside)), tuple(sorted(outside))
+    key, having, lacking = apart
     ranks = having if len(having) <= len(lacking) else lacking
     text = (
         f"{clause(having, 'has|have logged')} {key.name!r} in {key.hook}, which a callback "
@@ -289,11 +284,11 @@ def _monitored_by_some(view: Timeline) -> Finding | None:
 
 def _elsewhere(view: Timeline) -> Finding | None:
     """Where ranks wait says that it is not for one another."""
-    if alone := _after_the_others(view):
+    if alone := after_the_others(view):
         return _crossing(view, alone)
-    if left := _finished_before(view):
+    if left := finished_before(view):
         return _left_out(view, left)
-    sites = _other_call_sites(view)
+    sites = other_call_sites(view)
     return _call_sites(view, sites) if sites else None
 
 
@@ -355,13 +350,13 @@ def _mismatch(view: Timeline, split: Divergence) -> Finding:
     ranks, why = culprits(view, split), out_of_step(view, every)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {as_gloo_does(view, ended)}." if ended else ""
-    where = f"{capitalised(ranks_words(ranks[:1]))} {_is_at(view, ranks[0])}"
+    where = f"{capitalised(ranks_words(ranks[:1]))} {is_at_words(view, ranks[0])}"
     # That they differ is seen; which of two is out of step is concluded, unless the source says it, and so is the line
     # where what these ranks have called is not the user's.
     called = [call for rank, call in split.calls.items() if rank in ranks]
     is_line_concluded = any(call.site and deepest_user_frame(call.stack) is None for call in called)
     is_concluded = bool(ended) or (bool(why or is_line_concluded) and not conditioned(view, every))
-    went_on, skipped = _why_it_went_on(view, split, ranks)
+    went_on, skipped = why_it_went_on(view, split, ranks)
     is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
     return finding(
         view,
@@ -402,12 +397,6 @@ def _shifted(view: Timeline, split: Divergence, apart: Shift) -> Finding:
     )
 
 
-def _is_at(view: Timeline, rank: int) -> str:
-    """Where a rank is, or was until the connections broke."""
-    is_there = rank in view.facts and view.facts[rank].exception is None
-    return f"is {standing(view, rank)}" if is_there else f"was {_was_at(view, rank)}"
-
-
 def _remedy(view: Timeline) -> str:
     in_checkpoint = any(is_in(MODEL_CHECKPOINT, stack_of(view, rank)) for rank in view.facts)
     return f"{_REMEDY}{_REMEDY_MONITOR if in_checkpoint else ''}"
@@ -425,9 +414,9 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
         ranks = ended if len(ended) <= len(others) else others
         why = f"A callback monitors {key.name!r}, which {clause(others, 'has|have never logged')}."
     text = (
-        f"the process of {ranks_words(ended)} aborted itself (SIGABRT) {_was_at(view, ended[0])}, "
+        f"the process of {ranks_words(ended)} aborted itself (SIGABRT) {was_at_words(view, ended[0])}, "
         f"{as_gloo_does(view, ended)}, while {clause(others, 'was|were')} "
-        f"{_was_at(view, others[0])}: these are different collectives."
+        f"{was_at_words(view, others[0])}: these are different collectives."
     )
     return finding(
         view,
@@ -449,27 +438,6 @@ def _never_logged(view: Timeline, ended: tuple[int, ...], others: tuple[int, ...
     return lacked[0] if len(lacked) == 1 else None
 
 
-def _was_at(view: Timeline, rank: int) -> str:
-    """The user's line, or what of Lightning's and DDP's it was in."""
-    stack = stack_of(view, rank)
-    known = (words for code, words in _CALLERS if is_in(code, stack))
-    return place_words(deepest_user_frame(stack[trainer_start(stack) :])) or next(known, "in Lightning's own code")
-
-
-def _why_it_went_on(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> tuple[Frame | None, str]:
-    """Where an exception took these ranks past what the others called, and what is said of it; None without one."""
-    if condition_of(view, ranks[0]) or len(ranks) == len(split.calls):
-        return None, ""
-    caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
-    if caught is not None and has_gone_on(view, ranks[:1]):
-        return raised_at(caught), ""
-    beyond, frame = skips_handled(view, split.calls)
-    if frame is None or not set(ranks) <= set(beyond):
-        return None, ""
-    others = [rank for rank in split.calls if rank not in beyond]
-    return frame, skipped_words(frame, clause(others, "waits|wait"))
-
-
 def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """Gloo has ended a rank in a call that these have left out: it was sent what they called next."""
     ended = aborted(view)
@@ -488,31 +456,6 @@ def _gone_on(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         location=location_of(raised_at(caught)) if caught is not None else "",
         evidence=where_evidence(view, ranks),
     )
-
-
-def _crossed(view: Timeline) -> tuple[int, ...]:
-    """Ranks that others wait for and that wait themselves, elsewhere: the wait is a circle."""
-    if view.working(view.facts) or any(facts.exception for facts in view.facts.values()):
-        return ()
-    if receives_alone(view) is not None:
-        return ()
-    return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)
-
-
-def _after_the_others(view: Timeline) -> tuple[int, ...]:
-    """Ranks that wait under a condition on the rank, and all for whom they wait have finished."""
-    have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
-    return tuple(rank for rank in view.waiting if condition_of(view, rank)) if view.behind and have_finished else ()
-
-
-def _finished_before(view: Timeline) -> tuple[int, ...]:
-    """The few that have finished, where all others wait at one line of the user's own."""
-    are_over = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
-    if not are_over or 2 * len(view.behind) >= len(view.facts) or {*view.behind, *view.waiting} != {*view.facts}:
-        return ()
-    inside = (view.facts[rank].stack[trainer_start(view.facts[rank].stack) :] for rank in view.waiting)
-    lines = {deepest_user_frame(stack) for stack in inside}
-    return view.behind if len(lines) == 1 and None not in lines else ()
 
 
 def _left_out(view: Timeline, ranks: tuple[int, ...]) -> Finding:
@@ -550,40 +493,11 @@ def _alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
     text = (
         f"{clause(ranks, 'has|have called the Trainer alone')}"
         f"{f' at {short_location(called)}' if called else ''}, under {condition_words(condition)}: "
-        f"{others_wait(view, ()) or standing(view, ranks[0])}.{away}{_silent_words(view)}"
+        f"{others_wait(view, ()) or standing(view, ranks[0])}.{away}{silent_words(view)}"
     )
     return finding(
         view, ranks, text, location=location_of(called), evidence=where_evidence(view, view.facts), remedy=_REMEDY_ALONE
     )
-
-
-def _silent_words(view: Timeline) -> str:
-    gone = tuple(rank for rank in view.silent if is_gone(view, rank))
-    outside = tuple(rank for rank in view.silent if rank not in gone)
-    ended = f" The process of {ranks_words(gone)} has ended." if gone else ""
-    away = f"{capitalised(ranks_words(outside))} {verb(outside, 'does', 'do')} not answer, as"
-    return ended + (f" {away} {verb(outside, 'a rank', 'ranks')} outside the Trainer." if outside else "")
-
-
-def _other_call_sites(view: Timeline) -> tuple[int, ...]:
-    """Ranks that joined the same collective from another function than most did."""
-    sites: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in view.waiting:
-        doing = view.activities[rank]
-        # With several outstanding the stack says nothing about the oldest.
-        if doing.kind is not Kind.COLLECTIVE or doing.frame is None or not _sole(view, rank):
-            return ()
-        sites[(doing.frame.file, doing.frame.function)].append(rank)
-    if len(sites) < 2 or not any(view.joined(group) for group in view.groups):
-        return ()
-    most = max(sites.values(), key=len)
-    few = tuple(rank for who in sites.values() if who is not most for rank in who)
-    return tuple(sorted(few if len(few) < len(most) else (*few, *most)))
-
-
-def _sole(view: Timeline, rank: int) -> bool:
-    pending = [entry for entry in view.facts[rank].collectives if not entry.completed and not entry.is_p2p]
-    return len(pending) == 1 and not view.activities[rank].on_device
 
 
 def _call_sites(view: Timeline, ranks: tuple[int, ...]) -> Finding:

@@ -136,12 +136,15 @@ def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
     ways = _ways_around(view, found)
     accumulates = _accumulates_at(view) if found.is_accumulation else ()
     places = ways or accumulates or view.facts[ranks[0]].steps.passes_at
+    # A condition stands around the pass, which is named; a jump stands elsewhere.
+    is_around = len(ways) == 1 and any(ways[0] in facts.steps.conditions_around for facts in view.facts.values())
     return finding(
         view,
         ranks,
         text,
         confidence=Confidence.LIKELY if found.are_exchanged else Confidence.POSSIBLE,
-        location=places[0] if len(places) == 1 else found.left_out,
+        location=places[0] if len(places) == 1 and not is_around else found.left_out,
+        decided_at=ways[0] if is_around else "",
         evidence=(
             Evidence(source="steps", text=f"{capitalised(found.what)} in {found.at}: {found.words}."),
             *_call_evidence(found.left_out, ways),

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP
-from lightning_ncclsafe.facts import Frame, Phase, Progress, RankFacts, StepFacts
+from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP, MODEL_CHECKPOINT
+from lightning_ncclsafe.facts import Frame, LoggedKey, Phase, Progress, RankFacts, StepFacts
 from lightning_ncclsafe.rules.kit.activity import hook_words, is_in
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
-from lightning_ncclsafe.rules.kit.divergences import conditioned, in_own_call, waits_apart
+from lightning_ncclsafe.rules.kit.apart import conditioned, waits_apart
+from lightning_ncclsafe.rules.kit.lines import in_own_call
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import ranks_words
@@ -16,6 +17,8 @@ from lightning_ncclsafe.rules.kit.wording import ranks_words
 _EXCHANGE_OF_GRADIENTS = BACKWARD | DDP | FSDP
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
+# Callbacks that look at a value which is to be logged.
+_MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
 _PAST_BATCHES = tuple(f"on_{loop}_epoch_end" for loop in ("train", "validation", "test", "predict"))
 
 
@@ -420,3 +423,19 @@ def _called(steps: StepFacts, index: int) -> tuple[str, ...]:
         if places and run[2:] == steps.passes[index][2:]
     }
     return alike.pop() if len(alike) == 1 else ()
+
+
+def monitored_apart(view: Timeline) -> tuple[LoggedKey, tuple[int, ...], tuple[int, ...]] | None:
+    """A key at which a callback looks in which some ranks wait; those, and the others, which have not logged it.
+
+    None if there is no such key, or if a rank is at work or has raised.
+    """
+    inside = {rank for rank in view.waiting if is_in(_MONITORS, view.facts[rank].stack)}
+    outside = view.facts.keys() - inside
+    if not inside or not outside or view.raised or view.working(view.facts) or ended_first(view):
+        return None
+    logged = {rank: {key.name for key in facts.steps.monitored} for rank, facts in view.facts.items()}
+    common = set.intersection(*(logged[rank] for rank in inside))
+    keys = (key for key in view.facts[min(inside)].steps.monitored if key.name in common)
+    key = next((key for key in keys if all(key.name not in logged[rank] for rank in outside)), None)
+    return (key, tuple(sorted(inside)), tuple(sorted(outside))) if key is not None else None

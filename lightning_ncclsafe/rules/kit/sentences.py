@@ -44,6 +44,7 @@ def finding(
     confidence: Confidence = Confidence.LIKELY,
     severity: Severity | None = None,
     location: str | None = None,
+    decided_at: str = "",
     evidence: Iterable[Evidence] | None = None,
     remedy: str = "",
 ) -> Finding:
@@ -56,6 +57,7 @@ def finding(
         confidence: How sure this is.
         severity: How bad it is; by default a warning as long as the run may go on, an error once its time is up.
         location: Where to look; by default the user's line that the first of these ranks is in.
+        decided_at: What may have led ranks to that line or around it, if it is known.
         evidence: How we know; by default stack, phase and recorder.
         remedy: What to do, where that depends on what was found.
     """
@@ -67,6 +69,7 @@ def finding(
         summary=capitalised(summary),
         ranks=ranks,
         location=users_line(view, ranks) if location is None else location,
+        decided_at=decided_at,
         evidence=how_we_know(view, ranks) if evidence is None else tuple(evidence),
         remedy=remedy,
     )

@@ -61,6 +61,63 @@ def collective_skipped_after_an_exception(here: Here) -> None:
     here.fit(average)
 
 
+@fault("diverged-collectives", ranks=(-1,), at={Moment.MIDDLE: (3,)})
+def part_that_is_passed_over(here: Here) -> None:
+    """A helper's loop leaves out what is empty on its own rank."""
+
+    def average(parts: list[torch.Tensor]) -> None:
+        for part in parts:
+            if not len(part):
+                here.begins()
+                continue
+            dist.all_reduce(torch.tensor(float(len(part))))  # <- here
+
+    def share(net: Net) -> None:
+        average([torch.ones(3), torch.ones(0 if here.is_hit else 2), torch.ones(4)])
+
+    here.fit(share)
+
+
+@fault("diverged-collectives", ranks=(-1,), at={Moment.MIDDLE: (3,)})
+def agreement_behind_an_and(here: Here) -> None:
+    """Ranks agree on whether to stop, and those whose own patience is not used up do not ask."""
+
+    class Patient(Net):
+        def is_agreed(self) -> bool:
+            done = torch.ones(())
+            dist.all_reduce(done)  # <- here
+            return bool(done == here.world_size)
+
+        def is_over(self) -> bool:
+            return not here.is_hit and self.is_agreed()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                here.begins()
+                self.is_over()
+
+    here.fit(net=Patient(here))
+
+
+@fault("diverged-collectives", ranks=(-1,), at={Moment.EPOCH_END: (3,)})
+def guard_two_calls_above(here: Here) -> None:
+    """A helper of a helper returns before anything is shared."""
+
+    def share(total: torch.Tensor) -> None:
+        dist.all_reduce(total)  # <- here
+
+    def report(losses: list[float]) -> None:
+        if not losses:
+            here.begins()
+            return
+        share(torch.tensor(losses).sum())
+
+    def summarise(net: Net) -> None:
+        report([] if here.is_hit else [0.5])
+
+    here.fit(summarise)
+
+
 @fault("diverged-collectives", ranks=(-1,), at={Moment.MIDDLE: (2, 3)})
 def collective_in_another_thread(here: Here) -> None:
     """Samples are counted in the background, on each rank when its own clock says so."""

@@ -73,11 +73,11 @@ def table(found: list[Row]) -> Table:
     """The scoreboard."""
     made = Table(box=None, header_style="bold", pad_edge=False)
     made.add_column("cause", no_wrap=True)
-    for name in ("cases", "cause", "ranks", "line", "phase", "plan", "entirely", "median", "longest", "alarms"):
+    for name in ("cases", "cause", "ranks", "line", "told", "phase", "plan", "entirely", "median", "longest", "alarms"):
         made.add_column(name, justify="right", no_wrap=True)
     for one in found:
         skipped = f" + {one.skipped} skipped" if one.skipped else ""
-        shares = [_of(share) for share in (one.cause, one.ranks, one.line, one.phase, one.plan, one.entirely)]
+        shares = [_of(share) for share in (one.cause, one.ranks, one.line, one.told, one.phase, one.plan, one.entirely)]
         times = [_seconds(one.median_s), _seconds(one.longest_s)]
         made.add_row(one.name, f"{one.scores}{skipped}", *shares, *times, _of(one.false_alarms, alarms=True))
     return made

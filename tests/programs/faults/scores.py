@@ -35,6 +35,7 @@ class Score:
         cause_right: Whether that is a true one.
         ranks_right: Whether the ranks are those that cause it.
         line_right: Whether the line is the marked one.
+        line_told: Whether that is, or the one at which it was decided that ranks come there or not.
         phase_right: Whether those ranks were seen in the right phase.
         fault_of: ``"code"``, ``"machine"`` or ``"either"``; empty of a healthy one.
         plan: What the next start would be told to do; empty where nothing was reported.
@@ -54,6 +55,7 @@ class Score:
     cause_right: bool | None = None
     ranks_right: bool | None = None
     line_right: bool | None = None
+    line_told: bool | None = None
     phase_right: bool | None = None
     fault_of: str = ""
     plan: str = ""
@@ -113,6 +115,8 @@ def score_fault(
     finding: dict[str, Any] = next(iter(report["findings"]), {}) if report else {}
     rank_facts = {facts["rank"]: facts for facts in report["job"]["ranks"]} if report else {}
     truth = case.scenario
+    lines = (finding.get("location", ""), finding.get("decided_at", ""))
+    told = [line.startswith(case.place) for line in lines] if case.place else []
     phases = {rank_facts[rank]["progress"]["phase"] for rank in case.ranks if rank in rank_facts}
     return Score(
         case=case.name,
@@ -122,7 +126,8 @@ def score_fault(
         confidence=finding.get("confidence", ""),
         cause_right=finding.get("rule") in truth.causes,
         ranks_right=finding.get("ranks") == [*case.ranks] if truth.has_ranks else None,
-        line_right=finding.get("location", "").startswith(case.place) and bool(finding) if case.place else None,
+        line_right=told[0] if told else None,
+        line_told=any(told) if told else None,
         phase_right=phases == {case.phase} if case.phase and phases else None,
         fault_of=truth.fault_of,
         plan=start.plan.value if start is not None else "",
@@ -170,6 +175,7 @@ class Row:
         cause: How many causes were named right, of how many.
         ranks: How often the ranks were, of how many.
         line: How often the line was, of how many.
+        told: How often that line was, or the one at which it was decided.
         phase: How often the phase was, of how many.
         plan: How often the plan was not against whose fault it is, of how many.
         entirely: How many were right in all of these, of how many.
@@ -184,6 +190,7 @@ class Row:
     cause: tuple[int, int]
     ranks: tuple[int, int]
     line: tuple[int, int]
+    told: tuple[int, int]
     phase: tuple[int, int]
     plan: tuple[int, int]
     entirely: tuple[int, int]
@@ -204,6 +211,7 @@ def row(name: str, scores: Iterable[Score]) -> Row:
         cause=_share(score.cause_right for score in run),
         ranks=_share(score.ranks_right for score in run),
         line=_share(score.line_right for score in run),
+        told=_share(score.line_told for score in run),
         phase=_share(score.phase_right for score in run),
         plan=_share(score.plan_right for score in run),
         entirely=_share(score.is_right for score in run if score.causes),

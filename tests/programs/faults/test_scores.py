@@ -98,6 +98,14 @@ def test_one_wrong_thing_is_seen(given: dict[str, Any], wrong: str) -> None:
     assert [name for name in checks if not getattr(score, name)] == [wrong]
 
 
+def test_the_line_at_which_it_was_decided_is_told_and_makes_nothing_right() -> None:
+    elsewhere = LINE.replace(" ", "0 ")
+    score = score_fault(CASE, report(location=elsewhere, decided_at=LINE))
+    assert (score.line_right, score.line_told, score.is_right) == (False, True, False)
+    assert score_fault(CASE, report(location=elsewhere, decided_at=elsewhere)).line_told is False
+    assert score_fault(CASE, report()).line_told is True
+
+
 def test_another_phase_is_seen_and_that_of_a_silent_rank_is_not_judged() -> None:
     other = report()
     other["job"]["ranks"][2]["progress"]["phase"] = "validate"

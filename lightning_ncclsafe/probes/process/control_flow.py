@@ -1,0 +1,303 @@
+"""What decides whether a line of a source file is come to: conditions, loops and handlers around it, jumps before it.
+
+It reads the text that it is given, and runs nothing of it.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from lightning_ncclsafe.facts import ELSE, Branch, Decides
+
+# A condition that only some ranks fulfil, in the words that Lightning, torch and common training scripts use.
+_RANK_WORDS = re.compile(
+    r"\b(?:is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
+    r"|global_rank|local_rank|node_rank|get_rank|rank|LOCAL_RANK|RANK)\b"
+)
+# What all ranks count alike, so that what is due is due on all of them.
+_COUNTED = frozenset(
+    ("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step", "sanity_checking", "stage")
+)
+_MOST_BRANCHES = 8
+_MOST_CHARACTERS = 120
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_FOR = (ast.For, ast.AsyncFor)
+_LOOPS = (*_FOR, ast.While)
+_JUMPS = {ast.Return: "return", ast.Continue: "continue", ast.Break: "break", ast.Raise: "raise"}
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
+_GENERATED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_Block = list[ast.stmt]
+
+
+class Around(NamedTuple):
+    """What decides whether a line is come to.
+
+    Attributes:
+        branches: What may lead around it within its function, from outside in: the innermost 8.
+        rank_condition: The innermost condition on the rank under which it runs, be it that of a function around its
+            own, with its line number: ``"if trainer.is_global_zero:  (line 41)"``; empty if there is none.
+        handler: The clause that goes on after an exception in the ``try`` around it, with its line number; empty if
+            there is none, or if the line is also under a condition.
+        loop: The innermost ``for`` statement around it, likewise.
+    """
+
+    branches: tuple[Branch, ...] = ()
+    rank_condition: str = ""
+    handler: str = ""
+    loop: str = ""
+
+
+class _Arm(NamedTuple):
+    """A block of a statement, and what decides whether it is run.
+
+    Attributes:
+        block: Its statements.
+        branch: What decides; None if nothing does.
+        is_tried: Whether it is run, but not to its end where an exception is raised.
+        is_condition: Whether it is run on some ways only.
+        is_function: Whether it is run when it is called.
+    """
+
+    block: _Block
+    branch: Branch | None = None
+    is_tried: bool = False
+    is_condition: bool = False
+    is_function: bool = False
+
+
+class ControlFlow:
+    """How control flows in one source file.
+
+    Args:
+        source: Its text. Of one that cannot be parsed nothing is known.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._lines = source.split("\n")
+        self._known: dict[int, Around] = {}
+        try:
+            self._body = ast.parse(source).body
+        except (SyntaxError, ValueError, RecursionError):
+            self._body = []
+        self._loops = [node for one in self._body for node in ast.walk(one) if isinstance(node, _FOR)]
+
+    def around(self, line: int) -> Around:
+        """What decides whether this line is come to."""
+        if line not in self._known:
+            self._known[line] = Around()
+            with suppress(RecursionError):  # of an expression without end
+                self._known[line] = self._around(line)
+        return self._known[line]
+
+    def _around(self, line: int) -> Around:
+        branches: list[Branch] = []
+        handler: str | None = ""
+        rank_condition = ""
+        for one in self._way(self._body, line):
+            branch = one.branch if isinstance(one, _Arm) else one
+            if isinstance(one, _Arm) and one.is_function:
+                branches, handler = [], ""
+            elif isinstance(one, _Arm) and one.is_condition:
+                handler = None
+            elif isinstance(one, _Arm) and one.is_tried and handler is not None and branch is not None:
+                handler = branch.test
+            if branch is not None:
+                branches.append(branch)
+                # What ends a loop behind a line has let all come there once.
+                is_before = not branch.jump or branch.line < line
+                rank_condition = branch.test if branch.on is Decides.RANK and is_before else rank_condition
+        loops = [loop.lineno for loop in self._loops if loop.lineno <= line <= _last(loop.body[-1])]
+        loop = f"{self._lines[max(loops) - 1].strip()}  (line {max(loops)})" if loops else ""
+        return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "", loop)
+
+    def _way(self, block: _Block, line: int) -> Iterator[Branch | _Arm]:
+        """What is passed on the way to a line, from outside in: jumps, and blocks with what decides about them."""
+        index = next((index for index, one in enumerate(block) if _is_within([one], line)), None)
+        if index is None:
+            return
+        for before in block[:index]:
+            yield from self._jumps(before)
+        statement = block[index]
+        arm = next((arm for arm in self._arms(statement) if _is_within(arm.block, line)), None)
+        if arm is None:
+            yield from self._in_head(statement)
+        else:
+            yield arm
+            yield from self._way(arm.block, line)
+        if isinstance(statement, _LOOPS):
+            # What ends the loop leads around its next pass.
+            after = (one for one in statement.body if _first(one) > line)
+            yield from (jump for one in after for jump in self._jumps(one) if jump.jump in ("break", "return"))
+
+    def _arms(self, statement: ast.stmt) -> Iterator[_Arm]:
+        """The blocks of a statement."""
+        if isinstance(statement, ast.If):
+            decides = _decides(statement.test)
+            for block, without in ((statement.body, ""), (statement.orelse, ELSE)):
+                yield _Arm(block, self._head(statement.lineno, decides, block, without), is_condition=True)
+        elif isinstance(statement, _LOOPS):
+            yield _Arm(statement.body, self._passes(statement), is_condition=isinstance(statement, ast.While))
+            yield _Arm(statement.orelse)
+        elif isinstance(statement, _TRIES):
+            yield from self._arms_of_try(statement)
+        elif isinstance(statement, (ast.With, ast.AsyncWith)):
+            yield _Arm(statement.body, self._suppressed(statement), is_tried=True)
+        elif isinstance(statement, ast.Match):
+            decides = _decides(statement.subject)
+            heads = ((case.body, self._head(case.pattern.lineno, decides, case.body)) for case in statement.cases)
+            yield from (_Arm(block, branch, is_condition=True) for block, branch in heads)
+        elif isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+            yield _Arm(statement.body, is_function=isinstance(statement, _FUNCTIONS))
+
+    def _arms_of_try(self, statement: ast.Try) -> Iterator[_Arm]:
+        handled = self._handled(statement)
+        yield _Arm(statement.body, handled, is_tried=True)
+        yield _Arm(statement.orelse, handled)
+        yield _Arm(statement.finalbody)
+        for clause in statement.handlers:
+            branch = self._head(clause.lineno, Decides.EXCEPTION, clause.body)
+            yield _Arm(clause.body, branch, is_condition=True)
+
+    def _in_head(self, statement: ast.stmt) -> Iterator[Branch]:
+        """What decides about calls in a statement without blocks, or in the test of one that has some."""
+        if isinstance(statement, ast.While) and (passes := self._passes(statement)) is not None:
+            yield passes
+        if isinstance(statement, (ast.If, ast.While)):
+            yield from self._in_expression(statement.test)
+        elif not any(self._arms(statement)):
+            yield from self._in_expression(statement)
+
+    def _in_expression(self, whole: ast.AST) -> Iterator[Branch]:
+        """Conditional expressions, and loops that make a list."""
+        for node in _inside(whole):
+            if isinstance(node, (ast.IfExp, ast.BoolOp)):
+                yield from self._in_condition(node, whole)
+            elif isinstance(node, _GENERATED) and _calls(node) and not _is_counted(node.generators[0].iter):
+                loop = node.generators[0]
+                code = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+                yield _branch(node.lineno, Decides.PASSES, _last(node), code)
+
+    def _in_condition(self, node: ast.IfExp | ast.BoolOp, whole: ast.AST) -> Iterator[Branch]:
+        if isinstance(node, ast.IfExp):
+            test, arms = node.test, {"": _calls(node.body), ELSE: _calls(node.orelse)}
+        else:
+            test, without = node.values[0], "" if isinstance(node.op, ast.And) else ELSE
+            arms = {without: [call for value in node.values[1:] for call in _calls(value)]}
+        calling = [without for without, calls in arms.items() if calls]
+        others = len(_calls(whole)) - len(_calls(test)) - sum(map(len, arms.values()))
+        decides = _decides(test)
+        # Which of several calls it is that runs, a line does not tell.
+        if calling and (decides is not Decides.RANK or (len(calling) == 1 and not others)):
+            yield _branch(node.lineno, decides, _last(node), f"if {ast.unparse(test)}", calling[0])
+
+    def _jumps(self, statement: ast.stmt, around: tuple[Branch, ...] = ()) -> Iterator[Branch]:
+        """Those in a statement that leave the block it stands in, each with the condition that decides it.
+
+        A loop keeps its own. Who raises ends, unless it is caught, so that only a rank is told by that.
+        """
+        for kind, name in _JUMPS.items():
+            if isinstance(statement, kind) and around and (name != "raise" or _of_all(around) is Decides.RANK):
+                yield replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0)
+        is_loop = isinstance(statement, _LOOPS)
+        for arm in () if isinstance(statement, _FUNCTIONS) else self._arms(statement):
+            inner = around if arm.branch is None else (*around, arm.branch)
+            for one in arm.block:
+                yield from (jump for jump in self._jumps(one, inner) if not is_loop or jump.jump in ("return", "raise"))
+
+    def _handled(self, statement: ast.Try) -> Branch | None:
+        """Where it goes on after an exception: the first ``except`` clause that does not end by raising."""
+        kept = (one for one in statement.handlers if not isinstance(one.body[-1], ast.Raise))
+        line = next((one.lineno for one in kept if not _ends_iteration(one)), 0)
+        return self._head(line, Decides.EXCEPTION, statement.body) if line else None
+
+    def _suppressed(self, statement: ast.With | ast.AsyncWith) -> Branch | None:
+        calls = (item.context_expr for item in statement.items)
+        if not any(isinstance(call, ast.Call) and "suppress" in ast.unparse(call.func) for call in calls):
+            return None
+        return self._head(statement.lineno, Decides.EXCEPTION, statement.body)
+
+    def _passes(self, statement: ast.For | ast.AsyncFor | ast.While) -> Branch | None:
+        """None where the number of passes stands there."""
+        is_alike = _is_constant(statement.test) if isinstance(statement, ast.While) else _is_counted(statement.iter)
+        return None if is_alike else self._head(statement.lineno, Decides.PASSES, statement.body)
+
+    def _head(self, line: int, on: Decides, block: _Block, without: str = "") -> Branch:
+        """What a line decides about a block."""
+        return _branch(line, on, _last(block[-1]) if block else 0, self._lines[line - 1].strip(), without)
+
+
+def _branch(line: int, on: Decides, until: int, code: str, without: str = "") -> Branch:
+    return Branch(line=line, test=f"{without}{code[:_MOST_CHARACTERS]}  (line {line})", on=on, until=until)
+
+
+def _decides(test: ast.expr) -> Decides:
+    """On what a condition depends: what names the rank, on that; what only counts is the same on all ranks."""
+    if _RANK_WORDS.search(ast.unparse(test)):
+        return Decides.RANK
+    return Decides.COMMON if _is_counter(test) or _is_constant(test) else Decides.VALUE
+
+
+def _of_all(around: tuple[Branch, ...]) -> Decides:
+    """On what it depends that a jump is come to, which stands in all this."""
+    if len(around) == 1:
+        return around[0].on
+    return Decides.EXCEPTION if any(branch.on is Decides.EXCEPTION for branch in around) else Decides.VALUE
+
+
+def _is_counter(test: ast.expr) -> bool:
+    if isinstance(test, ast.BoolOp):
+        return all(map(_is_counter, test.values))
+    if isinstance(test, ast.UnaryOp):
+        return _is_counter(test.operand)
+    parts = [node for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))]
+    named = {getattr(node, "attr", getattr(node, "id", "")) for node in parts}
+    return not _calls(test) and not named.isdisjoint(_COUNTED)
+
+
+def _is_counted(items: ast.expr) -> bool:
+    """Whether a loop is known to have as many passes on all ranks: their number stands there."""
+    if isinstance(items, ast.Call) and isinstance(items.func, ast.Name) and items.func.id == "range":
+        return all(map(_is_constant, items.args))
+    return _is_constant(items) or (isinstance(items, (ast.Tuple, ast.List)) and not any(map(_is_starred, items.elts)))
+
+
+def _is_starred(item: ast.expr) -> bool:
+    return isinstance(item, ast.Starred)
+
+
+def _is_constant(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant)
+
+
+def _ends_iteration(clause: ast.ExceptHandler) -> bool:
+    """Whether what it catches is the end of something, and no error."""
+    return clause.type is not None and ast.unparse(clause.type) in ("StopIteration", "StopAsyncIteration")
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [inner for inner in _inside(node) if isinstance(inner, ast.Call)]
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all in it, but for what is only defined there."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.Lambda):
+            yield from _inside(child)
+
+
+def _is_within(block: _Block, line: int) -> bool:
+    return bool(block) and _first(block[0]) <= line <= _last(block[-1])
+
+
+def _first(statement: ast.stmt) -> int:
+    """With its decorators."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(one.lineno for one in decorators)])
+
+
+def _last(node: ast.stmt | ast.expr) -> int:
+    return max(node.lineno, node.end_lineno or 0)

@@ -1,0 +1,328 @@
+"""What decides whether a line is come to, by the source alone; the line that is asked about ends in ``# <-``."""
+
+import ast
+from textwrap import dedent
+
+import pytest
+
+from lightning_ncclsafe.facts import Decides
+from lightning_ncclsafe.probes.process.control_flow import Around, ControlFlow
+
+
+def around(source: str) -> Around:
+    text = dedent(source).strip()
+    (line,) = (number for number, code in enumerate(text.splitlines(), 1) if code.endswith("# <-"))
+    return ControlFlow(text).around(line)
+
+
+def branches(source: str) -> list[str]:
+    """``"3 return value"`` of each."""
+    return [" ".join(filter(None, (str(one.line), one.jump, one.on.value))) for one in around(source).branches]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        pytest.param(
+            """
+            def step(self, batch):
+                if not batch.any():
+                    return None
+                reduce(batch)  # <-
+            """,
+            ["3 return value"],
+            id="a return before it",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                if batch.any():
+                    reduce(batch)  # <-
+                if batch.all():
+                    return None
+            """,
+            ["2 value"],
+            id="a condition around it, and none behind it",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                if batch.any():
+                    pass
+                elif batch.all():
+                    if self.ready: reduce(batch)  # <-
+                else:
+                    return
+            """,
+            ["2 value", "4 value", "5 value"],
+            id="the other branch, and one within",
+        ),
+        pytest.param(
+            """
+            def step(self, parts):
+                for part in parts:
+                    if part is None:
+                        continue
+                    reduce(part)  # <-
+                    if part.is_last:
+                        break
+                    elif part.is_odd:
+                        continue
+            """,
+            ["2 passes", "4 continue value", "7 break value"],
+            id="a loop, what leaves its pass before, and what ends it behind",
+        ),
+        pytest.param(
+            """
+            def step(self, parts):
+                for part in parts:
+                    for one in part:
+                        if one:
+                            break
+                    while part:
+                        if not one:
+                            return
+                reduce(part)  # <-
+            """,
+            ["8 return value"],
+            id="of loops before it only what leaves the function",
+        ),
+        pytest.param(
+            """
+            def step(self):
+                for number in range(1, 11):
+                    while True:
+                        for key in ("a", "b"):
+                            reduce(key)  # <-
+                            if self.settled:
+                                return
+            """,
+            ["7 return value"],
+            id="a loop whose passes stand there decides nothing",
+        ),
+        pytest.param(
+            """
+            def step(self):
+                while time.monotonic() < self.until:
+                    reduce(self)  # <-
+            """,
+            ["2 passes"],
+            id="a clock",
+        ),
+        pytest.param(
+            """
+            def step(self):
+                while reduce(self).any():  # <-
+                    if self.tired:
+                        break
+            """,
+            ["2 passes", "4 break value"],
+            id="the test of a loop",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                try:
+                    check(batch)
+                    reduce(batch)  # <-
+                except ValueError:
+                    log()
+            """,
+            ["5 exception"],
+            id="an exception that is handled",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                try:
+                    check(batch)
+                except ValueError:
+                    raise
+                with suppress(KeyError):
+                    reduce(batch)  # <-
+            """,
+            ["6 exception"],
+            id="one that is raised again, and one that is suppressed",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                try:
+                    loss = check(batch)
+                except RuntimeError as error:
+                    if "memory" not in str(error):
+                        raise
+                    return None
+                reduce(loss)  # <-
+            """,
+            ["7 return exception"],
+            id="a return where an exception is handled",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                try:
+                    check(batch)
+                except ValueError:
+                    reduce(batch)  # <-
+            """,
+            ["4 exception"],
+            id="in the handler itself",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                mean = self.mean.compute() if self.labels else 0.0  # <-
+            """,
+            ["2 value"],
+            id="a conditional expression",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                return self.is_due and self.average(batch)  # <-
+            """,
+            ["2 value"],
+            id="a short circuit",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                if self.is_due or self.agree():  # <-
+                    pass
+            """,
+            ["2 value"],
+            id="a short circuit in a test",
+        ),
+        pytest.param(
+            """
+            def step(self, parts):
+                return [reduce(part) for part in parts] + [part if part else 0 for part in parts]  # <-
+            """,
+            ["2 passes"],
+            id="a loop that makes a list",
+        ),
+        pytest.param(
+            """
+            def step(self, kind):
+                match kind:
+                    case "mean":
+                        reduce(kind)  # <-
+            """,
+            ["3 value"],
+            id="a case",
+        ),
+        pytest.param(
+            """
+            def step(self, batch, batch_idx):
+                if batch_idx % 2 == 0 and not self.trainer.sanity_checking:
+                    return
+                if self.global_rank != 0 or batch_idx % 2:
+                    return
+                if DEBUG:
+                    return
+                reduce(batch)  # <-
+            """,
+            ["3 return common", "5 return rank", "7 return value"],
+            id="what all count alike, the rank, and a value",
+        ),
+        pytest.param(
+            """
+            def step(self, batch):
+                if batch is None:
+                    raise ValueError("no batch")
+                if rank != 0:
+                    if self.quiet:
+                        return
+                def later():
+                    return None
+                reduce(batch)  # <-
+            """,
+            ["6 return value"],
+            id="a return on some of the other ranks; who raises ends",
+        ),
+        pytest.param(
+            """
+            def fit(self):
+                if self.skips:
+                    return
+
+                def hook():
+                    reduce(self)  # <-
+
+                return hook
+            """,
+            [],
+            id="only what is in the function itself",
+        ),
+        pytest.param(
+            """
+            def fit(self):
+                @hook
+                def late():
+                    yield
+                try:
+                    self.run()
+                finally:
+                    reduce(self)  # <-
+            """,
+            [],
+            id="what is run in any case",
+        ),
+    ],
+)
+def test_what_may_lead_around_a_line_is_found(source: str, expected: list[str]) -> None:
+    assert branches(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "condition"),
+    [
+        ("x = reduce(y) if rank == 0 else None  # <-", "if rank == 0  (line 1)"),
+        ("x = None if dist.get_rank() else reduce(y)  # <-", "else of if dist.get_rank()  (line 1)"),
+        ("rank == 0 and reduce(y)  # <-", "if rank == 0  (line 1)"),
+        ("rank or reduce(y)  # <-", "else of if rank  (line 1)"),
+        ("x = one(y) if rank == 0 else other(y)  # <-", ""),
+        ("show(one(y) if rank == 0 else y)  # <-", ""),
+    ],
+)
+def test_the_rank_in_an_expression_is_a_condition_where_nothing_else_is_called(source: str, condition: str) -> None:
+    assert around(source).rank_condition == condition
+
+
+def test_what_ends_a_loop_on_one_rank_has_let_it_come_there_and_what_is_nested_is_not_the_rank_alone() -> None:
+    ends = around("for one in many:\n    reduce(one)  # <-\n    if rank == 0:\n        break")
+    assert (ends.rank_condition, ends.branches[-1].on) == ("", Decides.RANK)
+    nested = around("def f():\n    if rank:\n        if local_rank:\n            return\n    reduce()  # <-")
+    assert (nested.rank_condition, [branch.on for branch in nested.branches]) == ("", [Decides.VALUE])
+
+
+def test_a_condition_is_told_with_its_line_and_cut() -> None:
+    long = f"if batch.{'any' * 60}():"
+    (branch,) = around(f"def step(batch):\n    {long}\n        return\n    reduce(batch)  # <-").branches
+    assert branch.test == f"{long[:120]}  (line 2)"
+    (branch,) = around("def step(b):\n    if b:\n        pass\n    else:\n        reduce(b)  # <-").branches
+    assert (branch.test, branch.until) == ("else of if b:  (line 2)", 5)
+
+
+def test_of_many_branches_the_inner_ones_are_told() -> None:
+    ifs = "".join(f"{'    ' * depth}if a{depth}:\n" for depth in range(12))
+    found = around(f"{ifs}{'    ' * 12}reduce()  # <-").branches
+    assert [branch.line for branch in found] == [*range(5, 13)]
+
+
+def test_a_page_break_is_no_line_and_a_line_without_end_tells_nothing() -> None:
+    (branch,) = ControlFlow("x = 1\n\x0c\nif due:\n    reduce()").around(4).branches
+    assert branch.test == "if due:  (line 3)"
+    call = ast.Call(func=ast.Name(id="reduce"), args=[], keywords=[])
+    flow = ControlFlow("if due:\n    reduce()")
+    deep: ast.expr = call
+    for _ in range(5000):
+        deep = ast.UnaryOp(op=ast.Not(), operand=deep)
+    flow._body[0].body[0].value = deep  # type: ignore[attr-defined]
+    assert flow.around(2) == Around()
+
+
+def test_of_what_is_no_source_nothing_is_known() -> None:
+    assert ControlFlow("if rank == 0\n    work()\n").around(2) == Around()
+    assert ControlFlow("work()\n").around(7) == Around()

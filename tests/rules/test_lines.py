@@ -1,0 +1,407 @@
+"""Where ranks have taken different ways: of a source, the lines of a rank that calls, and those of one that does not.
+
+A comment says who is at a line: ``call`` those that have come to the call, ``here`` the others, and ``both`` the last
+call that all have made. In several functions, in the order of their lines from the bottom up.
+"""
+
+import ast
+import re
+from dataclasses import replace
+from textwrap import dedent
+
+import pytest
+from builders import GLOO, MAIN, RUN, USER_FILE, job, user
+from judged import first
+from test_shifts import of
+
+from lightning_ncclsafe.facts import Branch, Decides, Frame, JobFacts
+from lightning_ncclsafe.probes.process.control_flow import ControlFlow
+from lightning_ncclsafe.rules.kit.lines import DecidingBranches, branches_around, decision, leading
+from lightning_ncclsafe.rules.kit.timeline import timeline
+
+FILE = USER_FILE
+
+
+def frames(source: str, who: str) -> tuple[Frame, ...]:
+    """The lines of those, outermost first: helpers stand above what calls them."""
+    tree, flow = ast.parse(source), ControlFlow(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    lines = source.splitlines()
+    numbers = [number for number, code in enumerate(lines, 1) if re.search(rf"#.*\b{who}\b", code)]
+    names = {number: next(f.name for f in functions if f.lineno <= number <= (f.end_lineno or 0)) for number in numbers}
+    return tuple(
+        Frame(file=FILE, line=number, function=names[number], user=True, **flow.around(number)._asdict())
+        for number in reversed(numbers)
+    )
+
+
+def decided(source: str) -> list[str]:
+    """The code of each line that may have decided."""
+    text = dedent(source).strip()
+    others = frames(text, "here")
+    ways = branches_around(frames(text, "call"), before=frames(text, "both"), instead=[others] if others else [])
+    return [text.splitlines()[branch.line - 1].partition("#")[0].strip() for _, branch in leading(ways)]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        pytest.param(
+            """
+            def training_step(self, batch, batch_idx):
+                if not batch.any():
+                    return None
+                dist.all_reduce(self.count)  # call
+            """,
+            "return None",
+            id="an early return",
+        ),
+        pytest.param(
+            """
+            def check(self):
+                if not self.pending:
+                    return
+                dist.all_reduce(self.done)  # call
+
+            def helper(self):
+                self.check()  # call
+
+            def on_train_batch_end(self, trainer):
+                self.helper()  # call
+            """,
+            "return",
+            id="a guard clause in the function that calls",
+        ),
+        pytest.param(
+            """
+            def reduce(self):
+                dist.all_reduce(self.total)  # call
+
+            def average(self):
+                self.reduce()  # call
+
+            def on_train_epoch_end(self):
+                if self.tokens:
+                    self.average()  # call
+            """,
+            "if self.tokens:",
+            id="a condition two levels up",
+        ),
+        pytest.param(
+            """
+            def log_all(self, metrics):
+                for name, value in metrics.items():
+                    if value.isnan():
+                        continue
+                    dist.all_reduce(value)  # call both
+
+            def on_validation_epoch_end(self):
+                log_all(self, self.metrics)  # call both
+            """,
+            "continue",
+            id="a continue in a helper's loop",
+        ),
+        pytest.param(
+            """
+            def on_train_epoch_end(self):
+                for part in self.parts:
+                    dist.all_reduce(part)  # call both
+            """,
+            "for part in self.parts:",
+            id="another number of passes",
+        ),
+        pytest.param(
+            """
+            def assign(self, scores):
+                for number in range(10):
+                    dist.all_reduce(scores)  # call both
+                    if settled(scores):
+                        break
+            """,
+            "break",
+            id="a loop that ends sooner",
+        ),
+        pytest.param(
+            """
+            def search(self):
+                while time.monotonic() < self.until:
+                    best = self.all_gather(self.trial())  # call both
+            """,
+            "while time.monotonic() < self.until:",
+            id="a clock",
+        ),
+        pytest.param(
+            """
+            def on_validation_epoch_end(self):
+                self.total += self.seen
+                mean = self.mean.compute() if self.seen else 0.0  # call
+            """,
+            "mean = self.mean.compute() if self.seen else 0.0",
+            id="a conditional expression",
+        ),
+        pytest.param(
+            """
+            def is_over(self):
+                return self.patience == 0 and reduce_over_all(self.stop)  # call
+            """,
+            "return self.patience == 0 and reduce_over_all(self.stop)",
+            id="a short circuit",
+        ),
+        pytest.param(
+            """
+            def save(self, path):
+                dist.barrier()  # call
+
+            def on_train_epoch_end(self):
+                try:
+                    self.upload()
+                    self.save(self.path)  # call
+                except OSError:
+                    self.failures += 1
+            """,
+            "except OSError:",
+            id="a handler that skips the rest",
+        ),
+        pytest.param(
+            """
+            def training_step(self, batch):
+                try:
+                    loss = self.loss(batch)
+                except RuntimeError:
+                    return None
+                self.all_gather(loss)  # call
+            """,
+            "return None",
+            id="a return in a handler",
+        ),
+        pytest.param(
+            """
+            def on_train_epoch_end(self):
+                probe = DistributedDataParallel(self.probe)
+                with Join([probe]):  # here
+                    for batch in self.batches:
+                        probe(batch).sum().backward()
+                        dist.all_gather(self.parts, batch)  # call both
+            """,
+            "for batch in self.batches:",
+            id="a loop within a Join",
+        ),
+        pytest.param(
+            """
+            def on_train_epoch_end(self):
+                if self.quiet:
+                    return
+                if self.global_rank != 0:
+                    return
+                if self.dirty:
+                    dist.barrier()  # call
+            """,
+            "return",
+            id="the rank comes before data",
+        ),
+        pytest.param(
+            """
+            def on_train_batch_end(self, batch_idx):
+                if batch_idx % self.every:
+                    return
+                if self.is_due():
+                    self.average()  # call
+            """,
+            "if self.is_due():",
+            id="a number that all count alike decides nothing",
+        ),
+        pytest.param(
+            """
+            def training_step(self, batch):
+                if batch is None:
+                    return None
+                dist.all_reduce(self.count)  # both
+                if self.count.isnan():
+                    return None
+                self.all_gather(self.count)  # call
+            """,
+            "return None",
+            id="what both have passed decides nothing",
+        ),
+        pytest.param(
+            """
+            def helper(self, batch):
+                dist.all_reduce(batch)  # both
+                if batch.isnan():
+                    return
+                dist.all_gather(batch)  # call
+
+            def training_step(self, batch):
+                if batch is None:
+                    return None
+                self.helper(batch)  # call both
+            """,
+            "return",
+            id="nor what stands around a function that both were in",
+        ),
+        pytest.param(
+            """
+            def on_train_epoch_end(self):
+                if self.skips:
+                    return
+                if self.best > self.last:
+                    dist.broadcast(self.best)  # call
+                dist.barrier()  # here
+            """,
+            "if self.best > self.last:",
+            id="the others have not left the function",
+        ),
+        pytest.param(
+            """
+            def on_train_epoch_end(self):
+                if self.is_ready:
+                    if self.best > self.last:
+                        dist.broadcast(self.best)  # call
+                    dist.barrier()  # here
+            """,
+            "if self.best > self.last:",
+            id="the others are in what stands around both",
+        ),
+        pytest.param(
+            """
+            def one(self):
+                if self.skips:
+                    return
+                dist.barrier()  # call
+
+            def other(self):
+                dist.all_reduce(self.total)  # here
+
+            def on_train_epoch_end(self):
+                if self.is_ready:
+                    (self.one if self.flag else self.other)()  # call here
+            """,
+            "return",
+            id="both are at one line, and beyond",
+        ),
+        pytest.param(
+            """
+            def sync(self):
+                dist.all_reduce(self.total)  # call both
+
+            def on_train_epoch_end(self):
+                if self.skips:
+                    return
+                for part in self.parts:
+                    if part.is_empty:
+                        continue
+                    self.sync()  # call both
+            """,
+            "continue",
+            id="a loop around a helper, whose last pass both have made",
+        ),
+        pytest.param(
+            """
+            def on_train_epoch_end(self):
+                dist.barrier()  # call
+            """,
+            "",
+            id="nothing decides",
+        ),
+    ],
+)
+def test_the_line_where_ranks_took_different_ways_is_found(source: str, expected: str) -> None:
+    assert decided(source) == ([expected] if expected else [])
+
+
+def test_where_several_may_have_decided_all_are_known() -> None:
+    source = """
+    def training_step(self, batch):
+        if not batch.any():
+            return None
+        if self.frozen:
+            return None
+        if self.due:
+            self.all_gather(batch)  # call
+    """
+    assert decided(source) == ["return None", "return None", "if self.due:"]
+
+
+def test_it_is_said_in_words_and_not_of_a_rank_which_is_said_elsewhere() -> None:
+    call = Frame(file=FILE, line=44, function="check", user=True)
+    outer = Frame(file=FILE, line=60, function="step", user=True)
+    value = Branch(line=43, test="if not pending:  (line 42)", on=Decides.VALUE, jump="return")
+    assert DecidingBranches(call, ((call, value),)).words() == (
+        "The call at train.py:44 in check may have been skipped by `return` (line 43), under "
+        "`if not pending:` (line 42)."
+    )
+    around = replace(value, line=59, test="if due:  (line 59)", jump="", until=61)
+    told = DecidingBranches(call, ((outer, around),))
+    assert (
+        told.words()
+        == "Whether the call at train.py:44 in check is made may be decided by `if due:` (line 59) in step."
+    )
+    assert told.decided_at == f"{FILE}:59 in step"
+    passes = replace(around, test="for x in y:  (line 59)", on=Decides.PASSES)
+    assert "How often the call at" in DecidingBranches(call, ((outer, passes),)).words()
+    assert DecidingBranches(call, ((outer, replace(around, on=Decides.RANK)),)).words() == ""
+    both = DecidingBranches(call, ((outer, around), (call, value)))
+    assert (both.words(), both.decided_at) == ("", "")
+    (evidence,) = both.evidence()
+    assert evidence.text == (
+        "What may have led around train.py:44 in check: train.py:59 in step: `if due:` (line 59); "
+        "train.py:43 in check: `return` (line 43), under `if not pending:` (line 42)."
+    )
+
+
+RETURN = Branch(line=39, test="if not batch.any():  (line 38)", on=Decides.VALUE, jump="return")
+LOOP = Branch(line=30, test="for part in parts:  (line 30)", on=Decides.PASSES, until=45)
+
+
+def with_branches(facts: JobFacts, *branches: Branch) -> JobFacts:
+    """The same job; this is known of line 40."""
+
+    def known(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+        return tuple(replace(frame, branches=branches) if frame.line == 40 else frame for frame in stack)
+
+    ranks = (
+        replace(one, collectives=tuple(replace(call, stack=known(call.stack)) for call in one.collectives))
+        for one in facts.ranks
+    )
+    return replace(facts, ranks=tuple(ranks))
+
+
+def test_a_finding_tells_the_call_and_what_may_have_led_around_it() -> None:
+    skipped = of("rgrgrb", "rgrrb", "rgrgrb")
+    finding = first(with_branches(skipped, RETURN))
+    assert (finding.ranks, finding.location) == ((1,), f"{FILE}:40 in step")
+    assert finding.decided_at == f"{FILE}:39 in step"
+    assert finding.summary.endswith(
+        "The call at train.py:40 in step may have been skipped by `return` (line 39), under "
+        "`if not batch.any():` (line 38)."
+    )
+    several = first(with_branches(skipped, replace(RETURN, line=36), RETURN))
+    assert several.decided_at == ""
+    assert any("What may have led around train.py:40 in step" in item.text for item in several.evidence)
+    assert first(skipped).decided_at == ""
+
+
+def test_a_rank_is_not_said_to_have_skipped_what_all_have_called() -> None:
+    alike = with_branches(of("rgrgrb", "rgrgrb", "rgrgrb"), RETURN)
+    assert decision(timeline(alike), f"{FILE}:40 in step") is None
+    apart = with_branches(of("rgrgrb", "rgrrb", "rgrgrb"), RETURN)
+    assert decision(timeline(apart), f"{FILE}:40 in step") is not None
+    assert decision(timeline(apart), f"{FILE}:41 in step") is None
+    assert decision(timeline(apart), "") is None
+
+
+def test_a_loop_decides_where_the_last_call_of_all_was_of_the_same_line() -> None:
+    apart = with_branches(of("rgggrb", "rggrbr", "rgggrb"), replace(RETURN, line=20), LOOP)
+    found = decision(timeline(apart), f"{FILE}:40 in step")
+    assert found is not None and found.decided_at == f"{FILE}:30 in step"
+
+
+def test_where_nothing_is_recorded_the_lines_of_the_ranks_decide() -> None:
+    there = replace(user("step", 40), branches=(RETURN, replace(LOOP, on=Decides.VALUE)))
+    here = user("step", 35)
+    facts = job(GLOO.rank(0, MAIN, RUN, there, seq=7), GLOO.rank(1, MAIN, RUN, here, seq=7), world=2)
+    bare = replace(facts, ranks=tuple(replace(one, collectives=()) for one in facts.ranks))
+    assert decision(timeline(bare), f"{FILE}:40 in step") is None  # not returned, and in what holds both
+    gone = replace(bare, ranks=(bare.ranks[0], replace(bare.ranks[1], stack=(MAIN, RUN))))
+    found = decision(timeline(gone), f"{FILE}:40 in step")
+    assert found is not None and [branch.line for _, branch in found.ways] == [39, 30]
