@@ -17,15 +17,27 @@ from lightning_ncclsafe.facts import Collective, Group, Phase, Progress, RankFac
 from lightning_ncclsafe.reading.groups import MOST_GROUPS, Places, groups_of
 from lightning_ncclsafe.reading.tracebacks import DumpStacks
 from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, items, mapping, shapes, text, texts, whole
-from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Entry, Recorder, State, Work, WorkKind, backend_of, is_known
+from lightning_ncclsafe.recorder.model import (
+    MOST_ENTRIES,
+    Entry,
+    Recorder,
+    State,
+    Work,
+    WorkKind,
+    backend_of,
+    group_of,
+    is_known,
+)
 
 MOST_BYTES = 64 * 1024 * 1024
 """Of a dump. An entry takes some 200 bytes, its stack as many; PyTorch keeps 2,000 unless told otherwise."""
 MOST_CONTAINERS = 5_000_000
 
-# Instructions for plain data whose length is fixed. A memo's number of four bytes must be below 2 to the power of 24.
+# Instructions for plain data whose length is fixed, the frequent ones first, as that is what the time goes into; times
+# are whole numbers of eight bytes. A memo's number of four bytes must be below 2 to the power of 24.
 _FIXED = re.compile(
-    rb"(?:[N\x88\x89\])}(teaus\x85-\x87\x94]|[Kqh\x80].|M..|J.{4}|j.{3}\x00|r.{3}\x00|[G\x95].{8}){1,4096}",
+    rb"(?:h.|[N\x88\x89\])}(teaus\x85-\x87\x94]|r...\x00|J....|[Kq\x80].|M..|\x8a\x08........|j...\x00|[G\x95]........)"
+    rb"{1,4096}",
     re.DOTALL,
 )
 # Those with a length of their own, and the length of that: text, bytes, whole numbers.
@@ -134,7 +146,7 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
         dump: The dump; see :func:`is_dump`.
     """
     given = items(dump.get("entries"))
-    entries = [entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))]
+    entries = _of_use([entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))])
     status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
     recorder = Recorder(entries, status)
     places = Places.of(dump, recorder)
@@ -155,6 +167,37 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
         unknown_backends=tuple(sorted(name[:40] for name in backends if not is_known(name))),
         places=places,
     )
+
+
+def _of_use(entries: list[Entry]) -> list[Entry]:
+    """Entries without the oldest collectives of each group, all of which have ended: most of a full ring.
+
+    Of a group that also sends and receives, all are needed to tell what belongs together.
+    """
+    by_group: dict[Any, list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        number = entry.get("pg_id")
+        by_group[number if type(number) is int else group_of(entry)].append(index)
+    left_out: set[int] = set()
+    for indices in by_group.values():
+        ended = next(
+            (place for place, index in enumerate(indices) if not _has_surely_ended(entries[index])), len(indices)
+        )
+        older = min(ended, len(indices) - _NEWEST) - _BEFORE
+        if older > 0 and not any(_sends_or_receives(entries[index]) for index in indices):
+            left_out.update(indices[:older])
+    return [entry for index, entry in enumerate(entries) if index not in left_out] if left_out else entries
+
+
+def _has_surely_ended(entry: Entry) -> bool:
+    return entry.get("state") == "completed" and entry.get("retired", True) is True
+
+
+def _sends_or_receives(entry: Entry) -> bool:
+    if entry.get("is_p2p") is True:
+        return True
+    name = entry.get("profiling_name")
+    return type(name) is str and name.endswith("coalesced")
 
 
 def _kept(recorder: Recorder[Any]) -> list[Work[Any]]:

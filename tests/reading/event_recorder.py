@@ -412,9 +412,9 @@ class Job:
             self.taken[rank] = self.dump(rank, **how)
 
     def dump(self, number: int, *, version: str = "2.10", only_active: bool = False, gives_up: bool = False,
-             waited_s: float = 300.0, clock_s: float = 0.0, frames: bool = True, status: bool = True,
+             clock_s: float = 0.0, frames: bool = True, status: bool = True,
              config: bool = True) -> dict[str, Any]:  # fmt: skip
-        """What a rank would dump now; it has been waiting for some more seconds.
+        """What a rank would dump now.
 
         Args:
             gives_up: Whether the watchdog has retired what is over its timeout.
@@ -438,7 +438,7 @@ class Job:
             elif kernel.began_s is not None and self.timing:
                 state = "started"
             left = not entry.is_part and kernel.launched_s is not None and done_s is None
-            if left and gives_up and self.now_s + waited_s - entry.created_s > entry.timeout_s:
+            if left and gives_up and self.now_s - entry.created_s > entry.timeout_s:
                 if entry.group.name not in given_up:
                     retired = True
                     given_up[entry.group.name] = entry.number

@@ -38,9 +38,9 @@ def split(about: str, first: int, parts: Iterable[Iterable[int]]) -> list[Group]
     return [Group(str(first + place), about, tuple(part)) for place, part in enumerate(parts)]
 
 
-def taken(job: Job, at_s: float | None = None, *, without: Iterable[int] = (), **how: Any) -> Dumps:
-    """Dumps of all ranks, when nothing moves any more or at a moment."""
-    job.run(1e9 if at_s is None else at_s)
+def taken(job: Job, *, without: Iterable[int] = (), waited_s: float = 300.0, **how: Any) -> Dumps:
+    """Dumps of all ranks, when nothing has moved for some time."""
+    job.run().now_s += waited_s
     for rank in job.ranks:
         if rank not in without:
             job.take(rank, **how)
@@ -260,6 +260,7 @@ def ddp16_an_old_dump() -> Dumps:
 def ddp16_clocks_differ() -> Dumps:
     """Hosts' clocks are seconds apart."""
     job = ddp_job(faults={(12, "loader", 9): stuck}).run()
+    job.now_s += 300.0
     for rank in job.ranks:
         job.take(rank, clock_s=-40.0 if rank > 7 else 7.0)
     return job.taken
