@@ -314,6 +314,9 @@ class _Standstill(Calls):
             sure = self.lost.isdisjoint(ranks)
             return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
         ops = sorted(ops, key=self._most)
+        first = [self.open[rank][0] for rank in ranks]
+        own = {(call.group, call.seq) for call in first if not call.is_p2p}
+        ops = [op for op in ops if op in own] or ops
         odd = self._odd_ones(ranks, ops)
         sure = self.lost.isdisjoint(ranks)
         return Root(cause=RootCause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
