@@ -185,7 +185,8 @@ def _of_use(entries: list[Entry]) -> list[Entry]:
         )
         older = min(ended, len(indices) - _NEWEST) - _BEFORE
         if older > 0 and not any(_sends_or_receives(entries[index]) for index in indices):
-            left_out.update(indices[:older])
+            # The first one stays: groups are told in the order in which they were first used.
+            left_out.update(indices[1:older])
     return [entry for index, entry in enumerate(entries) if index not in left_out] if left_out else entries
 
 

@@ -482,9 +482,7 @@ class Job:
 
     def counted(self, rank: Rank, name: str, started: bool = False) -> int:
         if started:
-            numbers = [
-                one.number for one in rank.watched if one.group.name == name and one.kernel.began_s is not None
-            ]
+            numbers = [one.number for one in rank.watched if one.group.name == name and one.kernel.began_s is not None]
             return numbers[-1] if numbers else -1
         seen = [(self.retired_s(rank, one), one.number) for one in rank.watched if one.group.name == name]
         done = [(when_s, number) for when_s, number in seen if when_s is not None]

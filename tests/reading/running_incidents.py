@@ -136,7 +136,9 @@ def _changed(rank: Rank, *calls: tuple[Any, ...]) -> Generator[Any, Any, bool]:
 @incident(DIFFERENT, 8)
 def ddp16_another_dtype() -> Dumps:
     """Rank 8's autocast is off."""
-    return taken(ddp_job(faults={(8, "metric", 7): lambda r: _changed(r, r.call("0", "all_reduce", 1, dtype="Double"))}))
+    return taken(
+        ddp_job(faults={(8, "metric", 7): lambda r: _changed(r, r.call("0", "all_reduce", 1, dtype="Double"))})
+    )
 
 
 @incident(DIFFERENT, 2)
@@ -399,7 +401,9 @@ class Mesh:
         ranks = range(count)
         self.tp = [[r for r in ranks if r // tensor == n] for n in range(count // tensor)]
         self.dp = [
-            [r for r in ranks if r // per == stage and r % tensor == t] for stage in range(stages) for t in range(tensor)
+            [r for r in ranks if r // per == stage and r % tensor == t]
+            for stage in range(stages)
+            for t in range(tensor)
         ]
         self.pp = [[place + per * stage for stage in range(stages)] for place in range(per)]
         self.ends = [[one[0], one[-1]] for one in self.pp]
@@ -817,9 +821,10 @@ def objects16_a_receiver_is_stuck_before() -> Dumps:
     return taken(objects_job({(6, "decide", 3): stuck}))
 
 
+RUNNING = tuple(name for name in INCIDENTS if name not in BEFORE)
+
 if __name__ == "__main__":
-    names = [name for name in INCIDENTS if name not in BEFORE and (not sys.argv[1:] or name in sys.argv[1:])]
-    answers = {name: wrong(INCIDENTS[name], diagnosed(INCIDENTS[name])) for name in names}
+    answers = {name: wrong(INCIDENTS[name], diagnosed(INCIDENTS[name])) for name in sys.argv[1:] or RUNNING}
     for name, answer in answers.items():
         if answer:
             print(f"{name:42} {INCIDENTS[name].kinds[:1]} {INCIDENTS[name].ranks}: {answer}")

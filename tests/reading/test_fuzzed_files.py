@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_dumps import entry, idle, waiting
 
+from lightning_ncclsafe.reading import dumps
 from lightning_ncclsafe.reading.dumps import Dump, from_json, from_pickle, read_dump
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.reading.values import ReadingError
@@ -97,6 +99,26 @@ DUMP = st.fixed_dictionaries(
 @given(dump=DUMP)
 def test_a_dump_may_hold_anything(dump: dict[Any, Any]) -> None:
     beside_others(dump)
+
+
+STATES = (*[("completed", True)] * 6, ("completed", False), ("scheduled", False), ("scheduled", True))
+OPS = (*["nccl:all_reduce"] * 8, "nccl:send 0->1", "nccl:coalesced")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_left_out_of_a_full_ring_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = random.Random(seed)
+    made: list[dict[str, Any]] = []
+    for _ in range(drawn.randint(2, 8)):
+        number, (state, retired), op = drawn.randint(0, 2), drawn.choice(STATES), drawn.choice(OPS)
+        of_run = {"pg_id": number, "process_group": (str(number), ""), "retired": retired, "is_p2p": "send" in op}
+        for _ in range(drawn.randint(1, 120)):
+            made.append(entry(len(made) + 1, state=state, op=op, **of_run))
+    status = {"0": {"last_enqueued_collective": len(made), "last_completed_collective": len(made) // 2}}
+    dump = {"entries": made, "pg_status": drawn.choice([status, {}])}
+    read_all = dumps.parsed(dump)
+    monkeypatch.setattr(dumps, "_of_use", list)
+    assert read_all == dumps.parsed(dump)
 
 
 PICKLED = pickle.dumps(waiting(), protocol=2)
