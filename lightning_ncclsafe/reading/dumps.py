@@ -6,6 +6,7 @@ kept, and those around the oldest one that has not ended.
 
 import io
 import json
+import operator
 import os
 import pickle
 import re
@@ -25,8 +26,8 @@ from lightning_ncclsafe.recorder.model import (
     Work,
     WorkKind,
     backend_of,
-    group_of,
     is_known,
+    number_of,
 )
 
 MOST_BYTES = 64 * 1024 * 1024
@@ -53,6 +54,7 @@ _NEWEST_OF_ALL_GROUPS = 256
 _LEAST_NEWEST = 8
 _BEFORE = 32
 _BEHIND = 32
+_STATES = ("scheduled", "started", "completed")
 _KEYS = ("entries", "pg_status", "pg_config")
 
 _SUFFIXES = re.compile(r"(?:\.(?:gz|json|pkl|pickle|pt|bin|dump|trace|txt|log))+$", re.IGNORECASE)
@@ -144,9 +146,14 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
 
     Args:
         dump: The dump; see :func:`is_dump`.
+
+    Raises:
+        ReadingError: If entries lack what every version writes.
     """
     given = items(dump.get("entries"))
-    entries = _of_use([entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))])
+    entries = _of_use(_in_order([entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))]))
+    if not all(map(_is_whole, entries)):
+        raise ReadingError("it is damaged: some of its entries have no sequence number or no state")
     status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
     recorder = Recorder(entries, status)
     places = Places.of(dump, recorder)
@@ -169,6 +176,20 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
     )
 
 
+def _in_order(entries: list[Entry]) -> list[Entry]:
+    """Entries as they were recorded, whoever has written them in another order."""
+    numbers = [entry.get("record_id") for entry in entries]
+    if all(type(number) is int for number in numbers) and any(map(operator.gt, numbers, numbers[1:])):
+        return sorted(entries, key=operator.itemgetter("record_id"))
+    return entries
+
+
+def _is_whole(entry: Entry) -> bool:
+    """Whether it has what every version writes, and without which it would mean something else."""
+    key = "p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id"
+    return whole(entry.get(key, entry.get("seq_id")), -1) >= 0 and entry.get("state") in _STATES
+
+
 def _of_use(entries: list[Entry]) -> list[Entry]:
     """Entries without the oldest collectives of each group, all of which have ended: most of a full ring.
 
@@ -177,7 +198,7 @@ def _of_use(entries: list[Entry]) -> list[Entry]:
     by_group: dict[Any, list[int]] = defaultdict(list)
     for index, entry in enumerate(entries):
         number = entry.get("pg_id")
-        by_group[number if type(number) is int else group_of(entry)].append(index)
+        by_group[number if type(number) is int else number_of(entry)].append(index)
     left_out: set[int] = set()
     for indices in by_group.values():
         ended = next(

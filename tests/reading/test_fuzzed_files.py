@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ def beside_others(dump: dict[Any, Any]) -> None:
     """A dump of rank 0 is read, and judged with two others."""
     found = Artifacts()
     for rank, one in enumerate((dump, waiting(), idle())):
-        found.add_dump(f"trace_{rank}", one)
+        with suppress(ReadingError):
+            found.add_dump(f"trace_{rank}", one)
+    assert {1, 2} <= set(found.dumps)
     judged(found)
 
 
@@ -141,10 +144,10 @@ def edits(data: bytes) -> st.SearchStrategy[bytes]:
 def read(data: bytes) -> Dump | None:
     try:
         plain = from_pickle(data) if data[:1] == b"\x80" else from_json(data)
+        return read_dump(plain, 0) if isinstance(plain, dict) else None
     except ReadingError as error:
         assert 0 < len(str(error)) < 300
         return None
-    return read_dump(plain, 0) if isinstance(plain, dict) else None
 
 
 @pytest.mark.parametrize("data", [PICKLED, WRITTEN], ids=["pickle", "JSON"])
