@@ -178,10 +178,10 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
 
 def _in_order(entries: list[Entry]) -> list[Entry]:
     """Entries as they were recorded, whoever has written them in another order."""
-    numbers = [entry.get("record_id") for entry in entries]
-    if all(type(number) is int for number in numbers) and any(map(operator.gt, numbers, numbers[1:])):
-        return sorted(entries, key=operator.itemgetter("record_id"))
-    return entries
+    numbers: list[Any] = [entry.get("record_id") for entry in entries]
+    if not all(type(number) is int for number in numbers) or numbers == sorted(numbers):
+        return entries
+    return sorted(entries, key=operator.itemgetter("record_id"))
 
 
 def _is_whole(entry: Entry) -> bool:

@@ -56,9 +56,12 @@ class Entry:
     created_s: float
     kernel: Kernel
     is_part: bool = False
-    is_watched: bool = True
     number: int = 0
     timeout_s: float = 600.0
+
+    @property
+    def is_outstanding(self) -> bool:
+        return not self.is_part and self.kernel.launched_s is not None and self.kernel.done_s is None
 
 
 @dataclass
@@ -236,9 +239,7 @@ class Job:
         rank.ops[name] += 1
         count = len(group.ranks)
         ins = [[size] for size in sizes]
-        outs = [[size * count] if op == "all_gather" else [size // count] if op == "reduce_scatter" else [size] for size in sizes]  # fmt: skip
-        if op == "all_to_all":
-            outs = [[max(self.random.randrange(size // 2, size * 2), 1)] for size in sizes]
+        outs = [[self.given(op, size, count)] for size in sizes]
         kernel = Kernel(rank.number)
         entry = self.record(rank, group, f"nccl:{NAMES.get(op, op)}", ins, outs, dtype, kernel, is_p2p=False)
         place = rank.comms[name] = rank.comms[name] + 1
@@ -254,9 +255,15 @@ class Job:
 
         self.connect(rank, name, group.ranks, launched)
 
+    def given(self, op: str, size: int, count: int) -> int:
+        """How much a rank gets for so much of its own; of an exchange, whatever the others have for it."""
+        if op == "all_to_all":
+            return max(self.random.randrange(size // 2, size * 2), 1)
+        return {"all_gather": size * count, "reduce_scatter": size // count}.get(op, size)
+
     def connect(self, rank: Rank, key: Any, members: Iterable[int], then: Callable[[], None]) -> None:
         """NCCL's first call of a communicator, which returns when all have come."""
-        if not self.connects or rank.number in self.connected[key] and not self.blocked[key]:
+        if not self.connects or (rank.number in self.connected[key] and not self.blocked[key]):
             then()
             return
         self.connected[key].add(rank.number)
@@ -281,9 +288,9 @@ class Job:
             sizes = [[size] for _, _, size in parts]
             made = self.record(rank, group, "nccl:coalesced", sizes[:0], sizes[:0], "BFloat16", kernel, is_p2p=False)
             made.number = rank.p2p[name]
-        pairs = [(kind, tuple(sorted((rank.number, peer))) if not batched else "all", peer, size) for kind, peer, size in parts]  # fmt: skip
-        kernel.meets = lambda one: self.exchange(group, one, pairs)
-        stream = name if batched else (name, *sorted((rank.number, parts[0][1])))
+        pair = (name, *sorted((rank.number, parts[0][1])))
+        kernel.meets = lambda one: self.exchange(group, one, list(parts), "all" if batched else pair)
+        stream = name if batched else pair
         assert made is not None
         self.enqueue(rank, made)
         self.launch(rank, kernel, stream, [rank.current] if rank.current else [])
@@ -347,8 +354,8 @@ class Job:
                 self.later(took_s + self.random.random() * 0.0002, lambda one=one: self.end(one, is_nccl=True))
             del self.met[group.name, place]
 
-    def exchange(self, group: Group, kernel: Kernel, parts: list[tuple[str, Any, int, int]]) -> None:
-        for kind, comm, peer, size in parts:
+    def exchange(self, group: Group, kernel: Kernel, parts: list[tuple[str, int, int]], comm: Any) -> None:
+        for kind, peer, size in parts:
             is_send = kind == "send"
             ends = (kernel.rank, peer) if is_send else (peer, kernel.rank)
             channel = self.channels[group.name, comm, ends]
@@ -401,7 +408,7 @@ class Job:
     def retired_s(self, rank: Rank, entry: Entry) -> float | None:
         """When the watchdog has come to see that a work has ended."""
         done_s = entry.kernel.done_s
-        if entry.is_part or done_s is None or rank.is_dead and done_s is None:
+        if entry.is_part or done_s is None:
             return None
         turns = int((done_s - self.phase[rank.number]) / POLL_S) + 1
         seen_s = self.phase[rank.number] + turns * POLL_S
@@ -426,23 +433,12 @@ class Job:
         given_up: dict[str, int] = {}
         for entry in rank.entries:
             kernel = entry.kernel
+            state, done_s = self.state(entry)
             retired = self.retired_s(rank, entry) is not None
-            state = "scheduled"
-            done_s = kernel.done_s
-            if entry.is_part:
-                done_s = None
-            elif kernel.launched_s is None:
-                state, done_s = "completed", entry.created_s + 0.1
-            elif done_s is not None:
-                state = "completed"
-            elif kernel.began_s is not None and self.timing:
-                state = "started"
-            left = not entry.is_part and kernel.launched_s is not None and done_s is None
-            if left and gives_up and self.now_s - entry.created_s > entry.timeout_s:
-                if entry.group.name not in given_up:
-                    retired = True
-                    given_up[entry.group.name] = entry.number
-            if only_active and (retired and entry.group.name not in given_up or state == "completed" and retired):
+            is_late = gives_up and self.now_s - entry.created_s > entry.timeout_s
+            if is_late and entry.is_outstanding and given_up.setdefault(entry.group.name, entry.number) == entry.number:
+                retired = True
+            elif only_active and retired:
                 continue
             shift = BEGAN_NS + int(clock_s * 1e9)
             fields = {
@@ -480,6 +476,18 @@ class Job:
             }
         return dump
 
+    def state(self, entry: Entry) -> tuple[str, float | None]:
+        """What the recorder says of it, and when its device was done."""
+        kernel = entry.kernel
+        if entry.is_part:
+            return "scheduled", None
+        if kernel.launched_s is None:
+            # An event that was never recorded.
+            return "completed", entry.created_s + 0.1
+        if kernel.done_s is not None:
+            return "completed", kernel.done_s
+        return "started" if kernel.began_s is not None and self.timing else "scheduled", None
+
     def counted(self, rank: Rank, name: str, started: bool = False) -> int:
         if started:
             numbers = [one.number for one in rank.watched if one.group.name == name and one.kernel.began_s is not None]
@@ -490,8 +498,9 @@ class Job:
 
 
 def _frames(words: str) -> list[dict[str, Any]]:
+    op = words.split(":")[-1].split(" ")[0]
     return [
-        {"name": words.split(":")[-1].split(" ")[0], "filename": "/opt/torch/distributed/distributed_c10d.py", "line": 2501},
+        {"name": op, "filename": "/opt/torch/distributed/distributed_c10d.py", "line": 2501},
         {"name": "train_step", "filename": "/workspace/train.py", "line": 120 + len(words)},
         {"name": "main", "filename": "/workspace/train.py", "line": 310},
     ]  # fmt: skip

@@ -1,11 +1,13 @@
 """Incidents of jobs that run (``event_recorder``): 16 and 32 ranks, each with its truth, which was written first.
 
-Data parallel, sharded, and Megatron-like jobs with tensor, pipeline, expert and context parallel groups; the fault takes
-the place of a call of the training program. ``python tests/reading/running_incidents.py`` prints what is said now.
+Data parallel, sharded, and Megatron-like jobs with tensor, pipeline, expert and context parallel groups; the fault
+takes the place of a call of the training program. ``python tests/reading/running_incidents.py`` prints what is said
+now.
 """
 
 import sys
 from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from event_recorder import Dumps, Fault, Group, Job, Program, Rank, stuck
@@ -128,8 +130,7 @@ def ddp16_two_ranks_have_another_bucket() -> Dumps:
 
 
 def _changed(rank: Rank, *calls: tuple[Any, ...]) -> Generator[Any, Any, bool]:
-    for call in calls:
-        yield call
+    yield from (call for call in calls)
     return True
 
 
@@ -281,17 +282,7 @@ def fsdp(rank: Rank, shard: str, replicas: str = "", layers: int = 6, steps: int
     """Gathers are one layer ahead; reductions are waited for at the end."""
     for step in range(steps):
         yield from rank.fault("loader", step)
-        gathered = yield rank.call(shard, "all_gather", 8000, lazy=True)
-        for layer in range(layers):
-            following = None
-            if layer + 1 < layers:
-                replaced = yield from rank.fault(f"gather{layer + 1}", step)
-                if not replaced:
-                    following = yield rank.call(shard, "all_gather", 8000 + 64 * (layer + 1), lazy=True)
-            if gathered is not None:
-                yield rank.wait(gathered)
-            yield rank.compute(0.003)
-            gathered = following
+        yield from _forward(rank, shard, layers, step)
         reductions = []
         for layer in reversed(range(layers)):
             yield from rank.fault(f"backward{layer}", step)
@@ -307,6 +298,19 @@ def fsdp(rank: Rank, shard: str, replicas: str = "", layers: int = 6, steps: int
         yield rank.call("0", "all_reduce", 1, dtype="Float")
         yield rank.sync()
         yield from rank.fault("end", step)
+
+
+def _forward(rank: Rank, shard: str, layers: int, step: int) -> Program:
+    gathered = yield rank.call(shard, "all_gather", 8000, lazy=True)
+    for layer in range(layers):
+        following = None
+        replaced = layer + 1 < layers and (yield from rank.fault(f"gather{layer + 1}", step))
+        if layer + 1 < layers and not replaced:
+            following = yield rank.call(shard, "all_gather", 8000 + 64 * (layer + 1), lazy=True)
+        if gathered is not None:
+            yield rank.wait(gathered)
+        yield rank.compute(0.003)
+        gathered = following
 
 
 def fsdp_job(faults: Faults | None = None, count: int = 16, **more: Any) -> Job:
@@ -429,81 +433,96 @@ class Mesh:
         return next(one for one in self.pp if rank in one)
 
 
-def megatron(rank: Rank, mesh: Mesh, style: str, steps: int = 3, batches: int = 6, moe: bool = False) -> Program:
+@dataclass
+class Megatron:
     """One forward, one backward; activations go as single sends, or in batches with what comes back."""
-    own = rank.number
-    tp, dp, pp = (mesh.named[short, own] for short in ("tp", "dp", "pp"))
-    stage, pipe = mesh.stage(own), mesh.pipe(own)
-    before = pipe[stage - 1] if stage else None
-    after = pipe[stage + 1] if stage + 1 < mesh.stages else None
 
-    def layers(tag: str, step: int) -> Program:
+    rank: Rank
+    mesh: Mesh
+    style: str
+    moe: bool = False
+    batches: int = 6
+
+    def __post_init__(self) -> None:
+        own, self.pipe = self.rank.number, self.mesh.pipe(self.rank.number)
+        self.stage = self.mesh.stage(own)
+        self.before = self.pipe[self.stage - 1] if self.stage else None
+        self.after = self.pipe[self.stage + 1] if self.stage + 1 < self.mesh.stages else None
+
+    def group(self, short: str) -> str:
+        return self.mesh.named[short, self.rank.number]
+
+    def run(self, steps: int = 3) -> Program:
+        for step in range(steps):
+            yield from self.pipeline(step)
+            yield from self.update(step)
+
+    def layers(self, tag: str, step: int) -> Program:
+        rank = self.rank
         for layer in range(2):
-            yield rank.call(tp, "all_gather", 4096)
+            yield rank.call(self.group("tp"), "all_gather", 4096)
             yield rank.compute(0.002)
-            yield rank.call(tp, "reduce_scatter", 8192)
-            if moe:
-                replaced = yield from rank.fault(f"{tag}-experts{layer}", step)
-                if not replaced:
-                    yield rank.call(mesh.named["ep", own], "all_to_all", 4096)
-                    yield rank.compute(0.002)
-                    yield rank.call(mesh.named["ep", own], "all_to_all", 4096)
+            yield rank.call(self.group("tp"), "reduce_scatter", 8192)
+            if self.moe and not (yield from rank.fault(f"{tag}-experts{layer}", step)):
+                yield rank.call(self.group("ep"), "all_to_all", 4096)
+                yield rank.compute(0.002)
+                yield rank.call(self.group("ep"), "all_to_all", 4096)
         yield from rank.fault(tag, step)
 
-    def talk(tag: str, step: int, *parts: tuple[str, int | None]) -> Program:
+    def talk(self, tag: str, step: int, *parts: tuple[str, int | None]) -> Program:
+        rank, group = self.rank, self.group("pp")
         real = tuple((kind, peer, 5120) for kind, peer in parts if peer is not None)
         replaced = yield from rank.fault(tag, step)
         if not real or replaced:
             return
-        if style == "batch":
-            work = yield rank.batch(pp, *real, lazy=True)
+        if self.style == "batch":
+            work = yield rank.batch(group, *real, lazy=True)
             yield rank.wait(work)
             yield rank.sync()
-        else:
-            for kind, peer, size in sorted(real, key=lambda one: (one[0] == "recv") == (stage % 2 == 0)):
-                if kind == "send":
-                    yield rank.send(pp, peer, size)
-                else:
-                    yield rank.recv(pp, peer, size)
+            return
+        for kind, peer, size in sorted(real, key=lambda one: (one[0] == "recv") == (self.stage % 2 == 0)):
+            yield rank.send(group, peer, size) if kind == "send" else rank.recv(group, peer, size)
 
-    for step in range(steps):
-        warm = min(mesh.stages - stage - 1, batches)
+    def pipeline(self, step: int) -> Program:
+        batches, warm = self.batches, min(self.mesh.stages - self.stage - 1, self.batches)
         for batch in range(warm):
-            yield from rank.fault("loader", step)
-            yield from talk(f"recv-forward{batch}", step, ("recv", before))
-            yield from layers(f"forward{batch}", step)
-            yield from talk(f"send-forward{batch}", step, ("send", after))
+            yield from self.rank.fault("loader", step)
+            yield from self.talk(f"recv-forward{batch}", step, ("recv", self.before))
+            yield from self.layers(f"forward{batch}", step)
+            yield from self.talk(f"send-forward{batch}", step, ("send", self.after))
         if warm < batches:
-            yield from talk(f"recv-forward{warm}", step, ("recv", before))
+            yield from self.talk(f"recv-forward{warm}", step, ("recv", self.before))
         for batch in range(batches - warm):
-            yield from layers(f"forward{warm + batch}", step)
-            yield from talk(f"steady{batch}", step, ("send", after), ("recv", after))
-            yield from layers(f"backward{batch}", step)
+            yield from self.layers(f"forward{warm + batch}", step)
+            yield from self.talk(f"steady{batch}", step, ("send", self.after), ("recv", self.after))
+            yield from self.layers(f"backward{batch}", step)
             if batch + 1 < batches - warm:
-                yield from talk(f"cool{batch}", step, ("send", before), ("recv", before))
+                yield from self.talk(f"cool{batch}", step, ("send", self.before), ("recv", self.before))
             else:
-                yield from talk(f"last{batch}", step, ("send", before))
+                yield from self.talk(f"last{batch}", step, ("send", self.before))
         for batch in range(batches - warm, batches):
-            yield from talk(f"recv-backward{batch}", step, ("recv", after))
-            yield from layers(f"backward{batch}", step)
-            yield from talk(f"send-backward{batch}", step, ("send", before))
+            yield from self.talk(f"recv-backward{batch}", step, ("recv", self.after))
+            yield from self.layers(f"backward{batch}", step)
+            yield from self.talk(f"send-backward{batch}", step, ("send", self.before))
+
+    def update(self, step: int) -> Program:
+        rank = self.rank
         yield from rank.fault("grads", step)
-        reduced = yield rank.call(dp, "reduce_scatter", 65_536, lazy=True)
-        if ("embedding", own) in mesh.named and own in (pipe[0], pipe[-1]):
-            yield rank.call(mesh.named["embedding", own], "all_reduce", 32_000)
+        reduced = yield rank.call(self.group("dp"), "reduce_scatter", 65_536, lazy=True)
+        if rank.number in (self.pipe[0], self.pipe[-1]):
+            yield rank.call(self.group("embedding"), "all_reduce", 32_000)
         yield rank.wait(reduced)
-        replaced = yield from rank.fault("norm", step)
-        if not replaced:
+        if not (yield from rank.fault("norm", step)):
             yield rank.call("0", "all_reduce", 1, dtype="Float")
             yield rank.sync()
         yield from rank.fault("optimizer", step)
-        yield rank.call(dp, "all_gather", 32_768)
+        yield rank.call(self.group("dp"), "all_gather", 32_768)
 
 
 def megatron_job(count: int = 16, style: str = "batch", faults: Faults | None = None, stages: int = 4,
                  moe: bool = False, **more: Any) -> Job:  # fmt: skip
     mesh = Mesh(count, stages)
-    return Job(mesh.groups, lambda rank: megatron(rank, mesh, style, moe=moe), faults=faults or {}, **more)
+    return Job(mesh.groups, lambda rank: Megatron(rank, mesh, style, moe).run(), faults=faults or {}, **more)
 
 
 @incident(HOST, 9)
