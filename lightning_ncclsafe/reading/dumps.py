@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Collective, Group, Phase, Progress, RankFacts, RecordFacts
@@ -28,6 +28,7 @@ from lightning_ncclsafe.recorder.model import (
     backend_of,
     is_known,
     number_of,
+    seq_of,
 )
 
 MOST_BYTES = 64 * 1024 * 1024
@@ -160,8 +161,8 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
     has_called = bool(entries or status)
     is_blank = not has_called and bool(places.members)
     kept = _kept(recorder)
-    stacks = DumpStacks()
-    calls = [call for work in kept for call in _collectives(work, stacks)]
+    stacks, numbers = DumpStacks(), {} if recorder.only_open else _pair_numbers(entries)
+    calls = [call for work in kept for call in _collectives(work, stacks, numbers)]
     backends = {backend_of(work.entry)[0] for work in kept}
     return Parsed(
         groups=groups_of(places),
@@ -243,12 +244,30 @@ def _around(works: Sequence[Work[Any]], newest: int) -> list[Work[Any]]:
     return list(kept.values())
 
 
-def _collectives(work: Work[Any], stacks: DumpStacks) -> list[Collective]:
+def _pair_numbers(entries: Sequence[Entry]) -> dict[int, int]:
+    """Of sends and receives, by the identity of the entry, which one between the two it is; of groups of which the ring
+    still has the very first."""
+    found: dict[int, int] = {}
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    is_counted: dict[str, bool] = {}
+    for place, entry in enumerate(entries):
+        if entry.get("is_p2p") is not True:
+            continue
+        number = number_of(entry)
+        is_first = seq_of(entry) == 1 and (place > 0 or entry.get("record_id") == 0)
+        if is_counted.setdefault(number, is_first):
+            end = (number, backend_of(entry)[1])
+            counts[end] += 1
+            found[id(entry)] = counts[end]
+    return found
+
+
+def _collectives(work: Work[Any], stacks: DumpStacks, numbers: Mapping[int, int]) -> list[Collective]:
     """Of a batch, each send and receive: its whole says what became of them."""
-    return [_collective(entry, work, stacks) for entry in work.parts or (work.entry,)]
+    return [_collective(entry, work, stacks, numbers.get(id(entry), 0)) for entry in work.parts or (work.entry,)]
 
 
-def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks) -> Collective:
+def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks, pair_number: int) -> Collective:
     backend, op = backend_of(entry)
     duration = entry.get("duration_ms")
     return Collective(
@@ -267,6 +286,7 @@ def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks) -> Collective
         duration_ms=float(duration) if isinstance(duration, float) and abs(duration) < 1e12 else None,
         timeout_ms=max(whole(entry.get("timeout_ms")), 0),
         is_p2p=work.kind is not WorkKind.COLLECTIVE,
+        pair_number=pair_number,
         stack=stacks.read(entry.get("frames")),
     )
 
