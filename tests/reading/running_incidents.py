@@ -802,6 +802,33 @@ def ring16_moves() -> Dumps:
     return taken_apart(ring_job(), {rank: 0.06 + 0.001 * rank for rank in range(16)})
 
 
+# Devices that die while they send or receive, of which nothing but the number of the send or receive tells
+
+
+@incident(DEVICE, 12)
+def ring16_device_dies() -> Dumps:
+    """Rank 12's device dies in its 39th kernel, a turn."""
+    return taken(ring_job(frozen={12: 39}, seed=63), version="2.9")
+
+
+@incident(DEVICE, 9)
+def megatron16_device_dies_in_a_send() -> Dumps:
+    """Rank 9's device dies in its 130th kernel."""
+    return taken(megatron_job(style="single", frozen={9: 130}, timing=True, seed=163), version="2.9")
+
+
+@incident(DEVICE, 10)
+def interleaved16_device_dies() -> Dumps:
+    """Rank 10's device dies in its 131st kernel."""
+    return taken(interleaved_job(frozen={10: 131}, eager=10_000, seed=128))
+
+
+@incident(DEVICE, 1)
+def interleaved16_device_of_the_first_stage_dies() -> Dumps:
+    """Rank 1's device dies in its 96th kernel."""
+    return taken(interleaved_job(frozen={1: 96}, eager=10_000, seed=177), version="2.9")
+
+
 # Objects and checkpoints
 
 
