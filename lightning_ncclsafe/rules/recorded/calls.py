@@ -149,7 +149,7 @@ class Calls:
     def _pair(self, rank: int, call: Collective) -> None:
         end = peer_of(call, self.members.get(call.group, ())) if call.pair_number else None
         if end is not None:
-            self._pairs[(rank, call.group, *end)][call.pair_number] = call
+            self._pairs[rank, call.group, end[0], end[1]][call.pair_number] = call
 
     def other_side(self, rank: int, call: Collective) -> tuple[Seen, Collective | None]:
         """What became of the other side of a send or receive, and that, where it is open; as far as both have counted
