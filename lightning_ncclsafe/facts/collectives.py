@@ -33,6 +33,8 @@ class Collective:
         timeout_ms: Timeout that applies to this collective, in milliseconds; 0 if unknown.
         is_p2p: Whether it is a point-to-point operation, which is numbered separately; operations that were started
             together have one number, and end together.
+        pair_number: Of a send or receive in a dump, which one it is between these two ranks of the group, in this
+            direction, from 1; 0 if the ring may have lost earlier ones.
         stack: Where it was called, outermost frame first. For a live rank: the user's line below the Trainer, the line
             under a condition on the rank, and the caller of ``torch.distributed``, with the newest call of each
             ``site``; for dumps and logs, what they contain.
@@ -55,6 +57,7 @@ class Collective:
     duration_ms: float | None = None
     timeout_ms: int = 0
     is_p2p: bool = False
+    pair_number: int = 0
     stack: tuple[Frame, ...] = ()
     site: str = ""
 

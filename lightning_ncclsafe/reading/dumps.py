@@ -6,26 +6,40 @@ kept, and those around the oldest one that has not ended.
 
 import io
 import json
+import operator
 import os
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Collective, Group, Phase, Progress, RankFacts, RecordFacts
 from lightning_ncclsafe.reading.groups import MOST_GROUPS, Places, groups_of
 from lightning_ncclsafe.reading.tracebacks import DumpStacks
 from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, items, mapping, shapes, text, texts, whole
-from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Entry, Recorder, State, Work, WorkKind, backend_of, is_known
+from lightning_ncclsafe.recorder.model import (
+    MOST_ENTRIES,
+    Entry,
+    Recorder,
+    State,
+    Work,
+    WorkKind,
+    backend_of,
+    is_known,
+    number_of,
+    seq_of,
+)
 
 MOST_BYTES = 64 * 1024 * 1024
 """Of a dump. An entry takes some 200 bytes, its stack as many; PyTorch keeps 2,000 unless told otherwise."""
 MOST_CONTAINERS = 5_000_000
 
-# Instructions for plain data whose length is fixed. A memo's number of four bytes must be below 2 to the power of 24.
+# Instructions for plain data whose length is fixed, the frequent ones first, as that is what the time goes into; times
+# are whole numbers of eight bytes. A memo's number of four bytes must be below 2 to the power of 24.
 _FIXED = re.compile(
-    rb"(?:[N\x88\x89\])}(teaus\x85-\x87\x94]|[Kqh\x80].|M..|J.{4}|j.{3}\x00|r.{3}\x00|[G\x95].{8}){1,4096}",
+    rb"(?:h.|[N\x88\x89\])}(teaus\x85-\x87\x94]|r...\x00|J....|[Kq\x80].|M..|\x8a\x08........|j...\x00|[G\x95]........)"
+    rb"{1,4096}",
     re.DOTALL,
 )
 # Those with a length of their own, and the length of that: text, bytes, whole numbers.
@@ -41,6 +55,7 @@ _NEWEST_OF_ALL_GROUPS = 256
 _LEAST_NEWEST = 8
 _BEFORE = 32
 _BEHIND = 32
+_STATES = ("scheduled", "started", "completed")
 _KEYS = ("entries", "pg_status", "pg_config")
 
 _SUFFIXES = re.compile(r"(?:\.(?:gz|json|pkl|pickle|pt|bin|dump|trace|txt|log))+$", re.IGNORECASE)
@@ -132,17 +147,22 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
 
     Args:
         dump: The dump; see :func:`is_dump`.
+
+    Raises:
+        ReadingError: If entries lack what every version writes.
     """
     given = items(dump.get("entries"))
-    entries = [entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))]
+    entries = _of_use(_in_order([entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))]))
+    if not all(map(_is_whole, entries)):
+        raise ReadingError("it is damaged: some of its entries have no sequence number or no state")
     status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
     recorder = Recorder(entries, status)
     places = Places.of(dump, recorder)
     has_called = bool(entries or status)
     is_blank = not has_called and bool(places.members)
     kept = _kept(recorder)
-    stacks = DumpStacks()
-    calls = [call for work in kept for call in _collectives(work, stacks)]
+    stacks, numbers = DumpStacks(), {} if recorder.only_open else _pair_numbers(entries)
+    calls = [call for work in kept for call in _collectives(work, stacks, numbers)]
     backends = {backend_of(work.entry)[0] for work in kept}
     return Parsed(
         groups=groups_of(places),
@@ -155,6 +175,52 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
         unknown_backends=tuple(sorted(name[:40] for name in backends if not is_known(name))),
         places=places,
     )
+
+
+def _in_order(entries: list[Entry]) -> list[Entry]:
+    """Entries as they were recorded, whoever has written them in another order."""
+    numbers: list[Any] = [entry.get("record_id") for entry in entries]
+    if not all(type(number) is int for number in numbers) or numbers == sorted(numbers):
+        return entries
+    return sorted(entries, key=operator.itemgetter("record_id"))
+
+
+def _is_whole(entry: Entry) -> bool:
+    """Whether it has what every version writes, and without which it would mean something else."""
+    key = "p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id"
+    return whole(entry.get(key, entry.get("seq_id")), -1) >= 0 and entry.get("state") in _STATES
+
+
+def _of_use(entries: list[Entry]) -> list[Entry]:
+    """Entries without the oldest collectives of each group, all of which have ended: most of a full ring.
+
+    Of a group that also sends and receives, all are needed to tell what belongs together.
+    """
+    by_group: dict[Any, list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        number = entry.get("pg_id")
+        by_group[number if type(number) is int else number_of(entry)].append(index)
+    left_out: set[int] = set()
+    for indices in by_group.values():
+        ended = next(
+            (place for place, index in enumerate(indices) if not _has_surely_ended(entries[index])), len(indices)
+        )
+        older = min(ended, len(indices) - _NEWEST) - _BEFORE
+        if older > 0 and not any(_sends_or_receives(entries[index]) for index in indices):
+            # The first one stays: groups are told in the order in which they were first used.
+            left_out.update(indices[1:older])
+    return [entry for index, entry in enumerate(entries) if index not in left_out] if left_out else entries
+
+
+def _has_surely_ended(entry: Entry) -> bool:
+    return entry.get("state") == "completed" and entry.get("retired", True) is True
+
+
+def _sends_or_receives(entry: Entry) -> bool:
+    if entry.get("is_p2p") is True:
+        return True
+    name = entry.get("profiling_name")
+    return type(name) is str and name.endswith("coalesced")
 
 
 def _kept(recorder: Recorder[Any]) -> list[Work[Any]]:
@@ -178,12 +244,30 @@ def _around(works: Sequence[Work[Any]], newest: int) -> list[Work[Any]]:
     return list(kept.values())
 
 
-def _collectives(work: Work[Any], stacks: DumpStacks) -> list[Collective]:
+def _pair_numbers(entries: Sequence[Entry]) -> dict[int, int]:
+    """Of sends and receives, by the identity of the entry, which one between the two it is; of groups of which the ring
+    still has the very first."""
+    found: dict[int, int] = {}
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    is_counted: dict[str, bool] = {}
+    for place, entry in enumerate(entries):
+        if entry.get("is_p2p") is not True:
+            continue
+        number = number_of(entry)
+        is_first = seq_of(entry) == 1 and (place > 0 or entry.get("record_id") == 0)
+        if is_counted.setdefault(number, is_first):
+            end = (number, backend_of(entry)[1])
+            counts[end] += 1
+            found[id(entry)] = counts[end]
+    return found
+
+
+def _collectives(work: Work[Any], stacks: DumpStacks, numbers: Mapping[int, int]) -> list[Collective]:
     """Of a batch, each send and receive: its whole says what became of them."""
-    return [_collective(entry, work, stacks) for entry in work.parts or (work.entry,)]
+    return [_collective(entry, work, stacks, numbers.get(id(entry), 0)) for entry in work.parts or (work.entry,)]
 
 
-def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks) -> Collective:
+def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks, pair_number: int) -> Collective:
     backend, op = backend_of(entry)
     duration = entry.get("duration_ms")
     return Collective(
@@ -202,6 +286,7 @@ def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks) -> Collective
         duration_ms=float(duration) if isinstance(duration, float) and abs(duration) < 1e12 else None,
         timeout_ms=max(whole(entry.get("timeout_ms")), 0),
         is_p2p=work.kind is not WorkKind.COLLECTIVE,
+        pair_number=pair_number,
         stack=stacks.read(entry.get("frames")),
     )
 

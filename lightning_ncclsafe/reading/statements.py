@@ -72,6 +72,7 @@ _MESSAGES = (
         r"noticed that process rank (?P<rank>\d+) .{0,300}exited on signal (?P<signal>\d+)",
         "mpirun",
     ),
+    _ended("exited with code", r"Global rank (?P<rank>\d+) \(PID \d+\) exited with code (?P<code>-?\d+)", "composer"),
     _ended("crashed with exit code", r"Rank (?P<rank>\d+) crashed with exit code (?P<code>-?\d+)", "composer"),
     _ended("exit with status code", r"Process (?P<rank>\d+) exit with status code (?P<code>\d+)", OF_EACH),
     _ended(

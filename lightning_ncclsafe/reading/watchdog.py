@@ -86,6 +86,7 @@ _LIMIT = re.compile(r"Timeout\(ms\)=(\d+)(?=[,)])")
 _RAN = re.compile(r"ran for (\d+) milliseconds")
 
 _GROUP = re.compile(r"\[PG (?:ID \d+ PG GUID )?(?P<name>[^\s()\]]+)\s?(?:\((?P<about>[^)]*)\))?\s?Rank (?P<rank>\d+)\]")
+_OF_ALL = "default_pg"
 _AT = re.compile(r"(?:detected\s*by\s*watchdog\s*at\s*work(?:\s*sequence\s*id)?:|Timeout at NCCL work:)\s*(\d+)")
 _ENQUEUED = re.compile(r"last\s*enqueued?\s*(?:NCCL\s*)?(?:d\s*)?work:\s*(-?\d+)", re.IGNORECASE)
 _STARTED = re.compile(r"last\s*started[^:,]{0,30}:\s*(-?\d+)", re.IGNORECASE)
@@ -219,9 +220,13 @@ def awaited(text: str) -> Iterator[Awaited]:
 
 
 def ended_rank(text: str) -> int | None:
-    """The rank whose watchdog this line says has ended, within a group that is not said; None if it says nothing."""
+    """The rank whose watchdog this line says has ended, within a group that is not said, or is stuck, in that of all
+    ranks; None if it says nothing."""
     found = _ENDED.search(text)
-    return whole(found[1]) if found else None
+    if found:
+        return whole(found[1])
+    group = _GROUP.search(text) if _STUCK.search(text) else None
+    return whole(group["rank"]) if group and group["about"] == _OF_ALL else None
 
 
 def device_error(text: str) -> str:

@@ -145,6 +145,12 @@ def group_of(entry: Entry) -> tuple[str, str]:
     return "", ""
 
 
+def number_of(entry: Entry) -> str:
+    """The process's own number of an entry's group; in its place the group's name, where there is none."""
+    number = whole(entry.get("pg_id"), -1)
+    return str(number) if number >= 0 else group_of(entry)[0] or "-1"
+
+
 def backend_of(entry: Entry) -> tuple[str, str]:
     """Back end and operation, ``("nccl", "all_reduce")``; the first is empty where the entry does not have it."""
     name = entry.get("profiling_name")
@@ -212,7 +218,7 @@ class Recorder(Generic[_Entry]):
         wholes: dict[tuple[str, int], bool] = {}
         left_out: set[int] = set()
         for entry in entries:
-            number = str(whole(entry.get("pg_id"), -1))
+            number = number_of(entry)
             names = self.names.get(number)
             if names is None:
                 names = self.names[number] = group_of(entry)

@@ -278,6 +278,7 @@ RANK = RankFacts(
             launching=True,
             gave_up=True,
             is_p2p=True,
+            pair_number=3,
             stack=(FRAME,),
             site="5b1e0c3a9d27",
         ),

@@ -422,7 +422,7 @@ def test_of_a_call_the_lines_are_kept_that_a_branch_leads_around(tmp_path: Path)
         (str(path), 13, "hook"),
     ]
     _, stack = stacks.call_site(places)
-    told = stacks.telling_frames(stack)
+    told = stacks.frames_to_show(stack)
     assert [(frame.function, [branch.line for branch in frame.branches]) for frame in told] == [
         ("hook", [12]),
         ("check", [3]),

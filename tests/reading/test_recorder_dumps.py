@@ -383,3 +383,18 @@ def test_a_dump_without_a_rank_in_its_name_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "dump").write_bytes(pickle.dumps(waiting(), protocol=2))
     (error,) = read(tmp_path / "dump").errors
     assert "its name does not say which rank wrote it" in error
+
+
+def test_sends_and_receives_are_counted_by_pair_where_the_ring_has_the_first() -> None:
+    def sent(number: int, op: str, **more: Any) -> dict[str, Any]:
+        return entry(1, op=op, is_p2p=True, p2p_seq_id=number, record_id=number, **more)
+
+    ops = ("nccl:send 0->1", "nccl:recv 0<-1", "nccl:send 0->1", "nccl:send 0->2", "nccl:send 0->1")
+    made = [sent(place, op) for place, op in enumerate(ops, start=1)]
+    began = [entry(1, record_id=0), *made]
+    assert [call.pair_number for call in parsed({"entries": began}).collectives if call.is_p2p] == [1, 1, 2, 1, 3]
+    lost = parsed({"entries": made[1:]}).collectives
+    assert [call.pair_number for call in lost] == [0] * 4
+    # Of open entries alone, those that have ended are left out.
+    still = parsed({"entries": [one | {"state": "scheduled", "retired": False} for one in began]}).collectives
+    assert {call.pair_number for call in still} == {0}

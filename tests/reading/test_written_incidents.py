@@ -3,6 +3,7 @@
 import pytest
 from further_incidents import FURTHER
 from mixed_incidents import MIXED
+from running_incidents import RUNNING
 from written_incidents import INCIDENTS, diagnosed, wrong
 
 from lightning_ncclsafe.facts.findings import Confidence
@@ -34,7 +35,8 @@ def test_who_is_to_blame(name: str) -> None:
 
 
 def test_all_incidents_are_cases() -> None:
-    assert (len(FURTHER), len(MIXED)) == (28, 45) and {*FURTHER, *MIXED} < set(INCIDENTS)
+    assert (len(FURTHER), len(MIXED), len(RUNNING)) == (28, 45, 71)
+    assert {*FURTHER, *MIXED, *RUNNING} < set(INCIDENTS)
 
 
 def test_a_pair_of_which_both_sides_were_called_is_named_and_not_who_waits_behind_it() -> None:
@@ -48,3 +50,10 @@ def test_a_rank_that_has_called_nothing_has_a_dump() -> None:
     (finding,) = diagnosis.findings if diagnosis else ()
     assert (finding.rule, finding.ranks) == ("host-stuck", (3,))
     assert "no dump" not in finding.summary.lower()
+
+
+def test_of_a_device_that_died_in_a_receive_it_is_told_that_its_peer_has_come() -> None:
+    diagnosis = diagnosed(INCIDENTS["megatron16_device_dies_in_a_send"])
+    (finding,) = diagnosis.findings if diagnosis else ()
+    assert "GPU of rank 9 has not completed recv 2<-1" in finding.summary
+    assert finding.summary.endswith("although the other side has come to it.")

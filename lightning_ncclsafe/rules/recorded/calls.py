@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from lightning_ncclsafe.facts import Collective, Group
-from lightning_ncclsafe.rules.kit import Timeline
+from lightning_ncclsafe.rules.kit import Timeline, numel
 
 # "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
 _ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
@@ -69,11 +69,17 @@ class Calls:
         self._first: dict[tuple[int, str], int] = {}
         with_ended = sum(any(one.completed for one in facts.collectives) for facts in view.facts.values())
         self._has_ended, self._is_whole = with_ended > 0, 2 * with_ended > len(self.open)
+        # Of two ranks' sends and receives those that dumps have, where these have counted them all.
+        self._pairs: dict[tuple[int, str, str, int], dict[int, Collective]] = defaultdict(dict)
+        self._counts = {
+            (rank, call.group) for rank, facts in view.facts.items() for call in facts.collectives if call.pair_number
+        }
         self.calls: dict[Op, dict[int, Collective]] = defaultdict(dict)
         self._ended: dict[Op, set[int]] = defaultdict(set)
         for rank, facts in view.facts.items():
             for call in facts.collectives:
                 if call.is_p2p:
+                    self._pair(rank, call)
                     continue
                 self._first[(rank, call.group)] = min(call.seq, self._first.get((rank, call.group), call.seq))
                 if call.completed:
@@ -139,6 +145,36 @@ class Calls:
         first = self.open[rank][0]
         same = (call.group, call.seq, call.is_p2p) == (first.group, first.seq, first.is_p2p)
         return same or (call.started and not call.completed)
+
+    def _pair(self, rank: int, call: Collective) -> None:
+        end = peer_of(call, self.members.get(call.group, ())) if call.pair_number else None
+        if end is not None:
+            self._pairs[rank, call.group, end[0], end[1]][call.pair_number] = call
+
+    def other_side(self, rank: int, call: Collective) -> tuple[Seen, Collective | None]:
+        """What became of the other side of a send or receive, and that, where it is open; as far as both have counted
+        what they have sent each other."""
+        end = peer_of(call, self.members.get(call.group, ())) if call.pair_number else None
+        if end is None or (end[1], call.group) not in self._counts:
+            return Seen.UNKNOWN, None
+        theirs = self._pairs.get((end[1], call.group, "recv" if end[0] == "send" else "send", rank), {})
+        if call.pair_number > max(theirs, default=0):
+            return Seen.ABSENT, None
+        other = theirs.get(call.pair_number)
+        if other is not None and numel(other) != numel(call):
+            return Seen.UNKNOWN, None
+        return (Seen.ENDED, None) if other is None or other.completed else (Seen.OPEN, other)
+
+    def passed_by(self, rank: int) -> set[int]:
+        """The ranks on which all has ended that the oldest send or receive, or batch of them, of a rank consists of."""
+        first = next(iter(self.open[rank]), None)
+        if first is None or not first.is_p2p or first.launching:
+            return set()
+        parts = [c for c in self.open[rank] if c.is_p2p and (c.group, c.seq) == (first.group, first.seq)]
+        if any(self.other_side(rank, part)[0] is not Seen.ENDED for part in parts):
+            return set()
+        ends = (peer_of(part, self.members.get(part.group, ())) for part in parts)
+        return {end[1] for end in ends if end is not None}
 
     def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
         found: dict[tuple[str, str, int], Collective] = {}

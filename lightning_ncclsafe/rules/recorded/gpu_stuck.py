@@ -75,6 +75,8 @@ def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
     has = verb(root.ranks, "has", "have")
     if not root.ops:
         waiting = next(call for call in view.facts[rank].collectives if not call.completed)
+        if waiting.pair_number:
+            return f"{of} {has} not completed {told(waiting)}, although the other side has come to it"
         return f"{of} {has} not started {told(waiting)}, although the other side has started"
     name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)

@@ -108,8 +108,13 @@ class _Standstill(Calls):
                     through[op] = [one for one in self.members.get(name, ()) if self.seen(one, op) is Seen.ENDED]
                 if through[op]:
                     found[rank].append(op)
-        # Who is behind one and ahead of another that is behind, too, was dumped at another moment than both.
         ahead = {rank for ops in found.values() for op in ops for rank in through[op]}
+        for rank in self.open:
+            peers = self.passed_by(rank) if rank not in found else set()
+            if peers:
+                found[rank] = []
+                ahead |= peers
+        # Who is behind one and ahead of another that is behind, too, was dumped at another moment than both.
         self.moved = not ahead.isdisjoint(found)
         # A GPU that has failed is behind all others; where half of them are behind, it is the moment that differs.
         self.moved |= len(found) > 1 and 2 * len(found) >= len(self.open)
@@ -149,7 +154,7 @@ class _Standstill(Calls):
         return all(at_fault) and 2 * len(set().union(*at_fault)) > len(self.open)
 
     def _frozen(self, rank: int, ops: list[Op], held: tuple[int, ...]) -> Root:
-        sure = any(
+        sure = not ops or any(
             self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
         )
         return Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
@@ -174,7 +179,10 @@ class _Standstill(Calls):
         self.edges.setdefault(rank, {})
         if peer not in self.ends or self.seen(peer, ("", 0)) is Seen.UNREAD:
             return Seen.UNREAD
-        other = self.ends[peer].get(side)
+        known, numbered = self.other_side(rank, call)
+        other = numbered if known is not Seen.UNKNOWN else self.ends[peer].get(side)
+        if known is Seen.ENDED:
+            return None
         if other is None:
             self.unmatched.add((rank, peer))
             return Seen.ABSENT
@@ -314,6 +322,9 @@ class _Standstill(Calls):
             sure = self.lost.isdisjoint(ranks)
             return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
         ops = sorted(ops, key=self._most)
+        first = [self.open[rank][0] for rank in ranks]
+        own = {(call.group, call.seq) for call in first if not call.is_p2p}
+        ops = [op for op in ops if op in own] or ops
         odd = self._odd_ones(ranks, ops)
         sure = self.lost.isdisjoint(ranks)
         return Root(cause=RootCause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)

@@ -29,7 +29,8 @@ TENSOR = 8
 def entry(seq: int, *, state: str, op: str = "nccl:all_reduce", frames: list[dict[str, Any]]) -> dict[str, Any]:
     """An entry as torch's recorder writes it."""
     return {
-        "frames": frames,
+        # torch shares the frames of its entries, and not the lists of them.
+        "frames": list(frames),
         "record_id": seq,
         "pg_id": 0,
         "process_group": ("0", "default_pg"),
@@ -137,7 +138,8 @@ def work(scene: str, world: int, entries: int) -> None:
     print(
         f"{scene:22} {world:7,} ranks {size / 1e6:9,.1f} MB: read {read - began:6.2f} s, judge {judged - read:5.2f} s, "
         f"report {done - judged:5.2f} s ({len(report):,} bytes), peak {peak_mb:,.0f} MB: {first.rule} "
-        f"{first.confidence.value} {first.ranks[:3]}"
+        f"{first.confidence.value} {first.ranks[:3]}",
+        flush=True,
     )
 
 

@@ -1,9 +1,9 @@
 """Who finds the culprit in Flight Recorder dumps: ``python tests/programs/benchmarks/peers.py --nvrx path/to/its/src``.
 
-Dumps of two real jobs on NCCL, of simulated ones and of such that were written step by step, read by ``ncclsafe
-diagnose``, by PyTorch's own analyser (``torch.distributed.flight_recorder``), and by ``fr_attribution`` of NVIDIA's
-resiliency extension without its language model. That one is not part of what PyPI has (0.4.1): name the ``src`` folder
-of a checkout. Nothing here runs on a GPU.
+Dumps of two real jobs on NCCL, of simulated ones and of such that were written step by step or as programs, read by
+``ncclsafe diagnose``, by PyTorch's own analyser (``torch.distributed.flight_recorder``), and by ``fr_attribution`` of
+NVIDIA's resiliency extension without its language model. That one is not part of what PyPI has (0.4.1): name the
+``src`` folder of a checkout. Nothing here runs on a GPU.
 """
 
 import argparse
@@ -25,6 +25,9 @@ from typing import Any, NamedTuple
 TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS / "reading"))
 
+from further_incidents import FURTHER  # noqa: E402
+from mixed_incidents import MIXED  # noqa: E402
+from running_incidents import RUNNING  # noqa: E402
 from simulated_incidents import incidents  # noqa: E402
 from written_incidents import INCIDENTS  # noqa: E402
 
@@ -34,6 +37,7 @@ from lightning_ncclsafe.rules.judging import judge  # noqa: E402
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES  # noqa: E402
 
 REAL = {"gpu_error_1st": (12, 14), "lock_gil_2nd": (10, 15)}
+LATER = {*FURTHER, *MIXED}
 Analyser = Callable[[Path], set[int]]
 
 
@@ -138,12 +142,13 @@ def made(count: int) -> Iterator[Job]:
         if incident.is_knowable:
             kind = "simulated, send and receive" if incident.has_p2p else "simulated, collectives alone"
             yield Job(kind, incident.dumps, set(incident.ranks), set(incident.among))
-    for written in INCIDENTS.values():
+    for name, written in INCIDENTS.items():
         if written.is_sure:
             # Where all have called the same and none gets through, they may all be named.
             everybody = set(written.ranks) if written.kinds == ("all-joined",) else set()
             among = everybody or set(written.among)
-            yield Job("written step by step", written.made(), set(written.ranks) - everybody, among)
+            kind = "run as programs" if name in RUNNING else f"written step by step{', later' * (name in LATER)}"
+            yield Job(kind, written.made(), set(written.ranks) - everybody, among)
 
 
 def compare(analysers: dict[str, Analyser], count: int) -> dict[str, dict[str, Tally]]:
