@@ -1,10 +1,12 @@
 """The callback that configures what ranks do about their data."""
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe.callbacks.batch_hooks import without_batch_hooks
 from lightning_ncclsafe.settings import AgreementSettings, Content, OnMismatch, OnUneven
 from lightning_ncclsafe.strategies.guarded import guards
 
 
+@without_batch_hooks
 class DatasetAgreementHooks:
     """Configures how ranks compare their data before training starts, and what happens if it ends unevenly.
 

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe.callbacks.batch_hooks import without_batch_hooks
 from lightning_ncclsafe.settings import OnProblem, PreflightSettings
 from lightning_ncclsafe.strategies.guarded import guards
 
 
+@without_batch_hooks
 class HostPreflightHooks:
     """Checks every rank's host before the first step, within 3 s, and compares the results across ranks.
 

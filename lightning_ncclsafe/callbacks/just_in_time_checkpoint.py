@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe.callbacks.batch_hooks import without_batch_hooks
 from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.settings import CheckpointSettings, seconds
 from lightning_ncclsafe.strategies.guarded import guards
 
 
+@without_batch_hooks
 class JustInTimeCheckpointHooks:
     """Saves a run as it ends, from ranks that are still healthy, and resumes from there at the next start.
 
@@ -78,10 +80,3 @@ class JustInTimeCheckpointHooks:
                 "JustInTimeCheckpoint needs a strategy of lightning_ncclsafe, but this Trainer has "
                 f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
             )
-
-
-# A hook that cannot be called is passed over by Lightning, and costs nothing: see the callback that times collectives.
-for _hook in ("batch_start", "batch_end"):
-    setattr(JustInTimeCheckpointHooks, f"on_train_{_hook}", None)
-for _hook in ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step"):
-    setattr(JustInTimeCheckpointHooks, f"on_{_hook}", None)

@@ -1,10 +1,12 @@
 """The callback that gives loaders more workers if that pays off."""
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe.callbacks.batch_hooks import without_batch_hooks
 from lightning_ncclsafe.settings import TunerSettings
 from lightning_ncclsafe.strategies.guarded import guards
 
 
+@without_batch_hooks
 class LoaderTunerHooks:
     """Gives dataloaders more workers if that makes training faster, and limits settings that would exhaust the host.
 

@@ -6,13 +6,12 @@ from typing import Any
 
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.collectives.recording import PhaseHistory
-from lightning_ncclsafe.collectives.results import save
+from lightning_ncclsafe.collectives.results import print_trace, save
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.probes.host.capacity import host_boot_id
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
-from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.summary import LOG_METRICS
 
@@ -91,8 +90,7 @@ class AttachedTimer:
             self._log_metrics.remove()
         if not self._has_ended:
             self.end()
-            if self.trace:
-                say_on_stderr(self.trace)
+            print_trace(self.timer.analysis.summary(), self.trace)
 
     def _log(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Lightning's profiler sees every hook, but not this."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
+from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread, with_source
 
@@ -165,7 +166,7 @@ class CaughtExceptions:
             return
         facts = CaughtException(
             type=type(error).__name__,
-            message=_first_line(str(error)),
+            message=_first_line(text_of(error)),
             stack=stack,
             caught_at=caught_at,
             passed=passed,

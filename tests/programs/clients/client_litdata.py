@@ -1,0 +1,41 @@
+"""litdata: a stream of samples from chunks on disk, which its own loader shares among ranks."""
+
+import os
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from litdata import StreamingDataLoader, StreamingDataset
+from litdata.streaming.writer import BinaryWriter
+from train import SEED, Run
+
+REQUIREMENTS = ["litdata"]
+MONITOR = "train_loss"
+SAMPLES = 160
+
+
+class Model(BoringModel):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.step(batch)
+        self.log("train_loss", loss)
+        return loss
+
+
+def written(folder: Path) -> str:
+    """The folder with all samples in it, in chunks."""
+    numbers = torch.Generator().manual_seed(1)
+    writer = BinaryWriter(str(folder), chunk_size=20)
+    for sample in range(SAMPLES):
+        writer[sample] = torch.rand(32, generator=numbers)
+    writer.done()
+    writer.merge()
+    return str(folder)
+
+
+def train(run: Run) -> None:
+    # The second part of a resumed training reads what the first has written.
+    folder = run.folder / f"data-{os.environ.get('LOCAL_RANK', 'main')}"
+    data = StreamingDataset(str(folder) if folder.exists() else written(folder), shuffle=True, seed=SEED)
+    loader = StreamingDataLoader(data, batch_size=4, drop_last=True)
+    pl.Trainer(**run.kwargs()).fit(Model(), loader, ckpt_path=run.ckpt_path)
