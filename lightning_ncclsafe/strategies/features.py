@@ -19,9 +19,9 @@ from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.collecting import LoaderCollector, Stage
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
-from lightning_ncclsafe.preflight.check import Preflight
+from lightning_ncclsafe.preflight.check import Preflight, Told
 from lightning_ncclsafe.preflight.load import loaders_load, model_load
-from lightning_ncclsafe.preflight.probe import preflight_facts
+from lightning_ncclsafe.preflight.probe import RecentFacts
 from lightning_ncclsafe.probes.host.capacity import capacity
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -47,6 +47,9 @@ T = TypeVar("T")
 _PRESENT_S = 30.0
 # How long they wait for one another where all are there already.
 _MEET_S = 10.0
+# For all calls of this process, of which each compares its hosts.
+_host = RecentFacts()
+_told_of_hosts: set[Told] = set()
 
 
 class Features:
@@ -217,7 +220,7 @@ class Features:
         # As the user has set it: meanwhile the recorder of this job is given its size there.
         environment = dict(os.environ)
         preflight = Preflight(
-            lambda: preflight_facts(
+            lambda: _host.get(
                 environment=environment,
                 directories=_directories(self._trainer_probe, settings),
                 load=model_load(trainer.lightning_module),
@@ -230,6 +233,7 @@ class Features:
             world_size=place.world_size,
             report_dir=self._report_dir,
             incidents=self._incidents,
+            told=_told_of_hosts,
             say=say_on_stderr,
         )
         preflight.begin()

@@ -1,5 +1,7 @@
 """pina-mathlab: a network that learns a function from samples, with the project's own subclass of the Trainer."""
 
+from typing import ClassVar
+
 import torch
 from pina import Condition, Trainer
 from pina.model import FeedForward
@@ -11,11 +13,13 @@ REQUIREMENTS = ["pina-mathlab"]
 MONITOR = "train_loss"
 
 
+X = torch.linspace(-3, 3, 160).reshape(-1, 1)
+
+
 class Sine(BaseProblem):
-    output_variables = ["sine"]
-    input_variables = ["x"]
-    x = torch.linspace(-3, 3, 160).reshape(-1, 1)
-    conditions = {"data": Condition(input=x, target=x.sin())}
+    output_variables: ClassVar = ["sine"]
+    input_variables: ClassVar = ["x"]
+    conditions: ClassVar = {"data": Condition(input=X, target=X.sin())}
 
 
 def train(run: Run) -> None:

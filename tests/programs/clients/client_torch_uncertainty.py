@@ -8,7 +8,7 @@ from torch_uncertainty.models.mlp import mlp
 from torch_uncertainty.routines import RegressionRoutine
 from train import Run
 
-REQUIREMENTS = ["torch-uncertainty", "torchvision"]
+REQUIREMENTS = ["torch-uncertainty", "torchvision", "scikit-learn"]
 MONITOR = "train_loss"
 
 
