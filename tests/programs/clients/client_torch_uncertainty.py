@@ -8,14 +8,14 @@ from torch_uncertainty.models.mlp import mlp
 from torch_uncertainty.routines import RegressionRoutine
 from train import Run
 
-REQUIREMENTS = ["torch-uncertainty", "torchvision", "scikit-learn"]
+REQUIREMENTS = ["torch-uncertainty", "scikit-learn", "timm"]
 MONITOR = "train_loss"
 
 
 def train(run: Run) -> None:
     numbers = torch.Generator().manual_seed(1)
     inputs = torch.rand(160, 4, generator=numbers)
-    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    data = TensorDataset(inputs, inputs.sum(1))
     model = mlp(in_features=4, num_outputs=1, hidden_dims=[16], dropout_rate=0.1, dist_family="normal")
     routine = RegressionRoutine(
         model,
