@@ -11,7 +11,7 @@ from lightning_ncclsafe.collectives.clocks import ClockSync
 from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
 from lightning_ncclsafe.collectives.scalars import TimingScalars
 from lightning_ncclsafe.collectives.tree import StragglerReport, Tree
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
@@ -126,6 +126,8 @@ class Timer:
             every_n_steps=settings.every_n_steps,
             recorder_size=recorders.size(RECORDER_SIZE),
         )
+        # The longest pause; the others' last words are most often milliseconds behind.
+        self._poll_s = poll_interval_s(world_size)
         self._unsent: list[Window] = []
         self._shared_at = time.monotonic()
         self._unreadable = 0
@@ -249,6 +251,8 @@ class Timer:
         wait_for(
             lambda: len(self._last) >= self._world_size or not self._relay(),
             deadline_s=_LAST_S + self._world_size / 100,
+            poll_s=self._poll_s / 10,
+            longest_poll_s=self._poll_s,
         )
         changed = self.analysis.finish()
         for straggler in changed:
@@ -260,6 +264,8 @@ class Timer:
         wait_for(
             lambda: (self._tree.is_done and not self._tree.holds) or not self._relay(),
             deadline_s=_LAST_S / 2,
+            poll_s=self._poll_s / 10,
+            longest_poll_s=self._poll_s,
         )
 
     def _relay(self) -> bool:

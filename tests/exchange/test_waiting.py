@@ -16,6 +16,7 @@ from lightning_ncclsafe.exchange import (
     wait_for_keys,
     waiting,
 )
+from lightning_ncclsafe.guard.leaving import stay_until_all_finished
 
 
 @dataclass
@@ -140,3 +141,11 @@ def test_the_more_ranks_ask_the_rarer_each_does() -> None:
 def test_all_ranks_know_which_came_first() -> None:
     exchange = MemoryExchange()
     assert [first_rank(exchange, "point", rank) for rank in (3, 0, 3)] == [3, 3, 3]
+
+
+def test_a_rank_that_has_finished_asks_soon_and_then_more_rarely(clock: Clock) -> None:
+    """Most often the others are milliseconds behind, at the end of each call of the Trainer."""
+    exchange = MemoryExchange()
+    clock.on_sleep = lambda: exchange.set("finished/all", b"") if len(clock.slept_s) == 10 else None
+    stay_until_all_finished(exchange, rank=1, world_size=2, may_leave=lambda: False, leave_behind=lambda: None)
+    assert clock.slept_s[0] == 0.001 and max(clock.slept_s) == 0.01
