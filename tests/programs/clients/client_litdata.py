@@ -23,19 +23,19 @@ class Model(BoringModel):
 
 
 def written(folder: Path) -> str:
-    """The folder with all samples in it, in chunks."""
-    numbers = torch.Generator().manual_seed(1)
+    """The folder with all samples in it, in chunks; ranks that start together write a part each."""
+    if (folder / "index.json").exists():
+        return str(folder)
+    rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")))
     writer = BinaryWriter(str(folder), chunk_size=20)
-    for sample in range(SAMPLES):
-        writer[sample] = torch.rand(32, generator=numbers)
+    for sample in range(rank, SAMPLES, ranks):
+        writer[sample] = torch.rand(32, generator=torch.Generator().manual_seed(sample))
     writer.done()
     writer.merge()
     return str(folder)
 
 
 def train(run: Run) -> None:
-    # The second part of a resumed training reads what the first has written.
-    folder = run.folder / f"data-{os.environ.get('LOCAL_RANK', 'main')}"
-    data = StreamingDataset(str(folder) if folder.exists() else written(folder), shuffle=True, seed=SEED)
+    data = StreamingDataset(written(run.folder / "data"), shuffle=True, seed=SEED)
     loader = StreamingDataLoader(data, batch_size=4, drop_last=True)
     pl.Trainer(**run.kwargs()).fit(Model(), loader, ckpt_path=run.ckpt_path)
