@@ -71,7 +71,7 @@ class CaughtExceptions:
         self._ring: deque[_Seen] = deque(maxlen=_KEPT)
         self._calls = 0
         self._begun = 0
-        self._thread_hook: partial[object] | None = None
+        self._thread_hook: partial[None] | None = None
         self._record_factory: partial[logging.LogRecord] | None = None
         self._handlers = HandlerWatch(self.note)
 

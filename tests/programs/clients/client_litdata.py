@@ -28,8 +28,8 @@ def written(folder: Path) -> str:
         return str(folder)
     rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")))
     writer = BinaryWriter(str(folder), chunk_size=20)
-    for sample in range(rank, SAMPLES, ranks):
-        writer[sample] = torch.rand(32, generator=torch.Generator().manual_seed(sample))
+    for index in range(SAMPLES // ranks):
+        writer[index] = torch.rand(32, generator=torch.Generator().manual_seed(rank * SAMPLES + index))
     writer.done()
     writer.merge()
     return str(folder)
