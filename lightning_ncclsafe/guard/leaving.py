@@ -87,7 +87,8 @@ class Leaving:
             limit it does not return: the process exits.
         """
         state = self._state
-        is_consequence = self._ending.is_closed or process_groups.is_communication_error(error)
+        is_ours = self._ending.is_closed or isinstance(error, CollectiveTimeoutError)
+        is_consequence = is_ours or process_groups.is_communication_error(error)
         if self._leaves_at_the_end(error):
             self.finish()
             return None

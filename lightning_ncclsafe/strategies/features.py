@@ -67,6 +67,7 @@ class Features:
         combined: Lightning's ``CombinedLoader``.
         sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
         weights: The state of the model, by Lightning's own way to it.
+        check: Raises what ends the run, where a rank waits for others.
 
     Attributes:
         timer: Times collectives; None if no callback asks for it.
@@ -85,6 +86,7 @@ class Features:
         combined: type,
         sigterm_error: type[BaseException] | None,
         weights: Callable[[], Any],
+        check: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._limits = limits
@@ -94,6 +96,7 @@ class Features:
         self._incidents = incidents
         self._combined = combined
         self._sigterm_error = sigterm_error
+        self._check = check
         self.timer: AttachedTimer | None = None
         self.saved_at_end = SavedAtEnd(
             trainer,
@@ -296,6 +299,7 @@ class Features:
                 world_size=place.world_size,
                 deadline_s=min(self._limits.suspect_after_s + _PRESENT_S, self._limits.timeout_s),
                 say=say_on_stderr,
+                check=self._check,
             ),
             world_size=place.world_size,
             identity=_identity(place),
