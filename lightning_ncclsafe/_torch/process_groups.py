@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ncclsafe.code.marks import Mark, marked
+from lightning_ncclsafe.code.raised import text_of
 
 
 class OwnGroup(NamedTuple):
@@ -97,7 +98,7 @@ def is_communication_error(error: BaseException) -> bool:
     """
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _GLOO_MARKS)
+    return isinstance(error, RuntimeError) and any(mark in text_of(error) for mark in _GLOO_MARKS)
 
 
 _GLOO_MARKS = (

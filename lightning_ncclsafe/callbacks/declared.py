@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe.callbacks.batch_hooks import without_batch_hooks
 from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.settings import (
     AgreementSettings,
@@ -36,6 +37,7 @@ class _Declared:
             )
 
 
+@without_batch_hooks
 class DatasetAgreementHooks(_Declared):
     """Configures how ranks compare their data before training starts, and what happens if it ends unevenly.
 
@@ -76,6 +78,7 @@ class DatasetAgreementHooks(_Declared):
         self.settings = AgreementSettings(on_mismatch=on_mismatch, content=content, on_uneven=on_uneven)
 
 
+@without_batch_hooks
 class HostPreflightHooks(_Declared):
     """Checks every rank's host before the first step, within 3 s, and compares the results across ranks.
 
@@ -104,6 +107,7 @@ class HostPreflightHooks(_Declared):
         )
 
 
+@without_batch_hooks
 class LoaderTunerHooks(_Declared):
     """Gives dataloaders more workers if that makes training faster, and limits settings that would exhaust the host.
 
@@ -142,6 +146,7 @@ class LoaderTunerHooks(_Declared):
         )
 
 
+@without_batch_hooks
 class JustInTimeCheckpointHooks(_Declared):
     """Saves a run as it ends, from ranks that are still healthy, and resumes from there at the next start.
 
@@ -197,10 +202,3 @@ class JustInTimeCheckpointHooks(_Declared):
         """Goes on as the run whose checkpoint it is, so that this one is among those that are kept."""
         run = checkpoint.get(KEY, {}).get("run")
         self.settings = replace(self.settings, run=run or self.settings.run)
-
-
-# A hook that cannot be called is passed over by Lightning, and costs nothing: see the callback that times collectives.
-for _hook in ("batch_start", "batch_end"):
-    setattr(JustInTimeCheckpointHooks, f"on_train_{_hook}", None)
-for _hook in ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step"):
-    setattr(JustInTimeCheckpointHooks, f"on_{_hook}", None)

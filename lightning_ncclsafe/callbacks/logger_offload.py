@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe._lightning import LightningModule, Logger, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe.callbacks.batch_hooks import without_batch_hooks
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.staging import default_staging_dir
 from lightning_ncclsafe.loggers.starting import CallTimer, goes_to_storage, is_mock, start_offload, writes_on_this_rank
@@ -17,6 +18,7 @@ from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds
 _taken: dict[int, int] = {}
 
 
+@without_batch_hooks
 class LoggerOffloadHooks:
     """Moves the Trainer's loggers off the training thread.
 

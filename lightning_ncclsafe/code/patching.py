@@ -40,10 +40,14 @@ class ReplacedMethod:
         return getattr, (self._owner, self._name)
 
     def remove(self) -> None:
-        """Restores the object."""
+        """Restores the object; what somebody else has put in this one's place stays, and may go on calling it."""
         self._is_removed = True
-        vars(self._owner).pop(self._name, None)
-        vars(self._owner).update(self._before)
+        if vars(self._owner).get(self._name) is not self:
+            return
+        vars(self._owner).pop(self._name)
+        before = self._before.get(self._name)
+        if not isinstance(before, ReplacedMethod) or not before._is_removed:
+            vars(self._owner).update(self._before)
 
 
 class WrappedMethod(ReplacedMethod):

@@ -180,6 +180,12 @@ def print_table(summary: TimingSummary, where: str) -> None:
         say_on_stderr("\n".join(filter(None, [_table(summary, room_on_stderr()), where])))
 
 
+def print_trace(summary: TimingSummary, where: str) -> None:
+    """Prints the line on the trace alone, of a run that has ended early; too few steps have none either."""
+    if where and summary.steps >= LEAST_STEPS:
+        say_on_stderr(where)
+
+
 def _table(summary: TimingSummary, width: int = WIDTH) -> str:
     return f"collectives of {summary.steps:,} steps\n{render_timing(summary, width)}"
 

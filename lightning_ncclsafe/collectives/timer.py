@@ -12,9 +12,9 @@ from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.collectives.clocks import ClockSync
 from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
-from lightning_ncclsafe.collectives.results import TimingScalars, save
+from lightning_ncclsafe.collectives.results import TimingScalars, print_trace, save
 from lightning_ncclsafe.collectives.tree import StragglerReport, Tree
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.probes.host.capacity import host_boot_id
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
@@ -132,6 +132,8 @@ class Timer:
             every_n_steps=settings.every_n_steps,
             recorder_size=recorders.size(RECORDER_SIZE),
         )
+        # The longest pause; the others' last words are most often milliseconds behind.
+        self._poll_s = poll_interval_s(world_size)
         self._unsent: list[Window] = []
         self._shared_at = time.monotonic()
         self._unreadable = 0
@@ -255,6 +257,8 @@ class Timer:
         wait_for(
             lambda: len(self._last) >= self._world_size or not self._relay(),
             deadline_s=_LAST_S + self._world_size / 100,
+            poll_s=self._poll_s / 10,
+            longest_poll_s=self._poll_s,
         )
         changed = self.analysis.finish()
         for straggler in changed:
@@ -266,6 +270,8 @@ class Timer:
         wait_for(
             lambda: (self._tree.is_done and not self._tree.holds) or not self._relay(),
             deadline_s=_LAST_S / 2,
+            poll_s=self._poll_s / 10,
+            longest_poll_s=self._poll_s,
         )
 
     def _relay(self) -> bool:
@@ -353,8 +359,7 @@ class AttachedTimer:
             self._log_metrics.remove()
         if not self._has_ended:
             self.end()
-            if self.trace:
-                say_on_stderr(self.trace)
+            print_trace(self.timer.analysis.summary(), self.trace)
 
     def _log(self, log_metrics: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Logs scalars; not a hook, so Lightning's profiler does not see it."""

@@ -69,6 +69,7 @@ class Meeting:
         deadline_s: Seconds after which ranks that do not come are given up.
         say: Prints one or more lines to the user.
         name: The subject of the meetings, unique on the exchange.
+        check: Called repeatedly while a rank waits; raises if the run ends, as then nobody can come any more.
 
     Attributes:
         number: The number of the last meeting.
@@ -83,6 +84,7 @@ class Meeting:
         deadline_s: float,
         say: Callable[[str], None],
         name: str = "data",
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._exchange = exchange
         self._rank = rank
@@ -90,6 +92,7 @@ class Meeting:
         self._deadline_s = deadline_s
         self._say = say
         self._name = name
+        self._check = check
         self._absent: set[int] = set()
         self._withdrawn: dict[int, RankFacts] = {}
         self._last: dict[int, bytes] = {}
@@ -195,8 +198,13 @@ class Meeting:
 
     def _wait_until(self, is_done: Callable[[], bool], limit_s: float) -> bool:
         """Asks ever more rarely."""
+
+        def ask() -> bool:
+            self._check()
+            return is_done()
+
         done = wait_for(
-            is_done,
+            ask,
             deadline_s=limit_s,
             poll_s=_SHORTEST_POLL_S,
             longest_poll_s=_LONGEST_POLL_S,

@@ -73,6 +73,7 @@ def wait_for_keys(
     *,
     deadline_s: float,
     poll_s: float = POLL_S,
+    longest_poll_s: float = 0.0,
     give_up: Callable[[], bool] = lambda: False,
 ) -> dict[str, bytes]:
     """Waits until all keys have a value; each is asked for until it has one.
@@ -82,6 +83,7 @@ def wait_for_keys(
         keys: The keys.
         deadline_s: See :func:`wait_for`, as for the other arguments.
         poll_s: Likewise.
+        longest_poll_s: Likewise.
         give_up: Likewise.
 
     Returns:
@@ -95,7 +97,7 @@ def wait_for_keys(
         return not missing
 
     if missing:
-        wait_for(all_are_there, deadline_s=deadline_s, poll_s=poll_s, give_up=give_up)
+        wait_for(all_are_there, deadline_s=deadline_s, poll_s=poll_s, longest_poll_s=longest_poll_s, give_up=give_up)
     return found
 
 

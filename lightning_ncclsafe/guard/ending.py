@@ -27,7 +27,7 @@ import psutil
 from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.errors import CollectiveTimeoutError
-from lightning_ncclsafe.exchange import Exchange, ExchangeError, wait_for, wait_for_keys
+from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.probes.rank import RankInfo
 
 EXIT_CODE = 124
@@ -378,4 +378,6 @@ def wait_for_others(exchange: Exchange, rank: int, world_size: int) -> None:
     """Waits, at most 3 s, until the other ranks no longer need the store."""
     others = [f"left/{other}" for other in range(world_size) if other != rank]
     with suppress(ExchangeError):
-        wait_for_keys(exchange, others, deadline_s=_OTHERS_LEAVE_S)
+        # They are on their way.
+        poll_s = poll_interval_s(world_size)
+        wait_for_keys(exchange, others, deadline_s=_OTHERS_LEAVE_S, poll_s=poll_s / 10, longest_poll_s=poll_s)

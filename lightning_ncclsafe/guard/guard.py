@@ -202,6 +202,15 @@ class Guard:
         """Whether all ranks have raised the same."""
         return self._place.world_size == 1 or (self._state.verdict is not None and self._state.verdict.is_joint)
 
+    def check(self) -> None:
+        """Called where this rank waits for others that may never come.
+
+        Raises:
+            CollectiveTimeoutError: The run cannot go on.
+        """
+        if self._state.ends_run:
+            raise self._state.error()
+
     @property
     def ends_run(self) -> bool:
         """Whether the run cannot go on, and is being ended."""

@@ -86,7 +86,8 @@ class Leaving:
             limit, it does not return: the process exits.
         """
         state = self._state
-        is_consequence = self._ending.is_closed or process_groups.is_communication_error(error)
+        is_ours = self._ending.is_closed or isinstance(error, CollectiveTimeoutError)
+        is_consequence = is_ours or process_groups.is_communication_error(error)
         if self._leaves_at_the_end(error):
             self.finish()
             return None
@@ -211,7 +212,10 @@ def stay_until_all_finished(
     exchange.set(f"finished/{rank}", b"")
     keys = ["finished/all"] if rank else [f"finished/{other}" for other in range(world_size)]
     poll_s = poll_interval_s(world_size, least_s=_FINISH_POLL_S, polls_per_s=_FINISH_POLLS_PER_S)
-    finished = wait_for_keys(exchange, keys, deadline_s=math.inf, poll_s=poll_s, give_up=may_leave)
+    # Most often the last rank is milliseconds behind.
+    finished = wait_for_keys(
+        exchange, keys, deadline_s=math.inf, poll_s=poll_s / 10, longest_poll_s=poll_s, give_up=may_leave
+    )
     if len(finished) < len(keys):
         leave_behind()
     if rank == 0:

@@ -9,6 +9,7 @@ from types import TracebackType
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.facts import Incident, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
+from lightning_ncclsafe.facts.frames import ExceptionFacts
 from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.plan import plan_words
 from lightning_ncclsafe.report.text import render_news
@@ -154,8 +155,13 @@ class Reporter:
 
 
 def _all_raised_alike(job: JobFacts) -> bool:
-    raised = {(facts.exception.type, facts.exception.stack[-1:]) for facts in job.ranks if facts.exception is not None}
+    raised = {_where(facts.exception) for facts in job.ranks if facts.exception is not None}
     return len(raised) == 1 and sum(map(_raises, job.ranks)) == job.world_size
+
+
+def _where(exception: ExceptionFacts) -> tuple[object, ...]:
+    """What is the same on ranks that raise alike; what a line says, a rank may not have read in time."""
+    return exception.type, *((frame.file, frame.line, frame.function) for frame in exception.stack[-1:])
 
 
 def _raises(facts: RankFacts) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_ncclsafe._torch import process_groups, sent_together
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.code.patching import WrappedMethod
-from lightning_ncclsafe.errors import DatasetMismatchError, HostPreflightError
+from lightning_ncclsafe.errors import CollectiveTimeoutError, DatasetMismatchError, HostPreflightError
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP, VOTE_GROUPS, DataFacts, EpochEnd, LoaderFacts
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.iteration import Begin, Iterate, LoaderProxy, ReplacedIteration, replaceable
@@ -303,7 +303,7 @@ class LoaderCollector:
         """Our own failure is reported once. This rank compares no more, nobody waits for it, and training goes on."""
         try:
             act()
-        except (DatasetMismatchError, HostPreflightError):
+        except (CollectiveTimeoutError, DatasetMismatchError, HostPreflightError):
             raise
         except Exception as error:
             self._is_off = True

@@ -11,7 +11,7 @@ from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for_keys
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, LoadFacts, PreflightFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Diagnosis, Severity
+from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.folder import IncidentNumbers, write_page, write_report
 from lightning_ncclsafe.report.tables.preflight import render_preflight
@@ -28,6 +28,9 @@ _MEET_S = 10.0
 _CLOCK_S, _CLOCK_POLLS_PER_S, _CLOCK_POLL_S = 5.0, 1000.0, 0.005
 _CLOCK = "preflight/clock"
 
+Told = tuple[str, tuple[int, ...], str]
+"""What a finding is known by that has been printed."""
+
 
 class Preflight:
     """One rank's part.
@@ -40,6 +43,7 @@ class Preflight:
         report_dir: The folder of all reports; one is written if there is a problem.
         say: Prints one or more lines to the user.
         incidents: Numbers of the incidents of this process; None if there are no others.
+        told: What this process has printed before, and does not print again; None if that is nothing.
         render: Renders the findings for the user.
         says_nothing: Whether to print nothing if nothing is wrong.
     """
@@ -54,6 +58,7 @@ class Preflight:
         report_dir: Path | None,
         say: Callable[[str], None],
         incidents: IncidentNumbers | None = None,
+        told: set[Told] | None = None,
         render: Callable[[Diagnosis], str] = render_preflight,
         says_nothing: bool = True,
     ) -> None:
@@ -66,7 +71,7 @@ class Preflight:
         self._incidents = incidents or IncidentNumbers()
         self._render = render
         self._says_nothing = says_nothing
-        self._told: set[tuple[str, tuple[int, ...]]] = set()
+        self._told: set[Told] = set() if told is None else told
         self._meeting: Meeting | None = None
         self._found: PreflightFacts | None = None
         self._error: Exception | None = None
@@ -161,13 +166,14 @@ class Preflight:
         )
         job = JobFacts(incident=incident, world_size=self._world_size, ranks=ranks, launch=launch_words())
         diagnosis = judge(job, PREFLIGHT_RULES)
-        fresh = [finding for finding in diagnosis.findings if (finding.rule, finding.ranks) not in self._told]
-        self._told.update((finding.rule, finding.ranks) for finding in fresh)
+        is_fatal = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
+        is_refused = is_fatal and self._on_problem == "raise"
+        # What is refused is refused each time.
+        fresh = [finding for finding in diagnosis.findings if is_refused or _about(finding) not in self._told]
+        self._told.update(map(_about, fresh))
         diagnosis = replace(diagnosis, findings=tuple(fresh))
         if not diagnosis.findings and self._says_nothing:
             return Agreed(complete=True)
-        is_fatal = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
-        is_refused = is_fatal and self._on_problem == "raise"
         folder = self._write(diagnosis, is_refused=is_refused)
         text = self._render(diagnosis)
         if is_refused:
@@ -186,6 +192,10 @@ class Preflight:
         if problem := write_page(diagnosis, folder):
             self._say(problem)
         return str(folder)
+
+
+def _about(finding: Finding) -> Told:
+    return finding.rule, finding.ranks, finding.summary
 
 
 def _joined(known: LoadFacts, new: LoadFacts) -> LoadFacts:

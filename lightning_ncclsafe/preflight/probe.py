@@ -22,6 +22,8 @@ from lightning_ncclsafe.probes.process.environment import settings_seen, version
 _ENDING_S = 0.3
 # Pressure is measured for this long at least, while the other parts run.
 _WATCHED_S = 0.1
+# For so long a host is taken to be as it was found.
+_NEW_S = 300.0
 
 Parts = Mapping[str, Callable[[], Any]]
 
@@ -69,6 +71,32 @@ def preflight_facts(
     found, missing = run_parts(parts, deadline_s + _ENDING_S)
     facts = PreflightFacts(load=load, is_cuda=is_cuda, missing=tuple(missing), **found)
     return replace(facts, versions=_with_driver(facts), took_s=round(time.monotonic() - began_s, 3))
+
+
+class RecentFacts:
+    """What this process has found on its host: where a program calls its Trainer again soon, that costs no time again.
+
+    What has a problem, or could not be found out, is looked at anew.
+
+    Args:
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked: tuple[object, ...] = ()
+        self._found: PreflightFacts | None = None
+        self._found_s = 0.0
+
+    def get(self, *, load: LoadFacts, environment: Mapping[str, str], **asked: Any) -> PreflightFacts:
+        """As :func:`preflight_facts`, whose arguments it takes."""
+        about = (settings_seen(environment), asked)
+        if self._found is None or self._asked != about or self._clock() - self._found_s > _NEW_S:
+            found = preflight_facts(load=load, environment=environment, **asked)
+            is_whole = not found.missing and not any(directory.problem for directory in found.directories)
+            self._asked, self._found, self._found_s = about, found if is_whole else None, self._clock()
+            return found
+        return replace(self._found, load=load)
 
 
 def run_parts(parts: Parts, deadline_s: float) -> tuple[dict[str, Any], list[str]]:

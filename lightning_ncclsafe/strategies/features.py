@@ -19,9 +19,9 @@ from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.collecting import LoaderCollector, Stage
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
-from lightning_ncclsafe.preflight.check import Preflight
+from lightning_ncclsafe.preflight.check import Preflight, Told
 from lightning_ncclsafe.preflight.load import loaders_load, model_load
-from lightning_ncclsafe.preflight.probe import preflight_facts
+from lightning_ncclsafe.preflight.probe import RecentFacts
 from lightning_ncclsafe.probes.host.capacity import capacity
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -46,6 +46,9 @@ T = TypeVar("T")
 _PRESENT_S = 30.0
 # How long they wait for one another if all are known to be there.
 _MEET_S = 10.0
+# For all calls of this process, of which each compares its hosts.
+_host = RecentFacts()
+_told_of_hosts: set[Told] = set()
 
 
 class Features:
@@ -63,6 +66,7 @@ class Features:
         combined: Lightning's ``CombinedLoader``.
         sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
         weights: Gives the state of the model in Lightning's own way.
+        check: Raises if the run ends while a rank waits for others.
 
     Attributes:
         timer: Times collectives; None if no callback asks for it.
@@ -81,6 +85,7 @@ class Features:
         combined: type,
         sigterm_error: type[BaseException] | None,
         weights: Callable[[], Any],
+        check: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._limits = limits
@@ -90,6 +95,7 @@ class Features:
         self._incidents = incidents
         self._combined = combined
         self._sigterm_error = sigterm_error
+        self._check = check
         self.timer: AttachedTimer | None = None
         self.saved_at_end = SavedAtEnd(
             trainer,
@@ -216,7 +222,7 @@ class Features:
         # As the user has set it: the size of the recorder is about to be set there.
         environment = dict(os.environ)
         preflight = Preflight(
-            lambda: preflight_facts(
+            lambda: _host.get(
                 environment=environment,
                 directories=_directories(self._trainer_probe, settings),
                 load=model_load(trainer.lightning_module),
@@ -229,6 +235,7 @@ class Features:
             world_size=place.world_size,
             report_dir=self._report_dir,
             incidents=self._incidents,
+            told=_told_of_hosts,
             say=say_on_stderr,
         )
         preflight.begin()
@@ -291,6 +298,7 @@ class Features:
                 world_size=place.world_size,
                 deadline_s=min(self._limits.suspect_after_s + _PRESENT_S, self._limits.timeout_s),
                 say=say_on_stderr,
+                check=self._check,
             ),
             world_size=place.world_size,
             identity=_identity(place),

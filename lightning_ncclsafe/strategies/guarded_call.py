@@ -98,6 +98,7 @@ class GuardedCall:
             combined=combined,
             sigterm_error=sigterm_error,
             weights=weights,
+            check=lambda: self._guard.check() if self._guard is not None else None,
         )
         self._saved_at_end = self._features.saved_at_end
         self._group_timeouts = GroupTimeouts(limits, self._limit_name)

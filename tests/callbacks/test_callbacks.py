@@ -92,3 +92,52 @@ def test_a_run_that_goes_on_keeps_its_name() -> None:
     assert first.settings.run == second.settings.run
     second.on_load_checkpoint(Trainer(logger=False), LightningModule(), {"epoch": 1})
     assert first.settings.run == second.settings.run, "a checkpoint of another callback"
+
+
+def batch_hooks(callback: Callback) -> set[str]:
+    """Those that Lightning calls for each batch: the others it passes over."""
+    words = ("_batch_", "_zero_grad", "_backward", "_optimizer_step")
+    named = {name for name in dir(Callback) if name.startswith("on_") and any(word in name for word in words)}
+    return {name for name in named if callable(getattr(callback, name))}
+
+
+def test_a_callback_has_only_those_hooks_of_a_batch_that_do_something() -> None:
+    assert len(batch_hooks(Callback())) == 12
+    found = {type(one).__name__: batch_hooks(one) for one in [*safe_callbacks(), JustInTimeCheckpoint()]}
+    assert found == {
+        "HostPreflight": set(),
+        "DatasetAgreement": set(),
+        "LoaderTuner": set(),
+        "LoggerOffload": {"on_train_batch_start"},
+        "CollectiveTimer": {"on_train_batch_end"},
+        "JustInTimeCheckpoint": set(),
+    }
+
+
+class Counting(Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+
+def test_a_class_derived_from_ours_has_the_hooks_that_it_gets_elsewhere() -> None:
+    class Derived(LoaderTuner):
+        begun = 0
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            super().on_train_batch_start(*args)
+            self.begun += 1
+
+    class Both(DatasetAgreement, Counting):
+        def __init__(self) -> None:
+            DatasetAgreement.__init__(self)
+            self.batches = 0
+
+    derived, both = Derived(), Both()
+    derived.on_train_batch_start(None, None, None, 0)
+    both.on_train_batch_end(None, None, None, None, 0)
+    assert (derived.begun, both.batches) == (1, 1)
+    assert (batch_hooks(derived), batch_hooks(both)) == ({"on_train_batch_start"}, {"on_train_batch_end"})

@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from warm import Warm, ranks_of
 
 from lightning_ncclsafe import CollectiveTimer, SafeDDP
 from lightning_ncclsafe.callbacks import collective_timer
 from lightning_ncclsafe.code.own_work import take_own_work
-from lightning_ncclsafe.collectives import results
+from lightning_ncclsafe.collectives import attaching, results
+from lightning_ncclsafe.exchange import MemoryExchange
+from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.history import LatenessHistory
 from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
@@ -115,6 +118,23 @@ def test_results_that_cannot_be_shown_do_not_end_the_run(
     CollectiveTimer().teardown(trainer_of(Logger()), LightningModule(), "fit")
     assert "writing the timings of collectives failed and is off" in capfd.readouterr().err
     assert attached.ended == 1
+
+
+@pytest.mark.parametrize(("steps", "is_printed"), [(LEAST_STEPS, True), (LEAST_STEPS - 1, False)])
+def test_where_nobody_has_ended_it_the_trace_is_kept_and_named_after_enough_steps(
+    steps: int, is_printed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that fails at its first step, or a search for a learning rate, has no timings that anybody asks for."""
+    exchange, saved = MemoryExchange(), list[Path]()
+    made = AttachedTimer(
+        SimpleNamespace(), ActionTracker(), exchange, TimerSettings(), rank=0, world_size=1, report_dir=tmp_path
+    )
+    summary = TimingSummary(ops=(OpSummary(group="0", op="all_reduce", ranks=1, count=1),), steps=steps)
+    monkeypatch.setattr(made.timer.analysis, "summary", lambda: summary)
+    monkeypatch.setattr(attaching, "save", lambda analysis, summary, folder, _: saved.append(folder) or "trace: here")
+    made.detach()
+    assert saved == [tmp_path]
+    assert ("trace: here" in capfd.readouterr().err) is is_printed
 
 
 def test_a_timer_that_is_off_shows_nothing(attached: Attached, capfd: pytest.CaptureFixture[str]) -> None:

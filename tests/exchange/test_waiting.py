@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import (
     ExchangeError,
     MemoryExchange,
@@ -16,6 +17,9 @@ from lightning_ncclsafe.exchange import (
     wait_for_keys,
     waiting,
 )
+from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
+from lightning_ncclsafe.facts import Phase, Progress, RankFacts
+from lightning_ncclsafe.guard.leaving import stay_until_all_finished
 
 
 @dataclass
@@ -140,3 +144,26 @@ def test_the_more_ranks_ask_the_rarer_each_does() -> None:
 def test_all_ranks_know_which_came_first() -> None:
     exchange = MemoryExchange()
     assert [first_rank(exchange, "point", rank) for rank in (3, 0, 3)] == [3, 3, 3]
+
+
+def test_a_rank_that_has_finished_asks_soon_and_then_more_rarely(clock: Clock) -> None:
+    """Most often the others are milliseconds behind, at the end of each call of the Trainer."""
+    exchange = MemoryExchange()
+    clock.on_sleep = lambda: exchange.set("finished/all", b"") if len(clock.slept_s) == 10 else None
+    stay_until_all_finished(exchange, rank=1, world_size=2, may_leave=lambda: False, leave_behind=lambda: None)
+    assert clock.slept_s[0] == 0.001 and max(clock.slept_s) == 0.01
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_on_in_a_meeting_once_the_run_is_over(clock: Clock, rank: int) -> None:
+    def check() -> None:
+        if len(clock.slept_s) == 3:
+            raise CollectiveTimeoutError("rank 2 raised")
+
+    one = Meeting(
+        exchange=MemoryExchange(), rank=rank, world_size=3, deadline_s=60.0, say=lambda text: None, check=check
+    )
+    facts = RankFacts(rank=rank, progress=Progress(phase=Phase.TRAIN))
+    with pytest.raises(CollectiveTimeoutError, match="rank 2 raised"):
+        one.meet(facts, lambda ranks: Agreed())
+    assert clock.now_s < 0.1

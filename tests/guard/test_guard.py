@@ -149,6 +149,22 @@ def test_the_others_are_told_the_cause_in_place_of_the_broken_connection(make_jo
     assert len(job.reports()) == 1
 
 
+def test_a_rank_that_meets_the_others_leaves_as_soon_as_one_has_raised(make_job: Callable[..., Job]) -> None:
+    """Over keys and files it would wait on for a minute, long after the process of the other is gone."""
+    job = make_job()
+    wait_on_all_but(job, 2)
+    job.start()
+    job.guards[0].check()
+    job.guards[2].failed(ValueError("the batch is broken"))
+    job.wait_for(lambda: job.guards[0].ends_run)
+    with pytest.raises(CollectiveTimeoutError, match="ValueError") as raised:
+        job.guards[0].check()
+    # It leaves as one does whose connection broke, and not as the cause.
+    error = job.guards[0].failed(raised.value)
+    assert isinstance(error, CollectiveTimeoutError) and error.findings[0].ranks == (2,)
+    assert len(job.reports()) == 1
+
+
 def test_all_save_with_a_rank_that_raised_though_they_wait_on_before_they_leave(make_job: Callable[..., Job]) -> None:
     job = make_job()
     job.limits = replace(job.limits, suspect_after_s=900.0)

@@ -11,6 +11,7 @@ from incidents import job_of
 
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.facts import IncidentKind, ProcessFacts
+from lightning_ncclsafe.facts.frames import ExceptionFacts, Frame
 from lightning_ncclsafe.guard import reporter as module
 from lightning_ncclsafe.guard.reporter import Reporter, Verdict, hide_reported_errors
 from lightning_ncclsafe.report.folder import IncidentNumbers
@@ -100,6 +101,24 @@ def test_only_a_rank_that_has_not_answered_is_taken_for_frozen(reporter: Reporte
     both = replace(job_of(2), witnessed=(seen,))
     assert reporter.report(both).frozen == ()
     assert reporter.report(replace(both, ranks=both.ranks[:1])).frozen == (1,)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_joint"),
+    [(Frame(file="train.py", line=7, function="fit"), True), (Frame(file="train.py", line=8, function="fit"), False)],
+)
+def test_ranks_raise_alike_at_one_line_whether_or_not_its_source_could_be_read(
+    reporter: Reporter, said: list[str], other: Frame, is_joint: bool
+) -> None:
+    """The source may be on storage that does not answer one of them in time."""
+    lines = (Frame(file="train.py", line=7, function="fit", code="raise ValueError(mode)", user=True), other)
+    job = job_of(2)
+    ranks = tuple(
+        replace(facts, exception=ExceptionFacts(type="ValueError", message="no such mode", stack=(line,)))
+        for facts, line in zip(job.ranks, lines, strict=True)
+    )
+    verdict = reporter.report(replace(job, ranks=ranks))
+    assert verdict.is_joint == is_joint and bool(said) != is_joint
 
 
 def test_what_could_not_be_written_is_printed_again_in_full(reporter: Reporter, said: list[str]) -> None:

@@ -152,3 +152,23 @@ def test_what_is_not_a_plain_logger_is_left_as_it_is() -> None:
         assert not isinstance(getattr(log, "log_metrics", None), ReplacedMethod)
         trial.end()
     assert isinstance(given.log_metrics, Mock)
+
+
+def test_what_the_user_puts_in_a_methods_place_meanwhile_stays_there() -> None:
+    log: Any = Log()
+    trial = CallTimer(log, lambda: None)
+    timed = log.log_metrics
+    log.log_metrics = lambda metrics, step=None: f"{timed(metrics, step)} by the user's"
+    trial.end()
+    assert log.log_metrics({"loss": 1.0}, 3) == "logged by the user's"
+    assert log.points == [({"loss": 1.0}, 3)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_replacements_nothing_is_left_in_whatever_order_they_are_removed(order: tuple[int, int]) -> None:
+    log = Log()
+    before = dict(vars(log))
+    replaced = [ReplacedMethod(log, "save", lambda: None) for _ in range(2)]
+    for index in order:
+        replaced[index].remove()
+    assert vars(log) == before

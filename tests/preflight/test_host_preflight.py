@@ -34,7 +34,9 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 class Job:
     """Ranks that look at hosts of which the test says what they are."""
 
-    def __init__(self, looks: list[Callable[[], PreflightFacts]], on_problem: OnProblem, folder: Path) -> None:
+    def __init__(
+        self, looks: list[Callable[[], PreflightFacts]], on_problem: OnProblem, folder: Path, told: Any = None
+    ) -> None:
         shared = SharedMemory()
         self.said: list[str] = []
         self.exchanges = [MemoryExchange(shared) for _ in looks]
@@ -46,6 +48,7 @@ class Job:
                 world_size=len(looks),
                 report_dir=folder,
                 say=self.said.append,
+                told=told,
             )
             for rank, look in enumerate(looks)
         ]
@@ -88,6 +91,21 @@ def test_what_differs_is_said_once_with_a_report(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     assert str(folder) in text and (folder / "report.json").exists()
     assert folder.name.endswith("Z-incident-1")
+
+
+def test_the_next_call_of_a_program_says_only_what_is_new_and_is_refused_all_the_same(tmp_path: Path) -> None:
+    told: set[Any] = set()
+    other = DirectoryFacts(role="checkpoints", path="/checkpoints", problem="Permission denied")
+    said = []
+    for found in ((UNUSABLE,), (UNUSABLE,), (other,)):
+        ranks = Job([lambda found=found: PreflightFacts(directories=found)], "warn", tmp_path, told)  # type: ignore[misc]
+        ranks.run()
+        said.append(ranks.said)
+    assert [len(texts) for texts in said] == [1, 0, 1]
+    assert "/checkpoints" in said[2][0]
+    for _ in range(2):
+        refused = Job([lambda: PreflightFacts(directories=(UNUSABLE,))], "raise", tmp_path, told).run()
+        assert isinstance(refused[0], HostPreflightError) and "/logs" in str(refused[0])
 
 
 def test_a_problem_that_the_run_would_fail_of_raises_on_all_ranks(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from lightning_ncclsafe.facts import DirectoryFacts, GpuFacts, LoadFacts, PreflightFacts
 from lightning_ncclsafe.facts.codec import decode, encode
 from lightning_ncclsafe.preflight import probe as module
-from lightning_ncclsafe.preflight.probe import open_files, open_files_limit, preflight_facts, run_parts
+from lightning_ncclsafe.preflight.probe import RecentFacts, open_files, open_files_limit, preflight_facts, run_parts
 from lightning_ncclsafe.probes.process import environment
 
 GPU = GpuFacts(index=3, driver="570.86.10", cuda="12.8")
@@ -205,3 +206,34 @@ def test_looking_imports_neither_torch_nor_lightning() -> None:
 def test_settings_are_those_of_the_environment_that_is_given(tmp_path: Path) -> None:
     found = look(tmp_path, environment={"NCCL_DEBUG": "INFO", "HOME": "/root"})
     assert found.settings == {"NCCL_DEBUG": "INFO"}
+
+
+FOUND = PreflightFacts(open_files_limit=1024)
+LATE = PreflightFacts(missing=("swap: no answer within 2 s",))
+FULL = PreflightFacts(directories=(DirectoryFacts(role="logs", path="/logs", problem="No space left on device"),))
+CALL: dict[str, Any] = {"directories": {"logs": "/logs"}, "load": LoadFacts(), "environment": {}}
+
+
+@pytest.mark.parametrize(
+    ("found", "after_s", "changed", "looks"),
+    [
+        (FOUND, 1.0, {}, 1),
+        (FOUND, 1.0, {"load": LoadFacts(loader_workers=3)}, 1),
+        (FOUND, 1.0, {"directories": {"logs": "/other"}}, 2),
+        (FOUND, 1.0, {"environment": {"NCCL_SOCKET_IFNAME": "eth1"}}, 2),
+        (FOUND, 1.0, {"environment": {"HOME": "/other"}}, 1),
+        (FOUND, 3_600.0, {}, 2),
+        (LATE, 1.0, {}, 2),
+        (FULL, 1.0, {}, 2),
+    ],
+)
+def test_the_next_call_of_the_trainer_knows_the_host(
+    monkeypatch: pytest.MonkeyPatch, found: PreflightFacts, after_s: float, changed: dict[str, Any], looks: int
+) -> None:
+    now, asked = [0.0], list[Any]()
+    monkeypatch.setattr(module, "preflight_facts", lambda load, **_: asked.append(load) or replace(found, load=load))
+    recent = RecentFacts(clock=lambda: now[0])
+    recent.get(**CALL)
+    now[0] += after_s
+    assert recent.get(**{**CALL, **changed}).load == (CALL | changed)["load"]
+    assert len(asked) == looks

@@ -205,6 +205,10 @@ def test_detach_may_come_twice_or_without_attach() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda profiler: pickle.loads(pickle.dumps(profiler))])
 def test_an_attached_profiler_can_be_copied(kind: type[Profiler], copied: Any) -> None:
     profiler, tracker = kind(), ActionTracker()
+    # Of a call of the Trainer, with its threads, connections and locks.
+    of_call = threading.Lock()
+    tracker.on_failed = lambda *_, lock=of_call: None
+    tracker.listeners = (lambda *_, lock=of_call: None,)
     tracker.attach(profiler)
     twin = copied(profiler)
     heard = tracker.transitions

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,7 +166,7 @@ def test_what_ends_a_thread_is_seen_and_still_printed(watch: CaughtExceptions, m
         raise KeyError("label")  # <- feed
 
     with monkeypatch.context() as patch:
-        patch.setattr(watch, "_hook", printed.append)
+        patch.setattr(threading, "excepthook", partial(watch._thread_ended, watch._begun, printed.append))
         end(threading.Thread(target=feed, name="feeder"))
     found = only(watch)
     assert (found.type, found.message, found.thread) == ("KeyError", "'label'", "feeder")
@@ -177,7 +178,7 @@ def test_a_thread_that_leaves_by_sys_exit_has_ended_too(
     watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(watch, "_hook", lambda told: None)
+        patch.setattr(threading, "excepthook", partial(watch._thread_ended, watch._begun, lambda told: None))
         end(threading.Thread(target=sys.exit, name="feeder"))
     assert only(watch).type == "SystemExit"
 
@@ -259,6 +260,33 @@ def test_whoever_took_a_hook_over_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert logging.getLogRecordFactory() is before[1]
 
 
+def test_whoever_goes_on_calling_ours_does_so_in_the_next_call_of_a_trainer_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As libraries do that trace a program; each line that was logged would have the two call each other for ever."""
+    monkeypatch.setattr(caught, "_MONITORING", None)
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+    watch, factory = CaughtExceptions(), logging.getLogRecordFactory()
+    watch.start()
+    hook, make = threading.excepthook, logging.getLogRecordFactory()
+    theirs = (lambda told: hook(told), lambda *args, **kwargs: make(*args, **kwargs))
+    threading.excepthook = theirs[0]
+    logging.setLogRecordFactory(theirs[1])
+    try:
+        watch.close()
+        watch.start()
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            LOG.warning("not uploaded")
+        end(threading.Thread(target=lambda: 1 / 0))
+        assert {(one.type, one.count) for one in watch.facts(0.0)} == {("OSError", 1), ("ZeroDivisionError", 1)}
+        watch.close()
+        assert (threading.excepthook, logging.getLogRecordFactory()) == theirs
+    finally:
+        logging.setLogRecordFactory(factory)
+
+
 def test_a_call_within_a_call_listens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caught, "_MONITORING", None)
     watch, before, started = CaughtExceptions(), threading.excepthook, []
@@ -267,7 +295,7 @@ def test_a_call_within_a_call_listens_once(monkeypatch: pytest.MonkeyPatch) -> N
     watch.start()
     assert started == [True]
     watch.close()
-    assert threading.excepthook == watch._thread_ended
+    assert threading.excepthook is watch._thread_hook
     watch.close()
     assert threading.excepthook is before
 

@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import sys
 import sysconfig
 import threading
 import traceback
@@ -16,7 +17,9 @@ import torch
 from own_threads import join_own_threads
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.probes.process import stacks
+from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
 
 SOURCE = """\
@@ -291,6 +294,23 @@ def test_an_exception_tells_where_it_was_raised_and_is_cut() -> None:
     assert facts.type == "ValueError"
     assert len(facts.message) == 2000
     assert facts.stack[-1].function == "test_an_exception_tells_where_it_was_raised_and_is_cut"
+
+
+class Unspeakable(RuntimeError):
+    """One whose author has not tried to print it."""
+
+    def __str__(self) -> str:
+        raise AttributeError("there is no text")
+
+
+def test_an_exception_that_has_no_text_is_one_all_the_same() -> None:
+    """The guard would be off otherwise, just as a rank fails."""
+    error = Unspeakable()
+    assert not process_groups.is_communication_error(error)
+    assert stacks.exception_facts(error, is_consequence=False).message == "<exception str() failed>"
+    caught = CaughtExceptions(process_groups.is_communication_error)
+    caught.note(error, passed="Trainer.fit", callers=sys._getframe())
+    assert [one.message for one in caught.facts(0.0)] == ["<exception str() failed>"]
 
 
 def test_what_a_generator_turns_an_exception_into_has_the_line_of_that_exception() -> None:

@@ -448,7 +448,7 @@ def test_a_preflight_sees_the_environment_as_it_was_before_the_recorder_got_its_
     looks: list[Any] = []
     seen: dict[str, Any] = {}
     monkeypatch.setattr(features, "Preflight", lambda look, **_: looks.append(look) or SimpleNamespace(begin=bool))
-    monkeypatch.setattr(features, "preflight_facts", lambda **given: seen.update(given))
+    monkeypatch.setattr(features._host, "get", lambda **given: seen.update(given))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

@@ -24,7 +24,7 @@ _FAR_MORE = 4
 _MEMORY_SHARE = 0.5
 BUDGET_S = 10.0
 """How long ranks have to share what their hosts have, once the process group exists."""
-_POLL_S = 0.02
+_FIRST_POLL_S, _POLL_S, _GROWTH = 0.001, 0.02, 1.5
 _BUDGET = "tuning/budget"
 
 
@@ -187,12 +187,15 @@ def agree_on_budget(
     exchange.set(f"tuning/capacity/{rank}", codec.encode(own))
     give_up = time.monotonic() + (BUDGET_S if rank == 0 else 2 * BUDGET_S)
     keys = [f"tuning/capacity/{one}" for one in range(world_size)] if rank == 0 else [_BUDGET]
+    # The training thread waits for the budget before its first loader.
     found: dict[str, bytes] = {}
+    poll_s = _FIRST_POLL_S
     while len(found) < len(keys) and not over.is_set() and time.monotonic() < give_up:
         with suppress(ExchangeError):  # a store that has missed a deadline may answer the next time
             found |= exchange.get_many([key for key in keys if key not in found])
         if len(found) < len(keys):
-            over.wait(_POLL_S)
+            over.wait(poll_s)
+            poll_s = min(_GROWTH * poll_s, _POLL_S)
     if rank != 0:
         return codec.decode(Budget, found[_BUDGET]) if found else None
     budget = least_budget([codec.decode(Capacity, capacity) for capacity in found.values()] or [own])

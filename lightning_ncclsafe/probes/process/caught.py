@@ -16,10 +16,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 from lightning_ncclsafe.code.marks import with_inner
+from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread, with_source
 
@@ -69,8 +71,9 @@ class CaughtExceptions:
         self._clock = clock
         self._ring: deque[_Seen] = deque(maxlen=_KEPT)
         self._calls = 0
-        self._hook: Callable[[Any], object] = threading.excepthook
-        self._make_record: Callable[..., logging.LogRecord] = logging.getLogRecordFactory()
+        self._begun = 0
+        self._thread_hook: partial[None] | None = None
+        self._record_factory: partial[logging.LogRecord] | None = None
         self._handlers = HandlerWatch(self.note)
 
     def start(self) -> None:
@@ -79,12 +82,11 @@ class CaughtExceptions:
         if self._calls > 1:
             return
         self._handlers.start()
-        # A hook that was installed after ours may call ours.
-        if threading.excepthook != self._thread_ended:
-            self._hook, threading.excepthook = threading.excepthook, self._thread_ended
-        if logging.getLogRecordFactory() != self._record:
-            self._make_record = logging.getLogRecordFactory()
-            logging.setLogRecordFactory(self._record)
+        # New ones each time: whoever has taken one of them over in an earlier call may go on calling that one.
+        self._begun += 1
+        self._thread_hook = threading.excepthook = partial(self._thread_ended, self._begun, threading.excepthook)
+        self._record_factory = partial(self._record, self._begun, logging.getLogRecordFactory())
+        logging.setLogRecordFactory(self._record_factory)
 
     def close(self) -> None:
         """Removes the hooks; the exceptions are kept for the next call of a Trainer in this process."""
@@ -92,10 +94,10 @@ class CaughtExceptions:
         if self._calls:
             return
         self._handlers.close()
-        if threading.excepthook == self._thread_ended:
-            threading.excepthook = self._hook
-        if logging.getLogRecordFactory() == self._record:
-            logging.setLogRecordFactory(self._make_record)
+        if self._thread_hook is not None and threading.excepthook is self._thread_hook:
+            threading.excepthook = self._thread_hook.args[-1]
+        if self._record_factory is not None and logging.getLogRecordFactory() is self._record_factory:
+            logging.setLogRecordFactory(self._record_factory.args[-1])
 
     def note(self, error: BaseException, *, passed: str = "", callers: FrameType | None = None) -> None:
         """Records an exception in the user's code, which may be caught later.
@@ -166,7 +168,7 @@ class CaughtExceptions:
             return
         facts = CaughtException(
             type=type(error).__name__,
-            message=_first_line(str(error)),
+            message=_first_line(text_of(error)),
             stack=stack,
             caught_at=caught_at,
             passed=passed,
@@ -175,19 +177,24 @@ class CaughtExceptions:
         )
         self._ring.append(_Seen(facts, at_s, id(error), depth, _raised_at(trace)))
 
-    def _thread_ended(self, args: Any) -> None:
+    def _listens(self, begun: int) -> bool:
+        return self._calls > 0 and begun == self._begun
+
+    def _thread_ended(self, begun: int, hook: Callable[[Any], object], ended: Any) -> None:
         """Called by Python on the thread that ends, also for :func:`sys.exit` there."""
         with suppress(Exception):
-            name = getattr(args.thread, "name", "") or "?"
-            if self._calls and args.exc_value is not None and not name.startswith(_OWN_THREADS):
-                self._note(args.exc_value, thread=name)
-        self._hook(args)
+            name = getattr(ended.thread, "name", "") or "?"
+            if self._listens(begun) and ended.exc_value is not None and not name.startswith(_OWN_THREADS):
+                self._note(ended.exc_value, thread=name)
+        hook(ended)
 
-    def _record(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+    def _record(
+        self, begun: int, make: Callable[..., logging.LogRecord], *args: Any, **kwargs: Any
+    ) -> logging.LogRecord:
         """The factory of log records: a message that is logged while an exception is handled reveals the exception."""
-        record = self._make_record(*args, **kwargs)
+        record = make(*args, **kwargs)
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else sys.exc_info()[1]
-        if error is not None and self._calls:
+        if error is not None and self._listens(begun):
             with suppress(Exception):
                 said: Any = record.msg
                 is_of_torch = record.name.startswith(_C10D_LOGGERS) and isinstance(said, dict)

@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, JOIN, LOADING, TRAINER_RUN, Code
 from lightning_ncclsafe.code.marks import mark_at
+from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.control_flow import ControlFlow
@@ -141,7 +142,7 @@ def exception_facts(error: BaseException, *, is_consequence: bool) -> ExceptionF
         error: The exception.
         is_consequence: Whether it only reports that a collective failed.
     """
-    message = str(error)[:_MAX_MESSAGE]
+    message = text_of(error)[:_MAX_MESSAGE]
     stack = _raised_in(error)
     return ExceptionFacts(type=type(error).__name__, message=message, stack=stack, is_consequence=is_consequence)
 

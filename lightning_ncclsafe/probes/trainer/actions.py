@@ -45,6 +45,10 @@ class ActionTracker:
         """Called on the main thread, some 50 times a step, with the innermost action whenever that changes: its name,
         or an empty one between actions."""
 
+    def __reduce__(self) -> Any:
+        # The copy of a Trainer that runs, or of its profiler, is in no call.
+        return ActionTracker, ()
+
     def enter(self, name: str) -> None:
         """An action begins."""
         if get_ident() == self._thread:

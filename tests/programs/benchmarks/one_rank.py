@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus  # type: ignore[import-not-found]
 
 WIDTH = 128
-NAMES = ("stock", "safe", "safe-broadcast", "timer", "timer-broadcast", "saved")
+NAMES = ("stock", "safe", "safe-broadcast", "timer", "timer-broadcast", "saved", "recommended")
 STOCK: dict[str, Callable[[], Any]] = {"ddp": DDPStrategy, "fsdp": StockFSDP, "model-parallel": ModelParallelStrategy}
 
 
@@ -89,12 +89,21 @@ def make_strategy(name: str, parallel: str) -> tuple[Any, list[L.Callback]]:
     if name == "stock":
         return STOCK[parallel](), []
     # Not at the top: a process that trains with stock alone, to compare memory, must not load the package.
-    from lightning_ncclsafe import CollectiveTimer, JustInTimeCheckpoint, SafeDDP, SafeFSDP, SafeModelParallel
+    from lightning_ncclsafe import (
+        CollectiveTimer,
+        JustInTimeCheckpoint,
+        SafeDDP,
+        SafeFSDP,
+        SafeModelParallel,
+        safe_callbacks,
+    )
 
     safe: dict[str, Any] = {"ddp": SafeDDP, "fsdp": SafeFSDP, "model-parallel": SafeModelParallel}
     callbacks: list[L.Callback] = [CollectiveTimer(table=False)] if name.startswith("timer") else []
     if name == "saved":
         callbacks = [JustInTimeCheckpoint("never written")]
+    if name == "recommended":
+        callbacks = safe_callbacks()
     return safe[parallel](sigterm_broadcast=name.endswith("broadcast")), callbacks
 
 

@@ -38,4 +38,4 @@ def train(run: Run) -> None:
     trainer = pl.Trainer(**run.kwargs(), limit_train_batches=10)
     ahead = TimeSeriesDataSet.from_dataset(data, table, predict=True, stop_randomization=True)
     loaders = [data.to_dataloader(train=True, batch_size=8), ahead.to_dataloader(train=False, batch_size=4)]
-    trainer.fit(model, *loaders, ckpt_path=run.ckpt_path)
+    trainer.fit(model, *loaders, ckpt_path=run.ckpt_path, **run.unpickling)

@@ -170,8 +170,6 @@ def differences(stock: Outcome, ours: Outcome, variant: str) -> list[str]:
         return told
     for rank, (its, our) in enumerate(zip(stock.found, ours.found, strict=True)):
         told += [f"{what} rank {rank}" for what in _unequal(its or {}, our or {})]
-        if not all(fit["guarded"] for fit in (our or {}).get("fits", [])):
-            told.append(f"no guard on rank {rank}")
     if stock.logged != ours.logged:
         told.append("logged points")
     if stock.checkpoints != ours.checkpoints:
@@ -181,6 +179,14 @@ def differences(stock: Outcome, ours: Outcome, variant: str) -> list[str]:
     if ours.incidents:
         told.append(f"reported {', '.join(ours.incidents)}")
     return told
+
+
+def unguarded(ours: Outcome) -> list[str]:
+    """Ranks that were to be guarded, and were not, in words."""
+    ranks = [
+        rank for rank, our in enumerate(ours.found) if not all(fit["guarded"] for fit in (our or {}).get("fits", []))
+    ]
+    return [f"no guard on rank {rank}" for rank in ranks]
 
 
 def _unequal(stock: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
@@ -209,7 +215,9 @@ def compared(warm: Warm, client: str, variant: str) -> Compared:
     result.codes = {strategy: one.codes for strategy, one in outcomes.items()}
     result.fit_s = {strategy: one.fit_s for strategy, one in outcomes.items()}
     result.lines = {strategy: one.lines for strategy, one in outcomes.items()}
-    result.differences = {strategy: differences(stock, outcomes[strategy], variant) for strategy in OURS}
+    result.differences = {
+        strategy: differences(stock, outcomes[strategy], variant) + unguarded(outcomes[strategy]) for strategy in OURS
+    }
     if any(result.differences.values()) and variant not in ENDED:
         again = differences(stock, trained(warm, client, STOCK, variant, attempt=1), variant)
         if again:

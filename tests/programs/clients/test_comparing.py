@@ -9,12 +9,14 @@ import pytest
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
 
+import run  # noqa: E402
 from run import (  # noqa: E402
     CLIENTS,
     OURS,
     Compared,
     Outcome,
     Told,
+    compared,
     contents,
     differences,
     median_interval,
@@ -53,11 +55,34 @@ def outcome(**changed: object) -> Outcome:
         ({"checkpoints": {"one.ckpt": ["4 124"]}}, ["what is in checkpoints"]),
         ({"checkpoints": {}}, ["checkpoints [], not ['one.ckpt']"]),
         ({"incidents": ["incident-1"]}, ["reported incident-1"]),
-        ({"found": [{"fits": [FIT | {"guarded": False}]}, {"fits": [FIT]}]}, ["no guard on rank 0"]),
+        ({"found": [{"fits": [FIT | {"guarded": False}]}, {"fits": [FIT]}]}, []),
     ],
 )
 def test_whatever_a_run_leaves_counts_except_time_and_lines(changed: dict[str, object], told: list[str]) -> None:
     assert differences(outcome(), outcome(**changed), "plain") == told
+
+
+def test_what_differs_is_excused_by_two_runs_of_stock_that_do_and_not_by_their_lack_of_a_guard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fits(weights: str, *, guarded: bool) -> Outcome:
+        return outcome(found=2 * [{"fits": [FIT | {"weights": weights, "guarded": guarded}]}])
+
+    def verdict(again: str) -> Compared:
+        found = {
+            ("stock", 0): fits("abc", guarded=False),
+            ("SafeDDP", 0): fits("abd", guarded=True),
+            ("safe_callbacks", 0): fits("abc", guarded=True),
+            ("run", 0): fits("abc", guarded=False),
+            ("stock", 1): fits(again, guarded=False),
+        }
+        monkeypatch.setattr(run, "trained", lambda _, client, strategy, variant, attempt=0: found[strategy, attempt])
+        return compared(None, "pina", "plain")  # type: ignore[arg-type]
+
+    assert verdict("abc").why_not == ""
+    weights, no_guard = ([f"{what} rank {rank}" for rank in (0, 1)] for what in ("weights of", "no guard on"))
+    assert verdict("abc").differences == {"SafeDDP": weights, "safe_callbacks": [], "run": no_guard}
+    assert verdict("abe").why_not.startswith("two runs of stock differ: weights of rank 0")
 
 
 def test_where_a_run_is_ended_only_how_it_ends_counts() -> None:

@@ -71,7 +71,9 @@ def _offload_loggers(offload: type) -> None:
         # Those that watch metrics, ModelCheckpoint above all, are called apart, after all others.
         if isinstance(trainer, Trainer) and not kwargs.get("monitoring_callbacks"):
             given = {name: value for name, value in kwargs.items() if name != "monitoring_callbacks"}
-            getattr(of(trainer), hook)(trainer, trainer.lightning_module, *args, **given)
+            # As Lightning does: what cannot be called is no hook.
+            if callable(method := getattr(of(trainer), hook)):
+                method(trainer, trainer.lightning_module, *args, **given)
         hooks(trainer, hook, *args, **kwargs)
 
     def call_on_save(trainer: Any, checkpoint: dict[str, Any]) -> None:
