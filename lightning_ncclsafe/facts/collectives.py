@@ -34,7 +34,7 @@ class Collective:
         is_p2p: Whether it is a point-to-point operation, which is numbered separately; operations that were started
             together have one number, and end together.
         pair_number: Of a send or receive in a dump, which one it is between these two ranks of the group, in this
-            direction, from 1; 0 if the ring may have lost earlier ones.
+            direction, from 1; None if the ring may have lost earlier ones.
         stack: Where it was called, outermost frame first. For a live rank: the user's line below the Trainer, the line
             under a condition on the rank, and the caller of ``torch.distributed``, with the newest call of each
             ``site``; for dumps and logs, what they contain.
@@ -57,7 +57,7 @@ class Collective:
     duration_ms: float | None = None
     timeout_ms: int = 0
     is_p2p: bool = False
-    pair_number: int = 0
+    pair_number: int | None = None
     stack: tuple[Frame, ...] = ()
     site: str = ""
 

@@ -264,10 +264,10 @@ def _pair_numbers(entries: Sequence[Entry]) -> dict[int, int]:
 
 def _collectives(work: Work[Any], stacks: DumpStacks, numbers: Mapping[int, int]) -> list[Collective]:
     """Of a batch, each send and receive: its whole says what became of them."""
-    return [_collective(entry, work, stacks, numbers.get(id(entry), 0)) for entry in work.parts or (work.entry,)]
+    return [_collective(entry, work, stacks, numbers.get(id(entry))) for entry in work.parts or (work.entry,)]
 
 
-def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks, pair_number: int) -> Collective:
+def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks, pair_number: int | None) -> Collective:
     backend, op = backend_of(entry)
     duration = entry.get("duration_ms")
     return Collective(

@@ -148,14 +148,14 @@ class Calls:
 
     def _pair(self, rank: int, call: Collective) -> None:
         end = peer_of(call, self.members.get(call.group, ())) if call.pair_number else None
-        if end is not None:
+        if end is not None and call.pair_number is not None:
             self._pairs[rank, call.group, end[0], end[1]][call.pair_number] = call
 
     def other_side(self, rank: int, call: Collective) -> tuple[Seen, Collective | None]:
         """What became of the other side of a send or receive, and that, where it is open; as far as both have counted
         what they have sent each other."""
         end = peer_of(call, self.members.get(call.group, ())) if call.pair_number else None
-        if end is None or (end[1], call.group) not in self._counts:
+        if end is None or call.pair_number is None or (end[1], call.group) not in self._counts:
             return Seen.UNKNOWN, None
         theirs = self._pairs.get((end[1], call.group, "recv" if end[0] == "send" else "send", rank), {})
         if call.pair_number > max(theirs, default=0):
