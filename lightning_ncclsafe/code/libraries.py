@@ -289,6 +289,19 @@ WAITS_FOR_PROCESSES = _in(
 )
 WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
 WAITS_FOR_THREADS = _in(_PYTHON, "queue.py") | _in(_PYTHON, "threading.py", functions="wait wait_for join acquire")
+_FILELOCK = _package("filelock")
+# Files that are locks by their existence.
+EXISTING_LOCK_FILES = _in(_TORCH, "utils/file_baton.py", functions="wait") | _in(
+    _FILELOCK, "_soft.py", functions="_acquire"
+)
+# What waits for a lock on a file, some of it by trying again and again; the object has the file's path.
+FILE_LOCKS = (
+    EXISTING_LOCK_FILES
+    | _in(_FILELOCK, "_api.py", functions="acquire")
+    | _in(_package("portalocker"), "utils.py", functions="acquire")
+    | _in(_package("fasteners"), "process_lock.py", functions="acquire")
+)
+PATHS_OF_FILE_LOCKS = ("lock_file_path", "lock_file", "filename", "path")
 # Runs the program of `python -m`; from Python 3.11 on it is frozen, "<frozen runpy>".
 RUN_MODULE = _in(_PYTHON, "*runpy*")
 HANDING_OVER = _in(_TORCH, "multiprocessing/reductions.py") | _in(_PYTHON, "multiprocessing/resource_sharer.py")

@@ -54,6 +54,42 @@ class ProcessFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LockHolder:
+    """A process that holds the lock on a file; of a file that is a lock by its existence, one that has it open.
+
+    Attributes:
+        pid: Process id.
+        command: Its program and what that runs: ``"python train.py"``; empty if unreadable.
+        parents: Process ids of its parent, its parent's parent and so on.
+    """
+
+    pid: int
+    command: str = ""
+    parents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileLockFacts:
+    """The lock on a file that a rank's main thread waits for.
+
+    Attributes:
+        path: Path of the file.
+        holders: Who holds the lock, as far as this host shows; empty if it is held on another host or in another
+            container, or left behind.
+        is_certain: Whether the main thread is known to wait for it: in a system call, or in a library for locks.
+            Otherwise it sleeps, and has the file open on which another process has a lock.
+        by_existence: Whether the lock is the file's existence: the wait is over when the file is gone.
+        age_s: Seconds since such a file was written.
+    """
+
+    path: str
+    holders: tuple[LockHolder, ...] = ()
+    is_certain: bool = True
+    by_existence: bool = False
+    age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledActivity:
     """What the main thread of a rank was doing in some of the samples of its stack.
 

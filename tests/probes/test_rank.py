@@ -1,16 +1,22 @@
 """The probe of a rank: whatever hangs or fails in it, the rest is told, in time, and what is missing is said."""
 
+import fcntl
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 from own_threads import own_threads
+from polling import until
 
 from lightning_ncclsafe.facts import HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes import rank
@@ -53,6 +59,40 @@ def test_a_look_sees_everything(probe: RankProbe) -> None:
     assert facts.versions["torch"]
     assert facts.missing == ()
     assert not own_threads("look")
+
+
+def test_a_look_sees_the_file_lock_that_the_main_thread_waits_for(probe: RankProbe, tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    seen: list[RankFacts] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline()
+
+        def is_seen() -> bool:
+            seen.append(probe.look(1.0, deadline_s=AMPLE_S))
+            return seen[-1].file_lock is not None
+
+        def look(ends: IO[bytes]) -> None:
+            try:
+                until(is_seen)
+            finally:
+                ends.close()
+
+        thread = threading.Thread(target=look, args=(holder.stdin,))
+        thread.start()
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            thread.join()
+            assert probe.look(1.0, deadline_s=AMPLE_S).held_locks == (str(path),)
+    lock = seen[-1].file_lock
+    assert lock is not None
+    assert (lock.path, [one.pid for one in lock.holders], seen[-1].held_locks) == (str(path), [holder.pid], ())
+
+
+_HOLDS = (
+    "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2); print(1, flush=True); sys.stdin.read()"
+)
 
 
 def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(

@@ -37,10 +37,12 @@ from builders import (
 
 from lightning_ncclsafe.facts import (
     Action,
+    FileLockFacts,
     Frame,
     HostFacts,
     JobFacts,
     LoaderFacts,
+    LockHolder,
     LoggerFacts,
     LoopEnd,
     MachineFacts,
@@ -150,6 +152,15 @@ def rank_zero_tokenises_in_setup(net: Backend) -> JobFacts:
     culprit = net.working(0, line, seq=1, phase=Phase.INIT, action="[LightningDataModule]Data.setup", batch=-1)
     options = {"phase": Phase.INIT, "batch": -1}
     return job(culprit, *(net.in_barrier(rank, "post_setup", seq=2, **options) for rank in (1, 2, 3)))
+
+
+def holds_a_lock_into_a_barrier(net: Backend) -> JobFacts:
+    """Rank 1 waits for the lock that rank 0 holds, and rank 0 for rank 1, in a barrier."""
+    options = {"phase": Phase.INIT, "batch": -1}
+    lock = FileLockFacts(path="/cache/x.lock", holders=(LockHolder(pid=1000, command="python train.py"),))
+    waiting = net.working(1, user("fetch", 12, code="fcntl.flock(file, fcntl.LOCK_EX)"), seq=1, **options)
+    others = (net.in_barrier(rank, "cached", seq=2, **options) for rank in (0, 2, 3))
+    return job(replace(waiting, file_lock=lock), *others)
 
 
 def late_in_setup(net: Backend) -> JobFacts:
@@ -587,6 +598,7 @@ SCENES = (
         (1, 2, 3),
         f"{USER_FILE}:33 in configure_optimizers",
     ),
+    Scene("holds a lock into a barrier", holds_a_lock_into_a_barrier, "file-lock", (1,), f"{USER_FILE}:12 in fetch"),
     Scene("late in setup", late_in_setup, "late-at-init", (0,), f"{USER_FILE}:18 in setup"),
     Scene("not yet joined", not_yet_joined, "late-at-init", (3,), f"{USER_FILE}:9 in main"),
     Scene("not yet joined, swapping", not_yet_joined_in_disk_sleep, "late-at-init", (3,)),

@@ -37,7 +37,7 @@ from lightning_ncclsafe.rules.kit import (
 
 _REMEDY_NOT_STARTED = "Also check that every rank's process was started, and read its output."
 _LISTED = 8
-_OTHER_RULES = (Kind.LOADER, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
+_OTHER_RULES = (Kind.LOCK, Kind.LOADER, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _REMEDY = (
     "Do this work once and ahead of the job (a separate script that leaves its result on disk), or in prepare_data, "
     "for which Lightning lets the other ranks wait without limit."

@@ -40,7 +40,7 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-_OTHER_RULES = (Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
+_OTHER_RULES = (Kind.LOCK, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _STEP_HOOKS = (
     "training_step",
     "validation_step",

@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.kit.expected import *
 from lightning_ncclsafe.rules.kit.hosts import *
 from lightning_ncclsafe.rules.kit.kinds import *
 from lightning_ncclsafe.rules.kit.lines import *
+from lightning_ncclsafe.rules.kit.locks import *
 from lightning_ncclsafe.rules.kit.machine import *
 from lightning_ncclsafe.rules.kit.meaning import *
 from lightning_ncclsafe.rules.kit.overruns import *

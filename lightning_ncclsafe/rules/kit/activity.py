@@ -31,6 +31,7 @@ class Kind(str, Enum):
     LOADER = "the dataloader"
     LOGGER = "a logger"
     CHECKPOINT = "a checkpoint"
+    LOCK = "the wait for a file lock"
     USER = "user code"
     LIGHTNING = "Lightning"
     """Lightning's or another library's code, with no user code below the Trainer."""
@@ -131,6 +132,7 @@ class Activity:
         exempt: Whether Lightning itself lets this rank wait without limit (``prepare_data``).
         waits_alone: Whether the user's code waits by itself: on a queue, a lock, a pool, or as its main thread, which
             hardly runs, shows.
+        waits_for_holder: Whether it waits for a file lock that another rank of the job holds.
         rank_condition: Condition on the rank under which the work is done, in words; empty if there is none.
         condition_frame: The frame in which that condition stands.
     """
@@ -145,13 +147,15 @@ class Activity:
     on_device: bool = False
     exempt: bool = False
     waits_alone: bool = False
+    waits_for_holder: bool = False
     rank_condition: str = ""
     condition_frame: Frame | None = None
 
     @property
     def waits_for_peers(self) -> bool:
         """Whether this rank cannot go on before other ranks do something."""
-        return self.kind in (Kind.COLLECTIVE, Kind.STORE) or (self.on_device and self.kind is not Kind.FINISHED)
+        is_in_wait = self.kind in (Kind.COLLECTIVE, Kind.STORE) or self.waits_for_holder
+        return is_in_wait or (self.on_device and self.kind is not Kind.FINISHED)
 
     @property
     def waits_for_data(self) -> bool:
@@ -287,16 +291,16 @@ def _waits_in_c(facts: RankFacts) -> bool:
     deepest = facts.stack[-1]
     if ".wait(" not in deepest.code:
         return False
-    return _may_wait_unseen(facts) or (deepest.user and bool(facts.groups) and _hardly_runs(facts))
+    return _may_wait_unseen(facts) or (deepest.user and bool(facts.groups) and hardly_runs(facts))
 
 
 def _may_wait_unseen(facts: RankFacts) -> bool:
     """Whether it may wait in a collective of which no recorder tells: the main thread then hardly runs."""
-    return any(group.why is not NotRecorded.LOST for group in facts.unrecorded) and _hardly_runs(facts)
+    return any(group.why is not NotRecorded.LOST for group in facts.unrecorded) and hardly_runs(facts)
 
 
-def _hardly_runs(facts: RankFacts) -> bool:
-    """As far as that is known."""
+def hardly_runs(facts: RankFacts) -> bool:
+    """Whether the main thread has hardly run of late, as far as that is known."""
     thread = facts.machine.main_thread
     return thread is None or thread.ran_s is None or _rests(facts)
 

@@ -156,6 +156,8 @@ def _is_outside(timeline: Timeline, rank: int) -> bool:
 def wait_words(timeline: Timeline, rank: int) -> str:
     """What a rank waits in: ``"Lightning's per-batch SIGTERM broadcast (broadcast, sequence number 7, 1 element)"``."""
     doing = timeline.activities[rank]
+    if doing.kind is Kind.LOCK:
+        return doing.call
     means = meaning(doing.collective, timeline.facts[rank])
     if doing.collective is None:
         return means or doing.call or doing.kind.value
@@ -248,10 +250,29 @@ def recorder_evidence(timeline: Timeline) -> list[Evidence]:
     return evidence
 
 
+def lock_evidence(timeline: Timeline) -> list[Evidence]:
+    """One line per rank that waits for the lock on a file: at which line, and who holds it."""
+    listed = list(timeline.lock_waits.values())[:_LISTED]
+    return [
+        Evidence(
+            source="file lock",
+            rank=wait.rank,
+            text=f"Waits for the lock on {wait.lock.path}, {place_words(timeline.activities[wait.rank].place)}: "
+            f"{wait.holder_words}.",
+        )
+        for wait in listed
+    ]
+
+
 def how_we_know(timeline: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
     """Stack, phase and recorder on the ranks in question: what nearly every finding rests on."""
     listed = list(ranks)
-    return (*stack_evidence(timeline, listed), *phase_evidence(timeline, listed), *recorder_evidence(timeline))
+    return (
+        *stack_evidence(timeline, listed),
+        *phase_evidence(timeline, listed),
+        *recorder_evidence(timeline),
+        *lock_evidence(timeline),
+    )
 
 
 def exit_status(exception: ExceptionFacts) -> int | None:

@@ -19,6 +19,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity
 from lightning_ncclsafe.rules.kit.errors import with_consequence
+from lightning_ncclsafe.rules.kit.locks import LockWait, lock_waits, with_lock
 from lightning_ncclsafe.rules.kit.rule import View, once, view_of
 from lightning_ncclsafe.rules.kit.wording import numel
 
@@ -102,7 +103,13 @@ class Timeline(View):
     @cached_property
     def activities(self) -> dict[int, Activity]:
         """What each answering rank is doing."""
-        return {rank: activity(facts) for rank, facts in self.facts.items()}
+        doings = {rank: activity(facts) for rank, facts in self.facts.items()}
+        return {rank: with_lock(doing, self.lock_waits.get(rank)) for rank, doing in doings.items()}
+
+    @cached_property
+    def lock_waits(self) -> dict[int, LockWait]:
+        """Ranks that wait for the lock on a file, and who holds it."""
+        return lock_waits(self.facts)
 
     @cached_property
     def witnesses(self) -> dict[int, ProcessFacts]:

@@ -1,5 +1,6 @@
 """Trainings that take their time before or in the first batches, and of which nothing is to be said."""
 
+import fcntl
 import os
 import time
 from typing import Any
@@ -123,3 +124,16 @@ def resumed(here: Here) -> None:
     trainer = here.trainer(max_epochs=2)
     trainer.fit(Restored(here), rows(here), ckpt_path=path / "last.ckpt")
     assert trainer.current_epoch == 2
+
+
+@healthy({Moment.START: (2, 3)})
+def download_under_a_lock_that_ends(here: Here) -> None:
+    """Each rank fills the cache under its lock, one after the other, in less time than is suspicious."""
+
+    class Cached(Net):
+        def setup(self, stage: str) -> None:
+            with (here.folder / "cache.lock").open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                time.sleep(LONG_S / 6)
+
+    here.fit(net=Cached(here))

@@ -196,6 +196,7 @@ def storage_that_no_rank_can_read(here: Here) -> None:
 
 @fault(
     "late-at-init",
+    "file-lock",
     ranks=(1, 2),
     at={Moment.START: (3,)},
     has_phase=False,

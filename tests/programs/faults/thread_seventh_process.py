@@ -385,7 +385,7 @@ def counter_that_is_cleared_too_early(here: Here) -> None:
     here.fit(callbacks=[Exporting()])
 
 
-@thread("https://github.com/ceph/ceph-qa-suite/pull/583", "slow-logger", ranks=(0,), world_size=2)
+@thread("https://github.com/ceph/ceph-qa-suite/pull/583", "slow-logger", "file-lock", ranks=(0,), world_size=2)
 def run_locked_by_a_program_that_was_started(here: Here) -> None:
     """The tracker locks its run for each line; a program that it has started has the lock's file open, too."""
 

@@ -1,0 +1,212 @@
+"""Locks on files: the one that this process's main thread waits for, who holds it, and those that it holds itself."""
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from stat import S_ISREG
+from typing import Any
+
+import psutil
+
+from lightning_ncclsafe.code.libraries import EXISTING_LOCK_FILES, FILE_LOCKS, PATHS_OF_FILE_LOCKS
+from lightning_ncclsafe.facts import FileLockFacts, LockHolder
+from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.process.stacks import main_thread_frames, training_thread
+
+_PROC = Path("/proc")
+_LOCKS = ("FLOCK", "POSIX", "OFDLCK")
+# Numbers of system calls: those that wait for a lock, and those that only let time pass.
+_FLOCK = {"x86_64": 73, "aarch64": 32}
+_FCNTL = {"x86_64": 72, "aarch64": 25}
+_SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
+_SELECTS = {"x86_64": (23, 270), "aarch64": (72,)}
+_WAITING_COMMANDS = (7, 38)  # F_SETLKW and F_OFD_SETLKW
+_MOST_HOLDERS = 8
+_MOST_WORDS, _MOST_CHARACTERS = 4, 60
+
+# Device and inode, as the kernel's list and stat() name a file.
+_File = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lock:
+    """A lock that some process of this host holds; of one in another container, or on another host, pid is not above 0.
+
+    Attributes:
+        kind: ``"FLOCK"``, ``"POSIX"`` or ``"OFDLCK"``.
+        is_exclusive: Whether it keeps readers out as well.
+        pid: Process id of who has taken it.
+        file: The file.
+    """
+
+    kind: str
+    is_exclusive: bool
+    pid: int
+    file: _File
+
+
+def waited_for() -> FileLockFacts | None:
+    """The lock on a file that the main thread waits for; None if it waits for none. Storage may keep it waiting."""
+    owner = _library_lock()
+    if owner is not None:
+        return owner
+    call, *arguments = _system_call() or (-1,)
+    machine = platform.machine()
+    if call == _FLOCK.get(machine):
+        return _in_call(arguments[0], ("FLOCK",))
+    if call == _FCNTL.get(machine) and arguments[1] in _WAITING_COMMANDS:
+        return _in_call(arguments[0], ("POSIX", "OFDLCK"))
+    sleeps = call in _SLEEPS.get(machine, ()) or (call in _SELECTS.get(machine, ()) and arguments[0] == 0)
+    return _tried_again() if sleeps else None
+
+
+def held() -> tuple[str, ...]:
+    """Paths of the files on which this process holds a lock."""
+    mine = {lock.file for lock in _locks() if lock.pid == os.getpid()}
+    return tuple(sorted({path for path, file in _open_files() if _among(file, mine)})) if mine else ()
+
+
+def _library_lock() -> FileLockFacts | None:
+    """That of a library, which tries again and again: between two attempts only its own frames show the wait."""
+    for frame in main_thread_frames(FILE_LOCKS):
+        owner = frame.f_locals.get("self")
+        path = _path_of(owner)
+        if path:
+            return _existing(path) if _is_by_existence(frame, owner) else _of_library(path)
+    return None
+
+
+def _path_of(owner: Any) -> str:
+    values = (getattr(owner, name, None) for name in PATHS_OF_FILE_LOCKS)
+    return next((os.fsdecode(value) for value in values if isinstance(value, (str, bytes, os.PathLike))), "")
+
+
+def _is_by_existence(frame: Any, owner: Any) -> bool:
+    """By the function that waits, or by the one that tries, which is not on the stack between two attempts."""
+    tries = (getattr(value, "__code__", None) for kind in type(owner).__mro__ for value in vars(kind).values())
+    codes = (frame.f_code, *(code for code in tries if code is not None))
+    return any(EXISTING_LOCK_FILES.has(code.co_filename, code.co_name) for code in codes)
+
+
+def _existing(path: str) -> FileLockFacts | None:
+    status = or_none(lambda: os.stat(path))
+    if status is None:
+        return None
+    age_s = round(max(time.time() - status.st_mtime, 0.0), 1)
+    holders = _holders(_having_open(path))
+    return FileLockFacts(path=path, holders=holders, by_existence=True, age_s=age_s)
+
+
+def _of_library(path: str) -> FileLockFacts:
+    status = or_none(lambda: os.stat(path))
+    return FileLockFacts(path=path, holders=_holding(path, status, _LOCKS))
+
+
+def _in_call(descriptor: int, kinds: Iterable[str]) -> FileLockFacts | None:
+    place = f"/proc/self/fd/{descriptor}"
+    path = or_none(lambda: os.readlink(place))
+    if path is None:
+        return None
+    status = or_none(lambda: os.stat(place))
+    return FileLockFacts(path=path, holders=_holding(path, status, kinds))
+
+
+def _tried_again() -> FileLockFacts | None:
+    """What a loop that sleeps between attempts may wait for: a file that it has open, and that another has locked."""
+    locks = [*_locks()]
+    mine = {lock.file for lock in locks if lock.pid == os.getpid()}
+    others = {lock.file for lock in locks if lock.pid > 0 and lock.is_exclusive} - mine
+    found = (one for one in _open_files() if _among(one[1], others)) if others else iter(())
+    path, _ = next(found, ("", None))
+    return replace(_of_library(path), is_certain=False) if path else None
+
+
+def _holding(path: str, status: os.stat_result | None, kinds: Iterable[str]) -> tuple[LockHolder, ...]:
+    """Who holds the lock on a file; if it is this process, also who may have inherited the open file from it."""
+    if status is None:
+        return ()
+    file = _file_of(status)
+    pids = {lock.pid for lock in _locks() if lock.kind in kinds and _among(file, {lock.file}) and lock.pid > 0}
+    return _holders([*sorted(pids), *(_having_open(path) if os.getpid() in pids else ())])
+
+
+def _holders(pids: Iterable[int]) -> tuple[LockHolder, ...]:
+    return tuple(_holder(pid) for pid in list(dict.fromkeys(pids))[:_MOST_HOLDERS])
+
+
+def _holder(pid: int) -> LockHolder:
+    process = or_none(lambda: psutil.Process(pid))
+    if process is None:
+        return LockHolder(pid=pid)
+    parents = or_none(lambda: tuple(parent.pid for parent in process.parents())) or ()
+    return LockHolder(pid=pid, command=_command_words(or_none(process.cmdline) or []), parents=parents)
+
+
+def _command_words(arguments: list[str]) -> str:
+    """The program and what it runs; what is told to that may be a secret."""
+    if not arguments:
+        return ""
+    words = [PurePath(arguments[0]).name]
+    for word in arguments[1:_MOST_WORDS]:
+        words.append(word)
+        if word == "-c" or not word.startswith("-"):
+            break
+    return " ".join(words)[:_MOST_CHARACTERS]
+
+
+def _locks() -> Iterator[_Lock]:
+    """All locks of this host that are held, but for those of other containers, which the kernel does not list."""
+    for line in (_PROC / "locks").read_text(encoding="utf-8", errors="replace").splitlines():
+        words = line.split()
+        # Behind an arrow stands who waits.
+        if len(words) > 5 and words[1] in _LOCKS:
+            with suppress(ValueError):
+                major, minor, inode = words[5].split(":")
+                file = int(major, 16), int(minor, 16), int(inode)
+                yield _Lock(kind=words[1], is_exclusive=words[3] == "WRITE", pid=int(words[4]), file=file)
+
+
+def _file_of(status: os.stat_result) -> _File:
+    return os.major(status.st_dev), os.minor(status.st_dev), status.st_ino
+
+
+def _among(file: _File, others: Iterable[_File]) -> bool:
+    """Whether a file is one of others; file systems without a device (major 0) give a file several numbers of one."""
+    return any(file == other or (file[2] == other[2] and file[0] == other[0] == 0) for other in others)
+
+
+def _open_files() -> Iterator[tuple[str, _File]]:
+    """Path and file of each regular file that this process has open."""
+    for place, path in _links(os.getpid()):
+        if path.startswith("/") and not path.startswith(("/dev/", "/proc/")):
+            with suppress(OSError):
+                status = os.stat(place)
+                if S_ISREG(status.st_mode):
+                    yield path, _file_of(status)
+
+
+def _having_open(path: str) -> list[int]:
+    """Other processes that have a file open, as far as this user may see; asks no storage."""
+    real, own = os.path.realpath(path), os.getpid()
+    pids = sorted(int(folder.name) for folder in _PROC.iterdir() if folder.name.isdigit())
+    return [pid for pid in pids if pid != own and any(real == other for _, other in _links(pid))]
+
+
+def _links(pid: int) -> Iterator[tuple[Path, str]]:
+    for place in or_none(lambda: [*(_PROC / str(pid) / "fd").iterdir()]) or ():
+        with suppress(OSError):
+            yield place, os.readlink(place)
+
+
+def _system_call() -> tuple[int, ...] | None:
+    """The number and the arguments of the system call that the main thread is in; None if it runs, or unreadable."""
+    thread = training_thread()
+    # After os.fork(), the main thread's `native_id` is still that of the parent's.
+    number = os.getpid() if thread is threading.main_thread() else thread.native_id
+    words = or_none(lambda: (_PROC / "self" / "task" / str(number) / "syscall").read_text().split()) or []
+    return or_none(lambda: (int(words[0]), *(int(word, 16) for word in words[1:]))) if len(words) > 6 else None

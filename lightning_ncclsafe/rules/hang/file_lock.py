@@ -1,0 +1,138 @@
+"""The cause file-lock: a rank waits for the lock on a file, which somebody holds."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    Findings,
+    Plan,
+    Timeline,
+    chain,
+    clause,
+    finding,
+    hang_rule,
+    held_up,
+    how_we_know,
+    ranks_words,
+    standing,
+    wait_words,
+    while_others_wait,
+)
+
+_REMEDY_WORK = (
+    "Do the work under the lock once and ahead of the job, or in prepare_data, for which Lightning lets the other "
+    "ranks wait without limit; or hold the lock only for the moment in which the file changes."
+)
+_REMEDY_CIRCLE = (
+    "Let go of the lock before any collective, barrier or save, and before another lock is taken: what all ranks have "
+    "to come to cannot be under a lock that only one of them can hold."
+)
+_REMEDY_OTHERS = (
+    "Look at that process: wait for it, end it, or give this job a path of its own (cache folder, lock file). Wait for "
+    "locks with a timeout, so that a message names the file."
+)
+_REMEDY_UNKNOWN = (
+    "Find out who holds it: fuser or lsof with that path on every host that shares it. If nobody does, remove the "
+    "file: it was left behind. Wait for locks with a timeout, so that a message names the file."
+)
+_REMEDY_OWN = (
+    "Take the lock once in a process (locks of two open files are two locks), and close the file in processes that it "
+    "starts: what they inherit keeps the lock after it was closed here."
+)
+
+
+def _plan(view: Timeline, finding: Finding) -> Plan:
+    """``stop`` if ranks wait for one another, one of them for a lock; else ``unknown``."""
+    return Plan.STOP if finding.remedy == _REMEDY_CIRCLE else Plan.UNKNOWN
+
+
+def _is_named_otherwise(finding: Finding, others: Findings) -> bool:
+    """What a rank does under a lock is the better answer where a cause tells it."""
+    if finding.remedy != _REMEDY_WORK:
+        return False
+    generic = ("file-lock", "rank-behind", "timeout-misuse")
+    named = (other for rule, other in others.every if rule.name not in generic)
+    told = {rank for other in named if other.confidence is not Confidence.POSSIBLE for rank in other.ranks}
+    return told.issuperset(finding.ranks)
+
+
+@hang_rule(after="at-breakpoint", superseded=_is_named_otherwise, plan=_plan)
+def file_lock(view: Timeline) -> Iterator[Finding]:
+    """A rank waits for the lock on a file, and others wait for that rank.
+
+    Symptom:
+        One rank or more wait in a download, a cache, the build of an extension, or a database: in fcntl.flock or
+        lockf, in filelock's acquire (HuggingFace datasets and hub), in FileBaton.wait (torch.utils.cpp_extension).
+
+    Cause:
+        A rank that holds the lock works for long; it waits in a collective for those that wait for its lock, a
+        deadlock; another job or a child process holds it; or a process that was killed has left the lock file behind.
+
+    Remedy:
+        Prepare files ahead of the job or in prepare_data; enter no collective with a lock held; remove a lock file that
+        nobody holds.
+
+    Cannot see:
+        Who holds a lock on another host (NFS, Lustre), unless it is a rank of the job, or in another container. A loop
+        of one's own that opens and closes the file for each attempt. Which thread of a process holds it.
+    """
+    roots: dict[int, set[int]] = defaultdict(set)
+    circles: set[tuple[int, ...]] = set()
+    outside: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, wait in sorted(view.lock_waits.items()):
+        path = [rank, *chain(view.lock_waits, rank)]
+        root = path[-1]
+        if root in path[:-1]:
+            circles.add(tuple(sorted(path[path.index(root) : -1])))
+        elif root in view.lock_waits:
+            last = view.lock_waits[root]
+            outside[last.lock.path, last.holder_words].append(rank)
+        elif wait.holder == root:
+            roots[root].add(rank)
+    yield from (_circle(view, ranks) for ranks in sorted(circles))
+    yield from (_held(view, holder, tuple(sorted(ranks))) for holder, ranks in sorted(roots.items()))
+    yield from (_held_outside(view, tuple(ranks)) for ranks in outside.values())
+
+
+def _circle(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    """Each holds the lock that another one waits for."""
+    lines = (f"{_waits_words(view, (rank,))} {standing(view, rank)}" for rank in ranks)
+    text = f"{'; '.join(lines)}: none of them can go on{while_others_wait(view, ranks)}."
+    return finding(view, ranks, text, remedy=_REMEDY_CIRCLE)
+
+
+def _held(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Finding:
+    """A rank of the job holds it, or has started the process that does."""
+    wait = view.lock_waits[ranks[0]]
+    if holder not in view.facts:
+        text = f"{_waits_words(view, ranks)} and rank {holder} does not answer{while_others_wait(view, ranks)}."
+        return finding(view, (holder,), text, remedy=_REMEDY_WORK, evidence=how_we_know(view, ranks))
+    evidence = how_we_know(view, (holder, *ranks))
+    if not view.waits(holder):
+        is_own = wait.process is None
+        whose = "" if wait.process is None else f" (process {wait.process.pid}, which it has started)"
+        words = "holds|hold a file lock" if is_own else "keeps|keep a file lock"
+        return held_up(view, (holder,), f"{words}{whose}", evidence=evidence, remedy=_REMEDY_WORK)
+    needs = any(group.oldest.get(holder) and not {*ranks}.isdisjoint(group.behind) for group in view.groups)
+    whose = "" if wait.process is None else f"process {wait.process.pid} of "
+    awaits = f"{whose}rank {holder} holds it, and rank {holder} waits in {wait_words(view, holder)}"
+    end = f" for {ranks_words(ranks)}: none of them can go on" if needs else ""
+    path = wait.lock.path
+    text = f"{clause(ranks, 'waits|wait')} in line for the lock on {path}, {standing(view, ranks[0])}; {awaits}{end}."
+    # Never certain: the kernel names the process, and another thread of it may hold the lock, and let go of it.
+    return finding(view, ranks, text, evidence=evidence, remedy=_REMEDY_CIRCLE)
+
+
+def _held_outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    """A process of a rank itself holds it, one that is none of the job's, or nobody knows who."""
+    last = view.lock_waits[(*ranks[:1], *chain(view.lock_waits, ranks[0]))[-1]]
+    text = f"{_waits_words(view, ranks)} {standing(view, ranks[0])}; {last.holder_words}"
+    others = _REMEDY_UNKNOWN if last.process is None else _REMEDY_OTHERS
+    remedy = others if last.holder is None else _REMEDY_OWN
+    return finding(view, ranks, f"{text}{while_others_wait(view, ranks)}.", remedy=remedy)
+
+
+def _waits_words(view: Timeline, ranks: Sequence[int]) -> str:
+    return f"{clause(ranks, 'waits|wait in')} {wait_words(view, ranks[0])},"

@@ -1,0 +1,165 @@
+"""The lock on a file that a main thread waits for, and who holds it: between real processes."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from polling import until
+
+from lightning_ncclsafe.facts import FileLockFacts, LockHolder
+from lightning_ncclsafe.probes.process import lock_waits
+
+pytestmark = pytest.mark.skipif(not Path("/proc/locks").exists(), reason="this kernel does not list locks")
+
+# Holds a lock until its input ends.
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+{}
+print("held", flush=True)
+sys.stdin.read()
+"""
+# Waits for it with its main thread; another one answers each line of input with what the probe sees.
+WAITER = """
+import fcntl, json, os, sys, threading, time
+from dataclasses import asdict
+from lightning_ncclsafe.probes.process import lock_waits
+
+def answer():
+    for line in sys.stdin:
+        found = lock_waits.waited_for()
+        print(json.dumps([asdict(found) if found else None, lock_waits.held()]), flush=True)
+    os._exit(0)
+
+path = sys.argv[1]
+threading.Thread(target=answer, daemon=True).start()
+{}
+threading.Event().wait()
+"""
+FLOCK = "file = open(path, 'a'); fcntl.flock(file, fcntl.LOCK_EX)"
+LOCKF = "file = open(path, 'a'); fcntl.lockf(file, fcntl.LOCK_EX)"
+AGAIN = """
+file = open(path, "a")
+while True:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+    except BlockingIOError:
+        time.sleep(0.5)
+"""
+FILELOCK = "import filelock; lock = filelock.FileLock(path); lock.acquire(poll_interval=0.5)"
+SOFT = "import filelock; lock = filelock.SoftFileLock(path); lock.acquire(poll_interval=0.5)"
+BATON = "from torch.utils.file_baton import FileBaton; FileBaton(path, 0.5).wait()"
+
+
+@contextmanager
+def running(program: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def held(path: Path, call: str = "flock") -> Iterator["subprocess.Popen[str]"]:
+    with running(HOLDER.format(f"fcntl.{call}(file, fcntl.LOCK_EX)" if call else ""), str(path)) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+
+
+def asked(process: "subprocess.Popen[str]") -> tuple[dict[str, Any] | None, list[str]]:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    found, own = json.loads(process.stdout.readline())
+    return found, own
+
+
+def waited_for(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    found = until(lambda: asked(process)[0])
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("call", "wait", "is_certain"),
+    [
+        ("flock", FLOCK, True),
+        ("lockf", LOCKF, True),
+        ("flock", FILELOCK, True),
+        ("flock", AGAIN, False),
+    ],
+    ids=["flock", "lockf", "filelock", "again and again"],
+)
+def test_who_waits_for_a_lock_sees_who_holds_it(tmp_path: Path, call: str, wait: str, is_certain: bool) -> None:
+    path = tmp_path / "x.lock"
+    with held(path, call) as holder, running(WAITER.format(wait), str(path)) as waiter:
+        found = waited_for(waiter)
+        assert found["path"] == str(path)
+        assert [one["pid"] for one in found["holders"]] == [holder.pid]
+        assert found["holders"][0]["command"] == f"{Path(sys.executable).name} -c"
+        assert found["holders"][0]["parents"][0] == os.getpid()
+        assert (found["is_certain"], found["by_existence"]) == (is_certain, False)
+        holder.kill()
+        until(lambda: asked(waiter)[0] is None)
+        # It holds the lock itself now.
+        until(lambda: asked(waiter)[1] == [str(path)])
+
+
+@pytest.mark.parametrize("wait", [SOFT, BATON], ids=["soft filelock", "baton"])
+def test_a_file_that_is_a_lock_by_its_existence(tmp_path: Path, wait: str) -> None:
+    path = tmp_path / "x.lock"
+    with held(path, "") as holder, running(WAITER.format(wait), str(path)) as waiter:
+        found = waited_for(waiter)
+        assert (found["path"], found["by_existence"]) == (str(path), True)
+        assert [one["pid"] for one in found["holders"]] == [holder.pid]
+        holder.kill()
+        holder.wait()
+        # Nobody has it open any more, and it is still there.
+        until(lambda: not waited_for(waiter)["holders"])
+        assert 0 <= waited_for(waiter)["age_s"] < 600
+        path.unlink()
+        until(lambda: asked(waiter)[0] is None)
+
+
+def test_a_lock_that_the_process_has_taken_itself(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    twice = f"first = open(path, 'a'); fcntl.flock(first, fcntl.LOCK_EX); {FLOCK}"
+    with running(WAITER.format(twice), str(path)) as waiter:
+        assert [one["pid"] for one in waited_for(waiter)["holders"]] == [waiter.pid]
+
+
+def test_a_process_that_waits_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    path.touch()
+    assert lock_waits.waited_for() is None
+    # That another one has a file locked is no wait, if this one does not sleep.
+    with held(path), path.open() as file:
+        assert lock_waits.waited_for() is None
+        assert str(path) not in lock_waits.held()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_holders_that_no_process_here_is_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks of open files have no process (-1), and those of another host or container none that is seen here (0)."""
+    path = tmp_path / "x.lock"
+    path.touch()
+    status = path.stat()
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    lines = [f"1: FLOCK  ADVISORY  WRITE 0 {file} 0 EOF", f"1: -> FLOCK  ADVISORY  WRITE {os.getpid()} {file} 0 EOF"]
+    lines += [f"2: OFDLCK ADVISORY  WRITE -1 {file} 0 EOF", "3: LEASE  ACTIVE    READ 7 00:01:2 0 EOF", "torn"]
+    (tmp_path / "locks").write_text("\n".join(lines))
+    monkeypatch.setattr(lock_waits, "_PROC", tmp_path)
+    assert lock_waits._of_library(str(path)) == FileLockFacts(path=str(path))
+    (tmp_path / "locks").write_text(lines[0].replace("WRITE 0", "READ  999999999"))
+    assert lock_waits._of_library(str(path)).holders == (LockHolder(pid=999999999),)
