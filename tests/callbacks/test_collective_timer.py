@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_ncclsafe.collectives.attaching import AttachedTimer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from warm import Warm, ranks_of
 
@@ -25,6 +24,7 @@ from lightning_ncclsafe import CollectiveTimer, SafeDDP
 from lightning_ncclsafe.callbacks import collective_timer
 from lightning_ncclsafe.code.own_work import take_own_work
 from lightning_ncclsafe.collectives import attaching, results
+from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.settings import TimerSettings

@@ -69,7 +69,7 @@ def archive(plain: Any = None, **arrays: Any) -> bytes:
     with np.load(io.BytesIO(encode(full()))) as parts:
         found = {name: parts[name] for name in parts.files}
     if plain is not None:
-        found["told"] = np.frombuffer(json.dumps(plain).encode(), dtype=np.uint8)
+        found["header"] = np.frombuffer(json.dumps(plain).encode(), dtype=np.uint8)
     made = io.BytesIO()
     np.savez(made, **{name: value for name, value in {**found, **arrays}.items() if value is not None})
     return made.getvalue()
@@ -77,7 +77,7 @@ def archive(plain: Any = None, **arrays: Any) -> bytes:
 
 def told(**changed: Any) -> dict[str, Any]:
     with np.load(io.BytesIO(encode(full()))) as parts:
-        return {**json.loads(bytes(parts["told"]).decode()), **changed}
+        return {**json.loads(bytes(parts["header"]).decode()), **changed}
 
 
 class Bomb:
