@@ -23,7 +23,7 @@ from warm import Warm, ranks_of
 from lightning_ncclsafe import CollectiveTimer, SafeDDP
 from lightning_ncclsafe.callbacks import collective_timer
 from lightning_ncclsafe.code.own_work import take_own_work
-from lightning_ncclsafe.collectives import attaching, results
+from lightning_ncclsafe.collectives import results, timer
 from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
@@ -131,7 +131,7 @@ def test_where_nobody_has_ended_it_the_trace_is_kept_and_named_after_enough_step
     )
     summary = TimingSummary(ops=(OpSummary(group="0", op="all_reduce", ranks=1, count=1),), steps=steps)
     monkeypatch.setattr(made.timer.analysis, "summary", lambda: summary)
-    monkeypatch.setattr(attaching, "save", lambda analysis, summary, folder, _: saved.append(folder) or "trace: here")
+    monkeypatch.setattr(timer, "save", lambda analysis, summary, folder, _: saved.append(folder) or "trace: here")
     made.detach()
     assert saved == [tmp_path]
     assert ("trace: here" in capfd.readouterr().err) is is_printed
