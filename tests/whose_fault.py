@@ -42,3 +42,5 @@ OF_MACHINE = {
     "unreachable-host",
     "wrong-interface",
 }
+OF_EITHER = {"file-lock"}
+"""Wrong code where ranks wait for one another, and else anybody's."""

@@ -105,21 +105,6 @@ class SampledActivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileLock:
-    """A lock on a file for which a process waits in the kernel.
-
-    Attributes:
-        path: The file; empty where that is not known.
-        holder: Process id of the process that has the lock; 0 where the kernel does not tell.
-        rank: The global rank of that process; -1 if it is no rank that was looked at.
-    """
-
-    path: str = ""
-    holder: int = 0
-    rank: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionFacts:
     """How a rank's process was looked at from outside.
 
@@ -132,7 +117,6 @@ class InspectionFacts:
         whereabouts: What it was in, most often first.
         native: Functions of native code that its last Python frame was in, outermost first; empty where none was read.
         group: The process group whose collective it waited in, by name and members; None where that is not known.
-        file_lock: The lock on a file that it waited for; None if there is none, or that is not known.
     """
 
     looks: int = 0
@@ -142,7 +126,6 @@ class InspectionFacts:
     whereabouts: tuple[SampledActivity, ...] = ()
     native: tuple[str, ...] = ()
     group: Group | None = None
-    file_lock: FileLock | None = None
 
     @property
     def idle_s(self) -> float:

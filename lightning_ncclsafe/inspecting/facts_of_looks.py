@@ -16,7 +16,7 @@ from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import (
     COLLECTOR,
     EndedProcess,
-    FileLock,
+    FileLockFacts,
     Frame,
     GpuStateFacts,
     Group,
@@ -101,7 +101,7 @@ class SeenRank:
     ended: tuple[EndedProcess, ...] = ()
     storage: tuple[StorageFacts, ...] = ()
     name_servers: tuple[str, ...] = ()
-    file_lock: FileLock | None = None
+    file_lock: FileLockFacts | None = None
     host_facts: HostFacts = field(default_factory=HostFacts)
     gpu: GpuStateFacts | None = None
     pressure: PressureFacts | None = None
@@ -216,10 +216,8 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     if seen.counted is not None:
         facts = replace(facts, progress=seen.counted.within(facts.progress), trainer=seen.counted.trainer)
     whereabouts = tuple(_sampled_activities(facts, seen.looks))
-    inspection = replace(
-        inspection, whereabouts=whereabouts, native=seen.native, group=seen.group, file_lock=seen.file_lock
-    )
-    return replace(facts, inspection=inspection)
+    inspection = replace(inspection, whereabouts=whereabouts, native=seen.native, group=seen.group)
+    return replace(facts, inspection=inspection, file_lock=seen.file_lock)
 
 
 def _inspection(looks: Sequence[Look]) -> InspectionFacts:

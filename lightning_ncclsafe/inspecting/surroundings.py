@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.code.libraries import LOADING
-from lightning_ncclsafe.facts import EndedProcess, FileLock, HostFacts, ProcessFacts, StorageFacts
+from lightning_ncclsafe.facts import EndedProcess, HostFacts, ProcessFacts, StorageFacts
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, frames_of
 from lightning_ncclsafe.inspecting.looks import Look, StackReader
 from lightning_ncclsafe.inspecting.ranks import RankProcess
@@ -17,7 +17,7 @@ from lightning_ncclsafe.inspecting.sources import from_storage, remember_sources
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, look_at
 from lightning_ncclsafe.probes.network import name_servers_asked
-from lightning_ncclsafe.probes.process.file_locks import awaited_lock
+from lightning_ncclsafe.probes.process.lock_waits import awaited_lock
 from lightning_ncclsafe.probes.process.stacks import with_source
 
 # A worker's stack is read only where its rank waits for data, and of few: they do the same.
@@ -50,7 +50,7 @@ def seen_rank(one: RankProcess, looks: tuple[Look, ...], reader: StackReader, ra
         ended=tuple(EndedProcess(pid=seen.pid, signal=seen.ended_by, exit_code=seen.exit_code) for seen in ended),
         storage=from_storage(lambda: tuple(_open_files(one.pid)), ()),
         name_servers=name_servers_asked(one.pid),
-        file_lock=from_storage(partial(_file_lock, one.pid, ranks), None),
+        file_lock=from_storage(partial(awaited_lock, one.pid), None),
         host_facts=_host_facts(one.pid, looks),
         versions=from_storage(partial(_versions, looks), {}),
     )
@@ -63,12 +63,6 @@ def _worker(pid: int, reader: StackReader | None) -> ProcessFacts:
     threads, _ = reader.read(pid)
     main = next((thread for thread in threads if thread.is_main), None)
     return replace(seen, stack=with_source(frames_of(main.frames))) if main is not None else seen
-
-
-def _file_lock(pid: int, ranks: Sequence[RankProcess]) -> FileLock | None:
-    lock = awaited_lock(pid)
-    numbers = {one.pid: one.rank for one in ranks}
-    return replace(lock, rank=numbers.get(lock.holder, -1)) if lock is not None else None
 
 
 def _open_files(pid: int) -> Iterator[StorageFacts]:

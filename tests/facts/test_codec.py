@@ -20,7 +20,6 @@ from lightning_ncclsafe.facts import (
     DirectoryFacts,
     EndedProcess,
     ExceptionFacts,
-    FileLock,
     FileLockFacts,
     Frame,
     GarbageFacts,
@@ -486,7 +485,6 @@ RANK = RankFacts(
         slept_s=614.2,
         whereabouts=(SampledActivity(doing="user code", place="train.py:41 in evaluate", looks=5),),
         native=("cudaStreamSynchronize (libcudart.so.12)",),
-        file_lock=FileLock(path="/home/me/cache.lock", holder=7, rank=3),
         group=Group(
             name="2",
             description="dp",

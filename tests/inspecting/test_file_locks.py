@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from test_inspection import SITE, look, rank, user
 
-from lightning_ncclsafe.facts import FileLock
+from lightning_ncclsafe.facts import FileLockFacts, LockHolder
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.inspecting.facts_of_looks import job_facts
 from lightning_ncclsafe.inspecting.joining import diagnosis_of
 from lightning_ncclsafe.inspecting.looks import SeenFrame
-from lightning_ncclsafe.probes.process.file_locks import awaited_lock
+from lightning_ncclsafe.probes.process.lock_waits import awaited_lock
 
 WAITS = """
 import fcntl, sys
@@ -30,10 +30,11 @@ LOCKS = """\
 """
 
 
-@pytest.mark.parametrize(("pid", "found"), [(4712, FileLock(holder=4711)), (4711, None), (4713, None), (1, None)])
-def test_who_waits_and_who_has_it_is_what_the_kernel_lists(tmp_path: Path, pid: int, found: FileLock | None) -> None:
+@pytest.mark.parametrize(("pid", "holders"), [(4712, [4711]), (4711, None), (4713, None), (1, None)])
+def test_who_waits_and_who_has_it_is_what_the_kernel_lists(tmp_path: Path, pid: int, holders: list[int] | None) -> None:
     (tmp_path / "locks").write_text(LOCKS)
-    assert awaited_lock(pid, tmp_path) == found
+    lock = awaited_lock(pid, tmp_path)
+    assert (None if lock is None else [holder.pid for holder in lock.holders]) == holders
 
 
 def test_a_process_that_waits_for_a_lock_of_ours_is_seen_to(tmp_path: Path) -> None:
@@ -45,24 +46,20 @@ def test_a_process_that_waits_for_a_lock_of_ours_is_seen_to(tmp_path: Path) -> N
             while found is None and time.monotonic() < ends_s:
                 found = awaited_lock(process.pid)
             process.kill()
-    assert found == FileLock(path=str(path), holder=os.getpid())
+    assert found is not None
+    assert (found.path, [holder.pid for holder in found.holders]) == (str(path), [os.getpid()])
 
 
-@pytest.mark.parametrize(
-    ("holder", "rule", "confidence"),
-    [(0, "rank-behind", Confidence.LIKELY), (-1, "rank-zero-only-work", Confidence.LIKELY)],
-)
-def test_who_waits_for_a_lock_that_another_rank_has_does_no_work_of_its_own(
-    tmp_path: Path, holder: int, rule: str, confidence: Confidence
-) -> None:
+@pytest.mark.parametrize(("holder", "words"), [(100, "rank 0 holds it"), (4711, "process 4711 holds it")])
+def test_who_waits_for_a_lock_does_no_work_of_its_own(tmp_path: Path, holder: int, words: str) -> None:
     source = tmp_path / "train.py"
     source.write_text("if rank == 1:\n    flock(file)\n")
     backward = SeenFrame(f"{SITE}/torch/autograd/graph.py", 9, "_engine_run_backward")
     times = (0.0, 12.0, 24.0)
     locked = rank(1, *(look(at_s, SeenFrame(str(source), 2, "<module>")) for at_s in times))
-    locked = replace(locked, file_lock=FileLock(path="/srv/cache.lock", holder=100, rank=holder))
+    locked = replace(locked, file_lock=FileLockFacts(path="/srv/cache.lock", holders=(LockHolder(pid=holder),)))
     waits = rank(0, *(look(at_s, user(20), backward) for at_s in times))
     first = diagnosis_of(job_facts([waits, locked])).findings[0]
-    assert (first.rule, first.ranks, first.confidence) == (rule, (1,), confidence)
-    assert ("waits for the lock on /srv/cache.lock, which rank 0 has" in first.summary) is (holder == 0)
+    assert (first.rule, first.ranks, first.confidence) == ("file-lock", (1,), Confidence.LIKELY)
+    assert "the lock on /srv/cache.lock" in first.summary and words in first.summary
     assert first.location == f"{source}:2 in <module>"

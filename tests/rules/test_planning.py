@@ -9,7 +9,7 @@ from call_scenes import CALL_SCENES
 from machine_scenes import MACHINE_SCENES
 from scenes import SCENES as OTHER_SCENES
 from scenes import Scene
-from whose_fault import OF_CODE, OF_MACHINE
+from whose_fault import OF_CODE, OF_EITHER, OF_MACHINE
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, SilentHost
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding, NextStart, Plan, Severity
@@ -53,7 +53,7 @@ def test_no_scene_is_planned_against_whose_fault_it_is(scene: Scene, backend: Ba
         assert start.plan in (Plan.STOP, Plan.UNKNOWN)
     elif scene.rule in OF_MACHINE:
         assert start.plan is not Plan.STOP
-    else:
+    elif scene.rule not in OF_EITHER:
         assert start.plan in (Plan.RESTART, Plan.UNKNOWN)
     assert bool(start.hosts) is (start.plan is Plan.RESTART_WITHOUT_HOST)
 

@@ -65,6 +65,27 @@ def waited_for() -> FileLockFacts | None:
     return _tried_again() if sleeps else None
 
 
+def awaited_lock(pid: int, proc: Path = _PROC) -> FileLockFacts | None:
+    """The lock that another process waits for in a system call; None if it waits for none, or the kernel does not tell.
+
+    Asks the file system of each file that the process has open, which may not answer.
+
+    Args:
+        pid: Process id.
+        proc: Root of the file system that tells of processes.
+    """
+    lines = [line.split() for line in (proc / "locks").read_text().splitlines()]
+    # Behind each lock follow those who wait for it: "3: -> FLOCK ADVISORY WRITE 4711 08:01:131104 0 EOF".
+    holders = {line[0]: int(line[4]) for line in lines if line[1] != "->"}
+    waits = next((line for line in lines if line[1] == "->" and line[5] == str(pid)), None)
+    if waits is None:
+        return None
+    inode, holder = int(waits[6].rpartition(":")[2]), holders.get(waits[0], 0)
+    # Of a file system in layers, the device is another one.
+    opened = (path for place, path in _links(pid, proc) if or_none(lambda place=place: os.stat(place).st_ino) == inode)  # type: ignore[misc]
+    return FileLockFacts(path=next(opened, ""), holders=_holders([holder] if holder > 0 else []))
+
+
 def held() -> tuple[str, ...]:
     """Paths of the files on which this process holds a lock."""
     mine = {lock.file for lock in _locks() if lock.pid == os.getpid()}
@@ -197,8 +218,8 @@ def _having_open(path: str) -> list[int]:
     return [pid for pid in pids if pid != own and any(real == other for _, other in _links(pid))]
 
 
-def _links(pid: int) -> Iterator[tuple[Path, str]]:
-    for place in or_none(lambda: [*(_PROC / str(pid) / "fd").iterdir()]) or ():
+def _links(pid: int, proc: Path = _PROC) -> Iterator[tuple[Path, str]]:
+    for place in or_none(lambda: sorted((proc / str(pid) / "fd").iterdir())) or ():
         with suppress(OSError):
             yield place, os.readlink(place)
 

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import FileLock
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -16,9 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     held_at_one_line,
     held_up,
-    how_we_know,
     location_of,
-    lock_of_another,
     others_wait,
     positions,
     ranks_words,
@@ -36,10 +33,6 @@ _REMEDY_FINISHED = (
 _REMEDY_ALONE = (
     "These ranks do not wait in a collective: check whether the thread, program or service that should answer is still "
     "alive, and read its last output. Wait with a timeout."
-)
-_REMEDY_LOCK = (
-    "Let no rank hold a lock on a file while it calls a collective: release it first, or let one rank make the file "
-    "while the others wait in a barrier, without the lock."
 )
 _PLACES = 4
 _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the one to look at."
@@ -105,8 +98,6 @@ def _by_place(view: Timeline) -> list[tuple[int, ...]]:
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    if (lock := lock_of_another(view.facts[ranks[0]])) is not None:
-        return _locked_out(view, ranks, lock)
     is_over = view.activities[ranks[0]].kind is Kind.FINISHED
     # The recorder has it that the others wait for them; who waits as well may do so for one of these.
     is_certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
@@ -116,18 +107,6 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         "will not come" if is_over else "is|are behind",
         confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
         remedy=_REMEDY_FINISHED if is_over else _REMEDY,
-    )
-
-
-def _locked_out(view: Timeline, ranks: tuple[int, ...], lock: FileLock) -> Finding:
-    file = lock.path or "a file"
-    told = f"By /proc/locks, it waits for the lock on {file}, which process {lock.holder} (rank {lock.rank}) has."
-    return held_up(
-        view,
-        ranks,
-        f"waits|wait for the lock on {file}, which rank {lock.rank} has",
-        evidence=(Evidence(source="process", rank=ranks[0], text=told), *how_we_know(view, ranks)),
-        remedy=_REMEDY_LOCK,
     )
 
 

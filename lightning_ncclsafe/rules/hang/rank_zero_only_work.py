@@ -26,7 +26,6 @@ from lightning_ncclsafe.rules.kit import (
     held_up_by_machine,
     how_we_know,
     location_of,
-    lock_of_another,
     missed_thread,
     place_words,
     ranks_words,
@@ -113,8 +112,8 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
 
 
 def _works(view: Timeline, rank: int) -> bool:
-    """Whether it does anything by itself; who waits for a file lock waits for the rank that has it."""
-    return view.activities[rank].kind not in _OTHER_RULES and lock_of_another(view.facts[rank]) is None
+    """Whether it does anything by itself."""
+    return view.activities[rank].kind not in _OTHER_RULES
 
 
 def _is_of_few(view: Timeline, rank: int) -> bool:

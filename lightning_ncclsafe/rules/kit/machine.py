@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_ncclsafe.facts import Collective, FileLock, HostFacts, ProcessFacts, RankFacts, StorageFacts
+from lightning_ncclsafe.facts import Collective, HostFacts, ProcessFacts, RankFacts, StorageFacts
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
 from lightning_ncclsafe.rules.kit.wording import duration_words, size_words
@@ -290,9 +290,3 @@ def gpu_evidence(facts: RankFacts) -> Iterator[Evidence]:
         yield Evidence(source="gpu", rank=facts.rank, text=f"Its GPU is {', '.join(doing)}.")
     if wrong := ailment(facts):
         yield Evidence(source="gpu", rank=facts.rank, text=f"Of its GPU: {wrong}.")
-
-
-def lock_of_another(facts: RankFacts) -> FileLock | None:
-    """The lock on a file that a rank waits for, seen from outside, if another rank has it."""
-    lock = facts.inspection.file_lock if facts.inspection is not None else None
-    return lock if lock is not None and lock.rank not in (-1, facts.rank) else None
