@@ -118,7 +118,7 @@ HOSTILE = {
     "spans in two dimensions": archive(spans=np.zeros((2, 2), SPAN)),
     "an unknown group": archive(calls=np.array([call(0, 1, 1, group=2)], CALL)),
     "an unknown operation": archive(calls=np.array([call(0, 1, 1, op=2)], CALL)),
-    "text that is none": archive(told=np.array([255, 254], dtype=np.uint8)),
+    "text that is none": archive(header=np.array([255, 254], dtype=np.uint8)),
     "a list": archive([]),
     "groups missing": archive({}),
     "groups that are numbers": archive(told(groups=[1])),
@@ -127,7 +127,7 @@ HOSTILE = {
     "totals with a part missing": archive(told(totals=[[0, "0"]])),
     "a lost number that is none": archive(told(lost=[[0, None]])),
     "no ranks for the last": archive(told(last=5)),
-    "deeply nested": archive(told=np.frombuffer(b"[" * 100_000, dtype=np.uint8)),
+    "deeply nested": archive(header=np.frombuffer(b"[" * 100_000, dtype=np.uint8)),
 }
 
 
