@@ -84,10 +84,12 @@ def test_a_look_sees_the_file_lock_that_the_main_thread_waits_for(probe: RankPro
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             thread.join()
-            assert probe.look(1.0, deadline_s=AMPLE_S).held_locks == (str(path),)
+            # The test runner has locks of its own.
+            assert str(path) in probe.look(1.0, deadline_s=AMPLE_S).held_locks
     lock = seen[-1].file_lock
     assert lock is not None
-    assert (lock.path, [one.pid for one in lock.holders], seen[-1].held_locks) == (str(path), [holder.pid], ())
+    assert (lock.path, [one.pid for one in lock.holders]) == (str(path), [holder.pid])
+    assert str(path) not in seen[-1].held_locks
 
 
 _HOLDS = (
