@@ -7,6 +7,7 @@ for filling what is bounded. From then on every quantity has to be flat: the las
 the first, within 1 %, or for bytes 5 MB, or one thing. If one has, the exit code is 1, and how fast it grew is said.
 
 python tests/programs/benchmarks/soak.py --minutes 60
+python tests/programs/benchmarks/soak.py --minutes 60 --step-ms 40
 python tests/programs/benchmarks/soak.py --minutes 15 --with stock
 python tests/programs/benchmarks/soak.py --judge samples.json
 """
@@ -136,9 +137,11 @@ def sample(processes: Sequence[psutil.Process], folder: Path, began_s: float) ->
     return None
 
 
-def soak(kind: str, *, minutes: float, epoch_steps: int, ranks: int, json_file: Path | None) -> list[Sample]:
+def soak(options: argparse.Namespace) -> list[Sample]:
     """Trains; prints a line each minute, and returns all samples."""
-    arguments = [f"--kind={kind}", f"--minutes={minutes}", f"--epoch-steps={epoch_steps}", f"--ranks={ranks}"]
+    ranks = options.ranks
+    passed = ("kind", "minutes", "epoch_steps", "step_ms", "ranks")
+    arguments = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in passed]
     with tempfile.TemporaryDirectory(prefix="ncclsafe-soak-") as made:
         folder = Path(made)
         results = [folder / f"rank{rank}.json" for rank in range(ranks)]
@@ -147,7 +150,7 @@ def soak(kind: str, *, minutes: float, epoch_steps: int, ranks: int, json_file: 
             return [str(SOAK_RANK), *arguments, f"--result={results[rank]}"]
 
         with (folder / "output.txt").open("w+") as output, started_ranks(ranks, of_rank, output=output) as started:
-            samples = watch([psutil.Process(process.pid) for process in started], started, folder, json_file)
+            samples = watch([psutil.Process(process.pid) for process in started], started, folder, options.json)
             if not all_have_measured(started, results):
                 output.seek(0)
                 raise SystemExit(f"A rank has failed. What the ranks have printed:\n{output.read()}")
@@ -187,6 +190,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--with", dest="kind", choices=KINDS, default="all", help="stock, SafeDDP() alone, or all")
     parser.add_argument("--epoch-steps", type=int, default=2000)
+    parser.add_argument("--step-ms", type=float, default=0.0, help="the least that a step takes, for a steady rate")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where all samples are written, each minute")
     parser.add_argument("--judge", type=Path, help="judges the samples of an earlier run in place of a new one")
@@ -200,13 +204,7 @@ def main() -> None:
     else:
         columns = "time, steps, memory of each rank, threads, open files, children, keys on the store, disk"
         print("columns:", columns, flush=True)
-        samples = soak(
-            options.kind,
-            minutes=options.minutes,
-            epoch_steps=options.epoch_steps,
-            ranks=options.ranks,
-            json_file=options.json,
-        )
+        samples = soak(options)
     found = growths(minutes_of(samples))
     grown = verdict(found)
     for growth in found:

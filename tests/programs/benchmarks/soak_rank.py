@@ -24,9 +24,20 @@ TELL_EVERY_S = 5.0
 
 
 class SoakModel(Model):
-    """Logs while it trains and while it validates, as models do."""
+    """Logs while it trains and while it validates, as models do.
+
+    Args:
+        step_s: The least that a step takes, so that a host that gets less busy does not train faster.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self.step_s = step_s
+        self.due_s = 0.0
 
     def training_step(self, batch: torch.Tensor | list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        time.sleep(max(self.due_s - time.monotonic(), 0.0))
+        self.due_s = time.monotonic() + self.step_s
         loss = super().training_step(batch, batch_idx)
         self.log_dict({"loss": loss, **{f"scalar{n}": float(batch_idx + n) for n in range(4)}})
         return loss
@@ -70,6 +81,7 @@ def main() -> None:
     parser.add_argument("--kind", required=True, help="stock, safe or all")
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--epoch-steps", type=int, required=True)
+    parser.add_argument("--step-ms", type=float, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
@@ -98,7 +110,7 @@ def main() -> None:
     # The same on all ranks, and workers that start and end again and again.
     torch.manual_seed(0)
     validation = DataLoader(TensorDataset(torch.rand(320 * options.ranks, WIDTH)), batch_size=16, num_workers=1)
-    trainer.fit(SoakModel(), training, validation)
+    trainer.fit(SoakModel(options.step_ms / 1e3), training, validation)
     options.result.write_text("{}")
 
 
