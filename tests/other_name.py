@@ -101,6 +101,7 @@ def main() -> None:
     trainer = fit(sys.argv[1])
     seen = {
         "steps": trainer.global_step,
+        "tensorboard": "tensorboard" in sys.modules,
         "is_a_ddp_strategy": isinstance(SafeDDP(), pl.strategies.DDPStrategy),
         "registered": REGISTERED,
         "name": type(pl.Trainer(accelerator="cpu", devices=1, strategy="ddp_ncclsafe").strategy).__name__,

@@ -226,6 +226,11 @@ def test_with_only_pytorch_lightning_everything_works(outcome: dict[str, Any]) -
 
 
 @needs_both
+def test_tensorboard_is_not_loaded_where_another_logger_writes(outcome: dict[str, Any]) -> None:
+    assert outcome["tensorboard"] is False
+
+
+@needs_both
 def test_the_other_way_round_a_trainer_of_lightning_is_refused(outcome: dict[str, Any]) -> None:
     said = "is for a Trainer of pytorch_lightning, but was given to one of lightning.pytorch: "
     assert outcome["strategy_refused"].startswith(f"TypeError: SafeDDP {said}")

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from torch.utils.tensorboard.writer import SummaryWriter
-
 from lightning_ncclsafe._lightning import (
     CometLogger,
     CSVLogger,
@@ -35,7 +33,6 @@ from lightning_ncclsafe.loggers.offload import Backend, Offload
 from lightning_ncclsafe.loggers.recovery import recover
 from lightning_ncclsafe.loggers.staging import Manifest, leftovers, make_staging, remove_unfinished
 from lightning_ncclsafe.loggers.store import Store
-from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.settings import OffloadSettings
 
@@ -202,13 +199,17 @@ def _writes_files(logger: Logger) -> bool:
         names = ("log_metrics", "log_hparams", "save")
         writer = lightnings(package_of(type(logger)), "ExperimentWriter")
         return all(getattr(kind, name, None) is getattr(writer, name) for name in names)
-    return isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, SummaryWriter)
+    # Not before there is such a logger: TensorBoard takes 5 MB of memory in every rank.
+    torchs = sys.modules.get("torch.utils.tensorboard.writer")
+    return isinstance(logger, TensorBoardLogger) and isinstance(logger.experiment, getattr(torchs, "SummaryWriter", ()))
 
 
 def _backend(logger: Logger, store: Store, settings: OffloadSettings) -> Backend:
     if isinstance(logger, CSVLogger):
         return CSVBackend(logger, store, _hparams_yaml)
     if _writes_files(logger):
+        from lightning_ncclsafe.loggers.tensorboard_backend import TensorBoardBackend
+
         return TensorBoardBackend(logger, store, _hparams_yaml)
     experiment: Any = logger.experiment if isinstance(logger, _WITH_EXPERIMENT) else None
     known = experiment if experiment_is_known(experiment) else None
