@@ -301,9 +301,6 @@ def begin_loading(loader: Any) -> Any:
 
     Within half a second, even if other code has reaped it, ``next()`` raises :class:`WorkersEnded` on the calling
     thread; torch would raise on the main thread, wherever that is.
-
-    Args:
-        loader: The ``DataLoader``.
     """
     if loader.num_workers == 0:
         return dataloader._SingleProcessDataLoaderIter(loader)
@@ -353,7 +350,6 @@ def end_loading(iterator: Any, *, at_once: bool = False) -> None:
     """Ends the worker processes of a loader's iterator, if it has any, and waits for them.
 
     Args:
-        iterator: The iterator.
         at_once: Whether not to ask them first: asking waits 5 s for workers that do not answer.
     """
     if isinstance(iterator, _Workers):

@@ -58,11 +58,7 @@ def agree_on_savers(
     """Publishes what this rank can save, and waits for what the others can.
 
     Args:
-        exchange: What the ranks share.
-        own: This rank.
-        world_size: Number of ranks.
         is_split: Whether each rank has only a shard of the model.
-        deadline_s: Seconds to wait for the others.
 
     Returns:
         The ranks that try to save, in this order, the same on all ranks; and why no rank can, in words, if no rank can
@@ -99,7 +95,6 @@ def savers(candidates: Iterable[Candidate], shards: Collection[str] = ("",)) -> 
     """The ranks that can save, in this order: those with the newest complete step, healthy ones first.
 
     Args:
-        candidates: What ranks report about their weights.
         shards: All shards of the model.
     """
     able = [candidate for candidate in candidates if not candidate.why]
@@ -122,7 +117,6 @@ def why_none(candidates: Sequence[Candidate], shard_of: Sequence[str]) -> str:
     """Why no rank can save, in words.
 
     Args:
-        candidates: What ranks report about their weights.
         shard_of: The shard of the model that each rank of the job has; empty for the whole model.
     """
     reasons: dict[str, list[int]] = {}

@@ -44,8 +44,6 @@ def name_of(epoch: int, step: int, version: int = 0) -> str:
     """The name of a checkpoint.
 
     Args:
-        epoch: Lightning's ``current_epoch``.
-        step: Its ``global_step``.
         version: 0, unless the name is taken.
     """
     return f"just-in-time-epoch={epoch}-step={step}{f'-v{version}' if version else ''}.ckpt"
@@ -69,8 +67,6 @@ class CheckpointFolder:
         """Writes a checkpoint to a temporary file, syncs it, reads it back, and only then renames it.
 
         Args:
-            epoch: Lightning's ``current_epoch``.
-            step: Its ``global_step``.
             write: Writes it to a file.
             may_finish: Called before the rename; if it raises, nothing is left behind.
 
@@ -121,9 +117,6 @@ class CheckpointFolder:
         """Renames the folder, if its files are complete.
 
         Args:
-            partial: The folder.
-            epoch: Lightning's ``current_epoch``.
-            step: Its ``global_step``.
             files: The length of each file, bytes.
 
         Returns:

@@ -39,7 +39,6 @@ class StepLedger:
     Lightning has restored a checkpoint and is about to start its loops.
 
     Args:
-        trainer: The ``Trainer``.
         make_event: Queues an event on the device; None if there is no device that the host runs ahead of.
         was_aborted: Whether a collective was aborted: on a device, work queued behind it has run all the same.
         parts: This rank's parts of a sharded model; None for a replica.

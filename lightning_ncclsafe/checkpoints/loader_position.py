@@ -41,11 +41,7 @@ class LoaderPosition(Protocol):
         """How to get to this batch again; None if unknown."""
 
     def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
-        """Whether the same data follows.
-
-        Args:
-            record: The result of :meth:`record`; None if not every rank has its own.
-        """
+        """Whether the same data follows."""
 
     def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
         """Lets the next epoch continue after these batches."""
@@ -95,7 +91,6 @@ class _SamplerPosition:
     """The position in a loader of a map-style dataset: how its epoch began, and what its sampler has yielded since.
 
     Args:
-        loader: The loader.
         sampler: Yields its indices, a batch or a sample at a time.
     """
 

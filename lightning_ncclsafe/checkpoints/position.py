@@ -36,8 +36,6 @@ class DataPosition:
     """The position of one rank in the training of one call of ``fit``.
 
     Args:
-        trainer: The ``Trainer``.
-        say: Prints a line to the user.
         left_behind: The file in which other ranks find the last position; None for none.
     """
 

@@ -156,11 +156,7 @@ class _Invitation:
 
 
 class Reference:
-    """Rank 0's part.
-
-    Args:
-        around: Exchange, clocks and sleep.
-    """
+    """Rank 0's part."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
@@ -264,7 +260,6 @@ class Follower:
     """The part of a rank other than 0.
 
     Args:
-        around: Exchange, clocks and sleep.
         is_stopped: Whether the outcome is no longer needed.
     """
 
@@ -387,9 +382,6 @@ class ClockSync:
     Keys are reused, so their number does not grow with time; a host that does not show up is left out.
 
     Args:
-        exchange: Shared by all ranks.
-        rank: Global rank.
-        world_size: Number of ranks.
         boot_id: Equal on the ranks of this host and different elsewhere; see
             :func:`~lightning_ncclsafe.probes.host.capacity.host_boot_id`.
         now_ns: The wall clock by which collectives are timed.

@@ -88,7 +88,6 @@ class Recording:
     """Reads the recorders of this process, each entry once.
 
     Args:
-        rank: This rank.
         phase_history: The phases of its main thread.
         since_ns: Entries recorded before this wall-clock time are skipped: the recorder belongs to the process, and
             also has those of earlier calls of the Trainer.

@@ -39,11 +39,7 @@ def _mean() -> Any:
 
 
 class TimingScalars:
-    """Collects scalars between two calls of :meth:`take`; used by one thread.
-
-    Args:
-        world_size: Number of ranks.
-    """
+    """Collects scalars between two calls of :meth:`take`; used by one thread."""
 
     def __init__(self, world_size: int) -> None:
         self._means: dict[str, Any] = defaultdict(_mean)
@@ -117,8 +113,6 @@ def log_scalars(
 
     Args:
         scalars: Values by name; nothing is logged where there are none.
-        loggers: The loggers.
-        step: The Trainer's global step.
         besides: Classes of loggers to skip.
 
     Returns:

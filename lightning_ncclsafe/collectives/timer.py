@@ -50,7 +50,6 @@ class Pace:
     """Decides how often to read and share, from what was seen before.
 
     Args:
-        world_size: Number of ranks.
         every_n_steps: After how many steps results are wanted.
         recorder_size: Entries that the recorder keeps.
     """
@@ -92,13 +91,8 @@ class Timer:
     while the exchange answers. If it fails, it prints that once and stops.
 
     Args:
-        settings: What the user has set.
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
         phase_history: The phases of the main thread.
         boot_id: Equal on processes that share a clock.
-        say: Prints one or more lines to the user.
 
     Attributes:
         stragglers: Ranks that keep others waiting, by rank 0's last report.
@@ -287,15 +281,6 @@ class Timer:
 
 class AttachedTimer:
     """The timer of one call of the Trainer.
-
-    Args:
-        trainer: The ``Trainer``.
-        tracker: What Lightning is doing.
-        exchange: What the ranks share.
-        settings: What the user has set.
-        rank: This rank.
-        world_size: Number of ranks.
-        report_dir: The folder of reports.
 
     Attributes:
         timer: The timer.

@@ -37,9 +37,6 @@ class Tree:
     """One rank's place in the tree.
 
     Args:
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
         most_calls: Calls of one rank in one group that are passed on at a time.
         fan: Ranks per leader.
     """

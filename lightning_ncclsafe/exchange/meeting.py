@@ -63,11 +63,7 @@ class Meeting:
     """The meetings of one call of the Trainer, seen from one rank.
 
     Args:
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
         deadline_s: Seconds after which ranks that do not come are given up.
-        say: Prints one or more lines to the user.
         name: The subject of the meetings, unique on the exchange.
         check: Called repeatedly while a rank waits; raises if the run ends, as then nobody can come any more.
 
@@ -102,7 +98,6 @@ class Meeting:
         """Publishes this rank's facts, and returns the verdict, which is the same on all ranks.
 
         Args:
-            facts: The facts of this rank.
             judge: Makes the verdict, on rank 0, from the facts of the ranks that came, by rank.
 
         Raises:

@@ -19,7 +19,6 @@ def poll_interval_s(world_size: int, *, least_s: float = POLL_S, polls_per_s: fl
     """How long a rank pauses between two questions while all ranks wait, so that the store keeps up.
 
     Args:
-        world_size: Number of ranks that ask.
         least_s: The pause in a small job.
         polls_per_s: How many questions the store may get, from all ranks together.
     """
@@ -79,8 +78,6 @@ def wait_for_keys(
     """Waits until all keys have a value; each is asked for until it has one.
 
     Args:
-        exchange: What the ranks share.
-        keys: The keys.
         deadline_s: See :func:`wait_for`, as for the other arguments.
         poll_s: Likewise.
         longest_poll_s: Likewise.

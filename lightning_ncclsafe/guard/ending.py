@@ -290,7 +290,6 @@ def end_frozen(peers: Iterable[RankInfo], say: Callable[[str], None]) -> None:
 
     Args:
         peers: Ranks that are stopped, or whose GIL is held forever.
-        say: Prints a line to the user.
     """
     for peer in peers:
         with suppress(psutil.Error, OSError):
@@ -319,9 +318,6 @@ def end_run(
     Args:
         ending: The end of this run.
         make_error: Makes the error that attempts to save raise meanwhile.
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
         write_logs: Writes what loggers were given to storage, within so many seconds.
         logging_ranks: Ranks that have such loggers.
         end_frozen: Ends ranks that cannot end themselves; after logs are written, as launchers end all ranks with one.

@@ -28,24 +28,18 @@ class GroupTimeouts:
     If the Trainer changes from one phase to the next without an action, as from validation back to training, the
     timeout changes at the next action: one collective may still have the previous timeout.
 
+    If setting a timeout fails, that is printed once, and the groups keep the strategy's.
+
     If no phase has its own limit, only groups without their own timeout get the strategy's, such as those of a device
     mesh, which Lightning makes with PyTorch's default.
 
     Args:
-        limits: The hard limits.
         limit_name: Which of the limits applies now.
-        say_failure: Prints a failure in here, after which the groups are left as they are.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        limit_name: Callable[[], str],
-        say_failure: Callable[[Exception], None] = lambda error: say_own_failure(error, what="setting timeouts"),
-    ) -> None:
+    def __init__(self, limits: Limits, limit_name: Callable[[], str]) -> None:
         self._limits = limits
         self._limit_name = limit_name
-        self._say_failure = say_failure
         self._is_on = bool(limits.phases_s)
         self._phase = ""
         self._is_short = False
@@ -125,7 +119,7 @@ class GroupTimeouts:
             act()
         except Exception as error:
             self._is_on = False
-            self._say_failure(error)
+            say_own_failure(error, what="setting timeouts")
             # The strategy's own timeout, rather than that of a phase that will end.
             with suppress(Exception):
                 self._restore()

@@ -56,8 +56,6 @@ class RankHosts:
     Rank 0 collects and announces, so that not every rank asks the store for every rank.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
         host: Name of this host.
         launch: What started the job, equal for all its starts; see :class:`~lightning_ncclsafe.facts.JobFacts`.
     """
@@ -75,7 +73,6 @@ class RankHosts:
         """Announces where this rank runs.
 
         Args:
-            exchange: What the ranks share.
             address: Address of this host, as other hosts may reach it; empty if unknown.
         """
         exchange.set(f"{_KEY}/{self._rank}", json.dumps([self._host, address]).encode())

@@ -81,8 +81,6 @@ class Reporter:
 
     Args:
         report_dir: The folder of all incidents; made when the first one is reported.
-        limits: What the user has set.
-        say: Prints one or more lines to the user.
     """
 
     def __init__(self, report_dir: Path, limits: Limits, say: Callable[[str], None]) -> None:

@@ -63,7 +63,6 @@ class IdleTimes:
         """A tick of the watchdog.
 
         Args:
-            idle_s: Seconds since the rank last made progress.
             phase_kind: What it is in.
             batch_idx: Index of the batch being worked on.
             now_s: Seconds that only grow.
@@ -109,12 +108,7 @@ DEFAULT_TIMEOUTS_S = frozenset({600.0, 1800.0})
 
 
 class Thresholds:
-    """Decides when to look and when to end, for one rank. Belongs to the watchdog's thread.
-
-    Args:
-        limits: What the user has set.
-        clock: Seconds that only grow; for tests.
-    """
+    """Decides when to look and when to end, for one rank. Belongs to the watchdog's thread."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
@@ -131,7 +125,6 @@ class Thresholds:
         """A tick of the watchdog, from which it learns how long this rank usually makes no progress.
 
         Args:
-            idle_s: Seconds since the rank last made progress.
             phase_kind: What it is in.
             batch_idx: Index of the batch being worked on.
         """
@@ -154,7 +147,6 @@ class Thresholds:
         """Whether to look at what a rank does: when a limit has just been passed, and ever more rarely from then on.
 
         Args:
-            idle_s: Seconds since the rank last made progress.
             phase_kind: What it is in.
             joined: Whether it has joined the process group.
         """

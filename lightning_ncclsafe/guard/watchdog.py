@@ -20,7 +20,6 @@ class Watchdog:
         tick: Called with the seconds since the position last changed. It may take its time; nothing else waits for it.
         on_failure: Called once if ``position`` or ``tick`` raises; the watch is then over.
         poll_s: Seconds between two calls.
-        clock: Seconds that only grow; for tests.
         cpu_clock: Processor time of this process, seconds; for tests.
     """
 

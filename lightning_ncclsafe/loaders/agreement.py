@@ -29,11 +29,8 @@ class Agreement:
 
     Args:
         meeting: Brings all ranks to one verdict.
-        world_size: Number of ranks.
         identity: This rank, without data.
         report_dir: The folder of all reports; created with the first one.
-        incidents: Numbers the incidents of this process.
-        say: Prints one or more lines to the user.
     """
 
     def __init__(
@@ -116,7 +113,6 @@ class Agreement:
 
         Args:
             data: What this rank has shared.
-            loader: The loader that is read.
             votes: How ranks vote.
             digests: Those of this rank's batches; 0 where there is none.
 

@@ -52,13 +52,7 @@ class Stage:
         return len(self.loaders) >= self.expected
 
     def facts(self, trainer: Any, strategy: Any, settings: AgreementSettings) -> DataFacts:
-        """What this rank shares about the stage.
-
-        Args:
-            trainer: The ``Trainer``.
-            strategy: Its strategy.
-            settings: What the user has set.
-        """
+        """What this rank shares about the stage."""
         limit = self._limit(trainer)
         given = [getattr(loader, "wrapped_loader", loader) for loader in self.loaders]
         # An empty list in place of a loader: Lightning takes it for one that has no batches.
@@ -114,12 +108,8 @@ class LoaderCollector:
     """Compares, tunes and iterates the loaders of every stage of one call of the Trainer, on one rank.
 
     Args:
-        trainer: The ``Trainer``.
-        strategy: Its strategy.
         agreement: Compares them with those of the other ranks; None with one rank.
-        settings: The user's settings.
         combined: Lightning's ``CombinedLoader``, which flattens lists, dicts and other containers of loaders.
-        tracker: What Lightning is doing.
         timeout_s: The run's hard limit, seconds.
         tuner: Tunes them; None if nobody asks for it.
         on_stage: Called on all ranks with the loaders of a stage, before anything else.

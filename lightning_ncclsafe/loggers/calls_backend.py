@@ -53,7 +53,6 @@ class CallsBackend:
     """Takes a logger of any class off the training thread.
 
     Args:
-        logger: The logger.
         experiment: Its experiment, if its methods are known; None otherwise.
         limit_bytes: Most memory for arguments that cannot be staged.
         finalize_s: How long the end of an experiment waits for what was logged before, seconds.

@@ -19,9 +19,6 @@ class Claim:
 
     It is a lock of lockf, which child processes do not inherit, as they would one of flock.
 
-    Args:
-        folder: The folder.
-
     Attributes:
         is_mine: Whether this process has it.
         is_new: Whether the folder had no lock before: nobody has ever worked there, or the lock was removed.

@@ -30,7 +30,6 @@ class CSVBackend:
 
     Args:
         logger: The logger; its experiment exists.
-        store: Local staging.
         to_yaml: Creates the text of ``hparams.yaml``.
     """
 

@@ -42,7 +42,6 @@ class LocalDestination:
     """A directory of a mounted file system.
 
     Args:
-        path: The directory.
         device: Number of its device when the run began. A directory that is removed is created again, but not on the
             disk below a mount that is gone.
     """

@@ -73,12 +73,7 @@ class Thinner:
         return not self._windows
 
     def offer(self, scalars: LoggedScalars, now: float) -> list[LoggedScalars]:
-        """Takes what was logged and returns what may pass, in the order of arrival.
-
-        Args:
-            scalars: What was logged.
-            now: Seconds of a monotonic clock.
-        """
+        """Takes what was logged and returns what may pass, in the order of arrival."""
         if not self.coarseness and not self._window_s and not self._windows:
             return [scalars]
         self._arrived += 1

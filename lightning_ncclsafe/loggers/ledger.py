@@ -18,7 +18,6 @@ class Ledger:
 
     Args:
         logger: Class name of the logger.
-        say: Prints to the user.
 
     Attributes:
         waited_s: How long training has waited, seconds.
@@ -102,7 +101,6 @@ def is_worth_printing(facts: LoggerFacts, *, is_done: bool) -> bool:
     """Whether anything was thinned, dropped or late: nothing is printed if all went well.
 
     Args:
-        facts: Those of the offload.
         is_done: Whether everything accepted is on storage.
     """
     # In a long run what each call takes adds up.
@@ -114,7 +112,6 @@ def summary(facts: LoggerFacts, *, is_done: bool) -> str:
     """What became of everything that was logged, and where the rest is if there is one.
 
     Args:
-        facts: Those of the offload.
         is_done: Whether everything accepted is on storage.
     """
     to = f" to {facts.path}" if facts.path else ""

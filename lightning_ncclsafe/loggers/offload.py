@@ -72,10 +72,7 @@ class Offload:
     Args:
         backend: How to handle this kind of logger.
         name: Class name of the logger.
-        settings: Limits and policies.
         store: Its local staging.
-        ledger: Counts what is lost.
-        say: Prints to the user.
 
     Attributes:
         ending: Whether the Trainer is ending, so that the next ``finalize`` is the last one.

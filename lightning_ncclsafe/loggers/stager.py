@@ -38,10 +38,8 @@ class Stager:
     Args:
         encoder: Turns entries into frames.
         intake: Where they arrive.
-        store: Local staging.
         delivery: Notified of what is staged.
         ledger: Counts what cannot be staged.
-        settings: Limits and policies.
         name: Class name of the logger, for the threads' names.
     """
 

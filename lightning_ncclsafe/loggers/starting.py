@@ -58,9 +58,7 @@ class CallTimer:
     wait, they are best made where Lightning makes them.
 
     Args:
-        logger: The logger.
         slow: Called on the thread that logs, before its next call, once the logger has proved slow and is restored.
-        clock: Seconds of a monotonic clock.
         cpu_clock: Processor time of this thread, seconds; a call waits for the rest of its time.
     """
 
@@ -126,7 +124,6 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
 
     Args:
         logger: The logger; its experiment exists.
-        settings: Limits and policies.
 
     Raises:
         OSError: If local staging is impossible.

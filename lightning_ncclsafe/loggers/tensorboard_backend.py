@@ -48,7 +48,6 @@ class TensorBoardBackend:
 
     Args:
         logger: The logger; its experiment exists.
-        store: Local staging.
         to_yaml: Creates the text of ``hparams.yaml``.
     """
 

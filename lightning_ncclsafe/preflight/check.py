@@ -39,9 +39,7 @@ class Preflight:
         look: Examines this rank's host.
         on_problem: Whether a problem with which the run would fail raises.
         identity: Who this rank is.
-        world_size: Number of ranks.
         report_dir: The folder of all reports; one is written if there is a problem.
-        say: Prints one or more lines to the user.
         incidents: Numbers of the incidents of this process; None if there are no others.
         told: What this process has printed before, and does not print again; None if that is nothing.
         render: Renders the findings for the user.
@@ -87,9 +85,6 @@ class Preflight:
 
     def compare(self, exchange: Exchange) -> Agreed:
         """Waits until all ranks have examined their hosts, and compares what they found.
-
-        Args:
-            exchange: What the ranks share.
 
         Raises:
             HostPreflightError: On all ranks, with ``on_problem="raise"``, if there is a problem with which the run

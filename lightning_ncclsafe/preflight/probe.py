@@ -77,9 +77,6 @@ class RecentFacts:
     """What this process has found on its host: where a program calls its Trainer again soon, that costs no time again.
 
     What has a problem, or could not be found out, is looked at anew.
-
-    Args:
-        clock: Seconds of a monotonic clock.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -38,7 +38,6 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
     If the run is over, writes ``plan.json``, too.
 
     Args:
-        diagnosis: What to write.
         is_refused: Whether the job does not start because of it, if data or hosts were only compared.
         report_dir: The folder of all incidents. If it cannot be written to or does not answer, which may be why ranks
             wait, a temporary folder is used instead.
@@ -66,7 +65,6 @@ def write_page(diagnosis: Diagnosis, folder: Path) -> str:
     """Writes ``report.html`` beside the report, if that does not take long; never raises.
 
     Args:
-        diagnosis: What to write.
         folder: The result of :func:`write_report`.
 
     Returns:

@@ -173,11 +173,7 @@ def _sampled_words(inspection: InspectionFacts) -> Iterator[str]:
 
 
 class RankStates:
-    """What each rank of a job does, in words, and which ranks do the same.
-
-    Args:
-        view: The shared answers about the job.
-    """
+    """What each rank of a job does, in words, and which ranks do the same."""
 
     def __init__(self, view: Timeline) -> None:
         self.view = view

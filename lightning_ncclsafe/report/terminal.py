@@ -53,7 +53,6 @@ def shown(text: str, stream: TextIO, *, mark: str = "") -> str:
     Rich decides what the terminal can show, and honours NO_COLOR.
 
     Args:
-        text: The lines; the first is the answer.
         stream: Where they will be written.
         mark: Prefix of each line.
     """

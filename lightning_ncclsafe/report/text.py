@@ -28,7 +28,6 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
     """The whole report. Its first line is the answer; its length does not grow with ranks that are alike.
 
     Args:
-        diagnosis: What was found.
         width: Characters on a line of a paragraph. The answer is one line, of any length.
     """
     parts = [
@@ -85,7 +84,6 @@ def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
     """What is new to a reader of an earlier report on the same incident.
 
     Args:
-        diagnosis: What is known now.
         known: The causes that were reported, the most probable first.
 
     Returns:

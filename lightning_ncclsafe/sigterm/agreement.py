@@ -34,14 +34,10 @@ class StopAgreement:
     """One rank's part in the agreement, for one call of ``fit``, ``validate``, ``test`` or ``predict``.
 
     Args:
-        exchange: What the ranks share.
-        rank: Global rank.
-        world_size: Number of ranks.
         hosts_store: Whether the exchange ends with this rank's process, which then stops once all others know the
             decision.
         each_alone: Whether ranks have their own batches, and each stops before its next one.
         deadline_s: Seconds after which a rank no longer waits for the others.
-        say: Prints a line to the user.
     """
 
     def __init__(

@@ -77,7 +77,6 @@ class StopSignal:
     the end.
 
     Args:
-        trainer: The ``Trainer``.
         agreement: Decides which batches may begin.
         error: What Lightning raises on SIGTERM, ``SIGTERMException``.
         takes_slurms: Whether SLURM's signal before a requeue has the same effect as SIGTERM; Lightning would save
@@ -220,14 +219,7 @@ _DEADLINE_S = 10.0
 def requeue_once(
     exchange: Exchange, rank: int, say: Callable[[str], None], environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Has SLURM queue the job again; only one of the ranks that call it does so.
-
-    Args:
-        exchange: What the ranks share.
-        rank: This rank.
-        say: Prints a line to the user.
-        environ: Of this process.
-    """
+    """Has SLURM queue the job again; only one of the ranks that call it does so."""
     try:
         is_mine = first_rank(exchange, "requeue", rank) == rank
     except ExchangeError:

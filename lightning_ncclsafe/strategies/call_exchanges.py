@@ -17,8 +17,8 @@ from lightning_ncclsafe.exchange import (
     MemoryExchange,
     TcpStoreExchange,
 )
-from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import agree_on_start
+from lightning_ncclsafe.guard.shared import Place
 
 # Variables that differ between the starts of a job by torchrun and SLURM, as a restart may use the same port.
 _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
@@ -48,10 +48,6 @@ class CallExchanges:
 
     def name_start(self, place: Place, deadline_s: float) -> None:
         """Gives this start a name of its own, if torchrun's agent keeps the job's store across starts.
-
-        Args:
-            place: Which rank of which job this is.
-            deadline_s: Seconds to wait for the other ranks.
 
         Raises:
             ExchangeError: The other ranks have not come.

@@ -15,7 +15,7 @@ from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, comes_first
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
-from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.collecting import LoaderCollector, Stage
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
@@ -57,12 +57,7 @@ class Features:
     If one of them fails, that is usually printed once, and the call continues without it.
 
     Args:
-        trainer: The ``Trainer``.
-        limits: The hard limits.
-        report_dir: The folder of reports.
-        tracker: The actions of Lightning.
         trainer_probe: The state of the Trainer.
-        incidents: Numbers of the incidents of this process.
         combined: Lightning's ``CombinedLoader``.
         sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
         weights: Gives the state of the model in Lightning's own way.

@@ -19,8 +19,8 @@ from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.leaving import is_orderly
-from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import follow_plan, incident_before
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process import stacks
@@ -53,8 +53,6 @@ class GuardedCall:
     The guard must never harm the run: whatever fails in here is printed once, and the guard is off.
 
     Args:
-        trainer: The ``Trainer``.
-        limits: When to look and when to end.
         report_dir: The folder of reports as the user has set it; None for the default.
         ending: The end of this run, which may come in this call.
         combined: Lightning's ``CombinedLoader``.

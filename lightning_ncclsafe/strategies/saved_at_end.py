@@ -13,7 +13,7 @@ from lightning_ncclsafe.checkpoints.resuming import Resuming
 from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.exchange import Exchange
-from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import CheckpointSettings
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
@@ -54,7 +54,6 @@ class SavedAtEnd:
     """Connects the saver of one call, its ledger, and resuming.
 
     Args:
-        trainer: The ``Trainer``.
         settings: Gives what the user has set; None if no callback asks for it.
         weights: Gives the state of the model in Lightning's own way.
         is_on_gpu: Whether training runs on a GPU.
@@ -94,14 +93,13 @@ class SavedAtEnd:
         settings = self._settings()
         if settings is None:
             return
-        first = place.rank - place.local_rank
         resuming = Resuming(
             self._trainer,
             settings,
             exchange,
             rank=place.rank,
             world_size=place.world_size,
-            local_ranks=range(first, first + place.local_world_size),
+            local_ranks=place.ranks_here,
         )
         try:
             resuming.attach()

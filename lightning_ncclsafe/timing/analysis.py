@@ -142,7 +142,6 @@ class Analysis:
     """Analyses windows of any ranks, in any order.
 
     Args:
-        world_size: Number of ranks.
         trace_bytes: Most bytes of collectives that are kept for a trace; 0 for no trace.
 
     Attributes:

@@ -35,9 +35,6 @@ _FIRST_BIN_NS = 1_000_000_000
 class LatenessHistory:
     """How late each rank was, over the whole run: in bins of time that widen as the run goes on.
 
-    Args:
-        world_size: Number of ranks.
-
     Attributes:
         began_ns: When the first bin begins; 0 without bins.
         bin_ns: Width of a bin.
@@ -190,7 +187,6 @@ class WorstMoments:
         """Keeps the worst of a block.
 
         Args:
-            forgotten: The block.
             spans: Phases of its ranks by rank, on the reference clock.
         """
         skew_ns = np.ptp(forgotten.arrival_ns, axis=0)
@@ -213,11 +209,7 @@ class WorstMoments:
         return sorted((calls for _, _, calls, _ in self._heap), key=lambda calls: int(calls.arrival_ns.max()))
 
     def spans_with(self, recent: Mapping[int, Spans]) -> Spans:
-        """The phases before them, and the last ones, by rank; those between are forgotten.
-
-        Args:
-            recent: The last phases of each rank.
-        """
+        """The phases before them, and the last ones, by rank; those between are forgotten."""
         before: dict[int, list[tuple[Spans, int]]] = {rank: [] for rank in sorted(recent)}
         for _, _, calls, parts in self._heap:
             for part in parts:

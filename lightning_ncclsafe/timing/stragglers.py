@@ -83,11 +83,7 @@ class Step:
 
 
 class Steps:
-    """Combines what different groups and blocks show of the same step.
-
-    Args:
-        world_size: Number of ranks.
-    """
+    """Combines what different groups and blocks show of the same step."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -140,11 +136,7 @@ def _runs(numbers: NDArray[Any]) -> list[slice]:
 
 
 class Stragglers:
-    """Looks at the last :data:`WINDOW_STEPS` steps again whenever there are new ones.
-
-    Args:
-        world_size: Number of ranks.
-    """
+    """Looks at the last :data:`WINDOW_STEPS` steps again whenever there are new ones."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size

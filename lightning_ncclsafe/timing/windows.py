@@ -293,7 +293,6 @@ def limited(window: Window, most_calls: int) -> Window:
     the same ones without communication. The calls that are left out are counted.
 
     Args:
-        window: A window of any ranks.
         most_calls: Most calls of one rank in one group.
     """
     calls = window.calls

@@ -18,8 +18,8 @@ from lightning_ncclsafe.errors import STOP_CODE, PlannedStopError
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts.findings import NextStart, Plan
 from lightning_ncclsafe.guard import restarts
-from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import agree_on_start, follow_plan, incident_before, reason_to_stop
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.settings import check_limits

@@ -21,7 +21,8 @@ from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, TcpStoreExchange
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.guard.ending import Ending
-from lightning_ncclsafe.guard.guard import Guard, Place
+from lightning_ncclsafe.guard.guard import Guard
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe

@@ -175,10 +175,7 @@ def agree_on_budget(
     """Agrees on what the loaders of every rank may use together.
 
     Args:
-        exchange: How ranks share.
         own: What this rank may use of its host.
-        rank: This rank.
-        world_size: Number of ranks.
         over: Ends the wait.
 
     Returns:

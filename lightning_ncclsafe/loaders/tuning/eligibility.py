@@ -140,9 +140,6 @@ def unforkable(dataset: Any) -> str:
 
     Looks at attributes, 5 levels deep, and at items of containers, about 2,000 objects in all. None of the user's
     code is called.
-
-    Args:
-        dataset: The dataset.
     """
     with suppress(Exception):  # what cannot be looked at shows nothing
         return next(_found(dataset, _what), "")
@@ -153,9 +150,6 @@ def holds_generator(dataset: Any) -> bool:
     """Whether a dataset holds a random generator, of which each worker process would have a copy.
 
     Looks at what :func:`unforkable` looks at.
-
-    Args:
-        dataset: The dataset.
     """
     with suppress(Exception):
         return any(_found(dataset, _generator))

@@ -359,7 +359,6 @@ class ObservedLoader:
     """Measures a loader that is read unchanged.
 
     Args:
-        loader: The loader.
         on_measured: Called with each measurement, on the thread that reads.
         interval_s: The longest epoch that is measured as a whole, seconds.
         epochs: Number of earlier epochs of the loader.

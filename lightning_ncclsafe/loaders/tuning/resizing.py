@@ -46,7 +46,6 @@ class ResizableLoader:
         loader: The user's ``DataLoader``, for which :func:`unresizable` is empty. It is not changed.
         workers: ``num_workers`` to begin with.
         prefetch: ``prefetch_factor`` to begin with; irrelevant without workers.
-        say: Prints a line to the user.
         on_measured: Called with each measurement, on the thread that reads.
         workers_at: Number of workers for an interval, asked when it begins; None for no change.
         most_ahead: How many batches may be ready or in the making, given the largest so far; None for as many as are

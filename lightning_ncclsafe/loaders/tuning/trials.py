@@ -145,7 +145,6 @@ class Trials:
         """Takes a measurement and decides.
 
         Args:
-            measurement: The next one, of all ranks.
             room: What the loader may use.
             begins: When a trial may begin: all ranks know of it by then.
             may_try: Whether one may begin at all.

@@ -44,16 +44,7 @@ _DECISION = "tuning/decision"
 
 
 class Tuner:
-    """Tunes the loaders of one call of the Trainer, on one rank.
-
-    Args:
-        settings: What the user has set.
-        exchange: How ranks share.
-        rank: Global rank.
-        world_size: Number of ranks.
-        capacity: What this rank may use of its host.
-        say: Prints a line to the user.
-    """
+    """Tunes the loaders of one call of the Trainer, on one rank."""
 
     def __init__(
         self,
@@ -97,7 +88,6 @@ class Tuner:
 
         Args:
             stage: Name of the hook that returned them, ``"train_dataloader"``.
-            loaders: The loaders.
             at_once: Whether they are read at the same time; loaders of different stages never are.
 
         Returns:

@@ -61,7 +61,6 @@ class EpochIndices:
     """One epoch of a loader's batch sampler, or of its sampler if it does not collate.
 
     Args:
-        sampler: The sampler.
         begins: How often torch calls ``iter(sampler)`` for this epoch, in which samplers may draw random numbers.
 
     Attributes:

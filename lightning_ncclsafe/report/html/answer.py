@@ -70,8 +70,6 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
     """All findings, the most probable first.
 
     Args:
-        diagnosis: What was found.
-        view: The shared answers about its job.
         place: The place of a rank's facts on the page.
         tables: Names of the tables on the page, which are their places.
     """

@@ -124,8 +124,6 @@ def raw_facts(diagnosis: Diagnosis, alike: RankStates, stack_of: dict[int, int])
     """Collects the facts of all ranks.
 
     Args:
-        diagnosis: What was found.
-        alike: The states of the ranks of its job.
         stack_of: Number on the page of each rank's stack.
     """
     view, groups = alike.view, alike.groups()

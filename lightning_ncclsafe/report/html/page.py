@@ -36,7 +36,6 @@ def render_html(diagnosis: Diagnosis, *, most_s: float | None = None) -> str:
     """Renders the page.
 
     Args:
-        diagnosis: What to show.
         most_s: Time limit, seconds; None for no limit.
 
     Raises:

@@ -173,12 +173,7 @@ class Picture:
 
 
 def picture(diagnosis: Diagnosis, alike: RankStates) -> Picture:
-    """Draws the ranks of a job.
-
-    Args:
-        diagnosis: What was found.
-        alike: The ranks of its job.
-    """
+    """Draws the ranks of a job."""
     view = alike.view
     named = {rank for finding in diagnosis.findings[:1] for rank in finding.ranks}
     few = len(view.facts) <= _FEW_RANKS

@@ -79,7 +79,6 @@ def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int
     """The title row, then one row for equal ranks, the majority first; and how many are left out.
 
     Args:
-        loader: The loader on all ranks.
         hosts: The host of each rank.
     """
     answers = _answers(loader)

@@ -50,7 +50,6 @@ def steady(view: Checked, *, every: bool = False) -> dict[str, Groups[str]]:
     """Ranks by each constant property of their hosts, by the names of the questions.
 
     Args:
-        view: The ranks' answers.
         every: Whether to include all settings, not only those that differ and must not; and the lists behind numbers.
     """
     found = {"cores": _cores(view)} | {name: view.by(ask) for name, ask in _STEADY.items()}

@@ -56,7 +56,6 @@ def select(calls: Sequence[MatchedCalls], begin_ns: NDArray[Any], end_ns: NDArra
     the longest first.
 
     Args:
-        calls: Matched collectives.
         begin_ns: Begins of the spans, shape (number of spans,).
         end_ns: Ends of the spans, likewise.
         most_events: Room for both.
