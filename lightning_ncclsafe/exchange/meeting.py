@@ -192,20 +192,16 @@ class Meeting:
         return f"{self._name}/verdict/{number}"
 
     def _wait_until(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Asks ever more rarely."""
+        """Whether something is done within the limit; asks ever more rarely."""
 
         def ask() -> bool:
             self._check()
             return is_done()
 
-        done = wait_for(
-            ask,
-            deadline_s=limit_s,
-            poll_s=_SHORTEST_POLL_S,
-            longest_poll_s=_LONGEST_POLL_S,
-            forgive=self._exchange,
+        shortest_s, longest_s = _SHORTEST_POLL_S, _LONGEST_POLL_S
+        return bool(
+            wait_for(ask, deadline_s=limit_s, poll_s=shortest_s, longest_poll_s=longest_s, forgive=self._exchange)
         )
-        return bool(done)
 
     def _keep_trying(self, call: Callable[[], T]) -> T:
         return keep_trying(self._exchange, call, deadline_s=self._deadline_s)

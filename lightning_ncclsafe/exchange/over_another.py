@@ -60,7 +60,8 @@ class CallThread:
         except FutureTimeoutError as error:
             self._misses += 1
             missed = f"{self._what} did not answer within {self._deadline_s:g} s"
-            if self._misses >= MISSES_ALLOWED or not self._is_alive():
+            is_alive = self._thread is not None and self._thread.is_alive()
+            if self._misses >= MISSES_ALLOWED or not is_alive:
                 self.given_up = f"{missed}, {self._misses} times in a row"
             raise NoAnswerError(missed) from error
         self._misses = 0
@@ -81,11 +82,7 @@ class CallThread:
         return future
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
-        """Ends the thread.
-
-        Args:
-            last: A last call, made even after others were given up: perhaps it is answered again.
-        """
+        """Ends the thread with a last call, made even after others were given up: perhaps it is answered again."""
         with self._lock:
             self.given_up = self.given_up or "it was used after it was closed"
             thread = self._thread
@@ -95,9 +92,6 @@ class CallThread:
             last()
         else:
             thread.join(self._deadline_s)
-
-    def _is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -149,7 +143,7 @@ class InTimeExchange(_OverAnother):
 
     Args:
         exchange: The other exchange.
-        what: What does not answer then, in words.
+        what: What it is, in words, for the message that it does not answer.
         deadline_s: Seconds that a call may take.
     """
 

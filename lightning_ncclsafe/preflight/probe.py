@@ -1,4 +1,4 @@
-"""Everything one rank can find out about its host before training starts, within three seconds."""
+"""Examines one rank's host before training starts, within three seconds."""
 
 import os
 import time
@@ -22,7 +22,7 @@ from lightning_ncclsafe.probes.process.environment import settings_seen, version
 _ENDING_S = 0.3
 # Pressure is measured for this long at least, while the other parts run.
 _WATCHED_S = 0.1
-# For so long a host is taken to be as it was found.
+# How long the findings about a host stay valid.
 _NEW_S = 300.0
 
 Parts = Mapping[str, Callable[[], Any]]
@@ -74,9 +74,9 @@ def preflight_facts(
 
 
 class RecentFacts:
-    """What this process has found on its host: where a program calls its Trainer again soon, that costs no time again.
+    """Keeps what this process has found on its host, so that the next call of a Trainer need not examine it again.
 
-    What has a problem, or could not be found out, is looked at anew.
+    A host with a problem, or of which something is unknown, is examined again.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -87,6 +87,22 @@ def write_page(diagnosis: Diagnosis, folder: Path) -> str:
     return ""
 
 
+def write_all(diagnosis: Diagnosis, report_dir: Path, say: Callable[[str], None], *, is_refused: bool = False) -> str:
+    """Writes the report and the page for a comparison of ranks, and prints what could not be written; never raises.
+
+    Returns:
+        The folder; empty if there is no report: the verdict matters more.
+    """
+    try:
+        folder = write_report(diagnosis, report_dir, is_refused=is_refused)
+    except Exception as error:
+        say(f"the report could not be written: {error}")
+        return ""
+    if problem := write_page(diagnosis, folder):
+        say(problem)
+    return str(folder)
+
+
 def folder_name(incident: Incident) -> str:
     """The name of an incident's folder: its UTC time and number, so that names sort in the order of events."""
     moment = datetime.fromtimestamp(incident.opened_ns / 1e9, tz=timezone.utc)

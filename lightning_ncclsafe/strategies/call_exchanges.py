@@ -1,6 +1,7 @@
 """The exchanges of one call of the Trainer, with keys and files that no other call, start or job has used."""
 
 import itertools
+import math
 import os
 import uuid
 from collections import deque
@@ -11,11 +12,11 @@ from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import (
     DirectoryExchange,
     Exchange,
-    ExchangeError,
     FallbackExchange,
     InTimeExchange,
     MemoryExchange,
     TcpStoreExchange,
+    keep_trying,
 )
 from lightning_ncclsafe.guard.restarts import agree_on_start
 from lightning_ncclsafe.guard.shared import Place
@@ -93,13 +94,7 @@ class CallExchanges:
 def _name_of_run(store: Exchange) -> str:
     """A name that no other job or earlier start has used."""
     mine = uuid.uuid4().hex[:12].encode()
-    while True:
-        try:
-            return store.set_if_absent("run", mine).decode()
-        except ExchangeError:
-            # One missed deadline does not matter; after some, the store is lost.
-            if store.lost:
-                raise
+    return keep_trying(store, lambda: store.set_if_absent("run", mine), deadline_s=math.inf).decode()
 
 
 def meeting_place(strategy: Any) -> str:

@@ -299,7 +299,7 @@ class GuardedStrategy(_ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Lightning's hook for each loader, before its workers start; ranks compare their loaders."""
         dataloader = super().process_dataloader(dataloader)
-        return self._watched.prepared(dataloader) if self._watched is not None else dataloader
+        return self._watched.features.prepared(dataloader) if self._watched is not None else dataloader
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each batch of validation; on SIGTERM, ranks may stop here, as in the two below."""
@@ -319,7 +319,7 @@ class GuardedStrategy(_ParallelStrategy):
     def _before_evaluation_batch(self) -> None:
         self._ending.check()
         if self._watched is not None:
-            self._watched.before_evaluation_batch()
+            self._watched.features.before_evaluation_batch()
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's hook for an exception that ends a call of the Trainer, above the last of our frames."""
@@ -377,7 +377,7 @@ class GuardedStrategy(_ParallelStrategy):
 def timer_of(strategy: object) -> AttachedTimer | None:
     """The timer of the call that a strategy is in; None if collectives are not timed."""
     watched = strategy._watched if isinstance(strategy, GuardedStrategy) else None
-    return watched.timer if watched is not None else None
+    return watched.features.timer if watched is not None else None
 
 
 def guards(strategy: object) -> bool:

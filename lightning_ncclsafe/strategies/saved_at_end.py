@@ -129,24 +129,12 @@ class SavedAtEnd:
             self._begin("SIGTERM", raised=False)
 
     def save(self, cause: str, raised: bool) -> Callable[[], None]:
-        """Begins to save the state of a run that ends, if a callback asks for it.
-
-        Args:
-            cause: Why it ends.
-            raised: Whether this rank itself has failed.
-
-        Returns:
-            A function that waits until the save is over.
-        """
+        """See :data:`~lightning_ncclsafe.guard.ended_run.Save`; does nothing if no callback asks for it."""
         self._begin(cause or "SIGTERM", raised=raised)
         return self._saver.wait if self._saver is not None else lambda: None
 
     def detach(self, safely: Callable[[Callable[[], None]], object]) -> None:
-        """Restores Lightning's methods.
-
-        Args:
-            safely: Runs each step; what a step raises does not affect the others.
-        """
+        """Restores Lightning's methods; ``safely`` runs each step."""
         resuming, self._resuming = self._resuming, None
         for attached in (self.ledger, resuming):
             if attached is not None:

@@ -115,7 +115,7 @@ def test_a_program_says_once_that_it_is_watched_and_again_where_that_changes(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(guarded_call, "say_on_stderr", said.append)
-    monkeypatch.setattr(guarded_call, "_said_watch", "")
+    monkeypatch.setattr(guarded_call, "_printed_watch", "")
     monkeypatch.setattr(guarded_call, "incident_before", lambda _: "the previous start ended with incident 1")
 
     def begin(world_size: int, folder: Path) -> None:

@@ -48,7 +48,7 @@ class Job:
                 world_size=len(looks),
                 report_dir=folder,
                 say=self.said.append,
-                told=told,
+                printed=told,
             )
             for rank, look in enumerate(looks)
         ]
