@@ -260,7 +260,8 @@ class GuardedCall:
     def _say_watch(self, world_size: int) -> None:
         """Prints that the guard is on, again only if that changes; the first time with how the last start ended."""
         global _printed_watch
-        text = f"watching {world_size} rank{'s' if world_size > 1 else ''}: {limits_words(self._limits)}; reports go to {self._report_dir}"
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        text = f"watching {ranks}: {limits_words(self._limits)}; reports go to {self._report_dir}"
         if text != _printed_watch:
             before = "" if _printed_watch else incident_before(self._report_dir)
             say_on_stderr(f"{text}{'; ' if before else ''}{before}")
