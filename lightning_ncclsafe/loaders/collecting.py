@@ -58,7 +58,12 @@ class Stage:
         # An empty list in place of a loader: Lightning takes it for one that has no batches.
         is_none = all(isinstance(loader, (list, tuple, dict)) and not loader for loader in given)
         loaders = tuple(
-            loader_facts(loader, name=self._name_of(index), limit=limit, content=settings.content)
+            loader_facts(
+                loader,
+                name=self.name if len(given) == 1 else f"{self.name}[{index}]",
+                limit=limit,
+                content=settings.content,
+            )
             for index, loader in enumerate(() if is_none else given)
         )
         share = getattr(strategy, "distributed_sampler_kwargs", None) or {}
@@ -82,9 +87,6 @@ class Stage:
         limit = self._limit(trainer)
         alone = len(self.loaders) == 1 or self.mode == "sequential"
         return limit if alone and isinstance(limit, int) else None
-
-    def _name_of(self, index: int) -> str:
-        return self.name if len(self.loaders) == 1 else f"{self.name}[{index}]"
 
     def _limit(self, trainer: Any) -> int | float | None:
         limit: int | float | None = getattr(trainer, f"limit_{self.name.partition('_')[0]}_batches", None)
@@ -146,12 +148,13 @@ class LoaderCollector:
 
     def attach(self) -> None:
         """Intercepts what the loops' hooks return: the number of loaders is not known otherwise."""
-        self._safely(self._attach)
 
-    def _attach(self) -> None:
-        for loop in self._loops():
-            source = loop._data_source
-            self._methods.append(WrappedMethod(source, "dataloader", partial(self._request, source.name)))
+        def attach() -> None:
+            for loop in self._loops():
+                source = loop._data_source
+                self._methods.append(WrappedMethod(source, "dataloader", partial(self._request, source.name)))
+
+        self._safely(attach)
 
     def detach(self) -> None:
         """Restores everything."""
@@ -159,12 +162,9 @@ class LoaderCollector:
             self._methods.pop().remove()
         for stage in [*self._replaced]:
             self._release(stage)
-        self._give_back()
         for looks_ahead in [*self._votes]:
             self._close_votes(looks_ahead)
-
-    def _give_back(self) -> None:
-        """Puts the user's loaders back where they were replaced by a proxy."""
+        # The user's own loaders, where a proxy has taken their place.
         for combined in (loop._combined_loader for loop in self._loops()):
             loaders = [] if combined is None else combined.flattened
             if any(isinstance(loader, LoaderProxy) for loader in loaders):
@@ -185,13 +185,14 @@ class LoaderCollector:
 
     def _open(self, name: str, loaders: Any) -> None:
         is_combined = isinstance(loaders, self._combined)
-        combined = loaders if is_combined else self._combined(loaders, self._default_mode(name))
+        mode = "max_size_cycle" if name == TRAIN else "sequential"
+        combined = loaders if is_combined else self._combined(loaders, mode)
         self._stage = Stage(name=name, mode=combined._mode, expected=len(combined.flattened))
         if self._stage.is_complete:
             self._compare(self._stage)
 
     def prepared(self, loader: Any) -> Any:
-        """Lightning has prepared a loader. With the last one of a stage, all ranks are compared.
+        """Called when Lightning has prepared a loader; with the last one of a stage, ranks compare their loaders.
 
         Returns:
             What to iterate: the loader itself wherever possible.
@@ -301,9 +302,6 @@ class LoaderCollector:
             with suppress(Exception):
                 if self._agreement is not None:
                     self._agreement.withdraw()
-
-    def _default_mode(self, name: str) -> str:
-        return "max_size_cycle" if name == TRAIN else "sequential"
 
     def _iteration(
         self, agreement: Agreement, end: EpochEnd, stage: Stage, index: int, data: DataFacts

@@ -44,6 +44,9 @@ class LocalDestination:
     Args:
         device: Number of its device when the run began. A directory that is removed is created again, but not on the
             disk below a mount that is gone.
+
+    Attributes:
+        device: The same; by default, that of the directory, or of what exists above it.
     """
 
     pace_s = 1.0
@@ -54,12 +57,7 @@ class LocalDestination:
         # A program may change its working directory.
         self._folder = Path(path).absolute()
         self.folders = tuple({os.path.abspath(path), os.path.realpath(path)})
-        self._device = device if device is not None else _device_of(self._folder)
-
-    @property
-    def device(self) -> int:
-        """Device number of the directory, or of what exists above it."""
-        return self._device
+        self.device = device if device is not None else _device_of(self._folder)
 
     def size(self, file: str) -> int | None:
         """Bytes of a file; None if there is none."""
@@ -105,7 +103,7 @@ class LocalDestination:
         try:
             return os.open(path, flags, 0o666)
         except FileNotFoundError:
-            if _device_of(path.parent) != self._device:
+            if _device_of(path.parent) != self.device:
                 raise OSError(f"the file system that {self.path} was on is no longer mounted") from None
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, flags, 0o666)

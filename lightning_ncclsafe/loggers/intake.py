@@ -81,7 +81,8 @@ class Thinner:
         for tag, value in scalars.values.items():
             window = self._windows.setdefault(tag, _TagWindow(opened=now))
             self._put(window, tag, value, scalars)
-            if self._is_over(window, now):
+            has_enough = not self.coarseness or window.seen >= _LEFT * 2**self.coarseness
+            if has_enough and now - window.opened >= self._window_s:
                 closed.append((tag, self._windows.pop(tag)))
         return list(self._left_of(closed))
 
@@ -104,10 +105,6 @@ class Thinner:
             window.smallest = place
         if window.largest is None or _below(window.largest[1].values[tag], value):
             window.largest = place
-
-    def _is_over(self, window: _TagWindow, now: float) -> bool:
-        enough = window.seen >= _LEFT * 2**self.coarseness if self.coarseness else True
-        return enough and now - window.opened >= self._window_s
 
     def _left_of(self, windows: list[tuple[str, _TagWindow]]) -> Iterator[LoggedScalars]:
         """The points that represent these windows, those of one call together again."""
@@ -175,6 +172,7 @@ class Intake:
         thinned: Points that were left out, represented by others.
         dropped_points: Points that were dropped.
         dropped_records: Calls that were dropped.
+        is_closed: Whether nobody waits any more.
     """
 
     def __init__(self, limit_bytes: int, overflow: Overflow, block_s: float) -> None:
@@ -190,17 +188,12 @@ class Intake:
         # Taken out, but not done yet.
         self._held_bytes = 0
         self._changed = threading.Condition()
-        self._closed = False
+        self.is_closed = False
 
     @property
     def pending_bytes(self) -> int:
         """Bytes that wait or are being staged."""
         return self._bytes + self._held_bytes
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it is closed."""
-        return self._closed
 
     def put(self, entry: Entry) -> None:
         """Takes an entry. Blocks only with ``"block"``, and no longer than set."""
@@ -209,7 +202,7 @@ class Intake:
             # Nothing is dropped for what would not fit anyway.
             if not self._has_room(size) and size <= self._limit_bytes:
                 if self._overflow == "block" and not entry_is_kept(entry):
-                    self._changed.wait_for(lambda: self._has_room(size) or self._closed, self._block_s)
+                    self._changed.wait_for(lambda: self._has_room(size) or self.is_closed, self._block_s)
                 self._make_room(size)
             if not self._has_room(size) and not entry_is_kept(entry):
                 self._count_dropped(entry)
@@ -239,7 +232,7 @@ class Intake:
     def take_media(self) -> LoggedCall | None:
         """Waits for the next of the media and takes it; None once the intake is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._media or self._closed)
+            self._changed.wait_for(lambda: self._media or self.is_closed)
             if not self._media:
                 return None
             call = self._media.popleft()
@@ -255,8 +248,8 @@ class Intake:
     def wait_for_entries(self, timeout_s: float | None) -> bool:
         """Waits for an entry other than media, or until the time is over; False once closed and empty."""
         with self._changed:
-            self._changed.wait_for(lambda: self._entries or self._closed, timeout_s)
-            return bool(self._entries) or not self._closed
+            self._changed.wait_for(lambda: self._entries or self.is_closed, timeout_s)
+            return bool(self._entries) or not self.is_closed
 
     def wait_until_empty(self, deadline: float) -> bool:
         """Waits until everything is staged; False at the deadline (seconds of the monotonic clock)."""
@@ -269,7 +262,7 @@ class Intake:
     def close(self) -> None:
         """Ends all waiting."""
         with self._changed:
-            self._closed = True
+            self.is_closed = True
             self._changed.notify_all()
 
     def _has_room(self, size: int) -> bool:

@@ -94,7 +94,8 @@ class CallTimer:
         # What a method calls in turn is part of it.
         if getattr(self._inside, "is_on", False):
             return self._methods[name](*args, **kwargs)
-        if self._is_slow(self._rows[name]):
+        row = self._rows[name]
+        if len(row) == _IN_A_ROW and sum(waited_s for _, waited_s in row) > _SLOW_SHARE * (self._clock() - row[0][0]):
             self.end()
             self._slow()
             # The present method, which may be the offload's.
@@ -111,11 +112,6 @@ class CallTimer:
             waited_s = taken_s - (self._cpu_clock() - computed)
             self._inside.is_on = False
             self._rows[name] = [*self._rows[name], (began, waited_s)][-_IN_A_ROW:] if waited_s >= _SLOW_CALL_S else []
-
-    def _is_slow(self, row: list[tuple[float, float]]) -> bool:
-        if len(row) < _IN_A_ROW:
-            return False
-        return sum(waited_s for _, waited_s in row) > _SLOW_SHARE * (self._clock() - row[0][0])
 
 
 @marked(Mark.LOGGER)
@@ -157,7 +153,11 @@ def goes_to_storage(logger: Any) -> bool:
     That cannot be known of any other logger, which may fill a list for instance.
     """
     kind = type(logger)
-    if not issubclass(kind, (TensorBoardLogger, CSVLogger, MLFlowLogger)) or _is_mocked(logger):
+    if not issubclass(kind, (TensorBoardLogger, CSVLogger, MLFlowLogger)):
+        return False
+    # Somebody may look at the calls of a mock at any time.
+    parts = (value for owner in (logger, logger.experiment) for value in _attributes(owner))
+    if is_mock(logger.experiment) or any(map(is_mock, parts)):
         return False
     if issubclass(kind, MLFlowLogger):
         return experiment_is_known(logger.experiment)
@@ -178,13 +178,6 @@ def writes_on_this_rank(logger: Logger) -> bool:
     rank_zero: Any = rank_zero_only
     is_for_rank_zero = getattr(log_metrics, "__globals__", {}).get("__name__", "") == rank_zero.__module__
     return not is_for_rank_zero or rank_zero.rank == 0
-
-
-def _is_mocked(logger: Any) -> bool:
-    """Whether a part of a logger or its experiment is a mock, whose calls somebody may look at any time."""
-    return is_mock(logger.experiment) or any(
-        is_mock(value) for owner in (logger, logger.experiment) for value in _attributes(owner)
-    )
 
 
 def _attributes(owner: object) -> Iterator[object]:

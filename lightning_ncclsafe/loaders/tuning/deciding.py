@@ -205,7 +205,7 @@ class Deciding:
 
     def _advise(self, name: str, loader: _Loader, room: Room, why_fixed: str) -> None:
         forecast = loader.trials.forecast(room)
-        if forecast is not None and loader.trials.is_sure(forecast):
+        if forecast is not None and forecast.is_sure:
             loader.is_advised = True
             self._say(advised(name, forecast, why_fixed))
 

@@ -1,7 +1,7 @@
 """Measures a loader where its batches are used: the only data that the tuner decides by."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -95,9 +95,6 @@ def slowest_of(ranks: Sequence[Measurement]) -> Measurement | None:
 
     Processor time and memory are the largest of all ranks. The others wait for that rank in a collective, which is
     part of their gaps, so that steps take equally long on all ranks.
-
-    Args:
-        ranks: What each rank measured in one interval; at least one.
     """
     if len({rank.workers for rank in ranks}) > 1:
         return None
@@ -117,30 +114,19 @@ def bytes_of(batch: Any) -> int:
     """Bytes of all tensors, arrays and strings in a batch, also in nested containers, dataclasses and objects.
 
     The first 64 items of a long list represent the others. About 256 values are read, which takes about 0.2 ms.
-
-    Args:
-        batch: What a loader yielded.
     """
-    return int(_bytes_of(batch, _DEEPEST, _Count(_all_bytes)))
+    return int(_bytes_of(batch, _DEEPEST, _Count(lambda _, size: float(size))))
 
 
 def tensors_of(batch: Any) -> int:
     """Number of tensors in a batch, found as :func:`bytes_of` finds them."""
-    return int(_bytes_of(batch, _DEEPEST, _Count(_tensors)))
+    return int(_bytes_of(batch, _DEEPEST, _Count(lambda value, _: float(hasattr(value, "share_memory_")))))
 
 
 class _Count:
     def __init__(self, weigh: Callable[[Any, int], float]) -> None:
         self.left = _MOST_VALUES
         self.weigh = weigh
-
-
-def _all_bytes(value: Any, size: int) -> float:
-    return float(size)
-
-
-def _tensors(value: Any, size: int) -> float:
-    return 1.0 if hasattr(value, "share_memory_") else 0.0
 
 
 def _bytes_of(value: Any, depth: int, count: _Count) -> float:
@@ -160,7 +146,7 @@ def _bytes_of(value: Any, depth: int, count: _Count) -> float:
 
 def _sum_of(parts: Any, depth: int, count: _Count) -> float:
     seen = total = 0.0
-    for part in islice(_values(parts), _MOST_OF_ONE):
+    for part in islice(parts.values() if isinstance(parts, Mapping) else parts, _MOST_OF_ONE):
         if count.left <= 0:
             break
         total += _bytes_of(part, depth, count)
@@ -173,10 +159,6 @@ def _parts_of(value: Any) -> Any:
         return value
     slots = {name: getattr(value, name, None) for name in getattr(type(value), "__dataclass_fields__", ())}
     return slots or getattr(value, "__dict__", None)
-
-
-def _values(parts: Any) -> Iterable[Any]:
-    return parts.values() if isinstance(parts, Mapping) else parts
 
 
 class BatchSize(NamedTuple):
@@ -310,11 +292,7 @@ class Observer:
         self._begin_interval(workers)
 
     def ends(self, took_s: float = 0.0) -> None:
-        """Ends the epoch.
-
-        Args:
-            took_s: How long its workers took to end, seconds.
-        """
+        """Ends the epoch; its workers took ``took_s`` to end."""
         if self._sums is not None:
             self._sums.data_s += took_s
             self._sums.start_s += took_s
@@ -369,18 +347,13 @@ class ObservedLoader:
         loader: Any,
         *,
         on_measured: Callable[[Measurement], None],
-        interval_s: float = INTERVAL_S,
         epochs: int = 0,
     ) -> None:
         self._loader = loader
-        self.observer = Observer(on_measured, interval_s=interval_s, epochs=epochs)
+        self.observer = Observer(on_measured, epochs=epochs)
 
     def begin(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begins an epoch.
-
-        Args:
-            begin: Begins the loader's own iteration.
-        """
+        """Begins an epoch, given what begins the loader's own iteration."""
         self.observer.ends()
         began_at = time.perf_counter()
         iterator = begin()

@@ -109,6 +109,11 @@ class Forecast:
     known: Measurement
     gain: float
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether the gain is large enough to advise on without a trial."""
+        return self.gain >= _SURE
+
 
 class Trials:
     """The trials of one loader, for all ranks.
@@ -194,10 +199,6 @@ class Trials:
             return None
         return Forecast(workers=workers, step_s=step_s, known=known, gain=gain)
 
-    def is_sure(self, forecast: Forecast) -> bool:
-        """Whether it is large enough to advise on without a trial."""
-        return forecast.gain >= _SURE
-
     def _known(self) -> Measurement:
         return sorted(self._recent, key=lambda measurement: measurement.step_s)[len(self._recent) // 2]
 
@@ -260,7 +261,9 @@ class Trials:
 
     def _expected_s(self, known: Measurement, workers: int, cores: float) -> float:
         """How long a step would take with more workers, seconds."""
-        service_s = _service_s(known)
+        # Making a batch: workers that a step waits for are busy all the time.
+        step_s, batch_s = known.gap_s + known.wait_s, known.data_s / known.batches
+        service_s = known.workers * step_s if known.workers else batch_s
         # Work takes its time on all cores together, whoever does it. Workers are assumed to compute all the time.
         cpu_s = known.cpu_s + (service_s if known.workers else 0.0)
         made_s = _HEADROOM * service_s / workers
@@ -281,11 +284,6 @@ class Trials:
 def _handover_s(known: Measurement) -> float:
     """What receiving a batch from a worker costs the training thread, seconds."""
     return _MESSAGE_S + _TENSOR_S * known.tensors + _BYTE_S * known.batch_bytes
-
-
-def _service_s(known: Measurement) -> float:
-    """How long making a batch takes, seconds: workers that a step waits for are busy all the time."""
-    return known.workers * (known.gap_s + known.wait_s) if known.workers else known.data_s / known.batches
 
 
 def _more(known: Measurement, room: Room) -> range:

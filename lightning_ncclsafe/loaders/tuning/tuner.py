@@ -139,7 +139,10 @@ class Tuner:
         if workers < asked and self._rank == 0:
             assert self._budget is not None
             self._print_once(fewer_workers(name, asked, workers, self._budget))
-        why_fixed = self._why_fixed(loader) if kind.advises else ""
+        why_fixed = ""
+        if kind.advises:
+            own_way = ITERABLE if loading.has_iterable_dataset(loader) else OWN_WAY
+            why_fixed = own_way if self._settings.apply else ADVICE_ONLY
         with self._lock:
             if self._deciding is not None:
                 self._deciding.begin(name, workers, group=group, why_fixed=why_fixed, forks=forks(loader))
@@ -157,11 +160,6 @@ class Tuner:
             return own.begin(begin_own, self._workers_of_epoch(name, own) if kind.iterable else None)
 
         return begin
-
-    def _why_fixed(self, loader: Any) -> str:
-        if not self._settings.apply:
-            return ADVICE_ONLY
-        return ITERABLE if loading.has_iterable_dataset(loader) else OWN_WAY
 
     def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize) -> int | None:
         """How many batches a loader may have ahead; all loaders of the rank get equal shares of the budget."""
@@ -269,7 +267,8 @@ class Tuner:
             self._decide(measured)
         else:
             self._publish(f"tuning/measured/{self._rank}", measured)
-            self._read_decision()
+            if found := self._exchange.get_many([_DECISION]):
+                self._decision = codec.decode(Decision, found[_DECISION])
         for name, loader in loaders.items():
             loader.setting = self._setting_of(name, loader)
 
@@ -291,12 +290,6 @@ class Tuner:
         if encoded != self._published:
             self._exchange.set(key, encoded)
             self._published = encoded
-
-    def _read_decision(self) -> None:
-        if self._deciding is None:
-            found = self._exchange.get_many([_DECISION])
-            if found:
-                self._decision = codec.decode(Decision, found[_DECISION])
 
 
 def _stage_of(name: str) -> str:

@@ -193,11 +193,7 @@ class PoolSampler:
         return len(self._indices)
 
     def handed(self, pending: Iterable[int] | None = None) -> None:
-        """Notes that the pool has handed out a batch.
-
-        Args:
-            pending: The numbers that it still has, for a pool that does not keep the order.
-        """
+        """Notes that the pool has handed out a batch; one that does not keep the order says which are still pending."""
         if pending is None:
             self.unhanded.pop(next(iter(self.unhanded), -1), None)
             return
@@ -227,11 +223,7 @@ class Deadlines:
         self._slowest_s = max(self._slowest_s, took_s)
 
     def of_batch(self, *, is_first: bool) -> float:
-        """How long to wait for a batch, seconds.
-
-        Args:
-            is_first: Whether its workers have not handed out a batch yet.
-        """
+        """How long to wait for a batch, which may be the first of its workers; seconds."""
         least_s = _LATER_S
         if is_first and self._forks:
             least_s = _FIRST_S if self._slowest_s else _UNKNOWN_S
