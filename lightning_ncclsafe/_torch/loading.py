@@ -337,11 +337,7 @@ def answered_within(iterator: Any, within_s: float | None) -> Iterator[None]:
 
 
 def ask_to_end_loading(iterator: Any) -> None:
-    """Has the worker processes of a loader's iterator end, if it has any, and does not wait: :func:`end_loading` does.
-
-    Args:
-        iterator: The iterator, which is not used any more.
-    """
+    """Asks the worker processes of an iterator that is not used any more to end; :func:`end_loading` waits for them."""
     if isinstance(iterator, _Workers):
         iterator.ask_to_end()
 

@@ -47,13 +47,10 @@ _SIGNALS = ("exception_dump", "timeout_dump")
 
 
 def forget_last_start(store: Any) -> None:
-    """Deletes what an earlier start left on the store of torchrun's agent.
+    """Deletes what an earlier start left on the store of torchrun's agent, before ranks make their process group.
 
     Ranks of this start would use its addresses for each other (pytorch/pytorch#135712), and the monitor of NCCL's
     watchdogs would take an error of the last start for a new one, and abort a healthy run.
-
-    Args:
-        store: A connection to it; no rank of this start may have made its process group yet.
     """
     if dist.is_initialized():
         return

@@ -89,9 +89,6 @@ def beside_others(device: Any) -> Iterator[None]:
 
     So it does not wait for work of others, which may never run. Without this, a thread uses the first device, and a
     copy from any device to the host waits for everything queued there.
-
-    Args:
-        device: The device that is trained on.
     """
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         yield

@@ -74,14 +74,11 @@ class PhaseHistory:
         self._fetches = starts_step or (self._fetches and phase != _OTHER)
 
     def _learn(self, action: object) -> _Meaning:
-        meaning = _meaning(str(action))
+        name = str(action)
+        meaning = _Meaning(STEP_PHASES.index(step_phase(name)), name.endswith(_BATCH_IS_FETCHED))
         if isinstance(action, str) and len(self._meanings) < _MOST_NAMES:
             self._meanings[action] = meaning
         return meaning
-
-
-def _meaning(action: str) -> _Meaning:
-    return _Meaning(STEP_PHASES.index(step_phase(action)), action.endswith(_BATCH_IS_FETCHED))
 
 
 class Recording:
@@ -140,11 +137,13 @@ class Recording:
         rows = [self._row(entry, groups, ops) for entry in collectives if not entry["is_p2p"]]
         calls = np.array(rows, dtype=CALL)
         missing, self._missing = tuple(self._missing), []
+        spans = self._spans()
+        # Only now: whatever delayed a call that was found ended before the call did.
+        own = [(self._rank, *interval) for interval in take_own_work() if interval[0] >= self._since_ns]
         return Window(
             calls=calls,
-            spans=self._spans(),
-            # Only now: whatever delayed a call that was found ended before the call did.
-            own=self._own_work(),
+            spans=spans,
+            own=np.array(own, dtype=OWN),
             groups=tuple(self._groups[name] for name in used),
             ops=tuple(ops),
             clocks={self._rank: clock},
@@ -221,7 +220,7 @@ class Recording:
             groups[entry["process_group"][0]],
             ops.setdefault(_op(name), len(ops)),
             entry["collective_seq_id"],
-            self._step(created_ns),
+            self.steps - len(self._starts) + bisect_left(self._starts, created_ns),
             entry["size_bytes"],
             created_ns,
             UNKNOWN_NS if duration_ms is None else int(duration_ms * 1e6),
@@ -234,13 +233,6 @@ class Recording:
             self.steps += 1
         if (too_many := len(self._starts) - _KEPT_STARTS) > 0:
             del self._starts[:too_many]
-
-    def _own_work(self) -> Any:
-        rows = [(self._rank, *interval) for interval in take_own_work() if interval[0] >= self._since_ns]
-        return np.array(rows, dtype=OWN)
-
-    def _step(self, created_ns: int) -> int:
-        return self.steps - len(self._starts) + bisect_left(self._starts, created_ns)
 
     def _spans(self) -> Any:
         marks, current = self._phase_history.marks, self._phase_history.current

@@ -212,14 +212,11 @@ class RankStates:
             waiting_anywhere: Whether ranks that wait in the same collective are equal even at different lines.
         """
         alike: dict[_Key, list[int]] = defaultdict(list)
-        for rank in self.states:
-            alike[self._place(rank, waiting_anywhere)].append(rank)
+        for rank, state in self.states.items():
+            doing = self.view.activities[rank]
+            line = "" if waiting_anywhere and doing.waits_for_peers else location_of(doing.frame)
+            alike[batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, state].append(rank)
         return [tuple(ranks) for ranks in alike.values()]
-
-    def _place(self, rank: int, waiting_anywhere: bool) -> _Key:
-        doing = self.view.activities[rank]
-        line = "" if waiting_anywhere and doing.waits_for_peers else location_of(doing.frame)
-        return batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, self.states[rank]
 
 
 # The same finding on another rank differs in ranks, processes and amounts.
@@ -235,19 +232,15 @@ def without_repeats(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[in
     distinct: list[tuple[Finding, set[int]]] = []
     first_with: dict[_Key, int] = {}
     for finding in findings:
-        place = first_with.setdefault(_sentence(finding), len(distinct))
+        words = (_NUMBERS.sub("#", text) for text in (finding.summary, finding.remedy))
+        same = finding.rule, finding.location, finding.confidence, finding.severity, *words
+        place = first_with.setdefault(same, len(distinct))
         # Two findings on the same rank are not repeats.
         if place < len(distinct) and not {*distinct[place][0].ranks, *distinct[place][1]} & {*finding.ranks}:
             distinct[place][1].update(finding.ranks)
         else:
             distinct.append((finding, set()))
     return [(finding, tuple(sorted(others))) for finding, others in distinct]
-
-
-def _sentence(finding: Finding) -> _Key:
-    """The sentences of a finding without numbers."""
-    words = (_NUMBERS.sub("#", text) for text in (finding.summary, finding.remedy))
-    return finding.rule, finding.location, finding.confidence, finding.severity, *words
 
 
 def rank_table(job: JobFacts) -> Iterator[str]:
@@ -267,16 +260,21 @@ def rank_table(job: JobFacts) -> Iterator[str]:
 def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
     rank, view = ranks[0], alike.view
     doing, facts = view.activities[rank], view.facts[rank]
-    idle = sorted(view.facts[number].progress.idle_s for number in ranks)
-    span = duration_words(idle[0])
-    span += f" to {duration_words(idle[-1])}" if duration_words(idle[-1]) != span else ""
     hook = f", hook {doing.hook}" if doing.hook else ""
     line = f", line {location_of(doing.frame)}" if doing.frame else ""
     where = f"phase {facts.progress.phase.value}, {batch_words(facts.progress)}{hook}"
     if facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN:
         where = "in no Trainer"
-    stands = "moves" if facts.inspection is not None and facts.inspection.moved else f"no progress for {span}"
-    return f"{ranks_words(ranks)}: {where}, {stands}{line}; {alike.states[rank]}"
+    moves = facts.inspection is not None and facts.inspection.moved
+    progress = "moves" if moves else f"no progress for {idle_words(view, ranks)}"
+    return f"{ranks_words(ranks)}: {where}, {progress}{line}; {alike.states[rank]}"
+
+
+def idle_words(view: Timeline, ranks: Iterable[int]) -> str:
+    """For how long ranks have made no progress: ``"4 s"``, ``"4 s to 12 s"``."""
+    idle_s = [view.facts[rank].progress.idle_s for rank in ranks]
+    least, most = duration_words(min(idle_s)), duration_words(max(idle_s))
+    return least if least == most else f"{least} to {most}"
 
 
 def stack_sections(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterable[str]]]:

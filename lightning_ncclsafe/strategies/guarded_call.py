@@ -220,7 +220,7 @@ class GuardedCall:
                 tracker=self.tracker,
                 trainer=self.trainer_probe,
                 loggers=live_facts,
-                stragglers=lambda: timer.stragglers() if (timer := self.features.timer) is not None else (),
+                stragglers=lambda: timer.timer.stragglers if (timer := self.features.timer) is not None else (),
                 steps=self.steps,
                 caught=_caught,
                 launched=lambda: _exit_codes(strategy.launcher),

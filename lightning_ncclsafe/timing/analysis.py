@@ -201,6 +201,7 @@ class Analysis:
 
     def summary(self) -> TimingSummary:
         """The results."""
+        unaligned = f"{self._unaligned:,} collectives were not compared: the clocks of their ranks were not known yet."
         return TimingSummary(
             began_ns=self._began_ns,
             ended_ns=self._ended_ns,
@@ -211,13 +212,8 @@ class Analysis:
             lost=self._lost,
             left_out=self._left_out,
             unmatched=self._matcher.unmatched,
-            missing=(*self._missing, *self._not_aligned()),
+            missing=(*self._missing, *([unaligned] if self._unaligned else [])),
         )
-
-    def _not_aligned(self) -> tuple[str, ...]:
-        if not self._unaligned:
-            return ()
-        return (f"{self._unaligned:,} collectives were not compared: the clocks of their ranks were not known yet.",)
 
     def _add_spans_and_own_work(self, window: Window) -> None:
         spans, own, offset_ns = window.spans.copy(), window.own.copy(), np.zeros(len(self._late_steps), dtype=np.int64)

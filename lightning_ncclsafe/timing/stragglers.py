@@ -153,13 +153,11 @@ class Stragglers:
         """Takes new steps; returns the stragglers to report: newly named, or no longer late."""
         new = [step for step in steps if step.number >= WARM_UP_STEPS]
         self._steps.extend(new)
-        if not new or self._world_size < 2 or not self._is_enough():
+        is_enough = len(self._steps) >= LEAST_STEPS and self._span_ns() >= _LEAST_SPAN_NS
+        if not new or self._world_size < 2 or not is_enough:
             return []
         found = {straggler.rank: straggler for straggler in self._find()}
         return [*self._name(found), *self._release(found, len(new))]
-
-    def _is_enough(self) -> bool:
-        return len(self._steps) >= LEAST_STEPS and self._span_ns() >= _LEAST_SPAN_NS
 
     def _span_ns(self) -> float:
         return float(self._steps[-1].began_ns - self._steps[0].began_ns)

@@ -96,7 +96,8 @@ def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
-        finalize=_harmless,
+        # Control characters and marks that reorder text are written out.
+        finalize=lambda value: value if isinstance(value, Markup) else safe(str(value)),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -110,11 +111,6 @@ def _template() -> Template:
 def _style() -> Markup:
     """The style sheet, which must not be escaped."""
     return Markup((_FOLDER / _STYLE).read_text(encoding="utf-8"))
-
-
-def _harmless(value: Any) -> Any:
-    """Makes what the template prints harmless: control characters and marks that reorder text are written out."""
-    return value if isinstance(value, Markup) else safe(str(value))
 
 
 def _prose(text: str) -> Markup:
