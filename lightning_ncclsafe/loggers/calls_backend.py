@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import ArgumentCopier, Replacements
+from lightning_ncclsafe.loggers.capture import Replacements, copied_call
 from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
@@ -90,7 +90,7 @@ class CallsBackend:
         if experiment is None or package in ("lightning", "pytorch_lightning"):
             methods[LOG_METRICS] = replace(logger, LOG_METRICS, self._log_metrics)
         else:
-            # The user's own method may keep what it is given; its calls of the experiment wait.
+            # The user's own method runs at once, as it may keep what it is given; its calls of the experiment wait.
             methods[LOG_METRICS] = logger.log_metrics
         methods["save"] = replace(logger, "save", partial(setattr, self, "_save_is_asked", True))
         replace(logger, "finalize", offload.finalize)
@@ -242,17 +242,7 @@ class CallsBackend:
         is_not_ours = self._offload.is_own_thread or self._offload.is_closed
         if is_not_ours or kwargs.get("synchronous") is False:
             return self._methods[name](*args, **kwargs)
-        copied = ArgumentCopier()
-        call = LoggedCall(
-            name=name,
-            args=copied.copy(args),
-            kwargs=copied.copy(kwargs),
-            created=time.time(),
-            data_bytes=copied.data_bytes,
-            keep=keep,
-            events=tuple(copied.events),
-        )
-        self._offload.put(call)
+        self._offload.put(copied_call(name, args, kwargs, keep=keep))
         return None
 
 

@@ -21,7 +21,7 @@ class Claim:
 
     Attributes:
         is_mine: Whether this process has it.
-        is_new: Whether the folder had no lock before: nobody has ever worked there, or the lock was removed.
+        is_new: Whether the folder had no lock before: no process has worked there yet, or the lock was removed.
 
     Raises:
         OSError: If the folder exists and cannot be locked.
@@ -38,7 +38,7 @@ class Claim:
 
     def give_up(self) -> None:
         """Lets others have it."""
-        # In this order: closing a handle ends the lock of whoever in this process has claimed the folder since.
+        # In this order: closing a handle would end the lock of a later claim of this process.
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

@@ -91,7 +91,7 @@ class CSVBackend:
 
     def _log_row(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
         step = len(self._writer.metrics) if step is None else step
-        # As in Lightning, for whoever reads the row there until it is saved.
+        # As in Lightning, for code that reads the row there until it is saved.
         pairs = metrics_dict.items()
         values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in pairs}
         self._writer.metrics.append({**values, "step": step})

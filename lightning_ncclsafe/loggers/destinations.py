@@ -12,7 +12,7 @@ class Destination(Protocol):
     Attributes:
         path: The directory, as the user knows it.
         pace_s: Least pause between two writes, seconds.
-        appends: Whether what is appended to a file can be read from that file.
+        appends: Whether appended bytes can be read from the same file.
         folders: Its absolute paths on this host.
     """
 

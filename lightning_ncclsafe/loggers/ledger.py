@@ -1,4 +1,4 @@
-"""What has become of everything that one logger was given, and what is printed about it."""
+"""What became of everything that one logger was given, and what is printed about it."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from lightning_ncclsafe.rules.kit.wording import size_words
 _MOST_REPORTED = 5
 # A write that takes longer is late, as there is one about every second.
 _LATE_WRITE_S = 2.0
-# Nobody waits this long for healthy storage.
+# Healthy storage takes less.
 _LONG_WAIT_S = 5.0
 
 
@@ -21,12 +21,12 @@ class Ledger:
 
     Attributes:
         waited_s: How long training has waited, seconds.
-        longest_wait_s: How long at most at once.
+        longest_wait_s: Its longest single wait, seconds.
         finalize_s: How long the end of the run has waited, seconds.
         lost_points: Points that were left out because they could not be written.
         lost_records: Everything else that was left out.
-        refused_points: Those of the lost points that the storage or server had been given.
-        refused_records: Those of the lost records that had.
+        refused_points: The lost points that the storage or server refused.
+        refused_records: The lost records that it refused.
         failures: How often something was left out.
         last_failure: The last message about that.
     """

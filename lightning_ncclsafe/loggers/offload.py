@@ -204,8 +204,8 @@ class Offload:
     def catch_up(self, most_s: float = math.inf) -> None:
         """Delivers what is logged so far, so that it can be read where the logger puts it, as without an offload.
 
-        Waits no longer than ``most_s`` or the end of a run does, and not at all if storage refuses what it is given or
-        has not caught up since the last wait in vain.
+        Waits no longer than ``most_s`` or ``finalize_s``. Does not wait if storage refuses to write, or has not caught
+        up since a wait that was in vain.
         """
         if self._is_forked or self.is_closed or self.is_own_thread:
             return
@@ -251,7 +251,7 @@ class Offload:
         if is_done:
             self._end()
         else:
-            # It keeps trying for as long as this process lives; whoever writes there next waits for it.
+            # It keeps trying for as long as this process lives; the next offload that writes there waits for it.
             for other in [other for other, event in _unfinished.items() if event.is_set()]:
                 del _unfinished[other]
             _unfinished[self._destination] = self.ended

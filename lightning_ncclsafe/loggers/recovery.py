@@ -69,7 +69,7 @@ def recover(folder: Path, replay: Replay | None = None) -> Recovered:
 
     Args:
         folder: The folder of local staging.
-        replay: Makes calls of the logger they were meant for. None: they are written to files beside its logs.
+        replay: Makes calls of the logger they were meant for. None: they are written to files next to its logs.
 
     Raises:
         StagingError: If the folder is not local staging.

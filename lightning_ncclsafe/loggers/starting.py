@@ -54,8 +54,8 @@ _WITH_EXPERIMENT = (MLFlowLogger, WandbLogger, CometLogger)
 class CallTimer:
     """Times the calls of a logger, which are made in place until they have proved slow.
 
-    Anybody may read at any time what a logger of unknown class keeps in memory, unnoticed: as long as its calls do not
-    wait, they are best made where Lightning makes them.
+    A program may read at any time, unnoticed, what a logger of unknown class keeps in memory: as long as its calls do
+    not wait, they are best made where Lightning makes them.
 
     Args:
         slow: Called on the thread that logs, before its next call, once the logger has proved slow and is restored.
@@ -148,9 +148,9 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
 
 
 def goes_to_storage(logger: Any) -> bool:
-    """Whether a logger passes on at once to files or a server what it is given, and nobody reads it from its memory.
+    """Whether a logger only passes on what it is given to files or a server, and no program reads it from its memory.
 
-    That cannot be known of any other logger, which may fill a list for instance.
+    This cannot be known of other loggers: one may fill a list, for instance.
     """
     kind = type(logger)
     if not issubclass(kind, (TensorBoardLogger, CSVLogger, MLFlowLogger)):

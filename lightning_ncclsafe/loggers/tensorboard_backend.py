@@ -15,7 +15,7 @@ from torch.utils.tensorboard._utils import figure_to_image
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import FIRST_S, ArgumentCopier, Replacements, ScalarCollector
+from lightning_ncclsafe.loggers.capture import FIRST_S, ArgumentCopier, Replacements, ScalarCollector, copied_call
 from lightning_ncclsafe.loggers.destinations import LocalDestination, open_destination
 from lightning_ncclsafe.loggers.events import CaughtFile, EventMaker, file_name, first_event, record, scalar_event
 from lightning_ncclsafe.loggers.files import FilesSink
@@ -185,18 +185,7 @@ class TensorBoardBackend:
         self._queue("add_image", tag, image, global_step, walltime, dataformats=layout)
 
     def _queue(self, name: str, *args: Any, **kwargs: Any) -> None:
-        copied = ArgumentCopier()
-        call = LoggedCall(
-            name=name,
-            args=copied.copy(args),
-            kwargs=copied.copy(kwargs),
-            created=time.time(),
-            data_bytes=copied.data_bytes,
-            keep=name in _KEPT,
-            is_media=name not in _IN_LINE,
-            events=tuple(copied.events),
-        )
-        self._offload.put(call)
+        self._offload.put(copied_call(name, args, kwargs, keep=name in _KEPT, is_media=name not in _IN_LINE))
 
     def _add_hparams(
         self,

@@ -237,16 +237,6 @@ def decode(data: bytes) -> Window:
         raise WindowError(f"What ranks sent about their collectives cannot be read: {error!r}.") from error
 
 
-def without_spans_before(window: Window, ns: int) -> Window:
-    """The window without spans that began earlier, except the last of those of each rank."""
-    spans = window.spans
-    keep = spans["begin_ns"] >= ns
-    for rank in np.unique(spans["rank"]):
-        earlier = np.flatnonzero((spans["rank"] == rank) & ~keep)
-        keep[earlier[-1:]] = True
-    return replace(window, spans=spans[keep])
-
-
 def _renumbered(window: Window, groups: dict[str, int], ops: dict[str, int]) -> Calls:
     calls: Calls = window.calls.copy()
     if len(calls):
