@@ -322,9 +322,6 @@ def answered_within(iterator: Any, within_s: float | None) -> Iterator[None]:
     Args:
         iterator: The iterator; one without workers always answers.
         within_s: How long they may take, seconds; None for no limit.
-
-    Raises:
-        WorkersSilent: If they do not answer.
     """
     if within_s is None or not isinstance(iterator, _Workers):
         yield

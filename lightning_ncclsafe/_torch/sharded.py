@@ -187,11 +187,7 @@ class StoredEntry(NamedTuple):
 
 
 def distributed_metadata(entries: Iterable[StoredEntry]) -> bytes:
-    """The content of ``.metadata``, the index of a distributed checkpoint.
-
-    Raises:
-        ValueError: If there is no such dtype.
-    """
+    """The content of ``.metadata``, the index of a distributed checkpoint."""
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 

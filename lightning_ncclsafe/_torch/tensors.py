@@ -139,11 +139,7 @@ class _Left:
 
 
 class Outlined:
-    """A placeholder for a tensor.
-
-    Attributes:
-        shape: Its shape.
-    """
+    """A placeholder for a tensor."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape

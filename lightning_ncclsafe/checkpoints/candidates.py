@@ -33,20 +33,12 @@ class Candidate:
 
 
 def publish_shard(exchange: Exchange, rank: int, shard: str) -> None:
-    """Publishes which shard of the model this rank has, while all ranks run; at the end, some may not.
-
-    Raises:
-        ExchangeError: If the exchange does not answer.
-    """
+    """Publishes which shard of the model this rank has, while all ranks run; at the end, some may not."""
     exchange.set(_shard_key(rank), shard.encode())
 
 
 def published_shards(exchange: Exchange, world_size: int) -> list[str]:
-    """Which shard of the model each rank has; a rank that never published it counts as having a unique one.
-
-    Raises:
-        ExchangeError: If the exchange does not answer.
-    """
+    """Which shard of the model each rank has; a rank that never published it counts as having a unique one."""
     keys = [_shard_key(rank) for rank in range(world_size)]
     found = exchange.get_many(keys)
     return [found[key].decode() if key in found else key for key in keys]

@@ -21,7 +21,7 @@ from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.exchange import wait_for
 
 KEY = "lightning_ncclsafe"
-"""The key of our own entry in a checkpoint, beside Lightning's."""
+"""The key of our own entry in a checkpoint, next to Lightning's."""
 
 REST = "meta.pt"
 """The file, named by Lightning, with everything but model and optimizer states, if a checkpoint is a folder."""

@@ -53,13 +53,13 @@ class _OwnState:
     def record(self, batches: int) -> dict[str, Any] | None:
         return {"state": self._loader.state_dict()}
 
-    def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
+    def can_resume(self, record: Mapping[str, Any] | None) -> bool:
         # Without a record there is the one state in Lightning's checkpoint, which is right for a single rank only.
         if record is not None:
             return "state" in record
         return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
-    def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
+    def resume(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
         if record is not None:
             self._loader.load_state_dict(record["state"])
 
@@ -104,11 +104,11 @@ class _SamplerPosition:
             "digest": self._digests[batches - 1] if batches else 0,
         }
 
-    def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
+    def can_resume(self, record: Mapping[str, Any] | None) -> bool:
         """Whether the order can be repeated: from the record, or because it depends only on seed and epoch."""
         return self._is_determined if record is None else "begin" in record
 
-    def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
+    def resume(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
         """Lets the next epoch continue after these batches."""
         # With workers, Lightning would ask for indices before it sets the epoch.
         for part in (self._loader.sampler, *_parts(self._sampler)):

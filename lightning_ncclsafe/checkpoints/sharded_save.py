@@ -190,7 +190,7 @@ class ShardedSave:
         """Makes the folder, writes this rank's file and the common files, and renames the folder.
 
         Args:
-            state_and_rest: Gives the state on this rank, and what Lightning saves beside it.
+            state_and_rest: Gives the state on this rank, and what else Lightning saves.
 
         Returns:
             Its path.

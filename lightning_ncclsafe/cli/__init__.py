@@ -24,11 +24,7 @@ class Help(DefaultHelpFormatter):
 
 
 def write_to(stream: TextIO | None, text: str) -> None:
-    """Writes text in the stream's encoding. A closed pipe is no error, and Python must not report it at exit, either.
-
-    Raises:
-        OSError: The stream cannot be written to for another reason.
-    """
+    """Writes text in the stream's encoding. A closed pipe is no error, and Python must not report it at exit."""
     if stream is None:
         return
     encoding = stream.encoding or "utf-8"

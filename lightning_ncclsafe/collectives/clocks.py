@@ -156,7 +156,7 @@ class Reference:
         self._sent_turn: tuple[float, tuple[int, ...]] = (0.0, ())
 
     def tick(self) -> None:
-        """Answers messages, aligns what is due, and publishes who is next."""
+        """Answers messages, aligns what is due, and publishes which rank is next."""
         began_s = self._around.monotonic()
         every_s = 1.0 if self._last_tick_s is None else began_s - self._last_tick_s
         self._last_tick_s = began_s
@@ -360,9 +360,6 @@ class ClockSync:
     Args:
         boot_id: Equal on the ranks of this host and different elsewhere; see
             :func:`~lightning_ncclsafe.probes.host.capacity.host_boot_id`.
-        now_ns: The wall clock by which collectives are timed.
-        sleep: Waits for some seconds.
-        monotonic: A steady clock that all processes on the host share, seconds.
     """
 
     def __init__(

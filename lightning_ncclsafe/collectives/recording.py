@@ -85,7 +85,6 @@ class Recording:
     """Reads the recorders of this process, each entry once.
 
     Args:
-        phase_history: The phases of its main thread.
         since_ns: Entries recorded before this wall-clock time are skipped: the recorder belongs to the process, and
             also has those of earlier calls of the Trainer.
         entries: Returns the entries of each recorder; for tests.
@@ -121,7 +120,6 @@ class Recording:
         """Reads everything new.
 
         Args:
-            clock: This rank's clock.
             last: Whether nothing more will be read.
         """
         found, lost = self._new_entries(last)
@@ -239,7 +237,7 @@ class Recording:
         found = []
         while marks:
             found.append(marks.popleft())
-        # It goes on, unless it has just ended and is among the marks already; so it is not recorded twice.
+        # It continues, unless it has just ended and is among the marks already; so it is not recorded twice.
         if current not in found:
             found.append(current)
         new = [(self._rank, phase, began_ns) for began_ns, phase in found if (began_ns, phase) != self._told_span]

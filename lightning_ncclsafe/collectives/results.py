@@ -189,7 +189,7 @@ def _each(loggers: Iterable[Any], log: Callable[[Any], None]) -> frozenset[str]:
     for logger in loggers:
         try:
             log(logger)
-        except Exception as error:  # a logger's own; training and the other loggers go on
+        except Exception as error:  # a logger's own; training and the other loggers continue
             failed.add(type(logger).__name__)
             say_own_failure(error, what=f"logging collectives to {type(logger).__name__}")
     return frozenset(failed)

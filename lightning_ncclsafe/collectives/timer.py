@@ -91,7 +91,6 @@ class Timer:
     while the exchange answers. If it fails, it prints that once and stops.
 
     Args:
-        phase_history: The phases of the main thread.
         boot_id: Equal on processes that share a clock.
 
     Attributes:
@@ -153,7 +152,7 @@ class Timer:
         self._thread.start()
         try:
             self._clock_thread.start()
-        except RuntimeError:  # too many threads; the first would go on
+        except RuntimeError:  # too many threads; the first would continue
             self.end()
             raise
 
@@ -212,7 +211,7 @@ class Timer:
             else:
                 self.stragglers = self._tree.newest_report().stragglers
         except ExchangeError as error:
-            # It is kept and shared later; if the exchange is lost, this rank quietly goes on alone.
+            # It is kept and shared later; if the exchange is lost, this rank quietly continues alone.
             self._recording.say(f"some timings could not be shared in time: {error}")
         if self._tree.unreadable > self._unreadable:
             self._recording.say(f"{self._tree.unreadable} messages of ranks could not be read.")

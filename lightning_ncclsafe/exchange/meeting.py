@@ -65,7 +65,7 @@ class Meeting:
     Args:
         deadline_s: Seconds after which ranks that do not come are given up.
         name: The subject of the meetings, unique on the exchange.
-        check: Called repeatedly while a rank waits; raises if the run ends, as then nobody can come any more.
+        check: Called repeatedly while a rank waits; raises if the run ends, as no rank comes any more then.
 
     Attributes:
         number: The number of the last meeting.
@@ -104,7 +104,7 @@ class Meeting:
             ExchangeError: If ranks cannot share.
         """
         self.number += 1
-        # The same key every time, so that loaders that are made anew each epoch do not fill the store: a rank gets
+        # The same key every time, so that loaders that are created again each epoch do not fill the store: a rank gets
         # here again only after rank 0 has read its previous contribution.
         self._publish(Contribution(number=self.number, facts=facts))
         return self._judge(judge) if self._rank == 0 else self._await_verdict()

@@ -29,7 +29,6 @@ class CallThread:
     After some missed deadlines in a row, no more calls are made. A thread that does not come back is left behind.
 
     Args:
-        name: Name of the thread.
         what: What is called, in words, for the message about a missed deadline.
         deadline_s: Seconds that a call may take.
 
@@ -52,7 +51,6 @@ class CallThread:
 
         Raises:
             NoAnswerError: The call has missed its deadline, or calls are no longer made.
-            Exception: Whatever the call raises.
         """
         future: Future[T] = self.begin(call)
         try:
@@ -68,7 +66,7 @@ class CallThread:
         return answer
 
     def begin(self, call: Callable[[], T]) -> "Future[T]":
-        """Queues a call; nobody has to wait for it.
+        """Queues a call; the caller need not wait for it.
 
         Raises:
             NoAnswerError: Calls are no longer made.
@@ -142,7 +140,6 @@ class InTimeExchange(_OverAnother):
     """Another exchange, each call of which ends within a deadline; after some missed in a row it is given up for good.
 
     Args:
-        exchange: The other exchange.
         what: What it is, in words, for the message that it does not answer.
         deadline_s: Seconds that a call may take.
     """
@@ -169,10 +166,6 @@ class InTimeExchange(_OverAnother):
 
 class FallbackExchange(_OverAnother):
     """Uses the first exchange until it fails, then the second for good.
-
-    Args:
-        first: The exchange to prefer.
-        second: The exchange to continue with.
 
     Attributes:
         lost: What happened to the first one; empty while it works.

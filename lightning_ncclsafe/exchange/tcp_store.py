@@ -70,7 +70,7 @@ class TcpStoreExchange:
             self._call(partial(self._delete, part))
 
     def forget(self, published: Iterable[str]) -> None:
-        """Deletes what an earlier exchange of this rank has published, some time later; nobody waits for it."""
+        """Deletes what an earlier exchange of this rank has published, some time later; no call waits for it."""
         with suppress(NoAnswerError):
             for part in in_parts([*published]):
                 self._calls.begin(partial(self._delete, part))

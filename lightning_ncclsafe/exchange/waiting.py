@@ -78,10 +78,7 @@ def wait_for_keys(
     """Waits until all keys have a value; each is asked for until it has one.
 
     Args:
-        deadline_s: See :func:`wait_for`, as for the other arguments.
-        poll_s: Likewise.
-        longest_poll_s: Likewise.
-        give_up: Likewise.
+        deadline_s: As the other arguments, see :func:`wait_for`.
 
     Returns:
         The values of those keys that have one by then.
@@ -103,7 +100,6 @@ def keep_trying(exchange: Exchange, call: Callable[[], T], *, deadline_s: float)
     """Makes a call that has to succeed: an exchange that has missed one deadline may answer the next time.
 
     Args:
-        exchange: The exchange that the call uses.
         call: The call; made once more after the deadline.
         deadline_s: How long to forgive the exchange, seconds.
 

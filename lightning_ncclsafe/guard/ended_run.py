@@ -1,4 +1,4 @@
-"""What one rank does once the verdict is that the run cannot go on."""
+"""What one rank does once the verdict is that the run cannot continue."""
 
 from collections.abc import Callable
 
@@ -22,11 +22,6 @@ class EndedRun:
 
     The main thread raises our error in place of the broken collective's (:meth:`leave`). If it waits and cannot raise,
     the watchdog's thread ends the process (:meth:`end`); at the limit, it always does.
-
-    Args:
-        write_logs: Writes what loggers were given to storage, within so many seconds, before this process exits.
-        before_exit: Called last before this process exits.
-        save: Saves the state of the run before any rank leaves.
     """
 
     def __init__(
@@ -38,7 +33,7 @@ class EndedRun:
         self._save = save
 
     def verdict_is_there(self, kind: IncidentKind) -> None:
-        """Acts on the verdict that the run cannot go on: ends this rank at the limit; otherwise begins to save.
+        """Acts on the verdict that the run cannot continue: ends this rank at the limit; otherwise begins to save.
 
         Before its end, this rank makes sure that it waits (see ``StuckDetector.reason``), which may take a while. A
         rank that has failed waits for others to save with it, but not for long.

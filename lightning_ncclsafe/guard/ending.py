@@ -111,19 +111,19 @@ class Ending:
             yield path
             return self.check()
         # In the same folder: a rename within a file system is atomic.
-        beside = Path(path).absolute().parent / f".{uuid.uuid4().hex}.ncclsafe-partial"
-        self._partial.add(beside)
+        partial_path = Path(path).absolute().parent / f".{uuid.uuid4().hex}.ncclsafe-partial"
+        self._partial.add(partial_path)
         try:
-            yield beside
+            yield partial_path
             with self._lock:
                 self.check()
                 # In tests of a program, the function that writes may be a mock.
-                if beside.exists():
-                    os.replace(beside, path)
+                if partial_path.exists():
+                    os.replace(partial_path, path)
         finally:
             with suppress(OSError):
-                beside.unlink(missing_ok=True)
-            self._partial.discard(beside)
+                partial_path.unlink(missing_ok=True)
+            self._partial.discard(partial_path)
 
     def exit_within(self, seconds: float) -> None:
         """Ends this process after so many seconds, whatever it does then; an earlier deadline stays in force."""
@@ -316,7 +316,6 @@ def end_run(
     """Ends this rank's part of the run, from a side thread: the process exits within 12 s.
 
     Args:
-        ending: The end of this run.
         make_error: Makes the error that attempts to save raise meanwhile.
         write_logs: Writes what loggers were given to storage, within so many seconds.
         logging_ranks: Ranks that have such loggers.

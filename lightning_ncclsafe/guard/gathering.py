@@ -66,11 +66,7 @@ def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
 
 
 def share_last_facts(exchange: Exchange, facts: RankFacts) -> None:
-    """Publishes the facts of a rank that leaves with an exception, as its answer in all later rounds.
-
-    Raises:
-        ExchangeError: They could not be shared.
-    """
+    """Publishes the facts of a rank that leaves with an exception, as its answer in all later rounds."""
     exchange.set(_last_key(facts.rank), codec.encode(facts))
 
 
@@ -84,7 +80,6 @@ class Gathering:
     Args:
         round_number: Number of the round, equal on all ranks.
         peers: The other ranks of this host.
-        witness: Looks from outside at ranks of this host.
         is_dropped: Whether the round has become pointless; it then ends without a verdict.
         publish_info: Whether ranks have published their info on this exchange if they watch.
     """

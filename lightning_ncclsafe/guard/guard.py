@@ -171,14 +171,14 @@ class Guard:
         """Called where this rank waits for others that may never come.
 
         Raises:
-            CollectiveTimeoutError: The run cannot go on.
+            CollectiveTimeoutError: The run cannot continue.
         """
         if self._own.state.ends_run:
             raise self._own.state.error()
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run cannot go on, and is being ended."""
+        """Whether the run cannot continue, and is being ended."""
         return self._own.state.ends_run
 
     # What the watchdog calls, on its thread.

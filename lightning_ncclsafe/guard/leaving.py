@@ -33,12 +33,7 @@ _FINISH_POLL_S, _FINISH_POLLS_PER_S = 0.01, 5000.0
 
 
 class Leaving:
-    """What one rank does on its main thread when the Trainer's function has raised or returned.
-
-    Args:
-        ended_run: Ends the run on this rank.
-        wake_watchdog: Makes the watchdog's next tick come at once.
-    """
+    """What one rank does on its main thread when the Trainer's function has raised or returned."""
 
     def __init__(self, own: GuardedRank, ended_run: EndedRun, wake_watchdog: Callable[[], None]) -> None:
         self._own = own

@@ -33,7 +33,6 @@ class LocalRanks:
     """Finds the ranks of this host for the probe. Belongs to the watchdog's thread.
 
     Args:
-        probe: Looks at processes, and is given those of these ranks.
         find: Finds ranks by their environment: process ids by local ranks.
         met: The ranks known from the last call of the Trainer in this process; updated with those of this call.
 

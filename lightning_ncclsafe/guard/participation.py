@@ -20,15 +20,7 @@ _SAME_EXCEPTION_S = 2.0
 
 
 class Participation:
-    """What one rank does for each entry of the log of incidents. Belongs to the watchdog's thread.
-
-    Args:
-        local_ranks: The other ranks of this host.
-        rank_hosts: Where all ranks run, and whether their hosts answer.
-        detector: Gets the outcome of each incident.
-        reporter: Judges and reports, if this rank is the reporter.
-        ended_run: Ends the run on this rank.
-    """
+    """What one rank does for each entry of the log of incidents. Belongs to the watchdog's thread."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class Verdict:
         folder: Where the report was written; empty where it could not be.
         is_reported: Whether anything was written or printed; not if all ranks raise the same, or the wait is expected.
         findings: The causes found, the most probable first.
-        ends_run: Whether the run cannot go on, and is to be ended.
+        ends_run: Whether the run cannot continue and must be ended.
         quiet_s: For how many seconds ranks are to ask nothing more, as what they wait for is expected to take so long;
             nothing was written or printed then. 0 otherwise.
         frozen: Ranks that cannot end themselves: stopped, or with the interpreter's lock held.
@@ -77,11 +77,7 @@ class _HidesReported:
 
 
 class Reporter:
-    """Reports incidents, on the rank that has gathered the facts.
-
-    Args:
-        report_dir: The folder of all incidents; made when the first one is reported.
-    """
+    """Reports incidents, on the rank that has gathered the facts."""
 
     def __init__(self, report_dir: Path, limits: Limits, say: Callable[[str], None]) -> None:
         self._report_dir = report_dir

@@ -21,16 +21,7 @@ from lightning_ncclsafe.settings import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which rank of which job this is.
-
-    Attributes:
-        rank: Global rank.
-        local_rank: Rank on this host.
-        world_size: Number of ranks.
-        local_world_size: Number of ranks on this host.
-        master_port: ``MASTER_PORT`` of the job.
-        master_address: ``MASTER_ADDR`` of the job.
-    """
+    """Which rank of which job this is."""
 
     rank: int
     local_rank: int
@@ -109,7 +100,6 @@ class Connection:
     next tick.
 
     Args:
-        exchange: What the ranks share before they have joined the process group.
         not_before_ns: See :class:`~lightning_ncclsafe.guard.shared.IncidentLog`.
 
     Attributes:
@@ -184,7 +174,7 @@ class GuardState:
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run cannot go on, and is being ended."""
+        """Whether the run cannot continue, and is being ended."""
         return self.verdict is not None and self.verdict.ends_run
 
     @property

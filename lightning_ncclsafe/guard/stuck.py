@@ -36,7 +36,7 @@ class StuckDetector:
 
     Args:
         local_ranks: Knows whether a rank of this host ended before it joined.
-        end_run: Called if this rank still waits although the run cannot go on.
+        end_run: Called if this rank still waits although the run cannot continue.
     """
 
     def __init__(self, own: GuardedRank, local_ranks: LocalRanks, end_run: Callable[[], None]) -> None:

@@ -10,8 +10,8 @@ from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
 from lightning_ncclsafe.rules.kit.activity import Activity
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 
-# Once a loop's batches are known: short beside what people wait before they look, long beside a garbage collection,
-# a slow file or a busy host.
+# Once a loop's batches are known. Users wait longer before they look; a garbage collection, a slow file or a busy host
+# takes less.
 FLOOR_S = 10.0
 # Where nothing is known yet, and in hooks that are called once an epoch or once a run: those differ for good reasons.
 UNKNOWN_S = 60.0
@@ -51,8 +51,7 @@ class _Kind:
 class IdleTimes:
     """Learns how long one rank makes no progress in each kind of phase. Belongs to the watchdog's thread.
 
-    It observes every tick of the watchdog and sees what is shorter than a tick by chance only; nothing that short
-    matters here.
+    It observes every tick of the watchdog, and idle times shorter than a tick only by chance; they do not matter here.
     """
 
     def __init__(self) -> None:
@@ -63,9 +62,8 @@ class IdleTimes:
         """A tick of the watchdog.
 
         Args:
-            phase_kind: What it is in.
+            phase_kind: The kind of phase that the rank is in.
             batch_idx: Index of the batch being worked on.
-            now_s: Seconds that only grow.
         """
         before, self._before = self._before, (idle_s, phase_kind)
         if before is not None and idle_s < before[0]:
@@ -103,7 +101,7 @@ START_UP_S = 30.0
 # How often a rank that makes no progress, but waits for no other, is looked at again: a look takes some 30 ms.
 _LOOK_S = 1.0
 _RARELY_S = 10.0
-# Timeouts that process groups have when nobody gives them one: PyTorch's for NCCL, and for all other back ends.
+# Timeouts of process groups that are created without one: PyTorch's for NCCL, and for all other back ends.
 DEFAULT_TIMEOUTS_S = frozenset({600.0, 1800.0})
 
 
@@ -125,7 +123,7 @@ class Thresholds:
         """A tick of the watchdog, from which it learns how long this rank usually makes no progress.
 
         Args:
-            phase_kind: What it is in.
+            phase_kind: The kind of phase that the rank is in.
             batch_idx: Index of the batch being worked on.
         """
         if idle_s < self._idle_s:
@@ -147,8 +145,7 @@ class Thresholds:
         """Whether to look at what a rank does: when a limit has just been passed, and ever more rarely from then on.
 
         Args:
-            phase_kind: What it is in.
-            joined: Whether it has joined the process group.
+            phase_kind: The kind of phase that the rank is in.
         """
         suspect_after_s = self.suspect_after_s(phase_kind, joined=joined)
         before_s = self._looked_at_s if self._looked_at_s <= idle_s else 0.0

@@ -58,7 +58,6 @@ class Agreement:
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
-            ExchangeError: If ranks cannot share.
         """
         return self._raised(self._meeting.meet(replace(self._identity, data=data), self._verdict)).ends
 

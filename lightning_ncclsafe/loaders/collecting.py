@@ -113,7 +113,7 @@ class LoaderCollector:
         agreement: Compares them with those of the other ranks; None with one rank.
         combined: Lightning's ``CombinedLoader``, which flattens lists, dicts and other containers of loaders.
         timeout_s: The run's hard limit, seconds.
-        tuner: Tunes them; None if nobody asks for it.
+        tuner: Tunes them; None to leave them as they are.
         on_stage: Called on all ranks with the loaders of a stage, before anything else.
     """
 
@@ -276,7 +276,7 @@ class LoaderCollector:
                 self._votes[looks_ahead] = process_groups.VoteGroup(
                     VOTE_AHEAD_GROUP if looks_ahead else VOTE_GROUP,
                     timeout_s=self._timeout_s + BACKSTOP_S,
-                    # Well before the guard would end the run, which can go on without votes.
+                    # Well before the guard would end the run, which can continue without votes.
                     connect_s=min(_CONNECT_S, self._timeout_s / 2),
                 )
             except Exception as failure:
@@ -291,7 +291,10 @@ class LoaderCollector:
             votes.close()
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """Our own failure is reported once. This rank compares no more, nobody waits for it, and training goes on."""
+        """Acts; after a failure of our own, which is reported once, training continues and this rank compares no more.
+
+        No rank waits for it then.
+        """
         try:
             act()
         except (CollectiveTimeoutError, DatasetMismatchError, HostPreflightError):

@@ -68,9 +68,10 @@ class Lockstep:
         compare: Called on all ranks once each has two batches, with a digest of each; None for no comparison.
         digest: Computes the digest of a batch.
         looks_ahead: Whether each batch is fetched when the previous one is handed out; the same on all ranks.
-        most: Number of batches after which nobody asks for more; None if unknown. Nothing beyond it is fetched ahead.
+        most: Number of batches after which Lightning asks for no more; None if unknown. Nothing beyond it is fetched
+            ahead.
         called: Counts the collectives that this rank has called so far, votes aside. If one rank's data ends before
-            another's and no rank has called any for its batches, each goes on by itself, since nothing waits for the
+            another's and no rank has called any for its batches, each continues alone, since nothing waits for the
             others. None to report uneven data in any case.
     """
 

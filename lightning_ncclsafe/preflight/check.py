@@ -36,13 +36,9 @@ class Preflight:
     """One rank's part.
 
     Args:
-        look: Examines this rank's host.
         on_problem: Whether a problem with which the run would fail raises.
-        identity: Who this rank is.
-        report_dir: The folder of all reports; one is written if there is a problem.
         incidents: Numbers of the incidents of this process; None if there are no others.
         printed: What this process has printed before, and does not print again; None if that is nothing.
-        render: Renders the findings for the user.
         says_nothing: Whether to print nothing if nothing is wrong.
     """
 
@@ -129,7 +125,7 @@ class Preflight:
     def _run(self) -> None:
         try:
             self._found = self._look()
-        except Exception as error:  # what is missing is reported; the run goes on
+        except Exception as error:  # what is missing is reported; the run continues
             self._error = error
 
     def _with_clock(self, exchange: Exchange, found: PreflightFacts) -> PreflightFacts:

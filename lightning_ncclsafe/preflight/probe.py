@@ -46,9 +46,6 @@ def preflight_facts(
 
     Args:
         directories: Paths by what they are for: ``"logs"``, ``"checkpoints"``, ``"data"``.
-        load: What the run will need.
-        local_rank: Rank on this host.
-        is_cuda: Whether the run uses GPUs.
         gpu_index: Place of this rank's GPU among those that CUDA sees; by default ``local_rank``, which it is unless
             the user has chosen some of them (``devices=[2, 3]``).
         peer_pids: Processes of the other ranks of this host.
@@ -130,11 +127,7 @@ def _watched_swap(deadline_s: float) -> Any:
 
 
 def open_files_limit() -> int | None:
-    """Soft limit of open files; None without one.
-
-    Raises:
-        ImportError: On a system that has none.
-    """
+    """Soft limit of open files; None without one."""
     import resource  # not on Windows
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -142,11 +135,7 @@ def open_files_limit() -> int | None:
 
 
 def open_files() -> int:
-    """How many files this process has open, including the one used to count them.
-
-    Raises:
-        psutil.Error: If the system does not provide it; OSError likewise.
-    """
+    """How many files this process has open, including the one used to count them."""
     known = or_none(lambda: psutil.Process().num_fds())
     return len(os.listdir("/dev/fd")) if known is None else known
 

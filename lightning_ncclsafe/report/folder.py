@@ -62,7 +62,7 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
 
 
 def write_page(diagnosis: Diagnosis, folder: Path) -> str:
-    """Writes ``report.html`` beside the report, if that does not take long; never raises.
+    """Writes ``report.html`` next to the report, if that does not take long; never raises.
 
     Args:
         folder: The result of :func:`write_report`.

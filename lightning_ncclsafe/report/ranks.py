@@ -25,12 +25,15 @@ NOTHING = "Nothing found: no rank waits for another in what was read."
 _MOST_LINES = 40
 _MOST_GROUPS = 4
 _MOST_PLACES = 3
+_MOST_STACKS = 12
+_MOST_FRAMES = 60
 
 _Key = tuple[object, ...]
 
-_MAX_LINES = 40
-_MAX_STACKS = 12
-_MAX_FRAMES = 60
+
+def is_compared(job: JobFacts) -> bool:
+    """Whether ranks were only compared, not asked because something is wrong."""
+    return job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT)
 
 
 def is_recorded(job: JobFacts) -> bool:
@@ -60,11 +63,8 @@ def recorded_table(job: JobFacts) -> Iterator[str]:
         alike[("nothing of it was read" if len(silent) == 1 else "nothing of them was read",)] = silent
     if older := [rank for rank in job.silent if rank in job.outdated]:
         alike[("only an older dump was read",)] = older
-    for number, (state, ranks) in enumerate(alike.items()):
-        if number == _MOST_LINES:
-            yield f"… {len(alike) - _MOST_LINES:,} more lines; --format json has all of them"
-            return
-        yield capitalised(f"{ranks_words(ranks)}: {'; '.join(state)}")
+    lines = (f"{ranks_words(ranks)}: {'; '.join(state)}" for state, ranks in alike.items())
+    yield from _limited(lines, len(alike), rest="; --format json has all of them")
 
 
 def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
@@ -108,9 +108,7 @@ def inspected_words(job: JobFacts) -> str:
         f"Inspected from outside: {seen:,} of {job.world_size:,} rank{'s' * (job.world_size != 1)}, {looks} looks at "
         f"each within {duration_words(over_s)}."
     ]
-    moving = tuple(rank for rank, one in inspections.items() if one.moved)
-    still = tuple(rank for rank, one in inspections.items() if one.moved is False)
-    unread = tuple(rank for rank, one in inspections.items() if one.moved is None)
+    moving, still, unread = (_ranks_that_moved(job, moved) for moved in (True, False, None))
     words += [f"{capitalised(clause(moving, 'moves|move'))}."] if moving else []
     slept = [(one.slept_s, rank) for rank, one in inspections.items() if one.slept_s and one.idle_s > one.over_s]
     if slept:
@@ -129,15 +127,13 @@ def inspected_words(job: JobFacts) -> str:
 
 def inspected_answer(job: JobFacts) -> str:
     """The answer if no rule found anything."""
-    unread = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is None]
-    still = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is False]
+    moving, still, unread = (_ranks_that_moved(job, moved) for moved in (True, False, None))
     if not job.ranks or job.witnessed:
         seen = [process.rank for process in job.witnessed]
         return f"Nothing found: {clause(seen, 'has|have')} ended, so there is nothing left to inspect."
     if unread:
         why = next((text for facts in job.ranks if facts.rank in unread for text in facts.missing), "")
         return f"Nothing found: the stack of {ranks_words(unread)} could not be read{f': {why}' if why else ''}."
-    moving = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved]
     if still and moving:
         meanwhile = clause(still, "stood still meanwhile")
         return f"Nothing found: {clause(moving, 'moves|move')}, and {meanwhile}: inspect again."
@@ -151,17 +147,18 @@ def inspected_answer(job: JobFacts) -> str:
     return f"Nothing found: the job makes progress. {capitalised(clause([f.rank for f in job.ranks], 'moves|move'))}."
 
 
+def _ranks_that_moved(job: JobFacts, moved: bool | None) -> list[int]:
+    """The inspected ranks that moved (True), stood still (False), or whose stack could not be read (None)."""
+    return [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is moved]
+
+
 def sampled_table(job: JobFacts) -> Iterator[str]:
     """What ranks were doing in how many samples of their stacks; equal ones share a line."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for facts in job.ranks:
         if facts.inspection is not None and facts.inspection.looks:
             alike[tuple(_sampled_words(facts.inspection))].append(facts.rank)
-    for number, (words, ranks) in enumerate(alike.items()):
-        if number == _MOST_LINES:
-            yield f"… {len(alike) - _MOST_LINES:,} more lines are in report.json"
-            return
-        yield capitalised(f"{ranks_words(ranks)}: {'; '.join(words)}")
+    yield from _limited((f"{ranks_words(ranks)}: {'; '.join(words)}" for words, ranks in alike.items()), len(alike))
 
 
 def _sampled_words(inspection: InspectionFacts) -> Iterator[str]:
@@ -248,13 +245,13 @@ def rank_table(job: JobFacts) -> Iterator[str]:
     view = Timeline(job)
     alike = RankStates(view)
     groups = alike.groups()
-    yield from _limited((_line(alike, ranks) for ranks in groups), len(groups), _MAX_LINES)
-    for rank in view.silent[:_MAX_LINES]:
+    yield from _limited((_line(alike, ranks) for ranks in groups), len(groups))
+    for rank in view.silent[:_MOST_LINES]:
         process = view.witnesses.get(rank)
         seen = f"its process {process.pid} is {process.state}" if process else "and its process was not seen"
         yield f"rank {rank}: did not answer, {seen}"
-    if len(view.silent) > _MAX_LINES:
-        yield f"… {len(view.silent) - _MAX_LINES} more did not answer"
+    if len(view.silent) > _MOST_LINES:
+        yield f"… {len(view.silent) - _MOST_LINES} more did not answer"
 
 
 def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
@@ -287,26 +284,25 @@ def stack_sections(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterable[str]]]:
         if stack:
             alike[(facts.rank not in culprits, stack, native)].append(facts.rank)
     ordered = sorted(alike.items(), key=lambda item: (item[0][0], len(item[1]), item[1]))
-    for (_, stack, native), ranks in ordered[:_MAX_STACKS]:
+    for (_, stack, native), ranks in ordered[:_MOST_STACKS]:
         lines = chain(_stack_lines(stack), (f"  native: {function}" for function in native))
         yield f"Stack of {ranks_words(ranks)}", lines
-    if len(ordered) > _MAX_STACKS:
-        yield "More stacks", [f"{len(ordered) - _MAX_STACKS} more different stacks are in report.json."]
+    if len(ordered) > _MOST_STACKS:
+        yield "More stacks", [f"{len(ordered) - _MOST_STACKS} more different stacks are in report.json."]
 
 
 def _stack_lines(stack: tuple[Frame, ...]) -> Iterator[str]:
     """Outermost first, as Python prints them; the user's own frames are marked."""
-    if len(stack) > _MAX_FRAMES:
-        yield f"  … {len(stack) - _MAX_FRAMES} outer frames"
-    for frame in stack[-_MAX_FRAMES:]:
+    if len(stack) > _MOST_FRAMES:
+        yield f"  … {len(stack) - _MOST_FRAMES} outer frames"
+    for frame in stack[-_MOST_FRAMES:]:
         mark = ">" if frame.user else " "
         condition = f"   [under {frame.rank_condition}]" if frame.rank_condition else ""
         yield f"{mark} {location_of(frame)}" + (f": {frame.code}" if frame.code else "") + condition
 
 
-def _limited(lines: Iterable[str], count: int, most: int) -> Iterator[str]:
-    for number, line in enumerate(lines):
-        if number == most:
-            yield f"… {count - most} more lines are in report.json"
-            return
-        yield capitalised(line)
+def _limited(lines: Iterable[str], count: int, *, rest: str = " are in report.json") -> Iterator[str]:
+    """The first of ``count`` lines, and where the rest is."""
+    yield from map(capitalised, islice(lines, _MOST_LINES))
+    if count > _MOST_LINES:
+        yield f"… {count - _MOST_LINES:,} more lines{rest}"

@@ -1,7 +1,7 @@
 """Adds the guard to the strategy of a Trainer that was made without it; others run unchanged, and one line says so.
 
 The strategy object stays the same, with all its attributes, and gets a class of the same name, derived from its own:
-code that keeps the object, asks for its class or overrides its methods finds what it would find without the guard.
+code that keeps the object, asks for its class or overrides its methods works as without the guard.
 """
 
 import os
@@ -121,18 +121,14 @@ class _GuardFirst(ABCMeta):
 
 
 class _GuardedInPlace(GuardedStrategy):
-    """A guarded strategy with the name of the class that it had before.
-
-    Attributes:
-        _class_before: The class that it had before.
-    """
+    """A guarded strategy with the name of the class that it had before."""
 
     _class_before: ClassVar[type]
     # The environment variable may be missing on some ranks.
     is_on_all_ranks = False
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        # Spawned ranks, and copies, make the class anew from the class before.
+        # Spawned ranks, and copies, create the class again from the class before.
         reduced = super().__reduce_ex__(protocol)
         if isinstance(reduced, str) or reduced[1][:1] != (type(self),):
             return reduced

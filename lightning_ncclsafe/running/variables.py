@@ -33,7 +33,6 @@ class WantedCallback:
 
     Attributes:
         name: One of this package, the path of a class, or ``recommended`` for all recommended ones.
-        arguments: Of its class.
     """
 
     name: str
@@ -45,10 +44,9 @@ class Option:
     """One thing that may be set.
 
     Attributes:
-        name: Of the argument of ``SafeDDP``, but for ``callbacks``.
-        read: Makes the argument from its text; raises ValueError with what is wrong with that.
+        name: The argument of ``SafeDDP`` that it sets, or ``callbacks``.
+        read: Makes the argument from its text; raises ValueError if the text is invalid.
         metavar: Its value, in one word.
-        help: What it is for.
     """
 
     name: str

@@ -57,10 +57,6 @@ class Features:
     If one of them fails, that is usually printed once, and the call continues without it.
 
     Args:
-        trainer_probe: The state of the Trainer.
-        combined: Lightning's ``CombinedLoader``.
-        sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
-        weights: Gives the state of the model in Lightning's own way.
         check: Raises if the run ends while a rank waits for others.
 
     Attributes:
@@ -232,7 +228,7 @@ class Features:
                 compare(preflight)
         except HostPreflightError:
             raise
-        except Exception as error:  # the run goes on without
+        except Exception as error:  # the run continues without
             say_own_failure(error, what="the comparison of hosts")
         else:
             self._preflight = preflight

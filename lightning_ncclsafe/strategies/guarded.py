@@ -56,8 +56,8 @@ else:
 
 def _save_whole(io: Any, ending: Ending, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
     """Saves as Lightning does, but to a temporary name first: the file is complete, or as it was before."""
-    with ending.written(path) as beside:
-        type(io).save_checkpoint(io, checkpoint, beside, storage_options)
+    with ending.written(path) as temporary:
+        type(io).save_checkpoint(io, checkpoint, temporary, storage_options)
 
 
 def _remove(io: Any, ending: Ending, path: Any) -> None:

@@ -60,10 +60,7 @@ class GuardedCall:
         weights: Gives the state of the model in Lightning's own way.
 
     Attributes:
-        trainer_probe: The state of the Trainer.
-        tracker: The actions of Lightning.
         steps: Records training steps without a backward pass, and failed saves.
-        features: The features that callbacks ask for.
     """
 
     def __init__(

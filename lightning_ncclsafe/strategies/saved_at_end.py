@@ -1,4 +1,4 @@
-"""Just-in-time saving and resuming in one call of ``fit``, if a callback asks for it.
+"""Just-in-time saving and resuming in one call of ``fit``, if a callback requests it.
 
 The Trainer is duck-typed; Lightning is not imported here.
 """
@@ -54,14 +54,12 @@ class SavedAtEnd:
     """Connects the saver of one call, its ledger, and resuming.
 
     Args:
-        settings: Gives what the user has set; None if no callback asks for it.
-        weights: Gives the state of the model in Lightning's own way.
-        is_on_gpu: Whether training runs on a GPU.
+        settings: Gives what the user has set; None if no callback requests it.
         stop: Gives the agreement on where to stop on SIGTERM; None if there is none.
         requeue: Makes the scheduler queue the job again, if wanted; called once the state is saved.
 
     Attributes:
-        ledger: Knows which weights belong to which counters; None if no callback asks for it.
+        ledger: Knows which weights belong to which counters; None if no callback requests it.
         last_checkpoint: The last checkpoint that was saved elsewhere.
     """
 
@@ -129,7 +127,7 @@ class SavedAtEnd:
             self._begin("SIGTERM", raised=False)
 
     def save(self, cause: str, raised: bool) -> Callable[[], None]:
-        """See :data:`~lightning_ncclsafe.guard.ended_run.Save`; does nothing if no callback asks for it."""
+        """See :data:`~lightning_ncclsafe.guard.ended_run.Save`; does nothing if no callback requests it."""
         self._begin(cause or "SIGTERM", raised=raised)
         return self._saver.wait if self._saver is not None else lambda: None
 

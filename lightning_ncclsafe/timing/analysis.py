@@ -34,7 +34,7 @@ _TRACE_SPANS = 2_000_000
 _WORST_BYTES = 1 << 20
 # Intervals of this package's own work: some minutes of a small job, some seconds of a large one.
 _MOST_OWN_WORK, _MOST_OWN_WORK_OF_A_RANK = 20_000, 100
-# In case nobody takes them.
+# Older ones are dropped if they are never taken.
 _MOST_FRESH = 64
 # Sentences on what is missing; the first ones matter most.
 _MOST_MISSING = 100

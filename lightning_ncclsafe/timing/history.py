@@ -33,7 +33,7 @@ _FIRST_BIN_NS = 1_000_000_000
 
 
 class LatenessHistory:
-    """How late each rank was, over the whole run: in bins of time that widen as the run goes on.
+    """How late each rank was, over the whole run: in bins of time that widen as the run continues.
 
     Attributes:
         began_ns: When the first bin begins; 0 without bins.
@@ -255,7 +255,7 @@ def _only(block: MatchedCalls, column: int) -> MatchedCalls:
 
 
 def _before(calls: MatchedCalls, spans: Spans) -> Spans:
-    """Phases of a rank from the collective before one until that; what the first was before is left out."""
+    """A rank's phases from the collective before until this one; the first begins no earlier than that."""
     begin_ns = min(int(calls.before_ns.max()), int(calls.arrival_ns.min()))
     part: Spans = spans[_position(spans, begin_ns) : _position(spans, int(calls.arrival_ns.max())) + 1]
     is_whole = len(part) <= _MOST_SPANS_OF_A_MOMENT
@@ -266,7 +266,7 @@ def _before(calls: MatchedCalls, spans: Spans) -> Spans:
 
 
 def _position(spans: Spans, moment_ns: int) -> int:
-    """Of the span of a rank that goes on at a moment, or of the first; numpy would copy all of them to search."""
+    """The index of a rank's span at a moment, or 0; numpy would copy all spans to search them."""
     return max(bisect_right(spans["begin_ns"], moment_ns) - 1, 0)
 
 

@@ -161,7 +161,7 @@ def _middle(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _own_work_began(calls: MatchedCalls) -> NDArray[Any]:
-    """When each rank was free to go on after the collective before, shape (R, K); 0 in columns that follow none.
+    """When each rank could continue after the collective before, shape (R, K); 0 in columns that follow none.
 
     That is when it called that one or, if it waited for it, when the last rank had arrived. A rank that makes its
     next call before then has not waited.

@@ -17,7 +17,8 @@ from lightning_ncclsafe.timing.summary import STEP_PHASES
 
 # A step is complete once the one after next has been seen: ranks fetch data one batch ahead.
 _AHEAD = 2
-# What some ranks send comes by way of others, a turn or two later; a silent group is waited for no longer.
+# Windows of some ranks are passed on by others, a turn or two later; a group that is silent for longer is not waited
+# for.
 _LAG_NS = 10_000_000_000
 
 # The conditions for naming a rank; all of them are here, for the whole package.
@@ -34,7 +35,7 @@ single hiccup of the host would be a tenth."""
 
 WARM_UP_STEPS = 10
 """First batches of a call that do not count: the sanity check's two; the first of training, with compilation, the
-start of loader workers and the allocator's first; the second, for which DDP sorts its buckets anew; and some for a rank
+start of loader workers and the allocator's first; the second, for which DDP rebuilds its buckets; and some for a rank
 that was behind to catch up."""
 
 # Bursts of something else on a host last some hundred milliseconds.
@@ -48,7 +49,7 @@ _LEAST_LATE_STEPS = 8
 _LEAST_COST = 0.005
 # The share of steps in which one of two equal ranks is the late one by chance.
 _CHANCE = 5e-3
-# A rank that is late in less than half of the steps has to be so by more: that much any rank is on a busy host.
+# A rank that is late in less than half of the steps has to be later than any rank is on a busy host.
 _SELDOM, _LEAST_SELDOM_NS, _LEAST_SELDOM_OF_STEP = 0.5, 8e6, 0.05
 # It is late throughout, and not in one burst of something else: in so many parts, each of some steps and some time.
 _PART_STEPS, _PART_NS, _LEAST_PARTS, _LEAST_OF_PARTS = 10, 1e8, 6, 0.7
@@ -63,12 +64,12 @@ class Step:
     Attributes:
         number: Counts training batches.
         began_ns: First arrival at its first collective, on the reference clock.
-        late_ns: How late each rank was in it, shape (world size,): in all, for the group for which it was latest. A
+        late_ns: How late each rank was in it, shape (world size,): the sum for the group in which it was latest, as a
             delay that shows in several groups is one.
         wait_ns: How long each rank waited, shape (world size,).
         phase: Phase in which the rank that was latest fell behind.
-        op: The collective for which it was.
-        worst_ns: How late it was for that one.
+        op: The collective for which it was latest.
+        worst_ns: How late it was for that collective.
         by_group_ns: The same as ``late_ns`` for each group.
     """
 

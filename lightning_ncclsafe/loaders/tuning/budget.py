@@ -16,7 +16,7 @@ from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.rules.kit.wording import size_words
 
 Bound = Literal["memory", "shm", "files"]
-# Nobody gains from more workers per core than that, even if they mostly wait for storage.
+# More workers per core gain nothing, even if they mostly wait for storage.
 _FAR_MORE = 4
 # tf.data's kRamBudgetShare (tensorflow/core/data/root_dataset.cc): its buffers may fill half of what is
 # available. The other half is for what grows after the budget was made: activations, optimizer state, page cache. Of

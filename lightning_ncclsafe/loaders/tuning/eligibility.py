@@ -126,7 +126,7 @@ def is_seeded(loader: Any) -> bool:
 def forks(loader: Any) -> bool:
     """Whether the workers of a ``DataLoader`` are forked; others take seconds to start, and copy everything.
 
-    Asking sets nothing: a process has a default start method only once somebody asks Python for it.
+    This does not fix the default start method, as Python does when it is asked for it.
     """
     context = loader.multiprocessing_context
     if context is not None:

@@ -55,7 +55,7 @@ class Measurement:
         cpu_s: Mean processor time of this process for a step and its batch, without worker processes, seconds.
         batch_bytes: Size of the largest batch seen.
         tensors: Most tensors of a batch seen.
-        process_bytes: Memory of this process: a worker forked from it may come to use as much.
+        process_bytes: Memory of this process: a worker forked from it may use as much in the end.
         seeded: Whether the run, or the loader, has a seed.
         persists: Whether its workers stay from one epoch to the next.
     """
@@ -257,7 +257,7 @@ class Observer:
         """Notes that it is handed out.
 
         Returns:
-            Whether the interval ends with it: see :meth:`goes_on`.
+            Whether the interval ends with it: see :meth:`begin_part`.
         """
         sums = self._sums
         if self._has_failed or sums is None:
@@ -285,7 +285,7 @@ class Observer:
         self._given_at, self._own_s = given_at, own_s
         return given_at - sums.began_at >= self._interval_s
 
-    def goes_on(self, workers: int) -> None:
+    def begin_part(self, workers: int) -> None:
         """Ends a part of the epoch and begins the next."""
         self._report()
         self.interval = Interval(self.interval.epoch, self.interval.part + 1)
@@ -338,17 +338,10 @@ class ObservedLoader:
 
     Args:
         on_measured: Called with each measurement, on the thread that reads.
-        interval_s: The longest epoch that is measured as a whole, seconds.
         epochs: Number of earlier epochs of the loader.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        *,
-        on_measured: Callable[[Measurement], None],
-        epochs: int = 0,
-    ) -> None:
+    def __init__(self, loader: Any, *, on_measured: Callable[[Measurement], None], epochs: int = 0) -> None:
         self._loader = loader
         self.observer = Observer(on_measured, epochs=epochs)
 
@@ -381,7 +374,7 @@ class _Observed:
         observer.asked()
         batch = next(self._iterator)
         if observer.given(batch):
-            observer.goes_on(self._loader.workers)
+            observer.begin_part(self._loader.workers)
         return batch
 
     def __len__(self) -> int:

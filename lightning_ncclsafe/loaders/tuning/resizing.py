@@ -158,7 +158,7 @@ class ResizableLoader:
             self.resize(workers, self._prefetch)
 
     def freeze(self, reason: str) -> None:
-        """Keeps what is in force for good, for a reason that the user can read; from any thread."""
+        """Keeps the present setting for good, for a reason that the user can read; from any thread."""
         self._freeze(reason, self._now)
 
     def _freeze(self, reason: str, setting: WorkerSetting) -> None:
@@ -179,7 +179,7 @@ class ResizableLoader:
     def _persists(self) -> bool:
         return bool(self._loader.persistent_workers) and self._user.workers > 0
 
-    # What an epoch asks for.
+    # What epochs call.
 
     def given(self, pool: WorkerPool, batch: Any) -> None:
         """Notes that it is handed out."""
@@ -190,7 +190,7 @@ class ResizableLoader:
             pool.limit(self._limit_of(pool.setting))
         if ends:
             self._look_up(Interval(observer.interval.epoch, observer.interval.part + 1))
-            observer.goes_on(self._target.setting.workers)
+            observer.begin_part(self._target.setting.workers)
 
     def _limit_of(self, setting: WorkerSetting) -> int | None:
         size = self.observer.size
@@ -241,7 +241,7 @@ class ResizableLoader:
         return False
 
     def falls_back(self, pool: WorkerPool, error: Exception) -> bool:
-        """Whether to go on without the workers that failed, as the user did not ask for them."""
+        """Whether to continue without the workers that failed, as the user did not ask for them."""
         if pool.is_extra:
             self._step_down(pool.setting, self._user, error)
         return pool.is_extra
@@ -277,7 +277,7 @@ class ResizableLoader:
         return pool
 
     def _back_from(self, setting: WorkerSetting) -> WorkerSetting:
-        """What to go back to if workers cannot be started: what is known to work, or what cannot fail."""
+        """The setting to use if workers cannot be started: one that is known to work, or one that cannot fail."""
         fewer = [known for known in (self._now, self._user) if known.workers < setting.workers]
         return max(fewer, key=lambda known: known.workers, default=WorkerSetting(0, 0))
 
@@ -338,7 +338,7 @@ class Epoch:
             except StopIteration:
                 self._pool_ended(pool)
             except Exception as error:
-                if not self._goes_on_after(error, pool):
+                if not self._continues_after(error, pool):
                     raise
             else:
                 pool.handed()
@@ -348,15 +348,15 @@ class Epoch:
 
     def _pool_ended(self, pool: WorkerPool) -> None:
         self.pool = None
-        if pool.sampler.goes_on:
+        if pool.sampler.leaves_rest:
             self._loader.end(pool)
         else:
             self._has_ended = True
             self._loader.release(pool)
 
-    def _goes_on_after(self, error: Exception, pool: WorkerPool) -> bool:
+    def _continues_after(self, error: Exception, pool: WorkerPool) -> bool:
         if self._indices.has_failed or not self._loader.falls_back(pool, error):
-            # Torch goes on with the next batch if the user asks for one.
+            # Torch continues with the next batch if the user asks for one.
             pool.handed()
             return False
         self.pool = None

@@ -264,7 +264,7 @@ class Trials:
         # Making a batch: workers that a step waits for are busy all the time.
         step_s, batch_s = known.gap_s + known.wait_s, known.data_s / known.batches
         service_s = known.workers * step_s if known.workers else batch_s
-        # Work takes its time on all cores together, whoever does it. Workers are assumed to compute all the time.
+        # All processes share the cores. Workers are assumed to compute all the time.
         cpu_s = known.cpu_s + (service_s if known.workers else 0.0)
         made_s = _HEADROOM * service_s / workers
         used_s = known.gap_s + _handover_s(known)
@@ -292,7 +292,7 @@ def _more(known: Measurement, room: Room) -> range:
         return range(0)
     most = room.workers
     if room.memory_bytes is not None and known.process_bytes:
-        # A worker may come to use as much memory as the process it is forked from: reference counts are written to.
+        # In the end a worker may use as much memory as the process it is forked from: reference counts are written to.
         most = min(most, known.workers + room.memory_bytes // known.process_bytes)
     return range(known.workers + 1, most + 1)
 

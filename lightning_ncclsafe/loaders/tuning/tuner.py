@@ -182,7 +182,7 @@ class Tuner:
 
     @marked(Mark.STORE)
     def _say_first(self, name: str, text: str) -> None:
-        """What happens to the workers of one rank mostly happens on all."""
+        """Prints it if no other rank has: what happens to the workers of one rank mostly happens on all."""
         if comes_first(self._exchange, f"tuning/said/{name}", self._rank):
             self._say(f"rank {self._rank}: {name}: {text}")
 
@@ -297,14 +297,14 @@ def _stage_of(name: str) -> str:
 
 
 def fewer_workers(name: str, asked: int, workers: int, budget: Budget) -> str:
-    """The user's workers are far more than the cores."""
+    """The message if the user's workers are far more than the cores."""
     return (
         f"{name}: num_workers={workers} instead of {asked} on every rank: the cores allow no more ({budget.cores_from})"
     )
 
 
 def fewer_ahead(name: str, asked: int, most: int, size: BatchSize, bound: Bound, budget: Budget) -> str:
-    """There is no room for as many batches ahead as the user has set."""
+    """The message if there is no room for as many batches ahead as the user has set."""
     where = {
         "memory": f"memory ({budget.memory_from})",
         "shm": "/dev/shm (half of what is free)",

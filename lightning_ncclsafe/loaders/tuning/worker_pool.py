@@ -2,7 +2,7 @@
 
 Workers can be replaced in the middle of an epoch because the order of its samples lives outside of them: each epoch has
 one iterator over the user's own batch sampler, and pools draw from it. When other workers are wanted, a pool hands out
-what it has drawn and ends, and the next pool goes on from there.
+what it has drawn and ends, and the next pool continues from there.
 """
 
 import time
@@ -64,7 +64,7 @@ class EpochIndices:
         begins: How often torch calls ``iter(sampler)`` for this epoch, in which samplers may draw random numbers.
 
     Attributes:
-        has_failed: Whether the sampler has raised, which is the user's error, whoever was drawing.
+        has_failed: Whether the sampler has raised, which is the user's error, whichever pool was drawing.
     """
 
     def __init__(self, sampler: Iterable[Any], begins: int) -> None:
@@ -134,7 +134,7 @@ class PoolSampler:
 
     Args:
         indices: What it draws from.
-        is_wanted: Whether the pool may go on drawing. Once refused, it never may again: torch asks once for each batch
+        is_wanted: Whether the pool may draw more. Once refused, it never may again: torch asks once for each batch
             that it hands out, so the pool would have fewer batches ahead for the rest of the epoch.
         most: See below.
 
@@ -157,7 +157,7 @@ class PoolSampler:
         self.unhanded: dict[int, Any] = {}
 
     @property
-    def goes_on(self) -> bool:
+    def leaves_rest(self) -> bool:
         """Whether the pool has ended and the epoch has not."""
         return not self.unhanded and not self._indices.is_over()
 

@@ -51,7 +51,6 @@ class Section:
 
     Attributes:
         name: Name of the field, which is part of its place on the page.
-        title: Its title.
         pairs: Names and values, if it is one thing.
         columns: Titles of a table, if it is a list of things.
         rows: Its rows.

@@ -22,9 +22,8 @@ from lightning_ncclsafe.report.html.picture import picture
 from lightning_ncclsafe.report.html.stacks import short_path, stacks_of
 from lightning_ncclsafe.report.html.tables import tables_of
 from lightning_ncclsafe.report.lines import safe
-from lightning_ncclsafe.report.opening import compares, incident_words, nothing_found
-from lightning_ncclsafe.report.ranks import RankStates, is_recorded, recorded_table
-from lightning_ncclsafe.report.text import answer_lines
+from lightning_ncclsafe.report.ranks import RankStates, is_compared, is_recorded, recorded_table
+from lightning_ncclsafe.report.text import answer_lines, incident_words, nothing_found
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 _FOLDER = Path(__file__).parent
@@ -61,7 +60,7 @@ def _check(give_up: float) -> None:
 def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     """The variables of the template, one by one."""
     job, view = diagnosis.job, Timeline(diagnosis.job)
-    hangs, alike = not compares(job), RankStates(view)
+    hangs, alike = not is_compared(job), RankStates(view)
     yield "incident", job.incident
     yield "began", _moment(job.incident.opened_ns)
     yield "launch", job.launch

@@ -28,7 +28,7 @@ class Bar:
     """Something that still lasts.
 
     Attributes:
-        kind: ``"outer"`` for what goes on around the innermost action, else ``"works"`` or ``"waits"``.
+        kind: ``"outer"`` for the actions around the innermost one, else ``"works"`` or ``"waits"``.
         x: Where it begins, per cent of the width.
         width: How wide it is, per cent.
         words: What it is.

@@ -54,7 +54,7 @@ def _table(loader: JobLoader, rows: list[Row], left_out: int) -> Iterator[str]:
 
 
 def render_mismatch(diagnosis: Diagnosis) -> str:
-    """Why ranks cannot go on with their data: what is wrong, all ranks side by side, and what to do.
+    """Why ranks cannot continue with their data: what is wrong, all ranks side by side, and what to do.
 
     Warnings are written in the same way.
     """
