@@ -287,9 +287,8 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
         until = time.monotonic() + within_s
         while ends.look(until - time.monotonic()) and time.monotonic() < until:
             if any(process.exitcode for process in self._workers):
-                until = min(
-                    until, time.monotonic() + _TERMINATES_S
-                )  # the others may wait for a lock that the dead one holds
+                # The others may wait for a lock that the dead one holds.
+                until = min(until, time.monotonic() + _TERMINATES_S)
 
 
 # Profilers show this name.

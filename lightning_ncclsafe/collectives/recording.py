@@ -15,7 +15,7 @@ from lightning_ncclsafe.recorder.model import Recorder, WorkKind, size_bytes, to
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
-# Some minutes' worth, in case nobody reads them.
+# Some minutes' worth; older ones are dropped if they are never read.
 _MOST_MARKS = 1 << 16
 # User code may name every step differently.
 _MOST_NAMES = 1000
@@ -111,7 +111,7 @@ class Recording:
         self._groups: dict[str, GroupMembers] = {}
         self._starts: list[int] = []
         self._missing: list[str] = []
-        self._told_span = (0, 0)
+        self._last_span = (0, 0)
         self._device_times_fail = False
         self.new = 0
         self.steps = 0
@@ -240,8 +240,8 @@ class Recording:
         # It continues, unless it has just ended and is among the marks already; so it is not recorded twice.
         if current not in found:
             found.append(current)
-        new = [(self._rank, phase, began_ns) for began_ns, phase in found if (began_ns, phase) != self._told_span]
-        self._told_span = found[-1]
+        new = [(self._rank, phase, began_ns) for began_ns, phase in found if (began_ns, phase) != self._last_span]
+        self._last_span = found[-1]
         return np.array(new, dtype=SPAN)
 
 

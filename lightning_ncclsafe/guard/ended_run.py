@@ -32,7 +32,7 @@ class EndedRun:
         self._before_exit = before_exit
         self._save = save
 
-    def verdict_is_there(self, kind: IncidentKind) -> None:
+    def follow_verdict(self, kind: IncidentKind) -> None:
         """Acts on the verdict that the run cannot continue: ends this rank at the limit; otherwise begins to save.
 
         Before its end, this rank makes sure that it waits (see ``StuckDetector.reason``), which may take a while. A

@@ -63,8 +63,8 @@ class Ending:
     def __reduce__(self) -> Any:
         return Ending, ()
 
-    def is_called_here(self) -> None:
-        """Notes that the Trainer runs in the calling thread of this process, which may be ended.
+    def note_thread(self) -> None:
+        """Notes that the Trainer runs in the calling thread: this process may be ended.
 
         Raises:
             CollectiveTimeoutError: The run has been ended before.
@@ -130,8 +130,8 @@ class Ending:
         if self._thread is not None:
             self._deadline.set(seconds)
 
-    def go_on(self) -> None:
-        """Lifts the deadline: the run continues."""
+    def lift_deadline(self) -> None:
+        """Lifts the deadline of :meth:`exit_within`: the run continues."""
         self._deadline.lift()
 
     def exit_after_main_thread(self) -> None:
@@ -174,10 +174,8 @@ class Ending:
 
 
 def _stay() -> NoReturn:
-    # Python's signal handlers run in the main thread, where they may raise, or save. Windows has no such
-    # function.
-    with suppress(AttributeError):
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # Python's signal handlers run in the main thread, where they may raise, or save.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while True:
         with suppress(BaseException):
             threading.Event().wait()

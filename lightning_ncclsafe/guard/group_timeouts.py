@@ -49,7 +49,7 @@ class GroupTimeouts:
         self._before_s: dict[str, float] = {}
         as_made = (limits.timeout_s, limits.limit_s(Phase.INIT.value), limits.longest_s)
         self._as_made_s = {round(timeout_s + BACKSTOP_S, 3) for timeout_s in as_made}
-        self._nobodys_s = self._as_made_s | DEFAULT_TIMEOUTS_S
+        self._not_chosen_s = self._as_made_s | DEFAULT_TIMEOUTS_S
 
     def listen(self, action_name: str) -> None:
         """Called when the innermost action changes; a listener of ``ActionTracker``."""
@@ -96,7 +96,7 @@ class GroupTimeouts:
     def _wanted_s(self, group: process_groups.TimedGroup) -> float:
         before_s = self._before_s.setdefault(group.name, group.timeout_s)
         phase_s = self._limits.limit_s(self._phase) + BACKSTOP_S
-        if round(before_s, 3) in self._nobodys_s:
+        if round(before_s, 3) in self._not_chosen_s:
             return phase_s
         # If no phase has its own limit, a timeout that the user has chosen holds in all phases.
         return max(before_s, phase_s) if self._phase else before_s

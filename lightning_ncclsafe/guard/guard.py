@@ -155,7 +155,7 @@ class Guard:
     def close(self) -> None:
         """Ends the watch; closes threads, connections and files, and restores signal handlers."""
         self._own.state.is_off = True
-        self._own.ending.go_on()
+        self._own.ending.lift_deadline()
         self._watchdog.stop()
         self._own.probe.close()
         self._own.connection.close()
@@ -210,7 +210,7 @@ class Guard:
     def _switch_off(self, error: Exception) -> None:
         state = self._own.state
         state.is_off = True
-        self._own.ending.go_on()
+        self._own.ending.lift_deadline()
         state.exception_is_reported.set()
         state.leaving_is_reported.set()
         with suppress(ExchangeError):

@@ -56,8 +56,8 @@ class Leaving:
             return None
         if isinstance(error, KeyboardInterrupt):
             self._share_last_facts(error)
-        nobody_to_ask = state.is_off or self._own.place.world_size == 1 or is_orderly(error)
-        if not nobody_to_ask and not self._is_explained(is_consequence):
+        has_nobody_to_ask = state.is_off or self._own.place.world_size == 1 or is_orderly(error)
+        if not has_nobody_to_ask and not self._is_explained(is_consequence):
             self._own.probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
             state.main_thread_left.set()
             self._wake_watchdog()

@@ -45,14 +45,14 @@ class Participation:
         if entry.recovered_after_s is not None:
             self._close_incident(incident, entry.recovered_after_s)
             return
-        self._detector.takes_part(idle_s)
+        self._detector.note_idle(idle_s)
         before, state.open_incident = state.open_incident, incident
         if incident.kind is IncidentKind.TIMEOUT and self._own.limits.on_timeout == "abort":
             # The storage that the report is written to may hang itself.
             self._own.ending.exit_within(AT_LIMIT_S)
         verdict = self._gather(incident, idle_s)
         if verdict is not None and not verdict.ends_run:
-            self._own.ending.go_on()
+            self._own.ending.lift_deadline()
         self._own.incidents.note(incident.number if verdict is not None and verdict.is_reported else 0)
         if entry.is_leaving:
             # No rank waits: for the ranks that still work, this is no incident.
@@ -69,7 +69,7 @@ class Participation:
             state.verdict = verdict or state.verdict
             self._say_on_other_hosts(verdict)
             if state.ends_run:
-                self._ended_run.verdict_is_there(incident.kind)
+                self._ended_run.follow_verdict(incident.kind)
 
     def _close_incident(self, incident: Incident, after_s: float) -> None:
         was_reported = self._own.state.open_incident is not None and not self._own.state.is_ending

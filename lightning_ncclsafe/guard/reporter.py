@@ -83,7 +83,7 @@ class Reporter:
         self._report_dir = report_dir
         self._limits = limits
         self._say = say
-        self._said_no_page = False
+        self._reported_no_page = False
 
     def report(self, job: JobFacts, *, known: Verdict | None = None) -> Verdict:
         """Judges, writes and prints, unless the wait is unusual but expected according to the ranks' facts.
@@ -143,8 +143,8 @@ class Reporter:
     def _write_page(self, diagnosis: Diagnosis, folder: str) -> None:
         """Writes the page, last of all. It is tried for every incident; why there is none is printed once."""
         problem = write_page(diagnosis, Path(folder)) if folder else ""
-        if problem and not self._said_no_page:
-            self._said_no_page = True
+        if problem and not self._reported_no_page:
+            self._reported_no_page = True
             self._say(problem)
 
 

@@ -58,7 +58,7 @@ class StuckDetector:
         return self._phase_kind.phase
 
     def observe(self, idle_s: float) -> None:
-        """A tick of the watchdog, from which the detector learns what is usual."""
+        """Learns from a tick of the watchdog what is usual."""
         self._phase_kind, batch_idx = self._own.phase_kind()
         self._thresholds.observe(idle_s, self._phase_kind, batch_idx)
 
@@ -148,16 +148,16 @@ class StuckDetector:
 
     # The outcome of an incident.
 
-    def takes_part(self, idle_s: float) -> None:
-        """This rank takes part in an incident, which takes a while: its own standstill is not measured meanwhile."""
+    def note_idle(self, idle_s: float) -> None:
+        """Notes the length of the standstill: this rank takes part in an incident, and does not measure meanwhile."""
         self._idle_s = max(self._idle_s, idle_s)
 
     def be_quiet_for(self, quiet_s: float) -> None:
-        """What the rank waits for is known to take so many seconds: until then it is not stuck."""
+        """Treats the rank as not stuck for so many seconds: what it waits for is known to take so long."""
         self._quiet_rounds += 1
         self._thresholds.be_quiet_for(quiet_s)
 
     def count(self, kind: IncidentKind) -> None:
-        """An incident of this kind has been reported."""
+        """Counts a reported incident."""
         self._suspicions += kind is IncidentKind.SUSPECT
         self._reports_at_limit += kind is IncidentKind.TIMEOUT

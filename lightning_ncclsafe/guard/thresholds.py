@@ -59,7 +59,7 @@ class IdleTimes:
         self._before: tuple[float, PhaseKind] | None = None
 
     def observe(self, idle_s: float, phase_kind: PhaseKind, *, batch_idx: int, now_s: float) -> None:
-        """A tick of the watchdog.
+        """Learns from a tick of the watchdog.
 
         Args:
             phase_kind: The kind of phase that the rank is in.
@@ -120,7 +120,7 @@ class Thresholds:
         self._not_own_s = {round(limit_s + BACKSTOP_S, 3) for limit_s in every} | DEFAULT_TIMEOUTS_S
 
     def observe(self, idle_s: float, phase_kind: PhaseKind, batch_idx: int) -> None:
-        """A tick of the watchdog, from which it learns how long this rank usually makes no progress.
+        """Learns, at each tick of the watchdog, how long this rank usually makes no progress.
 
         Args:
             phase_kind: The kind of phase that the rank is in.
@@ -133,7 +133,7 @@ class Thresholds:
             self._idle_times.observe(idle_s, phase_kind, batch_idx=batch_idx, now_s=self._clock())
 
     def be_quiet_for(self, quiet_s: float) -> None:
-        """What the rank waits for is known to take long: for so many seconds nothing is suspicious."""
+        """Treats nothing as suspicious for so many seconds: what the rank waits for is known to take long."""
         self._quiet_until_s = self._clock() + quiet_s
 
     @property

@@ -344,7 +344,7 @@ class GuardedStrategy(_ParallelStrategy):
     @contextmanager
     def watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
-        self._ending.is_called_here()
+        self._ending.note_thread()
         # If a callback raises in its on_exception, that of the strategy is not called.
         self._allow_saving()
         package = package_of(type(self))

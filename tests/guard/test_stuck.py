@@ -113,5 +113,5 @@ def test_a_standstill_that_ended_before_the_incident_is_not_taken_for_its_end() 
 def test_a_rank_that_takes_part_in_its_first_tick_knows_that_it_stood_still() -> None:
     one = Rank()
     one.state.open_incident = one.detector.incident(IncidentKind.SUSPECT, 5.0)
-    one.detector.takes_part(5.0)
+    one.detector.note_idle(5.0)
     assert one.recovers(0.1, 0.2) == [None, 5.0]
