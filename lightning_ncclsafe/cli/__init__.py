@@ -36,6 +36,12 @@ def write_to(stream: TextIO | None, text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def say(text: str, stream: TextIO | None) -> None:
+    """Prints a line; a stream that cannot be written to is no error."""
+    with suppress(OSError):
+        write_to(stream, f"{text}\n")
+
+
 def failed(text: str) -> int:
     """Prints why a command is invalid or has failed; returns its exit code."""
     print(f"error: {safe(text)}", file=sys.stderr)

@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ncclsafe.cli import write_to
+from lightning_ncclsafe.cli import say
 from lightning_ncclsafe.code.marks import lacks_mark
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
@@ -51,15 +50,15 @@ def run(config: Namespace) -> int:
     for path in dict.fromkeys(config.paths):
         evidence.read(path)
     for error in evidence.errors:
-        _say(f"error: {safe(error)}", sys.stderr)
+        say(f"error: {safe(error)}", sys.stderr)
     diagnoses = list(_diagnoses(evidence))
     if not diagnoses:
         return _nothing(evidence)
     for title, diagnosis in diagnoses:
         if config.format == "json":
-            _say(report_json(diagnosis).decode("utf-8", "replace").rstrip("\n"), sys.stdout)
+            say(report_json(diagnosis).decode("utf-8", "replace").rstrip("\n"), sys.stdout)
         else:
-            _say((f"{safe(title)}\n\n" if len(diagnoses) > 1 else "") + shown_report(diagnosis, sys.stdout), sys.stdout)
+            say((f"{safe(title)}\n\n" if len(diagnoses) > 1 else "") + shown_report(diagnosis, sys.stdout), sys.stdout)
     return 0 if any(diagnosis.findings for _, diagnosis in diagnoses) else 1
 
 
@@ -92,13 +91,8 @@ def _is_unmarked(job: JobFacts) -> bool:
 def _nothing(evidence: Artifacts) -> int:
     if not evidence.files:
         if not evidence.errors:
-            _say("error: these files contain no dump, report or log", sys.stderr)
+            say("error: these files contain no dump, report or log", sys.stderr)
         return 2
     files = f"{evidence.files:,} file{'s' * (evidence.files != 1)}"
-    _say(f"nothing to explain: in {files}, no rank waits for another, fails or dies", sys.stdout)
+    say(f"nothing to explain: in {files}, no rank waits for another, fails or dies", sys.stdout)
     return 1
-
-
-def _say(text: str, stream: TextIO | None) -> None:
-    with suppress(OSError):
-        write_to(stream, f"{text}\n")

@@ -3,7 +3,6 @@
 import io
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, TextIO
 
@@ -13,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_ncclsafe.cli import failed, write_to
+from lightning_ncclsafe.cli import failed, say
 from lightning_ncclsafe.report.terminal import console_for
 from lightning_ncclsafe.rules.causes import causes
 from lightning_ncclsafe.rules.kit import Rule
@@ -93,6 +92,4 @@ def _print(lines: Iterable[RenderableType], stream: TextIO | None) -> None:
     console.width = min(console.width, _WIDEST)
     for line in lines:
         console.print(line)
-    text = "".join(f"{line.rstrip()}\n" for line in made.getvalue().splitlines())
-    with suppress(OSError):
-        write_to(stream, text)
+    say("\n".join(line.rstrip() for line in made.getvalue().splitlines()), stream)

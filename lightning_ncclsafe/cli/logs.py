@@ -3,13 +3,12 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ncclsafe.cli import write_to
+from lightning_ncclsafe.cli import say
 from lightning_ncclsafe.loggers.recovery import Recovered, recover
 from lightning_ncclsafe.loggers.staging import (
     StagingError,
@@ -145,6 +144,5 @@ def _nothing_found(directory: str, staging_dir: Path) -> str:
 
 
 def _say(text: str, stream: TextIO | None) -> None:
-    """Prints a line. Its text comes from files, so it must not control the terminal. Never raises."""
-    with suppress(OSError):
-        write_to(stream, f"{safe(text)}\n")
+    """Prints a line, whose text comes from files: it must not control the terminal."""
+    say(safe(text), stream)

@@ -1,6 +1,7 @@
 """Examines one rank's host before training starts, within three seconds."""
 
 import os
+import resource
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -128,8 +129,6 @@ def _watched_swap(deadline_s: float) -> Any:
 
 def open_files_limit() -> int | None:
     """Soft limit of open files; None without one."""
-    import resource  # not on Windows
-
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 
