@@ -14,7 +14,7 @@ from lightning_ncclsafe.loggers.starting import CallTimer, goes_to_storage, is_m
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds
 
-# Loggers that are offloaded, or may be, and for which Trainer, by identity: whoever shares one leaves it to that one.
+# Loggers that are offloaded, or may be, by identity, with the identity of the Trainer; another one leaves them alone.
 _taken: dict[int, int] = {}
 
 
@@ -94,7 +94,7 @@ class LoggerOffloadHooks:
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Moves this callback to the first place, once there is something to catch up with."""
         parts = self._parts.get(id(trainer))
-        # It comes before the callback whose turn it is: none is called twice, and none is left out.
+        # It moves before the callback that is being called: none is called twice, and none is left out.
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
         if parts and parts.slow and callbacks[:1] != [self] and self in callbacks:
             callbacks.remove(self)

@@ -331,7 +331,7 @@ class Saver:
     def _own_part(
         self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str
     ) -> dict[str, Any]:
-        """Our own entry in a checkpoint, beside Lightning's."""
+        """Our own entry in a checkpoint, next to Lightning's."""
         return {
             "version": _VERSION,
             "world_size": self._world_size,
