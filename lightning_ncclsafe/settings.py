@@ -1,4 +1,4 @@
-"""What a user may set, checked once."""
+"""What a user may set, checked once: an error names the argument, the value and what is allowed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ OnUneven = Literal["raise", "stop_together", "repeat"]
 Overflow = Literal["thin", "drop_oldest", "block"]
 OnProblem = Literal["warn", "raise"]
 
-# Long enough for a first batch, a short evaluation or a checkpoint on most jobs; short beside half an hour.
+# Long enough for a first batch, a short evaluation or a checkpoint on most jobs; short compared with half an hour.
 DEFAULT_SUSPECT_AFTER_S = 60.0
 # PyTorch's own default for back ends other than NCCL, and Lightning's for all of them.
 DEFAULT_TIMEOUT_S = 1800.0
@@ -29,16 +29,16 @@ _LEAST_RATE = 1 / 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to look and when to end.
+    """When ranks are asked, and when the run is ended.
 
     Attributes:
-        suspect_after_s: Seconds without progress after which the ranks are asked for their facts. Where that is
-            learned, it is what else takes its measure from it.
+        suspect_after_s: Seconds without progress after which the ranks are asked for their facts. If ``learned``, only
+            other periods are derived from it.
         timeout_s: Seconds without progress after which the run is ended.
         on_timeout: Whether the run is ended then (``"abort"``), or only reported on (``"report"``).
         learned: Whether the run itself shows after how long the ranks are to be asked.
         phases_s: In place of ``timeout_s``, by names of :class:`~lightning_ncclsafe.PhaseTimeouts`' arguments; empty
-            where the user has not set any.
+            if the user sets none.
     """
 
     suspect_after_s: float
@@ -62,13 +62,9 @@ class AgreementSettings:
     """What ranks do about their data; see :class:`~lightning_ncclsafe.DatasetAgreement`.
 
     Attributes:
-        on_mismatch: Whether ranks that disagree about their data raise, do so only where they would hang, or only say
-            so.
+        on_mismatch: Whether ranks that disagree about their data raise, raise only where they would hang, or warn.
         content: How much of the data's content is compared.
         on_uneven: What happens where one rank's data ends before another's.
-
-    Raises:
-        ValueError: Naming the argument, the value and what is allowed.
     """
 
     on_mismatch: OnMismatch = "raise"
@@ -93,9 +89,6 @@ class OffloadSettings:
         disk_limit_bytes: Most bytes of a logger that wait in local staging.
         finalize_s: How long the end of a run waits for storage, seconds.
         staging_dir: The folder of local staging.
-
-    Raises:
-        ValueError: Naming the argument, the value and what is allowed.
     """
 
     max_points_per_s: float | None
@@ -123,9 +116,6 @@ class TimerSettings:
         table: Whether a table is written at the end, and that of ``fit`` printed.
         trace: Whether a trace is written at the end.
         heat_map: Whether a picture of lateness is logged at the end.
-
-    Raises:
-        ValueError: Naming the argument, the value and what is allowed.
     """
 
     every_n_steps: int = 50
@@ -134,9 +124,7 @@ class TimerSettings:
     heat_map: bool = True
 
     def __post_init__(self) -> None:
-        given: object = self.every_n_steps
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise ValueError(f"every_n_steps={given!r} must be a whole number of at least 1.")
+        _check_count("every_n_steps", self.every_n_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +133,8 @@ class TunerSettings:
 
     Attributes:
         apply: Whether settings are changed, or only advised.
-        apply_to_iterables: Whether that goes for iterable datasets, too.
-        apply_to_seeded: Whether that goes for seeded runs, too.
+        apply_to_iterables: Whether that applies to iterable datasets, too.
+        apply_to_seeded: Whether that applies to seeded runs, too.
     """
 
     apply: bool = True
@@ -159,11 +147,8 @@ class PreflightSettings:
     """What is done about problems of hosts; see :class:`~lightning_ncclsafe.HostPreflight`.
 
     Attributes:
-        on_problem: Whether one with which the run would fail raises, or is only said.
-        data_dir: Where data is read from; None where that is not to be tried.
-
-    Raises:
-        ValueError: Naming the argument, the value and what is allowed.
+        on_problem: Whether a problem that would make the run fail raises, or warns.
+        data_dir: Where data is read from; None to skip this check.
     """
 
     on_problem: OnProblem = "warn"
@@ -179,13 +164,10 @@ class CheckpointSettings:
 
     Attributes:
         dirpath: The folder of these checkpoints.
-        resume: Whether a call of ``fit`` without ``ckpt_path`` goes on from the newest whole checkpoint.
+        resume: Whether a call of ``fit`` without ``ckpt_path`` resumes from the newest whole checkpoint.
         keep: Most checkpoints of this package in the folder.
         grace_s: What the scheduler leaves between its signal and the end of the processes, seconds.
-        run: A name that no other run has; where training goes on from a checkpoint, that of the run before.
-
-    Raises:
-        ValueError: Naming the argument, the value and what is allowed.
+        run: A name that no other run has; if training resumes from a checkpoint, that of the run before.
     """
 
     dirpath: Path
@@ -195,9 +177,7 @@ class CheckpointSettings:
     run: str = ""
 
     def __post_init__(self) -> None:
-        given: object = self.keep
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise ValueError(f"keep={given!r} must be a whole number of at least 1.")
+        _check_count("keep", self.keep)
 
 
 def check_limits(
@@ -206,13 +186,13 @@ def check_limits(
     on_timeout: str,
     phases_s: Mapping[str, float] | None = None,
 ) -> Limits:
-    """Checks what the user has set.
+    """The limits of the strategies' arguments.
 
     Args:
         suspect_after: A duration, or seconds; None to learn it from the run.
         timeout: A duration, or seconds; None for 30 minutes.
         on_timeout: ``"abort"`` or ``"report"``.
-        phases_s: Hard limits of phases, checked already; see :class:`Limits`.
+        phases_s: As in :class:`Limits`; checked already.
 
     Raises:
         ValueError: Naming the argument, the value and what is allowed.
@@ -258,6 +238,11 @@ def _check_amount(name: str, value: object, least: float) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not least <= value < float("inf"):  # type: ignore[operator]
         raise ValueError(f"{name}={value!r} must be a number of at least {least:.6g}.")
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
 def seconds(name: str, value: timedelta | float) -> float:
@@ -324,6 +309,6 @@ class PhaseTimeouts:
         self.as_seconds()
 
     def as_seconds(self) -> dict[str, float]:
-        """What has been set, in seconds, by argument."""
+        """The limits that are set, in seconds, by argument."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: seconds(name, value) for name, value in given.items() if value is not None}

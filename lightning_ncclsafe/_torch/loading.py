@@ -287,9 +287,8 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
         until = time.monotonic() + within_s
         while ends.look(until - time.monotonic()) and time.monotonic() < until:
             if any(process.exitcode for process in self._workers):
-                until = min(
-                    until, time.monotonic() + _TERMINATES_S
-                )  # the others may wait for a lock that the dead one holds
+                # The others may wait for a lock that the dead one holds.
+                until = min(until, time.monotonic() + _TERMINATES_S)
 
 
 # Profilers show this name.
@@ -301,9 +300,6 @@ def begin_loading(loader: Any) -> Any:
 
     Within half a second, even if other code has reaped it, ``next()`` raises :class:`WorkersEnded` on the calling
     thread; torch would raise on the main thread, wherever that is.
-
-    Args:
-        loader: The ``DataLoader``.
     """
     if loader.num_workers == 0:
         return dataloader._SingleProcessDataLoaderIter(loader)
@@ -325,9 +321,6 @@ def answered_within(iterator: Any, within_s: float | None) -> Iterator[None]:
     Args:
         iterator: The iterator; one without workers always answers.
         within_s: How long they may take, seconds; None for no limit.
-
-    Raises:
-        WorkersSilent: If they do not answer.
     """
     if within_s is None or not isinstance(iterator, _Workers):
         yield
@@ -340,11 +333,7 @@ def answered_within(iterator: Any, within_s: float | None) -> Iterator[None]:
 
 
 def ask_to_end_loading(iterator: Any) -> None:
-    """Has the worker processes of a loader's iterator end, if it has any, and does not wait: :func:`end_loading` does.
-
-    Args:
-        iterator: The iterator, which is not used any more.
-    """
+    """Asks the worker processes of an iterator that is not used any more to end; :func:`end_loading` waits for them."""
     if isinstance(iterator, _Workers):
         iterator.ask_to_end()
 
@@ -353,7 +342,6 @@ def end_loading(iterator: Any, *, at_once: bool = False) -> None:
     """Ends the worker processes of a loader's iterator, if it has any, and waits for them.
 
     Args:
-        iterator: The iterator.
         at_once: Whether not to ask them first: asking waits 5 s for workers that do not answer.
     """
     if isinstance(iterator, _Workers):

@@ -123,7 +123,6 @@ class VoteGroup:
     """A gloo process group of this package for asynchronous votes; all ranks create it together.
 
     Args:
-        description: The group's description.
         timeout_s: Seconds after which a vote fails if not all ranks take part.
         connect_s: Seconds for ranks to connect.
 
@@ -208,10 +207,7 @@ class TimedGroup(NamedTuple):
     """A process group whose back end has a timeout that can be set.
 
     Attributes:
-        name: The group's unique name.
-        description: Its description.
         timeout_s: Seconds; the longest if it has several back ends.
-        group: The group itself.
     """
 
     name: str

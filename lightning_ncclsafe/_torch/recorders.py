@@ -64,11 +64,11 @@ def _captures_undisturbed() -> Iterator[None]:
         return
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
     exchange = _driver().cuThreadExchangeStreamCaptureMode
-    is_said = exchange(ctypes.byref(mode)) == 0
+    is_relaxed = exchange(ctypes.byref(mode)) == 0
     try:
         yield
     finally:
-        if is_said:
+        if is_relaxed:
             # The thread's mode before.
             exchange(ctypes.byref(mode))
 

@@ -109,7 +109,6 @@ def saved_names(model: torch.nn.Module, *, is_flat: bool) -> set[str]:
     """The names in the model's own state dict, without a collective.
 
     Args:
-        model: The model.
         is_flat: Whether it is wrapped by FSDP, which gathers whole parameters for a state dict: then the names of all
             that is registered, and of what modules with their own state dict add.
     """
@@ -188,11 +187,7 @@ class StoredEntry(NamedTuple):
 
 
 def distributed_metadata(entries: Iterable[StoredEntry]) -> bytes:
-    """The content of ``.metadata``, the index of a distributed checkpoint.
-
-    Raises:
-        ValueError: If there is no such dtype.
-    """
+    """The content of ``.metadata``, the index of a distributed checkpoint."""
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 

@@ -41,24 +41,19 @@ def with_prefix(prefix: str, store: Any) -> Any:
     return dist.distributed_c10d.PrefixStore(prefix, store.clone())
 
 
-# Set by NCCL's watchdogs at an error, for the monitors of all ranks: they dump, wait eight minutes and abort. First
-# the key of torch 2.4 and later, then that of older releases.
-_SIGNALS = ("exception_dump", "timeout_dump")
+# The key that NCCL's watchdogs set at an error, for the monitors of all ranks: they dump, wait eight minutes and abort.
+_ERROR_KEY = "exception_dump"
 
 
 def forget_last_start(store: Any) -> None:
-    """Deletes what an earlier start left on the store of torchrun's agent.
+    """Deletes what an earlier start left on the store of torchrun's agent, before ranks make their process group.
 
     Ranks of this start would use its addresses for each other (pytorch/pytorch#135712), and the monitor of NCCL's
     watchdogs would take an error of the last start for a new one, and abort a healthy run.
-
-    Args:
-        store: A connection to it; no rank of this start may have made its process group yet.
     """
     if dist.is_initialized():
         return
-    for error_signal in _SIGNALS:
-        store.delete_key(error_signal)
+    store.delete_key(_ERROR_KEY)
     if hasattr(store, "list_keys"):
         for key in store.list_keys():
             # Keys of its groups, and of users of its store, such as this package.

@@ -19,6 +19,12 @@ def spread_size(parameter: Any) -> tuple[int, int] | None:
     return None if local is None else (int(parameter.numel()), int(local.numel()))
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, not copied."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 _COMPARED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,8 +35,7 @@ def largest(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     with torch.no_grad():
         # A sharded tensor would communicate with other ranks.
-        own = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-        return [_largest(each) if each.numel() else each.sum() for each in own]
+        return [_largest(each) if each.numel() else each.sum() for each in map(local_part, tensors)]
 
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +77,7 @@ def copy_all(copies: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """A tensor's place in memory, with dtype, shape and strides; equal for equal views."""
-    tensor = getattr(tensor, "_local_tensor", tensor)
+    tensor = local_part(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -89,9 +94,6 @@ def beside_others(device: Any) -> Iterator[None]:
 
     So it does not wait for work of others, which may never run. Without this, a thread uses the first device, and a
     copy from any device to the host waits for everything queued there.
-
-    Args:
-        device: The device that is trained on.
     """
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         yield
@@ -142,11 +144,7 @@ class _Left:
 
 
 class Outlined:
-    """A placeholder for a tensor.
-
-    Attributes:
-        shape: Its shape.
-    """
+    """A placeholder for a tensor."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -185,12 +183,6 @@ def load_outline(path: str | os.PathLike[str]) -> Any:
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl")
         return _OutlineUnpickler(io.BytesIO(archive.read(name))).load()
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, not copied."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
 
 
 def is_tensor(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Callbacks: what a user sets beside the strategy, each with its arguments and what it asks of the rooms below.
+"""Callbacks: their arguments, and what each asks of the rooms that do the work.
 
-The classes themselves are made in ``lightning_ncclsafe.lightning`` and its like. Imports the rooms that do the work.
+``lightning_ncclsafe.lightning`` and ``lightning_ncclsafe.pytorch_lightning`` make the public classes of these.
 """

@@ -1,7 +1,7 @@
-"""Lightning's hooks for each batch, which cost time where they do nothing.
+"""Removes hooks that do nothing from callbacks: called for every batch, they cost time.
 
-Lightning calls a hook of every callback within its profiler, also where that does nothing, and passes over one that
-cannot be called. Of a step of 3 ms, those of five callbacks are 1 %, and a line each in the user's profile.
+Lightning calls every callback's hooks within its profiler, and skips a hook that is not callable. For steps of 3 ms,
+the empty hooks of five callbacks take 1 % of the time, and a line each in the user's profile.
 """
 
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ _NAMES = (
 
 
 def without_batch_hooks(kind: type[T]) -> type[T]:
-    """Leaves out those that a callback's class does not define itself; a decorator."""
+    """Removes the batch hooks that a callback's class does not define itself; a decorator."""
     for name in _NAMES:
         if name not in vars(kind):
             setattr(kind, name, _LeftOut(name))
@@ -23,11 +23,11 @@ def without_batch_hooks(kind: type[T]) -> type[T]:
 
 
 class _LeftOut:
-    """None, but for a class that has the hook from elsewhere: one of the user's may be derived from ours."""
+    """In place of a hook: None, unless a user's derived class has the hook from another base."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # Asked for each batch.
+        # Read for each batch.
         self._is_none: set[type] = set()
 
     def __get__(self, callback: object, kind: type) -> Any:
@@ -35,7 +35,7 @@ class _LeftOut:
             return None
         *others, own = [vars(base)[self._name] for base in kind.__mro__ if self._name in vars(base)]
         if others == [self]:
-            # What is left is that of Lightning's base class, which does nothing.
+            # The remaining one is that of Lightning's base class, which does nothing.
             self._is_none.add(kind)
             return None
         after = [*others, own][others.index(self) + 1]

@@ -2,18 +2,19 @@
 
 from typing import Any
 
-from lightning_ncclsafe._lightning import LightningModule, Trainer, refuse_other_trainer, refuse_second
+from lightning_ncclsafe._lightning import LightningModule, Trainer
 from lightning_ncclsafe.callbacks.batch_hooks import without_batch_hooks
+from lightning_ncclsafe.callbacks.declared import NeedsGuard
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.collectives.results import log_heat_map, log_scalars, print_table
 from lightning_ncclsafe.collectives.timer import AttachedTimer
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import TimerSettings
-from lightning_ncclsafe.strategies.guarded import guards, timer_of
+from lightning_ncclsafe.strategies.guarded import timer_of
 
 
 @without_batch_hooks
-class CollectiveTimerHooks:
+class CollectiveTimerHooks(NeedsGuard):
     """Times every collective of every process group, and names the rank that the others wait for.
 
     A separate thread reads PyTorch's Flight Recorder; it adds nothing to the training's collectives and synchronises
@@ -51,16 +52,6 @@ class CollectiveTimerHooks:
     ) -> None:
         self.settings = TimerSettings(every_n_steps=every_n_steps, table=table, trace=trace, heat_map=heat_map)
         self._loggers_that_failed: frozenset[str] = frozenset()
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the strategy has the guard, and that this callback is the only one of its class."""
-        refuse_other_trainer(self, trainer)
-        refuse_second(CollectiveTimerHooks, trainer)
-        if not guards(trainer.strategy):
-            raise TypeError(
-                "CollectiveTimer needs a strategy of lightning_ncclsafe, but this Trainer has "
-                f"{type(trainer.strategy).__name__}. Use Trainer(strategy=SafeDDP(), ...)."
-            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -24,10 +24,12 @@ from lightning_ncclsafe.settings import (
 from lightning_ncclsafe.strategies.guarded import guards
 
 
-class _Declared:
+class NeedsGuard:
+    """A callback that acts through the strategy, and so needs one of this package."""
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that the strategy has the guard, and that this callback is the only one of its class."""
-        hooks = next(kind for kind in type(self).__mro__ if _Declared in kind.__bases__)
+        hooks = next(kind for kind in type(self).__mro__ if NeedsGuard in kind.__bases__)
         refuse_other_trainer(self, trainer)
         refuse_second(hooks, trainer)
         if not guards(trainer.strategy):
@@ -38,7 +40,7 @@ class _Declared:
 
 
 @without_batch_hooks
-class DatasetAgreementHooks(_Declared):
+class DatasetAgreementHooks(NeedsGuard):
     """Configures how ranks compare their data before training starts, and what happens if it ends unevenly.
 
     Every strategy of this package compares the loaders of every stage across ranks. Without this callback, it uses
@@ -79,7 +81,7 @@ class DatasetAgreementHooks(_Declared):
 
 
 @without_batch_hooks
-class HostPreflightHooks(_Declared):
+class HostPreflightHooks(NeedsGuard):
     """Checks every rank's host before the first step, within 3 s, and compares the results across ranks.
 
     It checks cores against workers and threads, memory, swap, /dev/shm, open files, GPUs, versions, settings of NCCL
@@ -108,7 +110,7 @@ class HostPreflightHooks(_Declared):
 
 
 @without_batch_hooks
-class LoaderTunerHooks(_Declared):
+class LoaderTunerHooks(NeedsGuard):
     """Gives dataloaders more workers if that makes training faster, and limits settings that would exhaust the host.
 
     Training begins with your own setting. From the start, and the same in every run, prefetched batches take at most
@@ -147,12 +149,12 @@ class LoaderTunerHooks(_Declared):
 
 
 @without_batch_hooks
-class JustInTimeCheckpointHooks(_Declared):
+class JustInTimeCheckpointHooks(NeedsGuard):
     """Saves a run as it ends, from ranks that are still healthy, and resumes from there at the next start.
 
     While nothing goes wrong, it saves nothing and costs next to nothing. When a run ends because ranks wait in vain, or
     one has died or raised, a rank with an intact model and optimizers writes the state after the last completed
-    optimizer step, from a thread beside the one that waits, without a collective. If the model is sharded, each
+    optimizer step, from another thread than the one that waits, without a collective. If the model is sharded, each
     rank writes its shard. On SIGTERM, all ranks stop before the same batch and save then. A state that cannot be proven
     consistent is not saved, and one line says why.
 
@@ -199,6 +201,6 @@ class JustInTimeCheckpointHooks(_Declared):
         )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Goes on as the run whose checkpoint it is, so that this one is among those that are kept."""
+        """Continues as the run that saved the checkpoint, so that this one is among those that are kept."""
         run = checkpoint.get(KEY, {}).get("run")
         self.settings = replace(self.settings, run=run or self.settings.run)

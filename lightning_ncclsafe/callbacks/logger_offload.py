@@ -14,7 +14,7 @@ from lightning_ncclsafe.loggers.starting import CallTimer, goes_to_storage, is_m
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import OffloadSettings, Overflow, seconds
 
-# Loggers that are offloaded, or may be, and for which Trainer, by identity: whoever shares one leaves it to that one.
+# Loggers that are offloaded, or may be, by identity, with the identity of the Trainer; another one leaves them alone.
 _taken: dict[int, int] = {}
 
 
@@ -79,7 +79,7 @@ class LoggerOffloadHooks:
         """Puts itself between the loggers and their callers."""
         refuse_other_trainer(self, trainer)
         refuse_second(LoggerOffloadHooks, trainer)
-        # Of a run that ended without a teardown: its loggers are their own again before they are taken anew.
+        # A run that ended without a teardown still has its loggers replaced.
         self._end(trainer, for_good=True)
         parts = self._parts[id(trainer)] = _Parts()
         for logger in {id(logger): logger for logger in trainer.loggers}.values():
@@ -92,16 +92,16 @@ class LoggerOffloadHooks:
                 parts.timers.append(CallTimer(logger, partial(self._start, logger, parts.slow)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Comes first from now on, once there is something to catch up with."""
+        """Moves this callback to the first place, once there is something to catch up with."""
         parts = self._parts.get(id(trainer))
-        # One that comes before the callback whose turn it is: none is called twice, and none is left out.
+        # It moves before the callback that is being called: none is called twice, and none is left out.
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
         if parts and parts.slow and callbacks[:1] != [self] and self in callbacks:
             callbacks.remove(self)
             callbacks.insert(0, self)
 
     def _catch_up(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """What a logger that may keep it in memory was given is there before anybody can look."""
+        """Delivers what loggers were given before user code can read it from their memory."""
         if id(trainer) in self._parts:
             for _logger, offload in self._parts[id(trainer)].slow:
                 offload.catch_up()
@@ -123,7 +123,7 @@ class LoggerOffloadHooks:
         self._end(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: a Trainer may be copied, or sent to another process."""
+        """Without what belongs to this process: a Trainer may be copied, or sent to another one."""
         return {**vars(self), "_parts": {}}
 
     def _start(self, logger: Logger, into: list[tuple[Logger, Offload]]) -> None:
@@ -151,5 +151,5 @@ class _Parts:
 
     offloads: list[tuple[Logger, Offload]] = field(default_factory=list)
     timers: list[CallTimer] = field(default_factory=list)
-    # Offloads of those that have proved slow: they may be read from memory.
+    # Offloads of loggers that have proved slow, and may be read from memory.
     slow: list[tuple[Logger, Offload]] = field(default_factory=list)

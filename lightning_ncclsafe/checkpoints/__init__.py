@@ -1,4 +1,4 @@
-"""Checkpoints of a run that is being ended, made beside its training thread and without a collective; and resuming.
+"""Checkpoints of a run that is being ended, made on a thread of their own and without a collective; and resuming.
 
 ``ledger`` notes the ``boundary`` of each step: which counters belong to which ``weights``. ``saving`` writes them, once
 ``candidates`` has agreed with all ranks on who does. If a model is sharded, ``shards`` reads one rank's shard, and

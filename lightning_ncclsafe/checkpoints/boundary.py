@@ -74,16 +74,15 @@ class Boundary:
 
 def group_settings(optimizer: Any) -> list[dict[str, Any]]:
     """The settings of an optimizer's parameter groups, without the parameters."""
-    return [_without_parameters(group) for group in optimizer.param_groups]
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
     # A learning rate that is a tensor changes in place.
-    return {
-        name: value.detach().clone() if tensors.is_tensor(value) else value
-        for name, value in group.items()
-        if name != "params"
-    }
+    return [
+        {
+            name: value.detach().clone() if tensors.is_tensor(value) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def loader_states(trainer: Any) -> list[Any]:
@@ -110,11 +109,7 @@ def small_states(trainer: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _state_of(owner: Any) -> Any:
-    return _plain_copy(owner.state_dict())
-
-
-def _plain_copy(state: Any) -> Any:
-    """A copy of the containers, with the same values in them.
+    """The state of a callback or a datamodule; containers in it are copied, values are not.
 
     Raises:
         ValueError: The state is too large to be copied at each boundary.
@@ -131,7 +126,7 @@ def _plain_copy(state: Any) -> Any:
             return type(value)(map(copied, value))
         return value
 
-    return copied(state)
+    return copied(owner.state_dict())
 
 
 _BATCHES, _EVALUATED = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
@@ -166,7 +161,9 @@ class LoopCounters:
             for part in _parts(mirrored):
                 vars(part).update({key: value for key, value in next(counts).items() if not hasattr(value, "__dict__")})
             if name in (_BATCHES, _EVALUATED):
-                _complete(mirrored.total, mirrored.current)
+                # Of the training batch, only hooks are left, and an evaluation that is over is not repeated.
+                for count in (mirrored.total, mirrored.current):
+                    count.ready = count.started = count.completed = count.processed
             if name == _EVALUATED and boundary.validates:
                 _begin_again(mirrored)
             state[name] = mirrored.state_dict()
@@ -193,12 +190,6 @@ def _parts(progress: Any) -> Iterator[Any]:
     for value in vars(progress).values():
         if hasattr(value, "__dict__"):
             yield from _parts(value)
-
-
-def _complete(*counts: Any) -> None:
-    for count in counts:
-        # Of the training batch, only hooks are left, and an evaluation that is over is not repeated.
-        count.ready = count.started = count.completed = count.processed
 
 
 def _begin_again(evaluated: Any) -> None:

@@ -33,20 +33,12 @@ class Candidate:
 
 
 def publish_shard(exchange: Exchange, rank: int, shard: str) -> None:
-    """Publishes which shard of the model this rank has, while all ranks run; at the end, some may not.
-
-    Raises:
-        ExchangeError: If the exchange does not answer.
-    """
+    """Publishes which shard of the model this rank has, while all ranks run; at the end, some may not."""
     exchange.set(_shard_key(rank), shard.encode())
 
 
 def published_shards(exchange: Exchange, world_size: int) -> list[str]:
-    """Which shard of the model each rank has; a rank that never published it counts as having a unique one.
-
-    Raises:
-        ExchangeError: If the exchange does not answer.
-    """
+    """Which shard of the model each rank has; a rank that never published it counts as having a unique one."""
     keys = [_shard_key(rank) for rank in range(world_size)]
     found = exchange.get_many(keys)
     return [found[key].decode() if key in found else key for key in keys]
@@ -58,11 +50,7 @@ def agree_on_savers(
     """Publishes what this rank can save, and waits for what the others can.
 
     Args:
-        exchange: What the ranks share.
-        own: This rank.
-        world_size: Number of ranks.
         is_split: Whether each rank has only a shard of the model.
-        deadline_s: Seconds to wait for the others.
 
     Returns:
         The ranks that try to save, in this order, the same on all ranks; and why no rank can, in words, if no rank can
@@ -99,7 +87,6 @@ def savers(candidates: Iterable[Candidate], shards: Collection[str] = ("",)) -> 
     """The ranks that can save, in this order: those with the newest complete step, healthy ones first.
 
     Args:
-        candidates: What ranks report about their weights.
         shards: All shards of the model.
     """
     able = [candidate for candidate in candidates if not candidate.why]
@@ -122,7 +109,6 @@ def why_none(candidates: Sequence[Candidate], shard_of: Sequence[str]) -> str:
     """Why no rank can save, in words.
 
     Args:
-        candidates: What ranks report about their weights.
         shard_of: The shard of the model that each rank of the job has; empty for the whole model.
     """
     reasons: dict[str, list[int]] = {}

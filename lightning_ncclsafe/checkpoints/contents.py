@@ -58,8 +58,6 @@ def contents(
     It contains the very tensors that are trained. The user's hooks for saving are called in the calling thread.
 
     Args:
-        trainer: The ``Trainer``.
-        ledger: Its ledger.
         boundary: What the weights belong to.
         weights: The state of the model.
         optimizer_state: Makes the state of an optimizer from it and the settings of its groups at the boundary.
@@ -83,7 +81,7 @@ def contents(
         callbacks=[_with_state(each, each.state_key, boundary) for each in trainer.callbacks],
         datamodule=trainer.datamodule and _with_state(trainer.datamodule, "", boundary),
         lr_scheduler_configs=schedulers,
-        fit_loop=_View(trainer.fit_loop, state_dict=lambda: ledger.loop_state(boundary)),
+        fit_loop=_View(trainer.fit_loop, state_dict=lambda: ledger.counters.loop_state(boundary)),
         profiler=_View(trainer.profiler, profile=lambda name: nullcontext()),
         strategy=_View(
             trainer.strategy,
@@ -104,7 +102,7 @@ def _with_state(owner: Any, key: str, boundary: Boundary) -> Any:
 
 
 def _as_of_boundary(weights: Mapping[str, Any], ledger: StepLedger) -> dict[str, Any]:
-    copies = ledger.copied_buffers()
+    copies = ledger.weights.copied_buffers()
     return {
         name: copies.get(tensors.place_of(value), value) if hasattr(value, "data_ptr") else value
         for name, value in weights.items()

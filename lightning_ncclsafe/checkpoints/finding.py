@@ -90,12 +90,7 @@ def agree_on_newest(
 
     Args:
         folders: The folders to search.
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
-        deadline_s: Seconds to wait for the other ranks.
         fits: Why this training cannot resume from a checkpoint, in words; empty if it can. Called on rank 0.
-        say: Prints a line to the user.
 
     Raises:
         NoCommonCheckpointError: On all ranks, if only some see checkpoints, or some ranks did not answer.

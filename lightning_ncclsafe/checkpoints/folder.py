@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +21,7 @@ from lightning_ncclsafe._torch import tensors
 from lightning_ncclsafe.exchange import wait_for
 
 KEY = "lightning_ncclsafe"
-"""The key of our own entry in a checkpoint, beside Lightning's."""
+"""The key of our own entry in a checkpoint, next to Lightning's."""
 
 REST = "meta.pt"
 """The file, named by Lightning, with everything but model and optimizer states, if a checkpoint is a folder."""
@@ -44,8 +44,6 @@ def name_of(epoch: int, step: int, version: int = 0) -> str:
     """The name of a checkpoint.
 
     Args:
-        epoch: Lightning's ``current_epoch``.
-        step: Its ``global_step``.
         version: 0, unless the name is taken.
     """
     return f"just-in-time-epoch={epoch}-step={step}{f'-v{version}' if version else ''}.ckpt"
@@ -69,8 +67,6 @@ class CheckpointFolder:
         """Writes a checkpoint to a temporary file, syncs it, reads it back, and only then renames it.
 
         Args:
-            epoch: Lightning's ``current_epoch``.
-            step: Its ``global_step``.
             write: Writes it to a file.
             may_finish: Called before the rename; if it raises, nothing is left behind.
 
@@ -89,10 +85,7 @@ class CheckpointFolder:
         finally:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-        _sync(self.path)
-        # The checkpoint is complete; the rest may fail.
-        with suppress(Exception):
-            self._remove_older(path)
+        self._after(path)
         return path
 
     def begin_together(self) -> Path:
@@ -121,9 +114,6 @@ class CheckpointFolder:
         """Renames the folder, if its files are complete.
 
         Args:
-            partial: The folder.
-            epoch: Lightning's ``current_epoch``.
-            step: Its ``global_step``.
             files: The length of each file, bytes.
 
         Returns:
@@ -135,9 +125,7 @@ class CheckpointFolder:
         check_lengths(partial, files)
         _sync(partial)
         path = self._give_name(partial, epoch, step)
-        _sync(self.path)
-        with suppress(Exception):
-            self._remove_older(path)
+        self._after(path)
         return path
 
     def abandon(self, partial: Path) -> None:
@@ -158,6 +146,12 @@ class CheckpointFolder:
                 return path
         raise FileExistsError(f"{self.path} has {_MOST_NAMESAKES} checkpoints of step {step}")
 
+    def _after(self, path: Path) -> None:
+        _sync(self.path)
+        # The checkpoint is complete; the rest may fail.
+        with suppress(Exception):
+            self._remove_older(path)
+
     def _remove_older(self, newest: Path) -> None:
         """Removes older checkpoints of this run, but none of other runs, and none that cannot be read."""
         others = sorted(
@@ -175,7 +169,9 @@ class CheckpointFolder:
     def _clear_left_behind(self) -> None:
         """Removes temporary files of ended processes of this host, and old ones of any process."""
         with suppress(OSError):
-            for path, found in _matching(self.path.iterdir(), _PARTIALS):
+            for path in self.path.iterdir():
+                if (found := _PARTIALS.fullmatch(path.name)) is None:
+                    continue
                 has_ended = found["host"] == _here() and not psutil.pid_exists(int(found["pid"]))
                 if has_ended or time.time() - path.stat().st_mtime > _OLD_S:
                     if path.is_dir():
@@ -222,16 +218,8 @@ def _take_folders_name(partial: Path, path: Path) -> bool:
     return True
 
 
-def _matching(paths: Iterable[Path], pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-    return [(path, found) for path in paths if (found := pattern.fullmatch(path.name)) is not None]
-
-
 def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> int:
     """Writes and syncs a new file; returns its length.
-
-    Args:
-        path: Its path; there is no file yet.
-        write: Writes to it.
 
     Raises:
         OSError: The file cannot be written.
@@ -310,11 +298,7 @@ def own_part(path: Path) -> Any:
 
 
 def job_of(checkpoint: Path | Mapping[str, Any]) -> str:
-    """The job that saved a checkpoint, in words; empty if unknown.
-
-    Args:
-        checkpoint: Its path, or its contents.
-    """
+    """The job that saved a checkpoint, given by its path or its contents, in words; empty if unknown."""
     part = own_part(checkpoint) if isinstance(checkpoint, Path) else checkpoint.get(KEY)
     job = part.get("job") if isinstance(part, Mapping) else ""
     return job if isinstance(job, str) else ""

@@ -39,10 +39,14 @@ class StepLedger:
     Lightning has restored a checkpoint and is about to start its loops.
 
     Args:
-        trainer: The ``Trainer``.
         make_event: Queues an event on the device; None if there is no device that the host runs ahead of.
         was_aborted: Whether a collective was aborted: on a device, work queued behind it has run all the same.
         parts: This rank's parts of a sharded model; None for a replica.
+
+    Attributes:
+        counters: The counters of Lightning's loops.
+        weights: The weights that are watched.
+        is_in_step: Whether the main thread is in the middle of an optimizer step, or right after it.
     """
 
     def __init__(
@@ -58,13 +62,13 @@ class StepLedger:
         self._was_aborted = was_aborted
         self._methods: list[WrappedMethod] = []
         self._boundaries: deque[Boundary] = deque(maxlen=_MOST_AHEAD)
-        self._counters = LoopCounters(trainer.fit_loop)
-        self._weights = WatchedWeights(trainer.lightning_module, parts)
+        self.counters = LoopCounters(trainer.fit_loop)
+        self.weights = WatchedWeights(trainer.lightning_module, parts)
         self._small_states = dict(small_states(trainer))
         self._first_step = trainer.global_step
         self._first_batch = trainer.fit_loop.epoch_loop.batch_progress.total.completed
         self._sees_closure = hasattr(trainer.precision_plugin, "_after_closure")
-        self._is_changing = False
+        self.is_in_step = False
         self._has_stepped = False
         self._is_behind = False
         self._validates = False
@@ -97,7 +101,7 @@ class StepLedger:
 
     def step_ended(self) -> None:
         """Called after an optimizer's step."""
-        self._is_changing = self._has_stepped = True
+        self.is_in_step = self._has_stepped = True
 
     def _closure_ended(self, original: Callable[..., Any], *args: Any, **keys: Any) -> Any:
         """Called when gradients are complete and the hooks before the step are over: next, the weights change."""
@@ -106,11 +110,11 @@ class StepLedger:
         return result
 
     def _note_change(self) -> None:
-        if self._make_event is not None and not self._is_changing and self._boundaries:
+        if self._make_event is not None and not self.is_in_step and self._boundaries:
             boundary = self._boundaries[-1]
-            boundary.versions_then = self._weights.versions()
+            boundary.versions_then = self.weights.versions()
             boundary.next_begins = self._make_event()
-        self._is_changing = True
+        self.is_in_step = True
 
     def _epoch_begins(self, original: Callable[..., Any], fetcher: Any) -> Any:
         result = original(fetcher)
@@ -173,7 +177,7 @@ class StepLedger:
 
     def _note_largest(self) -> None:
         if self._boundaries:
-            self._boundaries[-1].largest = self._weights.largest()
+            self._boundaries[-1].largest = self.weights.largest()
 
     def _note_safely(self, note: Callable[[], None]) -> None:
         """Records something; if that fails, training continues, and nothing is saved at the end."""
@@ -200,27 +204,27 @@ class StepLedger:
         boundary = Boundary(
             step=trainer.global_step,
             epoch=trainer.current_epoch,
-            counts=self._counters.copy(),
+            counts=self.counters.copy(),
             batches_that_stepped=trainer.fit_loop.epoch_loop._batches_that_stepped,
             schedulers=[{**config.scheduler.state_dict()} for config in trainer.lr_scheduler_configs],
             groups=[*map(group_settings, trainer.optimizers)],
             is_over=is_over,
             validates=validates,
             checks=checks,
-            versions=self._weights.versions(),
+            versions=self.weights.versions(),
         )
         if is_over:
             boundary.position = position.capture(trainer)
             boundary.states = {key: copy_state() for key, copy_state in self._small_states.items()}
             boundary.loaders = loader_states(trainer)
         if is_over and validates:
-            boundary.largest = self._weights.largest()
-        self._weights.copy_buffers()
+            boundary.largest = self.weights.largest()
+        self.weights.copy_buffers()
         if self._make_event is not None:
             boundary.done = self._make_event()
         # In this order: another thread may read at any moment.
         self._boundaries.append(boundary)
-        self._is_changing = False
+        self.is_in_step = False
         self._forget_passed()
 
     def _forget_passed(self) -> None:
@@ -238,11 +242,6 @@ class StepLedger:
         """Whether training uses a device that the host runs ahead of."""
         return self._make_event is not None
 
-    @property
-    def is_in_step(self) -> bool:
-        """Whether the main thread is in the middle of an optimizer step, or right after it."""
-        return self._is_changing
-
     def newest(self) -> Boundary:
         """The boundary that the present weights on the device belong to.
 
@@ -251,7 +250,9 @@ class StepLedger:
         """
         boundary = self._reached()
         if boundary.step == self._first_step:
-            raise NotProvenError(_UNCOUNTED if self._has_changed_uncounted(boundary) else NO_STEP)
+            has_trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed > self._first_batch
+            changed = has_trained and self.weights.changed(boundary.versions, self.weights.versions())
+            raise NotProvenError(_UNCOUNTED if changed else NO_STEP)
         self.check(boundary)
         return boundary
 
@@ -264,22 +265,15 @@ class StepLedger:
         if self._reached() is not boundary:
             raise NotProvenError("training continued meanwhile")
         is_ahead = boundary.next_begins is not None
-        if self._is_changing and not is_ahead:
+        if self.is_in_step and not is_ahead:
             raise NotProvenError("the main thread was in an optimizer step, or right after one")
-        now = boundary.versions_then if is_ahead else self._weights.versions()
-        changed = self._weights.changed(boundary.versions, now)
+        now = boundary.versions_then if is_ahead else self.weights.versions()
+        changed = self.weights.changed(boundary.versions, now)
         if not changed and boundary.largest is not None:
-            changed = self._weights.changed_values(boundary.largest)
+            changed = self.weights.changed_values(boundary.largest)
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise NotProvenError(f"{changed[0]!r}{more} changed after the last optimizer step, outside of a step")
-
-    def _has_changed_uncounted(self, boundary: Boundary) -> bool:
-        """Whether weights have changed since the beginning although no step was counted."""
-        completed = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
-        return bool(
-            completed > self._first_batch and self._weights.changed(boundary.versions, self._weights.versions())
-        )
 
     def _reached(self) -> Boundary:
         """The newest boundary that the device has passed."""
@@ -297,11 +291,3 @@ class StepLedger:
         if newest.next_begins is not None and newest.next_begins.query():
             raise NotProvenError("the device was in an optimizer step")
         return newest
-
-    def loop_state(self, boundary: Boundary) -> dict[str, Any]:
-        """See :meth:`LoopCounters.loop_state`."""
-        return self._counters.loop_state(boundary)
-
-    def copied_buffers(self) -> dict[tuple[Any, ...], Any]:
-        """Buffers as they were at the boundary, see :meth:`WatchedWeights.copied_buffers`."""
-        return self._weights.copied_buffers()

@@ -9,7 +9,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,30 +34,7 @@ _DEEPEST = 6
 _END = object()
 
 
-class LoaderPosition(Protocol):
-    """The position in the data of one loader."""
-
-    def record(self, batches: int) -> dict[str, Any] | None:
-        """How to get to this batch again; None if unknown."""
-
-    def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
-        """Whether the same data follows.
-
-        Args:
-            record: The result of :meth:`record`; None if not every rank has its own.
-        """
-
-    def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
-        """Lets the next epoch continue after these batches."""
-
-    def catch_up(self) -> None:
-        """Skips those batches now, if the epoch has begun."""
-
-    def release(self) -> None:
-        """Restores the loader."""
-
-
-def loader_position(loader: Any) -> LoaderPosition | None:
+def loader_position(loader: Any) -> "LoaderPosition | None":
     """The position of a loader; None if it cannot be kept."""
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _OwnState(loader)
@@ -76,11 +53,13 @@ class _OwnState:
     def record(self, batches: int) -> dict[str, Any] | None:
         return {"state": self._loader.state_dict()}
 
-    def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
+    def can_resume(self, record: Mapping[str, Any] | None) -> bool:
         # Without a record there is the one state in Lightning's checkpoint, which is right for a single rank only.
-        return "state" in record if record is not None else _torch_world_size() == 1
+        if record is not None:
+            return "state" in record
+        return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
-    def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
+    def resume(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
         if record is not None:
             self._loader.load_state_dict(record["state"])
 
@@ -95,7 +74,6 @@ class _SamplerPosition:
     """The position in a loader of a map-style dataset: how its epoch began, and what its sampler has yielded since.
 
     Args:
-        loader: The loader.
         sampler: Yields its indices, a batch or a sample at a time.
     """
 
@@ -126,11 +104,11 @@ class _SamplerPosition:
             "digest": self._digests[batches - 1] if batches else 0,
         }
 
-    def can_go_on(self, record: Mapping[str, Any] | None) -> bool:
+    def can_resume(self, record: Mapping[str, Any] | None) -> bool:
         """Whether the order can be repeated: from the record, or because it depends only on seed and epoch."""
         return self._is_determined if record is None else "begin" in record
 
-    def go_on(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
+    def resume(self, record: Mapping[str, Any] | None, batches: int, epoch: int, say: Callable[[str], None]) -> None:
         """Lets the next epoch continue after these batches."""
         # With workers, Lightning would ask for indices before it sets the epoch.
         for part in (self._loader.sampler, *_parts(self._sampler)):
@@ -169,7 +147,10 @@ class _SamplerPosition:
         except UNUSABLE as error:
             self._say(f"the record of how the checkpoint's epoch began is unusable: {error}")
         self._begin = saved_states()
-        self._then = [_get(generator) for generator in self._generators]
+        self._then = [
+            generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
+            for generator in self._generators
+        ]
 
     def _indices(self, own: Iterator[Any]) -> Iterator[Any]:
         self._is_untouched = False
@@ -212,8 +193,8 @@ class _SamplerPosition:
         self._digests.append(zlib.crc32(content, before))
 
 
-def _torch_world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+LoaderPosition = _OwnState | _SamplerPosition
+"""The position of one rank in the data of one loader."""
 
 
 def _parts(sampler: Any) -> Iterator[Any]:
@@ -243,10 +224,6 @@ def _generators(loader: Any, sampler: Any) -> Iterator[Any]:
             if isinstance(value, (torch.Generator, random.Random)) and id(value) not in seen:
                 seen.add(id(value))
                 yield value
-
-
-def _get(generator: Any) -> Any:
-    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
 
 
 def _set(generator: Any, state: Any) -> None:

@@ -36,8 +36,6 @@ class DataPosition:
     """The position of one rank in the training of one call of ``fit``.
 
     Args:
-        trainer: The ``Trainer``.
-        say: Prints a line to the user.
         left_behind: The file in which other ranks find the last position; None for none.
     """
 
@@ -51,7 +49,7 @@ class DataPosition:
         self._loaders: list[LoaderPosition | None] = []
         self._resumed: Mapping[str, Any] | None = None
         self._knows_all = False
-        self._goes_on = False
+        self._is_resumed = False
         self._random: Mapping[str, Any] | None = None
         self._ahead: Mapping[str, Any] | None = None
         self._why_not_ahead = ""
@@ -98,7 +96,7 @@ class DataPosition:
             try:
                 if not trainer.fit_loop.epoch_loop._should_accumulate():
                     self._leave_ahead()
-            except Exception as error:  # training goes on
+            except Exception as error:  # training continues
                 self._why_not_ahead = repr(error)
         return result
 
@@ -149,7 +147,7 @@ class DataPosition:
             return load_states()
         records = resumed.get("loaders") or [None] * len(self._loaders)
         batches = _batches_of(self._trainer)
-        if not self._can_go_on(resumed, records, batches):
+        if not self._can_resume(resumed, records, batches):
             self._begin_again(batches)
             return load_states()
         # Lightning gives all ranks one rank's loader states; after that, each restores its own.
@@ -157,24 +155,24 @@ class DataPosition:
         epoch = int(fit.epoch_progress.current.processed)
         for loader, record in zip(self._loaders, records, strict=True):
             if loader is not None:
-                loader.go_on(record, batches, epoch, self._say_first)
-        self._goes_on = True
+                loader.resume(record, batches, epoch, self._say_first)
+        self._is_resumed = True
         return result
 
     def _reset(self, reset: Callable[[], Any]) -> Any:
         """Suppresses Lightning's warning about loaders without a state: their position is known here."""
-        goes_on, self._goes_on = self._goes_on, False
-        with warnings.catch_warnings() if goes_on else nullcontext():
-            if goes_on:
+        is_resumed, self._is_resumed = self._is_resumed, False
+        with warnings.catch_warnings() if is_resumed else nullcontext():
+            if is_resumed:
                 warnings.filterwarnings("ignore", message=_WARNED)
             return reset()
 
-    def _can_go_on(self, resumed: Mapping[str, Any], records: Sequence[Any], batches: int) -> bool:
+    def _can_resume(self, resumed: Mapping[str, Any], records: Sequence[Any], batches: int) -> bool:
         """Whether all ranks know their position in the data: the same answer on every rank."""
         if resumed.get("batches", batches) != batches or len(records) != len(self._loaders):
             return False
         return all(
-            loader is not None and loader.can_go_on(record if self._knows_all else None)
+            loader is not None and loader.can_resume(record if self._knows_all else None)
             for loader, record in zip(self._loaders, records, strict=True)
         )
 

@@ -34,9 +34,6 @@ _SHORT = 64
 class PositionFile:
     """The file of one rank.
 
-    Args:
-        rank: Global rank.
-
     Attributes:
         path: Its path.
 
@@ -64,7 +61,6 @@ class PositionFile:
         """Writes a position to the older slot; nothing if it is too large, or not plain data.
 
         Args:
-            position: The position.
             over_last: Whether to overwrite the last one instead.
         """
         # How an epoch began does not change: it is packed only once.
@@ -102,7 +98,6 @@ def read_position(path: Path, step: int | None = None) -> dict[str, Any] | None:
     """The last complete position that a rank has written; None if there is none.
 
     Args:
-        path: The file.
         step: The optimizer step that the position must follow; None for any.
     """
     try:

@@ -31,11 +31,6 @@ class Resuming:
     Lightning looks for its checkpoint after all ranks have joined, so they can agree on one.
 
     Args:
-        trainer: The ``Trainer``.
-        settings: What the user has set.
-        exchange: What the ranks share.
-        rank: Global rank.
-        world_size: Number of ranks.
         local_ranks: The ranks of this host.
     """
 
@@ -76,7 +71,6 @@ class Resuming:
 
         Args:
             ranks: The ranks that did not answer.
-            step: Lightning's ``global_step``.
         """
         found = {rank: read_position(self._files[rank], step) for rank in ranks if rank in self._files}
         return {rank: one for rank, one in found.items() if one is not None and one.pop("step", None) == step}

@@ -59,18 +59,11 @@ class Saver:
     """One rank's part in saving one call of ``fit``, once.
 
     Args:
-        trainer: The ``Trainer``.
-        settings: What the user has set.
-        ledger: Which weights belong to which counters.
         weights: The state of the model, by Lightning's own way to it.
-        rank: Global rank.
-        world_size: Number of ranks.
-        exchange: What the ranks share, at this moment.
         shard: This rank's shard of the model; None for a replica.
         last_save_s: How long the last checkpoint took to save, seconds; 0 if unknown.
         last_path: The last checkpoint that was not saved here; empty if there was none.
         left_behind: Gives the known positions of silent ranks after a step.
-        say: Prints a line to the user.
     """
 
     def __init__(
@@ -338,7 +331,7 @@ class Saver:
     def _own_part(
         self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str
     ) -> dict[str, Any]:
-        """Our own entry in a checkpoint, beside Lightning's."""
+        """Our own entry in a checkpoint, next to Lightning's."""
         return {
             "version": _VERSION,
             "world_size": self._world_size,

@@ -99,7 +99,6 @@ def why_not_covered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     """Why these boxes do not cover a tensor exactly once, in words; empty if they do.
 
     Args:
-        shape: The shape of the tensor.
         boxes: The boxes, in any order.
     """
     ordered, volume = sorted(boxes), 0
@@ -138,9 +137,7 @@ class ShardedSave:
     """One rank's part in such a checkpoint.
 
     Args:
-        exchange: What the ranks share.
         folder: The folder of checkpoints.
-        rank: This rank.
         ranks: The ranks that write, the leader first.
         is_on_device: Whether tensors are on a device that the host runs ahead of.
         left_s: Gives the remaining time, seconds.
@@ -193,8 +190,7 @@ class ShardedSave:
         """Makes the folder, writes this rank's file and the common files, and renames the folder.
 
         Args:
-            state_and_rest: Gives the state on this rank, and what Lightning saves beside it.
-            boundary: The boundary that the state belongs to.
+            state_and_rest: Gives the state on this rank, and what else Lightning saves.
 
         Returns:
             Its path.

@@ -78,7 +78,6 @@ def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     """The boxes that make up a range of a tensor's values, in order: full rows, and parts of the first and last row.
 
     Args:
-        shape: The shape of the tensor.
         begin: The flat index of the first value.
         end: The flat index after the last value.
     """

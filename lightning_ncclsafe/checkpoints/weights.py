@@ -32,7 +32,6 @@ class WatchedWeights:
     """The saved state of a model: parameters and large buffers, which are watched, and small buffers, which are copied.
 
     Args:
-        module: The model.
         parts: This rank's parts of a sharded model; None for a replica.
     """
 

@@ -1,11 +1,16 @@
 """The command line, ``ncclsafe``: one module for each of its commands, none of which needs torch or Lightning."""
 
+import os
 import sys
 from argparse import Action
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from typing import TextIO
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+from lightning_ncclsafe.report.lines import safe
 
 # Modules of this package. Each has add_to, which adds it to the subcommands of a parser, and run.
 COMMANDS = ("diagnose", "explain", "inspect", "logs", "preflight", "render", "run")
@@ -16,6 +21,31 @@ class Help(DefaultHelpFormatter):
 
     def _get_help_string(self, action: Action) -> str:
         return action.help or ""
+
+
+def write_to(stream: TextIO | None, text: str) -> None:
+    """Writes text in the stream's encoding. A closed pipe is no error, and Python must not report it at exit."""
+    if stream is None:
+        return
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def say(text: str, stream: TextIO | None) -> None:
+    """Prints a line; a stream that cannot be written to is no error."""
+    with suppress(OSError):
+        write_to(stream, f"{text}\n")
+
+
+def failed(text: str) -> int:
+    """Prints why a command is invalid or has failed; returns its exit code."""
+    print(f"error: {safe(text)}", file=sys.stderr)
+    return 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

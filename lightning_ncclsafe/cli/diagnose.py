@@ -1,13 +1,12 @@
 """``ncclsafe diagnose``: finds from dumps, logs and reports why a run hung."""
 
-import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from typing import Any, TextIO
+from collections.abc import Iterator
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_ncclsafe.cli import say
 from lightning_ncclsafe.code.marks import lacks_mark
 from lightning_ncclsafe.facts import IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
@@ -46,33 +45,20 @@ def add_to(commands: Any) -> None:
 
 
 def run(config: Namespace) -> int:
-    """Runs ``ncclsafe diagnose``; returns the exit code."""
-    return diagnose(config.paths, config.format)
-
-
-def diagnose(paths: Iterable[str], format: str) -> int:
-    """Reads all files, and prints the diagnosis.
-
-    Args:
-        paths: Files and folders.
-        format: ``"text"`` or ``"json"``.
-
-    Returns:
-        The exit code.
-    """
+    """Runs ``ncclsafe diagnose``: reads all files and prints the diagnosis; returns the exit code."""
     evidence = Artifacts()
-    for path in dict.fromkeys(paths):
+    for path in dict.fromkeys(config.paths):
         evidence.read(path)
     for error in evidence.errors:
-        _say(f"error: {safe(error)}", sys.stderr)
+        say(f"error: {safe(error)}", sys.stderr)
     diagnoses = list(_diagnoses(evidence))
     if not diagnoses:
         return _nothing(evidence)
     for title, diagnosis in diagnoses:
-        if format == "json":
-            _say(report_json(diagnosis).decode("utf-8", "replace").rstrip("\n"), sys.stdout)
+        if config.format == "json":
+            say(report_json(diagnosis).decode("utf-8", "replace").rstrip("\n"), sys.stdout)
         else:
-            _say((f"{safe(title)}\n\n" if len(diagnoses) > 1 else "") + shown_report(diagnosis, sys.stdout), sys.stdout)
+            say((f"{safe(title)}\n\n" if len(diagnoses) > 1 else "") + shown_report(diagnosis, sys.stdout), sys.stdout)
     return 0 if any(diagnosis.findings for _, diagnosis in diagnoses) else 1
 
 
@@ -105,22 +91,8 @@ def _is_unmarked(job: JobFacts) -> bool:
 def _nothing(evidence: Artifacts) -> int:
     if not evidence.files:
         if not evidence.errors:
-            _say("error: these files contain no dump, report or log", sys.stderr)
+            say("error: these files contain no dump, report or log", sys.stderr)
         return 2
     files = f"{evidence.files:,} file{'s' * (evidence.files != 1)}"
-    _say(f"nothing to explain: in {files}, no rank waits for another, fails or dies", sys.stdout)
+    say(f"nothing to explain: in {files}, no rank waits for another, fails or dies", sys.stdout)
     return 1
-
-
-def _say(text: str, stream: TextIO | None) -> None:
-    """Prints it. A closed pipe is no error, and Python must not report it at exit, either."""
-    if stream is None:
-        return
-    encoding = stream.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
-    except BrokenPipeError:
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    except OSError:
-        pass

@@ -3,7 +3,6 @@
 import io
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, TextIO
 
@@ -13,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_ncclsafe.cli import failed, say
 from lightning_ncclsafe.report.terminal import console_for
 from lightning_ncclsafe.rules.causes import causes
 from lightning_ncclsafe.rules.kit import Rule
@@ -46,8 +46,7 @@ def run(config: Namespace) -> int:
             if rule.name == wanted:
                 found.setdefault(rule, []).append(kind)
     if not found:
-        print(f"error: {_unknown(config.name, wanted)}", file=sys.stderr)
-        return 2
+        return failed(_unknown(config.name, wanted))
     _print((line for rule, kinds in found.items() for line in _explained(rule, kinds)), sys.stdout)
     return 0
 
@@ -93,8 +92,4 @@ def _print(lines: Iterable[RenderableType], stream: TextIO | None) -> None:
     console.width = min(console.width, _WIDEST)
     for line in lines:
         console.print(line)
-    text = "".join(f"{line.rstrip()}\n" for line in made.getvalue().splitlines())
-    encoding = stream.encoding or "utf-8"
-    with suppress(OSError):
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
+    say("\n".join(line.rstrip() for line in made.getvalue().splitlines()), stream)

@@ -1,11 +1,9 @@
-"""``ncclsafe inspect``: what the ranks of this host do now and why, if they hang; nobody needs to have prepared it."""
+"""``ncclsafe inspect``: what the ranks of this host do now, and why they hang; the job needs no preparation."""
 
-import os
 import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_ncclsafe.cli import failed, write_to
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.inspecting.inspection import LOOKS, SECONDS, inspect
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
@@ -67,11 +66,7 @@ def add_to(commands: Any) -> None:
 def run(config: Namespace) -> int:
     """Runs ``ncclsafe inspect``; returns the exit code."""
     if config.looks < 2 or (config.seconds is not None and config.seconds <= 0):
-        print(
-            "error: --looks must be at least 2 and --seconds more than 0, because progress is seen between looks",
-            file=sys.stderr,
-        )
-        return 2
+        return failed("--looks must be at least 2 and --seconds more than 0, because progress is seen between looks")
     found = inspect(
         config.pid,
         looks=config.looks,
@@ -84,11 +79,11 @@ def run(config: Namespace) -> int:
         _note(note)
     if not found.diagnoses:
         return 2
-    # Where the answer cannot be written it is printed all the same: the job may be gone when somebody asks again.
+    # An answer that cannot be written is still printed: the job may be gone at the next attempt.
     folders = [Path(config.output)] * len(found.diagnoses) if config.output is not None else []
     is_written = all([_is_done(partial(_write, *one)) for one in zip(found.diagnoses, folders, strict=False)])
     is_shown = _is_done(partial(_show, found.diagnoses, _Format(config.format)))
-    return int(any(map(_is_held_up, found.diagnoses))) if is_written and is_shown else 2
+    return int(any(map(_may_be_stuck, found.diagnoses))) if is_written and is_shown else 2
 
 
 def _is_done(act: Callable[[], None]) -> bool:
@@ -105,8 +100,8 @@ def _note(text: str) -> None:
     print(f"note: {safe(text)}", file=sys.stderr, flush=True)
 
 
-def _is_held_up(diagnosis: Diagnosis) -> bool:
-    """Whether anything keeps the job from being called one that moves."""
+def _may_be_stuck(diagnosis: Diagnosis) -> bool:
+    """Whether there is a finding, or a rank that was not seen to make progress."""
     moves = all(facts.inspection is not None and facts.inspection.moved for facts in diagnosis.job.ranks)
     return bool(diagnosis.findings) or not moves
 
@@ -132,15 +127,4 @@ def _show(diagnoses: Sequence[Diagnosis], format: _Format) -> None:
         else:
             title = f"=== {safe(diagnosis.job.launch)}\n\n" if len(diagnoses) > 1 else ""
             text = title + shown_report(diagnosis, sys.stdout)
-        _print(text)
-
-
-def _print(text: str) -> None:
-    """That nobody reads to the end is no error; nor may Python say so when it ends."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        write_to(sys.stdout, text)

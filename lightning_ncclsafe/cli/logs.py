@@ -3,12 +3,12 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_ncclsafe.cli import say
 from lightning_ncclsafe.loggers.recovery import Recovered, recover
 from lightning_ncclsafe.loggers.staging import (
     StagingError,
@@ -42,20 +42,8 @@ def add_to(commands: Any) -> None:
 
 
 def run(config: Namespace) -> int:
-    """Runs ``ncclsafe logs recover``; returns the exit code."""
-    return recover_all(config.recover.dir, Path(config.recover.staging_dir))
-
-
-def recover_all(directory: str, staging_dir: Path) -> int:
-    """Recovers all local staging of a directory, and prints what became of each folder.
-
-    Args:
-        directory: A folder of staging, a folder of such folders, or a logger's directory or one above it.
-        staging_dir: Where the staging of a logger's directory is.
-
-    Returns:
-        The exit code.
-    """
+    """Recovers all local staging of a directory, and prints what became of each folder; returns the exit code."""
+    directory, staging_dir = config.recover.dir, Path(config.recover.staging_dir)
     try:
         folders = list(_folders(directory, staging_dir))
     except OSError as error:
@@ -156,11 +144,5 @@ def _nothing_found(directory: str, staging_dir: Path) -> str:
 
 
 def _say(text: str, stream: TextIO | None) -> None:
-    """Prints a line. Its text comes from files: it must not control the terminal, nor stop the recovery."""
-    if stream is None:
-        # The process was started with a closed stdout.
-        return
-    encoding = stream.encoding or "utf-8"
-    # A closed pipe does not stop the recovery.
-    with suppress(OSError):
-        print(safe(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    """Prints a line, whose text comes from files: it must not control the terminal."""
+    say(safe(text), stream)

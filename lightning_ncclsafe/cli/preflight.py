@@ -1,4 +1,4 @@
-"""``ncclsafe preflight``: looks at this host, and under a launcher at those of all ranks, before training."""
+"""``ncclsafe preflight``: checks this host before training, and under a launcher the hosts of all ranks."""
 
 import os
 import socket
@@ -11,6 +11,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
+from lightning_ncclsafe.cli import failed
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, TcpStoreExchange
 from lightning_ncclsafe.exchange.meeting import Agreed
 from lightning_ncclsafe.facts import LoadFacts, Phase, PreflightFacts, Progress, RankFacts
@@ -51,8 +52,7 @@ def run(config: Namespace) -> int:
     try:
         place = launched(os.environ)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return failed(str(error))
     return _run(config, place)
 
 
@@ -82,8 +82,7 @@ def _run(config: Namespace, place: Launched) -> int:
         )
     except (ExchangeError, RuntimeError, OSError) as error:
         where = f"{place.master_addr}:{place.master_port}"
-        print(f"error: rank {place.rank} cannot reach the other ranks at {where}: {error}", file=sys.stderr)
-        return 2
+        return failed(f"rank {place.rank} cannot reach the other ranks at {where}: {error}")
     if place.rank == 0 and agreed.complete and not agreed.findings and not config.all:
         ranks = f"{place.world_size} ranks" if place.world_size > 1 else "this host"
         print(f"nothing is wrong with {ranks}")

@@ -1,19 +1,17 @@
 """``ncclsafe render``: convert a saved report to text, HTML or a trace."""
 
-import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_ncclsafe.cli import failed, write_to
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import ReportError, read_report
-from lightning_ncclsafe.report.lines import safe
 
 _RENDER = "convert a saved report to text, HTML or a trace"
 _DESCRIPTION = (
@@ -54,11 +52,11 @@ def run(config: Namespace) -> int:
         text = _renderer(Format(config.format), config.output)(_read(_file(path)))
         _write(text, config.output)
     except ReportError as error:
-        return _failed(f"{config.report}: {error}")
+        return failed(f"{config.report}: {error}")
     except OSError as error:
-        return _failed(f"{error.filename or config.output}: {error.strerror or error}")
+        return failed(f"{error.filename or config.output}: {error.strerror or error}")
     except Exception as error:  # an untrusted file
-        return _failed(f"{config.report}: the report cannot be rendered ({type(error).__name__}: {error!s:.200})")
+        return failed(f"{config.report}: the report cannot be rendered ({type(error).__name__}: {error!s:.200})")
     return 0
 
 
@@ -105,21 +103,5 @@ def _renderer(format: Format, output: str | None) -> Callable[[Diagnosis], str]:
 def _write(text: str, output: str | None) -> None:
     if output is not None:
         Path(output).write_text(text, encoding="utf-8", errors="replace")
-    elif sys.stdout is not None:
-        _print(text, sys.stdout)
-
-
-def _print(text: str, stream: TextIO) -> None:
-    """Prints it. A closed pipe is no error, and Python must not report it at exit, either."""
-    encoding = stream.encoding or "utf-8"
-    try:
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
-    except BrokenPipeError:
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _failed(text: str) -> int:
-    print(f"error: {safe(text)}", file=sys.stderr)
-    return 2
+    else:
+        write_to(sys.stdout, text)

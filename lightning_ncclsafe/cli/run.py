@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ncclsafe.report.lines import safe
+from lightning_ncclsafe.cli import failed
 from lightning_ncclsafe.running.variables import ON, OPTIONS, SWITCH, shown, wanted
 
 _RUN = "run a program with the guard in each of its Trainers, without changing its code"
@@ -45,15 +45,15 @@ def run(config: Namespace) -> int:
         try:
             option.read(text)
         except ValueError as error:
-            return _failed(f"{option.flag} {shown(text)}: {error}")
+            return failed(f"{option.flag} {shown(text)}: {error}")
     environment = {**os.environ, SWITCH: ON, **{option.variable: text for option, text in asked.items()}}
     try:
         wanted(environment)
     except ValueError as error:
-        return _failed(str(error))
+        return failed(str(error))
     folders = _site_folders()
     if not any((folder / _AT_START).is_file() for folder in folders):
-        return _failed(
+        return failed(
             f"{sys.executable} does not load the guard at start-up: {_AT_START} is in none of its site-packages folders"
             f" ({', '.join(map(str, folders)) or 'it has none'}). Install lightning-ncclsafe there with pip;"
             " PYTHONPATH is not enough."
@@ -84,8 +84,3 @@ def _interpreter_options(words: Sequence[str], argv: Sequence[str]) -> list[str]
     if (found := _MODULE.match(program)) and found[1]:
         options.append(f"-{found[1]}")
     return options
-
-
-def _failed(text: str) -> int:
-    print(f"error: {safe(text)}", file=sys.stderr)
-    return 2

@@ -53,9 +53,6 @@ _LINGER_S = 0.02
 # The wait for an answer within a session.
 _ANSWER_S = 0.1
 
-# A session, and the time from tick to tick of rank 0.
-_Turn = tuple[int, float]
-
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
@@ -98,18 +95,13 @@ class Surroundings:
 
     def claim(self, key: str) -> int:
         """The rank that owns a key: this one, if it is the first to claim it."""
-        stands = numbers(self.exchange.set_if_absent(key, str(self.rank).encode()).decode("utf-8", "replace"))
-        return stands[0] if stands else -1
+        owner = numbers(self.exchange.set_if_absent(key, str(self.rank).encode()).decode("utf-8", "replace"))
+        return owner[0] if owner else -1
 
 
 def _slot_key(number: int) -> str:
     """Key where a rank that aligns its host announces itself; slots are taken in order."""
     return f"clock/slot/{number}"
-
-
-def _leader_key(boot_id: str) -> str:
-    """Key where the ranks of a host find the one that aligns it."""
-    return f"clock/leader/{boot_id}"
 
 
 def _ping_key(rank: int) -> str:
@@ -135,11 +127,6 @@ def numbers(text: str) -> tuple[int, ...]:
         return ()
 
 
-def _alignment_text(found: Alignment) -> str:
-    """An alignment as text."""
-    return f"{found.offset_ns} {found.uncertainty_ns} {found.at.wall_ns} {found.at.steady_ns} {found.epoch}"
-
-
 def read_alignment(text: str) -> Alignment | None:
     """The alignment in a text; None if there is none."""
     parsed = numbers(text)
@@ -156,11 +143,7 @@ class _Invitation:
 
 
 class Reference:
-    """Rank 0's part.
-
-    Args:
-        around: Exchange, clocks and sleep.
-    """
+    """Rank 0's part."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
@@ -173,7 +156,7 @@ class Reference:
         self._sent_turn: tuple[float, tuple[int, ...]] = (0.0, ())
 
     def tick(self) -> None:
-        """Answers messages, aligns what is due, and publishes who is next."""
+        """Answers messages, aligns what is due, and publishes which rank is next."""
         began_s = self._around.monotonic()
         every_s = 1.0 if self._last_tick_s is None else began_s - self._last_tick_s
         self._last_tick_s = began_s
@@ -264,7 +247,6 @@ class Follower:
     """The part of a rank other than 0.
 
     Args:
-        around: Exchange, clocks and sleep.
         is_stopped: Whether the outcome is no longer needed.
     """
 
@@ -290,20 +272,27 @@ class Follower:
         """Aligns the host if this rank does that and it is due, else reads the alignment; nothing on rank 0's host."""
         if self._shares_reference or not self._is_due():
             return
-        reference, text = self._around.get_many([_REFERENCE, self._other_key()])
+        aligns = self._leader in (None, self._around.rank)
+        reference, text = self._around.get_many([_REFERENCE, _TURN if aligns else _alignment_key(self._around.boot_id)])
         epoch, _, boot_id = reference.partition(" ")
         if not boot_id:
             return
         self._shares_reference = boot_id == self._around.boot_id
-        self._see_epoch(numbers(epoch))
+        self._epoch = next(iter(numbers(epoch)), 0)
+        if self._alignment is not None and self._alignment.epoch != self._epoch:
+            self._alignment = None
         if self._shares_reference:
             return
         if self._leader is None:
-            self._leader = self._around.claim(_leader_key(self._around.boot_id))
+            # The ranks of a host find the one that aligns it there.
+            self._leader = self._around.claim(f"clock/leader/{self._around.boot_id}")
         elif self._leader == self._around.rank:
             self._lead(text)
         else:
-            self._accept(read_alignment(text))
+            self._read_s = self._around.monotonic()
+            received = read_alignment(text)
+            if received is not None and received.epoch == self._epoch:
+                self._alignment = received
 
     def _is_due(self) -> bool:
         """Whether to look for news; always for a rank that aligns its host, as it may be invited."""
@@ -312,29 +301,16 @@ class Follower:
             return now_s - self._read_s >= _READ_EVERY_S
         return True
 
-    def _other_key(self) -> str:
-        return _TURN if self._leader in (None, self._around.rank) else _alignment_key(self._around.boot_id)
-
-    def _see_epoch(self, numbers_read: tuple[int, ...]) -> None:
-        self._epoch = numbers_read[0] if numbers_read else 0
-        if self._alignment is not None and self._alignment.epoch != self._epoch:
-            self._alignment = None
-
-    def _accept(self, received: Alignment | None) -> None:
-        self._read_s = self._around.monotonic()
-        if received is not None and received.epoch == self._epoch:
-            self._alignment = received
-
     def _lead(self, text: str) -> None:
+        rank = self._around.rank
         if not self._has_slot:
-            self._has_slot = self._take_slot()
-        turn = _turn_of(self._around.rank, numbers(text))
-        if turn is not None and turn[0] != self._session:
-            self._align(*turn)
-
-    def _take_slot(self) -> bool:
-        """Takes the next free slot; rank 0 finds all by asking for the next one."""
-        return any(self._around.claim(_slot_key(n)) == self._around.rank for n in range(self._around.world_size))
+            # The next free one: rank 0 finds all by asking for the next.
+            self._has_slot = any(self._around.claim(_slot_key(n)) == rank for n in range(self._around.world_size))
+        # The period of rank 0's ticks, nanoseconds, and pairs of rank and session.
+        every_ns, *pairs = numbers(text) or (0,)
+        session = dict(zip(pairs[::2], pairs[1::2], strict=False)).get(rank)
+        if session is not None and session != self._session:
+            self._align(session, every_ns / 1e9)
 
     def _align(self, session: int, every_s: float) -> None:
         around = self._around
@@ -351,7 +327,8 @@ class Follower:
         found = aligned(rounds, began, around.read(), opened[5])
         if found is not None:
             self._session, self._epoch, self._alignment = session, found.epoch, found
-            around.put(_alignment_key(around.boot_id), _alignment_text(found))
+            text = f"{found.offset_ns} {found.uncertainty_ns} {found.at.wall_ns} {found.at.steady_ns} {found.epoch}"
+            around.put(_alignment_key(around.boot_id), text)
 
     def _rounds(self, session: int, attempt: int, epoch: int) -> Iterator[Round]:
         for number in range(1, _ROUNDS + 1):
@@ -373,12 +350,6 @@ class Follower:
         return None
 
 
-def _turn_of(rank: int, numbers_read: tuple[int, ...]) -> _Turn | None:
-    """The period of rank 0's ticks in nanoseconds, and pairs of rank and session."""
-    sessions = dict(zip(numbers_read[1::2], numbers_read[2::2], strict=False))
-    return (sessions[rank], numbers_read[0] / 1e9) if rank in sessions else None
-
-
 class ClockSync:
     """Aligns a rank's wall clock with rank 0's over the exchange, with a bound of the error.
 
@@ -387,14 +358,8 @@ class ClockSync:
     Keys are reused, so their number does not grow with time; a host that does not show up is left out.
 
     Args:
-        exchange: Shared by all ranks.
-        rank: Global rank.
-        world_size: Number of ranks.
         boot_id: Equal on the ranks of this host and different elsewhere; see
             :func:`~lightning_ncclsafe.probes.host.capacity.host_boot_id`.
-        now_ns: The wall clock by which collectives are timed.
-        sleep: Waits for some seconds.
-        monotonic: A steady clock that all processes on the host share, seconds.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from lightning_ncclsafe.recorder.model import Recorder, WorkKind, size_bytes, to
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
-# Some minutes' worth, in case nobody reads them.
+# Some minutes' worth; older ones are dropped if they are never read.
 _MOST_MARKS = 1 << 16
 # User code may name every step differently.
 _MOST_NAMES = 1000
@@ -74,22 +74,17 @@ class PhaseHistory:
         self._fetches = starts_step or (self._fetches and phase != _OTHER)
 
     def _learn(self, action: object) -> _Meaning:
-        meaning = _meaning(str(action))
+        name = str(action)
+        meaning = _Meaning(STEP_PHASES.index(step_phase(name)), name.endswith(_BATCH_IS_FETCHED))
         if isinstance(action, str) and len(self._meanings) < _MOST_NAMES:
             self._meanings[action] = meaning
         return meaning
-
-
-def _meaning(action: str) -> _Meaning:
-    return _Meaning(STEP_PHASES.index(step_phase(action)), action.endswith(_BATCH_IS_FETCHED))
 
 
 class Recording:
     """Reads the recorders of this process, each entry once.
 
     Args:
-        rank: This rank.
-        phase_history: The phases of its main thread.
         since_ns: Entries recorded before this wall-clock time are skipped: the recorder belongs to the process, and
             also has those of earlier calls of the Trainer.
         entries: Returns the entries of each recorder; for tests.
@@ -116,7 +111,7 @@ class Recording:
         self._groups: dict[str, GroupMembers] = {}
         self._starts: list[int] = []
         self._missing: list[str] = []
-        self._told_span = (0, 0)
+        self._last_span = (0, 0)
         self._device_times_fail = False
         self.new = 0
         self.steps = 0
@@ -125,7 +120,6 @@ class Recording:
         """Reads everything new.
 
         Args:
-            clock: This rank's clock.
             last: Whether nothing more will be read.
         """
         found, lost = self._new_entries(last)
@@ -141,11 +135,13 @@ class Recording:
         rows = [self._row(entry, groups, ops) for entry in collectives if not entry["is_p2p"]]
         calls = np.array(rows, dtype=CALL)
         missing, self._missing = tuple(self._missing), []
+        spans = self._spans()
+        # Only now: whatever delayed a call that was found ended before the call did.
+        own = [(self._rank, *interval) for interval in take_own_work() if interval[0] >= self._since_ns]
         return Window(
             calls=calls,
-            spans=self._spans(),
-            # Only now: whatever delayed a call that was found ended before the call did.
-            own=self._own_work(),
+            spans=spans,
+            own=np.array(own, dtype=OWN),
             groups=tuple(self._groups[name] for name in used),
             ops=tuple(ops),
             clocks={self._rank: clock},
@@ -222,7 +218,7 @@ class Recording:
             groups[entry["process_group"][0]],
             ops.setdefault(_op(name), len(ops)),
             entry["collective_seq_id"],
-            self._step(created_ns),
+            self.steps - len(self._starts) + bisect_left(self._starts, created_ns),
             entry["size_bytes"],
             created_ns,
             UNKNOWN_NS if duration_ms is None else int(duration_ms * 1e6),
@@ -236,23 +232,16 @@ class Recording:
         if (too_many := len(self._starts) - _KEPT_STARTS) > 0:
             del self._starts[:too_many]
 
-    def _own_work(self) -> Any:
-        rows = [(self._rank, *interval) for interval in take_own_work() if interval[0] >= self._since_ns]
-        return np.array(rows, dtype=OWN)
-
-    def _step(self, created_ns: int) -> int:
-        return self.steps - len(self._starts) + bisect_left(self._starts, created_ns)
-
     def _spans(self) -> Any:
         marks, current = self._phase_history.marks, self._phase_history.current
         found = []
         while marks:
             found.append(marks.popleft())
-        # It goes on, unless it has just ended and is among the marks already; so it is not recorded twice.
+        # It continues, unless it has just ended and is among the marks already; so it is not recorded twice.
         if current not in found:
             found.append(current)
-        new = [(self._rank, phase, began_ns) for began_ns, phase in found if (began_ns, phase) != self._told_span]
-        self._told_span = found[-1]
+        new = [(self._rank, phase, began_ns) for began_ns, phase in found if (began_ns, phase) != self._last_span]
+        self._last_span = found[-1]
         return np.array(new, dtype=SPAN)
 
 

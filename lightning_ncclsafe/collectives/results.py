@@ -32,21 +32,13 @@ _REFUSED = re.compile(r"[^\w./\-: ]")
 _MOST_NAMES = 256
 
 
-def _mean() -> Any:
-    # Never synchronised: these are all ranks' numbers already, and torchmetrics would use the training's own groups.
-    # In double precision, whatever default Lightning has set for the model.
-    return MeanMetric(sync_on_compute=False).set_dtype(torch.float64)
-
-
 class TimingScalars:
-    """Collects scalars between two calls of :meth:`take`; used by one thread.
-
-    Args:
-        world_size: Number of ranks.
-    """
+    """Collects scalars between two calls of :meth:`take`; used by one thread."""
 
     def __init__(self, world_size: int) -> None:
-        self._means: dict[str, Any] = defaultdict(_mean)
+        # Never synchronised: these are all ranks' numbers already, and torchmetrics would use the training's groups. In
+        # double precision, whatever default Lightning has set for the model.
+        self._means: dict[str, Any] = defaultdict(lambda: MeanMetric(sync_on_compute=False).set_dtype(torch.float64))
         self._updated: set[str] = set()
         self._late_s = np.zeros(world_size)
         self._steps: set[int] = set()
@@ -117,8 +109,6 @@ def log_scalars(
 
     Args:
         scalars: Values by name; nothing is logged where there are none.
-        loggers: The loggers.
-        step: The Trainer's global step.
         besides: Classes of loggers to skip.
 
     Returns:
@@ -154,7 +144,11 @@ def save(analysis: Analysis, summary: TimingSummary, report_dir: Path, settings:
     try:
         if settings.table or settings.trace:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            name = _free_name(folder)
+            now = datetime.now(tz=timezone.utc)
+            names = (f"{now:%Y-%m-%dT%H-%M-%S}Z{f'-{number}' if number else ''}-" for number in count())
+            # Fit and validate may end in the same second.
+            taken = {path.name for path in folder.iterdir()}
+            name = next(name for name in names if taken.isdisjoint((f"{name}{_TABLE}", f"{name}{_TRACE}")))
         if settings.table:
             table = folder / f"{name}{_TABLE}"
             table.touch(mode=0o600)
@@ -190,19 +184,12 @@ def _table(summary: TimingSummary, width: int = WIDTH) -> str:
     return f"collectives of {summary.steps:,} steps\n{render_timing(summary, width)}"
 
 
-def _free_name(folder: Path) -> str:
-    """A free name with the time; fit and validate may end in the same second."""
-    now = datetime.now(tz=timezone.utc)
-    names = (f"{now:%Y-%m-%dT%H-%M-%S}Z{f'-{number}' if number else ''}-" for number in count())
-    return next(name for name in names if not any((folder / f"{name}{end}").exists() for end in (_TABLE, _TRACE)))
-
-
 def _each(loggers: Iterable[Any], log: Callable[[Any], None]) -> frozenset[str]:
     failed = set()
     for logger in loggers:
         try:
             log(logger)
-        except Exception as error:  # a logger's own; training and the other loggers go on
+        except Exception as error:  # a logger's own; training and the other loggers continue
             failed.add(type(logger).__name__)
             say_own_failure(error, what=f"logging collectives to {type(logger).__name__}")
     return frozenset(failed)

@@ -50,7 +50,6 @@ class Pace:
     """Decides how often to read and share, from what was seen before.
 
     Args:
-        world_size: Number of ranks.
         every_n_steps: After how many steps results are wanted.
         recorder_size: Entries that the recorder keeps.
     """
@@ -92,17 +91,12 @@ class Timer:
     while the exchange answers. If it fails, it prints that once and stops.
 
     Args:
-        settings: What the user has set.
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
-        phase_history: The phases of the main thread.
         boot_id: Equal on processes that share a clock.
-        say: Prints one or more lines to the user.
 
     Attributes:
         stragglers: Ranks that keep others waiting, by rank 0's last report.
         analysis: The results; on rank 0, complete once the timer has ended.
+        is_off: Whether it has failed.
     """
 
     def __init__(
@@ -137,11 +131,11 @@ class Timer:
         self._unsent: list[Window] = []
         self._shared_at = time.monotonic()
         self._unreadable = 0
-        self._is_untold = False
+        self._is_unsent = False
         self._last: set[int] = set()
         self._ready: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._is_off = False
+        self.is_off = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ncclsafe-timer", daemon=True)
         # A separate thread: a rank that measures for its host sometimes waits for rank 0; the recorder must not.
@@ -158,7 +152,7 @@ class Timer:
         self._thread.start()
         try:
             self._clock_thread.start()
-        except RuntimeError:  # too many threads; the first would go on
+        except RuntimeError:  # too many threads; the first would continue
             self.end()
             raise
 
@@ -177,11 +171,6 @@ class Timer:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(most_s)
 
-    @property
-    def is_off(self) -> bool:
-        """Whether it has failed."""
-        return self._is_off
-
     def _run(self) -> None:
         try:
             read_at, pause_s = time.monotonic(), 0.1
@@ -194,7 +183,7 @@ class Timer:
             self._turn(last=True)
             self._await_others()
         except Exception as error:
-            self._is_off = True
+            self.is_off = True
             say_own_failure(error, what="the timing of collectives")
 
     def _align(self) -> None:
@@ -222,7 +211,7 @@ class Timer:
             else:
                 self.stragglers = self._tree.newest_report().stragglers
         except ExchangeError as error:
-            # It is kept and shared later; if the exchange is lost, this rank quietly goes on alone.
+            # It is kept and shared later; if the exchange is lost, this rank quietly continues alone.
             self._recording.say(f"some timings could not be shared in time: {error}")
         if self._tree.unreadable > self._unreadable:
             self._recording.say(f"{self._tree.unreadable} messages of ranks could not be read.")
@@ -238,41 +227,32 @@ class Timer:
         with self._lock:
             # Scalars that were not taken yet stay; the rest is collected for the next time.
             self._ready = self._ready or self._scalars.take()
-        if changed or self._is_untold:
-            self._tell(changed)
+        if changed or self._is_unsent:
+            self._report(changed)
+            self._is_unsent = True  # until the exchange has taken it
+            self._tree.send_report(StragglerReport(stragglers=self.stragglers))
+            self._is_unsent = False
 
-    def _tell(self, changed: list[Straggler]) -> None:
+    def _report(self, changed: list[Straggler]) -> None:
         for straggler in changed:
             self._say(straggler_sentence(straggler))
         self.stragglers = self.analysis.summary().stragglers
-        self._is_untold = True  # until the exchange has taken it
-        self._tree.send_report(StragglerReport(stragglers=self.stragglers))
-        self._is_untold = False
 
     def _await_others(self) -> None:
-        """On rank 0, waits for the last windows of the others."""
-        if not self._tree.is_root:
-            self._pass_on_others()
-            return
-        wait_for(
-            lambda: len(self._last) >= self._world_size or not self._relay(),
-            deadline_s=_LAST_S + self._world_size / 100,
-            poll_s=self._poll_s / 10,
-            longest_poll_s=self._poll_s,
-        )
-        changed = self.analysis.finish()
-        for straggler in changed:
-            self._say(straggler_sentence(straggler))
-        self.stragglers = self.analysis.summary().stragglers
+        """Waits on rank 0 for all last windows; elsewhere until this rank's, and a leader's members', are sent."""
+        tree, world_size = self._tree, self._world_size
 
-    def _pass_on_others(self) -> None:
-        """Stays until this rank's last window is sent and, as a leader, those of its members."""
+        def is_done() -> bool:
+            return len(self._last) >= world_size if tree.is_root else tree.is_done and not tree.holds
+
         wait_for(
-            lambda: (self._tree.is_done and not self._tree.holds) or not self._relay(),
-            deadline_s=_LAST_S / 2,
+            lambda: is_done() or not self._relay(),
+            deadline_s=_LAST_S + world_size / 100 if tree.is_root else _LAST_S / 2,
             poll_s=self._poll_s / 10,
             longest_poll_s=self._poll_s,
         )
+        if tree.is_root:
+            self._report(self.analysis.finish())
 
     def _relay(self) -> bool:
         """Passes on what others sent; whether the exchange still answers."""
@@ -287,15 +267,6 @@ class Timer:
 
 class AttachedTimer:
     """The timer of one call of the Trainer.
-
-    Args:
-        trainer: The ``Trainer``.
-        tracker: What Lightning is doing.
-        exchange: What the ranks share.
-        settings: What the user has set.
-        rank: This rank.
-        world_size: Number of ranks.
-        report_dir: The folder of reports.
 
     Attributes:
         timer: The timer.
@@ -335,10 +306,6 @@ class AttachedTimer:
             WrappedMethod(connector, LOG_METRICS, self._log) if hasattr(connector, LOG_METRICS) else None
         )
         tracker.listeners += (self._phase_history,)
-
-    def stragglers(self) -> tuple[Straggler, ...]:
-        """Ranks that keep others waiting, by rank 0's last report."""
-        return self.timer.stragglers
 
     def end(self) -> None:
         """Brings all ranks' last recordings together, once; rank 0 keeps the results."""

@@ -37,9 +37,6 @@ class Tree:
     """One rank's place in the tree.
 
     Args:
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
         most_calls: Calls of one rank in one group that are passed on at a time.
         fan: Ranks per leader.
     """
@@ -69,18 +66,13 @@ class Tree:
         return self._rank == 0
 
     def pass_on(self, own: Window) -> Window | None:
-        """Collects what the ranks below sent, and sends it one level up.
-
-        Args:
-            own: This rank's own window.
-
-        Returns:
-            On rank 0, everything that arrived; None elsewhere.
+        """Sends this rank's window, and what the ranks below sent, one level up; on rank 0, returns all of it.
 
         Raises:
             ExchangeError: If ranks cannot share; the next call sends what this one could not.
         """
-        if not _is_empty(own):
+        others = (own.totals, own.lost, own.left_out, own.last, own.missing)
+        if len(own.calls) or len(own.spans) or len(own.own) or any(others):
             self._held.append(limited(own, self._most_calls))
         if len(self._held) > _MOST_HELD:
             self._held = [limited(joined(self._held), self._most_calls)]
@@ -88,7 +80,9 @@ class Tree:
             self._collect()
             found, self._held = joined(self._held), []
             return found
-        if not self._is_reader_behind():
+        key = _key(self._rank, self._sent)
+        is_reader_behind = bool(self._exchange.get_many([key]).get(key))
+        if not is_reader_behind:
             self._collect()
             self._send()
         return None
@@ -97,10 +91,6 @@ class Tree:
     def holds(self) -> bool:
         """Whether something waits here until the reader has read what was sent before."""
         return bool(self._held or self._outgoing)
-
-    def _is_reader_behind(self) -> bool:
-        key = _key(self._rank, self._sent)
-        return bool(self._exchange.get_many([key]).get(key))
 
     def _send(self) -> None:
         if self._held and not self._outgoing:
@@ -188,8 +178,3 @@ def _sources(rank: int, world_size: int, fan: int) -> tuple[int, ...]:
 
 def _key(rank: int, number: int) -> str:
     return f"timing/{rank}/{number % _SLOTS}"
-
-
-def _is_empty(window: Window) -> bool:
-    others = (window.totals, window.lost, window.left_out, window.last, window.missing)
-    return not (len(window.calls) or len(window.spans) or len(window.own) or any(others))

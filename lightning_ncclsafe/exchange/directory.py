@@ -143,7 +143,10 @@ class DirectoryExchange:
             is_new = not self._folder.parent.exists()
             self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._folder.mkdir(exist_ok=True, mode=0o700)
-            self._check_private()
+            found = self._folder.stat()
+            # Another user's folder of that name could feed ranks anything.
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                raise PermissionError("it belongs to another user, or others may write to it")
             if is_new:
                 (self._folder / _PARENT_IS_OURS).touch(mode=0o600)
             # mkstemp makes files that only this user can read.
@@ -163,12 +166,6 @@ class DirectoryExchange:
                 Path(name).unlink(missing_ok=True)
             raise self._error("write to", error) from error
         return Path(name)
-
-    def _check_private(self) -> None:
-        """Another user's folder of that name could feed ranks anything."""
-        found = self._folder.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise PermissionError("it belongs to another user, or others may write to it")
 
     def _error(self, doing: str, error: OSError) -> ExchangeError:
         return ExchangeError(f"Ranks could not {doing} the folder {str(self._folder)!r}: {error}.")

@@ -39,7 +39,7 @@ class Exchange(Protocol):
         """The values of those keys that have one."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes keys, whoever has published them; those that have no value are ignored."""
+        """Deletes keys, whichever rank has published them; those that have no value are ignored."""
 
     def close(self) -> None:
         """Gives back connections, threads and files. Calls after it raise :class:`ExchangeError`."""
@@ -53,16 +53,12 @@ def in_parts(keys: Iterable[str]) -> Iterator[list[str]]:
 
 
 def first_rank(exchange: Exchange, key: str, rank: int) -> int:
-    """The rank that came to this point first: it does for all what each of them would do.
-
-    Raises:
-        ExchangeError: If the exchange does not answer.
-    """
+    """The rank that reached this point first: it does for all what each of them would do."""
     return int(exchange.set_if_absent(key, str(rank).encode()))
 
 
 def comes_first(exchange: Exchange, key: str, rank: int) -> bool:
-    """Whether this rank is the first to come to this point. Without an exchange, each is."""
+    """Whether this rank is the first to reach this point. Without an exchange, each is."""
     try:
         return first_rank(exchange, key, rank) == rank
     except ExchangeError:

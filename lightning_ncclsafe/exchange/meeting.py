@@ -63,13 +63,9 @@ class Meeting:
     """The meetings of one call of the Trainer, seen from one rank.
 
     Args:
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
         deadline_s: Seconds after which ranks that do not come are given up.
-        say: Prints one or more lines to the user.
         name: The subject of the meetings, unique on the exchange.
-        check: Called repeatedly while a rank waits; raises if the run ends, as then nobody can come any more.
+        check: Called repeatedly while a rank waits; raises if the run ends, as no rank comes any more then.
 
     Attributes:
         number: The number of the last meeting.
@@ -102,14 +98,13 @@ class Meeting:
         """Publishes this rank's facts, and returns the verdict, which is the same on all ranks.
 
         Args:
-            facts: The facts of this rank.
             judge: Makes the verdict, on rank 0, from the facts of the ranks that came, by rank.
 
         Raises:
             ExchangeError: If ranks cannot share.
         """
         self.number += 1
-        # The same key every time, so that loaders that are made anew each epoch do not fill the store: a rank gets
+        # The same key every time, so that loaders that are created again each epoch do not fill the store: a rank gets
         # here again only after rank 0 has read its previous contribution.
         self._publish(Contribution(number=self.number, facts=facts))
         return self._judge(judge) if self._rank == 0 else self._await_verdict()
@@ -197,20 +192,16 @@ class Meeting:
         return f"{self._name}/verdict/{number}"
 
     def _wait_until(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Asks ever more rarely."""
+        """Whether something is done within the limit; asks ever more rarely."""
 
         def ask() -> bool:
             self._check()
             return is_done()
 
-        done = wait_for(
-            ask,
-            deadline_s=limit_s,
-            poll_s=_SHORTEST_POLL_S,
-            longest_poll_s=_LONGEST_POLL_S,
-            forgive=self._exchange,
+        shortest_s, longest_s = _SHORTEST_POLL_S, _LONGEST_POLL_S
+        return bool(
+            wait_for(ask, deadline_s=limit_s, poll_s=shortest_s, longest_poll_s=longest_s, forgive=self._exchange)
         )
-        return bool(done)
 
     def _keep_trying(self, call: Callable[[], T]) -> T:
         return keep_trying(self._exchange, call, deadline_s=self._deadline_s)

@@ -52,7 +52,7 @@ class MemoryExchange:
                 self._shared.values.pop(key, None)
 
     def close(self) -> None:
-        """Ends this rank's use; the others go on."""
+        """Ends this rank's use; the others continue."""
         self.lost = "it was used after it was closed"
 
     def _check_open(self) -> None:

@@ -29,7 +29,6 @@ class CallThread:
     After some missed deadlines in a row, no more calls are made. A thread that does not come back is left behind.
 
     Args:
-        name: Name of the thread.
         what: What is called, in words, for the message about a missed deadline.
         deadline_s: Seconds that a call may take.
 
@@ -52,7 +51,6 @@ class CallThread:
 
         Raises:
             NoAnswerError: The call has missed its deadline, or calls are no longer made.
-            Exception: Whatever the call raises.
         """
         future: Future[T] = self.begin(call)
         try:
@@ -60,14 +58,15 @@ class CallThread:
         except FutureTimeoutError as error:
             self._misses += 1
             missed = f"{self._what} did not answer within {self._deadline_s:g} s"
-            if self._misses >= MISSES_ALLOWED or not self._is_alive():
+            is_alive = self._thread is not None and self._thread.is_alive()
+            if self._misses >= MISSES_ALLOWED or not is_alive:
                 self.given_up = f"{missed}, {self._misses} times in a row"
             raise NoAnswerError(missed) from error
         self._misses = 0
         return answer
 
     def begin(self, call: Callable[[], T]) -> "Future[T]":
-        """Queues a call; nobody has to wait for it.
+        """Queues a call; the caller need not wait for it.
 
         Raises:
             NoAnswerError: Calls are no longer made.
@@ -81,11 +80,7 @@ class CallThread:
         return future
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
-        """Ends the thread.
-
-        Args:
-            last: A last call, made even after others were given up: perhaps it is answered again.
-        """
+        """Ends the thread with a last call, made even after others were given up: perhaps it is answered again."""
         with self._lock:
             self.given_up = self.given_up or "it was used after it was closed"
             thread = self._thread
@@ -95,9 +90,6 @@ class CallThread:
             last()
         else:
             thread.join(self._deadline_s)
-
-    def _is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -148,8 +140,7 @@ class InTimeExchange(_OverAnother):
     """Another exchange, each call of which ends within a deadline; after some missed in a row it is given up for good.
 
     Args:
-        exchange: The other exchange.
-        what: What does not answer then, in words.
+        what: What it is, in words, for the message that it does not answer.
         deadline_s: Seconds that a call may take.
     """
 
@@ -175,10 +166,6 @@ class InTimeExchange(_OverAnother):
 
 class FallbackExchange(_OverAnother):
     """Uses the first exchange until it fails, then the second for good.
-
-    Args:
-        first: The exchange to prefer.
-        second: The exchange to continue with.
 
     Attributes:
         lost: What happened to the first one; empty while it works.

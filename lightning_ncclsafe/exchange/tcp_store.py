@@ -61,7 +61,7 @@ class TcpStoreExchange:
         """The values of those keys that have one."""
         found: dict[str, bytes] = {}
         for part in in_parts(self._prefix + key for key in keys):
-            found |= self._call(partial(self._get_many, part))
+            found |= self._call(partial(self._get_present, part))
         return {name.removeprefix(self._prefix): value for name, value in found.items()}
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -70,18 +70,19 @@ class TcpStoreExchange:
             self._call(partial(self._delete, part))
 
     def forget(self, published: Iterable[str]) -> None:
-        """Deletes what an earlier exchange of this rank has published, some time later; nobody waits for it."""
+        """Deletes what an earlier exchange of this rank has published, some time later; no call waits for it."""
         with suppress(NoAnswerError):
             for part in in_parts([*published]):
                 self._calls.begin(partial(self._delete, part))
 
     def close(self) -> None:
         """Ends the thread and the connection; one that hangs on a dead host is left behind."""
-        self._calls.close(last=self._disconnect)
 
-    def _disconnect(self) -> None:
-        # Not when garbage is collected: of each call of a Trainer rank 0 has the other end of every rank's connection.
-        self._store = None
+        def disconnect() -> None:
+            # Not when garbage is collected: rank 0 has the other end of every rank's connection, for each call.
+            self._store = None
+
+        self._calls.close(last=disconnect)
 
     def _set(self, key: str, value: bytes) -> None:
         self.published.add(key)
@@ -94,7 +95,7 @@ class TcpStoreExchange:
             self._store.delete_key(key)
         self.published.difference_update(keys)
 
-    def _get_many(self, keys: list[str]) -> dict[str, bytes]:
+    def _get_present(self, keys: list[str]) -> dict[str, bytes]:
         present = self._present(keys)
         return dict(zip(present, map(bytes, self._store.multi_get(present)), strict=True)) if present else {}
 

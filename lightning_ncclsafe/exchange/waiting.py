@@ -19,7 +19,6 @@ def poll_interval_s(world_size: int, *, least_s: float = POLL_S, polls_per_s: fl
     """How long a rank pauses between two questions while all ranks wait, so that the store keeps up.
 
     Args:
-        world_size: Number of ranks that ask.
         least_s: The pause in a small job.
         polls_per_s: How many questions the store may get, from all ranks together.
     """
@@ -79,12 +78,7 @@ def wait_for_keys(
     """Waits until all keys have a value; each is asked for until it has one.
 
     Args:
-        exchange: What the ranks share.
-        keys: The keys.
-        deadline_s: See :func:`wait_for`, as for the other arguments.
-        poll_s: Likewise.
-        longest_poll_s: Likewise.
-        give_up: Likewise.
+        deadline_s: As the other arguments, see :func:`wait_for`.
 
     Returns:
         The values of those keys that have one by then.
@@ -106,7 +100,6 @@ def keep_trying(exchange: Exchange, call: Callable[[], T], *, deadline_s: float)
     """Makes a call that has to succeed: an exchange that has missed one deadline may answer the next time.
 
     Args:
-        exchange: The exchange that the call uses.
         call: The call; made once more after the deadline.
         deadline_s: How long to forgive the exchange, seconds.
 

@@ -63,8 +63,8 @@ class Ending:
     def __reduce__(self) -> Any:
         return Ending, ()
 
-    def is_called_here(self) -> None:
-        """Notes that the Trainer runs in the calling thread of this process, which may be ended.
+    def note_thread(self) -> None:
+        """Notes that the Trainer runs in the calling thread: this process may be ended.
 
         Raises:
             CollectiveTimeoutError: The run has been ended before.
@@ -111,27 +111,27 @@ class Ending:
             yield path
             return self.check()
         # In the same folder: a rename within a file system is atomic.
-        beside = Path(path).absolute().parent / f".{uuid.uuid4().hex}.ncclsafe-partial"
-        self._partial.add(beside)
+        partial_path = Path(path).absolute().parent / f".{uuid.uuid4().hex}.ncclsafe-partial"
+        self._partial.add(partial_path)
         try:
-            yield beside
+            yield partial_path
             with self._lock:
                 self.check()
                 # In tests of a program, the function that writes may be a mock.
-                if beside.exists():
-                    os.replace(beside, path)
+                if partial_path.exists():
+                    os.replace(partial_path, path)
         finally:
             with suppress(OSError):
-                beside.unlink(missing_ok=True)
-            self._partial.discard(beside)
+                partial_path.unlink(missing_ok=True)
+            self._partial.discard(partial_path)
 
     def exit_within(self, seconds: float) -> None:
         """Ends this process after so many seconds, whatever it does then; an earlier deadline stays in force."""
         if self._thread is not None:
             self._deadline.set(seconds)
 
-    def go_on(self) -> None:
-        """Lifts the deadline: the run continues."""
+    def lift_deadline(self) -> None:
+        """Lifts the deadline of :meth:`exit_within`: the run continues."""
         self._deadline.lift()
 
     def exit_after_main_thread(self) -> None:
@@ -174,10 +174,8 @@ class Ending:
 
 
 def _stay() -> NoReturn:
-    # Python's signal handlers run in the main thread, where they may raise, or save. Windows has no such
-    # function.
-    with suppress(AttributeError):
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # Python's signal handlers run in the main thread, where they may raise, or save.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while True:
         with suppress(BaseException):
             threading.Event().wait()
@@ -290,7 +288,6 @@ def end_frozen(peers: Iterable[RankInfo], say: Callable[[str], None]) -> None:
 
     Args:
         peers: Ranks that are stopped, or whose GIL is held forever.
-        say: Prints a line to the user.
     """
     for peer in peers:
         with suppress(psutil.Error, OSError):
@@ -317,11 +314,7 @@ def end_run(
     """Ends this rank's part of the run, from a side thread: the process exits within 12 s.
 
     Args:
-        ending: The end of this run.
         make_error: Makes the error that attempts to save raise meanwhile.
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
         write_logs: Writes what loggers were given to storage, within so many seconds.
         logging_ranks: Ranks that have such loggers.
         end_frozen: Ends ranks that cannot end themselves; after logs are written, as launchers end all ranks with one.

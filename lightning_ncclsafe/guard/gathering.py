@@ -66,11 +66,7 @@ def _shortened(facts: RankFacts, size_bytes: int) -> RankFacts:
 
 
 def share_last_facts(exchange: Exchange, facts: RankFacts) -> None:
-    """Publishes the facts of a rank that leaves with an exception, as its answer in all later rounds.
-
-    Raises:
-        ExchangeError: They could not be shared.
-    """
+    """Publishes the facts of a rank that leaves with an exception, as its answer in all later rounds."""
     exchange.set(_last_key(facts.rank), codec.encode(facts))
 
 
@@ -82,12 +78,8 @@ class Gathering:
     """One round of questions and answers among the ranks.
 
     Args:
-        exchange: What the ranks share.
         round_number: Number of the round, equal on all ranks.
-        rank: This rank.
-        world_size: Number of ranks.
         peers: The other ranks of this host.
-        witness: Looks from outside at ranks of this host.
         is_dropped: Whether the round has become pointless; it then ends without a verdict.
         publish_info: Whether ranks have published their info on this exchange if they watch.
     """
@@ -147,7 +139,6 @@ class Gathering:
         """Takes part until there is a verdict.
 
         Args:
-            incident: The incident to judge.
             report: Judges and reports; called on one rank.
 
         Returns:
@@ -192,21 +183,13 @@ class Gathering:
             if seen:
                 self._exchange.set(self._seen_key(self._rank), b"")
             else:
-                self._wait_until_seen()
-            self._forget()
-
-    def _wait_until_seen(self) -> None:
-        """Waits until the others have read the verdict: the reporter may be about to leave, and the store with it."""
-        others = (self._seen_key(rank) for rank in self._answers if rank != self._rank)
-        wait_for_keys(self._exchange, others, deadline_s=SEEN_S + 2 * self._poll_s)
-
-    def _forget(self) -> None:
-        """Deletes what this rank has published, once it is judged: the store uses rank 0's memory.
-
-        The reporter may still check whether this rank has seen the verdict, but no longer that of the round before.
-        """
-        published = (self._facts_key(self._rank), self._here_key(self._rank), f"{self._key_before}/seen/{self._rank}")
-        self._exchange.delete(published)
+                # The reporter may be about to leave, and the store with it: the others read the verdict first.
+                others = (self._seen_key(rank) for rank in self._answers if rank != self._rank)
+                wait_for_keys(self._exchange, others, deadline_s=SEEN_S + 2 * self._poll_s)
+            # The store uses rank 0's memory. The reporter may still check whether this rank has seen this verdict, but
+            # no longer that of the round before.
+            seen_before = f"{self._key_before}/seen/{self._rank}"
+            self._exchange.delete((self._facts_key(self._rank), self._here_key(self._rank), seen_before))
 
     def _seen_key(self, rank: int) -> str:
         return f"{self._key}/seen/{rank}"

@@ -28,24 +28,18 @@ class GroupTimeouts:
     If the Trainer changes from one phase to the next without an action, as from validation back to training, the
     timeout changes at the next action: one collective may still have the previous timeout.
 
+    If setting a timeout fails, that is printed once, and the groups keep the strategy's.
+
     If no phase has its own limit, only groups without their own timeout get the strategy's, such as those of a device
     mesh, which Lightning makes with PyTorch's default.
 
     Args:
-        limits: The hard limits.
         limit_name: Which of the limits applies now.
-        say_failure: Prints a failure in here, after which the groups are left as they are.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        limit_name: Callable[[], str],
-        say_failure: Callable[[Exception], None] = lambda error: say_own_failure(error, what="setting timeouts"),
-    ) -> None:
+    def __init__(self, limits: Limits, limit_name: Callable[[], str]) -> None:
         self._limits = limits
         self._limit_name = limit_name
-        self._say_failure = say_failure
         self._is_on = bool(limits.phases_s)
         self._phase = ""
         self._is_short = False
@@ -55,7 +49,7 @@ class GroupTimeouts:
         self._before_s: dict[str, float] = {}
         as_made = (limits.timeout_s, limits.limit_s(Phase.INIT.value), limits.longest_s)
         self._as_made_s = {round(timeout_s + BACKSTOP_S, 3) for timeout_s in as_made}
-        self._nobodys_s = self._as_made_s | DEFAULT_TIMEOUTS_S
+        self._not_chosen_s = self._as_made_s | DEFAULT_TIMEOUTS_S
 
     def listen(self, action_name: str) -> None:
         """Called when the innermost action changes; a listener of ``ActionTracker``."""
@@ -102,7 +96,7 @@ class GroupTimeouts:
     def _wanted_s(self, group: process_groups.TimedGroup) -> float:
         before_s = self._before_s.setdefault(group.name, group.timeout_s)
         phase_s = self._limits.limit_s(self._phase) + BACKSTOP_S
-        if round(before_s, 3) in self._nobodys_s:
+        if round(before_s, 3) in self._not_chosen_s:
             return phase_s
         # If no phase has its own limit, a timeout that the user has chosen holds in all phases.
         return max(before_s, phase_s) if self._phase else before_s
@@ -125,7 +119,7 @@ class GroupTimeouts:
             act()
         except Exception as error:
             self._is_on = False
-            self._say_failure(error)
+            say_own_failure(error, what="setting timeouts")
             # The strategy's own timeout, rather than that of a phase that will end.
             with suppress(Exception):
                 self._restore()

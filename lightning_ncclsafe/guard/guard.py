@@ -17,11 +17,11 @@ from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.ended_run import EndedRun, Save
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.leaving import Leaving
-from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
+from lightning_ncclsafe.guard.local_ranks import LocalRanks
 from lightning_ncclsafe.guard.participation import Participation
 from lightning_ncclsafe.guard.rank_hosts import RankHosts
 from lightning_ncclsafe.guard.reporter import Reporter
-from lightning_ncclsafe.guard.shared import Connection, GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardedRank, GuardState, Place
 from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.guard.watchdog import Watchdog
 from lightning_ncclsafe.probes.network import own_address_towards
@@ -48,11 +48,8 @@ class Guard:
     and decide only there.
 
     Args:
-        place: Which rank of which job this is.
-        limits: When to ask and when to end.
         report_dir: The folder of all incidents; made when the first one is reported.
         exchange: What the ranks share before they have joined the process group.
-        probe: Collects the facts of this rank.
         ending: Refuses saves and steps once the run is being ended.
         write_logs: Writes what loggers were given to storage, within so many seconds, before this process exits.
         before_exit: Called last before this process exits.
@@ -61,7 +58,6 @@ class Guard:
         on_tick: Called at the watchdog's pace on its thread, once ranks have joined; it must be quick and not raise.
         incidents: Numbers of the incidents of this process; None for its first call.
         met: The other ranks of this host, kept from call to call of this process; None for its first.
-        say: Prints one or more lines to the user.
     """
 
     def __init__(
@@ -82,54 +78,31 @@ class Guard:
         met: dict[int, RankInfo] | None = None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
-        self._place = place
-        self._probe = probe
-        self._ending = ending = ending or Ending()
+        self._own = own = GuardedRank(
+            place=place,
+            limits=limits,
+            state=GuardState(),
+            connection=Connection(exchange, not_before_ns=int(probe.info.started * 1e9)),
+            probe=probe,
+            ending=ending or Ending(),
+            incidents=incidents or IncidentNumbers(),
+            phase_kind=phase_kind,
+            say=say,
+        )
         self._on_tick = on_tick
-        self._say = say
-        self._state = state = GuardState()
-        self._connection = connection = Connection(exchange, not_before_ns=int(probe.info.started * 1e9))
         self._local_ranks = LocalRanks(place, probe, met=met)
         self._rank_hosts = RankHosts(
             rank=place.rank, world_size=place.world_size, host=probe.info.host, launch=launch_words()
         )
-        incidents = incidents or IncidentNumbers()
-        self._ended_run = EndedRun(
-            place=place,
-            state=state,
-            connection=connection,
-            probe=probe,
-            ending=ending,
-            write_logs=write_logs,
-            before_exit=before_exit,
-            save=save,
-            say=say,
-        )
-        self._detector = StuckDetector(
-            rank=place.rank,
-            limits=limits,
-            state=state,
-            connection=connection,
-            probe=probe,
-            local_ranks=self._local_ranks,
-            phase_kind=phase_kind,
-            incidents=incidents,
-            end_run=self._ended_run.end,
-        )
+        ended_run = EndedRun(own, write_logs=write_logs, before_exit=before_exit, save=save)
+        self._detector = StuckDetector(own, self._local_ranks, ended_run.end)
         self._participation = Participation(
-            place=place,
-            limits=limits,
-            state=state,
-            connection=connection,
-            probe=probe,
+            own,
             local_ranks=self._local_ranks,
             rank_hosts=self._rank_hosts,
             detector=self._detector,
             reporter=Reporter(report_dir, limits, say),
-            ending=ending,
-            ended_run=self._ended_run,
-            incidents=incidents,
-            say=say,
+            ended_run=ended_run,
         )
         self._watchdog = Watchdog(
             position=probe.position,
@@ -137,33 +110,23 @@ class Guard:
             on_failure=self._switch_off,
             poll_s=poll_interval_s(place.world_size, least_s=_POLL_S, polls_per_s=_POLLS_PER_S),
         )
-        self._leaving = Leaving(
-            place=place,
-            limits=limits,
-            state=state,
-            connection=connection,
-            probe=probe,
-            ending=ending,
-            ended_run=self._ended_run,
-            phase_kind=phase_kind,
-            wake_watchdog=self._watchdog.wake,
-        )
+        self._leaving = Leaving(own, ended_run, self._watchdog.wake)
 
     # What the strategy calls, on the main thread.
 
     def start(self) -> None:
         """Starts the watchdog. There may be no process group yet."""
-        self._state.began_ns = time.time_ns()
+        self._own.state.began_ns = time.time_ns()
         self._watchdog.start()
 
     def connect(self, exchange: Exchange) -> None:
         """Changes to another exchange, with its own log: the process group, and so the job's store, exists."""
         # The watchdog may be in the middle of a round about this very delay; that round is dropped.
-        self._connection.connect(exchange)
+        self._own.connection.connect(exchange)
         with suppress(ExchangeError):  # only needed by peers if this rank cannot answer
-            exchange.set(info_key(self._place.rank), codec.encode(self._probe.info))
+            exchange.set(info_key(self._own.place.rank), codec.encode(self._own.probe.info))
             self._rank_hosts.announce(
-                exchange, own_address_towards(self._place.master_address, self._place.master_port)
+                exchange, own_address_towards(self._own.place.master_address, self._own.place.master_port)
             )
         self._watchdog.wake()
 
@@ -171,15 +134,15 @@ class Guard:
         """Checks whether the process groups that ranks have made are recorded; one rank prints which are not."""
         # The info of all peers is there now, and a peer may end in the first collective of the training.
         self._watchdog.wake()
-        rank, used = self._place.rank, {call.name for call in process_groups.group_calls() if call.called != 0}
+        rank, used = self._own.place.rank, {call.name for call in process_groups.group_calls() if call.called != 0}
         # Reading a full recorder takes a tenth of a second, and most programs make groups only once.
-        if self._place.world_size == 1 or used <= _asked_about:
+        if self._own.place.world_size == 1 or used <= _asked_about:
             return
         _asked_about.update(used)
-        groups = self._probe.snapshot(0.0).unrecorded
+        groups = self._own.probe.snapshot(0.0).unrecorded
         texts = [*not_recorded({rank: [group for group in groups if group.why is not NotRecorded.LOST]})]
-        if texts and comes_first(self._connection.newest, "unrecorded", rank):
-            self._say(" ".join(texts))
+        if texts and comes_first(self._own.connection.newest, "unrecorded", rank):
+            self._own.say(" ".join(texts))
 
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """The Trainer's function raised on this rank; see :meth:`Leaving.failed`."""
@@ -191,42 +154,44 @@ class Guard:
 
     def close(self) -> None:
         """Ends the watch; closes threads, connections and files, and restores signal handlers."""
-        self._state.is_off = True
-        self._ending.go_on()
+        self._own.state.is_off = True
+        self._own.ending.lift_deadline()
         self._watchdog.stop()
-        self._probe.close()
-        self._connection.close()
+        self._own.probe.close()
+        self._own.connection.close()
 
     @property
     def leaves_jointly(self) -> bool:
         """Whether all ranks have raised the same."""
-        return self._place.world_size == 1 or (self._state.verdict is not None and self._state.verdict.is_joint)
+        return self._own.place.world_size == 1 or (
+            self._own.state.verdict is not None and self._own.state.verdict.is_joint
+        )
 
     def check(self) -> None:
         """Called where this rank waits for others that may never come.
 
         Raises:
-            CollectiveTimeoutError: The run cannot go on.
+            CollectiveTimeoutError: The run cannot continue.
         """
-        if self._state.ends_run:
-            raise self._state.error()
+        if self._own.state.ends_run:
+            raise self._own.state.error()
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run cannot go on, and is being ended."""
-        return self._state.ends_run
+        """Whether the run cannot continue, and is being ended."""
+        return self._own.state.ends_run
 
     # What the watchdog calls, on its thread.
 
     def _tick(self, idle_s: float) -> None:
-        connection, state = self._connection, self._state
+        connection, state = self._own.connection, self._own.state
         if connection.change_over():
             # Earlier reports were about a start that has succeeded now.
             state.forget_incident()
         self._detector.observe(idle_s)
         if self._detector.phase is Phase.INIT:
-            self._probe.note_memory()
-        self._probe.note_machine()
+            self._own.probe.note_memory()
+        self._own.probe.note_machine()
         if connection.has_joined:
             self._local_ranks.meet(connection.exchange)
             self._rank_hosts.meet(connection.exchange)
@@ -243,11 +208,11 @@ class Guard:
             connection.log.number += 1
 
     def _switch_off(self, error: Exception) -> None:
-        state = self._state
+        state = self._own.state
         state.is_off = True
-        self._ending.go_on()
+        self._own.ending.lift_deadline()
         state.exception_is_reported.set()
         state.leaving_is_reported.set()
         with suppress(ExchangeError):
-            self._connection.exchange.set(f"off/{self._place.rank}", b"")
-        say_own_failure(error, lambda text: self._say(f"rank {self._place.rank}: {text}"))
+            self._own.connection.exchange.set(f"off/{self._own.place.rank}", b"")
+        say_own_failure(error, lambda text: self._own.say(f"rank {self._own.place.rank}: {text}"))

@@ -18,15 +18,11 @@ from lightning_ncclsafe.errors import (
 )
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts import Phase
-from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.ended_run import EndedRun
-from lightning_ncclsafe.guard.ending import Ending, say_goodbye, wait_for_others
+from lightning_ncclsafe.guard.ending import say_goodbye, wait_for_others
 from lightning_ncclsafe.guard.gathering import report_deadline_s, share_last_facts
-from lightning_ncclsafe.guard.local_ranks import Place
-from lightning_ncclsafe.guard.shared import Connection, GuardState
+from lightning_ncclsafe.guard.shared import GuardedRank
 from lightning_ncclsafe.probes.process import stacks
-from lightning_ncclsafe.probes.rank import RankProbe
-from lightning_ncclsafe.settings import Limits
 
 # How long beyond suspect_after a finished rank waits for the others, while none of them reports a wait.
 LINGER_S = 5.0
@@ -37,68 +33,35 @@ _FINISH_POLL_S, _FINISH_POLLS_PER_S = 0.01, 5000.0
 
 
 class Leaving:
-    """What one rank does on its main thread when the Trainer's function has raised or returned.
+    """What one rank does on its main thread when the Trainer's function has raised or returned."""
 
-    Args:
-        place: Which rank of which job this is.
-        limits: When to ask and when to end.
-        state: What is known of the incident that is open.
-        connection: What the ranks share.
-        probe: Collects the facts of this rank.
-        ending: Whether the run is being ended.
-        ended_run: Ends the run on this rank.
-        phase_kind: What kind of phase the Trainer is in, and the index of its batch.
-        wake_watchdog: Makes the watchdog's next tick come at once.
-    """
-
-    def __init__(
-        self,
-        *,
-        place: Place,
-        limits: Limits,
-        state: GuardState,
-        connection: Connection,
-        probe: RankProbe,
-        ending: Ending,
-        ended_run: EndedRun,
-        phase_kind: Callable[[], tuple[PhaseKind, int]],
-        wake_watchdog: Callable[[], None],
-    ) -> None:
-        self._place = place
-        self._limits = limits
-        self._state = state
-        self._connection = connection
-        self._probe = probe
-        self._ending = ending
+    def __init__(self, own: GuardedRank, ended_run: EndedRun, wake_watchdog: Callable[[], None]) -> None:
+        self._own = own
         self._ended_run = ended_run
-        self._phase_kind = phase_kind
         self._wake_watchdog = wake_watchdog
 
     @marked(Mark.STORE)
     def failed(self, error: BaseException) -> CollectiveTimeoutError | None:
         """The Trainer's function raised: informs the other ranks and waits for the report before this rank leaves.
 
-        Args:
-            error: What was raised.
-
         Returns:
             The error to raise instead, if this one only reports a broken collective and the cause is known. At the
             limit, it does not return: the process exits.
         """
-        state = self._state
-        is_ours = self._ending.is_closed or isinstance(error, CollectiveTimeoutError)
+        state = self._own.state
+        is_ours = self._own.ending.is_closed or isinstance(error, CollectiveTimeoutError)
         is_consequence = is_ours or process_groups.is_communication_error(error)
         if self._leaves_at_the_end(error):
             self.finish()
             return None
         if isinstance(error, KeyboardInterrupt):
             self._share_last_facts(error)
-        nobody_to_ask = state.is_off or self._place.world_size == 1 or is_orderly(error)
-        if not nobody_to_ask and not self._is_explained(is_consequence):
-            self._probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
+        has_nobody_to_ask = state.is_off or self._own.place.world_size == 1 or is_orderly(error)
+        if not has_nobody_to_ask and not self._is_explained(is_consequence):
+            self._own.probe.exception = stacks.exception_facts(error, is_consequence=is_consequence)
             state.main_thread_left.set()
             self._wake_watchdog()
-            state.exception_is_reported.wait(2 * report_deadline_s(self._place.world_size))
+            state.exception_is_reported.wait(2 * report_deadline_s(self._own.place.world_size))
         state.main_thread_left.set()
         if not _is_success(error) and not isinstance(error, KeyboardInterrupt):
             self._ended_run.save(raised=not is_consequence and not is_orderly(error))
@@ -107,7 +70,7 @@ class Leaving:
                 self._leave_with_success(error)
             return None
         self._ended_run.leave()
-        self._ending.exit_after_main_thread()
+        self._own.ending.exit_after_main_thread()
         return state.error()
 
     @marked(Mark.STORE)
@@ -119,12 +82,12 @@ class Leaving:
         Raises:
             CollectiveTimeoutError: If the others wait for this rank in vain.
         """
-        self._probe.finished = True
-        self._state.main_thread_left.set()
-        rank, world_size = self._place.rank, self._place.world_size
+        self._own.probe.finished = True
+        self._own.state.main_thread_left.set()
+        rank, world_size = self._own.place.rank, self._own.place.world_size
         if world_size == 1:
             return
-        exchange, began = self._connection.newest, time.monotonic()
+        exchange, began = self._own.connection.newest, time.monotonic()
         with suppress(ExchangeError):
             stay_until_all_finished(
                 exchange,
@@ -135,22 +98,22 @@ class Leaving:
             )
             self._settle()
             say_goodbye(exchange, rank)
-            if stores.hosts_store(rank) and not self._state.ends_run:
+            if stores.hosts_store(rank) and not self._own.state.ends_run:
                 wait_for_others(exchange, rank, world_size)
-        if self._state.ends_run:
+        if self._own.state.ends_run:
             self._ended_run.leave()
-            raise self._state.error()
+            raise self._own.state.error()
 
     def _leaves_at_the_end(self, error: BaseException) -> bool:
         """Whether the rank exits with success after its loops: then no rank waits for it."""
-        if self._state.is_off or self._phase_kind()[0].phase is Phase.INIT or not _is_success(error):
+        if self._own.state.is_off or self._own.phase_kind()[0].phase is Phase.INIT or not _is_success(error):
             return False
         stack = stacks.exception_facts(error, is_consequence=False).stack
         return not any(TRAINER_STAGE.has(frame.file, frame.function) for frame in stack)
 
     def _leave_with_success(self, error: SystemExit) -> None:
         """Leaves after the loops with success, if it is known that no rank still trains."""
-        verdict = self._state.verdict
+        verdict = self._own.state.verdict
         if verdict is not None and not verdict.is_joint:
             # The launcher would take this rank's status for the status of the run.
             error.code = 1
@@ -161,32 +124,33 @@ class Leaving:
         """Publishes this rank's facts without asking others, as most ranks are interrupted, too."""
         exception = stacks.exception_facts(error, is_consequence=False)
         with suppress(ExchangeError):
-            share_last_facts(self._connection.newest, replace(self._probe.snapshot(0.0), exception=exception))
+            share_last_facts(self._own.connection.newest, replace(self._own.probe.snapshot(0.0), exception=exception))
 
     def _is_explained(self, is_consequence: bool) -> bool:
         """Whether the cause is already reported, and the exception only a consequence of it."""
-        return is_consequence and self._state.ends_run
+        return is_consequence and self._own.state.ends_run
 
     def _may_leave(self, waited_s: float) -> bool:
         # Others may still work alone, and then this rank may leave; it stays longer if a rank waits for it.
-        stay_s = self._limits.suspect_after_s if self._state.open_incident is None else self._limits.longest_s
+        limits = self._own.limits
+        stay_s = limits.suspect_after_s if self._own.state.open_incident is None else limits.longest_s
         return waited_s > stay_s + LINGER_S or self._cannot_ask()
 
     def _cannot_ask(self) -> bool:
-        return self._state.ends_run or self._state.is_off or bool(self._connection.exchange.lost)
+        return self._own.state.ends_run or self._own.state.is_off or bool(self._own.connection.exchange.lost)
 
     def _ask_who_stays(self) -> None:
         """Has all ranks asked before this one leaves: without it, and perhaps the store, no rank can ask any more."""
-        if self._state.open_incident is None and not self._cannot_ask():
-            self._state.is_leaving = True
+        if self._own.state.open_incident is None and not self._cannot_ask():
+            self._own.state.is_leaving = True
             self._wake_watchdog()
-            self._state.leaving_is_reported.wait(report_deadline_s(self._place.world_size))
+            self._own.state.leaving_is_reported.wait(report_deadline_s(self._own.place.world_size))
 
     def _settle(self) -> None:
         """Waits a moment for an open incident to be closed, so that its end is still printed."""
 
         def is_settled() -> bool:
-            if self._state.open_incident is None:
+            if self._own.state.open_incident is None:
                 return True
             self._wake_watchdog()
             return False
@@ -203,9 +167,6 @@ def stay_until_all_finished(
     Rank 0 counts and announces it, so that not every rank asks the store for every rank.
 
     Args:
-        exchange: What the ranks share.
-        rank: This rank.
-        world_size: Number of ranks.
         may_leave: Whether this rank has waited for long enough.
         leave_behind: Called before it leaves without others.
     """

@@ -6,13 +6,14 @@ In a later call of the Trainer, they are known from the call before.
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import codec
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.host import resources
 from lightning_ncclsafe.probes.rank import RankInfo, RankProbe, info_key
 
@@ -28,35 +29,11 @@ _SEARCH_S = 2.0
 _LOOKS_UNTIL_LOST = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which rank of which job this is.
-
-    Attributes:
-        rank: Global rank.
-        local_rank: Rank on this host.
-        world_size: Number of ranks.
-        local_world_size: Number of ranks on this host.
-        master_port: ``MASTER_PORT`` of the job.
-        master_address: ``MASTER_ADDR`` of the job.
-    """
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    master_port: str = ""
-    master_address: str = ""
-
-
 class LocalRanks:
     """Finds the ranks of this host for the probe. Belongs to the watchdog's thread.
 
     Args:
-        place: Which rank this is.
-        probe: Looks at processes.
         find: Finds ranks by their environment: process ids by local ranks.
-        clock: Seconds that only grow; for tests.
         met: The ranks known from the last call of the Trainer in this process; updated with those of this call.
 
     Attributes:
@@ -93,8 +70,7 @@ class LocalRanks:
         self.has_lost = False
         if self._have_met:
             return
-        first, count = self._place.rank - self._place.local_rank, self._place.local_world_size
-        keys = [info_key(rank) for rank in range(first, first + count) if rank != self._place.rank]
+        keys = [info_key(rank) for rank in self._place.ranks_here if rank != self._place.rank]
         with suppress(ExchangeError):
             peers = [codec.decode(RankInfo, peer) for peer in exchange.get_many(keys).values()]
             if len(peers) == len(keys):
@@ -104,11 +80,7 @@ class LocalRanks:
                 self._met.update({peer.rank: peer for peer in self._probe.peers})
 
     def look_around(self, idle_s: float) -> None:
-        """Looks every 2 s at the ranks that have not joined, while this rank waits for them.
-
-        Args:
-            idle_s: Seconds since this rank last made progress.
-        """
+        """Looks every 2 s at the ranks that have not joined, once this rank has been idle, waiting for them."""
         if self._have_met or idle_s < _PATIENCE_S or self._clock() < self._next_look_s:
             return
         began_s = self._clock()
@@ -131,10 +103,9 @@ class LocalRanks:
         """Finds the processes of ranks of this host that have not published their info yet."""
         if self._have_met:
             return
-        first, own = self._place.rank - self._place.local_rank, self._place.local_rank
         for local_rank, pid in self._find_in_time().items():
-            if local_rank != own and local_rank < self._place.local_world_size:
-                self._know(first + local_rank, pid)
+            if local_rank != self._place.local_rank and local_rank < self._place.local_world_size:
+                self._know(self._place.ranks_here[local_rank], pid)
         self._probe.peers = tuple(self._early[rank] for rank in sorted(self._early))
 
     def _find_in_time(self) -> dict[int, int]:

@@ -1,98 +1,59 @@
 """One rank's part in an incident: it contributes its facts, waits for the verdict, and acts on it."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 from lightning_ncclsafe.exchange import ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.guard.ended_run import EndedRun
-from lightning_ncclsafe.guard.ending import AT_LIMIT_S, Ending
+from lightning_ncclsafe.guard.ending import AT_LIMIT_S
 from lightning_ncclsafe.guard.gathering import Gathering
-from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
+from lightning_ncclsafe.guard.local_ranks import LocalRanks
 from lightning_ncclsafe.guard.rank_hosts import RankHosts
 from lightning_ncclsafe.guard.reporter import Reporter, Verdict
-from lightning_ncclsafe.guard.shared import Connection, GuardState, IncidentEntry
+from lightning_ncclsafe.guard.shared import GuardedRank, IncidentEntry
 from lightning_ncclsafe.guard.stuck import StuckDetector
-from lightning_ncclsafe.probes.rank import RankProbe
-from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import activity
-from lightning_ncclsafe.settings import Limits
 
 # By how much time exceptions of ranks that all raise the same may differ, so that they do not look like one rank's.
 _SAME_EXCEPTION_S = 2.0
 
 
 class Participation:
-    """What one rank does for each entry of the log of incidents. Belongs to the watchdog's thread.
-
-    Args:
-        place: Which rank of which job this is.
-        limits: When to ask and when to end.
-        state: What is known of the incident that is open.
-        connection: What the ranks share.
-        probe: Collects the facts of this rank.
-        local_ranks: The other ranks of this host.
-        rank_hosts: Where all ranks run, and whether their hosts answer.
-        detector: Gets the outcome of each incident.
-        reporter: Judges and reports, if this rank is the reporter.
-        ending: Ends this process in time at the limit.
-        ended_run: Ends the run on this rank.
-        incidents: Numbers of the incidents of this process.
-        say: Prints one or more lines to the user.
-    """
+    """What one rank does for each entry of the log of incidents. Belongs to the watchdog's thread."""
 
     def __init__(
         self,
+        own: GuardedRank,
         *,
-        place: Place,
-        limits: Limits,
-        state: GuardState,
-        connection: Connection,
-        probe: RankProbe,
         local_ranks: LocalRanks,
         rank_hosts: RankHosts,
         detector: StuckDetector,
         reporter: Reporter,
-        ending: Ending,
         ended_run: EndedRun,
-        incidents: IncidentNumbers,
-        say: Callable[[str], None],
     ) -> None:
-        self._place = place
-        self._limits = limits
-        self._state = state
-        self._connection = connection
-        self._probe = probe
+        self._own = own
         self._local_ranks = local_ranks
         self._rank_hosts = rank_hosts
         self._detector = detector
         self._reporter = reporter
-        self._ending = ending
         self._ended_run = ended_run
-        self._incidents = incidents
-        self._say = say
 
     def take_part(self, entry: IncidentEntry, idle_s: float) -> None:
-        """Answers for this rank, waits for the verdict and acts on it.
-
-        Args:
-            entry: The entry of the log.
-            idle_s: Seconds since this rank last made progress.
-        """
-        incident, state = entry.incident, self._state
+        """Answers for this rank, waits for the verdict and acts on it."""
+        incident, state = entry.incident, self._own.state
         if entry.recovered_after_s is not None:
             self._close_incident(incident, entry.recovered_after_s)
             return
-        self._detector.takes_part(idle_s)
+        self._detector.note_idle(idle_s)
         before, state.open_incident = state.open_incident, incident
-        if incident.kind is IncidentKind.TIMEOUT and self._limits.on_timeout == "abort":
+        if incident.kind is IncidentKind.TIMEOUT and self._own.limits.on_timeout == "abort":
             # The storage that the report is written to may hang itself.
-            self._ending.exit_within(AT_LIMIT_S)
+            self._own.ending.exit_within(AT_LIMIT_S)
         verdict = self._gather(incident, idle_s)
         if verdict is not None and not verdict.ends_run:
-            self._ending.go_on()
-        self._incidents.note(incident.number if verdict is not None and verdict.is_reported else 0)
+            self._own.ending.lift_deadline()
+        self._own.incidents.note(incident.number if verdict is not None and verdict.is_reported else 0)
         if entry.is_leaving:
             # No rank waits: for the ranks that still work, this is no incident.
             state.open_incident = before
@@ -108,36 +69,36 @@ class Participation:
             state.verdict = verdict or state.verdict
             self._say_on_other_hosts(verdict)
             if state.ends_run:
-                self._ended_run.verdict_is_there(incident.kind)
+                self._ended_run.follow_verdict(incident.kind)
 
     def _close_incident(self, incident: Incident, after_s: float) -> None:
-        was_reported = self._state.open_incident is not None and not self._state.is_ending
-        self._state.forget_incident()
-        if self._place.rank == 0 and was_reported:
-            self._say(f"recovered after {after_s:.0f} s (incident {incident.number})")
+        was_reported = self._own.state.open_incident is not None and not self._own.state.is_ending
+        self._own.state.forget_incident()
+        if self._own.place.rank == 0 and was_reported:
+            self._own.say(f"recovered after {after_s:.0f} s (incident {incident.number})")
 
     def _say_on_other_hosts(self, verdict: Verdict | None) -> None:
         """Prints why the run ends, on the first rank of each host but the one where the report is printed."""
-        is_first, here = self._place.local_rank == 0, self._probe.info.host
+        is_first, here = self._own.place.local_rank == 0, self._own.probe.info.host
         if verdict is not None and verdict.ends_run and is_first and verdict.reported_on not in ("", here):
             where = f"; report on {verdict.reported_on}: {verdict.folder}" if verdict.folder else ""
-            self._say(f"rank {self._place.rank}: ending the run: {verdict.answer}{where}")
+            self._own.say(f"rank {self._own.place.rank}: ending the run: {verdict.answer}{where}")
 
     def _gather(self, incident: Incident, idle_s: float) -> Verdict | None:
-        state, connection = self._state, self._connection
-        if incident.kind is IncidentKind.EXCEPTION and not activity(self._probe.snapshot(idle_s)).waits_for_peers:
+        state, connection = self._own.state, self._own.connection
+        if incident.kind is IncidentKind.EXCEPTION and not activity(self._own.probe.snapshot(idle_s)).waits_for_peers:
             # Often, this rank is about to raise the same a moment later.
             state.main_thread_left.wait(_SAME_EXCEPTION_S)
         # Does nothing once all ranks have published their info.
         self._local_ranks.search()
-        facts = self._probe.look(idle_s)
+        facts = self._own.probe.look(idle_s)
         gathering = Gathering(
             connection.exchange,
             round_number=connection.log.number,
-            rank=self._place.rank,
-            world_size=self._place.world_size,
-            peers=self._probe.peers,
-            witness=self._probe.witness,
+            rank=self._own.place.rank,
+            world_size=self._own.place.world_size,
+            peers=self._own.probe.peers,
+            witness=self._own.probe.witness,
             is_dropped=lambda: state.is_off or connection.is_superseded,
             publish_info=connection.has_joined,
         )
@@ -152,7 +113,7 @@ class Participation:
             if state.is_off:
                 return None
             alone = JobFacts(
-                incident=incident, world_size=self._place.world_size, ranks=(facts,), missing=(str(error),)
+                incident=incident, world_size=self._own.place.world_size, ranks=(facts,), missing=(str(error),)
             )
             return self._report(alone)
         finally:
@@ -160,7 +121,7 @@ class Participation:
                 state.exception_is_reported.set()
 
     def _report(self, job: JobFacts) -> Verdict:
-        known = self._state.verdict
+        known = self._own.state.verdict
         is_same = known is not None and known.incident.number == job.incident.number
         verdict = self._reporter.report(self._rank_hosts.complete(job), known=known if is_same else None)
-        return replace(verdict, reported_on=self._probe.info.host)
+        return replace(verdict, reported_on=self._own.probe.info.host)

@@ -32,7 +32,7 @@ _NO_ANSWER = (*_OWN_LINK, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
 
 # Of a larger job the first hosts are tried: a cut that matters is mostly that of one host, or of this one.
 _MOST = 64
-# The kernel needs 3 s to find that nobody has an address of a network that it is in itself.
+# The kernel needs 3 s to find that no host has an address of its own network.
 _DEADLINE_S = 3.5
 _STANDSTILLS = (IncidentKind.SUSPECT, IncidentKind.TIMEOUT)
 
@@ -56,9 +56,6 @@ class RankHosts:
     Rank 0 collects and announces, so that not every rank asks the store for every rank.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        host: Name of this host.
         launch: What started the job, equal for all its starts; see :class:`~lightning_ncclsafe.facts.JobFacts`.
     """
 
@@ -75,7 +72,6 @@ class RankHosts:
         """Announces where this rank runs.
 
         Args:
-            exchange: What the ranks share.
             address: Address of this host, as other hosts may reach it; empty if unknown.
         """
         exchange.set(f"{_KEY}/{self._rank}", json.dumps([self._host, address]).encode())

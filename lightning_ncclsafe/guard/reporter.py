@@ -32,7 +32,7 @@ class Verdict:
         folder: Where the report was written; empty where it could not be.
         is_reported: Whether anything was written or printed; not if all ranks raise the same, or the wait is expected.
         findings: The causes found, the most probable first.
-        ends_run: Whether the run cannot go on, and is to be ended.
+        ends_run: Whether the run cannot continue and must be ended.
         quiet_s: For how many seconds ranks are to ask nothing more, as what they wait for is expected to take so long;
             nothing was written or printed then. 0 otherwise.
         frozen: Ranks that cannot end themselves: stopped, or with the interpreter's lock held.
@@ -77,19 +77,13 @@ class _HidesReported:
 
 
 class Reporter:
-    """Reports incidents, on the rank that has gathered the facts.
-
-    Args:
-        report_dir: The folder of all incidents; made when the first one is reported.
-        limits: What the user has set.
-        say: Prints one or more lines to the user.
-    """
+    """Reports incidents, on the rank that has gathered the facts."""
 
     def __init__(self, report_dir: Path, limits: Limits, say: Callable[[str], None]) -> None:
         self._report_dir = report_dir
         self._limits = limits
         self._say = say
-        self._said_no_page = False
+        self._reported_no_page = False
 
     def report(self, job: JobFacts, *, known: Verdict | None = None) -> Verdict:
         """Judges, writes and prints, unless the wait is unusual but expected according to the ranks' facts.
@@ -149,8 +143,8 @@ class Reporter:
     def _write_page(self, diagnosis: Diagnosis, folder: str) -> None:
         """Writes the page, last of all. It is tried for every incident; why there is none is printed once."""
         problem = write_page(diagnosis, Path(folder)) if folder else ""
-        if problem and not self._said_no_page:
-            self._said_no_page = True
+        if problem and not self._reported_no_page:
+            self._reported_no_page = True
             self._say(problem)
 
 

@@ -1,4 +1,4 @@
-"""The starts of one job: how they are told apart on a store that outlives them, and what the previous one has left.
+"""The starts of one job: a name for each on a store that outlives them all, and what the previous start has left.
 
 torchrun's agent keeps one store for all its starts of the ranks, with all keys of earlier starts (torch 2.13), and its
 count of restarts may differ between hosts. So the ranks of each start agree on a name for it.
@@ -20,7 +20,7 @@ from lightning_ncclsafe.errors import PlannedStopError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for, wait_for_keys
 from lightning_ncclsafe.facts.findings import NextStart, Plan
 from lightning_ncclsafe.guard.ending import say_goodbye, wait_for_others
-from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.process.environment import JOB, launch_words
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_words, read_plan
 from lightning_ncclsafe.report.terminal import say_on_stderr
@@ -46,9 +46,6 @@ def agree_on_start(
 
     Args:
         exchange: What the ranks share, which may hold keys of earlier starts.
-        rank: This rank.
-        world_size: Number of ranks.
-        deadline_s: Seconds to wait for the others.
         clear: Called on rank 0 while all others wait: removes what earlier starts have left.
 
     Raises:
@@ -83,9 +80,11 @@ def _lead(exchange: Exchange, world_size: int, deadline_s: float, poll_s: float,
     clear()
 
     def all_are_welcome() -> bool:
-        for rank, hello in _announced(exchange, waiting).items():
-            exchange.set(f"welcome/{rank}", hello + b" " + name.encode())
-            waiting.remove(rank)
+        hellos = exchange.get_many([f"hello/{rank}" for rank in waiting])
+        for rank in [*waiting]:
+            if hello := hellos.get(f"hello/{rank}"):
+                exchange.set(f"welcome/{rank}", hello + b" " + name.encode())
+                waiting.remove(rank)
         return not waiting
 
     with suppress(ExchangeError):
@@ -95,22 +94,12 @@ def _lead(exchange: Exchange, world_size: int, deadline_s: float, poll_s: float,
     return name
 
 
-def _announced(exchange: Exchange, waiting: list[int]) -> dict[int, bytes]:
-    found = exchange.get_many([f"hello/{rank}" for rank in waiting])
-    return {int(key.rpartition("/")[2]): hello for key, hello in found.items() if hello}
-
-
 def _never_came(exchange: Exchange, whom: str) -> ExchangeError:
     return ExchangeError(f"{whom} did not announce a start within the limit: {exchange.lost or 'no answer'}.")
 
 
 def incident_before(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """How the previous start of this job ended, in words; empty if this is the first one, or it left nothing.
-
-    Args:
-        report_dir: The folder of all incidents.
-        environ: Of this process.
-    """
+    """How the previous start of this job ended, in words; empty if this is the first one, or it left nothing."""
     # Nothing is printed if storage does not answer.
     with suppress(UnansweredError, NoThreadError):
         return _storage.call(lambda: _incident_before(report_dir, environ), _READ_S)
@@ -136,12 +125,6 @@ def _incident_before(report_dir: Path, environ: Mapping[str, str]) -> str:
 @marked(Mark.STORE)
 def follow_plan(exchange: Exchange, place: Place, report_dir: Path, say: Callable[[str], None] = say_on_stderr) -> None:
     """Ends this start if the plan of earlier starts says so. All ranks call it; rank 0 reads, and the others follow.
-
-    Args:
-        exchange: What the ranks share.
-        place: Which rank of which job this is.
-        report_dir: The folder of all incidents.
-        say: Prints one or more lines to the user.
 
     Raises:
         PlannedStopError: On all ranks.
@@ -175,12 +158,7 @@ def _reason_in_time(report_dir: Path, say: Callable[[str], None]) -> str:
 
 
 def reason_to_stop(report_dir: Path, environ: Mapping[str, str] = os.environ) -> str:
-    """Why this start must end before it trains, according to earlier starts, in words; empty if it may train.
-
-    Args:
-        report_dir: The folder of all incidents.
-        environ: Of this process.
-    """
+    """Why this start must end before it trains, according to earlier starts, in words; empty if it may train."""
     ended = _starts_that_ended(report_dir, environ)
     if not ended:
         return ""

@@ -1,16 +1,40 @@
-"""What the parts of one rank's guard share: its state, the exchange, and the log of incidents on it.
+"""What the parts of one rank's guard share: its place, its state, the exchange, and the log of incidents on it.
 
 Ranks agree on the log: its entries are numbered, and each is written by whichever rank comes first.
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import Incident, IncidentKind, codec
+from lightning_ncclsafe.facts.phase_kinds import PhaseKind
+from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.reporter import Verdict
+from lightning_ncclsafe.probes.rank import RankProbe
+from lightning_ncclsafe.report.folder import IncidentNumbers
+from lightning_ncclsafe.settings import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which rank of which job this is."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_port: str = ""
+    master_address: str = ""
+
+    @property
+    def ranks_here(self) -> range:
+        """The ranks of this host."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +56,6 @@ class IncidentLog:
     """Reads and writes the log, entry by entry.
 
     Args:
-        exchange: What the ranks share.
         not_before_ns: Entries about incidents before this wall-clock time, in nanoseconds since the epoch, are skipped:
             an earlier start of the job has left them.
 
@@ -77,7 +100,6 @@ class Connection:
     next tick.
 
     Args:
-        exchange: What the ranks share before they have joined the process group.
         not_before_ns: See :class:`~lightning_ncclsafe.guard.shared.IncidentLog`.
 
     Attributes:
@@ -152,7 +174,7 @@ class GuardState:
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run cannot go on, and is being ended."""
+        """Whether the run cannot continue, and is being ended."""
         return self.verdict is not None and self.verdict.ends_run
 
     @property
@@ -170,3 +192,30 @@ class GuardState:
         verdict = self.verdict
         assert verdict is not None
         return CollectiveTimeoutError(verdict.answer, findings=verdict.findings, report_folder=verdict.folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardedRank:
+    """This rank, as all parts of its guard see it.
+
+    Attributes:
+        place: Which rank of which job it is.
+        limits: When to ask and when to end.
+        state: The open incident and its verdict.
+        connection: The exchange with the other ranks.
+        probe: Collects the facts of this rank.
+        ending: Refuses saves and steps once the run is being ended, and makes the process exit.
+        incidents: Numbers of the incidents of this process.
+        phase_kind: What kind of phase the Trainer is in, and the index of its batch; costs next to nothing.
+        say: Prints one or more lines to the user.
+    """
+
+    place: Place
+    limits: Limits
+    state: GuardState
+    connection: Connection
+    probe: RankProbe
+    ending: Ending
+    incidents: IncidentNumbers
+    phase_kind: Callable[[], tuple[PhaseKind, int]]
+    say: Callable[[str], None]

@@ -5,15 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, RankFacts
-from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
+from lightning_ncclsafe.facts.phase_kinds import LONG_S
 from lightning_ncclsafe.guard.local_ranks import LocalRanks
-from lightning_ncclsafe.guard.shared import Connection, GuardState, IncidentEntry
+from lightning_ncclsafe.guard.shared import GuardedRank, IncidentEntry
 from lightning_ncclsafe.guard.thresholds import Thresholds
-from lightning_ncclsafe.probes.rank import RankProbe
-from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import Activity, activity
 from lightning_ncclsafe.rules.kit.expected import is_compiling
-from lightning_ncclsafe.settings import Limits
 
 # A run whose ranks often wait this long for each other is slow, not stuck; more reports would only repeat these.
 MAX_SUSPICIONS = 20
@@ -35,42 +32,19 @@ class StuckDetector:
     and nothing that it knows itself explains the wait; or if it waits by itself, for even longer. A rank that works is
     never stuck, however long it works: the ranks that wait for it are. Belongs to the watchdog's thread.
 
+    ``idle_s`` is always the time since this rank last made progress, seconds.
+
     Args:
-        rank: This rank.
-        limits: When to ask and when to end.
-        state: What is known of the incident that is open.
-        connection: Whether ranks have joined the process group.
-        probe: Collects the facts of this rank.
         local_ranks: Knows whether a rank of this host ended before it joined.
-        phase_kind: What kind of phase the Trainer is in, and the index of its batch.
-        incidents: Numbers of the incidents of this process.
-        end_run: Called if this rank still waits although the run cannot go on.
+        end_run: Called if this rank still waits although the run cannot continue.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        limits: Limits,
-        state: GuardState,
-        connection: Connection,
-        probe: RankProbe,
-        local_ranks: LocalRanks,
-        phase_kind: Callable[[], tuple[PhaseKind, int]],
-        incidents: IncidentNumbers,
-        end_run: Callable[[], None],
-    ) -> None:
-        self._rank = rank
-        self._limits = limits
-        self._state = state
-        self._connection = connection
-        self._probe = probe
+    def __init__(self, own: GuardedRank, local_ranks: LocalRanks, end_run: Callable[[], None]) -> None:
+        self._own = own
         self._local_ranks = local_ranks
-        self._phase_kind_now = phase_kind
-        self._phase_kind = phase_kind()[0]
-        self._incidents = incidents
         self._end_run = end_run
-        self._thresholds = Thresholds(limits)
+        self._phase_kind = own.phase_kind()[0]
+        self._thresholds = Thresholds(own.limits)
         self._suspicions = 0
         self._reports_at_limit = 0
         self._quiet_rounds = 0
@@ -84,32 +58,20 @@ class StuckDetector:
         return self._phase_kind.phase
 
     def observe(self, idle_s: float) -> None:
-        """A tick of the watchdog, from which the detector learns what is usual.
-
-        Args:
-            idle_s: Seconds since this rank last made progress.
-        """
-        self._phase_kind, batch_idx = self._phase_kind_now()
+        """Learns from a tick of the watchdog what is usual."""
+        self._phase_kind, batch_idx = self._own.phase_kind()
         self._thresholds.observe(idle_s, self._phase_kind, batch_idx)
 
     def has_reason_before_joining(self, idle_s: float) -> bool:
-        """Whether to read the log at all: before there is a store, it is in files whose storage may be the problem.
-
-        Args:
-            idle_s: Seconds since this rank last made progress.
-        """
+        """Whether to read the log at all: before there is a store, it is in files whose storage may be the problem."""
         patience_s = self._thresholds.suspect_after_s(self._phase_kind, joined=False)
-        return self._probe.exception is not None or self._local_ranks.has_lost or idle_s >= patience_s
+        return self._own.probe.exception is not None or self._local_ranks.has_lost or idle_s >= patience_s
 
     def entry(self, idle_s: float) -> IncidentEntry | None:
-        """The entry that this rank has to write to the log, if any: it is stuck, has failed, leaves or has recovered.
-
-        Args:
-            idle_s: Seconds since this rank last made progress.
-        """
+        """What this rank has to write to the log, if anything: it is stuck, has failed, leaves or has recovered."""
         if (recovery := self.recovery(idle_s)) is not None:
             return recovery
-        if self._state.is_leaving and not self._state.leaving_is_reported.is_set():
+        if self._own.state.is_leaving and not self._own.state.leaving_is_reported.is_set():
             return IncidentEntry(incident=self.incident(IncidentKind.SUSPECT, idle_s), is_leaving=True)
         kind = self.reason(idle_s)
         return IncidentEntry(incident=self.incident(kind, idle_s)) if kind is not None else None
@@ -118,42 +80,42 @@ class StuckDetector:
         """The end of the open incident, if this rank was stuck in it and makes progress again."""
         ended_s, self._ended_s = self._ended_s, self._idle_s if idle_s < self._idle_s else 0.0
         self._idle_s = idle_s
-        incident = self._state.open_incident
+        incident = self._own.state.open_incident
         # Not only for the rank that opened it: that one may be gone.
         if incident is None or ended_s < max(incident.suspect_after_s, _LEAST_STANDSTILL_S):
             return None
         # A main thread that unwinds with an exception makes progress, too; at the next tick, the exception is known.
-        if self._probe.exception is not None or self._state.is_ending:
+        if self._own.probe.exception is not None or self._own.state.is_ending:
             return None
         return IncidentEntry(incident=incident, recovered_after_s=round(ended_s, 1))
 
     def reason(self, idle_s: float) -> IncidentKind | None:
         """Why all ranks must be asked what they are doing; None if there is no reason."""
-        exception = self._probe.exception
-        if exception is not None and not self._state.exception_is_reported.is_set():
-            if not (exception.is_consequence and self._state.ends_run):
+        exception = self._own.probe.exception
+        if exception is not None and not self._own.state.exception_is_reported.is_set():
+            if not (exception.is_consequence and self._own.state.ends_run):
                 return IncidentKind.EXCEPTION
-            self._state.exception_is_reported.set()  # its cause has been reported meanwhile
-        has_joined = self._connection.has_joined
+            self._own.state.exception_is_reported.set()  # its cause has been reported meanwhile
+        has_joined = self._own.connection.has_joined
         is_time = self._thresholds.is_time_to_look(idle_s, self._phase_kind, joined=has_joined)
         if not is_time and not self._local_ranks.has_lost:
             return None
-        facts = self._probe.snapshot(idle_s)
+        facts = self._own.probe.snapshot(idle_s)
         doing = activity(facts)
-        if self._state.ends_run and doing.waits_for_peers:
+        if self._own.state.ends_run and doing.waits_for_peers:
             self._end_run()
         is_past_limit = self._thresholds.is_past_limit(idle_s, doing, self._phase_kind)
-        is_at_limit = is_past_limit and not self._state.limit_is_reported
-        if is_at_limit and (self._limits.on_timeout == "abort" or self._reports_at_limit < MAX_REPORTS_AT_LIMIT):
+        is_at_limit = is_past_limit and not self._own.state.limit_is_reported
+        if is_at_limit and (self._own.limits.on_timeout == "abort" or self._reports_at_limit < MAX_REPORTS_AT_LIMIT):
             return IncidentKind.TIMEOUT
         waits = doing.waits_for_peers or doing.waits_for_data or self._waits_alone_for_long(idle_s, doing)
-        may_ask = waits and self._state.open_incident is None and self._suspicions < MAX_SUSPICIONS
+        may_ask = waits and self._own.state.open_incident is None and self._suspicions < MAX_SUSPICIONS
         return IncidentKind.SUSPECT if may_ask and not self._is_expected(idle_s, facts) else None
 
     def _waits_alone_for_long(self, idle_s: float, doing: Activity) -> bool:
         """Whether it waits by itself, and for so long that other ranks would have asked if they waited for it."""
         long_s = min(LONG_S, self._thresholds.limit_s(self._phase_kind) / 2)
-        if not self._limits.learned:
+        if not self._own.limits.learned:
             long_s = _ASKED_FIRST * self._thresholds.suspect_after_s(self._phase_kind, joined=True)
         return doing.waits_alone and idle_s >= long_s
 
@@ -161,7 +123,7 @@ class StuckDetector:
         """Whether this rank itself knows why its standstill, although unusual so far, needs no questions."""
         if self._thresholds.is_quiet:
             return True
-        if not self._limits.learned or idle_s >= min(LONG_S, self._thresholds.limit_s(self._phase_kind) / 2):
+        if not self._own.limits.learned or idle_s >= min(LONG_S, self._thresholds.limit_s(self._phase_kind) / 2):
             return False
         if self._quiet_rounds >= MAX_QUIET_ROUNDS or is_compiling(facts.stack):
             return True
@@ -171,13 +133,13 @@ class StuckDetector:
     def incident(self, kind: IncidentKind, idle_s: float) -> Incident:
         """The incident that this rank opens; at the limit it is the one that is open already."""
         idle_s, limit_s = round(idle_s, 1), self._thresholds.limit_s(self._phase_kind)
-        known = self._state.open_incident
+        known = self._own.state.open_incident
         if kind is IncidentKind.TIMEOUT and known is not None:
-            return replace(known, kind=kind, opened_by=self._rank, idle_s=idle_s, timeout_s=limit_s)
+            return replace(known, kind=kind, opened_by=self._own.place.rank, idle_s=idle_s, timeout_s=limit_s)
         return Incident(
-            number=self._incidents.last + 1,
+            number=self._own.incidents.last + 1,
             kind=kind,
-            opened_by=self._rank,
+            opened_by=self._own.place.rank,
             opened_ns=time.time_ns(),
             idle_s=idle_s,
             suspect_after_s=round(self._thresholds.suspect_after_s(self._phase_kind, joined=True), 3),
@@ -186,16 +148,16 @@ class StuckDetector:
 
     # The outcome of an incident.
 
-    def takes_part(self, idle_s: float) -> None:
-        """This rank takes part in an incident, which takes a while: its own standstill is not measured meanwhile."""
+    def note_idle(self, idle_s: float) -> None:
+        """Notes the length of the standstill: this rank takes part in an incident, and does not measure meanwhile."""
         self._idle_s = max(self._idle_s, idle_s)
 
     def be_quiet_for(self, quiet_s: float) -> None:
-        """What the rank waits for is known to take so many seconds: until then it is not stuck."""
+        """Treats the rank as not stuck for so many seconds: what it waits for is known to take so long."""
         self._quiet_rounds += 1
         self._thresholds.be_quiet_for(quiet_s)
 
     def count(self, kind: IncidentKind) -> None:
-        """An incident of this kind has been reported."""
+        """Counts a reported incident."""
         self._suspicions += kind is IncidentKind.SUSPECT
         self._reports_at_limit += kind is IncidentKind.TIMEOUT

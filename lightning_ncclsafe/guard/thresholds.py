@@ -10,8 +10,8 @@ from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
 from lightning_ncclsafe.rules.kit.activity import Activity
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits
 
-# Once a loop's batches are known: short beside what people wait before they look, long beside a garbage collection,
-# a slow file or a busy host.
+# Once a loop's batches are known. Users wait longer before they look; a garbage collection, a slow file or a busy host
+# takes less.
 FLOOR_S = 10.0
 # Where nothing is known yet, and in hooks that are called once an epoch or once a run: those differ for good reasons.
 UNKNOWN_S = 60.0
@@ -51,8 +51,7 @@ class _Kind:
 class IdleTimes:
     """Learns how long one rank makes no progress in each kind of phase. Belongs to the watchdog's thread.
 
-    It observes every tick of the watchdog and sees what is shorter than a tick by chance only; nothing that short
-    matters here.
+    It observes every tick of the watchdog, and idle times shorter than a tick only by chance; they do not matter here.
     """
 
     def __init__(self) -> None:
@@ -60,13 +59,11 @@ class IdleTimes:
         self._before: tuple[float, PhaseKind] | None = None
 
     def observe(self, idle_s: float, phase_kind: PhaseKind, *, batch_idx: int, now_s: float) -> None:
-        """A tick of the watchdog.
+        """Learns from a tick of the watchdog.
 
         Args:
-            idle_s: Seconds since the rank last made progress.
-            phase_kind: What it is in.
+            phase_kind: The kind of phase that the rank is in.
             batch_idx: Index of the batch being worked on.
-            now_s: Seconds that only grow.
         """
         before, self._before = self._before, (idle_s, phase_kind)
         if before is not None and idle_s < before[0]:
@@ -104,17 +101,12 @@ START_UP_S = 30.0
 # How often a rank that makes no progress, but waits for no other, is looked at again: a look takes some 30 ms.
 _LOOK_S = 1.0
 _RARELY_S = 10.0
-# Timeouts that process groups have when nobody gives them one: PyTorch's for NCCL, and for all other back ends.
+# Timeouts of process groups that are created without one: PyTorch's for NCCL, and for all other back ends.
 DEFAULT_TIMEOUTS_S = frozenset({600.0, 1800.0})
 
 
 class Thresholds:
-    """Decides when to look and when to end, for one rank. Belongs to the watchdog's thread.
-
-    Args:
-        limits: What the user has set.
-        clock: Seconds that only grow; for tests.
-    """
+    """Decides when to look and when to end, for one rank. Belongs to the watchdog's thread."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
@@ -128,11 +120,10 @@ class Thresholds:
         self._not_own_s = {round(limit_s + BACKSTOP_S, 3) for limit_s in every} | DEFAULT_TIMEOUTS_S
 
     def observe(self, idle_s: float, phase_kind: PhaseKind, batch_idx: int) -> None:
-        """A tick of the watchdog, from which it learns how long this rank usually makes no progress.
+        """Learns, at each tick of the watchdog, how long this rank usually makes no progress.
 
         Args:
-            idle_s: Seconds since the rank last made progress.
-            phase_kind: What it is in.
+            phase_kind: The kind of phase that the rank is in.
             batch_idx: Index of the batch being worked on.
         """
         if idle_s < self._idle_s:
@@ -142,7 +133,7 @@ class Thresholds:
             self._idle_times.observe(idle_s, phase_kind, batch_idx=batch_idx, now_s=self._clock())
 
     def be_quiet_for(self, quiet_s: float) -> None:
-        """What the rank waits for is known to take long: for so many seconds nothing is suspicious."""
+        """Treats nothing as suspicious for so many seconds: what the rank waits for is known to take long."""
         self._quiet_until_s = self._clock() + quiet_s
 
     @property
@@ -154,9 +145,7 @@ class Thresholds:
         """Whether to look at what a rank does: when a limit has just been passed, and ever more rarely from then on.
 
         Args:
-            idle_s: Seconds since the rank last made progress.
-            phase_kind: What it is in.
-            joined: Whether it has joined the process group.
+            phase_kind: The kind of phase that the rank is in.
         """
         suspect_after_s = self.suspect_after_s(phase_kind, joined=joined)
         before_s = self._looked_at_s if self._looked_at_s <= idle_s else 0.0

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 
 from lightning_ncclsafe.code.marks import Mark, marked
 
-# A process that comes to its next tick so much later than planned, having computed for so little of that time, was
-# stopped as a whole: by SIGSTOP, a debugger, a frozen control group. Where the GIL or a core was missing, it computes.
+# A process whose next tick is so much later than planned, and that computed for so little of that time, was stopped as
+# a whole: by SIGSTOP, a debugger, a frozen control group. If only the GIL or a core was missing, it computes.
 _STOPPED_S = 10.0
 _COMPUTES = 0.01
 
@@ -20,7 +20,6 @@ class Watchdog:
         tick: Called with the seconds since the position last changed. It may take its time; nothing else waits for it.
         on_failure: Called once if ``position`` or ``tick`` raises; the watch is then over.
         poll_s: Seconds between two calls.
-        clock: Seconds that only grow; for tests.
         cpu_clock: Processor time of this process, seconds; for tests.
     """
 
@@ -81,9 +80,9 @@ class Watchdog:
 
     @marked(Mark.WATCH)
     def pause(self) -> None:
-        """Waits for the next tick. For as long as the process was stopped meanwhile, nobody has waited.
+        """Waits for the next tick. The time for which the process was stopped meanwhile does not count as idle.
 
-        One that is late tick after tick was not stopped: it starves, as on a host that is out of memory, and waits.
+        A process that is late at every tick was not stopped: it starves, as on a host that is out of memory.
         """
         began, cpu_s = self._clock(), self._cpu_clock()
         self._awake.wait(self._poll_s)

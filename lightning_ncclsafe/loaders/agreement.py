@@ -11,7 +11,7 @@ from lightning_ncclsafe.facts import DataFacts, EpochEnd, Incident, IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Votes
 from lightning_ncclsafe.probes.process.environment import launch_words
-from lightning_ncclsafe.report.folder import IncidentNumbers, write_page, write_report
+from lightning_ncclsafe.report.folder import IncidentNumbers, write_all
 from lightning_ncclsafe.report.tables.data import render_mismatch
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
@@ -29,11 +29,8 @@ class Agreement:
 
     Args:
         meeting: Brings all ranks to one verdict.
-        world_size: Number of ranks.
         identity: This rank, without data.
         report_dir: The folder of all reports; created with the first one.
-        incidents: Numbers the incidents of this process.
-        say: Prints one or more lines to the user.
     """
 
     def __init__(
@@ -55,26 +52,17 @@ class Agreement:
         self._reported: set[str] = set()
 
     def compare(self, data: DataFacts) -> tuple[EpochEnd, ...]:
-        """Shares this rank's loaders, waits for those of all other ranks, and returns how their epochs end.
+        """Compares this rank's loaders with those of all others; returns how an epoch of each ends.
 
-        Args:
-            data: What this rank is about to read.
-
-        Returns:
-            How an epoch of each loader ends; none where a rank takes no part.
+        Nothing is returned if a rank takes no part.
 
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
-            ExchangeError: If ranks cannot share.
         """
         return self._raised(self._meeting.meet(replace(self._identity, data=data), self._verdict)).ends
 
     def all_can(self, can: bool) -> bool:
-        """Whether every rank can do what all have just tried.
-
-        Args:
-            can: Whether this rank can.
-        """
+        """Whether every rank can do what all have just tried, given whether this one can."""
         facts = replace(self._identity, data=DataFacts(stage="") if can else None)
         return self._meeting.meet(facts, lambda ranks: Agreed(complete=self._is_complete(ranks))).complete
 
@@ -116,7 +104,6 @@ class Agreement:
 
         Args:
             data: What this rank has shared.
-            loader: The loader that is read.
             votes: How ranks vote.
             digests: Those of this rank's batches; 0 where there is none.
 
@@ -197,14 +184,7 @@ class Agreement:
     def _write(self, diagnosis: Diagnosis, *, is_refused: bool = False) -> str:
         if self._identity.rank != 0:
             return ""
-        try:
-            folder = write_report(diagnosis, self._report_dir, is_refused=is_refused)
-        except Exception as error:  # the verdict matters more than its report
-            self._say(f"the report could not be written: {error}")
-            return ""
-        if problem := write_page(diagnosis, folder):
-            self._say(problem)
-        return str(folder)
+        return write_all(diagnosis, self._report_dir, self._say, is_refused=is_refused)
 
 
 def _with_way_on(diagnosis: Diagnosis) -> Diagnosis:
@@ -231,29 +211,21 @@ def _alike(loader: LoaderFacts) -> LoaderFacts:
 def epoch_ends(ranks: Iterable[DataFacts]) -> tuple[EpochEnd, ...]:
     """How an epoch of each loader of a stage ends: whether it needs a vote, whether its length changes.
 
-    Args:
-        ranks: What each rank shares.
-
-    Returns:
-        One for each loader; none where ranks have different numbers of loaders.
+    Empty if ranks have different numbers of loaders.
     """
     data = list(ranks)
     if not data or len({len(one.loaders) for one in data}) != 1:
         return ()
     # When they predict, and mostly when they evaluate, ranks are independent and may end at any batch.
-    if all(map(goes_alone, data)) or _ends_together(data):
+    lengths_are_known = all(loader.length is not None for one in data for loader in one.loaders)
+    ends_together = lengths_are_known and len({epoch_batches(one) for one in data}) == 1
+    if all(map(goes_alone, data)) or ends_together:
         return tuple(EpochEnd() for _ in data[0].loaders)
     on_uneven = data[0].on_uneven
     ends_independently = all(map(evaluates_alone, data))
     return tuple(
         _epoch_end(each, on_uneven, ends_independently) for each in zip(*(one.loaders for one in data), strict=True)
     )
-
-
-def _ends_together(ranks: list[DataFacts]) -> bool:
-    """Whether all lengths are known and epochs are equally long on all ranks."""
-    known = all(loader.length is not None for data in ranks for loader in data.loaders)
-    return known and len({epoch_batches(data) for data in ranks}) == 1
 
 
 def _epoch_end(loaders: tuple[LoaderFacts, ...], on_uneven: OnUneven | str, ends_independently: bool) -> EpochEnd:

@@ -52,19 +52,18 @@ class Stage:
         return len(self.loaders) >= self.expected
 
     def facts(self, trainer: Any, strategy: Any, settings: AgreementSettings) -> DataFacts:
-        """What this rank shares about the stage.
-
-        Args:
-            trainer: The ``Trainer``.
-            strategy: Its strategy.
-            settings: What the user has set.
-        """
+        """What this rank shares about the stage."""
         limit = self._limit(trainer)
         given = [getattr(loader, "wrapped_loader", loader) for loader in self.loaders]
         # An empty list in place of a loader: Lightning takes it for one that has no batches.
         is_none = all(isinstance(loader, (list, tuple, dict)) and not loader for loader in given)
         loaders = tuple(
-            loader_facts(loader, name=self._name_of(index), limit=limit, content=settings.content)
+            loader_facts(
+                loader,
+                name=self.name if len(given) == 1 else f"{self.name}[{index}]",
+                limit=limit,
+                content=settings.content,
+            )
             for index, loader in enumerate(() if is_none else given)
         )
         share = getattr(strategy, "distributed_sampler_kwargs", None) or {}
@@ -89,9 +88,6 @@ class Stage:
         alone = len(self.loaders) == 1 or self.mode == "sequential"
         return limit if alone and isinstance(limit, int) else None
 
-    def _name_of(self, index: int) -> str:
-        return self.name if len(self.loaders) == 1 else f"{self.name}[{index}]"
-
     def _limit(self, trainer: Any) -> int | float | None:
         limit: int | float | None = getattr(trainer, f"limit_{self.name.partition('_')[0]}_batches", None)
         return limit
@@ -114,14 +110,10 @@ class LoaderCollector:
     """Compares, tunes and iterates the loaders of every stage of one call of the Trainer, on one rank.
 
     Args:
-        trainer: The ``Trainer``.
-        strategy: Its strategy.
         agreement: Compares them with those of the other ranks; None with one rank.
-        settings: The user's settings.
         combined: Lightning's ``CombinedLoader``, which flattens lists, dicts and other containers of loaders.
-        tracker: What Lightning is doing.
         timeout_s: The run's hard limit, seconds.
-        tuner: Tunes them; None if nobody asks for it.
+        tuner: Tunes them; None to leave them as they are.
         on_stage: Called on all ranks with the loaders of a stage, before anything else.
     """
 
@@ -156,12 +148,13 @@ class LoaderCollector:
 
     def attach(self) -> None:
         """Intercepts what the loops' hooks return: the number of loaders is not known otherwise."""
-        self._safely(self._attach)
 
-    def _attach(self) -> None:
-        for loop in self._loops():
-            source = loop._data_source
-            self._methods.append(WrappedMethod(source, "dataloader", partial(self._request, source.name)))
+        def attach() -> None:
+            for loop in self._loops():
+                source = loop._data_source
+                self._methods.append(WrappedMethod(source, "dataloader", partial(self._request, source.name)))
+
+        self._safely(attach)
 
     def detach(self) -> None:
         """Restores everything."""
@@ -169,12 +162,9 @@ class LoaderCollector:
             self._methods.pop().remove()
         for stage in [*self._replaced]:
             self._release(stage)
-        self._give_back()
         for looks_ahead in [*self._votes]:
             self._close_votes(looks_ahead)
-
-    def _give_back(self) -> None:
-        """Puts the user's loaders back where they were replaced by a proxy."""
+        # The user's own loaders, where a proxy has taken their place.
         for combined in (loop._combined_loader for loop in self._loops()):
             loaders = [] if combined is None else combined.flattened
             if any(isinstance(loader, LoaderProxy) for loader in loaders):
@@ -195,13 +185,14 @@ class LoaderCollector:
 
     def _open(self, name: str, loaders: Any) -> None:
         is_combined = isinstance(loaders, self._combined)
-        combined = loaders if is_combined else self._combined(loaders, self._default_mode(name))
+        mode = "max_size_cycle" if name == TRAIN else "sequential"
+        combined = loaders if is_combined else self._combined(loaders, mode)
         self._stage = Stage(name=name, mode=combined._mode, expected=len(combined.flattened))
         if self._stage.is_complete:
             self._compare(self._stage)
 
     def prepared(self, loader: Any) -> Any:
-        """Lightning has prepared a loader. With the last one of a stage, all ranks are compared.
+        """Called when Lightning has prepared a loader; with the last one of a stage, ranks compare their loaders.
 
         Returns:
             What to iterate: the loader itself wherever possible.
@@ -285,7 +276,7 @@ class LoaderCollector:
                 self._votes[looks_ahead] = process_groups.VoteGroup(
                     VOTE_AHEAD_GROUP if looks_ahead else VOTE_GROUP,
                     timeout_s=self._timeout_s + BACKSTOP_S,
-                    # Well before the guard would end the run, which can go on without votes.
+                    # Well before the guard would end the run, which can continue without votes.
                     connect_s=min(_CONNECT_S, self._timeout_s / 2),
                 )
             except Exception as failure:
@@ -300,7 +291,10 @@ class LoaderCollector:
             votes.close()
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """Our own failure is reported once. This rank compares no more, nobody waits for it, and training goes on."""
+        """Acts; after a failure of our own, which is reported once, training continues and this rank compares no more.
+
+        No rank waits for it then.
+        """
         try:
             act()
         except (CollectiveTimeoutError, DatasetMismatchError, HostPreflightError):
@@ -311,9 +305,6 @@ class LoaderCollector:
             with suppress(Exception):
                 if self._agreement is not None:
                     self._agreement.withdraw()
-
-    def _default_mode(self, name: str) -> str:
-        return "max_size_cycle" if name == TRAIN else "sequential"
 
     def _iteration(
         self, agreement: Agreement, end: EpochEnd, stage: Stage, index: int, data: DataFacts

@@ -68,9 +68,10 @@ class Lockstep:
         compare: Called on all ranks once each has two batches, with a digest of each; None for no comparison.
         digest: Computes the digest of a batch.
         looks_ahead: Whether each batch is fetched when the previous one is handed out; the same on all ranks.
-        most: Number of batches after which nobody asks for more; None if unknown. Nothing beyond it is fetched ahead.
+        most: Number of batches after which Lightning asks for no more; None if unknown. Nothing beyond it is fetched
+            ahead.
         called: Counts the collectives that this rank has called so far, votes aside. If one rank's data ends before
-            another's and no rank has called any for its batches, each goes on by itself, since nothing waits for the
+            another's and no rank has called any for its batches, each continues alone, since nothing waits for the
             others. None to report uneven data in any case.
     """
 
@@ -203,7 +204,9 @@ class Lockstep:
             raise _nothing_to_repeat(self._given) from None
 
 
-def until(begin: Begin, length: int, *, repeat: bool = False, error: Callable[[], Exception] | None = None) -> Any:
+def until(
+    begin: Begin, length: int, *, repeat: bool = False, error: Callable[[], Exception] | None = None
+) -> Iterator[Any]:
     """Iterates data of known length up to an agreed one.
 
     Args:
@@ -212,26 +215,25 @@ def until(begin: Begin, length: int, *, repeat: bool = False, error: Callable[[]
         repeat: Whether shorter data starts over.
         error: Creates what is raised at the end, if reaching the end is an error.
     """
-    # Begun here and not in the generator: workers start when the iterator is created.
-    return _until(begin(), begin, length, repeat, error)
+    # Not in the generator: workers start when the iterator is created.
+    first = begin()
 
+    def batches() -> Iterator[Any]:
+        own, given = first, 0
+        while True:
+            before = given
+            for batch in islice(own, length - given):
+                given += 1
+                yield batch
+            if given == length or not repeat:
+                break
+            if given == before:
+                raise _nothing_to_repeat(given)
+            own = begin()
+        if error is not None:
+            raise error()
 
-def _until(
-    own: Iterator[Any], begin: Begin, length: int, repeat: bool, error: Callable[[], Exception] | None
-) -> Iterator[Any]:
-    given = 0
-    while True:
-        before = given
-        for batch in islice(own, length - given):
-            given += 1
-            yield batch
-        if given == length or not repeat:
-            break
-        if given == before:
-            raise _nothing_to_repeat(given)
-        own = begin()
-    if error is not None:
-        raise error()
+    return batches()
 
 
 def _nothing_to_repeat(given: int) -> RuntimeError:

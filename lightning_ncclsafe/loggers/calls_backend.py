@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import ArgumentCopier, Replacements
+from lightning_ncclsafe.loggers.capture import Replacements, copied_call
 from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 from lightning_ncclsafe.loggers.offload import Offload
 from lightning_ncclsafe.loggers.segments import StagedFrame
@@ -53,7 +53,6 @@ class CallsBackend:
     """Takes a logger of any class off the training thread.
 
     Args:
-        logger: The logger.
         experiment: Its experiment, if its methods are known; None otherwise.
         limit_bytes: Most memory for arguments that cannot be staged.
         finalize_s: How long the end of an experiment waits for what was logged before, seconds.
@@ -80,22 +79,20 @@ class CallsBackend:
         self._save_is_asked = False
         self.path = str(getattr(logger, "save_dir", None) or "")
 
-    @property
-    def sink(self) -> "CallsBackend":
-        """Itself."""
-        return self
+        self.sink = self
 
     def attach(self, offload: Offload) -> None:
         """Replaces the logger's methods, and those of its experiment that return nothing."""
         self._offload = offload
         logger, experiment = self._logger, self._experiment
         methods, replace = self._methods, self._of_logger.replace
-        if experiment is None or _is_lightnings(type(logger).log_metrics):
+        package = str(getattr(type(logger).log_metrics, "__module__", "")).partition(".")[0]
+        if experiment is None or package in ("lightning", "pytorch_lightning"):
             methods[LOG_METRICS] = replace(logger, LOG_METRICS, self._log_metrics)
         else:
-            # The user's own may keep what it is given; its calls of the experiment wait.
+            # The user's own method runs at once, as it may keep what it is given; its calls of the experiment wait.
             methods[LOG_METRICS] = logger.log_metrics
-        methods["save"] = replace(logger, "save", self._ask_save)
+        methods["save"] = replace(logger, "save", partial(setattr, self, "_save_is_asked", True))
         replace(logger, "finalize", offload.finalize)
         if experiment is None:
             call = partial(self._queue, "log_hyperparams", True)
@@ -186,7 +183,7 @@ class CallsBackend:
             self._attempts += 1
             if not is_permanent(error) or self._attempts < _ATTEMPTS:
                 raise
-            self._offload.refuse(frame.file, error, points=frame.points, records=frame.records)
+            self._offload.ledger.refuse(frame.file, error, points=frame.points, records=frame.records)
         self._attempts = 0
 
     def _make(self, frame: StagedFrame) -> None:
@@ -217,7 +214,7 @@ class CallsBackend:
                 held -= dropped.data_bytes
                 if not is_written:
                     error = MemoryError(f"more than {self._limit_bytes} bytes of arguments wait in memory")
-                    self._offload.refuse(dropped.name, error, records=1)
+                    self._offload.ledger.refuse(dropped.name, error, records=1)
 
     def _log_metrics(self, *args: Any, **kwargs: Any) -> None:
         scalars = None if self._offload.is_own_thread else _scalars(args, kwargs)
@@ -225,9 +222,6 @@ class CallsBackend:
             self._offload.put(scalars)
         else:
             self._queue(LOG_METRICS, False, *args, **kwargs)
-
-    def _ask_save(self) -> None:
-        self._save_is_asked = True
 
     def _save(self) -> None:
         if self._save_is_asked:
@@ -248,27 +242,13 @@ class CallsBackend:
         is_not_ours = self._offload.is_own_thread or self._offload.is_closed
         if is_not_ours or kwargs.get("synchronous") is False:
             return self._methods[name](*args, **kwargs)
-        copied = ArgumentCopier()
-        call = LoggedCall(
-            name=name,
-            args=copied.copy(args),
-            kwargs=copied.copy(kwargs),
-            created=time.time(),
-            data_bytes=copied.data_bytes,
-            keep=keep,
-            events=tuple(copied.events),
-        )
-        self._offload.put(call)
+        self._offload.put(copied_call(name, args, kwargs, keep=keep))
         return None
 
 
 def experiment_is_known(experiment: Any) -> bool:
     """Whether it is known which methods of an experiment return nothing."""
     return _package(experiment) in _QUEUED
-
-
-def _is_lightnings(method: Any) -> bool:
-    return str(getattr(method, "__module__", "")).partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def _number(frame: StagedFrame) -> int:

@@ -1,6 +1,7 @@
 """How the calls of a logger are captured: methods are replaced, arguments copied, the scalars of one call collected."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,11 +11,11 @@ import numpy as np
 import torch
 
 from lightning_ncclsafe.code.patching import ReplacedMethod
-from lightning_ncclsafe.loggers.intake import LoggedScalars
+from lightning_ncclsafe.loggers.intake import LoggedCall, LoggedScalars
 
 FIRST_S = 0.5
-"""How long the first log waits for its file, so that whoever looks for one finds it, as without an offload."""
-# Nobody nests what is logged deeper than this, but for a list that holds itself.
+"""How long the first log waits for its file, so that a program that looks for one finds it, as without an offload."""
+# Values are never nested deeper, except for a list that holds itself.
 _DEEPEST = 20
 # About the memory of a number in a list.
 _ITEM_BYTES = 32
@@ -85,6 +86,23 @@ class ScalarCollector(threading.local):
             self._found.append(LoggedScalars(step=step, values={tag: value}, created=created))
         else:
             last.values[tag] = value
+
+
+def copied_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool, is_media: bool = False
+) -> LoggedCall:
+    """A call to make later, with copies of its arguments."""
+    copied = ArgumentCopier()
+    return LoggedCall(
+        name=name,
+        args=copied.copy(args),
+        kwargs=copied.copy(kwargs),
+        created=time.time(),
+        data_bytes=copied.data_bytes,
+        keep=keep,
+        is_media=is_media,
+        events=tuple(copied.events),
+    )
 
 
 @dataclass(slots=True)

@@ -19,12 +19,9 @@ class Claim:
 
     It is a lock of lockf, which child processes do not inherit, as they would one of flock.
 
-    Args:
-        folder: The folder.
-
     Attributes:
         is_mine: Whether this process has it.
-        is_new: Whether the folder had no lock before: nobody has ever worked there, or the lock was removed.
+        is_new: Whether the folder had no lock before: no process has worked there yet, or the lock was removed.
 
     Raises:
         OSError: If the folder exists and cannot be locked.
@@ -41,7 +38,7 @@ class Claim:
 
     def give_up(self) -> None:
         """Lets others have it."""
-        # In this order: closing a handle ends the lock of whoever in this process has claimed the folder since.
+        # In this order: closing a handle would end the lock of a later claim of this process.
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

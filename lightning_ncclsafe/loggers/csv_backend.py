@@ -30,7 +30,6 @@ class CSVBackend:
 
     Args:
         logger: The logger; its experiment exists.
-        store: Local staging.
         to_yaml: Creates the text of ``hparams.yaml``.
     """
 
@@ -48,10 +47,7 @@ class CSVBackend:
         destination = open_destination(self.path)
         self.folders = destination.folders
         self.sink = FilesSink(
-            destination,
-            store.anchors,
-            store.note,
-            reject=lambda *refused: self._offload.reject(*refused),
+            destination, store.anchors, store.note, reject=lambda *refused: self._offload.refuse_frames(*refused)
         )
 
     def attach(self, offload: Offload) -> None:
@@ -95,12 +91,15 @@ class CSVBackend:
 
     def _log_row(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
         step = len(self._writer.metrics) if step is None else step
-        # As in Lightning, for whoever reads the row there until it is saved.
+        # As in Lightning, for code that reads the row there until it is saved.
         pairs = metrics_dict.items()
         values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in pairs}
         self._writer.metrics.append({**values, "step": step})
-        # NumPy's numbers have a text of their own.
-        row = {str(name): _cell(value) for name, value in values.items()}
+        # The text of a value is made now, if it is neither text nor a number.
+        row = {
+            str(name): value if value is None or isinstance(value, (str, Real)) else str(value)
+            for name, value in values.items()
+        }
         if row and self._collecting.is_on and all(isinstance(value, Real) for value in row.values()):
             for name, value in row.items():
                 self._collecting.add(name, value, step, time.time())
@@ -122,11 +121,6 @@ class CSVBackend:
         self._offload.put(LoggedCall(name=_HPARAMS, args=(hparams,), kwargs={}, created=time.time(), keep=True))
         if self.folders:
             self._offload.catch_up(FIRST_S)
-
-
-def _cell(value: Any) -> Any:
-    """What is written of a value: its text now if it is neither text nor a number."""
-    return value if value is None or isinstance(value, (str, Real)) else str(value)
 
 
 def _json(row: dict[str, Any]) -> bytes:

@@ -47,7 +47,6 @@ class Delivery:
     """Delivers what a store holds, in the background. A fault is retried, later each time, for as long as it lasts.
 
     Args:
-        store: Local staging.
         sink: Where frames go.
         name: Class name of the logger, for the thread's name.
         on_fault: Called with the first error of each series.

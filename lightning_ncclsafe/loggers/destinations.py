@@ -12,7 +12,7 @@ class Destination(Protocol):
     Attributes:
         path: The directory, as the user knows it.
         pace_s: Least pause between two writes, seconds.
-        appends: Whether what is appended to a file can be read from that file.
+        appends: Whether appended bytes can be read from the same file.
         folders: Its absolute paths on this host.
     """
 
@@ -42,9 +42,11 @@ class LocalDestination:
     """A directory of a mounted file system.
 
     Args:
-        path: The directory.
         device: Number of its device when the run began. A directory that is removed is created again, but not on the
             disk below a mount that is gone.
+
+    Attributes:
+        device: The same; by default, that of the directory, or of what exists above it.
     """
 
     pace_s = 1.0
@@ -55,12 +57,7 @@ class LocalDestination:
         # A program may change its working directory.
         self._folder = Path(path).absolute()
         self.folders = tuple({os.path.abspath(path), os.path.realpath(path)})
-        self._device = device if device is not None else _device_of(self._folder)
-
-    @property
-    def device(self) -> int:
-        """Device number of the directory, or of what exists above it."""
-        return self._device
+        self.device = device if device is not None else _device_of(self._folder)
 
     def size(self, file: str) -> int | None:
         """Bytes of a file; None if there is none."""
@@ -106,7 +103,7 @@ class LocalDestination:
         try:
             return os.open(path, flags, 0o666)
         except FileNotFoundError:
-            if _device_of(path.parent) != self._device:
+            if _device_of(path.parent) != self.device:
                 raise OSError(f"the file system that {self.path} was on is no longer mounted") from None
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, flags, 0o666)

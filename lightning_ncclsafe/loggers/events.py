@@ -81,7 +81,7 @@ class EventMaker(SummaryWriter):
     def __init__(self, logdir: str, **settings: Any) -> None:
         self._made: list[tuple[str, bytes]] = []
         self._created = 0.0
-        self._files = _CaughtFiles(self._file)
+        self._files = _CaughtFiles(lambda there: CaughtFile(there, self._add, lambda: self._created))
         super().__init__(logdir)
         vars(self).update(settings)
 
@@ -126,8 +126,8 @@ class EventMaker(SummaryWriter):
         self.file_writer: Any = self._files[str(self.log_dir)]
         return self._files[str(self.log_dir)]
 
-    def _file(self, logdir: str) -> CaughtFile:
-        return CaughtFile(logdir, lambda there, event: self._made.append((there, event)), lambda: self._created)
+    def _add(self, logdir: str, event: bytes) -> None:
+        self._made.append((logdir, event))
 
 
 def scalar_event(scalars: LoggedScalars) -> bytes:

@@ -159,15 +159,19 @@ class FilesSink:
         if kind == "rows":
             rows = [json.loads(line) for frame in frames for line in frame.body.splitlines()]
             return dict([self._add_rows(file, rows, sure)]) if rows else {}
-        if kind == "whole":
-            self._replace(file, frames)
+        certain = [frame for frame in frames if not frame.details.get("if_absent")]
+        if kind == "whole" and (certain or self.destination.size(file) is None):
+            self.destination.replace(file, (certain[-1:] or frames)[0].body)
         return {}
 
     def _give_up(self, failed: "Sequence[_Refused]") -> None:
         """Leaves out what can never be written if nothing else has failed; otherwise raises."""
         for refused in failed:
             before = self._refusals.get(refused.key, 0)
-            self._refusals[refused.key] = before + 1 if _lasts(refused.error) else 0
+            # Whether it is the same however often the write is retried.
+            error = refused.error
+            lasts = error.errno in _LASTING if isinstance(error, OSError) else isinstance(error, _OF_DATA)
+            self._refusals[refused.key] = before + 1 if lasts else 0
         if self._reject is None or any(self._refusals[refused.key] < _MOST_REFUSALS for refused in failed):
             raise failed[0].error
         for refused in failed:
@@ -236,11 +240,6 @@ class FilesSink:
         self.destination.replace(file, data)
         return len(data) - table.bytes
 
-    def _replace(self, file: str, frames: Sequence[StagedFrame]) -> None:
-        certain = [frame for frame in frames if not frame.details.get("if_absent")]
-        if certain or self.destination.size(file) is None:
-            self.destination.replace(file, (certain[-1:] or frames)[0].body)
-
     def _set_anchor(self, file: str, anchor: dict[str, Any]) -> None:
         """Saves what a delivery finds before it changes it."""
         self._anchors[file] = anchor
@@ -254,8 +253,3 @@ class _Refused:
     key: tuple[str, str]
     frames: Sequence[StagedFrame]
     error: Exception
-
-
-def _lasts(error: Exception) -> bool:
-    """Whether an error is the same however often the write is retried."""
-    return error.errno in _LASTING if isinstance(error, OSError) else isinstance(error, _OF_DATA)

@@ -3,9 +3,9 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_ncclsafe.settings import Overflow
 
@@ -13,7 +13,7 @@ from lightning_ncclsafe.settings import Overflow
 _LEFT = 3
 # How long a window that closes by its number of points may stay open, for each step of coarseness.
 _LONGEST_S = 0.5
-# Memory of an entry beside its data, and of a scalar beside its tag; a little more than Python needs.
+# Memory of an entry without its data, and of a scalar without its tag; a little more than Python needs.
 _ENTRY_BYTES = 400
 _SCALAR_BYTES = 120
 # Each pass leaves at most about half of a queue that is full of scalars.
@@ -30,9 +30,17 @@ class LoggedScalars:
         created: Wall-clock time of the call, seconds since the epoch.
     """
 
+    keep: ClassVar[bool] = False
+    is_media: ClassVar[bool] = False
+
     step: int | None
     values: dict[str, float]
     created: float
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it takes."""
+        return _ENTRY_BYTES + _SCALAR_BYTES * len(self.values)
 
 
 @dataclass(slots=True)
@@ -73,12 +81,7 @@ class Thinner:
         return not self._windows
 
     def offer(self, scalars: LoggedScalars, now: float) -> list[LoggedScalars]:
-        """Takes what was logged and returns what may pass, in the order of arrival.
-
-        Args:
-            scalars: What was logged.
-            now: Seconds of a monotonic clock.
-        """
+        """Takes what was logged and returns what may pass, in the order of arrival."""
         if not self.coarseness and not self._window_s and not self._windows:
             return [scalars]
         self._arrived += 1
@@ -86,7 +89,8 @@ class Thinner:
         for tag, value in scalars.values.items():
             window = self._windows.setdefault(tag, _TagWindow(opened=now))
             self._put(window, tag, value, scalars)
-            if self._is_over(window, now):
+            has_enough = not self.coarseness or window.seen >= _LEFT * 2**self.coarseness
+            if has_enough and now - window.opened >= self._window_s:
                 closed.append((tag, self._windows.pop(tag)))
         return list(self._left_of(closed))
 
@@ -109,10 +113,6 @@ class Thinner:
             window.smallest = place
         if window.largest is None or _below(window.largest[1].values[tag], value):
             window.largest = place
-
-    def _is_over(self, window: _TagWindow, now: float) -> bool:
-        enough = window.seen >= _LEFT * 2**self.coarseness if self.coarseness else True
-        return enough and now - window.opened >= self._window_s
 
     def _left_of(self, windows: list[tuple[str, _TagWindow]]) -> Iterator[LoggedScalars]:
         """The points that represent these windows, those of one call together again."""
@@ -156,9 +156,9 @@ class LoggedCall:
     events: tuple[Any, ...] = ()
 
     @property
-    def is_marker(self) -> bool:
-        """Whether it is :data:`MARKER`."""
-        return not self.name
+    def size_bytes(self) -> int:
+        """About how much memory it takes."""
+        return _ENTRY_BYTES + self.data_bytes
 
 
 Entry = LoggedScalars | LoggedCall
@@ -180,6 +180,7 @@ class Intake:
         thinned: Points that were left out, represented by others.
         dropped_points: Points that were dropped.
         dropped_records: Calls that were dropped.
+        is_closed: Whether all waiting has ended.
     """
 
     def __init__(self, limit_bytes: int, overflow: Overflow, block_s: float) -> None:
@@ -195,34 +196,29 @@ class Intake:
         # Taken out, but not done yet.
         self._held_bytes = 0
         self._changed = threading.Condition()
-        self._closed = False
+        self.is_closed = False
 
     @property
     def pending_bytes(self) -> int:
         """Bytes that wait or are being staged."""
         return self._bytes + self._held_bytes
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether it is closed."""
-        return self._closed
-
     def put(self, entry: Entry) -> None:
         """Takes an entry. Blocks only with ``"block"``, and no longer than set."""
-        size = size_of(entry)
+        size = entry.size_bytes
         with self._changed:
             # Nothing is dropped for what would not fit anyway.
             if not self._has_room(size) and size <= self._limit_bytes:
-                if self._overflow == "block" and not entry_is_kept(entry):
-                    self._changed.wait_for(lambda: self._has_room(size) or self._closed, self._block_s)
+                if self._overflow == "block" and not entry.keep:
+                    self._changed.wait_for(lambda: self._has_room(size) or self.is_closed, self._block_s)
                 self._make_room(size)
-            if not self._has_room(size) and not entry_is_kept(entry):
+            if not self._has_room(size) and not entry.keep:
                 self._count_dropped(entry)
                 return
-            line: deque[Any] = self._media if isinstance(entry, LoggedCall) and entry.is_media else self._entries
+            line: deque[Any] = self._media if entry.is_media else self._entries
             line.append(entry)
             self._bytes += size
-            # Whoever waits for the first entry takes those behind it, too.
+            # The thread that waits for the first entry takes those behind it, too.
             if len(line) == 1:
                 self._changed.notify_all()
 
@@ -230,7 +226,7 @@ class Intake:
         """Puts :data:`MARKER` at the end."""
         with self._changed:
             self._entries.append(MARKER)
-            self._bytes += size_of(MARKER)
+            self._bytes += MARKER.size_bytes
             self._changed.notify_all()
 
     def take(self) -> list[Entry]:
@@ -244,7 +240,7 @@ class Intake:
     def take_media(self) -> LoggedCall | None:
         """Waits for the next of the media and takes it; None once the intake is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._media or self._closed)
+            self._changed.wait_for(lambda: self._media or self.is_closed)
             if not self._media:
                 return None
             call = self._media.popleft()
@@ -254,14 +250,14 @@ class Intake:
     def done(self, entries: list[Entry]) -> None:
         """Notes that these are staged."""
         with self._changed:
-            self._held_bytes -= sum(map(size_of, entries))
+            self._held_bytes -= _bytes_of(entries)
             self._changed.notify_all()
 
     def wait_for_entries(self, timeout_s: float | None) -> bool:
         """Waits for an entry other than media, or until the time is over; False once closed and empty."""
         with self._changed:
-            self._changed.wait_for(lambda: self._entries or self._closed, timeout_s)
-            return bool(self._entries) or not self._closed
+            self._changed.wait_for(lambda: self._entries or self.is_closed, timeout_s)
+            return bool(self._entries) or not self.is_closed
 
     def wait_until_empty(self, deadline: float) -> bool:
         """Waits until everything is staged; False at the deadline (seconds of the monotonic clock)."""
@@ -274,14 +270,14 @@ class Intake:
     def close(self) -> None:
         """Ends all waiting."""
         with self._changed:
-            self._closed = True
+            self.is_closed = True
             self._changed.notify_all()
 
     def _has_room(self, size: int) -> bool:
         return self._bytes + self._held_bytes + size <= self._limit_bytes
 
     def _hold(self, taken: list[Any]) -> None:
-        size = sum(map(size_of, taken))
+        size = _bytes_of(taken)
         self._bytes -= size
         self._held_bytes += size
 
@@ -298,24 +294,24 @@ class Intake:
 
     def _thin(self, goal: int) -> None:
         for coarseness in range(1, _MOST_COARSE):
-            scalars = sum(size_of(entry) for entry in self._entries if isinstance(entry, LoggedScalars))
-            # LoggedScalars are not thinned if it is not they that fill the queue.
-            if self._bytes <= goal or scalars <= goal // 2:
+            scalars_bytes = _bytes_of(entry for entry in self._entries if isinstance(entry, LoggedScalars))
+            # Scalars are not thinned if something else fills the queue.
+            if self._bytes <= goal or scalars_bytes <= goal // 2:
                 return
             thinner = Thinner()
             thinner.coarseness = coarseness
             self._entries = deque(_thinned(thinner, self._entries))
-            self._bytes = sum(map(size_of, self._entries)) + sum(map(size_of, self._media))
+            self._bytes = _bytes_of(self._entries) + _bytes_of(self._media)
             self.thinned += thinner.thinned
 
     def _drop_from(self, line: deque[Any], goal: int) -> None:
         kept = []
         while line and self._bytes > goal:
             entry = line.popleft()
-            if entry_is_kept(entry):
+            if entry.keep:
                 kept.append(entry)
             else:
-                self._bytes -= size_of(entry)
+                self._bytes -= entry.size_bytes
                 self._count_dropped(entry)
         line.extendleft(reversed(kept))
 
@@ -326,16 +322,8 @@ class Intake:
             self.dropped_records += 1
 
 
-def size_of(entry: Entry) -> int:
-    """About how much memory an entry takes."""
-    if isinstance(entry, LoggedScalars):
-        return _ENTRY_BYTES + _SCALAR_BYTES * len(entry.values)
-    return _ENTRY_BYTES + entry.data_bytes
-
-
-def entry_is_kept(entry: Entry) -> bool:
-    """Whether an entry must never be dropped."""
-    return isinstance(entry, LoggedCall) and entry.keep
+def _bytes_of(entries: Iterable[Entry]) -> int:
+    return sum(entry.size_bytes for entry in entries)
 
 
 def _thinned(thinner: Thinner, entries: deque[Entry]) -> list[Entry]:

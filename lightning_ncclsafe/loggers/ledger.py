@@ -1,4 +1,4 @@
-"""What has become of everything that one logger was given, and what is printed about it."""
+"""What became of everything that one logger was given, and what is printed about it."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from lightning_ncclsafe.rules.kit.wording import size_words
 _MOST_REPORTED = 5
 # A write that takes longer is late, as there is one about every second.
 _LATE_WRITE_S = 2.0
-# Nobody waits this long for healthy storage.
+# Healthy storage takes less.
 _LONG_WAIT_S = 5.0
 
 
@@ -18,16 +18,15 @@ class Ledger:
 
     Args:
         logger: Class name of the logger.
-        say: Prints to the user.
 
     Attributes:
         waited_s: How long training has waited, seconds.
-        longest_wait_s: How long at most at once.
+        longest_wait_s: Its longest single wait, seconds.
         finalize_s: How long the end of the run has waited, seconds.
         lost_points: Points that were left out because they could not be written.
         lost_records: Everything else that was left out.
-        refused_points: Those of the lost points that the storage or server had been given.
-        refused_records: Those of the lost records that had.
+        refused_points: The lost points that the storage or server refused.
+        refused_records: The lost records that it refused.
         failures: How often something was left out.
         last_failure: The last message about that.
     """
@@ -102,7 +101,6 @@ def is_worth_printing(facts: LoggerFacts, *, is_done: bool) -> bool:
     """Whether anything was thinned, dropped or late: nothing is printed if all went well.
 
     Args:
-        facts: Those of the offload.
         is_done: Whether everything accepted is on storage.
     """
     # In a long run what each call takes adds up.
@@ -114,7 +112,6 @@ def summary(facts: LoggerFacts, *, is_done: bool) -> str:
     """What became of everything that was logged, and where the rest is if there is one.
 
     Args:
-        facts: Those of the offload.
         is_done: Whether everything accepted is on storage.
     """
     to = f" to {facts.path}" if facts.path else ""

@@ -62,7 +62,7 @@ class MediaProcess:
             process, self._process = self._process, None
         if process is None:
             return
-        # It has no state. First, so that whoever waits for an answer lets go of the pipe.
+        # It has no state. First, so that the thread that waits for an answer lets go of the pipe.
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
@@ -105,7 +105,7 @@ def _exactly(pipe: BinaryIO | Any, length: int) -> bytes:
 
 
 def _serve() -> None:
-    """Runs in the process: answers requests until nobody can send any."""
+    """Runs in the process: answers requests until the pipe is closed."""
     # Ctrl-C and a scheduler's SIGTERM reach it, too, but what was accepted before still has to be written.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)

@@ -72,14 +72,13 @@ class Offload:
     Args:
         backend: How to handle this kind of logger.
         name: Class name of the logger.
-        settings: Limits and policies.
         store: Its local staging.
-        ledger: Counts what is lost.
-        say: Prints to the user.
 
     Attributes:
         ending: Whether the Trainer is ending, so that the next ``finalize`` is the last one.
         ended: Set once everything is delivered after that.
+        is_closed: Whether nothing more is accepted.
+        ledger: Counts what is lost.
     """
 
     def __init__(
@@ -98,9 +97,9 @@ class Offload:
         self._name = name
         self._settings = settings
         self._store = store
-        self._ledger = ledger
+        self.ledger = ledger
         self._say = say
-        self._closed = False
+        self.is_closed = False
         # Whether a reader of what was logged did not find all of it.
         self._is_behind = False
         # In a forked child, where none of this works.
@@ -151,11 +150,6 @@ class Offload:
     # What backends call, on any thread.
 
     @property
-    def is_closed(self) -> bool:
-        """Whether nothing more is accepted."""
-        return self._closed
-
-    @property
     def is_own_thread(self) -> bool:
         """Whether the caller is one of our threads, whose calls go straight to the logger."""
         return threading.current_thread().name.startswith("ncclsafe-")
@@ -167,7 +161,7 @@ class Offload:
         began = time.perf_counter()
         with OwnWork():
             self._intake.put(entry)
-        self._ledger.wait(time.perf_counter() - began)
+        self.ledger.wait(time.perf_counter() - began)
 
     def run_on_delivery(self, job: Callable[[], None], data_bytes: int = 0) -> None:
         """Runs something that writes to the storage itself on the delivering thread.
@@ -181,18 +175,10 @@ class Offload:
         else:
             self._delivery.add_job(job, data_bytes)
 
-    def lose(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
-        """Counts what cannot be written, whatever its storage."""
-        self._ledger.lose(name, error, points=points, records=records)
-
-    def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
-        """Counts what the storage or server has refused for good."""
-        self._ledger.refuse(name, error, points=points, records=records)
-
-    def reject(self, frames: Sequence[StagedFrame], error: Exception) -> None:
+    def refuse_frames(self, frames: Sequence[StagedFrame], error: Exception) -> None:
         """Counts frames of one file that were refused for good."""
         points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
-        self.refuse(frames[0].file, error, points=points, records=records)
+        self.ledger.refuse(frames[0].file, error, points=points, records=records)
 
     # What the Trainer, the guard and the interpreter call.
 
@@ -211,20 +197,17 @@ class Offload:
         began = time.monotonic()
         self.hurry()
         is_done = self.wait(began + timeout_s)
-        self._ledger.finalize_s += time.monotonic() - began
+        self.ledger.finalize_s += time.monotonic() - began
         self._stager.relax()
         return is_done
 
     def catch_up(self, most_s: float = math.inf) -> None:
         """Delivers what is logged so far, so that it can be read where the logger puts it, as without an offload.
 
-        Waits no longer than the end of a run does, and not at all if storage refuses what it is given or has not
-        caught up since the last wait in vain.
-
-        Args:
-            most_s: Longest wait, seconds.
+        Waits no longer than ``most_s`` or ``finalize_s``. Does not wait if storage refuses to write, or has not caught
+        up since a wait that was in vain.
         """
-        if self._is_forked or self._closed or self.is_own_thread:
+        if self._is_forked or self.is_closed or self.is_own_thread:
             return
         if not self._intake.pending_bytes and self._stager.is_idle and self._delivery.is_idle:
             return
@@ -234,7 +217,7 @@ class Offload:
         is_done = self._intake.wait_until_empty(deadline) and self._delivery.flush(deadline, or_fault=True)
         self._stager.relax()
         self._is_behind = not is_done and (self._is_behind or most_s == math.inf)
-        self._ledger.wait(time.monotonic() - began)
+        self.ledger.wait(time.monotonic() - began)
 
     def finalize(self, status: str) -> None:
         """Delivers everything within the deadline; for the last time if the Trainer is ending."""
@@ -247,9 +230,9 @@ class Offload:
 
     def close(self, status: str | None = None) -> None:
         """Restores the logger, delivers everything, and prints what became of it."""
-        if self._closed or self._is_forked:
+        if self.is_closed or self._is_forked:
             return
-        self._closed = True
+        self.is_closed = True
         _live.discard(self)
         readers.leave(self.catch_up)
         atexit.unregister(self._at_exit)
@@ -268,13 +251,15 @@ class Offload:
         if is_done:
             self._end()
         else:
-            # It keeps trying for as long as this process lives; whoever writes there next waits for it.
-            _set_unfinished(self._destination, self.ended)
+            # It keeps trying for as long as this process lives; the next offload that writes there waits for it.
+            for other in [other for other, event in _unfinished.items() if event.is_set()]:
+                del _unfinished[other]
+            _unfinished[self._destination] = self.ended
             threading.Thread(target=self._end_later, name=f"ncclsafe-end-{self._name}", daemon=True).start()
 
     def facts(self) -> LoggerFacts:
         """Its counters and times."""
-        delivery, intake, store, ledger = self._delivery, self._intake, self._store, self._ledger
+        delivery, intake, store, ledger = self._delivery, self._intake, self._store, self.ledger
         dropped = intake.dropped_points + intake.dropped_records + store.dropped_points + store.dropped_records
         return LoggerFacts(
             logger=self._name,
@@ -303,7 +288,7 @@ class Offload:
         try:
             self._backend.finalize(status)
         except Exception as error:
-            self._ledger.lose("finalize", error)
+            self.ledger.lose("finalize", error)
 
     def _end_later(self) -> None:
         self._stager.join()
@@ -325,11 +310,7 @@ class Offload:
 
 @marked(Mark.LOGGER)
 def drain_all(timeout_s: float) -> None:
-    """Delivers what all offloaded loggers of this process have accepted, as far as possible in the time.
-
-    Args:
-        timeout_s: Seconds for all of them together.
-    """
+    """Delivers what all offloaded loggers of this process have accepted, as far as possible in so many seconds."""
     deadline = time.monotonic() + timeout_s
     offloads = list(_live)
     # All of them first: dead storage of one must not use up the time of the others.
@@ -353,13 +334,6 @@ def _unfinished_at(destination: str) -> threading.Event | None:
         del _unfinished[destination]
         return None
     return event
-
-
-def _set_unfinished(destination: str, ended: threading.Event) -> None:
-    """Notes that an offload ends with something left; ``ended`` is set once that is delivered."""
-    for other in [other for other, event in _unfinished.items() if event.is_set()]:
-        del _unfinished[other]
-    _unfinished[destination] = ended
 
 
 def _forget() -> None:

@@ -1,20 +1,16 @@
-"""Whoever reads a logger's files in this program finds everything logged so far, as without an offload."""
+"""Delivers what was logged before this program reads a logger's files, so that it finds all of it there."""
 
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # Audit events of Python before it opens a file or lists a directory, for whatever library.
 _EVENTS = frozenset({"open", "os.listdir", "os.scandir"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """What to do before anybody reads files of these names below a folder, or lists it."""
-
+class _Watch(NamedTuple):
     folder: str
     names: tuple[str, ...]
     before: Callable[[], None]
@@ -25,12 +21,12 @@ _is_listening = False
 
 
 def watch(folder: str, names: tuple[str, ...], before: Callable[[], None]) -> None:
-    """Has something done before this program reads a file below a directory, or lists it.
+    """Calls a function before this program reads a file below a directory, or lists it.
 
     Args:
         folder: The directory, as an absolute path.
         names: Parts of the names of the files.
-        before: What to do, on the thread that reads.
+        before: The function; called on the thread that reads.
     """
     global _is_listening, _watched
     _watched = (*_watched, _Watch(folder, names, before))
@@ -50,10 +46,10 @@ def leave(before: Callable[[], None]) -> None:
 def _hear(event: str, args: tuple[Any, ...]) -> None:
     if not _watched or event not in _EVENTS:
         return
-    # Who only writes does not see what is there.
+    # Writing alone shows nothing of the content.
     if event == "open" and args[2] & os.O_ACCMODE == os.O_WRONLY:
         return
-    # Nobody's read fails because of us; that of an invalid path fails by itself.
+    # No read fails because of this; one of an invalid path fails by itself.
     with suppress(Exception):
         if not isinstance(args[0], int):
             path = os.path.abspath(os.fsdecode(args[0]))

@@ -1,4 +1,4 @@
-"""Delivers what a process that is gone left in local staging."""
+"""Delivers what a process that has ended left in local staging."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def recover(folder: Path, replay: Replay | None = None) -> Recovered:
 
     Args:
         folder: The folder of local staging.
-        replay: Makes calls of the logger they were meant for. None: they are written to files beside its logs.
+        replay: Makes calls of the logger they were meant for. None: they are written to files next to its logs.
 
     Raises:
         StagingError: If the folder is not local staging.
@@ -91,7 +91,11 @@ def recover(folder: Path, replay: Replay | None = None) -> Recovered:
             raise
         is_staging_wrong = isinstance(error, StagingError)
         return replace(recovery.done, problem=str(error) if is_staging_wrong else f"{recovery.to}: {error!r}")
-    return replace(recovery.done, is_busy=True, problem=_who_is_at_it(folder, recovery.done.manifest))
+    pid, host = recovery.done.manifest.pid, recovery.done.manifest.host
+    problem = f"process {pid} on {host} still writes there, or another recovery is working on it"
+    if not folder.exists():
+        problem = "it is gone: another recovery has just delivered it, or somebody has removed it"
+    return replace(recovery.done, is_busy=True, problem=problem)
 
 
 class _Recovery:
@@ -192,12 +196,6 @@ def _file_name(manifest: Manifest) -> str:
     run = re.sub(r"[^A-Za-z0-9_.]+", "-", f"{manifest.logger}-{manifest.identity}").strip("-.")[:_LONGEST_NAME]
     # The nanoseconds distinguish loggers that began together.
     return f"recovered-{run}-{began:%Y-%m-%dT%H-%M-%S}.{manifest.created_ns % 1_000_000_000:09d}Z-{manifest.pid}"
-
-
-def _who_is_at_it(folder: Path, manifest: Manifest) -> str:
-    if not folder.exists():
-        return "it is gone: another recovery has just delivered it, or somebody has removed it"
-    return f"process {manifest.pid} on {manifest.host} still writes there, or another recovery is working on it"
 
 
 def _check_staging(folder: Path) -> None:

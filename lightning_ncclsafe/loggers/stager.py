@@ -8,7 +8,7 @@ from typing import Protocol
 
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.loggers.delivery import Delivery
-from lightning_ncclsafe.loggers.intake import Entry, Intake, LoggedCall, LoggedScalars, Thinner
+from lightning_ncclsafe.loggers.intake import MARKER, Entry, Intake, LoggedCall, LoggedScalars, Thinner
 from lightning_ncclsafe.loggers.ledger import Ledger
 from lightning_ncclsafe.loggers.segments import StagedFrame
 from lightning_ncclsafe.loggers.store import Store
@@ -38,10 +38,8 @@ class Stager:
     Args:
         encoder: Turns entries into frames.
         intake: Where they arrive.
-        store: Local staging.
         delivery: Notified of what is staged.
         ledger: Counts what cannot be staged.
-        settings: Limits and policies.
         name: Class name of the logger, for the threads' names.
     """
 
@@ -71,7 +69,7 @@ class Stager:
 
     @property
     def thinned(self) -> int:
-        """Points that were left out, others standing for them."""
+        """Points that were left out, represented by others."""
         return self._thinner.thinned
 
     @property
@@ -131,9 +129,11 @@ class Stager:
             if isinstance(entry, LoggedScalars):
                 points += self._thinner.offer(entry, now)
                 continue
-            frames += self._frames_of_points(points + (self._thinner.rest() if entry.is_marker else []))
+            if entry is MARKER:
+                frames += self._frames_of_points(points + self._thinner.rest())
+            else:
+                frames += self._frames_of_points(points) + self._frames_of_call(entry)
             points = []
-            frames += [] if entry.is_marker else self._frames_of_call(entry)
         return frames + self._frames_of_points(points + self._thinner.due(now))
 
     def _frames_of_points(self, points: Sequence[LoggedScalars]) -> list[StagedFrame]:

@@ -80,8 +80,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: If it cannot be written to.
     """
+    _write_manifest(folder, json.dumps({"schema": SCHEMA, **asdict(manifest)}).encode())
+
+
+def _write_manifest(folder: Path, text: bytes) -> None:
     temporary = folder / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps({"schema": SCHEMA, **asdict(manifest)}))
+    temporary.write_bytes(text)
     os.replace(temporary, folder / MANIFEST)
 
 
@@ -222,9 +226,7 @@ def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
         # Before the manifest, so that no recovery takes the folder for one left behind.
         claim.renew()
     if manifest and not (folder / MANIFEST).exists():
-        temporary = folder / f"{MANIFEST}.tmp"
-        temporary.write_bytes(manifest)
-        os.replace(temporary, folder / MANIFEST)
+        _write_manifest(folder, manifest)
     for name in (LOCK, MANIFEST):
         with suppress(FileNotFoundError):
             os.utime(folder / name)
@@ -235,7 +237,10 @@ def remove_staging(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     _made.discard(folder)
     with suppress(OSError):
-        for directory in _ours(folder.parent):
+        above = folder.parent
+        # Those that are ours alone, from the inner one on.
+        ours = [above, above.parent] if above == default_staging_dir() else [above] if above in _made else []
+        for directory in ours:
             directory.rmdir()
             _made.discard(directory)
 
@@ -279,13 +284,6 @@ def leftovers(staging_dir: Path) -> Iterator[tuple[Path, Manifest]]:
             if not is_claimed_here(folder):
                 with suppress(StagingError):
                     yield folder, read_manifest(folder)
-
-
-def _ours(staging_dir: Path) -> list[Path]:
-    """The directories above a folder of staging that are ours alone, from the inner one on."""
-    if staging_dir == default_staging_dir():
-        return [staging_dir, staging_dir.parent]
-    return [staging_dir] if staging_dir in _made else []
 
 
 def _make_private(*folders: Path) -> None:

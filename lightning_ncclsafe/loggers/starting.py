@@ -51,13 +51,11 @@ _WITH_EXPERIMENT = (MLFlowLogger, WandbLogger, CometLogger)
 class CallTimer:
     """Times the calls of a logger, which are made in place until they have proved slow.
 
-    Anybody may read at any time what a logger of unknown class keeps in memory, unnoticed: as long as its calls do not
-    wait, they are best made where Lightning makes them.
+    A program may read at any time, unnoticed, what a logger of unknown class keeps in memory: as long as its calls do
+    not wait, they are best made where Lightning makes them.
 
     Args:
-        logger: The logger.
         slow: Called on the thread that logs, before its next call, once the logger has proved slow and is restored.
-        clock: Seconds of a monotonic clock.
         cpu_clock: Processor time of this thread, seconds; a call waits for the rest of its time.
     """
 
@@ -93,7 +91,8 @@ class CallTimer:
         # What a method calls in turn is part of it.
         if getattr(self._inside, "is_on", False):
             return self._methods[name](*args, **kwargs)
-        if self._is_slow(self._rows[name]):
+        row = self._rows[name]
+        if len(row) == _IN_A_ROW and sum(waited_s for _, waited_s in row) > _SLOW_SHARE * (self._clock() - row[0][0]):
             self.end()
             self._slow()
             # The present method, which may be the offload's.
@@ -111,11 +110,6 @@ class CallTimer:
             self._inside.is_on = False
             self._rows[name] = [*self._rows[name], (began, waited_s)][-_IN_A_ROW:] if waited_s >= _SLOW_CALL_S else []
 
-    def _is_slow(self, row: list[tuple[float, float]]) -> bool:
-        if len(row) < _IN_A_ROW:
-            return False
-        return sum(waited_s for _, waited_s in row) > _SLOW_SHARE * (self._clock() - row[0][0])
-
 
 @marked(Mark.LOGGER)
 def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
@@ -123,7 +117,6 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
 
     Args:
         logger: The logger; its experiment exists.
-        settings: Limits and policies.
 
     Raises:
         OSError: If local staging is impossible.
@@ -152,12 +145,16 @@ def start_offload(logger: Logger, settings: OffloadSettings) -> Offload:
 
 
 def goes_to_storage(logger: Any) -> bool:
-    """Whether a logger passes on at once to files or a server what it is given, and nobody reads it from its memory.
+    """Whether a logger only passes on what it is given to files or a server, and no program reads it from its memory.
 
-    That cannot be known of any other logger, which may fill a list for instance.
+    This cannot be known of other loggers: one may fill a list, for instance.
     """
     kind = type(logger)
-    if not issubclass(kind, (TensorBoardLogger, CSVLogger, MLFlowLogger)) or _is_mocked(logger):
+    if not issubclass(kind, (TensorBoardLogger, CSVLogger, MLFlowLogger)):
+        return False
+    # Somebody may look at the calls of a mock at any time.
+    parts = (value for owner in (logger, logger.experiment) for value in _attributes(owner))
+    if is_mock(logger.experiment) or any(map(is_mock, parts)):
         return False
     if issubclass(kind, MLFlowLogger):
         return experiment_is_known(logger.experiment)
@@ -178,13 +175,6 @@ def writes_on_this_rank(logger: Logger) -> bool:
     rank_zero: Any = rank_zero_only
     is_for_rank_zero = getattr(log_metrics, "__globals__", {}).get("__name__", "") == rank_zero.__module__
     return not is_for_rank_zero or rank_zero.rank == 0
-
-
-def _is_mocked(logger: Any) -> bool:
-    """Whether a part of a logger or its experiment is a mock, whose calls somebody may look at any time."""
-    return is_mock(logger.experiment) or any(
-        is_mock(value) for owner in (logger, logger.experiment) for value in _attributes(owner)
-    )
 
 
 def _attributes(owner: object) -> Iterator[object]:

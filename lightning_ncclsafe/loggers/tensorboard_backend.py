@@ -15,7 +15,7 @@ from torch.utils.tensorboard._utils import figure_to_image
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from lightning_ncclsafe.code.marks import Mark, marked
-from lightning_ncclsafe.loggers.capture import FIRST_S, ArgumentCopier, Replacements, ScalarCollector
+from lightning_ncclsafe.loggers.capture import FIRST_S, ArgumentCopier, Replacements, ScalarCollector, copied_call
 from lightning_ncclsafe.loggers.destinations import LocalDestination, open_destination
 from lightning_ncclsafe.loggers.events import CaughtFile, EventMaker, file_name, first_event, record, scalar_event
 from lightning_ncclsafe.loggers.files import FilesSink
@@ -48,7 +48,6 @@ class TensorBoardBackend:
 
     Args:
         logger: The logger; its experiment exists.
-        store: Local staging.
         to_yaml: Creates the text of ``hparams.yaml``.
     """
 
@@ -64,7 +63,7 @@ class TensorBoardBackend:
         self._destination = open_destination(self.path)
         self.folders = self._destination.folders
         self.sink = FilesSink(
-            self._destination, store.anchors, store.note, reject=lambda *refused: self._offload.reject(*refused)
+            self._destination, store.anchors, store.note, reject=lambda *refused: self._offload.refuse_frames(*refused)
         )
         settings = {"default_bins": self._writer.default_bins}
         # One for each thread that creates events.
@@ -167,8 +166,13 @@ class TensorBoardBackend:
         double_precision: bool = False,
     ) -> None:
         if self._collecting.is_on and not (new_style or double_precision):
+            if not isinstance(tag, str):
+                raise TypeError(f"a tag must be a str, not {tag!r}")
+            # As in torch, but faster for the usual types.
+            is_plain = type(scalar_value) in (float, int)
+            value = float(scalar_value if is_plain else make_np(scalar_value).squeeze())
             step = None if global_step is None else int(global_step)
-            self._collecting.add(_text(tag), _number(scalar_value), step, walltime or time.time())
+            self._collecting.add(tag, value, step, walltime or time.time())
             return
         self._queue("add_scalar", tag, scalar_value, global_step, walltime, new_style, double_precision)
 
@@ -181,18 +185,7 @@ class TensorBoardBackend:
         self._queue("add_image", tag, image, global_step, walltime, dataformats=layout)
 
     def _queue(self, name: str, *args: Any, **kwargs: Any) -> None:
-        copied = ArgumentCopier()
-        call = LoggedCall(
-            name=name,
-            args=copied.copy(args),
-            kwargs=copied.copy(kwargs),
-            created=time.time(),
-            data_bytes=copied.data_bytes,
-            keep=name in _KEPT,
-            is_media=name not in _IN_LINE,
-            events=tuple(copied.events),
-        )
-        self._offload.put(call)
+        self._offload.put(copied_call(name, args, kwargs, keep=name in _KEPT, is_media=name not in _IN_LINE))
 
     def _add_hparams(
         self,
@@ -221,7 +214,7 @@ class TensorBoardBackend:
         except OSError:
             raise
         except Exception as error:
-            self._offload.lose(method.__name__, error, records=1)
+            self._offload.ledger.lose(method.__name__, error, records=1)
 
     def _caught_file(self) -> CaughtFile:
         def take(logdir: str, event: bytes) -> None:
@@ -277,17 +270,6 @@ class TensorBoardBackend:
 def _is_torchs(writer: Any, name: str) -> bool:
     """Whether a method is torch's own, and not one of a user's class."""
     return getattr(type(writer), name, None) is getattr(SummaryWriter, name)
-
-
-def _text(tag: Any) -> str:
-    if not isinstance(tag, str):
-        raise TypeError(f"a tag must be a str, not {tag!r}")
-    return tag
-
-
-def _number(value: Any) -> float:
-    # As in torch, but faster for the usual types.
-    return float(value if type(value) in (float, int) else make_np(value).squeeze())
 
 
 def _on_cpu(value: Any) -> Any:

@@ -13,7 +13,7 @@ from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, LoadFacts, PreflightFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.probes.process.environment import launch_words
-from lightning_ncclsafe.report.folder import IncidentNumbers, write_page, write_report
+from lightning_ncclsafe.report.folder import IncidentNumbers, write_all
 from lightning_ncclsafe.report.tables.preflight import render_preflight
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
@@ -28,23 +28,17 @@ _MEET_S = 10.0
 _CLOCK_S, _CLOCK_POLLS_PER_S, _CLOCK_POLL_S = 5.0, 1000.0, 0.005
 _CLOCK = "preflight/clock"
 
-Told = tuple[str, tuple[int, ...], str]
-"""What a finding is known by that has been printed."""
+FindingKey = tuple[str, tuple[int, ...], str]
+"""Rule, ranks and summary, by which a finding that was printed is known."""
 
 
 class Preflight:
     """One rank's part.
 
     Args:
-        look: Examines this rank's host.
         on_problem: Whether a problem with which the run would fail raises.
-        identity: Who this rank is.
-        world_size: Number of ranks.
-        report_dir: The folder of all reports; one is written if there is a problem.
-        say: Prints one or more lines to the user.
         incidents: Numbers of the incidents of this process; None if there are no others.
-        told: What this process has printed before, and does not print again; None if that is nothing.
-        render: Renders the findings for the user.
+        printed: What this process has printed before, and does not print again; None if that is nothing.
         says_nothing: Whether to print nothing if nothing is wrong.
     """
 
@@ -58,7 +52,7 @@ class Preflight:
         report_dir: Path | None,
         say: Callable[[str], None],
         incidents: IncidentNumbers | None = None,
-        told: set[Told] | None = None,
+        printed: set[FindingKey] | None = None,
         render: Callable[[Diagnosis], str] = render_preflight,
         says_nothing: bool = True,
     ) -> None:
@@ -71,7 +65,7 @@ class Preflight:
         self._incidents = incidents or IncidentNumbers()
         self._render = render
         self._says_nothing = says_nothing
-        self._told: set[Told] = set() if told is None else told
+        self._printed: set[FindingKey] = set() if printed is None else printed
         self._meeting: Meeting | None = None
         self._found: PreflightFacts | None = None
         self._error: Exception | None = None
@@ -88,16 +82,14 @@ class Preflight:
     def compare(self, exchange: Exchange) -> Agreed:
         """Waits until all ranks have examined their hosts, and compares what they found.
 
-        Args:
-            exchange: What the ranks share.
-
         Raises:
             HostPreflightError: On all ranks, with ``on_problem="raise"``, if there is a problem with which the run
                 would fail.
             ExchangeError: If ranks cannot share.
         """
         self.wait()
-        found = self._found or PreflightFacts(missing=(f"no answer within {LOOK_S:g} s{self._why()}",))
+        why = f": {type(self._error).__name__}: {self._error}" if self._error is not None else ""
+        found = self._found or PreflightFacts(missing=(f"no answer within {LOOK_S:g} s{why}",))
         self._found = self._with_clock(exchange, found)
         self._meeting = Meeting(
             exchange=exchange,
@@ -120,8 +112,8 @@ class Preflight:
             ExchangeError: If ranks cannot share.
         """
         if self._meeting is not None and self._found is not None:
-            known = self._found.load
-            self._meet(self._meeting, replace(self._found, load=_joined(known, load)))
+            new = {name: value for name in LoadFacts.__slots__ if (value := getattr(load, name)) is not None}
+            self._meet(self._meeting, replace(self._found, load=replace(self._found.load, **new)))
 
     def _meet(self, meeting: Meeting, found: PreflightFacts) -> Agreed:
         agreed = meeting.meet(replace(self._identity, preflight=found, taken_ns=time.time_ns()), self._verdict)
@@ -133,11 +125,8 @@ class Preflight:
     def _run(self) -> None:
         try:
             self._found = self._look()
-        except Exception as error:  # what is missing is reported; the run goes on
+        except Exception as error:  # what is missing is reported; the run continues
             self._error = error
-
-    def _why(self) -> str:
-        return f": {type(self._error).__name__}: {self._error}" if self._error is not None else ""
 
     def _with_clock(self, exchange: Exchange, found: PreflightFacts) -> PreflightFacts:
         """Rank 0 publishes its time once all are there, and the others compare theirs when they see it."""
@@ -169,35 +158,20 @@ class Preflight:
         is_fatal = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
         is_refused = is_fatal and self._on_problem == "raise"
         # What is refused is refused each time.
-        fresh = [finding for finding in diagnosis.findings if is_refused or _about(finding) not in self._told]
-        self._told.update(map(_about, fresh))
+        fresh = [finding for finding in diagnosis.findings if is_refused or _key(finding) not in self._printed]
+        self._printed.update(map(_key, fresh))
         diagnosis = replace(diagnosis, findings=tuple(fresh))
         if not diagnosis.findings and self._says_nothing:
             return Agreed(complete=True)
-        folder = self._write(diagnosis, is_refused=is_refused)
+        folder = ""
+        if self._report_dir is not None:
+            folder = write_all(diagnosis, self._report_dir, self._say, is_refused=is_refused)
         text = self._render(diagnosis)
         if is_refused:
             return Agreed(complete=True, error=text, findings=diagnosis.findings, folder=folder, incident=number)
         self._say(f"{text}\nreport: {folder}" if folder else text)
         return Agreed(complete=True, findings=diagnosis.findings, folder=folder, incident=number)
 
-    def _write(self, diagnosis: Diagnosis, *, is_refused: bool) -> str:
-        if self._report_dir is None:
-            return ""
-        try:
-            folder = write_report(diagnosis, self._report_dir, is_refused=is_refused)
-        except Exception as error:  # the verdict matters more than its report
-            self._say(f"the report could not be written: {error}")
-            return ""
-        if problem := write_page(diagnosis, folder):
-            self._say(problem)
-        return str(folder)
 
-
-def _about(finding: Finding) -> Told:
+def _key(finding: Finding) -> FindingKey:
     return finding.rule, finding.ranks, finding.summary
-
-
-def _joined(known: LoadFacts, new: LoadFacts) -> LoadFacts:
-    found = {name: value for name in LoadFacts.__slots__ if (value := getattr(new, name)) is not None}
-    return replace(known, **found)

@@ -17,11 +17,7 @@ _GRADIENT_COPIES = 2
 
 
 def model_load(module: Any) -> LoadFacts:
-    """The memory of a model as it is now; that of its optimizer is not known yet.
-
-    Args:
-        module: A ``torch.nn.Module``, or None.
-    """
+    """The memory of a model as it is now; that of its optimizer is not known yet."""
     trained = or_none(lambda: _bytes(parameter for parameter in module.parameters() if parameter.requires_grad))
     whole = or_none(lambda: _bytes([*module.parameters(), *module.buffers()]))
     replica = whole + _GRADIENT_COPIES * trained if whole is not None and trained is not None else None

@@ -1,6 +1,7 @@
-"""Everything one rank can find out about its host before training starts, within three seconds."""
+"""Examines one rank's host before training starts, within three seconds."""
 
 import os
+import resource
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ from lightning_ncclsafe.probes.process.environment import settings_seen, version
 _ENDING_S = 0.3
 # Pressure is measured for this long at least, while the other parts run.
 _WATCHED_S = 0.1
-# For so long a host is taken to be as it was found.
+# How long the findings about a host stay valid.
 _NEW_S = 300.0
 
 Parts = Mapping[str, Callable[[], Any]]
@@ -46,9 +47,6 @@ def preflight_facts(
 
     Args:
         directories: Paths by what they are for: ``"logs"``, ``"checkpoints"``, ``"data"``.
-        load: What the run will need.
-        local_rank: Rank on this host.
-        is_cuda: Whether the run uses GPUs.
         gpu_index: Place of this rank's GPU among those that CUDA sees; by default ``local_rank``, which it is unless
             the user has chosen some of them (``devices=[2, 3]``).
         peer_pids: Processes of the other ranks of this host.
@@ -74,12 +72,9 @@ def preflight_facts(
 
 
 class RecentFacts:
-    """What this process has found on its host: where a program calls its Trainer again soon, that costs no time again.
+    """Keeps what this process has found on its host, so that the next call of a Trainer need not examine it again.
 
-    What has a problem, or could not be found out, is looked at anew.
-
-    Args:
-        clock: Seconds of a monotonic clock.
+    A host with a problem, or of which something is unknown, is examined again.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,23 +128,13 @@ def _watched_swap(deadline_s: float) -> Any:
 
 
 def open_files_limit() -> int | None:
-    """Soft limit of open files; None without one.
-
-    Raises:
-        ImportError: On a system that has none.
-    """
-    import resource  # not on Windows
-
+    """Soft limit of open files; None without one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def open_files() -> int:
-    """How many files this process has open, including the one used to count them.
-
-    Raises:
-        psutil.Error: If the system does not provide it; OSError likewise.
-    """
+    """How many files this process has open, including the one used to count them."""
     known = or_none(lambda: psutil.Process().num_fds())
     return len(os.listdir("/dev/fd")) if known is None else known
 

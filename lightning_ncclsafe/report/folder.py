@@ -38,7 +38,6 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
     If the run is over, writes ``plan.json``, too.
 
     Args:
-        diagnosis: What to write.
         is_refused: Whether the job does not start because of it, if data or hosts were only compared.
         report_dir: The folder of all incidents. If it cannot be written to or does not answer, which may be why ranks
             wait, a temporary folder is used instead.
@@ -63,10 +62,9 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
 
 
 def write_page(diagnosis: Diagnosis, folder: Path) -> str:
-    """Writes ``report.html`` beside the report, if that does not take long; never raises.
+    """Writes ``report.html`` next to the report, if that does not take long; never raises.
 
     Args:
-        diagnosis: What to write.
         folder: The result of :func:`write_report`.
 
     Returns:
@@ -87,6 +85,22 @@ def write_page(diagnosis: Diagnosis, folder: Path) -> str:
             _within(_STORAGE_S, folder.parent, lambda: path.unlink(missing_ok=True))
         return f"report.html was not written ({error}); to write it: ncclsafe render {folder} --format html"
     return ""
+
+
+def write_all(diagnosis: Diagnosis, report_dir: Path, say: Callable[[str], None], *, is_refused: bool = False) -> str:
+    """Writes the report and the page for a comparison of ranks, and prints what could not be written; never raises.
+
+    Returns:
+        The folder; empty if there is no report: the verdict matters more.
+    """
+    try:
+        folder = write_report(diagnosis, report_dir, is_refused=is_refused)
+    except Exception as error:
+        say(f"the report could not be written: {error}")
+        return ""
+    if problem := write_page(diagnosis, folder):
+        say(problem)
+    return str(folder)
 
 
 def folder_name(incident: Incident) -> str:

@@ -18,6 +18,7 @@ _RULER_HIGH = 8
 _RULER_S = (60.0, 600.0, 3600.0, 36_000.0, 360_000.0)
 _MOST_MARKS = 40
 
+_LEAST_S = 1e-3
 _UNKNOWN = np.array([128, 128, 128], dtype=np.uint8)
 # Cubehelix (D. A. Green, "A colour scheme for the display of astronomical intensity images", Bull. Astr. Soc. India 39,
 # 289, 2011): brightness as it is perceived rises steadily, in colour and in black and white. Green's own parameters.
@@ -25,7 +26,7 @@ _START, _ROTATIONS, _HUE = 0.5, -1.5, 1.0
 _PLANE = np.array([[-0.14861, 1.78277], [-0.29227, -0.90649], [1.97294, 0.0]])
 
 
-def heat_map(late_s: NDArray[Any], *, bin_s: float, least_s: float = 1e-3, most_s: float | None = None) -> NDArray[Any]:
+def heat_map(late_s: NDArray[Any], *, bin_s: float, most_s: float | None = None) -> NDArray[Any]:
     """A picture with a row for each rank, rank 0 on top, and a column for each time: the brighter, the later.
 
     Brightness goes with the logarithm of lateness. Few ranks or times have several pixels each; of many, several
@@ -35,8 +36,7 @@ def heat_map(late_s: NDArray[Any], *, bin_s: float, least_s: float = 1e-3, most_
     Args:
         late_s: Seconds by which each rank was late, shape (ranks, times); NaN where that is not known.
         bin_s: Seconds per column.
-        least_s: Lateness up to this is black.
-        most_s: Lateness of this and more is white; if None, the greatest value, and at least ten times ``least_s``.
+        most_s: This and more is white; if None, the greatest value, and at least 10 ms. Up to 1 ms is black.
 
     Returns:
         Red, green and blue, uint8 of shape (height, width, 3); at most 520 pixels high and 1,024 wide.
@@ -49,7 +49,7 @@ def heat_map(late_s: NDArray[Any], *, bin_s: float, least_s: float = 1e-3, most_
     values = _binned(values, axis=1, most=_WIDEST)
     tall = min(max(_LOW // values.shape[0], 1), _TALLEST_ROW)
     wide = min(max(_NARROW // values.shape[1], 1), _WIDEST_BIN)
-    pixels = _coloured(values, least_s, most_s).repeat(tall, axis=0).repeat(wide, axis=1)
+    pixels = _coloured(values, most_s).repeat(tall, axis=0).repeat(wide, axis=1)
     return np.concatenate([pixels, _ruler(pixels.shape[1], bin_s * bins_together / wide)])
 
 
@@ -75,11 +75,11 @@ def _ruler(width: int, pixel_s: float) -> NDArray[Any]:
     return ruler
 
 
-def _coloured(values: NDArray[Any], least_s: float, most_s: float | None) -> NDArray[Any]:
+def _coloured(values: NDArray[Any], most_s: float | None) -> NDArray[Any]:
     is_known = ~np.isnan(values)
-    most_s = max(values[is_known].max(initial=0.0) if most_s is None else most_s, 10 * least_s)
-    shown = np.clip(np.where(is_known, values, 0.0), least_s, most_s)
-    share = np.log(shown / least_s) / np.log(most_s / least_s)
+    most_s = max(values[is_known].max(initial=0.0) if most_s is None else most_s, 10 * _LEAST_S)
+    shown = np.clip(np.where(is_known, values, 0.0), _LEAST_S, most_s)
+    share = np.log(shown / _LEAST_S) / np.log(most_s / _LEAST_S)
     pixels: NDArray[Any] = _colours()[np.rint(share * 255).astype(np.intp)]
     pixels[~is_known] = _UNKNOWN
     return pixels

@@ -11,11 +11,10 @@ _SPACES = re.compile(r"[\t\n\r\u2028\u2029]+[ \t]*")
 
 def safe(text: str) -> str:
     """The text on one line, with control characters written out: ``"\\x1b[31m"`` for a terminal escape."""
-    return _UNSAFE.sub(_escaped, _SPACES.sub(" ", text))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return match.group().encode("unicode_escape", "backslashreplace").decode("ascii")
+    return _UNSAFE.sub(
+        lambda found: found.group().encode("unicode_escape", "backslashreplace").decode("ascii"),
+        _SPACES.sub(" ", text),
+    )
 
 
 WIDTH = 110

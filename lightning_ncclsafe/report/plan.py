@@ -1,4 +1,4 @@
-"""``plan.json``, beside a report: what the next start of the job should do, in JSON and in words."""
+"""``plan.json``, next to a report: what the next start of the job should do, in JSON and in words."""
 
 import json
 import os

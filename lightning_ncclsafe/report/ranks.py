@@ -25,12 +25,15 @@ NOTHING = "Nothing found: no rank waits for another in what was read."
 _MOST_LINES = 40
 _MOST_GROUPS = 4
 _MOST_PLACES = 3
+_MOST_STACKS = 12
+_MOST_FRAMES = 60
 
 _Key = tuple[object, ...]
 
-_MAX_LINES = 40
-_MAX_STACKS = 12
-_MAX_FRAMES = 60
+
+def is_compared(job: JobFacts) -> bool:
+    """Whether ranks were only compared, not asked because something is wrong."""
+    return job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT)
 
 
 def is_recorded(job: JobFacts) -> bool:
@@ -60,11 +63,8 @@ def recorded_table(job: JobFacts) -> Iterator[str]:
         alike[("nothing of it was read" if len(silent) == 1 else "nothing of them was read",)] = silent
     if older := [rank for rank in job.silent if rank in job.outdated]:
         alike[("only an older dump was read",)] = older
-    for number, (state, ranks) in enumerate(alike.items()):
-        if number == _MOST_LINES:
-            yield f"… {len(alike) - _MOST_LINES:,} more lines; --format json has all of them"
-            return
-        yield capitalised(f"{ranks_words(ranks)}: {'; '.join(state)}")
+    lines = (f"{ranks_words(ranks)}: {'; '.join(state)}" for state, ranks in alike.items())
+    yield from _limited(lines, len(alike), rest="; --format json has all of them")
 
 
 def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
@@ -108,9 +108,7 @@ def inspected_words(job: JobFacts) -> str:
         f"Inspected from outside: {seen:,} of {job.world_size:,} rank{'s' * (job.world_size != 1)}, {looks} looks at "
         f"each within {duration_words(over_s)}."
     ]
-    moving = tuple(rank for rank, one in inspections.items() if one.moved)
-    still = tuple(rank for rank, one in inspections.items() if one.moved is False)
-    unread = tuple(rank for rank, one in inspections.items() if one.moved is None)
+    moving, still, unread = (_ranks_that_moved(job, moved) for moved in (True, False, None))
     words += [f"{capitalised(clause(moving, 'moves|move'))}."] if moving else []
     slept = [(one.slept_s, rank) for rank, one in inspections.items() if one.slept_s and one.idle_s > one.over_s]
     if slept:
@@ -129,15 +127,13 @@ def inspected_words(job: JobFacts) -> str:
 
 def inspected_answer(job: JobFacts) -> str:
     """The answer if no rule found anything."""
-    unread = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is None]
-    still = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is False]
+    moving, still, unread = (_ranks_that_moved(job, moved) for moved in (True, False, None))
     if not job.ranks or job.witnessed:
         seen = [process.rank for process in job.witnessed]
         return f"Nothing found: {clause(seen, 'has|have')} ended, so there is nothing left to inspect."
     if unread:
         why = next((text for facts in job.ranks if facts.rank in unread for text in facts.missing), "")
         return f"Nothing found: the stack of {ranks_words(unread)} could not be read{f': {why}' if why else ''}."
-    moving = [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved]
     if still and moving:
         meanwhile = clause(still, "stood still meanwhile")
         return f"Nothing found: {clause(moving, 'moves|move')}, and {meanwhile}: inspect again."
@@ -151,17 +147,18 @@ def inspected_answer(job: JobFacts) -> str:
     return f"Nothing found: the job makes progress. {capitalised(clause([f.rank for f in job.ranks], 'moves|move'))}."
 
 
+def _ranks_that_moved(job: JobFacts, moved: bool | None) -> list[int]:
+    """The inspected ranks that moved (True), stood still (False), or whose stack could not be read (None)."""
+    return [facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved is moved]
+
+
 def sampled_table(job: JobFacts) -> Iterator[str]:
     """What ranks were doing in how many samples of their stacks; equal ones share a line."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for facts in job.ranks:
         if facts.inspection is not None and facts.inspection.looks:
             alike[tuple(_sampled_words(facts.inspection))].append(facts.rank)
-    for number, (words, ranks) in enumerate(alike.items()):
-        if number == _MOST_LINES:
-            yield f"… {len(alike) - _MOST_LINES:,} more lines are in report.json"
-            return
-        yield capitalised(f"{ranks_words(ranks)}: {'; '.join(words)}")
+    yield from _limited((f"{ranks_words(ranks)}: {'; '.join(words)}" for words, ranks in alike.items()), len(alike))
 
 
 def _sampled_words(inspection: InspectionFacts) -> Iterator[str]:
@@ -173,11 +170,7 @@ def _sampled_words(inspection: InspectionFacts) -> Iterator[str]:
 
 
 class RankStates:
-    """What each rank of a job does, in words, and which ranks do the same.
-
-    Args:
-        view: The shared answers about the job.
-    """
+    """What each rank of a job does, in words, and which ranks do the same."""
 
     def __init__(self, view: Timeline) -> None:
         self.view = view
@@ -216,14 +209,11 @@ class RankStates:
             waiting_anywhere: Whether ranks that wait in the same collective are equal even at different lines.
         """
         alike: dict[_Key, list[int]] = defaultdict(list)
-        for rank in self.states:
-            alike[self._place(rank, waiting_anywhere)].append(rank)
+        for rank, state in self.states.items():
+            doing = self.view.activities[rank]
+            line = "" if waiting_anywhere and doing.waits_for_peers else location_of(doing.frame)
+            alike[batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, state].append(rank)
         return [tuple(ranks) for ranks in alike.values()]
-
-    def _place(self, rank: int, waiting_anywhere: bool) -> _Key:
-        doing = self.view.activities[rank]
-        line = "" if waiting_anywhere and doing.waits_for_peers else location_of(doing.frame)
-        return batch_words(self.view.facts[rank].progress), doing.hook, doing.kind, line, self.states[rank]
 
 
 # The same finding on another rank differs in ranks, processes and amounts.
@@ -239,7 +229,9 @@ def without_repeats(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[in
     distinct: list[tuple[Finding, set[int]]] = []
     first_with: dict[_Key, int] = {}
     for finding in findings:
-        place = first_with.setdefault(_sentence(finding), len(distinct))
+        words = (_NUMBERS.sub("#", text) for text in (finding.summary, finding.remedy))
+        same = finding.rule, finding.location, finding.confidence, finding.severity, *words
+        place = first_with.setdefault(same, len(distinct))
         # Two findings on the same rank are not repeats.
         if place < len(distinct) and not {*distinct[place][0].ranks, *distinct[place][1]} & {*finding.ranks}:
             distinct[place][1].update(finding.ranks)
@@ -248,39 +240,38 @@ def without_repeats(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[in
     return [(finding, tuple(sorted(others))) for finding, others in distinct]
 
 
-def _sentence(finding: Finding) -> _Key:
-    """The sentences of a finding without numbers."""
-    words = (_NUMBERS.sub("#", text) for text in (finding.summary, finding.remedy))
-    return finding.rule, finding.location, finding.confidence, finding.severity, *words
-
-
 def rank_table(job: JobFacts) -> Iterator[str]:
     """One line for all ranks at the same place, with the range of their idle times."""
     view = Timeline(job)
     alike = RankStates(view)
     groups = alike.groups()
-    yield from _limited((_line(alike, ranks) for ranks in groups), len(groups), _MAX_LINES)
-    for rank in view.silent[:_MAX_LINES]:
+    yield from _limited((_line(alike, ranks) for ranks in groups), len(groups))
+    for rank in view.silent[:_MOST_LINES]:
         process = view.witnesses.get(rank)
         seen = f"its process {process.pid} is {process.state}" if process else "and its process was not seen"
         yield f"rank {rank}: did not answer, {seen}"
-    if len(view.silent) > _MAX_LINES:
-        yield f"… {len(view.silent) - _MAX_LINES} more did not answer"
+    if len(view.silent) > _MOST_LINES:
+        yield f"… {len(view.silent) - _MOST_LINES} more did not answer"
 
 
 def _line(alike: RankStates, ranks: tuple[int, ...]) -> str:
     rank, view = ranks[0], alike.view
     doing, facts = view.activities[rank], view.facts[rank]
-    idle = sorted(view.facts[number].progress.idle_s for number in ranks)
-    span = duration_words(idle[0])
-    span += f" to {duration_words(idle[-1])}" if duration_words(idle[-1]) != span else ""
     hook = f", hook {doing.hook}" if doing.hook else ""
     line = f", line {location_of(doing.frame)}" if doing.frame else ""
     where = f"phase {facts.progress.phase.value}, {batch_words(facts.progress)}{hook}"
     if facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN:
         where = "in no Trainer"
-    stands = "moves" if facts.inspection is not None and facts.inspection.moved else f"no progress for {span}"
-    return f"{ranks_words(ranks)}: {where}, {stands}{line}; {alike.states[rank]}"
+    moves = facts.inspection is not None and facts.inspection.moved
+    progress = "moves" if moves else f"no progress for {idle_words(view, ranks)}"
+    return f"{ranks_words(ranks)}: {where}, {progress}{line}; {alike.states[rank]}"
+
+
+def idle_words(view: Timeline, ranks: Iterable[int]) -> str:
+    """For how long ranks have made no progress: ``"4 s"``, ``"4 s to 12 s"``."""
+    idle_s = [view.facts[rank].progress.idle_s for rank in ranks]
+    least, most = duration_words(min(idle_s)), duration_words(max(idle_s))
+    return least if least == most else f"{least} to {most}"
 
 
 def stack_sections(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterable[str]]]:
@@ -293,26 +284,25 @@ def stack_sections(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterable[str]]]:
         if stack:
             alike[(facts.rank not in culprits, stack, native)].append(facts.rank)
     ordered = sorted(alike.items(), key=lambda item: (item[0][0], len(item[1]), item[1]))
-    for (_, stack, native), ranks in ordered[:_MAX_STACKS]:
+    for (_, stack, native), ranks in ordered[:_MOST_STACKS]:
         lines = chain(_stack_lines(stack), (f"  native: {function}" for function in native))
         yield f"Stack of {ranks_words(ranks)}", lines
-    if len(ordered) > _MAX_STACKS:
-        yield "More stacks", [f"{len(ordered) - _MAX_STACKS} more different stacks are in report.json."]
+    if len(ordered) > _MOST_STACKS:
+        yield "More stacks", [f"{len(ordered) - _MOST_STACKS} more different stacks are in report.json."]
 
 
 def _stack_lines(stack: tuple[Frame, ...]) -> Iterator[str]:
     """Outermost first, as Python prints them; the user's own frames are marked."""
-    if len(stack) > _MAX_FRAMES:
-        yield f"  … {len(stack) - _MAX_FRAMES} outer frames"
-    for frame in stack[-_MAX_FRAMES:]:
+    if len(stack) > _MOST_FRAMES:
+        yield f"  … {len(stack) - _MOST_FRAMES} outer frames"
+    for frame in stack[-_MOST_FRAMES:]:
         mark = ">" if frame.user else " "
         condition = f"   [under {frame.rank_condition}]" if frame.rank_condition else ""
         yield f"{mark} {location_of(frame)}" + (f": {frame.code}" if frame.code else "") + condition
 
 
-def _limited(lines: Iterable[str], count: int, most: int) -> Iterator[str]:
-    for number, line in enumerate(lines):
-        if number == most:
-            yield f"… {count - most} more lines are in report.json"
-            return
-        yield capitalised(line)
+def _limited(lines: Iterable[str], count: int, *, rest: str = " are in report.json") -> Iterator[str]:
+    """The first of ``count`` lines, and where the rest is."""
+    yield from map(capitalised, islice(lines, _MOST_LINES))
+    if count > _MOST_LINES:
+        yield f"… {count - _MOST_LINES:,} more lines{rest}"

@@ -53,7 +53,6 @@ def shown(text: str, stream: TextIO, *, mark: str = "") -> str:
     Rich decides what the terminal can show, and honours NO_COLOR.
 
     Args:
-        text: The lines; the first is the answer.
         stream: Where they will be written.
         mark: Prefix of each line.
     """
@@ -90,11 +89,11 @@ def shown_report(diagnosis: Diagnosis, stream: TextIO | None) -> str:
     return text if stream is None else shown(text, stream)
 
 
-def width_of(stream: TextIO | None, most: int = WIDTH) -> int | None:
+def width_of(stream: TextIO | None) -> int | None:
     """Width of the terminal; None if the stream is no terminal and lines may have any length."""
     if stream is None or not stream.isatty():
         return None
-    return max(min(console_for(stream, io.StringIO()).width, most), _NARROWEST)
+    return max(min(console_for(stream, io.StringIO()).width, WIDTH), _NARROWEST)
 
 
 def console_for(stream: TextIO, made: io.StringIO) -> "Console":

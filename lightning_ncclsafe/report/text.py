@@ -2,33 +2,48 @@
 
 from collections.abc import Iterator, Sequence
 
-from lightning_ncclsafe.facts import IncidentKind
+from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
 from lightning_ncclsafe.report.lines import WIDTH, cut, safe, section, wrapped
-from lightning_ncclsafe.report.opening import answer_words, compares, incident_words
 from lightning_ncclsafe.report.plan import plan_words
 from lightning_ncclsafe.report.ranks import (
+    NOTHING,
+    inspected_answer,
+    inspected_words,
+    is_compared,
     is_inspected,
     is_recorded,
     rank_table,
     recorded_table,
+    recorded_words,
     sampled_table,
     stack_sections,
     without_repeats,
 )
 from lightning_ncclsafe.report.tables.data import data_table
 from lightning_ncclsafe.report.tables.preflight import preflight_table
+from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import duration_words, ranks_words
 from lightning_ncclsafe.rules.planning import next_start
 
 _SHORT_EVIDENCE = 3
+
+_OPENINGS = {
+    IncidentKind.SUSPECT: "made no progress for {idle}",
+    IncidentKind.EXCEPTION: "raised an exception",
+    IncidentKind.TIMEOUT: "made no progress for {idle}, the limit",
+}
+
+_NOTHING = {
+    IncidentKind.DATA: "Nothing found: the ranks' data agrees.",
+    IncidentKind.PREFLIGHT: "Nothing found: nothing is wrong with the ranks' hosts.",
+}
 
 
 def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
     """The whole report. Its first line is the answer; its length does not grow with ranks that are alike.
 
     Args:
-        diagnosis: What was found.
         width: Characters on a line of a paragraph. The answer is one line, of any length.
     """
     parts = [
@@ -43,7 +58,7 @@ def render_text(diagnosis: Diagnosis, width: int = WIDTH) -> str:
 
 def _all_ranks(diagnosis: Diagnosis, width: int) -> Iterator[str]:
     """The sections on all ranks. Ranks that were only compared do not hang, so their stacks mean nothing."""
-    hangs = not compares(diagnosis.job)
+    hangs = not is_compared(diagnosis.job)
     if hangs:
         table = recorded_table if is_recorded(diagnosis.job) else rank_table
         yield section("All ranks", table(diagnosis.job), width=width)
@@ -72,7 +87,7 @@ def answer_lines(diagnosis: Diagnosis) -> list[str]:
         lines += [f"  because: {_evidence_words(item)}" for item in _telling(finding.evidence)]
         lines.append(f"  remedy: {finding.remedy}")
     if distinct[1:]:
-        also = "also found" if compares(diagnosis.job) else "also possible"
+        also = "also found" if is_compared(diagnosis.job) else "also possible"
         others = (f"{item.rule} ({ranks_words((*item.ranks, *alike))})" for item, alike in distinct[1:4])
         lines.append(f"  {also}: {', '.join(others)}")
     # The file also has what every report of this back end lacks; this is what only this one lacks.
@@ -85,7 +100,6 @@ def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
     """What is new to a reader of an earlier report on the same incident.
 
     Args:
-        diagnosis: What is known now.
         known: The causes that were reported, the most probable first.
 
     Returns:
@@ -103,6 +117,70 @@ def render_news(diagnosis: Diagnosis, known: Sequence[Finding]) -> str:
         likewise = f" The same for {ranks_words(alike)}." if alike else ""
         lines.append(f"  also possible now: {item.rule}: {item.summary}{likewise}")
     return "\n".join(safe(cut(line)) for line in lines)
+
+
+def answer_words(diagnosis: Diagnosis) -> str:
+    """The first cause with its name, or that nothing was found."""
+    if diagnosis.findings:
+        first = diagnosis.findings[0]
+        return f"{first.rule}: {first.summary}"
+    return nothing_found(diagnosis)
+
+
+def nothing_found(diagnosis: Diagnosis) -> str:
+    """The answer if no rule found anything."""
+    ranks = diagnosis.job.ranks
+    if is_compared(diagnosis.job):
+        return _NOTHING[diagnosis.job.incident.kind]
+    if is_recorded(diagnosis.job):
+        return NOTHING
+    if is_inspected(diagnosis.job):
+        return inspected_answer(diagnosis.job)
+    if not ranks:
+        return "Nothing found: no rank answered."
+    where = sorted({batch_words(facts.progress) for facts in ranks})
+    more = f" and {len(where) - 2} more places" if len(where) > 2 else ""
+    names = ranks_words(facts.rank for facts in ranks)
+    return f"Nothing found: no rank waits for another; {names} at work: {'; '.join(where[:2])}{more}."
+
+
+def incident_words(diagnosis: Diagnosis) -> str:
+    """Why ranks were asked, how many of them answered, and the limits that applied."""
+    incident, job = diagnosis.job.incident, diagnosis.job
+    if is_compared(diagnosis.job):
+        return f"Incident {incident.number}: {_compared_words(job)}."
+    if is_recorded(job):
+        return recorded_words(job)
+    if is_inspected(job):
+        return inspected_words(job)
+    opening = _OPENINGS[incident.kind].format(idle=duration_words(incident.idle_s))
+    return (
+        f"Incident {incident.number}: rank {incident.opened_by} {opening}. {len(job.ranks)} of {job.world_size} ranks "
+        f"answered.{_limits(incident)}"
+    )
+
+
+def _limits(incident: Incident) -> str:
+    if not incident.timeout_s:
+        return ""
+    suspect, limit = duration_words(incident.suspect_after_s), duration_words(incident.timeout_s)
+    return f" A rank is suspect after {suspect}; the limit is {limit}."
+
+
+def _compared_words(job: JobFacts) -> str:
+    """``"all 4 ranks presented their train_dataloader"``, ``"3 of 4 ranks checked their hosts"``."""
+    if job.incident.kind is IncidentKind.PREFLIGHT:
+        checked = sum(facts.preflight is not None for facts in job.ranks)
+        return _all_or_some(checked, job.world_size, "checked its host", "checked their hosts")
+    stages = [facts.data.stage for facts in job.ranks if facts.data is not None]
+    what = max(stages, key=stages.count, default="data")
+    return _all_or_some(len(stages), job.world_size, f"presented its {what}", f"presented their {what}")
+
+
+def _all_or_some(done: int, world_size: int, one: str, many: str) -> str:
+    if done < world_size:
+        return f"{done} of {world_size} ranks {many}"
+    return f"the only rank {one}" if done == 1 else f"all {done} ranks {many}"
 
 
 def _cause(finding: Finding) -> tuple[str, tuple[int, ...]]:

@@ -53,15 +53,10 @@ def straggler_sentence(straggler: Straggler) -> str:
     if straggler.is_over:
         lasted_s = (straggler.until_ns - straggler.since_ns) / 1e9
         return f"rank {straggler.rank} is no longer late (was for {long_words(lasted_s)})"
+    phase = straggler.phase if straggler.phase in ("", StepPhase.OTHER.value) else f"in {straggler.phase}"
     return safe(
         f"rank {straggler.rank} was last in {share_words(straggler.share)} of the last {straggler.of_steps:,} steps, "
         f"{time_words(straggler.mean_s)} late on average"
-        + _where(straggler.phase)
+        + (f", {phase}" if phase else "")
         + (f", mostly at {straggler.op}" if straggler.op else "")
     )
-
-
-def _where(phase: str) -> str:
-    if not phase:
-        return ""
-    return f", {phase}" if phase == StepPhase.OTHER.value else f", in {phase}"

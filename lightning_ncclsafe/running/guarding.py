@@ -1,12 +1,12 @@
 """Adds the guard to the strategy of a Trainer that was made without it; others run unchanged, and one line says so.
 
 The strategy object stays the same, with all its attributes, and gets a class of the same name, derived from its own:
-code that keeps the object, asks for its class or overrides its methods finds what it would find without the guard.
+code that keeps the object, asks for its class or overrides its methods works as without the guard.
 """
 
 import os
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -24,7 +24,7 @@ _GUARDABLE = {"DDPStrategy": False, "FSDPStrategy": True, "ModelParallelStrategy
 
 _LIGHTNINGS = tuple(f"{name}.strategies." for name in NAMES)
 # A program may make any number of Trainers.
-_said: set[str] = set()
+_printed: set[str] = set()
 
 
 class Unguarded(Exception):
@@ -40,15 +40,19 @@ def guard_trainer(trainer: Any) -> None:
     except (Unguarded, ValueError) as why_not:
         _say_once(f"this Trainer runs without the guard: {why_not}")
         return
-    except Exception as error:  # training goes on
+    except Exception as error:  # training continues
         say_own_failure(error)
         return
     try:
-        added = [*_missing(trainer, _made(asked.callbacks, package_of(type(trainer), "trainer.")))]
-    except Exception as error:  # of arguments that the class does not take, for instance
+        made = _made(asked.callbacks, package_of(type(trainer), "trainer."))
+    except Exception as error:  # arguments that the class does not take, for instance
         _say_once(f"no callback was added to the Trainer: {error}")
     else:
-        trainer.callbacks = [*added, *trainer.callbacks]
+        own: list[Any] = trainer.callbacks
+        trainer.callbacks = [
+            *(callback for callback in made if not any(isinstance(each, type(callback)) for each in own)),
+            *own,
+        ]
 
 
 def say_of_fabric() -> None:
@@ -57,9 +61,9 @@ def say_of_fabric() -> None:
 
 
 def _say_once(text: str) -> None:
-    if text not in _said and not getattr(rank_zero_only, "rank", 0):
+    if text not in _printed and not getattr(rank_zero_only, "rank", 0):
         say_on_stderr(text)
-    _said.add(text)
+    _printed.add(text)
 
 
 def _guard(strategy: Any, *, timeout: float | None = None, **arguments: Any) -> None:
@@ -117,18 +121,14 @@ class _GuardFirst(ABCMeta):
 
 
 class _GuardedInPlace(GuardedStrategy):
-    """A guarded strategy with the name of the class that it had before.
-
-    Attributes:
-        _class_before: The class that it had before.
-    """
+    """A guarded strategy with the name of the class that it had before."""
 
     _class_before: ClassVar[type]
     # The environment variable may be missing on some ranks.
     is_on_all_ranks = False
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        # Spawned ranks, and copies, make the class anew from the class before.
+        # Spawned ranks, and copies, create the class again from the class before.
         reduced = super().__reduce_ex__(protocol)
         if isinstance(reduced, str) or reduced[1][:1] != (type(self),):
             return reduced
@@ -154,10 +154,3 @@ def _callback(asked: WantedCallback, package: str) -> Any:
     if not isinstance(kind, type) or not issubclass(kind, import_module(package).Callback):
         raise TypeError(f"{shown(asked.name)} is not a Callback of {package}")
     return kind(**asked.arguments)
-
-
-def _missing(trainer: Any, callbacks: Iterable[Any]) -> Iterator[Any]:
-    """Leaves out those that the program has itself."""
-    for callback in callbacks:
-        if not any(isinstance(there, type(callback)) for there in trainer.callbacks):
-            yield callback

@@ -1,4 +1,4 @@
-"""What ``ncclsafe run`` and the environment say of the guard: one table of options, each with its variable."""
+"""What ``ncclsafe run`` and the environment set for the guard: one table of options, each with its variable."""
 
 import json
 import re
@@ -20,20 +20,19 @@ CALLBACKS = (
     "CollectiveTimer",
     "JustInTimeCheckpoint",
 )
-"""Ours, which are known without their module."""
+"""This package's own, which need no module."""
 
 _CLASS_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-# Of a value that may be anything.
+# Characters of a value in an error.
 _MOST_SHOWN = 80
 
 
 @dataclass(frozen=True, kw_only=True)
 class WantedCallback:
-    """A callback that is to be added to every Trainer.
+    """A callback to add to every Trainer.
 
     Attributes:
         name: One of this package, the path of a class, or ``recommended`` for all recommended ones.
-        arguments: Of its class.
     """
 
     name: str
@@ -45,10 +44,9 @@ class Option:
     """One thing that may be set.
 
     Attributes:
-        name: Of the argument of ``SafeDDP``, but for ``callbacks``.
-        read: Makes the argument from what was written; raises ValueError with what is wrong with it.
-        metavar: What is to be written, in one word.
-        help: What it is for.
+        name: The argument of ``SafeDDP`` that it sets, or ``callbacks``.
+        read: Makes the argument from its text; raises ValueError if the text is invalid.
+        metavar: Its value, in one word.
     """
 
     name: str
@@ -81,7 +79,7 @@ class Wanted:
 
 
 def wanted(environ: Mapping[str, str]) -> Wanted:
-    """What an environment says.
+    """What an environment sets.
 
     Raises:
         ValueError: Naming the variable, its value and what is allowed.
@@ -90,7 +88,7 @@ def wanted(environ: Mapping[str, str]) -> Wanted:
         raise ValueError(f"{SWITCH}={shown(environ.get(SWITCH, ''))} in the environment is unknown; it must be 1 or 0.")
     found: dict[str, Any] = {}
     for option in OPTIONS:
-        # As with Lightning's own, one that is empty is not set.
+        # As with Lightning's own variables, an empty one is not set.
         if text := environ.get(option.variable):
             try:
                 found[option.name] = option.read(text)
@@ -102,7 +100,7 @@ def wanted(environ: Mapping[str, str]) -> Wanted:
 
 
 def shown(text: str) -> str:
-    """A value as an error shows it: whatever it is, on one line."""
+    """A value as an error shows it, on one line."""
     return safe(repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"))
 
 

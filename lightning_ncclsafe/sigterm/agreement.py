@@ -34,14 +34,10 @@ class StopAgreement:
     """One rank's part in the agreement, for one call of ``fit``, ``validate``, ``test`` or ``predict``.
 
     Args:
-        exchange: What the ranks share.
-        rank: Global rank.
-        world_size: Number of ranks.
         hosts_store: Whether the exchange ends with this rank's process, which then stops once all others know the
             decision.
         each_alone: Whether ranks have their own batches, and each stops before its next one.
         deadline_s: Seconds after which a rank no longer waits for the others.
-        say: Prints a line to the user.
     """
 
     def __init__(
@@ -90,30 +86,26 @@ class StopAgreement:
     def receive(self, pass_on: Callable[[], None] = lambda: None) -> None:
         """Notes that this rank has received the signal. Takes no lock: the interrupted code may hold it.
 
-        Args:
-            pass_on: Sends the signal to ranks that this one has started; called once the others know who received it.
+        Once the others know who received it, ``pass_on`` sends it to the ranks that this one has started.
         """
         if self._received_at is None:
             self._pass_on = pass_on
             self._received_at = self._asked_at = time.monotonic()
 
     def may_pass(self, position: Position) -> bool:
-        """Whether this rank may begin its next batch; waits for the decision if one is due.
-
-        Args:
-            position: The position of that batch; greater than the one before.
-        """
+        """Whether this rank may begin its next batch, at this position; waits for the decision if one is due."""
         if self._received_at is not None and time.monotonic() > self._received_at + _PASSED_ON_S:
             self._send_on()
         with self._lock:
-            if self._promised is None and not self._is_unheard():
+            # If this rank has received the signal long ago, its guard, which would ask the others, is off.
+            is_unheard = self._received_at is not None and time.monotonic() > self._received_at + self._deadline_s
+            if self._promised is None and not is_unheard:
                 self._passed = position
                 return True
-        return self._is_to_pass(position)
+        return self._follow_decision(position)
 
     @marked(Mark.STORE)
-    def _is_to_pass(self, position: Position) -> bool:
-        """Waits for the decision, and applies it to a batch."""
+    def _follow_decision(self, position: Position) -> bool:
         if not self._is_over.wait(max(0.0, self._waits_until - time.monotonic())):
             self._give_up()
         return self._received_at is None if self._decision is None else position <= self._decision
@@ -124,10 +116,6 @@ class StopAgreement:
         with suppress(ExchangeError):  # no rank is left to inform, or they have their deadline
             self._promise()
             self._exchange.set(f"stop/knows/{self._rank}", b"")
-
-    def _is_unheard(self) -> bool:
-        """Whether this rank has received the signal, but its guard, which would ask, is off."""
-        return self._received_at is not None and time.monotonic() > self._received_at + self._deadline_s
 
     def _give_up(self) -> None:
         """Gives up waiting. The first rank to do so decides for all, so that ranks never disagree."""

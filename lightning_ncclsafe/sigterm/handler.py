@@ -28,8 +28,8 @@ _held = threading.local()
 class _Wakeup:
     """Learns about signals while Python runs no handler, because the main thread is in a call that does not return.
 
-    Python's handler in C writes the signal's number into a pipe, if there is one. There can be only one in a process;
-    if something else has it, such as an event loop, nothing is learned.
+    Python's handler in C writes the signal's number into a pipe, if there is one. A process can have only one; if
+    something else uses it, such as an event loop, nothing is learned.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,6 @@ class StopSignal:
     the end.
 
     Args:
-        trainer: The ``Trainer``.
         agreement: Decides which batches may begin.
         error: What Lightning raises on SIGTERM, ``SIGTERMException``.
         takes_slurms: Whether SLURM's signal before a requeue has the same effect as SIGTERM; Lightning would save
@@ -220,32 +219,21 @@ _DEADLINE_S = 10.0
 def requeue_once(
     exchange: Exchange, rank: int, say: Callable[[str], None], environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Has SLURM queue the job again; only one of the ranks that call it does so.
-
-    Args:
-        exchange: What the ranks share.
-        rank: This rank.
-        say: Prints a line to the user.
-        environ: Of this process.
-    """
+    """Has SLURM queue the job again; only one of the ranks that call it does so."""
     try:
         is_mine = first_rank(exchange, "requeue", rank) == rank
     except ExchangeError:
         is_mine = rank == 0
-    job = _job(environ)
+    job = environ.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     if not is_mine or not job:
         return
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, timeout=_DEADLINE_S)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
-        reason = said.decode(errors="replace").strip() if said else str(error)
+        printed = getattr(error, "stderr", None)
+        reason = printed.decode(errors="replace").strip() if printed else str(error)
         say(f"rank {rank} could not requeue SLURM job {job}: {reason}")
     else:
         say(f"rank {rank} requeued SLURM job {job}")
-
-
-def _job(environ: Mapping[str, str]) -> str:
-    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
-        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    return environ.get("SLURM_JOB_ID", "")

@@ -1,6 +1,7 @@
 """The exchanges of one call of the Trainer, with keys and files that no other call, start or job has used."""
 
 import itertools
+import math
 import os
 import uuid
 from collections import deque
@@ -11,14 +12,14 @@ from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import (
     DirectoryExchange,
     Exchange,
-    ExchangeError,
     FallbackExchange,
     InTimeExchange,
     MemoryExchange,
     TcpStoreExchange,
+    keep_trying,
 )
-from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import agree_on_start
+from lightning_ncclsafe.guard.shared import Place
 
 # Variables that differ between the starts of a job by torchrun and SLURM, as a restart may use the same port.
 _START_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
@@ -47,15 +48,7 @@ class CallExchanges:
         return self._files(meeting_place(strategy)) if strategy.world_size > 1 else MemoryExchange()
 
     def name_start(self, place: Place, deadline_s: float) -> None:
-        """Gives this start a name of its own, if torchrun's agent keeps the job's store across starts.
-
-        Args:
-            place: Which rank of which job this is.
-            deadline_s: Seconds to wait for the other ranks.
-
-        Raises:
-            ExchangeError: The other ranks have not come.
-        """
+        """Gives this start a name of its own, if torchrun's agent keeps the job's store across starts."""
         global _start
         if place.world_size == 1 or _start is not None or stores.hosts_store(0):
             return
@@ -97,13 +90,7 @@ class CallExchanges:
 def _name_of_run(store: Exchange) -> str:
     """A name that no other job or earlier start has used."""
     mine = uuid.uuid4().hex[:12].encode()
-    while True:
-        try:
-            return store.set_if_absent("run", mine).decode()
-        except ExchangeError:
-            # One missed deadline does not matter; after some, the store is lost.
-            if store.lost:
-                raise
+    return keep_trying(store, lambda: store.set_if_absent("run", mine), deadline_s=math.inf).decode()
 
 
 def meeting_place(strategy: Any) -> str:

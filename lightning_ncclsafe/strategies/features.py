@@ -15,11 +15,11 @@ from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import Exchange, comes_first
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import Phase, Progress, RankFacts
-from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.collecting import LoaderCollector, Stage
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner
-from lightning_ncclsafe.preflight.check import Preflight, Told
+from lightning_ncclsafe.preflight.check import FindingKey, Preflight
 from lightning_ncclsafe.preflight.load import loaders_load, model_load
 from lightning_ncclsafe.preflight.probe import RecentFacts
 from lightning_ncclsafe.probes.host.capacity import capacity
@@ -48,7 +48,7 @@ _PRESENT_S = 30.0
 _MEET_S = 10.0
 # For all calls of this process, of which each compares its hosts.
 _host = RecentFacts()
-_told_of_hosts: set[Told] = set()
+_printed_of_hosts: set[FindingKey] = set()
 
 
 class Features:
@@ -57,15 +57,6 @@ class Features:
     If one of them fails, that is usually printed once, and the call continues without it.
 
     Args:
-        trainer: The ``Trainer``.
-        limits: The hard limits.
-        report_dir: The folder of reports.
-        tracker: The actions of Lightning.
-        trainer_probe: The state of the Trainer.
-        incidents: Numbers of the incidents of this process.
-        combined: Lightning's ``CombinedLoader``.
-        sigterm_error: Lightning's ``SIGTERMException``; None leaves SIGTERM to Lightning.
-        weights: Gives the state of the model in Lightning's own way.
         check: Raises if the run ends while a rank waits for others.
 
     Attributes:
@@ -158,27 +149,18 @@ class Features:
         return agreed.complete
 
     def prepared(self, loader: Any) -> Any:
-        """Called when Lightning has prepared a loader; with the last one of a stage, ranks compare their loaders.
-
-        Raises:
-            DatasetMismatchError: On all ranks, if they disagree.
-        """
+        """Called when Lightning has prepared a loader; see :meth:`LoaderCollector.prepared`."""
         return loader if self._collector is None else self._collector.prepared(loader)
 
     def before_evaluation_batch(self) -> None:
-        """Called before each batch of validation, test and prediction.
-
-        Raises:
-            BaseException: Lightning's error on SIGTERM, if the ranks have agreed to stop here.
-        """
+        """Called before each batch of evaluation; see :meth:`StopSignal.before_evaluation_batch`."""
         if self._stop_signal is not None:
             self._stop_signal.before_evaluation_batch()
 
     def poll(self) -> None:
         """Called on the watchdog's thread while the run continues: advances the agreement on where to stop."""
         # The main thread may be about to leave.
-        stop_signal = self._stop_signal
-        if stop_signal is not None:
+        if (stop_signal := self._stop_signal) is not None:
             stop_signal.poll()
         if self._stop is not None:
             self._stop.poll()
@@ -190,11 +172,7 @@ class Features:
             self._stop.leave()
 
     def detach(self, safely: Callable[[Callable[[], None]], object]) -> None:
-        """Restores Lightning's methods, except those that the timer listens to.
-
-        Args:
-            safely: Runs each step; what a step raises does not affect the others.
-        """
+        """Restores Lightning's methods, except those that the timer listens to; ``safely`` runs each step."""
         collector, self._collector = self._collector, None
         stop_signal, self._stop_signal = self._stop_signal, None
         tuner, self._tuner = self._tuner, None
@@ -218,13 +196,13 @@ class Features:
         settings = settings_of(self._trainer, PreflightSettings)
         if settings is None:
             return None
-        trainer = self._trainer
+        trainer, data_dir = self._trainer, settings.data_dir
         # As the user has set it: the size of the recorder is about to be set there.
         environment = dict(os.environ)
         preflight = Preflight(
             lambda: _host.get(
                 environment=environment,
-                directories=_directories(self._trainer_probe, settings),
+                directories=self._trainer_probe.directories() | ({"data": data_dir} if data_dir is not None else {}),
                 load=model_load(trainer.lightning_module),
                 local_rank=place.local_rank,
                 gpu_index=trainer.strategy.root_device.index,
@@ -235,7 +213,7 @@ class Features:
             world_size=place.world_size,
             report_dir=self._report_dir,
             incidents=self._incidents,
-            told=_told_of_hosts,
+            printed=_printed_of_hosts,
             say=say_on_stderr,
         )
         preflight.begin()
@@ -250,7 +228,7 @@ class Features:
                 compare(preflight)
         except HostPreflightError:
             raise
-        except Exception as error:  # the run goes on without
+        except Exception as error:  # the run continues without
             say_own_failure(error, what="the comparison of hosts")
         else:
             self._preflight = preflight
@@ -369,9 +347,3 @@ def _identity(place: Place) -> RankFacts:
         pid=os.getpid(),
         progress=Progress(phase=Phase.INIT),
     )
-
-
-def _directories(probe: TrainerProbe, settings: PreflightSettings) -> dict[str, str]:
-    """The directories that the run writes to and reads from, by purpose."""
-    found = probe.directories()
-    return found if settings.data_dir is None else {**found, "data": settings.data_dir}

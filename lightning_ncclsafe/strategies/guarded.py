@@ -56,8 +56,8 @@ else:
 
 def _save_whole(io: Any, ending: Ending, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
     """Saves as Lightning does, but to a temporary name first: the file is complete, or as it was before."""
-    with ending.written(path) as beside:
-        type(io).save_checkpoint(io, checkpoint, beside, storage_options)
+    with ending.written(path) as temporary:
+        type(io).save_checkpoint(io, checkpoint, temporary, storage_options)
 
 
 def _remove(io: Any, ending: Ending, path: Any) -> None:
@@ -299,7 +299,7 @@ class GuardedStrategy(_ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Lightning's hook for each loader, before its workers start; ranks compare their loaders."""
         dataloader = super().process_dataloader(dataloader)
-        return self._watched.prepared(dataloader) if self._watched is not None else dataloader
+        return self._watched.features.prepared(dataloader) if self._watched is not None else dataloader
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each batch of validation; on SIGTERM, ranks may stop here, as in the two below."""
@@ -319,7 +319,7 @@ class GuardedStrategy(_ParallelStrategy):
     def _before_evaluation_batch(self) -> None:
         self._ending.check()
         if self._watched is not None:
-            self._watched.before_evaluation_batch()
+            self._watched.features.before_evaluation_batch()
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's hook for an exception that ends a call of the Trainer, above the last of our frames."""
@@ -344,7 +344,7 @@ class GuardedStrategy(_ParallelStrategy):
     @contextmanager
     def watch(self, trainer: Any) -> Iterator[None]:
         """Watches one call of ``fit``, ``validate``, ``test`` or ``predict`` in this process."""
-        self._ending.is_called_here()
+        self._ending.note_thread()
         # If a callback raises in its on_exception, that of the strategy is not called.
         self._allow_saving()
         package = package_of(type(self))
@@ -377,7 +377,7 @@ class GuardedStrategy(_ParallelStrategy):
 def timer_of(strategy: object) -> AttachedTimer | None:
     """The timer of the call that a strategy is in; None if collectives are not timed."""
     watched = strategy._watched if isinstance(strategy, GuardedStrategy) else None
-    return watched.timer if watched is not None else None
+    return watched.features.timer if watched is not None else None
 
 
 def guards(strategy: object) -> bool:

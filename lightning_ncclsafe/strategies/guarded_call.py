@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_ncclsafe._torch import process_groups, recorders
-from lightning_ncclsafe.collectives.timer import RECORDER_SIZE, AttachedTimer
+from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
 from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.leaving import is_orderly
-from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import follow_plan, incident_before
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.guard.thresholds import limits_words
 from lightning_ncclsafe.loggers.offload import drain_all, live_facts
 from lightning_ncclsafe.probes.process import stacks
@@ -38,7 +38,7 @@ from lightning_ncclsafe.strategies.features import Features, settings_of
 T = TypeVar("T")
 
 # The last announcement of this process: a program with many calls and Trainers prints it once.
-_said_watch = ""
+_printed_watch = ""
 # For all calls of this process; the same on all ranks.
 _incidents = IncidentNumbers()
 # The other ranks of this host, known before they reach the next call.
@@ -53,8 +53,6 @@ class GuardedCall:
     The guard must never harm the run: whatever fails in here is printed once, and the guard is off.
 
     Args:
-        trainer: The ``Trainer``.
-        limits: When to look and when to end.
         report_dir: The folder of reports as the user has set it; None for the default.
         ending: The end of this run, which may come in this call.
         combined: Lightning's ``CombinedLoader``.
@@ -62,8 +60,6 @@ class GuardedCall:
         weights: Gives the state of the model in Lightning's own way.
 
     Attributes:
-        trainer_probe: The state of the Trainer.
-        tracker: The actions of Lightning.
         steps: Records training steps without a backward pass, and failed saves.
     """
 
@@ -88,7 +84,7 @@ class GuardedCall:
         self._report_dir = report_folder(report_dir, trainer.default_root_dir)
         self._ending = ending
         self._exchanges = CallExchanges(self._report_dir)
-        self._features = Features(
+        self.features = Features(
             trainer,
             limits,
             self._report_dir,
@@ -100,17 +96,12 @@ class GuardedCall:
             weights=weights,
             check=lambda: self._guard.check() if self._guard is not None else None,
         )
-        self._saved_at_end = self._features.saved_at_end
+        self._saved_at_end = self.features.saved_at_end
         self._group_timeouts = GroupTimeouts(limits, self._limit_name)
         self._guard: Guard | None = None
         self._place: Place | None = None
         self._listens = self._leaves = False
         self._meet: Callable[[], bool] | None = None
-
-    @property
-    def timer(self) -> AttachedTimer | None:
-        """Times collectives; None if no callback asks for it."""
-        return self._features.timer
 
     def begin(self, strategy: Any) -> None:
         """Starts the guard. There is no process group, and so no store, yet."""
@@ -139,22 +130,6 @@ class GuardedCall:
         self._safely(self._saved_at_end.set_up)
         self._group_timeouts.start()
         self._safely(lambda: self._guard.set_up() if self._guard is not None else None)
-
-    def prepared(self, loader: Any) -> Any:
-        """Called when Lightning has prepared a loader; with the last one of a stage, ranks compare their loaders.
-
-        Raises:
-            DatasetMismatchError: On all ranks, if they disagree.
-        """
-        return self._features.prepared(loader)
-
-    def before_evaluation_batch(self) -> None:
-        """Called before each batch of validation, test and prediction.
-
-        Raises:
-            BaseException: Lightning's error on SIGTERM, if the ranks have agreed to stop here.
-        """
-        self._features.before_evaluation_batch()
 
     def step_begins(self) -> None:
         """Called before an optimizer's step."""
@@ -190,17 +165,17 @@ class GuardedCall:
 
     def finish(self) -> None:
         """Waits until all ranks have finished."""
-        self._safely(self._features.leave)
+        self._safely(self.features.leave)
         self._leaving(lambda guard: guard.finish())
 
     def close(self) -> None:
         """Restores everything; an ended run still refuses saves, as Lightning's handlers save, too."""
-        self._features.detach(self._safely)
+        self.features.detach(self._safely)
         self._safely(self.tracker.detach)
         if self._listens:
             self._safely(_caught.close)
         self._group_timeouts.restore()
-        self._safely(self._features.detach_timer)
+        self._safely(self.features.detach_timer)
         self._leaving(lambda guard: guard.close())
         # Not before: another Trainer may run within this call.
         self._exchanges.close()
@@ -227,7 +202,7 @@ class GuardedCall:
         strategy.set_world_ranks()
         self.tracker.attach(self._trainer.profiler)
         self._place = place = _place(strategy)
-        self._features.begin(place)
+        self.features.begin(place)
         self._guard = Guard(
             place=place,
             limits=self._limits,
@@ -242,7 +217,7 @@ class GuardedCall:
                 tracker=self.tracker,
                 trainer=self.trainer_probe,
                 loggers=live_facts,
-                stragglers=lambda: self.timer.stragglers() if self.timer is not None else (),
+                stragglers=lambda: timer.timer.stragglers if (timer := self.features.timer) is not None else (),
                 steps=self.steps,
                 caught=_caught,
                 launched=lambda: _exit_codes(strategy.launcher),
@@ -263,9 +238,9 @@ class GuardedCall:
         exchange = self._exchanges.once_started(place.world_size)
         self._guard.connect(exchange)
         follow_plan(exchange, place, self._report_dir)
-        self._features.connect(strategy, place, exchange)
+        self.features.connect(strategy, place, exchange)
         if place.world_size > 1 and not strategy.is_on_all_ranks:
-            self._meet = partial(self._features.meet, strategy, place, exchange)
+            self._meet = partial(self.features.meet, strategy, place, exchange)
         if place.rank == 0:
             self._say_watch(place.world_size)
 
@@ -275,24 +250,24 @@ class GuardedCall:
         if meet is None or self._guard is None or meet():
             return
         guard, self._guard = self._guard, None
-        self._features.detach(self._safely)
-        self._safely(self._features.detach_timer)
+        self.features.detach(self._safely)
+        self._safely(self.features.detach_timer)
         guard.close()
 
     def _say_watch(self, world_size: int) -> None:
         """Prints that the guard is on, again only if that changes; the first time with how the last start ended."""
-        global _said_watch
+        global _printed_watch
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         text = f"watching {ranks}: {limits_words(self._limits)}; reports go to {self._report_dir}"
-        if text != _said_watch:
-            before = "" if _said_watch else incident_before(self._report_dir)
+        if text != _printed_watch:
+            before = "" if _printed_watch else incident_before(self._report_dir)
             say_on_stderr(f"{text}{'; ' if before else ''}{before}")
-            _said_watch = text
+            _printed_watch = text
 
     def _poll(self) -> None:
         # Not while the run is being ended: launchers then send SIGTERM to the remaining ranks.
         if self._guard is None or not self._guard.ends_run:
-            self._features.poll()
+            self.features.poll()
 
     def _phase_kind(self) -> PhaseKind:
         return self.trainer_probe.phase_kind(self.tracker.actions())

@@ -1,4 +1,4 @@
-"""Just-in-time saving and resuming in one call of ``fit``, if a callback asks for it.
+"""Just-in-time saving and resuming in one call of ``fit``, if a callback requests it.
 
 The Trainer is duck-typed; Lightning is not imported here.
 """
@@ -13,7 +13,7 @@ from lightning_ncclsafe.checkpoints.resuming import Resuming
 from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.checkpoints.shards import OwnShard
 from lightning_ncclsafe.exchange import Exchange
-from lightning_ncclsafe.guard.local_ranks import Place
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.settings import CheckpointSettings
 from lightning_ncclsafe.sigterm.agreement import StopAgreement
@@ -54,15 +54,12 @@ class SavedAtEnd:
     """Connects the saver of one call, its ledger, and resuming.
 
     Args:
-        trainer: The ``Trainer``.
-        settings: Gives what the user has set; None if no callback asks for it.
-        weights: Gives the state of the model in Lightning's own way.
-        is_on_gpu: Whether training runs on a GPU.
+        settings: Gives what the user has set; None if no callback requests it.
         stop: Gives the agreement on where to stop on SIGTERM; None if there is none.
         requeue: Makes the scheduler queue the job again, if wanted; called once the state is saved.
 
     Attributes:
-        ledger: Knows which weights belong to which counters; None if no callback asks for it.
+        ledger: Knows which weights belong to which counters; None if no callback requests it.
         last_checkpoint: The last checkpoint that was saved elsewhere.
     """
 
@@ -94,14 +91,13 @@ class SavedAtEnd:
         settings = self._settings()
         if settings is None:
             return
-        first = place.rank - place.local_rank
         resuming = Resuming(
             self._trainer,
             settings,
             exchange,
             rank=place.rank,
             world_size=place.world_size,
-            local_ranks=range(first, first + place.local_world_size),
+            local_ranks=place.ranks_here,
         )
         try:
             resuming.attach()
@@ -131,24 +127,12 @@ class SavedAtEnd:
             self._begin("SIGTERM", raised=False)
 
     def save(self, cause: str, raised: bool) -> Callable[[], None]:
-        """Begins to save the state of a run that ends, if a callback asks for it.
-
-        Args:
-            cause: Why it ends.
-            raised: Whether this rank itself has failed.
-
-        Returns:
-            A function that waits until the save is over.
-        """
+        """See :data:`~lightning_ncclsafe.guard.ended_run.Save`; does nothing if no callback requests it."""
         self._begin(cause or "SIGTERM", raised=raised)
         return self._saver.wait if self._saver is not None else lambda: None
 
     def detach(self, safely: Callable[[Callable[[], None]], object]) -> None:
-        """Restores Lightning's methods.
-
-        Args:
-            safely: Runs each step; what a step raises does not affect the others.
-        """
+        """Restores Lightning's methods; ``safely`` runs each step."""
         resuming, self._resuming = self._resuming, None
         for attached in (self.ledger, resuming):
             if attached is not None:

@@ -34,7 +34,7 @@ _TRACE_SPANS = 2_000_000
 _WORST_BYTES = 1 << 20
 # Intervals of this package's own work: some minutes of a small job, some seconds of a large one.
 _MOST_OWN_WORK, _MOST_OWN_WORK_OF_A_RANK = 20_000, 100
-# In case nobody takes them.
+# Older ones are dropped if they are never taken.
 _MOST_FRESH = 64
 # Sentences on what is missing; the first ones matter most.
 _MOST_MISSING = 100
@@ -142,7 +142,6 @@ class Analysis:
     """Analyses windows of any ranks, in any order.
 
     Args:
-        world_size: Number of ranks.
         trace_bytes: Most bytes of collectives that are kept for a trace; 0 for no trace.
 
     Attributes:
@@ -202,6 +201,7 @@ class Analysis:
 
     def summary(self) -> TimingSummary:
         """The results."""
+        unaligned = f"{self._unaligned:,} collectives were not compared: the clocks of their ranks were not known yet."
         return TimingSummary(
             began_ns=self._began_ns,
             ended_ns=self._ended_ns,
@@ -212,13 +212,8 @@ class Analysis:
             lost=self._lost,
             left_out=self._left_out,
             unmatched=self._matcher.unmatched,
-            missing=(*self._missing, *self._not_aligned()),
+            missing=(*self._missing, *([unaligned] if self._unaligned else [])),
         )
-
-    def _not_aligned(self) -> tuple[str, ...]:
-        if not self._unaligned:
-            return ()
-        return (f"{self._unaligned:,} collectives were not compared: the clocks of their ranks were not known yet.",)
 
     def _add_spans_and_own_work(self, window: Window) -> None:
         spans, own, offset_ns = window.spans.copy(), window.own.copy(), np.zeros(len(self._late_steps), dtype=np.int64)

@@ -33,10 +33,7 @@ _FIRST_BIN_NS = 1_000_000_000
 
 
 class LatenessHistory:
-    """How late each rank was, over the whole run: in bins of time that widen as the run goes on.
-
-    Args:
-        world_size: Number of ranks.
+    """How late each rank was, over the whole run: in bins of time that widen as the run continues.
 
     Attributes:
         began_ns: When the first bin begins; 0 without bins.
@@ -77,32 +74,31 @@ class RecentSpans:
 
     Args:
         limit: Most spans that are kept, all ranks together.
+
+    Attributes:
+        by_rank: The spans of each rank.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._by_rank: dict[int, Spans] = {}
+        self.by_rank: dict[int, Spans] = {}
 
     def add(self, spans: Spans) -> None:
         """Adds spans, which for each rank are later than those before."""
-        ranks, starts = np.unique(spans["rank"], return_index=True) if _is_sorted(spans) else _sorted_ranks(spans)
+        is_sorted = bool((np.diff(spans["rank"]) >= 0).all())
+        ordered = spans if is_sorted else spans[np.argsort(spans["rank"], kind="stable")]
+        ranks, starts = np.unique(ordered["rank"], return_index=True)
         if not len(ranks):
             return
-        ordered = spans if _is_sorted(spans) else spans[np.argsort(spans["rank"], kind="stable")]
-        most = max(self._limit // max(len(self._by_rank), len(ranks)), 16)
+        most = max(self._limit // max(len(self.by_rank), len(ranks)), 16)
         for rank, part in zip(ranks.tolist(), np.split(ordered, starts[1:]), strict=True):
-            known = self._by_rank.get(rank, np.zeros(0, SPAN))
-            self._by_rank[rank] = np.concatenate([known, part])[-most:]
+            known = self.by_rank.get(rank, np.zeros(0, SPAN))
+            self.by_rank[rank] = np.concatenate([known, part])[-most:]
 
     def forget(self, before_ns: int) -> None:
         """Forgets what was over by then, except each rank's last 2,000."""
-        for rank, known in self._by_rank.items():
-            self._by_rank[rank] = known[min(_position(known, before_ns), max(len(known) - _LEAST_SPANS_OF_A_RANK, 0)) :]
-
-    @property
-    def by_rank(self) -> dict[int, Spans]:
-        """The spans of each rank."""
-        return self._by_rank
+        for rank, known in self.by_rank.items():
+            self.by_rank[rank] = known[min(_position(known, before_ns), max(len(known) - _LEAST_SPANS_OF_A_RANK, 0)) :]
 
 
 class RecentOwnWork:
@@ -160,14 +156,14 @@ class RecentCalls:
         self._bytes += _size_of(calls)
         forgotten = []
         since_ns = int(calls.arrival_ns.max()) - KEPT_NS
-        while len(self._blocks) > 1 and (self._bytes > self._limit_bytes or self._may_forget(since_ns)):
+        while len(self._blocks) > 1:
+            oldest, size_bytes = self._blocks[0], _size_of(self._blocks[0])
+            is_old = self._bytes - size_bytes >= _LEAST_BYTES and int(oldest.arrival_ns.max()) < since_ns
+            if self._bytes <= self._limit_bytes and not is_old:
+                break
             forgotten.append(self._blocks.popleft())
-            self._bytes -= _size_of(forgotten[-1])
+            self._bytes -= size_bytes
         return forgotten
-
-    def _may_forget(self, since_ns: int) -> bool:
-        oldest = self._blocks[0]
-        return self._bytes - _size_of(oldest) >= _LEAST_BYTES and int(oldest.arrival_ns.max()) < since_ns
 
 
 class WorstMoments:
@@ -190,7 +186,6 @@ class WorstMoments:
         """Keeps the worst of a block.
 
         Args:
-            forgotten: The block.
             spans: Phases of its ranks by rank, on the reference clock.
         """
         skew_ns = np.ptp(forgotten.arrival_ns, axis=0)
@@ -213,11 +208,7 @@ class WorstMoments:
         return sorted((calls for _, _, calls, _ in self._heap), key=lambda calls: int(calls.arrival_ns.max()))
 
     def spans_with(self, recent: Mapping[int, Spans]) -> Spans:
-        """The phases before them, and the last ones, by rank; those between are forgotten.
-
-        Args:
-            recent: The last phases of each rank.
-        """
+        """The phases before them, and the last ones, by rank; those between are forgotten."""
         before: dict[int, list[tuple[Spans, int]]] = {rank: [] for rank in sorted(recent)}
         for _, _, calls, parts in self._heap:
             for part in parts:
@@ -264,7 +255,7 @@ def _only(block: MatchedCalls, column: int) -> MatchedCalls:
 
 
 def _before(calls: MatchedCalls, spans: Spans) -> Spans:
-    """Phases of a rank from the collective before one until that; what the first was before is left out."""
+    """A rank's phases from the collective before until this one; the first begins no earlier than that."""
     begin_ns = min(int(calls.before_ns.max()), int(calls.arrival_ns.min()))
     part: Spans = spans[_position(spans, begin_ns) : _position(spans, int(calls.arrival_ns.max())) + 1]
     is_whole = len(part) <= _MOST_SPANS_OF_A_MOMENT
@@ -275,17 +266,8 @@ def _before(calls: MatchedCalls, spans: Spans) -> Spans:
 
 
 def _position(spans: Spans, moment_ns: int) -> int:
-    """Of the span of a rank that goes on at a moment, or of the first; numpy would copy all of them to search."""
+    """The index of a rank's span at a moment, or 0; numpy would copy all spans to search them."""
     return max(bisect_right(spans["begin_ns"], moment_ns) - 1, 0)
-
-
-def _is_sorted(spans: Spans) -> bool:
-    return bool((np.diff(spans["rank"]) >= 0).all())
-
-
-def _sorted_ranks(spans: Spans) -> tuple[NDArray[Any], NDArray[Any]]:
-    ranks, starts = np.unique(np.sort(spans["rank"]), return_index=True)
-    return ranks, starts
 
 
 def _size_of(calls: MatchedCalls) -> int:

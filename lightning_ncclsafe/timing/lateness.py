@@ -132,7 +132,9 @@ def lateness(
     late_ns = np.maximum(on_device - _middle(on_device), 0)
     late_ns = np.where(timed, late_ns, np.minimum(late_ns, _fell_behind(calls, began_ns, waits)))
     if own is not None:
-        late_ns = np.maximum(late_ns - _own_work(calls, late_ns, began_ns, own), 0)
+        # All of this package's work is subtracted, even if it ran concurrently with training: it may have held the GIL.
+        since_ns = np.where(began_ns > 0, began_ns, calls.arrival_ns - late_ns.astype(np.int64))
+        late_ns = np.maximum(late_ns - own.within_ns(calls.group.ranks, since_ns, calls.arrival_ns), 0)
     late_ns[:, ~timed] = _resolved(late_ns[:, ~timed], calls.uncertainty_ns)
     return Lateness(
         late_ns=late_ns,
@@ -159,7 +161,7 @@ def _middle(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _own_work_began(calls: MatchedCalls) -> NDArray[Any]:
-    """When each rank was free to go on after the collective before, shape (R, K); 0 in columns that follow none.
+    """When each rank could continue after the collective before, shape (R, K); 0 in columns that follow none.
 
     That is when it called that one or, if it waited for it, when the last rank had arrived. A rank that makes its
     next call before then has not waited.
@@ -185,15 +187,6 @@ def _fell_behind(calls: MatchedCalls, began_ns: NDArray[Any], waits: Waits | Non
     return np.where(began_ns > 0, behind_ns, np.iinfo(np.int64).max)
 
 
-def _own_work(calls: MatchedCalls, late_ns: NDArray[Any], began_ns: NDArray[Any], own: Intervals) -> NDArray[Any]:
-    """How long code of this package kept each rank busy since the collective before, at most as long as it is late.
-
-    All of it is subtracted, even if it ran concurrently with training: it may have held the GIL.
-    """
-    since_ns = np.where(began_ns > 0, began_ns, calls.arrival_ns - late_ns.astype(np.int64))
-    return own.within_ns(calls.group.ranks, since_ns, calls.arrival_ns)
-
-
 def _resolved(late_ns: NDArray[Any], uncertainty_ns: NDArray[Any]) -> NDArray[Any]:
     """Lateness without what errors of the clocks may explain; an unknown clock explains anything."""
     if (uncertainty_ns == 0).all():
@@ -211,8 +204,9 @@ def _phases(
     least_ns: float,
 ) -> NDArray[Any]:
     found = np.full(late_ns.shape, NO_PHASE, dtype=np.int64)
-    rows, columns = _where((late_ns >= least_ns) & (late_ns == late_ns.max(axis=0)))
-    worst = sorted(zip(rows, columns, strict=True), key=lambda at: -late_ns[at])[:_MOST_EXPLAINED]
+    rows, columns = np.nonzero((late_ns >= least_ns) & (late_ns == late_ns.max(axis=0)))
+    latest = zip(rows.tolist(), columns.tolist(), strict=True)
+    worst = sorted(latest, key=lambda at: -late_ns[at])[:_MOST_EXPLAINED]
     earliest_ns = int(began_ns[began_ns > 0].min()) if (began_ns > 0).any() else 0
     timelines: dict[int, _Timeline] = {}
     for row, column in worst:
@@ -225,11 +219,6 @@ def _phases(
                     timelines[each] = _Timeline(known[max(first, 0) :])
             found[row, column] = _phase(calls, late_ns, began_ns, timelines, row, column, others)
     return found
-
-
-def _where(chosen: NDArray[Any]) -> tuple[list[int], list[int]]:
-    rows, columns = np.nonzero(chosen)
-    return rows.tolist(), columns.tolist()
 
 
 def _phase(

@@ -92,8 +92,8 @@ class Matcher:
             self._keep(name, ops, _first_of_each(calls))
             return None
         calls = _first_of_each(calls[np.isin(calls["rank"], group.ranks)])
-        seq, times_told = np.unique(calls["seq"], return_counts=True)
-        whole = seq[times_told == len(group.ranks)]
+        seq, reports = np.unique(calls["seq"], return_counts=True)
+        whole = seq[reports == len(group.ranks)]
         is_whole = np.isin(calls["seq"], whole)
         self._keep(name, ops, calls[~is_whole])
         if not len(whole) or len(group.ranks) < 2:

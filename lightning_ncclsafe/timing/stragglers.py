@@ -17,7 +17,8 @@ from lightning_ncclsafe.timing.summary import STEP_PHASES
 
 # A step is complete once the one after next has been seen: ranks fetch data one batch ahead.
 _AHEAD = 2
-# What some ranks send comes by way of others, a turn or two later; a silent group is waited for no longer.
+# Windows of some ranks are passed on by others, a turn or two later; a group that is silent for longer is not waited
+# for.
 _LAG_NS = 10_000_000_000
 
 # The conditions for naming a rank; all of them are here, for the whole package.
@@ -34,7 +35,7 @@ single hiccup of the host would be a tenth."""
 
 WARM_UP_STEPS = 10
 """First batches of a call that do not count: the sanity check's two; the first of training, with compilation, the
-start of loader workers and the allocator's first; the second, for which DDP sorts its buckets anew; and some for a rank
+start of loader workers and the allocator's first; the second, for which DDP rebuilds its buckets; and some for a rank
 that was behind to catch up."""
 
 # Bursts of something else on a host last some hundred milliseconds.
@@ -48,7 +49,7 @@ _LEAST_LATE_STEPS = 8
 _LEAST_COST = 0.005
 # The share of steps in which one of two equal ranks is the late one by chance.
 _CHANCE = 5e-3
-# A rank that is late in less than half of the steps has to be so by more: that much any rank is on a busy host.
+# A rank that is late in less than half of the steps has to be later than any rank is on a busy host.
 _SELDOM, _LEAST_SELDOM_NS, _LEAST_SELDOM_OF_STEP = 0.5, 8e6, 0.05
 # It is late throughout, and not in one burst of something else: in so many parts, each of some steps and some time.
 _PART_STEPS, _PART_NS, _LEAST_PARTS, _LEAST_OF_PARTS = 10, 1e8, 6, 0.7
@@ -63,12 +64,12 @@ class Step:
     Attributes:
         number: Counts training batches.
         began_ns: First arrival at its first collective, on the reference clock.
-        late_ns: How late each rank was in it, shape (world size,): in all, for the group for which it was latest. A
+        late_ns: How late each rank was in it, shape (world size,): the sum for the group in which it was latest, as a
             delay that shows in several groups is one.
         wait_ns: How long each rank waited, shape (world size,).
         phase: Phase in which the rank that was latest fell behind.
-        op: The collective for which it was.
-        worst_ns: How late it was for that one.
+        op: The collective for which it was latest.
+        worst_ns: How late it was for that collective.
         by_group_ns: The same as ``late_ns`` for each group.
     """
 
@@ -83,11 +84,7 @@ class Step:
 
 
 class Steps:
-    """Combines what different groups and blocks show of the same step.
-
-    Args:
-        world_size: Number of ranks.
-    """
+    """Combines what different groups and blocks show of the same step."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -140,11 +137,7 @@ def _runs(numbers: NDArray[Any]) -> list[slice]:
 
 
 class Stragglers:
-    """Looks at the last :data:`WINDOW_STEPS` steps again whenever there are new ones.
-
-    Args:
-        world_size: Number of ranks.
-    """
+    """Looks at the last :data:`WINDOW_STEPS` steps again whenever there are new ones."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -161,13 +154,11 @@ class Stragglers:
         """Takes new steps; returns the stragglers to report: newly named, or no longer late."""
         new = [step for step in steps if step.number >= WARM_UP_STEPS]
         self._steps.extend(new)
-        if not new or self._world_size < 2 or not self._is_enough():
+        is_enough = len(self._steps) >= LEAST_STEPS and self._span_ns() >= _LEAST_SPAN_NS
+        if not new or self._world_size < 2 or not is_enough:
             return []
         found = {straggler.rank: straggler for straggler in self._find()}
         return [*self._name(found), *self._release(found, len(new))]
-
-    def _is_enough(self) -> bool:
-        return len(self._steps) >= LEAST_STEPS and self._span_ns() >= _LEAST_SPAN_NS
 
     def _span_ns(self) -> float:
         return float(self._steps[-1].began_ns - self._steps[0].began_ns)

@@ -55,7 +55,7 @@ class OpSummary:
 
     Attributes:
         group: Name of the group.
-        description: What it is for.
+        description: Its purpose.
         backend: ``"nccl"``, ``"gloo"``, …
         op: The operation.
         ranks: Number of the group's members.
@@ -67,8 +67,8 @@ class OpSummary:
         transfer_s: Seconds of the shortest duration among the ranks, on average: the time of a call once all have
             arrived. None if the back end records no durations.
         algorithm_bandwidth: Bytes a second by nccl-tests' definition; None without durations.
-        bus_bandwidth: Bytes a second that each link carries, by nccl-tests' definition; None likewise, and for
-            operations that it does not define one for.
+        bus_bandwidth: Bytes a second that each link carries, by nccl-tests' definition; None without durations, and
+            for operations for which it defines none.
     """
 
     group: str
@@ -91,7 +91,6 @@ class RankSummary:
     """How long one rank kept the others waiting.
 
     Attributes:
-        rank: Global rank.
         steps: Steps in which it was compared with the others.
         late_steps: Steps in which it was last, by more than clock errors and noise explain.
         late_s: Seconds, in all, for which others waited for it in those steps.

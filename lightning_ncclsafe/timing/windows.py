@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,8 +69,7 @@ class GroupMembers:
     """A process group.
 
     Attributes:
-        name: Its name, unique in the job.
-        description: Its ``group_desc``, what it is for.
+        description: Its ``group_desc``, the purpose of the group.
         ranks: Global ranks of its members, ascending.
         backend: ``"nccl"``, ``"gloo"``, …
     """
@@ -107,7 +107,7 @@ class Window:
 
     Attributes:
         calls: Array of :data:`CALL`, in ascending order of ``created_ns`` for each rank.
-        spans: Array of :data:`SPAN`, likewise.
+        spans: Array of :data:`SPAN`, in ascending order of ``begin_ns`` for each rank.
         own: Array of :data:`OWN`.
         groups: Process groups, by the number that calls give them.
         ops: Operations, by number, e.g. ``"all_reduce"``.
@@ -141,26 +141,24 @@ def joined(windows: list[Window]) -> Window:
     """Joins windows of different ranks, or of the same ranks in the order of time."""
     groups: dict[str, GroupMembers] = {}
     ops: dict[str, int] = {}
-    parts = []
     for window in windows:
         # A group may have no members yet on a rank that has just met it, and have them on another.
         groups |= {group.name: group for group in window.groups if group.ranks or group.name not in groups}
         for op in window.ops:
             ops.setdefault(op, len(ops))
-        parts.append(window)
     numbers = {name: number for number, name in enumerate(groups)}
     return Window(
-        calls=_concatenated([_renumbered(window, numbers, ops) for window in parts], CALL),
-        spans=_concatenated([window.spans for window in parts], SPAN),
-        own=_concatenated([window.own for window in parts], OWN),
+        calls=_concatenated([_renumbered(window, numbers, ops) for window in windows], CALL),
+        spans=_concatenated([window.spans for window in windows], SPAN),
+        own=_concatenated([window.own for window in windows], OWN),
         groups=tuple(groups.values()),
         ops=tuple(ops),
-        clocks={rank: clock for window in parts for rank, clock in window.clocks.items()},
-        totals=_totals(parts),
-        lost=_sums([window.lost for window in parts]),
-        left_out=_sums([window.left_out for window in parts]),
-        last=frozenset().union(*(window.last for window in parts)),
-        missing=tuple(dict.fromkeys(sentence for window in parts for sentence in window.missing)),
+        clocks={rank: clock for window in windows for rank, clock in window.clocks.items()},
+        totals=_totals(windows),
+        lost=_sums([window.lost for window in windows]),
+        left_out=_sums([window.left_out for window in windows]),
+        last=frozenset().union(*(window.last for window in windows)),
+        missing=tuple(dict.fromkeys(sentence for window in windows for sentence in window.missing)),
     )
 
 
@@ -237,16 +235,6 @@ def decode(data: bytes) -> Window:
         raise WindowError(f"What ranks sent about their collectives cannot be read: {error!r}.") from error
 
 
-def without_spans_before(window: Window, ns: int) -> Window:
-    """The window without spans that began earlier, except the last of those of each rank."""
-    spans = window.spans
-    keep = spans["begin_ns"] >= ns
-    for rank in np.unique(spans["rank"]):
-        earlier = np.flatnonzero((spans["rank"] == rank) & ~keep)
-        keep[earlier[-1:]] = True
-    return replace(window, spans=spans[keep])
-
-
 def _renumbered(window: Window, groups: dict[str, int], ops: dict[str, int]) -> Calls:
     calls: Calls = window.calls.copy()
     if len(calls):
@@ -279,11 +267,10 @@ def _totals(windows: list[Window]) -> dict[int, tuple[OpTotal, ...]]:
 
 
 def _sums(counts: list[dict[int, int]]) -> dict[int, int]:
-    sums: dict[int, int] = {}
+    sums = Counter[int]()
     for count in counts:
-        for rank, number in count.items():
-            sums[rank] = sums.get(rank, 0) + number
-    return sums
+        sums.update(count)
+    return dict(sums)
 
 
 def limited(window: Window, most_calls: int) -> Window:
@@ -293,7 +280,6 @@ def limited(window: Window, most_calls: int) -> Window:
     the same ones without communication. The calls that are left out are counted.
 
     Args:
-        window: A window of any ranks.
         most_calls: Most calls of one rank in one group.
     """
     calls = window.calls

@@ -284,7 +284,7 @@ def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_come_to(
         pass_up_to(ledger, step)
         assert trainer.global_step == 5
         boundary = ledger.newest()
-        assert ledger.loop_state(boundary)["epoch_loop.batch_progress"]["total"]["completed"] == step
+        assert ledger.counters.loop_state(boundary)["epoch_loop.batch_progress"]["total"]["completed"] == step
         return boundary.step
 
     assert newest_at("on_after_backward", 5, look, device={"make_event": Event}) == step

@@ -239,7 +239,7 @@ def exit_of(warm: Warm, folder: Path, script: str, *, within_s: float) -> int:
         from lightning_ncclsafe.guard import ending
         from lightning_ncclsafe.errors import CollectiveTimeoutError
         run = ending.Ending()
-        run.is_called_here()
+        run.note_thread()
         ending._EXITS_S = 0.5
         never = threading.Event()
     """
@@ -284,7 +284,7 @@ def test_a_process_that_does_not_end_by_itself_is_ended(script: str, warm: Warm,
     "script",
     [
         "ending._EXITS_S = 20; run.exit_after_main_thread(); raise SystemExit(3)",
-        "run.exit_within(0.5); run.go_on(); time.sleep(1); raise SystemExit(3)",
+        "run.exit_within(0.5); run.lift_deadline(); time.sleep(1); raise SystemExit(3)",
     ],
     ids=["after its main thread", "after it went on"],
 )

@@ -14,9 +14,9 @@ from lightning_ncclsafe.errors import CollectiveTimeoutError
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, wait_for
 from lightning_ncclsafe.facts import Incident, IncidentKind, Phase, ProcessFacts, Progress, RankFacts
 from lightning_ncclsafe.guard import ended_run, leaving
-from lightning_ncclsafe.guard.guard import Guard, Place
+from lightning_ncclsafe.guard.guard import Guard
 from lightning_ncclsafe.guard.leaving import Leaving
-from lightning_ncclsafe.guard.shared import IncidentEntry, IncidentLog
+from lightning_ncclsafe.guard.shared import IncidentEntry, IncidentLog, Place
 from lightning_ncclsafe.probes.rank import RankInfo
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.rules.kit.activity import activity
@@ -206,7 +206,7 @@ def test_an_exception_before_the_process_group_exists_is_told_at_once(tmp_path: 
     guards[0].failed(ValueError("no such interface"))
     for guard in guards:
         guard.close()
-    assert guards[0]._state.exception_is_reported.is_set()
+    assert guards[0]._own.state.exception_is_reported.is_set()
     assert "no such interface" in said[0]
 
 
@@ -394,7 +394,7 @@ def test_without_any_exchange_each_rank_reports_alone(make_job: Callable[..., Jo
     for rank, first in enumerate(job.exchanges):
         broken = FallbackExchange(first, DirectoryExchange(tmp_path / "file" / "x"))
         first.close()
-        connection = job.guards[rank]._connection
+        connection = job.guards[rank]._own.connection
         connection._next = connection.exchange = broken
     job.probes[1].waits = True
     job.wait_for(lambda: len(job.said) >= 1)
@@ -426,8 +426,8 @@ def test_a_main_thread_that_its_guard_keeps_waits_for_the_others(name: str, make
     calls = {"failed": lambda: guard.failed(ValueError("x")), "finish": guard.finish}
 
     def release() -> None:
-        guard._state.exception_is_reported.set()
-        guard._state.is_off = True
+        guard._own.state.exception_is_reported.set()
+        guard._own.state.is_off = True
 
     stack = seen(calls[name], getattr(Leaving, name), release)
     facts = RankFacts(rank=0, progress=Progress(phase=Phase.TRAIN), stack=stack)
@@ -567,7 +567,7 @@ def test_a_rank_whose_wait_breaks_as_the_failed_one_leaves_is_not_ended(make_job
     job = make_job(world_size=2)
     job.start()
     job.guards[1].failed(ValueError("the batch is broken"))
-    state = job.guards[0]._state
+    state = job.guards[0]._own.state
     assert wait_for(lambda: state.verdict, deadline_s=20.0)
 
     def look_at_peer(peer: RankInfo) -> ProcessFacts:
@@ -575,7 +575,7 @@ def test_a_rank_whose_wait_breaks_as_the_failed_one_leaves_is_not_ended(make_job
         return ProcessFacts(pid=peer.pid, rank=peer.rank, state="zombie")
 
     job.probes[0].look_at_peer = look_at_peer  # type: ignore[method-assign]
-    job.guards[0]._ended_run.end()
+    job.guards[0]._leaving._ended_run.end()
     assert state.main_thread_left.is_set()
     assert 0 not in job.ended
 
@@ -585,7 +585,7 @@ def test_the_first_rank_of_another_host_says_in_a_line_why_it_ends(make_job: Cal
     job.probes[0].info = replace(job.probes[0].info, host="node-a")
     job.start()
     participation = job.guards[1]._participation
-    participation._place = replace(participation._place, local_rank=0)
+    participation._own = replace(participation._own, place=replace(participation._own.place, local_rank=0))
     job.guards[0].failed(ValueError("the batch is broken"))
     job.wait_for(lambda: len(job.said) == 2)
     assert job.said[1].startswith("rank 1: ending the run: Rank 0 raised ValueError")

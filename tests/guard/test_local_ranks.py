@@ -11,7 +11,8 @@ from own_threads import join_own_threads
 from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.facts import ProcessFacts, codec
 from lightning_ncclsafe.guard import local_ranks as module
-from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
+from lightning_ncclsafe.guard.local_ranks import LocalRanks
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.rank import RankInfo, info_key
 
 

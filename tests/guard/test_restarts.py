@@ -18,8 +18,8 @@ from lightning_ncclsafe.errors import STOP_CODE, PlannedStopError
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts.findings import NextStart, Plan
 from lightning_ncclsafe.guard import restarts
-from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.restarts import agree_on_start, follow_plan, incident_before, reason_to_stop
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
 from lightning_ncclsafe.settings import check_limits
@@ -115,7 +115,7 @@ def test_a_program_says_once_that_it_is_watched_and_again_where_that_changes(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(guarded_call, "say_on_stderr", said.append)
-    monkeypatch.setattr(guarded_call, "_said_watch", "")
+    monkeypatch.setattr(guarded_call, "_printed_watch", "")
     monkeypatch.setattr(guarded_call, "incident_before", lambda _: "the previous start ended with incident 1")
 
     def begin(world_size: int, folder: Path) -> None:

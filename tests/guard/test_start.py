@@ -20,9 +20,8 @@ from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.guard import ended_run, gathering, local_ranks
 from lightning_ncclsafe.guard import guard as guard_module
 from lightning_ncclsafe.guard.guard import Guard
-from lightning_ncclsafe.guard.local_ranks import Place
 from lightning_ncclsafe.guard.reporter import Verdict
-from lightning_ncclsafe.guard.shared import IncidentEntry
+from lightning_ncclsafe.guard.shared import IncidentEntry, Place
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -188,13 +187,15 @@ def test_a_recorder_is_read_at_the_start_once_for_each_group(monkeypatch: pytest
 
     def begin_call(world_size: int = 2) -> None:
         guard: Any = Guard.__new__(Guard)
-        guard._place = Place(rank=0, local_rank=0, world_size=world_size, local_world_size=1)
         guard._watchdog = SimpleNamespace(wake=lambda: None)
-        guard._connection = SimpleNamespace(newest=MemoryExchange())
-        guard._probe = SimpleNamespace(
-            snapshot=lambda idle_s: (read.append(idle_s), SimpleNamespace(unrecorded=unrecorded))[1]
+        guard._own = SimpleNamespace(
+            place=Place(rank=0, local_rank=0, world_size=world_size, local_world_size=1),
+            connection=SimpleNamespace(newest=MemoryExchange()),
+            probe=SimpleNamespace(
+                snapshot=lambda idle_s: (read.append(idle_s), SimpleNamespace(unrecorded=unrecorded))[1]
+            ),
+            say=said.append,
         )
-        guard._say = said.append
         guard.set_up()
 
     begin_call(world_size=1)

@@ -7,9 +7,10 @@ from lightning_ncclsafe.exchange import MemoryExchange
 from lightning_ncclsafe.facts import IncidentKind, Phase
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard import stuck, thresholds
-from lightning_ncclsafe.guard.local_ranks import LocalRanks, Place
+from lightning_ncclsafe.guard.ending import Ending
+from lightning_ncclsafe.guard.local_ranks import LocalRanks
 from lightning_ncclsafe.guard.reporter import Verdict
-from lightning_ncclsafe.guard.shared import Connection, GuardState
+from lightning_ncclsafe.guard.shared import Connection, GuardedRank, GuardState, Place
 from lightning_ncclsafe.guard.stuck import StuckDetector
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.settings import Limits, OnTimeout
@@ -35,17 +36,18 @@ class Rank:
         connection.connect(MemoryExchange())
         connection.change_over()
         place = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
-        self.detector = StuckDetector(
-            rank=0,
+        own = GuardedRank(
+            place=place,
             limits=Limits(suspect_after_s=0.1, timeout_s=timeout_s, on_timeout=on_timeout, learned=learned),
             state=self.state,
             connection=connection,
             probe=self.probe,  # type: ignore[arg-type]
-            local_ranks=LocalRanks(place, self.probe),  # type: ignore[arg-type]
-            phase_kind=lambda: (PhaseKind(phase=Phase.TRAIN, per_batch=True), 7),
+            ending=Ending(),
             incidents=IncidentNumbers(),
-            end_run=lambda: None,
+            phase_kind=lambda: (PhaseKind(phase=Phase.TRAIN, per_batch=True), 7),
+            say=print,
         )
+        self.detector = StuckDetector(own, LocalRanks(place, self.probe), lambda: None)  # type: ignore[arg-type]
 
     def recovers(self, *idle_s: float) -> list[float | None]:
         """For each of these ticks of the watchdog, the length of the standstill that the rank reports as over."""
@@ -111,5 +113,5 @@ def test_a_standstill_that_ended_before_the_incident_is_not_taken_for_its_end() 
 def test_a_rank_that_takes_part_in_its_first_tick_knows_that_it_stood_still() -> None:
     one = Rank()
     one.state.open_incident = one.detector.incident(IncidentKind.SUSPECT, 5.0)
-    one.detector.takes_part(5.0)
+    one.detector.note_idle(5.0)
     assert one.recovers(0.1, 0.2) == [None, 5.0]

@@ -19,7 +19,8 @@ from lightning_ncclsafe.facts import (
     RankFacts,
 )
 from lightning_ncclsafe.facts.phase_kinds import PhaseKind
-from lightning_ncclsafe.guard.guard import Guard, Place
+from lightning_ncclsafe.guard.guard import Guard
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.rank import RankInfo
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.settings import Limits

@@ -15,6 +15,7 @@ from lightning_ncclsafe.facts import DataFacts, EpochEnd, LoaderFacts, Phase, Pr
 from lightning_ncclsafe.loaders import agreement as module
 from lightning_ncclsafe.loaders.agreement import Agreement
 from lightning_ncclsafe.loaders.lockstep import BatchesRead
+from lightning_ncclsafe.report import folder as report_folder
 from lightning_ncclsafe.report.folder import IncidentNumbers
 from lightning_ncclsafe.report.json import read_report
 
@@ -29,7 +30,7 @@ def data(*loaders: LoaderFacts, **more: Any) -> DataFacts:
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a moment only, and where that is too short it is said."""
-    monkeypatch.setattr(module, "write_page", lambda *_: "")
+    monkeypatch.setattr(report_folder, "write_page", lambda *_: "")
 
 
 class Job:

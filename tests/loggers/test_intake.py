@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from lightning_ncclsafe.loggers.intake import MARKER, Entry, Intake, LoggedCall, LoggedScalars, size_of
+from lightning_ncclsafe.loggers.intake import MARKER, Entry, Intake, LoggedCall, LoggedScalars
 from lightning_ncclsafe.settings import Overflow
 
 LONG_S = 20.0
@@ -23,8 +23,8 @@ def call(name: str, data_bytes: int = 0, keep: bool = False, is_media: bool = Fa
     return LoggedCall(name=name, kwargs={}, created=0.0, data_bytes=data_bytes, keep=keep, is_media=is_media)
 
 
-SCALARS = size_of(scalars(0))
-CALL = size_of(call(""))
+SCALARS = scalars(0).size_bytes
+CALL = call("").size_bytes
 
 
 def intake(limit_bytes: int = 1 << 20, overflow: Overflow = "thin", block_s: float = 0.01) -> Intake:

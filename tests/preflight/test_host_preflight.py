@@ -19,6 +19,7 @@ from lightning_ncclsafe.facts import DirectoryFacts, LoadFacts, Phase, Preflight
 from lightning_ncclsafe.preflight import check
 from lightning_ncclsafe.preflight.check import Preflight
 from lightning_ncclsafe.probes.process.environment import Launched, launched
+from lightning_ncclsafe.report import folder as report_folder
 from lightning_ncclsafe.settings import OnProblem
 
 HEALTHY = PreflightFacts(versions={"torch": "2.13.0"})
@@ -28,7 +29,7 @@ UNUSABLE = DirectoryFacts(role="logs", path="/logs", problem="Permission denied"
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a moment only, and where that is too short it is said."""
-    monkeypatch.setattr(check, "write_page", lambda *_: "")
+    monkeypatch.setattr(report_folder, "write_page", lambda *_: "")
 
 
 class Job:
@@ -48,7 +49,7 @@ class Job:
                 world_size=len(looks),
                 report_dir=folder,
                 say=self.said.append,
-                told=told,
+                printed=told,
             )
             for rank, look in enumerate(looks)
         ]

@@ -21,7 +21,8 @@ from lightning_ncclsafe._torch import stores
 from lightning_ncclsafe.exchange import DirectoryExchange, FallbackExchange, TcpStoreExchange
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.guard.ending import Ending
-from lightning_ncclsafe.guard.guard import Guard, Place
+from lightning_ncclsafe.guard.guard import Guard
+from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
@@ -138,7 +139,7 @@ def _rank(
     tracker = ActionTracker()
     trainer = TrainerProbe(SimpleNamespace(state=SimpleNamespace(stage=SimpleNamespace(value="train"))))
     place = Place(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-    ENDING.is_called_here()
+    ENDING.note_thread()
     guard = Guard(
         place=place,
         limits=limits,

@@ -151,7 +151,7 @@ def test_a_trainer_in_another_thread_is_held_as_well(tmp_path: Path) -> None:
 
     def harm(checkpoints: Path) -> None:
         def train() -> None:
-            ENDING.is_called_here()
+            ENDING.note_thread()
             save_where_it_raises(checkpoints)
 
         thread = threading.Thread(target=train)

@@ -17,7 +17,7 @@ FORK = multiprocessing.get_context("fork")
 RANKS = 2
 # What the agent keeps there for itself, and what is the user's own.
 OTHERS = {"torch.rendezvous.job": "agents", "torchelastic/assigned_ranks/0": "[0, 1]", "mine": "1"}
-SIGNALS = ("exception_dump", "timeout_dump")
+SIGNAL = "exception_dump"
 
 
 def keys_of(store: dist.TCPStore) -> set[str]:
@@ -54,8 +54,7 @@ def _rank(rank: int, port: int, folder: Path) -> None:
     dist.all_reduce(torch.ones(1), group=dist.new_group())
     stores.own_connection(f"ncclsafe/{name}/0").set("verdict", "the run cannot go on")
     # NCCL's watchdog sets it beside all groups, on the store as it is.
-    for signal in SIGNALS:
-        store.set(signal, "\0\0\0\0")
+    store.set(SIGNAL, "\0\0\0\0")
     os._exit(124)
 
 
@@ -66,14 +65,14 @@ def test_the_next_start_finds_nothing_of_the_last_one(tmp_path: Path) -> None:
         agent.set(key, value)
     assert run_start(agent.port, tmp_path) == [124] * RANKS
     left = keys_of(agent)
-    assert {*SIGNALS} <= left and any(key.startswith("default_pg/") for key in left)
+    assert SIGNAL in left and any(key.startswith("default_pg/") for key in left)
     first = {path.name for path in tmp_path.iterdir()}
     assert run_start(agent.port, tmp_path) == [124] * RANKS
     found = [{*path.read_text().split("\n")} for path in tmp_path.iterdir() if path.name not in first]
     assert len(found) == RANKS
     for keys in found:
         assert OTHERS.keys() <= keys
-        assert {*SIGNALS}.isdisjoint(keys)
+        assert SIGNAL not in keys
         old = {key for key in left if key.endswith("/verdict")}
         assert old and old.isdisjoint(keys)
     # The one that comes later may find keys of the same names, of the other one's group.
@@ -89,8 +88,8 @@ class Unlistable:
 
 def test_a_store_that_cannot_list_its_keys_is_rid_of_the_signal() -> None:
     store = dist.HashStore()
-    for key in (*SIGNALS, *OTHERS):
+    for key in (SIGNAL, *OTHERS):
         store.set(key, "1")
     stores.forget_last_start(Unlistable(store))
-    assert not any(store.check([key]) for key in SIGNALS)
+    assert not store.check([SIGNAL])
     assert store.check([*OTHERS])

@@ -34,7 +34,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]
     (tmp_path / f"{NAME}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.setattr(at_import, "_LOOKED_AT", {NAME: ("Trainer", found.append)})
+    monkeypatch.setattr(at_import, "_ON_NEW", {NAME: ("Trainer", found.append)})
     yield found
     sys.modules.pop(NAME, None)
 
@@ -112,7 +112,7 @@ def test_other_modules_are_none_of_its_business(seen: list[Any]) -> None:
 
 def test_they_are_lightnings() -> None:
     """In the source of those of its packages that are installed."""
-    for name, (kind, _) in at_import._LOOKED_AT.items():
+    for name, (kind, _) in at_import._ON_NEW.items():
         package, *path = name.split(".")
         found = importlib.util.find_spec(package)
         if found is not None and found.submodule_search_locations:

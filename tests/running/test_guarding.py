@@ -51,7 +51,7 @@ class OwnDDP(DDPStrategy):
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarding, "_said", set())
+    monkeypatch.setattr(guarding, "_printed", set())
     monkeypatch.setenv("NCCLSAFE", "1")
     for option in OPTIONS:
         monkeypatch.delenv(option.variable, raising=False)
@@ -225,7 +225,7 @@ def test_a_wrong_variable_is_said_once_by_one_rank(monkeypatch: pytest.MonkeyPat
         assert type(trainer.strategy) is DDPStrategy
     (line,) = said()
     assert line.endswith("the guard: NCCLSAFE='banana\\n' in the environment is unknown; it must be 1 or 0.")
-    monkeypatch.setattr(guarding, "_said", set())
+    monkeypatch.setattr(guarding, "_printed", set())
     monkeypatch.setattr(guarding.rank_zero_only, "rank", 1)
     guard_trainer(trainers[0])
     assert said() == []

@@ -204,7 +204,7 @@ def test_a_call_that_has_ended_leaves(tmp_path: Path) -> None:
     trainer = SimpleNamespace(default_root_dir=tmp_path)
     limits = Limits(suspect_after_s=5, timeout_s=10, on_timeout="abort")
     watched = GuardedCall(trainer, limits, None, ending=Ending(), combined=list, sigterm_error=SystemExit)
-    watched._features._stop = rank.agreement
+    watched.features._stop = rank.agreement
     rank.step()
     watched.finish()
     assert rank.exchange.get_many(["stop/promise/0", "stop/knows/0"]) == {"stop/promise/0": b"1,0", "stop/knows/0": b""}

@@ -27,7 +27,7 @@ def left(error: Exception) -> None:
         safely(strikes)
 
     call = GuardedCall.__new__(GuardedCall)
-    call._features = SimpleNamespace(detach=detach, detach_timer=lambda: None)  # type: ignore[assignment]
+    call.features = SimpleNamespace(detach=detach, detach_timer=lambda: None)  # type: ignore[assignment]
     call.tracker = SimpleNamespace(detach=lambda: None)  # type: ignore[assignment]
     call._group_timeouts = SimpleNamespace(restore=lambda: None)  # type: ignore[assignment]
     call._exchanges = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]

@@ -465,7 +465,7 @@ def test_a_preflight_sees_the_environment_as_it_was_before_the_recorder_got_its_
         combined=object,
         sigterm_error=None,
     )
-    call._features.begin(guarded_call.Place(rank=0, local_rank=0, world_size=1, local_world_size=1, master_port="1"))
+    call.features.begin(guarded_call.Place(rank=0, local_rank=0, world_size=1, local_world_size=1, master_port="1"))
     before = dict(os.environ)
     with recorders.of_size(7):
         looks[0]()

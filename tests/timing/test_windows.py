@@ -23,7 +23,6 @@ from lightning_ncclsafe.timing.windows import (
     empty_window,
     encode,
     joined,
-    without_spans_before,
 )
 
 A, B = GroupMembers(name="0", description="default_pg", ranks=(0, 1), backend="gloo"), GroupMembers(name="mine")
@@ -212,9 +211,3 @@ def test_joined_windows_have_their_numbers_added_up() -> None:
 def test_nothing_joined_is_an_empty_window() -> None:
     assert_same(joined([]), empty_window())
     assert_same(joined([empty_window(), full()]), full())
-
-
-def test_of_earlier_spans_each_ranks_last_stays() -> None:
-    spans = [(0, 1, 10), (0, 2, 20), (0, 3, 30), (1, 1, 5), (1, 2, 28), (2, 1, 1)]
-    kept = without_spans_before(window(spans=spans), 25).spans
-    assert kept.tolist() == [(0, 2, 20), (0, 3, 30), (1, 1, 5), (1, 2, 28), (2, 1, 1)]

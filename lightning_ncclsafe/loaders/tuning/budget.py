@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import inf
 from typing import Literal
 
 from lightning_ncclsafe.code.marks import Mark, marked
@@ -15,7 +16,7 @@ from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.rules.kit.wording import size_words
 
 Bound = Literal["memory", "shm", "files"]
-# Nobody gains from more workers per core than that, even if they mostly wait for storage.
+# More workers per core gain nothing, even if they mostly wait for storage.
 _FAR_MORE = 4
 # tf.data's kRamBudgetShare (tensorflow/core/data/root_dataset.cc): its buffers may fill half of what is
 # available. The other half is for what grows after the budget was made: activations, optimizer state, page cache. Of
@@ -175,10 +176,7 @@ def agree_on_budget(
     """Agrees on what the loaders of every rank may use together.
 
     Args:
-        exchange: How ranks share.
         own: What this rank may use of its host.
-        rank: This rank.
-        world_size: Number of ranks.
         over: Ends the wait.
 
     Returns:
@@ -205,27 +203,17 @@ def agree_on_budget(
 
 
 def least_budget(ranks: Sequence[Capacity]) -> Budget:
-    """The least of all ranks' budgets, limit by limit.
-
-    Args:
-        ranks: What each rank may use of its host; at least one.
-    """
+    """The least of the budgets of these ranks, limit by limit."""
     by_machine: dict[str, list[Capacity]] = {}
     for capacity in ranks:
         by_machine.setdefault(capacity.machine, []).append(capacity)
     budgets = [budget_of(own, by_machine[own.machine]) for own in ranks]
     cores = min(budgets, key=lambda budget: (budget.workers, budget.cores))
-    memory = min(budgets, key=lambda budget: _or_infinite(budget.memory_bytes))
-    shm = min(budgets, key=lambda budget: _or_infinite(budget.shm_bytes))
-    files = min(budgets, key=lambda budget: _or_infinite(budget.open_files))
+    memory = min(budgets, key=lambda budget: inf if budget.memory_bytes is None else budget.memory_bytes)
     return replace(
         cores,
         memory_bytes=memory.memory_bytes,
         memory_from=memory.memory_from,
-        shm_bytes=shm.shm_bytes,
-        open_files=files.open_files,
+        shm_bytes=min((one.shm_bytes for one in budgets if one.shm_bytes is not None), default=None),
+        open_files=min((one.open_files for one in budgets if one.open_files is not None), default=None),
     )
-
-
-def _or_infinite(most: int | None) -> float:
-    return float("inf") if most is None else most

@@ -112,10 +112,7 @@ class Deciding:
     """Decides for all loaders of one call of the Trainer.
 
     Args:
-        budget: What the loaders of a rank may use together.
-        world_size: Number of ranks.
         applies_to_seeded: Whether loaders of seeded runs change, too.
-        say: Prints a line to the user.
     """
 
     def __init__(self, budget: Budget, world_size: int, *, applies_to_seeded: bool, say: Callable[[str], None]) -> None:
@@ -129,7 +126,6 @@ class Deciding:
         """Notes that a loader is about to be used, for the first time or again.
 
         Args:
-            name: Its name.
             user_workers: The user's ``num_workers``, as far as there is room: what it begins with.
             group: Loaders of the same group have workers at the same time.
             why_fixed: Why it stays as it is, for the user; empty if it may change.
@@ -209,7 +205,7 @@ class Deciding:
 
     def _advise(self, name: str, loader: _Loader, room: Room, why_fixed: str) -> None:
         forecast = loader.trials.forecast(room)
-        if forecast is not None and loader.trials.is_sure(forecast):
+        if forecast is not None and forecast.is_sure:
             loader.is_advised = True
             self._say(advised(name, forecast, why_fixed))
 

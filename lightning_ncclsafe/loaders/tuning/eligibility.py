@@ -126,7 +126,7 @@ def is_seeded(loader: Any) -> bool:
 def forks(loader: Any) -> bool:
     """Whether the workers of a ``DataLoader`` are forked; others take seconds to start, and copy everything.
 
-    Asking sets nothing: a process has a default start method only once somebody asks Python for it.
+    This does not fix the default start method, as Python does when it is asked for it.
     """
     context = loader.multiprocessing_context
     if context is not None:
@@ -140,9 +140,6 @@ def unforkable(dataset: Any) -> str:
 
     Looks at attributes, 5 levels deep, and at items of containers, about 2,000 objects in all. None of the user's
     code is called.
-
-    Args:
-        dataset: The dataset.
     """
     with suppress(Exception):  # what cannot be looked at shows nothing
         return next(_found(dataset, _what), "")
@@ -150,13 +147,7 @@ def unforkable(dataset: Any) -> str:
 
 
 def holds_generator(dataset: Any) -> bool:
-    """Whether a dataset holds a random generator, of which each worker process would have a copy.
-
-    Looks at what :func:`unforkable` looks at.
-
-    Args:
-        dataset: The dataset.
-    """
+    """Whether a dataset holds a random generator, of which each worker process would have a copy."""
     with suppress(Exception):
         return any(_found(dataset, _generator))
     return False
@@ -185,26 +176,16 @@ def _parts(holder: Any) -> Iterable[tuple[str, Any]]:
     """What an object holds, each with its path from there."""
     if issubclass(type(holder), dict):
         # Not by a method that a subclass may override; the same below.
-        return ((f"[{_key(key)}]", value) for key, value in _first(dict.items(holder)))
+        items = islice(dict.items(holder), _MOST_ITEMS)
+        return ((f"[{repr(key) if type(key) in (str, int) else '…'}]", value) for key, value in items)
     if issubclass(type(holder), types.MethodType):
         return ((".__self__", holder.__self__),)
+    kind = next((kind for kind in _ITEMED if issubclass(type(holder), kind)), None)
+    items = () if kind is None else islice(kind.__iter__(holder), _MOST_ITEMS)
     return chain(
-        ((f"[{index}]", value) for index, value in enumerate(_first(_items(holder)))),
+        ((f"[{index}]", value) for index, value in enumerate(items)),
         ((f".{name}", value) for name, value in _attributes(holder).items()),
     )
-
-
-def _key(key: Any) -> str:
-    return repr(key) if type(key) in (str, int) else "…"
-
-
-def _items(holder: Any) -> Iterable[Any]:
-    kind = next((kind for kind in _ITEMED if issubclass(type(holder), kind)), None)
-    return () if kind is None else kind.__iter__(holder)
-
-
-def _first(items: Iterable[Any]) -> Iterator[Any]:
-    return islice(items, _MOST_ITEMS)
 
 
 def _attributes(holder: Any) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class AdvisedLoader:
     """A loader that is only measured, for advice.
 
     Args:
-        loader: The ``DataLoader``.
         options: How to read it.
 
     Attributes:
@@ -182,7 +181,6 @@ def kind_of(loader: Any, settings: TunerSettings) -> type[AdvisedLoader] | None:
 
     Args:
         loader: What Lightning iterates.
-        settings: What the user has set.
     """
     if not loading.is_dataloader(loader):
         return None

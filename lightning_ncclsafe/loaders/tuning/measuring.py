@@ -1,7 +1,7 @@
 """Measures a loader where its batches are used: the only data that the tuner decides by."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -55,7 +55,7 @@ class Measurement:
         cpu_s: Mean processor time of this process for a step and its batch, without worker processes, seconds.
         batch_bytes: Size of the largest batch seen.
         tensors: Most tensors of a batch seen.
-        process_bytes: Memory of this process: a worker forked from it may come to use as much.
+        process_bytes: Memory of this process: a worker forked from it may use as much in the end.
         seeded: Whether the run, or the loader, has a seed.
         persists: Whether its workers stay from one epoch to the next.
     """
@@ -95,9 +95,6 @@ def slowest_of(ranks: Sequence[Measurement]) -> Measurement | None:
 
     Processor time and memory are the largest of all ranks. The others wait for that rank in a collective, which is
     part of their gaps, so that steps take equally long on all ranks.
-
-    Args:
-        ranks: What each rank measured in one interval; at least one.
     """
     if len({rank.workers for rank in ranks}) > 1:
         return None
@@ -117,30 +114,19 @@ def bytes_of(batch: Any) -> int:
     """Bytes of all tensors, arrays and strings in a batch, also in nested containers, dataclasses and objects.
 
     The first 64 items of a long list represent the others. About 256 values are read, which takes about 0.2 ms.
-
-    Args:
-        batch: What a loader yielded.
     """
-    return int(_bytes_of(batch, _DEEPEST, _Count(_all_bytes)))
+    return int(_bytes_of(batch, _DEEPEST, _Count(lambda _, size: float(size))))
 
 
 def tensors_of(batch: Any) -> int:
     """Number of tensors in a batch, found as :func:`bytes_of` finds them."""
-    return int(_bytes_of(batch, _DEEPEST, _Count(_tensors)))
+    return int(_bytes_of(batch, _DEEPEST, _Count(lambda value, _: float(hasattr(value, "share_memory_")))))
 
 
 class _Count:
     def __init__(self, weigh: Callable[[Any, int], float]) -> None:
         self.left = _MOST_VALUES
         self.weigh = weigh
-
-
-def _all_bytes(value: Any, size: int) -> float:
-    return float(size)
-
-
-def _tensors(value: Any, size: int) -> float:
-    return 1.0 if hasattr(value, "share_memory_") else 0.0
 
 
 def _bytes_of(value: Any, depth: int, count: _Count) -> float:
@@ -160,7 +146,7 @@ def _bytes_of(value: Any, depth: int, count: _Count) -> float:
 
 def _sum_of(parts: Any, depth: int, count: _Count) -> float:
     seen = total = 0.0
-    for part in islice(_values(parts), _MOST_OF_ONE):
+    for part in islice(parts.values() if isinstance(parts, Mapping) else parts, _MOST_OF_ONE):
         if count.left <= 0:
             break
         total += _bytes_of(part, depth, count)
@@ -173,10 +159,6 @@ def _parts_of(value: Any) -> Any:
         return value
     slots = {name: getattr(value, name, None) for name in getattr(type(value), "__dataclass_fields__", ())}
     return slots or getattr(value, "__dict__", None)
-
-
-def _values(parts: Any) -> Iterable[Any]:
-    return parts.values() if isinstance(parts, Mapping) else parts
 
 
 class BatchSize(NamedTuple):
@@ -275,7 +257,7 @@ class Observer:
         """Notes that it is handed out.
 
         Returns:
-            Whether the interval ends with it: see :meth:`goes_on`.
+            Whether the interval ends with it: see :meth:`begin_part`.
         """
         sums = self._sums
         if self._has_failed or sums is None:
@@ -303,18 +285,14 @@ class Observer:
         self._given_at, self._own_s = given_at, own_s
         return given_at - sums.began_at >= self._interval_s
 
-    def goes_on(self, workers: int) -> None:
+    def begin_part(self, workers: int) -> None:
         """Ends a part of the epoch and begins the next."""
         self._report()
         self.interval = Interval(self.interval.epoch, self.interval.part + 1)
         self._begin_interval(workers)
 
     def ends(self, took_s: float = 0.0) -> None:
-        """Ends the epoch.
-
-        Args:
-            took_s: How long its workers took to end, seconds.
-        """
+        """Ends the epoch; its workers took ``took_s`` to end."""
         if self._sums is not None:
             self._sums.data_s += took_s
             self._sums.start_s += took_s
@@ -359,29 +337,16 @@ class ObservedLoader:
     """Measures a loader that is read unchanged.
 
     Args:
-        loader: The loader.
         on_measured: Called with each measurement, on the thread that reads.
-        interval_s: The longest epoch that is measured as a whole, seconds.
         epochs: Number of earlier epochs of the loader.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        *,
-        on_measured: Callable[[Measurement], None],
-        interval_s: float = INTERVAL_S,
-        epochs: int = 0,
-    ) -> None:
+    def __init__(self, loader: Any, *, on_measured: Callable[[Measurement], None], epochs: int = 0) -> None:
         self._loader = loader
-        self.observer = Observer(on_measured, interval_s=interval_s, epochs=epochs)
+        self.observer = Observer(on_measured, epochs=epochs)
 
     def begin(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begins an epoch.
-
-        Args:
-            begin: Begins the loader's own iteration.
-        """
+        """Begins an epoch, given what begins the loader's own iteration."""
         self.observer.ends()
         began_at = time.perf_counter()
         iterator = begin()
@@ -409,7 +374,7 @@ class _Observed:
         observer.asked()
         batch = next(self._iterator)
         if observer.given(batch):
-            observer.goes_on(self._loader.workers)
+            observer.begin_part(self._loader.workers)
         return batch
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from lightning_ncclsafe._torch import loading
 from lightning_ncclsafe.loaders.tuning.eligibility import forks, unforkable_dataset
-from lightning_ncclsafe.loaders.tuning.measuring import INTERVAL_S, BatchSize, Interval, Measurement, Observer
+from lightning_ncclsafe.loaders.tuning.measuring import BatchSize, Interval, Measurement, Observer
 from lightning_ncclsafe.loaders.tuning.worker_pool import (
     Deadlines,
     EpochIndices,
@@ -31,14 +31,6 @@ from lightning_ncclsafe.loaders.tuning.worker_pool import (
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
-def _as_is(_: Interval) -> None:
-    return None
-
-
-def _no_limit(_: BatchSize) -> None:
-    return None
-
-
 class ResizableLoader:
     """Reads a loader with workers that can be changed at any time.
 
@@ -46,12 +38,10 @@ class ResizableLoader:
         loader: The user's ``DataLoader``, for which :func:`unresizable` is empty. It is not changed.
         workers: ``num_workers`` to begin with.
         prefetch: ``prefetch_factor`` to begin with; irrelevant without workers.
-        say: Prints a line to the user.
         on_measured: Called with each measurement, on the thread that reads.
         workers_at: Number of workers for an interval, asked when it begins; None for no change.
         most_ahead: How many batches may be ready or in the making, given the largest so far; None for as many as are
             set. Before the first batch, there is one for each worker.
-        interval_s: The longest epoch that is measured as a whole, seconds.
         epochs: Number of earlier epochs of the loader.
         user_workers: What counts as the user's ``num_workers``; None for that of the loader.
 
@@ -68,9 +58,8 @@ class ResizableLoader:
         prefetch: int,
         say: Callable[[str], None],
         on_measured: Callable[[Measurement], None] = lambda _: None,
-        workers_at: Callable[[Interval], int | None] = _as_is,
-        most_ahead: Callable[[BatchSize], int | None] = _no_limit,
-        interval_s: float = INTERVAL_S,
+        workers_at: Callable[[Interval], int | None] = lambda _: None,
+        most_ahead: Callable[[BatchSize], int | None] = lambda _: None,
         epochs: int = 0,
         user_workers: int | None = None,
     ) -> None:
@@ -86,7 +75,7 @@ class ResizableLoader:
         self._most_ahead = most_ahead
         self._prefetch = prefetch
         self._lock = threading.Lock()
-        self.observer = Observer(on_measured, interval_s=interval_s, epochs=epochs)
+        self.observer = Observer(on_measured, epochs=epochs)
         self._deadlines = Deadlines(forks=forks(loader))
         self._epochs: WeakSet[Epoch] = WeakSet()
         self._kept: WorkerPool | None = None
@@ -132,7 +121,9 @@ class ResizableLoader:
         draws = not (self._begun and self._persists)
         self._begun += 1
         # Torch begins the sampler once for each iterator, and once more for each epoch of worker processes.
-        indices = EpochIndices(self._sampler, begins=2 if self._user.workers and draws else 1)
+        loader = self._loader
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        indices = EpochIndices(sampler, begins=2 if self._user.workers and draws else 1)
         epoch = Epoch(self, indices)
         self._epochs.add(epoch)
         if self._user.workers:
@@ -167,11 +158,7 @@ class ResizableLoader:
             self.resize(workers, self._prefetch)
 
     def freeze(self, reason: str) -> None:
-        """Keeps what is in force for good; from any thread.
-
-        Args:
-            reason: Why, for the user.
-        """
+        """Keeps the present setting for good, for a reason that the user can read; from any thread."""
         self._freeze(reason, self._now)
 
     def _freeze(self, reason: str, setting: WorkerSetting) -> None:
@@ -192,16 +179,7 @@ class ResizableLoader:
     def _persists(self) -> bool:
         return bool(self._loader.persistent_workers) and self._user.workers > 0
 
-    @property
-    def _sampler(self) -> Any:
-        loader = self._loader
-        return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-    # What an epoch asks for.
-
-    def asked(self) -> None:
-        """Notes that the next batch is asked for."""
-        self.observer.asked()
+    # What epochs call.
 
     def given(self, pool: WorkerPool, batch: Any) -> None:
         """Notes that it is handed out."""
@@ -212,7 +190,7 @@ class ResizableLoader:
             pool.limit(self._limit_of(pool.setting))
         if ends:
             self._look_up(Interval(observer.interval.epoch, observer.interval.part + 1))
-            observer.goes_on(self._target.setting.workers)
+            observer.begin_part(self._target.setting.workers)
 
     def _limit_of(self, setting: WorkerSetting) -> int | None:
         size = self.observer.size
@@ -263,14 +241,17 @@ class ResizableLoader:
         return False
 
     def falls_back(self, pool: WorkerPool, error: Exception) -> bool:
-        """Whether to go on without the workers that failed, as the user did not ask for them."""
+        """Whether to continue without the workers that failed, as the user did not ask for them."""
         if pool.is_extra:
             self._step_down(pool.setting, self._user, error)
         return pool.is_extra
 
     def _start(self, indices: EpochIndices) -> WorkerPool:
         draws, self._draws = self._draws, False
-        self._check(self._target.setting)
+        # Again: the dataset may have opened files in this process with its first samples.
+        is_extra = self._target.setting.workers > self._user.workers
+        if what := unforkable_dataset(self._loader) if is_extra else "":
+            self._go_back(what, self._user)
         while True:
             setting = self._target.setting
             try:
@@ -282,12 +263,6 @@ class ResizableLoader:
                     raise
                 self._step_down(setting, self._back_from(setting), error)
             draws = False
-
-    def _check(self, setting: WorkerSetting) -> None:
-        """Checks the dataset again: it may have opened files in this process with its first samples."""
-        what = unforkable_dataset(self._loader) if setting.workers > self._user.workers else ""
-        if what:
-            self._go_back(what, self._user)
 
     def _pool_of(self, setting: WorkerSetting, indices: EpochIndices, *, draws: bool) -> WorkerPool:
         self._started += 1
@@ -302,7 +277,7 @@ class ResizableLoader:
         return pool
 
     def _back_from(self, setting: WorkerSetting) -> WorkerSetting:
-        """What to go back to if workers cannot be started: what is known to work, or what cannot fail."""
+        """The setting to use if workers cannot be started: one that is known to work, or one that cannot fail."""
         fewer = [known for known in (self._now, self._user) if known.workers < setting.workers]
         return max(fewer, key=lambda known: known.workers, default=WorkerSetting(0, 0))
 
@@ -352,7 +327,7 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
-        self._loader.asked()
+        self._loader.observer.asked()
         while not self._has_ended:
             if self.pool is None:
                 self.start()
@@ -363,7 +338,7 @@ class Epoch:
             except StopIteration:
                 self._pool_ended(pool)
             except Exception as error:
-                if not self._goes_on_after(error, pool):
+                if not self._continues_after(error, pool):
                     raise
             else:
                 pool.handed()
@@ -373,15 +348,15 @@ class Epoch:
 
     def _pool_ended(self, pool: WorkerPool) -> None:
         self.pool = None
-        if pool.sampler.goes_on:
+        if pool.sampler.leaves_rest:
             self._loader.end(pool)
         else:
             self._has_ended = True
             self._loader.release(pool)
 
-    def _goes_on_after(self, error: Exception, pool: WorkerPool) -> bool:
+    def _continues_after(self, error: Exception, pool: WorkerPool) -> bool:
         if self._indices.has_failed or not self._loader.falls_back(pool, error):
-            # Torch goes on with the next batch if the user asks for one.
+            # Torch continues with the next batch if the user asks for one.
             pool.handed()
             return False
         self.pool = None

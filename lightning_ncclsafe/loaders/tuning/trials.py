@@ -109,6 +109,11 @@ class Forecast:
     known: Measurement
     gain: float
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether the gain is large enough to advise on without a trial."""
+        return self.gain >= _SURE
+
 
 class Trials:
     """The trials of one loader, for all ranks.
@@ -145,7 +150,6 @@ class Trials:
         """Takes a measurement and decides.
 
         Args:
-            measurement: The next one, of all ranks.
             room: What the loader may use.
             begins: When a trial may begin: all ranks know of it by then.
             may_try: Whether one may begin at all.
@@ -194,10 +198,6 @@ class Trials:
         if gain < _LEAST_PROMISE:
             return None
         return Forecast(workers=workers, step_s=step_s, known=known, gain=gain)
-
-    def is_sure(self, forecast: Forecast) -> bool:
-        """Whether it is large enough to advise on without a trial."""
-        return forecast.gain >= _SURE
 
     def _known(self) -> Measurement:
         return sorted(self._recent, key=lambda measurement: measurement.step_s)[len(self._recent) // 2]
@@ -261,8 +261,10 @@ class Trials:
 
     def _expected_s(self, known: Measurement, workers: int, cores: float) -> float:
         """How long a step would take with more workers, seconds."""
-        service_s = _service_s(known)
-        # Work takes its time on all cores together, whoever does it. Workers are assumed to compute all the time.
+        # Making a batch: workers that a step waits for are busy all the time.
+        step_s, batch_s = known.gap_s + known.wait_s, known.data_s / known.batches
+        service_s = known.workers * step_s if known.workers else batch_s
+        # All processes share the cores. Workers are assumed to compute all the time.
         cpu_s = known.cpu_s + (service_s if known.workers else 0.0)
         made_s = _HEADROOM * service_s / workers
         used_s = known.gap_s + _handover_s(known)
@@ -284,18 +286,13 @@ def _handover_s(known: Measurement) -> float:
     return _MESSAGE_S + _TENSOR_S * known.tensors + _BYTE_S * known.batch_bytes
 
 
-def _service_s(known: Measurement) -> float:
-    """How long making a batch takes, seconds: workers that a step waits for are busy all the time."""
-    return known.workers * (known.gap_s + known.wait_s) if known.workers else known.data_s / known.batches
-
-
 def _more(known: Measurement, room: Room) -> range:
     """The numbers of workers that may gain something and fit."""
     if known.persists or known.wait_s < _STARVES * known.step_s:
         return range(0)
     most = room.workers
     if room.memory_bytes is not None and known.process_bytes:
-        # A worker may come to use as much memory as the process it is forked from: reference counts are written to.
+        # In the end a worker may use as much memory as the process it is forked from: reference counts are written to.
         most = min(most, known.workers + room.memory_bytes // known.process_bytes)
     return range(known.workers + 1, most + 1)
 

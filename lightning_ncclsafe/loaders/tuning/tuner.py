@@ -44,16 +44,7 @@ _DECISION = "tuning/decision"
 
 
 class Tuner:
-    """Tunes the loaders of one call of the Trainer, on one rank.
-
-    Args:
-        settings: What the user has set.
-        exchange: How ranks share.
-        rank: Global rank.
-        world_size: Number of ranks.
-        capacity: What this rank may use of its host.
-        say: Prints a line to the user.
-    """
+    """Tunes the loaders of one call of the Trainer, on one rank."""
 
     def __init__(
         self,
@@ -97,7 +88,6 @@ class Tuner:
 
         Args:
             stage: Name of the hook that returned them, ``"train_dataloader"``.
-            loaders: The loaders.
             at_once: Whether they are read at the same time; loaders of different stages never are.
 
         Returns:
@@ -149,7 +139,10 @@ class Tuner:
         if workers < asked and self._rank == 0:
             assert self._budget is not None
             self._print_once(fewer_workers(name, asked, workers, self._budget))
-        why_fixed = self._why_fixed(loader) if kind.advises else ""
+        why_fixed = ""
+        if kind.advises:
+            own_way = ITERABLE if loading.has_iterable_dataset(loader) else OWN_WAY
+            why_fixed = own_way if self._settings.apply else ADVICE_ONLY
         with self._lock:
             if self._deciding is not None:
                 self._deciding.begin(name, workers, group=group, why_fixed=why_fixed, forks=forks(loader))
@@ -167,11 +160,6 @@ class Tuner:
             return own.begin(begin_own, self._workers_of_epoch(name, own) if kind.iterable else None)
 
         return begin
-
-    def _why_fixed(self, loader: Any) -> str:
-        if not self._settings.apply:
-            return ADVICE_ONLY
-        return ITERABLE if loading.has_iterable_dataset(loader) else OWN_WAY
 
     def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize) -> int | None:
         """How many batches a loader may have ahead; all loaders of the rank get equal shares of the budget."""
@@ -194,7 +182,7 @@ class Tuner:
 
     @marked(Mark.STORE)
     def _say_first(self, name: str, text: str) -> None:
-        """What happens to the workers of one rank mostly happens on all."""
+        """Prints it if no other rank has: what happens to the workers of one rank mostly happens on all."""
         if comes_first(self._exchange, f"tuning/said/{name}", self._rank):
             self._say(f"rank {self._rank}: {name}: {text}")
 
@@ -279,7 +267,8 @@ class Tuner:
             self._decide(measured)
         else:
             self._publish(f"tuning/measured/{self._rank}", measured)
-            self._read_decision()
+            if found := self._exchange.get_many([_DECISION]):
+                self._decision = codec.decode(Decision, found[_DECISION])
         for name, loader in loaders.items():
             loader.setting = self._setting_of(name, loader)
 
@@ -302,26 +291,20 @@ class Tuner:
             self._exchange.set(key, encoded)
             self._published = encoded
 
-    def _read_decision(self) -> None:
-        if self._deciding is None:
-            found = self._exchange.get_many([_DECISION])
-            if found:
-                self._decision = codec.decode(Decision, found[_DECISION])
-
 
 def _stage_of(name: str) -> str:
     return name.partition("[")[0]
 
 
 def fewer_workers(name: str, asked: int, workers: int, budget: Budget) -> str:
-    """The user's workers are far more than the cores."""
+    """The message if the user's workers are far more than the cores."""
     return (
         f"{name}: num_workers={workers} instead of {asked} on every rank: the cores allow no more ({budget.cores_from})"
     )
 
 
 def fewer_ahead(name: str, asked: int, most: int, size: BatchSize, bound: Bound, budget: Budget) -> str:
-    """There is no room for as many batches ahead as the user has set."""
+    """The message if there is no room for as many batches ahead as the user has set."""
     where = {
         "memory": f"memory ({budget.memory_from})",
         "shm": "/dev/shm (half of what is free)",

@@ -2,7 +2,7 @@
 
 Workers can be replaced in the middle of an epoch because the order of its samples lives outside of them: each epoch has
 one iterator over the user's own batch sampler, and pools draw from it. When other workers are wanted, a pool hands out
-what it has drawn and ends, and the next pool goes on from there.
+what it has drawn and ends, and the next pool continues from there.
 """
 
 import time
@@ -61,11 +61,10 @@ class EpochIndices:
     """One epoch of a loader's batch sampler, or of its sampler if it does not collate.
 
     Args:
-        sampler: The sampler.
         begins: How often torch calls ``iter(sampler)`` for this epoch, in which samplers may draw random numbers.
 
     Attributes:
-        has_failed: Whether the sampler has raised, which is the user's error, whoever was drawing.
+        has_failed: Whether the sampler has raised, which is the user's error, whichever pool was drawing.
     """
 
     def __init__(self, sampler: Iterable[Any], begins: int) -> None:
@@ -135,7 +134,7 @@ class PoolSampler:
 
     Args:
         indices: What it draws from.
-        is_wanted: Whether the pool may go on drawing. Once refused, it never may again: torch asks once for each batch
+        is_wanted: Whether the pool may draw more. Once refused, it never may again: torch asks once for each batch
             that it hands out, so the pool would have fewer batches ahead for the rest of the epoch.
         most: See below.
 
@@ -158,7 +157,7 @@ class PoolSampler:
         self.unhanded: dict[int, Any] = {}
 
     @property
-    def goes_on(self) -> bool:
+    def leaves_rest(self) -> bool:
         """Whether the pool has ended and the epoch has not."""
         return not self.unhanded and not self._indices.is_over()
 
@@ -194,11 +193,7 @@ class PoolSampler:
         return len(self._indices)
 
     def handed(self, pending: Iterable[int] | None = None) -> None:
-        """Notes that the pool has handed out a batch.
-
-        Args:
-            pending: The numbers that it still has, for a pool that does not keep the order.
-        """
+        """Notes that the pool has handed out a batch; one that does not keep the order says which are still pending."""
         if pending is None:
             self.unhanded.pop(next(iter(self.unhanded), -1), None)
             return
@@ -228,11 +223,7 @@ class Deadlines:
         self._slowest_s = max(self._slowest_s, took_s)
 
     def of_batch(self, *, is_first: bool) -> float:
-        """How long to wait for a batch, seconds.
-
-        Args:
-            is_first: Whether its workers have not handed out a batch yet.
-        """
+        """How long to wait for a batch, which may be the first of its workers; seconds."""
         least_s = _LATER_S
         if is_first and self._forks:
             least_s = _FIRST_S if self._slowest_s else _UNKNOWN_S

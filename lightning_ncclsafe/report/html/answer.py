@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
-from lightning_ncclsafe.report.opening import compares
-from lightning_ncclsafe.report.ranks import is_recorded, without_repeats
+from lightning_ncclsafe.report.ranks import is_compared, is_recorded, without_repeats
 from lightning_ncclsafe.rules.kit.sentences import others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words
@@ -70,8 +69,6 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
     """All findings, the most probable first.
 
     Args:
-        diagnosis: What was found.
-        view: The shared answers about its job.
         place: The place of a rank's facts on the page.
         tables: Names of the tables on the page, which are their places.
     """
@@ -83,7 +80,7 @@ def causes_of(diagnosis: Diagnosis, view: Timeline, place: Place, tables: Contai
             alike=ranks_words(alike) if alike else "",
             place=_short_place(finding.location),
             code=_code(view, finding),
-            waits="" if compares(diagnosis.job) else _waits(view, finding),
+            waits="" if is_compared(diagnosis.job) else _waits(view, finding),
             evidence=tuple(_observations(finding, place, tables)),
         )
         for finding, alike in without_repeats(diagnosis.findings)

@@ -51,7 +51,6 @@ class Section:
 
     Attributes:
         name: Name of the field, which is part of its place on the page.
-        title: Its title.
         pairs: Names and values, if it is one thing.
         columns: Titles of a table, if it is a list of things.
         rows: Its rows.
@@ -124,12 +123,15 @@ def raw_facts(diagnosis: Diagnosis, alike: RankStates, stack_of: dict[int, int])
     """Collects the facts of all ranks.
 
     Args:
-        diagnosis: What was found.
-        alike: The states of the ranks of its job.
         stack_of: Number on the page of each rank's stack.
     """
     view, groups = alike.view, alike.groups()
-    wanted = [*_witnesses(diagnosis), *(ranks[0] for ranks in groups)]
+    # The ranks that sentences on the page are about; those of the first finding first.
+    wanted: list[int] = []
+    for finding in diagnosis.findings:
+        wanted += finding.ranks[:4]
+        wanted += [item.rank for item in finding.evidence if item.rank is not None]
+    wanted += [ranks[0] for ranks in groups]
     chosen = list(dict.fromkeys(rank for rank in wanted if rank in view.facts))[:_MOST_IN_FULL]
     like: dict[int, int | None] = {}
     for ranks in groups:
@@ -141,13 +143,6 @@ def raw_facts(diagnosis: Diagnosis, alike: RankStates, stack_of: dict[int, int])
         left_out=len(view.facts) - len(shown),
         silent=frozenset(view.silent),
     )
-
-
-def _witnesses(diagnosis: Diagnosis) -> Iterator[int]:
-    """The ranks that sentences on the page are about; those of the first finding first."""
-    for finding in diagnosis.findings:
-        yield from finding.ranks[:4]
-        yield from (item.rank for item in finding.evidence if item.rank is not None)
 
 
 def _row(alike: RankStates, rank: int, full: int | None) -> Row:

@@ -22,9 +22,8 @@ from lightning_ncclsafe.report.html.picture import picture
 from lightning_ncclsafe.report.html.stacks import short_path, stacks_of
 from lightning_ncclsafe.report.html.tables import tables_of
 from lightning_ncclsafe.report.lines import safe
-from lightning_ncclsafe.report.opening import compares, incident_words, nothing_found
-from lightning_ncclsafe.report.ranks import RankStates, is_recorded, recorded_table
-from lightning_ncclsafe.report.text import answer_lines
+from lightning_ncclsafe.report.ranks import RankStates, is_compared, is_recorded, recorded_table
+from lightning_ncclsafe.report.text import answer_lines, incident_words, nothing_found
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 _FOLDER = Path(__file__).parent
@@ -36,7 +35,6 @@ def render_html(diagnosis: Diagnosis, *, most_s: float | None = None) -> str:
     """Renders the page.
 
     Args:
-        diagnosis: What to show.
         most_s: Time limit, seconds; None for no limit.
 
     Raises:
@@ -62,7 +60,7 @@ def _check(give_up: float) -> None:
 def _shown(diagnosis: Diagnosis) -> Iterator[tuple[str, Any]]:
     """The variables of the template, one by one."""
     job, view = diagnosis.job, Timeline(diagnosis.job)
-    hangs, alike = not compares(job), RankStates(view)
+    hangs, alike = not is_compared(job), RankStates(view)
     yield "incident", job.incident
     yield "began", _moment(job.incident.opened_ns)
     yield "launch", job.launch
@@ -97,7 +95,8 @@ def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
-        finalize=_harmless,
+        # Control characters and marks that reorder text are written out.
+        finalize=lambda value: value if isinstance(value, Markup) else safe(str(value)),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -111,11 +110,6 @@ def _template() -> Template:
 def _style() -> Markup:
     """The style sheet, which must not be escaped."""
     return Markup((_FOLDER / _STYLE).read_text(encoding="utf-8"))
-
-
-def _harmless(value: Any) -> Any:
-    """Makes what the template prints harmless: control characters and marks that reorder text are written out."""
-    return value if isinstance(value, Markup) else safe(str(value))
 
 
 def _prose(text: str) -> Markup:

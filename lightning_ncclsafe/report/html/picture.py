@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.ranks import RankStates, is_recorded
+from lightning_ncclsafe.report.ranks import RankStates, idle_words, is_recorded
 from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.sentences import batch_words
-from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import call_words, capitalised, duration_words, ranks_words, short_location
 
 # The time shown before the standstill, as a share of its length.
@@ -29,7 +28,7 @@ class Bar:
     """Something that still lasts.
 
     Attributes:
-        kind: ``"outer"`` for what goes on around the innermost action, else ``"works"`` or ``"waits"``.
+        kind: ``"outer"`` for the actions around the innermost one, else ``"works"`` or ``"waits"``.
         x: Where it begins, per cent of the width.
         width: How wide it is, per cent.
         words: What it is.
@@ -173,16 +172,13 @@ class Picture:
 
 
 def picture(diagnosis: Diagnosis, alike: RankStates) -> Picture:
-    """Draws the ranks of a job.
-
-    Args:
-        diagnosis: What was found.
-        alike: The ranks of its job.
-    """
+    """Draws the ranks of a job."""
     view = alike.view
     named = {rank for finding in diagnosis.findings[:1] for rank in finding.ranks}
     few = len(view.facts) <= _FEW_RANKS
-    groups = _ordered([(rank,) for rank in view.facts] if few else alike.groups(waiting_anywhere=True), named)
+    groups = [(rank,) for rank in view.facts] if few else alike.groups(waiting_anywhere=True)
+    # The lanes of ranks that a finding names, then small groups, then large ones.
+    groups.sort(key=lambda ranks: (not named.intersection(ranks), len(ranks), ranks))
     shown = [view.facts[ranks[0]] for ranks in groups]
     axis = Axis.of_record(shown) if is_recorded(view.job) else Axis.of(shown)
     silent = list(_silent_lanes(alike, named))
@@ -191,20 +187,16 @@ def picture(diagnosis: Diagnosis, alike: RankStates) -> Picture:
     return Picture(lanes=tuple(lanes), marks=tuple(axis.marks()), left_out=max(len(groups) - _MOST_LANES, 0))
 
 
-def _ordered(groups: Sequence[tuple[int, ...]], named: set[int]) -> list[tuple[int, ...]]:
-    """The lanes of ranks that a finding names, then small groups, then large ones."""
-    return sorted(groups, key=lambda ranks: (not named.intersection(ranks), len(ranks), ranks))
-
-
 def _lane(alike: RankStates, axis: Axis, ranks: tuple[int, ...], is_named: bool) -> Lane:
     view = alike.view
     facts, doing = view.facts[ranks[0]], view.activities[ranks[0]]
-    idle = sorted(view.facts[rank].progress.idle_s for rank in ranks)
     is_seen = not is_recorded(view.job)
-    does = ", no progress for ".join(filter(None, [alike.states[ranks[0]], _range_words(idle) if is_seen else ""]))
+    does = ", no progress for ".join(filter(None, [alike.states[ranks[0]], idle_words(view, ranks) if is_seen else ""]))
     where = ", ".join(filter(None, [doing.hook, batch_words(facts.progress)])) if is_seen else ""
-    line = _line(view, ranks)
+    frames = {frame for rank in ranks if (frame := view.activities[rank].frame) is not None}
+    line = f"{len(frames)} different lines" if len(frames) > 1 else "".join(map(short_location, frames))
     stop_ns = last_progress_ns(facts, axis.end_ns)
+    called_ns = (call.created_ns for call in facts.collectives if call.completed)
     return Lane(
         ranks=capitalised(ranks_words(ranks)),
         does=does,
@@ -214,19 +206,10 @@ def _lane(alike: RankStates, axis: Axis, ranks: tuple[int, ...], is_named: bool)
         is_named=is_named,
         actions=tuple(_actions(facts, axis, waits=doing.waits_for_peers)),
         waits=tuple(_waits(facts, axis)),
-        calls=tuple(sorted(_calls(facts, axis))),
+        # Rounded, so that those in the same pixel are drawn once.
+        calls=tuple(sorted({round(axis.place(ns), 1) for ns in called_ns if axis.shows(ns)})),
         stop=axis.place(stop_ns) if is_seen and axis.shows(stop_ns) else None,
     )
-
-
-def _line(view: Timeline, ranks: tuple[int, ...]) -> str:
-    frames = {frame for rank in ranks if (frame := view.activities[rank].frame) is not None}
-    return f"{len(frames)} different lines" if len(frames) > 1 else "".join(map(short_location, frames))
-
-
-def _range_words(idle_s: list[float]) -> str:
-    least, most = duration_words(idle_s[0]), duration_words(idle_s[-1])
-    return least if least == most else f"{least} to {most}"
 
 
 def _actions(facts: RankFacts, axis: Axis, *, waits: bool) -> Iterator[Bar]:
@@ -243,12 +226,6 @@ def _waits(facts: RankFacts, axis: Axis) -> Iterator[Bar]:
     for call in outstanding[:_MOST_WAITS]:
         since = f", not completed after {duration_words((now_ns - call.created_ns) / 1e9)}" if facts.taken_ns else ""
         yield axis.bar("waits", call.created_ns, now_ns, f"{call_words(call)}, sequence number {call.seq}{since}")
-
-
-def _calls(facts: RankFacts, axis: Axis) -> set[float]:
-    """Places of calls, rounded so that those in the same pixel are drawn once."""
-    calls = (call.created_ns for call in facts.collectives if call.completed)
-    return {round(axis.place(ns), 1) for ns in calls if axis.shows(ns)}
 
 
 def _silent_lanes(alike: RankStates, named: set[int]) -> Iterator[Lane]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words
 
@@ -78,7 +78,8 @@ def stacks_of(diagnosis: Diagnosis) -> Stacks:
     named = {rank for finding in diagnosis.findings[:1] for rank in finding.ranks}
     alike: dict[tuple[str, tuple[Frame, ...]], list[int]] = defaultdict(list)
     for facts in diagnosis.job.ranks:
-        stack = _stack(facts)
+        raised = facts.exception
+        stack = (raised.type, raised.stack) if raised is not None and raised.stack else ("", facts.stack)
         if stack[1]:
             alike[stack].append(facts.rank)
     ordered = sorted(alike.items(), key=lambda item: (named.isdisjoint(item[1]), len(item[1]), item[1]))
@@ -113,11 +114,6 @@ def _seen_from_outside(diagnosis: Diagnosis, named: set[int]) -> Iterator[tuple[
     for process in diagnosis.job.witnessed:
         if process.stack:
             yield f"Rank {process.rank}, as seen from outside", process.rank in named, process.stack
-
-
-def _stack(facts: RankFacts) -> tuple[str, tuple[Frame, ...]]:
-    raised = facts.exception
-    return (raised.type, raised.stack) if raised is not None and raised.stack else ("", facts.stack)
 
 
 def _in_common(stacks: Sequence[tuple[Frame, ...]]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.html.words import nothing_in, pairs, table_of
-from lightning_ncclsafe.report.opening import compares
+from lightning_ncclsafe.report.ranks import is_compared
 from lightning_ncclsafe.report.tables.data import table_rows
 from lightning_ncclsafe.report.tables.preflight import measured, steady
 from lightning_ncclsafe.rules.kit.data import JobData
@@ -35,9 +35,6 @@ class Table:
 
     Attributes:
         name: Its place on the page.
-        title: Its title.
-        columns: Titles of the columns.
-        rows: As many cells each.
         left_out: Rows for which there is no room.
     """
 
@@ -55,7 +52,7 @@ def tables_of(diagnosis: Diagnosis, view: Timeline) -> Iterator[Table]:
         *_data(view),
         *_preflight(view),
         # Ranks that are compared before they train do not hang.
-        *([] if compares(diagnosis.job) else [_groups(view)]),
+        *([] if is_compared(diagnosis.job) else [_groups(view)]),
         _compared("hosts", "Hosts and processes", view, named, lambda facts: facts.host_facts),
         _compared("machines", "Machines and GPUs", view, named, lambda facts: facts.machine),
         _listed("loaders", "Dataloaders", view, named, lambda facts: facts.loaders),

@@ -54,7 +54,7 @@ def _table(loader: JobLoader, rows: list[Row], left_out: int) -> Iterator[str]:
 
 
 def render_mismatch(diagnosis: Diagnosis) -> str:
-    """Why ranks cannot go on with their data: what is wrong, all ranks side by side, and what to do.
+    """Why ranks cannot continue with their data: what is wrong, all ranks side by side, and what to do.
 
     Warnings are written in the same way.
     """
@@ -79,7 +79,6 @@ def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int
     """The title row, then one row for equal ranks, the majority first; and how many are left out.
 
     Args:
-        loader: The loader on all ranks.
         hosts: The host of each rank.
     """
     answers = _answers(loader)
@@ -95,23 +94,22 @@ def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int
     rows = [
         (
             ranks_words(ranks).partition(" ")[2],
-            _host_words({hosts[rank] for rank in ranks}),
+            host_words({hosts[rank] for rank in ranks}),
             *(_cell(loader, title, cells[title], ranks) for title in titles),
             ", ".join(title for title in titles if _differs(loader, title, ranks[0], deviating)),
         )
         for ranks, cells in alike[:_MOST_ROWS]
     ]
-    return _telling([("rank", "host", *titles, "differs"), *rows]), len(alike) - len(rows)
-
-
-def _telling(rows: list[Row]) -> list[Row]:
-    """Drops columns that are empty on all ranks, as after data of unknown length has ended."""
-    columns = (column for column in zip(*rows, strict=True) if not set(column[1:]) <= _NOTHING)
-    return list(zip(*columns, strict=True))
+    table = [("rank", "host", *titles, "differs"), *rows]
+    # Without columns that are empty on all ranks, as after data of unknown length has ended.
+    kept = (column for column in zip(*table, strict=True) if not set(column[1:]) <= _NOTHING)
+    return list(zip(*kept, strict=True)), len(alike) - len(rows)
 
 
 def _answers(loader: JobLoader) -> Differences:
-    own_prints = not loader.replicated and not _some_share(loader)
+    prints = [_prints(loader, facts) for facts in loader.facts.values()]
+    # Unless some ranks have the same ones, which then show who shares data.
+    own_prints = not loader.replicated and len(set(prints)) == len(prints)
     questions: Questions[LoaderFacts] = {
         "batches": lambda facts: facts.batches if facts.read is None else _read_words(facts),
         "samples": lambda facts: facts.samples,
@@ -152,12 +150,6 @@ def _alike(
     return [(ranks, cells[ranks[0]]) for _, ranks in rows.parts]
 
 
-def _some_share(loader: JobLoader) -> bool:
-    """Whether some ranks have the same fingerprints, so that these show who shares data."""
-    prints = [_prints(loader, facts) for facts in loader.facts.values()]
-    return len(set(prints)) < len(prints)
-
-
 def _prints(loader: JobLoader, facts: LoaderFacts, most: int | None = None) -> tuple[str, ...]:
     # The path of each rank's copy is no difference.
     kinds = sorted(kind for kind in facts.fingerprints if kind != "paths" or not loader.replicated)
@@ -190,5 +182,6 @@ def _differs(loader: JobLoader, title: str, rank: int, deviating: dict[str, set[
     return rank in deviating.get(title, ()) and (loader.replicated or title not in _OWN)
 
 
-def _host_words(hosts: set[str]) -> str:
+def host_words(hosts: set[str]) -> str:
+    """The name of the host; for several, how many they are."""
     return f"{len(hosts):,} hosts" if len(hosts) > 1 else next(iter(hosts)) or "unknown"

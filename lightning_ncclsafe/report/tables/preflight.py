@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from lightning_ncclsafe.facts import DirectoryFacts, JobFacts, PreflightFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.report.lines import columns, cut, safe, section, wrapped
+from lightning_ncclsafe.report.tables.data import host_words
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
 from lightning_ncclsafe.rules.kit.hosts import Checked, core_shares, in_flight_bytes, tried
 from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words
@@ -50,28 +51,21 @@ def steady(view: Checked, *, every: bool = False) -> dict[str, Groups[str]]:
     """Ranks by each constant property of their hosts, by the names of the questions.
 
     Args:
-        view: The ranks' answers.
         every: Whether to include all settings, not only those that differ and must not; and the lists behind numbers.
     """
-    found = {"cores": _cores(view)} | {name: view.by(ask) for name, ask in _STEADY.items()}
+    shares = {rank: share for host in view.hosts for rank, share in core_shares(host).items()}
+    cores = grouped({rank: f"{shares[rank]:.1f}" if rank in shares else "" for rank in view.facts})
+    found = {"cores": cores} | {name: view.by(ask) for name, ask in _STEADY.items()}
     for role in sorted({one.role for facts in view.facts.values() for one in facts.directories}):
         found[role] = view.by(lambda facts, role=role: _filesystems(facts, role))  # type: ignore[misc]
-    found |= {name: _with_unknown(view, groups) for name, groups in versions_of(view).items()}
+    for name, groups in versions_of(view).items():
+        version_of = {rank: version for version, ranks in groups.parts for rank in ranks}
+        found[name] = grouped({rank: version_of.get(rank, "") for rank in view.facts})
     return found | (_lists(view) | _settings(view) if every else dict(differing_settings(view)))
-
-
-def _cores(view: Checked) -> Groups[str]:
-    shares = {rank: share for host in view.hosts for rank, share in core_shares(host).items()}
-    return grouped({rank: f"{shares[rank]:.1f}" if rank in shares else "" for rank in view.facts})
 
 
 def _filesystems(facts: PreflightFacts, role: str) -> str:
     return ", ".join(dict.fromkeys(one.filesystem for one in facts.directories if one.role == role and one.filesystem))
-
-
-def _with_unknown(view: Checked, groups: Groups[str]) -> Groups[str]:
-    version_of = {rank: version for version, ranks in groups.parts for rank in ranks}
-    return grouped({rank: version_of.get(rank, "") for rank in view.facts})
 
 
 def _lists(view: Checked) -> dict[str, Groups[str]]:
@@ -159,7 +153,11 @@ def render_preflight(diagnosis: Diagnosis) -> str:
 
     Empty if nothing is wrong and nothing differs.
     """
-    lines = [_line(finding) for finding in _ordered(diagnosis)]
+    lines = [
+        f"{finding.severity.value}: {finding.rule}: {cut(finding.summary, _LONGEST_SUMMARY)} "
+        f"What to do: {finding.remedy}"
+        for finding in _ordered(diagnosis)
+    ]
     lines += preflight_table(diagnosis.job)
     if lines:
         lines += [f"not known: {line}" for line in diagnosis.unanswered[:_MOST_UNKNOWN]]
@@ -197,11 +195,6 @@ def _ordered(diagnosis: Diagnosis) -> list[Finding]:
     return sorted(diagnosis.findings, key=lambda finding: severities.index(finding.severity))
 
 
-def _line(finding: Finding) -> str:
-    summary = cut(finding.summary, _LONGEST_SUMMARY)
-    return f"{finding.severity.value}: {finding.rule}: {summary} What to do: {finding.remedy}"
-
-
 def _full(finding: Finding) -> str:
     lines = [wrapped(f"{finding.severity.value}: {finding.rule}, {ranks_words(finding.ranks)}")]
     lines += [wrapped(f"- {item.text}", "   ") for item in finding.evidence] or [wrapped(finding.summary, "   ")]
@@ -226,14 +219,10 @@ def _rows(view: Checked, shown: dict[str, Groups[str]]) -> tuple[list[tuple[str,
                 cells[rank].append(value or _UNKNOWN)
     alike = grouped({rank: tuple(values) for rank, values in cells.items()}).parts
     body = [
-        (ranks_words(ranks).partition(" ")[2], _hosts(view, ranks), *values) for values, ranks in alike[:_MOST_ROWS]
+        (ranks_words(ranks).partition(" ")[2], host_words({view.names[rank] for rank in ranks}), *values)
+        for values, ranks in alike[:_MOST_ROWS]
     ]
     return [("rank", "host", *shown), *body], len(alike) - len(body)
-
-
-def _hosts(view: Checked, ranks: tuple[int, ...]) -> str:
-    names = {view.names[rank] for rank in ranks}
-    return f"{len(names):,} hosts" if len(names) > 1 else next(iter(names)) or _UNKNOWN
 
 
 def _shortest(names: list[str]) -> str:

@@ -30,7 +30,6 @@ def render_timing(summary: TimingSummary, width: int = 110) -> str:
     With too few steps to name a straggler, the table of ranks is left out.
 
     Args:
-        summary: What was found.
         width: Most characters on a line.
     """
     parts = [

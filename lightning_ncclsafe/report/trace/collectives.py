@@ -158,7 +158,7 @@ def tracks_of(calls: Sequence[MatchedCalls], columns: Sequence[NDArray[Any]]) ->
 def _track(parts: list[tuple[MatchedCalls, NDArray[Any]]]) -> Track:
     seq = np.concatenate([block.seq[kept] for block, kept in parts])
     order = np.argsort(seq, kind="stable")
-    ops = [*_op_names(parts)]
+    ops = [block.ops[number] for block, kept in parts for number in block.op[kept].tolist()]
     return Track(
         group=parts[-1][0].group,
         ops=[ops[number] for number in order],
@@ -167,12 +167,6 @@ def _track(parts: list[tuple[MatchedCalls, NDArray[Any]]]) -> Track:
         arrival_ns=np.concatenate([block.arrival_ns[:, kept] for block, kept in parts], axis=1)[:, order],
         duration_ns=np.concatenate([block.duration_ns[:, kept] for block, kept in parts], axis=1)[:, order],
     )
-
-
-def _op_names(parts: list[tuple[MatchedCalls, NDArray[Any]]]) -> Iterator[str]:
-    for block, kept in parts:
-        for number in block.op[kept].tolist():
-            yield block.ops[number]
 
 
 def name_events(ranks: Iterable[int], tracks: list[Track], summary: TimingSummary) -> Events:
@@ -317,27 +311,28 @@ def write_trace(
     until_ns = max((int(block.arrival_ns.max()) for block in calls if block.arrival_ns.size), default=0)
     times = span_times(spans, until_ns)
     ranks = sorted({rank for block in calls for rank in block.group.ranks} | set(np.unique(times.rank).tolist()))
-    reserved = _names(ranks, calls) + len(summary.stragglers) + 1
+    # Names are written whatever the room.
+    members = {(block.group.name, block.group.ranks) for block in calls}
+    names = _NAMES_OF_RANK * len(ranks) + _NAMES_OF_MEMBER * sum(len(of_group) for _, of_group in members)
+    reserved = names + len(summary.stragglers) + 1
     kept = select(calls, times.begin_ns, times.end_ns, max(most_events - reserved, 0))
     tracks, drawn = tracks_of(calls, kept.columns), times.only(kept.spans)
-    start_ns = _first_ns(tracks, drawn, summary)
-    left_out = "; ".join(
-        filter(None, [_left_out_words(kept, sum(len(block.seq) for block in calls), len(times.rank)), _old(forgotten)])
-    )
-    head: dict[str, object] = {"displayTimeUnit": "ns", "otherData": _about(start_ns, left_out, summary)}
+    firsts = [
+        int(begin_ns.min()) for begin_ns in (*(track.arrival_ns for track in tracks), drawn.begin_ns) if begin_ns.size
+    ]
+    start_ns = min(firsts, default=summary.began_ns)
+    old = f"of the {forgotten:,} oldest collectives, only some with the greatest skew were kept" if forgotten else ""
+    left_out = _left_out_words(kept, sum(len(block.seq) for block in calls), len(times.rank))
+    left_out = "; ".join(filter(None, [left_out, old]))
+    about: dict[str, object] = {
+        "start_ns": start_ns,
+        "start": datetime.fromtimestamp(start_ns / 1e9, tz=timezone.utc).isoformat(),
+        "clock": "rank 0",
+        "left_out": left_out,
+        "missing": [*summary.missing],
+    }
+    head: dict[str, object] = {"displayTimeUnit": "ns", "otherData": about}
     return _write(path, head, _events(ranks, tracks, drawn, summary, start_ns, left_out))
-
-
-def _names(ranks: list[int], calls: Sequence[MatchedCalls]) -> int:
-    """How many events names take, at most; they are written whatever the room."""
-    groups = {(block.group.name, block.group.ranks) for block in calls}
-    return _NAMES_OF_RANK * len(ranks) + _NAMES_OF_MEMBER * sum(len(members) for _, members in groups)
-
-
-def _first_ns(tracks: list[Track], drawn: SpanTimes, summary: TimingSummary) -> int:
-    firsts = [int(track.arrival_ns.min()) for track in tracks]
-    firsts += [int(drawn.begin_ns.min())] if len(drawn.begin_ns) else []
-    return min(firsts, default=summary.began_ns)
 
 
 def _left_out_words(kept: Selection, collectives: int, phases: int) -> str:
@@ -347,18 +342,6 @@ def _left_out_words(kept: Selection, collectives: int, phases: int) -> str:
         f"{kept.collectives:,} of {collectives:,} collectives and {kept.phases:,} of {phases:,} phases are left out: "
         "the trace shows those with the greatest skew, the newest, and an even sample of the rest"
     )
-
-
-def _old(forgotten: int) -> str:
-    if not forgotten:
-        return ""
-    return f"of the {forgotten:,} oldest collectives, only some with the greatest skew were kept"
-
-
-def _about(start_ns: int, left_out: str, summary: TimingSummary) -> dict[str, object]:
-    start = datetime.fromtimestamp(start_ns / 1e9, tz=timezone.utc)
-    about: dict[str, object] = {"start_ns": start_ns, "start": start.isoformat(), "clock": "rank 0"}
-    return about | {"left_out": left_out, "missing": [*summary.missing]}
 
 
 def _events(

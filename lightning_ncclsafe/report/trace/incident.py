@@ -12,7 +12,7 @@ from typing import Any
 from lightning_ncclsafe.facts import Collective, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.lines import safe
-from lightning_ncclsafe.report.opening import answer_words, incident_words
+from lightning_ncclsafe.report.text import answer_words, incident_words
 from lightning_ncclsafe.rules.kit.activity import hook_words
 from lightning_ncclsafe.rules.kit.wording import call_words, location_of
 
@@ -27,7 +27,9 @@ def render_trace(diagnosis: Diagnosis) -> str:
     job = diagnosis.job
     now_ns = max((facts.taken_ns for facts in job.ranks), default=job.incident.opened_ns)
     events = [event for facts in job.ranks for event in _rank_events(facts, now_ns)]
-    events += [event for rank in job.silent for event in _silent_events(rank)]
+    for rank in job.silent:
+        events += _names(rank, f"rank {rank} (did not answer)")
+        events.append(_metadata("thread_name", rank, _ACTIONS_TID, name="nothing is known"))
     start_ns = min((event["ts"] for event in events if "ts" in event), default=now_ns)
     for event in events:
         if "ts" in event:
@@ -88,11 +90,6 @@ def _group_calls(rank: int, tid: int, calls: list[Collective], taken_ns: int) ->
             yield _lasting(rank, tid, call.op, begin_ns, free_ns, **about)
         else:
             yield _instant(rank, tid, safe(call.op), call.created_ns, **about)
-
-
-def _silent_events(rank: int) -> Iterator[Event]:
-    yield from _names(rank, f"rank {rank} (did not answer)")
-    yield _metadata("thread_name", rank, _ACTIONS_TID, name="nothing is known")
 
 
 def _names(rank: int, name: str) -> Iterator[Event]:

@@ -56,12 +56,13 @@ def select(calls: Sequence[MatchedCalls], begin_ns: NDArray[Any], end_ns: NDArra
     the longest first.
 
     Args:
-        calls: Matched collectives.
         begin_ns: Begins of the spans, shape (number of spans,).
-        end_ns: Ends of the spans, likewise.
+        end_ns: Ends of the spans, in the same order.
         most_events: Room for both.
     """
-    found = _columns(calls)
+    parts = [_of_block(block) for block in calls]
+    empty = [np.zeros(0, dtype=np.int64)]
+    found = _Columns(*(np.concatenate([part[number] for part in parts] or empty) for number in range(4)))
     kept, spans = np.ones(len(found.cost), dtype=bool), np.ones(len(begin_ns), dtype=bool)
     if found.cost.sum() + len(begin_ns) > most_events:
         kept, spans = _fitting(found, begin_ns, end_ns, most_events)
@@ -74,17 +75,10 @@ def select(calls: Sequence[MatchedCalls], begin_ns: NDArray[Any], end_ns: NDArra
     )
 
 
-def _columns(calls: Sequence[MatchedCalls]) -> _Columns:
-    parts = [_of_block(block) for block in calls]
-    empty = [np.zeros(0, dtype=np.int64)]
-    return _Columns(*(np.concatenate([part[number] for part in parts] or empty) for number in range(4)))
-
-
 def _of_block(block: MatchedCalls) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
     """A wait for each rank, and a collective where its duration is known.
 
-    The time for which it stands begins where the collective before it had everybody: what a rank does from there on
-    is why it is late.
+    Its time begins when all ranks had called the collective before it: what a rank does from then on is why it is late.
     """
     first_ns, last_ns = block.arrival_ns.min(axis=0), block.arrival_ns.max(axis=0)
     cost = len(block.group.ranks) + (block.duration_ns > UNKNOWN_NS).sum(axis=0)

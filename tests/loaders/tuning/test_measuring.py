@@ -92,7 +92,7 @@ def test_an_epoch_of_minutes_is_measured_in_parts(clock: Clock) -> None:
     ended = 0
     for _ in range(1000):
         if run.step(0.1, 0.4):
-            run.observer.goes_on(2)
+            run.observer.begin_part(2)
             ended += 1
     assert ended == 4
     assert [measurement.interval for measurement in run.found] == [
