@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Collective, Group, Phase, Progress, RankFacts, RecordFacts
@@ -121,6 +121,7 @@ class Parsed(NamedTuple):
         is_empty: Whether the dump says nothing at all; a recorder that is on knows at least the groups.
         is_blank: Whether the recorder knows groups, and nothing that was called.
         is_moving: Whether something had just ended when it was written.
+        has_lost: Whether the ring no longer has all that is outstanding.
         left_out: How many older entries were not read.
         unknown_backends: Back ends of which it is not known how they tell that a work has ended.
         places: Numbers, names and positions, for groups whose names other dumps may tell.
@@ -132,6 +133,7 @@ class Parsed(NamedTuple):
     is_empty: bool
     is_blank: bool
     is_moving: bool
+    has_lost: bool
     left_out: int
     unknown_backends: tuple[str, ...]
     places: Places
@@ -162,15 +164,21 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
     is_blank = not has_called and bool(places.members)
     kept = _kept(recorder)
     stacks, numbers = DumpStacks(), {} if recorder.only_open else _pair_numbers(entries)
-    calls = [call for work in kept for call in _collectives(work, stacks, numbers)]
+    # As recorded: a clock that is set back does not change the order of calls.
+    places_of = {id(entry): place for place, entry in enumerate(entries)}
+    told = sorted(
+        ((places_of[id(entry)], entry, work) for work in kept for entry in work.parts or (work.entry,)),
+        key=operator.itemgetter(0),
+    )
     backends = {backend_of(work.entry)[0] for work in kept}
     return Parsed(
         groups=groups_of(places),
-        collectives=tuple(sorted(calls, key=lambda call: call.created_ns)),
+        collectives=tuple(_collective(entry, work, stacks, numbers.get(id(entry))) for _, entry, work in told),
         is_idle=recorder.is_idle or is_blank,
         is_empty=not has_called and not is_blank,
         is_blank=is_blank,
         is_moving=recorder.is_moving,
+        has_lost=recorder.has_lost,
         left_out=max(len(given) - MOST_ENTRIES, 0),
         unknown_backends=tuple(sorted(name[:40] for name in backends if not is_known(name))),
         places=places,
@@ -262,11 +270,6 @@ def _pair_numbers(entries: Sequence[Entry]) -> dict[int, int]:
     return found
 
 
-def _collectives(work: Work[Any], stacks: DumpStacks, numbers: Mapping[int, int]) -> list[Collective]:
-    """Of a batch, each send and receive: its whole says what became of them."""
-    return [_collective(entry, work, stacks, numbers.get(id(entry))) for entry in work.parts or (work.entry,)]
-
-
 def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks, pair_number: int | None) -> Collective:
     backend, op = backend_of(entry)
     duration = entry.get("duration_ms")
@@ -350,6 +353,7 @@ def read_dump(dump: dict[Any, Any], rank: int) -> Dump:
             is_empty=found.is_empty,
             is_blank=found.is_blank,
             is_moving=found.is_moving,
+            has_lost=found.has_lost,
         ),
     )
     return Dump(facts, found)

@@ -94,8 +94,26 @@ def later(one: RankFacts, other: RankFacts) -> tuple[RankFacts, tuple[str, ...]]
     both = tuple(group.name for group in other.groups if group.name in first)
     calls = [call for call in one.collectives if call.group not in taken]
     calls += [call for call in other.collectives if call.group in taken]
+    calls.sort(key=lambda call: call.created_ns)
     groups = (*(group for group in one.groups if group.name not in taken), *taken.values())
-    return replace(one, groups=groups, collectives=tuple(sorted(calls, key=lambda call: call.created_ns))), both
+    record = _of_both(one.record, other.record)
+    if both:
+        record = other.record if taken.keys() & set(both) else one.record
+    return replace(one, groups=groups, collectives=tuple(calls), record=record), both
+
+
+def _of_both(one: RecordFacts | None, other: RecordFacts | None) -> RecordFacts | None:
+    """What two recorders of one rank say together."""
+    if one is None or other is None:
+        return one or other
+    return replace(
+        one,
+        is_idle=one.is_idle and other.is_idle,
+        is_empty=one.is_empty and other.is_empty,
+        is_blank=one.is_blank and other.is_blank,
+        is_moving=one.is_moving or other.is_moving,
+        has_lost=one.has_lost or other.has_lost,
+    )
 
 
 def _is_later(new: RankFacts, old: RankFacts, group: Group, before: Group | None) -> bool:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Group, RankFacts
+from lightning_ncclsafe.facts import Collective, Group, RankFacts
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.rules.kit.wording import group_words, ranks_words
 
@@ -14,6 +14,8 @@ _OF_ALL = ("all_", "allgather", "allreduce", "_allgather", "reduce_scatter", "_r
 _BROADCASTS = 4
 # One rank cannot call what the others did so long ago: somebody's timeout would have ended the run.
 _APART_NS = 6 * 3600 * 1_000_000_000
+# After a timeout, PyTorch ends a process within some 17 minutes; clocks of hosts are a few minutes apart at most.
+_ENDS_NS = 30 * 60 * 1_000_000_000
 _OLDER = (
     "The dumps of {ranks} are older than the others, or from another run: in {group}, other ranks have completed "
     "number {done:,}, while {ranks} had reached only {called:,}. They are left out."
@@ -38,7 +40,7 @@ def apart(dumps: Dumps) -> Apart:
     """The dumps that cannot be of the same moment of the same run as the latest."""
     found: dict[Find, set[int]] = defaultdict(set)
     reasons: list[str] = []
-    for find in (_of_other_members, _of_other_times, _older):
+    for find in (_of_other_members, _of_other_times, _called_at_other_times, _over, _older):
         left_out = set().union(*found.values())
         for ranks, reason in find({rank: facts for rank, facts in dumps.items() if rank not in left_out}):
             found[find] |= set(ranks)
@@ -75,6 +77,40 @@ def _of_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
         hours = min(newest - moments[rank] for rank in ranks) // 3_600_000_000_000
         why = f"their last calls were more than {hours} h before those of the others"
         yield ranks, _OTHER_RUN.format(ranks=ranks_words(ranks), why=why)
+
+
+def _called_at_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    """A collective that has ended on ranks was called by all of them within its timeout."""
+    called: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
+    for rank, facts in dumps.items():
+        one = {group.name for group in facts.groups if _is_one(group)}
+        for call in facts.collectives:
+            if call.completed and not call.is_p2p and call.created_ns and call.timeout_ms and call.group in one:
+                called[call.group, call.seq][rank] = call
+    early: set[int] = set()
+    for calls in called.values():
+        newest = max(call.created_ns for call in calls.values())
+        early |= {rank for rank, call in calls.items() if newest - call.created_ns > _limit_ns(call) + _ENDS_NS}
+    if early:
+        why = "what they called under one number, the others called more than its timeout later"
+        yield sorted(early), _OTHER_RUN.format(ranks=ranks_words(early), why=why)
+
+
+def _over(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    """A collective that is not completed within its timeout ends the run: nobody calls anything long after that."""
+    newest = max(map(latest_ns, dumps.values()), default=0)
+    ended: list[int] = []
+    for rank, facts in sorted(dumps.items()):
+        waiting = (c for c in facts.collectives if not (c.completed or c.is_p2p) and c.created_ns and c.timeout_ms)
+        if any(newest - call.created_ns > _limit_ns(call) + _ENDS_NS for call in waiting):
+            ended.append(rank)
+    if ended:
+        why = "what they wait in had timed out long before the last calls of the others"
+        yield ended, _OTHER_RUN.format(ranks=ranks_words(ended), why=why)
+
+
+def _limit_ns(call: Collective) -> int:
+    return call.timeout_ms * 1_000_000
 
 
 def _longest_ns(facts: RankFacts) -> int:

@@ -182,6 +182,7 @@ class Recorder(Generic[_Entry]):
         is_idle: Whether nothing is outstanding, by entries and counters; False as well where nothing was recorded.
         only_open: Whether entries that have ended seem to be left out of this dump.
         is_moving: Whether something has just ended: NCCL's watchdog, which retires it at once, has not yet come to it.
+        has_lost: Whether, by the counters, works that have not ended are missing: the ring has overwritten them.
     """
 
     def __init__(self, entries: list[_Entry], status: Mapping[str, Entry], now_ns: int = 0) -> None:
@@ -209,6 +210,7 @@ class Recorder(Generic[_Entry]):
         uneven = any(one.called > one.completed for one in self.positions.values())
         self.is_idle = bool(self.positions) and not uneven and not any(work.is_open for work in self.works)
         self.is_moving = any(map(_has_just_ended, by_group.values()))
+        self.has_lost = any(self._has_lost(number, works) for number, works in by_group.items())
 
     def _wholes(self, entries: Sequence[_Entry]) -> list[Work[_Entry]]:
         """Works of entries: parts of what was coalesced are taken together."""
@@ -327,6 +329,18 @@ class Recorder(Generic[_Entry]):
         if not is_last:
             return State.ENDED
         return State.UNKNOWN if self.only_open or not self._now_ns else self._launched(work.entry)
+
+    def _has_lost(self, number: str, works: list[Work[_Entry]]) -> bool:
+        """Whether the first open work of a group comes later than the one after the last that has ended."""
+        enqueued, completed = _counted(self._status.get(number, {}))
+        is_mixed = number in self._mixed
+        waiting = [work for work in works if work.is_open and (work.kind is WorkKind.COLLECTIVE) is not is_mixed]
+        if not waiting or not enqueued:
+            return False
+        if is_mixed and completed == whole(waiting[0].entry.get("collective_seq_id"), -1):
+            # Then it may be a collective that has ended last, and the counter is its number.
+            return False
+        return min(work.seq for work in waiting) > completed + 1
 
     def _position(self, number: str, status: Entry, works: list[Work[_Entry]]) -> GroupPosition:
         """The counters, or the entries where counters include sends and receives."""

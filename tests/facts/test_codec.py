@@ -465,6 +465,7 @@ RANK = RankFacts(
         has_dump=True,
         is_blank=True,
         is_moving=True,
+        has_lost=True,
         is_idle=True,
         is_empty=True,
         has_log=True,

@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     duration_words,
     group_words,
+    has_one_size,
     ranks_words,
     recorded_rule,
     verb,
@@ -117,13 +118,19 @@ def _of_two(view: Timeline, root: Root) -> Finding:
 def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, known: bool = True) -> Finding:
     ranks = tuple(sorted(calls))
     late = _late(calls)
-    is_sure = known and _is_complete(view.job, group) and late is None
+    is_sure = known and _is_complete(view.job, group) and late is None and has_one_size(calls[ranks[0]])
     fault = "a link or a device is at fault, not the training code"
+    if not has_one_size(calls[ranks[0]]):
+        fault = (
+            "a link or a device is at fault, or the sizes that ranks send each other do not fit, which is not recorded"
+        )
     if not any(facts.record is not None and facts.record.waited_ms for facts in view.facts.values()):
         fault = f"if they had waited there for long, {fault}"
+    if not known or not _is_complete(view.job, group):
+        fault = f"if there are no other ranks, {fault}"
     text = (
         f"All {len(ranks):,} ranks of {group_words(group.name)} have called {told(calls[ranks[0]])}, and it did not "
-        f"complete: {fault if is_sure else f'if there are no other ranks, {fault}'}."
+        f"complete: {fault}."
     )
     if late is not None:
         text = _late_words(group, calls, late)

@@ -93,16 +93,13 @@ class Calls:
         self.lost = {rank for rank in self.open if self._has_lost(rank)}
 
     def _has_lost(self, rank: int) -> bool:
-        """Whether the ring has lost what a rank's device stands in: by its counters, something older has not ended."""
-        calls = self.view.facts[rank].collectives
-        if self._has_ended and calls and not calls[0].completed and calls[0].seq > 1:
-            # Nothing before it is left, of which some may be open as well.
+        """Whether the ring may have lost what a rank's device stands in."""
+        facts = self.view.facts[rank]
+        if facts.record is not None and facts.record.has_lost:
             return True
-        return any(
-            call.seq > group.last_completed + 1
-            for name, call in self.waits[rank].items()
-            if (group := self.groups[rank].get(name)) is not None and not group.is_mixed
-        )
+        first = next(iter(facts.collectives), None)
+        # Where dumps hold what has ended, too, and nothing before it is left: some of that may be open as well.
+        return self._has_ended and first is not None and not first.completed and first.seq > 1
 
     def _is_timed(self, rank: int) -> bool:
         calls = self.view.facts[rank].collectives

@@ -157,7 +157,17 @@ class _Standstill(Calls):
         sure = not ops or any(
             self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
         )
+        sure = sure and not self._is_overtaken(rank)
         return Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
+
+    def _is_overtaken(self, rank: int) -> bool:
+        """Whether others have completed what this rank has not called: its dump may be older than theirs."""
+        return any(
+            group.last_enqueued < theirs.last_completed
+            for name, group in self.groups[rank].items()
+            for other in self.members.get(name, ())
+            if (theirs := self.groups.get(other, {}).get(name)) is not None and not (group.is_mixed or theirs.is_mixed)
+        )
 
     def _wait(self, rank: int) -> None:
         """What a rank waits for: of each group the oldest collective, of each pair the oldest send and receive."""
