@@ -121,9 +121,7 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, 
     is_sure = known and _is_complete(view.job, group) and late is None and has_one_size(calls[ranks[0]])
     fault = "a link or a device is at fault, not the training code"
     if not has_one_size(calls[ranks[0]]):
-        fault = (
-            "a link or a device is at fault, or the sizes that ranks send each other do not fit, which is not recorded"
-        )
+        fault = "a link or a device is at fault, or what ranks send each other differs in size, which is not recorded"
     if not any(facts.record is not None and facts.record.waited_ms for facts in view.facts.values()):
         fault = f"if they had waited there for long, {fault}"
     if not known or not _is_complete(view.job, group):
