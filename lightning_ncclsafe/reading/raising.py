@@ -116,9 +116,10 @@ class Raising:
         """What is said of the next traceback."""
         if tracebacks.is_chain(text):
             self._chained.add(key)
-        child = tracebacks.child(text)
-        if child is not None and has_numbers:
-            self.child = child
+        child = tracebacks.child(text) if has_numbers else None
+        rank = tracebacks.announced(text)
+        if child is not None or rank is not None:
+            self.child = child if rank is None else rank
 
     def _without_traceback(self, rank: int | None, text: str) -> tuple[list[RankException], bool]:
         worker = tracebacks.of_worker(text)

@@ -94,6 +94,12 @@ _MESSAGES = (
         r"Worker PID: (?P<pid>\d+) Worker exit type: (?P<how>\w+)",
         "Ray reports that a worker died ({how}, pid {pid})",
     ),
+    _ended(
+        "running low on memory",
+        r"Task was killed due to the node running low on memory|the node was running low on memory",
+        "Ray's memory monitor",
+        code=-9,
+    ),
     # The number of a worker of Ray's trainers is its rank.
     _ended(
         "has failed",
@@ -106,6 +112,13 @@ _MESSAGES = (
     # What a process prints of its own end: UCX, Open MPI
     _ended("Caught signal ", r"Caught signal (?P<signal>\d+) \(", "UCX"),
     _ended("Signal: ", r"\*\*\* .{0,60}Signal: [\w ]{1,40} \((?P<signal>\d+)\)"),
+    # The kernel's log: of processes that are no rank's, it says the same.
+    _ended(
+        "Killed process",
+        r"ut of memory: Killed process \d+ \((?:python|pt_)[\w.-]{0,20}\)",
+        "the kernel's log",
+        code=-9,
+    ),
     # SLURM and Kubernetes
     _ended("oom", r"[Dd]etected \d+ oom[-_]kill event", "SLURM", code=-9),
     _ended("OOMKilled", r"\bOOMKilled\b", "Kubernetes", code=-9),

@@ -52,6 +52,8 @@ _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d+)\)")
 _CHILD = re.compile(
     r"(?:-- |\b)Process (\d+) (?:terminated with the following error|exited with error code \d+ and exc)"
 )
+# Ray Train, which gives the number within the job.
+_SNIPPET = re.compile(r"^\[Rank (\d+) Error Snippet\]:")
 # What is raised in here tells of another process.
 _PARENTS = re.compile(
     r"torch/(?:multiprocessing/spawn|distributed/(?:run|launch|launcher/\w+|elastic/.*))\.py$"
@@ -227,6 +229,12 @@ def of_rank(text: str) -> int | None:
 def child(text: str) -> int | None:
     """The number of the process of which torch.multiprocessing.spawn, or PyTorch's tests, print the traceback next."""
     found = _CHILD.search(text)
+    return whole(found[1]) if found else None
+
+
+def announced(text: str) -> int | None:
+    """The rank of which Ray Train prints the traceback next."""
+    found = _SNIPPET.match(text)
     return whole(found[1]) if found else None
 
 
