@@ -14,8 +14,7 @@ _ENDS = re.compile(rb"[\r\n]+")
 _COLOURS = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-9;?]*[ -/]*[@-~]|\x1b.|(?<![\w])\[\d{1,3}(?:;\d{1,3})*m"
 )
-# mpirun, Horovod and SageMaker, which write it into the middle of a line as well where a process has written the line in
-# pieces.
+# mpirun, Horovod and SageMaker. Where a process writes a line in pieces, it stands in the middle of that as well.
 _TAG = re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<stream>\d{1,6})(?:,algo-\d{1,6})?\]<std(?:err|out)>:")
 # One after the other, any of these may stand before what a rank says.
 _PREFIXES = (
