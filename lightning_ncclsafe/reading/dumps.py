@@ -154,7 +154,9 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
         ReadingError: If entries lack what every version writes.
     """
     given = items(dump.get("entries"))
-    entries = _of_use(_in_order([entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))]))
+    entries = _in_order([entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))])
+    lacks_some = _lacks_some(entries)
+    entries = _of_use(entries)
     if not all(map(_is_whole, entries)):
         raise ReadingError("it is damaged: some of its entries have no sequence number or no state")
     status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
@@ -163,7 +165,7 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
     has_called = bool(entries or status)
     is_blank = not has_called and bool(places.members)
     kept = _kept(recorder)
-    stacks, numbers = DumpStacks(), {} if recorder.only_open else _pair_numbers(entries)
+    stacks, numbers = DumpStacks(), {} if recorder.only_open or lacks_some else _pair_numbers(entries)
     # As recorded: a clock that is set back does not change the order of calls.
     places_of = {id(entry): place for place, entry in enumerate(entries)}
     told = sorted(
@@ -178,7 +180,7 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
         is_empty=not has_called and not is_blank,
         is_blank=is_blank,
         is_moving=recorder.is_moving,
-        has_lost=recorder.has_lost,
+        has_lost=recorder.has_lost or lacks_some,
         left_out=max(len(given) - MOST_ENTRIES, 0),
         unknown_backends=tuple(sorted(name[:40] for name in backends if not is_known(name))),
         places=places,
@@ -191,6 +193,14 @@ def _in_order(entries: list[Entry]) -> list[Entry]:
     if not all(type(number) is int for number in numbers) or numbers == sorted(numbers):
         return entries
     return sorted(entries, key=operator.itemgetter("record_id"))
+
+
+def _lacks_some(entries: list[Entry]) -> bool:
+    """Whether entries are missing between others, which a ring never loses: all are there, or the open ones alone."""
+    if not any(entry.get("state") == "completed" for entry in entries):
+        return False
+    first, last = entries[0].get("record_id"), entries[-1].get("record_id")
+    return type(first) is int and type(last) is int and last - first >= len(entries)
 
 
 def _is_whole(entry: Entry) -> bool:

@@ -135,6 +135,7 @@ class Artifacts:
             unnamed=self.log.unnamed,
             missing=(*left_out.reasons, *self._of_two(), *self._cut_short(), *self.missing, *self.log.remarks, *unread),
             outdated=left_out.older,
+            left_out=sorted(left_out.ranks.difference(left_out.older)),
             log=log,
         )
 

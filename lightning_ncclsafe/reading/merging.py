@@ -47,6 +47,7 @@ def job_of(
     unnamed: Iterable[ExceptionFacts] = (),
     missing: Iterable[str] = (),
     outdated: Collection[int] = (),
+    left_out: Collection[int] = (),
     log: LogFacts | None = None,
 ) -> JobFacts:
     """One job of all that was read.
@@ -58,6 +59,7 @@ def job_of(
         unnamed: Exceptions of which no rank is known.
         missing: What could not be read, one sentence each.
         outdated: Ranks whose dumps are of an earlier moment, and are not among these.
+        left_out: Ranks whose dumps are not among these for another reason.
         log: What logs say beyond single ranks.
     """
     membership = Membership(said, size)
@@ -78,6 +80,7 @@ def job_of(
         unnamed=tuple(unnamed),
         is_sized=is_sized,
         outdated=tuple(outdated),
+        left_out=tuple(rank for rank in left_out if rank < world_size),
         log=log or LogFacts(),
     )
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lightning_ncclsafe.facts import Collective, Group, RankFacts
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.rules.kit.wording import group_words, ranks_words
+from lightning_ncclsafe.rules.recorded.calls import caller_of
 
 # Of these no rank sees the end before all have called them.
 _OF_ALL = ("all_", "allgather", "allreduce", "_allgather", "reduce_scatter", "_reduce_scatter", "barrier")
@@ -19,6 +20,10 @@ _ENDS_NS = 30 * 60 * 1_000_000_000
 _OLDER = (
     "The dumps of {ranks} are older than the others, or from another run: in {group}, other ranks have completed "
     "number {done:,}, while {ranks} had reached only {called:,}. They are left out."
+)
+_MISNAMED = "The dumps of {ranks} are left out: by their process groups, other ranks have written them than their file names say."
+_ALL_MISNAMED = (
+    "All dumps are left out, as the ranks in their file names are not those of the job: {ranks} of {size:,} ranks."
 )
 _OTHER_RUN = "The dumps of {ranks} are from another run than the others, and are left out: {why}."
 
@@ -40,7 +45,7 @@ def apart(dumps: Dumps) -> Apart:
     """The dumps that cannot be of the same moment of the same run as the latest."""
     found: dict[Find, set[int]] = defaultdict(set)
     reasons: list[str] = []
-    for find in (_of_other_members, _of_other_times, _called_at_other_times, _over, _older):
+    for find in (_misnamed, _of_other_members, _of_other_times, _called_at_other_times, _over, _older):
         left_out = set().union(*found.values())
         for ranks, reason in find({rank: facts for rank, facts in dumps.items() if rank not in left_out}):
             found[find] |= set(ranks)
@@ -53,12 +58,37 @@ def latest_ns(facts: RankFacts) -> int:
     return max((call.created_ns for call in facts.collectives), default=0)
 
 
+def _misnamed(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    """A process knows the groups of which it is a member, and says in each send and receive which member it is."""
+    sizes = {rank: len(group.ranks) for rank, facts in dumps.items() for group in facts.groups if _is_default(group)}
+    # Whoever counts ranks from 1 has named all others wrongly, too.
+    beyond = [rank for rank, size in sorted(sizes.items()) if rank >= size > 0 and size == max(sizes.values())]
+    if beyond:
+        yield sorted(dumps), _ALL_MISNAMED.format(ranks=ranks_words(beyond), size=max(sizes.values()))
+        return
+    found = [rank for rank, facts in sorted(dumps.items()) if _is_of_another(rank, facts)]
+    if found:
+        yield found, _MISNAMED.format(ranks=ranks_words(found))
+
+
+def _is_of_another(rank: int, facts: RankFacts) -> bool:
+    members = {group.name: group.ranks for group in facts.groups if group.ranks}
+    if any(rank not in there for there in members.values()):
+        return True
+    callers = (caller_of(call, members.get(call.group, ())) for call in facts.collectives if call.is_p2p)
+    return any(caller not in (None, rank) for caller in callers)
+
+
+def _is_default(group: Group) -> bool:
+    return group.name == DEFAULT_GROUP[0] and bool(group.ranks)
+
+
 def _of_other_members(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     """All ranks of a run agree on how many there are."""
     sizes: dict[int, list[int]] = defaultdict(list)
     for rank, facts in dumps.items():
         for group in facts.groups:
-            if group.name == DEFAULT_GROUP[0] and group.ranks:
+            if _is_default(group):
                 sizes[len(group.ranks)].append(rank)
     if len(sizes) > 1:
         kept = max(sizes, key=lambda size: max(latest_ns(dumps[rank]) for rank in sizes[size]))

@@ -222,6 +222,7 @@ class Recorder(Generic[_Entry]):
         for entry in entries:
             number = number_of(entry)
             names = self.names.get(number)
+            is_first = names is None
             if names is None:
                 names = self.names[number] = group_of(entry)
             seq = seq_of(entry)
@@ -231,7 +232,9 @@ class Recorder(Generic[_Entry]):
             self._newest[thread if isinstance(thread, str) else ""] = len(works)
             if isinstance(name, str) and name.endswith("coalesced"):
                 parts = _parts_of(entry, works, loose.pop(number, []))
-                if parts or is_p2p:
+                # Of a batch with which a group begins here, the ring has overwritten the parts.
+                lacks_parts = is_first and whole(entry.get("p2p_seq_id")) > 0
+                if parts or is_p2p or lacks_parts:
                     left_out.update(parts)
                     self._mixed.add(number)
                     own = tuple(works[index].entry for index in parts)
@@ -334,6 +337,8 @@ class Recorder(Generic[_Entry]):
         """Whether the first open work of a group comes later than the one after the last that has ended."""
         enqueued, completed = _counted(self._status.get(number, {}))
         is_mixed = number in self._mixed
+        if any(work.is_open and work.kind is WorkKind.BATCH and not work.parts for work in works):
+            return True
         waiting = [work for work in works if work.is_open and (work.kind is WorkKind.COLLECTIVE) is not is_mixed]
         if not waiting or not enqueued:
             return False

@@ -55,11 +55,13 @@ def recorded_table(job: JobFacts) -> Iterator[str]:
     words = Words()
     for facts in job.ranks:
         alike[_state(facts, words)].append(facts.rank)
-    silent = [rank for rank in job.silent if rank not in job.outdated]
+    silent = [rank for rank in job.silent if rank not in (*job.outdated, *job.left_out)]
     if silent:
         alike[("nothing of it was read" if len(silent) == 1 else "nothing of them was read",)] = silent
     if older := [rank for rank in job.silent if rank in job.outdated]:
         alike[("only an older dump was read",)] = older
+    if others := [rank for rank in job.silent if rank in job.left_out]:
+        alike[("only a dump was read that does not belong to this run and rank",)] = others
     for number, (state, ranks) in enumerate(alike.items()):
         if number == _MOST_LINES:
             yield f"… {len(alike) - _MOST_LINES:,} more lines; --format json has all of them"

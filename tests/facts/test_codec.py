@@ -524,6 +524,7 @@ JOB = JobFacts(
     unnamed=(ExceptionFacts(type="ValueError", message="bad", stack=(FRAME,), is_consequence=True),),
     is_sized=False,
     outdated=(2,),
+    left_out=(3,),
     log=LogFacts(
         statements=(
             Statement(

@@ -36,6 +36,13 @@ def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | Non
     return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
 
 
+def caller_of(call: Collective, members: tuple[int, ...]) -> int | None:
+    """The global rank that has called a send or receive."""
+    ends = _ENDS.match(call.op)
+    number = int(ends[2]) if ends else -1
+    return members[number] if 0 <= number < len(members) else None
+
+
 def is_of_all(call: Collective) -> bool:
     """Whether no rank can see its end before all have called it; a root may leave a broadcast earlier."""
     return call.op.startswith(_OF_ALL) and call.backend.startswith("nccl")

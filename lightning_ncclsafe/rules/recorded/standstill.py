@@ -158,6 +158,9 @@ class _Standstill(Calls):
             self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
         )
         sure = sure and not self._is_overtaken(rank)
+        if not ops:
+            # Its sends and receives were counted against those of its peer.
+            sure = sure and self.lost.isdisjoint({rank, *self.passed_by(rank)})
         return Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
 
     def _is_overtaken(self, rank: int) -> bool:
@@ -265,7 +268,19 @@ class _Standstill(Calls):
         record = self.view.facts[rank].record
         is_blank = record is not None and record.is_blank
         is_sure = not is_blank and is_absent and len(held) * 2 >= len(self.open) - len(held)
+        # Whoever is level with others that are idle may have come to the end with them.
+        is_sure = is_sure and (bool(ops) or not self._is_level_with_idle(rank))
         return Root(cause=RootCause.HOST, ranks=(rank,), held=held, ops=ops, is_sure=is_sure)
+
+    def _is_level_with_idle(self, rank: int) -> bool:
+        """Whether another member of a group has nothing outstanding, either, and nobody waits for it."""
+        awaited = {node for edges in self.edges.values() for node in edges}
+        return any(
+            other != rank and other not in awaited and other in self.open and self.is_idle(other)
+            for name, group in self.groups[rank].items()
+            if group.last_enqueued and not group.is_mixed
+            for other in self.members.get(name, ())
+        )
 
     def _is_with(self, rank: int) -> int | None:
         """The peer with which a rank stands in a send or receive that both have come to."""
