@@ -21,7 +21,7 @@ _OLDER = (
     "The dumps of {ranks} are older than the others, or from another run: in {group}, other ranks have completed "
     "number {done:,}, while {ranks} had reached only {called:,}. They are left out."
 )
-_MISNAMED = "The dumps of {ranks} are left out: by their process groups, other ranks have written them than their file names say."
+_MISNAMED = "The dumps of {ranks} are left out: their process groups are not those of the ranks in their file names."
 _ALL_MISNAMED = (
     "All dumps are left out, as the ranks in their file names are not those of the job: {ranks} of {size:,} ranks."
 )
