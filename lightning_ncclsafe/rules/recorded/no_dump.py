@@ -57,10 +57,8 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
     others = tuple(rank for rank in ranks if rank in view.job.left_out)
     if others:
-        who = (
-            f"{verb(others, 'the dump', 'the dumps')} of {ranks_words(others)} {verb(others, 'does', 'do')} not belong "
-        )
-        who += "to the others, and these wait"
+        whose = f"the {verb(others, 'dump', 'dumps')} of {clause(others, 'is|are')}"
+        who = f"{whose} not of this run and rank, and the others wait"
         then = f"They may wait for {'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
     elif older:
         whose = f"The dumps of {ranks_words(older)}"

@@ -269,7 +269,7 @@ class _Standstill(Calls):
         is_blank = record is not None and record.is_blank
         is_sure = not is_blank and is_absent and len(held) * 2 >= len(self.open) - len(held)
         # Whoever is level with others that are idle may have come to the end with them.
-        is_sure = is_sure and (bool(ops) or not self._is_level_with_idle(rank))
+        is_sure = is_sure and (bool(ops) or bool(self.view.silent) or not self._is_level_with_idle(rank))
         return Root(cause=RootCause.HOST, ranks=(rank,), held=held, ops=ops, is_sure=is_sure)
 
     def _is_level_with_idle(self, rank: int) -> bool:
