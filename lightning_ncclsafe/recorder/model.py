@@ -342,7 +342,8 @@ class Recorder(Generic[_Entry]):
         waiting = [work for work in works if work.is_open and (work.kind is WorkKind.COLLECTIVE) is not is_mixed]
         if not waiting or not enqueued:
             return False
-        if is_mixed and completed == whole(waiting[0].entry.get("collective_seq_id"), -1):
+        last = whole(self._status[number].get("last_completed_collective"))
+        if is_mixed and (last > enqueued or last == whole(waiting[0].entry.get("collective_seq_id"), -1)):
             # Then it may be a collective that has ended last, and the counter is its number.
             return False
         return min(work.seq for work in waiting) > completed + 1
