@@ -1,4 +1,4 @@
-"""Whether dumps are of one moment of one run: what has ended on one rank, the others must have called by then."""
+"""Whether dumps are of one moment of one run: all ranks must have called what has ended on one."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -9,11 +9,11 @@ from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.rules.kit.wording import group_words, ranks_words
 from lightning_ncclsafe.rules.recorded.calls import caller_of
 
-# Of these no rank sees the end before all have called them.
+# These end on no rank before all have called them.
 _OF_ALL = ("all_", "allgather", "allreduce", "_allgather", "reduce_scatter", "_reduce_scatter", "barrier")
-# Counters do not tell the operation: the root of so many broadcasts may have left them before the others come.
+# Counters do not show operations: a root may have completed this many broadcasts before the others call them.
 _BROADCASTS = 4
-# One rank cannot call what the others did so long ago: somebody's timeout would have ended the run.
+# Last calls cannot be this far apart: a timeout would have ended the run.
 _APART_NS = 6 * 3600 * 1_000_000_000
 # After a timeout, PyTorch ends a process within some 17 minutes; clocks of hosts are a few minutes apart at most.
 _ENDS_NS = 30 * 60 * 1_000_000_000
@@ -27,7 +27,7 @@ _ALL_MISNAMED = (
 )
 _OTHER_RUN = "The dumps of {ranks} are from another run than the others, and are left out: {why}."
 
-# Name and members; those of one group are the same object.
+# Name, and identity of the members, which all ranks of a group share.
 _Key = tuple[str, int]
 Dumps = Mapping[int, RankFacts]
 Find = Callable[[Dumps], Iterable[tuple[list[int], str]]]
@@ -54,7 +54,7 @@ def apart(dumps: Dumps) -> Apart:
 
 
 def latest_ns(facts: RankFacts) -> int:
-    """When the rank called its last collective; 0 where that is not known."""
+    """When the rank called its last collective; 0 if unknown."""
     return max((call.created_ns for call in facts.collectives), default=0)
 
 
@@ -101,7 +101,7 @@ def _of_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     """Ranks of a run call the same number of a group at about the same time; clocks are minutes apart at most."""
     moments = {rank: moment for rank, facts in dumps.items() if (moment := latest_ns(facts))}
     newest = max(moments.values(), default=0)
-    # A rank that was late by its own timeout has called at least something within it.
+    # A rank may be late by its own timeout.
     ranks = sorted(rank for rank, moment in moments.items() if newest - moment > _APART_NS + _longest_ns(dumps[rank]))
     if ranks:
         hours = min(newest - moments[rank] for rank in ranks) // 3_600_000_000_000
@@ -148,7 +148,7 @@ def _longest_ns(facts: RankFacts) -> int:
 
 
 def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
-    # Of a group in which no collective was seen, counters may be those of sends and receives.
+    # In a group without collectives, counters may be those of sends and receives.
     seen = {call.group for facts in dumps.values() for call in facts.collectives if not call.is_p2p}
     done: dict[_Key, int] = defaultdict(int)
     called_in: dict[_Key, dict[int, int]] = defaultdict(dict)
@@ -177,12 +177,12 @@ def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
 
 
 def _ended(facts: RankFacts, numbered_apart: set[str], seen: set[str]) -> dict[str, int]:
-    """The last number of each group that ended here, and so was called by all."""
+    """The last number of each group that ended here, so that all ranks had called it."""
     ended: dict[str, int] = {}
     left_early: set[tuple[str, int]] = set()
     for call in facts.collectives:
         if call.is_p2p:
-            # Some versions count sends and receives along, of which not all ranks have equally many.
+            # Some versions include sends and receives, of which ranks have different numbers.
             numbered_apart.add(call.group)
         elif call.completed and call.op.startswith(_OF_ALL):
             ended[call.group] = max(ended.get(call.group, 0), call.seq)
@@ -198,5 +198,5 @@ def _ended(facts: RankFacts, numbered_apart: set[str], seen: set[str]) -> dict[s
 
 
 def _is_one(group: Group) -> bool:
-    """Whether the name means one group: those of which the members are not known may have it in common."""
+    """Whether the name means one group; groups of unknown members may share it."""
     return bool(group.ranks) or group.name == DEFAULT_GROUP[0]
