@@ -157,11 +157,16 @@ class _Standstill(Calls):
         sure = not ops or any(
             self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
         )
-        sure = sure and not self._is_overtaken(rank)
+        sure = sure and not self._is_overtaken(rank) and not self._has_just_moved(rank)
         if not ops:
             # Its sends and receives were counted against those of its peer.
             sure = sure and self.lost.isdisjoint({rank, *self.passed_by(rank)})
         return Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
+
+    def _has_just_moved(self, rank: int) -> bool:
+        """Whether something had just ended when its dump was written: then it had not stood there for long."""
+        record = self.view.facts[rank].record
+        return record is not None and record.is_moving
 
     def _is_overtaken(self, rank: int) -> bool:
         """Whether others have completed what this rank has not called: its dump may be older than theirs."""
@@ -263,7 +268,7 @@ class _Standstill(Calls):
         lost = self._asked_wrongly(rank, held)
         if lost or self._has_passed(rank, held):
             ranks = tuple(sorted((rank, *(lost or held))))
-            return Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks)
+            return Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks, is_sure=self.lost.isdisjoint(ranks))
         # Of a job that was dumped while it began, some ranks have called nothing yet.
         record = self.view.facts[rank].record
         is_blank = record is not None and record.is_blank
