@@ -168,14 +168,14 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
     stacks, numbers = DumpStacks(), {} if recorder.only_open or lacks_some else _pair_numbers(entries)
     # As recorded: a clock that is set back does not change the order of calls.
     places_of = {id(entry): place for place, entry in enumerate(entries)}
-    told = sorted(
+    in_order = sorted(
         ((places_of[id(entry)], entry, work) for work in kept for entry in work.parts or (work.entry,)),
         key=operator.itemgetter(0),
     )
     backends = {backend_of(work.entry)[0] for work in kept}
     return Parsed(
         groups=groups_of(places),
-        collectives=tuple(_collective(entry, work, stacks, numbers.get(id(entry))) for _, entry, work in told),
+        collectives=tuple(_collective(entry, work, stacks, numbers.get(id(entry))) for _, entry, work in in_order),
         is_idle=recorder.is_idle or is_blank,
         is_empty=not has_called and not is_blank,
         is_blank=is_blank,

@@ -24,10 +24,10 @@ from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_du
 from lightning_ncclsafe.rules.recorded.telling import (
     consequence_evidence,
     counters_evidence,
+    described,
     quotes,
     record_kinds,
     recorded,
-    told,
 )
 
 _REMEDY = (
@@ -104,7 +104,7 @@ def _of_dumps(view: Timeline) -> Iterator[Finding]:
 def _of_two(view: Timeline, root: Root) -> Finding:
     """A send and its receive."""
     calls = {rank: next(pending_p2p(view.facts[rank])) for rank in root.ranks}
-    words = " and ".join(f"rank {rank} waits in {told(call)}" for rank, call in calls.items())
+    words = " and ".join(f"rank {rank} waits in {described(call)}" for rank, call in calls.items())
     return recorded(
         root.ranks,
         f"{words}: both sides have been called, and if they had waited there for long, a link or one of the two "
@@ -127,8 +127,8 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, 
     if not known or not _is_complete(view.job, group):
         fault = f"if there are no other ranks, {fault}"
     text = (
-        f"All {len(ranks):,} ranks of {group_words(group.name)} have called {told(calls[ranks[0]])}, and it did not "
-        f"complete: {fault}."
+        f"All {len(ranks):,} ranks of {group_words(group.name)} have called {described(calls[ranks[0]])}, and it did "
+        f"not complete: {fault}."
     )
     if late is not None:
         text = _late_words(group, calls, late)
@@ -153,7 +153,7 @@ def _late(calls: dict[int, Collective]) -> Late | None:
 
 
 def _late_words(group: GroupView, calls: dict[int, Collective], late: Late) -> str:
-    who = f"{capitalised(ranks_words(late.ranks))} called {told(calls[late.ranks[0]])}"
+    who = f"{capitalised(ranks_words(late.ranks))} called {described(calls[late.ranks[0]])}"
     after = f"{duration_words(late.by_s)} after the first of the {len(calls):,} ranks of {group_words(group.name)}"
     came = f"{verb(late.ranks, 'it', 'they')} came, but probably too late for those that had waited"
     return f"{who} {after}, with a timeout of {duration_words(late.timeout_s)}: {came}."

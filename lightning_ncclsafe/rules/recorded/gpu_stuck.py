@@ -19,9 +19,9 @@ from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_
 from lightning_ncclsafe.rules.recorded.telling import (
     consequence_evidence,
     counters_evidence,
+    described,
     oldest_outstanding,
     recorded,
-    told,
 )
 
 
@@ -76,14 +76,14 @@ def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
     if not root.ops:
         waiting = next(call for call in view.facts[rank].collectives if not call.completed)
         if waiting.pair_number:
-            return f"{of} {has} not completed {told(waiting)}, although the other side has come to it"
-        return f"{of} {has} not started {told(waiting)}, although the other side has started"
+            return f"{of} {has} not completed {described(waiting)}, although the other side has come to it"
+        return f"{of} {has} not started {described(waiting)}, although the other side has started"
     name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)
     others = tuple(
         other for other in groups[name].members if other in view.facts and _is_through(view, other, name, seq)
     )
-    what = told(call) if call is not None else f"number {seq:,} of {group_words(name)}"
+    what = described(call) if call is not None else f"number {seq:,} of {group_words(name)}"
     if not others:
         return f"{of} {has} not started {what}, although all others have"
     through = f"those of {ranks_words(others)} have completed it"
