@@ -26,7 +26,7 @@ from lightning_ncclsafe.reading.files import MOST_UNPACKED, FileKind, Source, co
 from lightning_ncclsafe.reading.groups import Places, called_otherwise, complete, groups_of
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later, renamed
-from lightning_ncclsafe.reading.runs import apart
+from lightning_ncclsafe.reading.runs import Apart, apart
 from lightning_ncclsafe.reading.values import ReadingError, whole
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 from lightning_ncclsafe.report.json import ReportError, read_report
@@ -129,7 +129,7 @@ class Artifacts:
         dumps = self._completed_dumps()
         left_out = apart(dumps)
         return job_of(
-            {rank: facts for rank, facts in dumps.items() if rank not in left_out.ranks},
+            {rank: _marked(facts, left_out) for rank, facts in dumps.items() if rank not in left_out.ranks},
             said,
             self.log.world_size,
             unnamed=self.log.unnamed,
@@ -223,6 +223,13 @@ class Artifacts:
                 self.missing.append(
                     f"Only the first {MOST_UNPACKED / 1024**3:.1f} GiB of {source.path}, unpacked, were read."
                 )
+
+
+def _marked(facts: RankFacts, left_out: Apart) -> RankFacts:
+    """The facts; those of a doubtful dump say so."""
+    if facts.rank not in left_out.doubtful or facts.record is None:
+        return facts
+    return replace(facts, record=replace(facts.record, is_doubtful=True))
 
 
 def _has_nothing_open(facts: RankFacts) -> bool:

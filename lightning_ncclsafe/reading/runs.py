@@ -34,10 +34,18 @@ Find = Callable[[Dumps], Iterable[tuple[list[int], str]]]
 
 
 class Apart(NamedTuple):
-    """Ranks whose dumps do not belong to the others; those of an earlier moment; why, one sentence for each reason."""
+    """Which dumps do not belong to the others.
+
+    Attributes:
+        ranks: Ranks whose dumps do not.
+        older: Those of an earlier moment, ascending.
+        doubtful: Ranks whose dumps may be of an earlier run, or have a wrong clock.
+        reasons: Why, one sentence for each reason.
+    """
 
     ranks: frozenset[int]
     older: tuple[int, ...]
+    doubtful: frozenset[int]
     reasons: tuple[str, ...]
 
 
@@ -45,12 +53,14 @@ def apart(dumps: Dumps) -> Apart:
     """The dumps that cannot be of the same moment of the same run as the latest."""
     found: dict[Find, set[int]] = defaultdict(set)
     reasons: list[str] = []
-    for find in (_misnamed, _of_other_members, _of_other_times, _called_at_other_times, _over, _older):
+    for find in (_misnamed, _of_other_members, _of_other_times, _of_another_start, _older):
         left_out = set().union(*found.values())
         for ranks, reason in find({rank: facts for rank, facts in dumps.items() if rank not in left_out}):
             found[find] |= set(ranks)
             reasons.append(reason)
-    return Apart(frozenset().union(*found.values()), tuple(sorted(found[_older])), tuple(reasons))
+    left_out = frozenset().union(*found.values())
+    doubtful = _early({rank: facts for rank, facts in dumps.items() if rank not in left_out})
+    return Apart(left_out, tuple(sorted(found[_older])), frozenset(doubtful), tuple(reasons))
 
 
 def latest_ns(facts: RankFacts) -> int:
@@ -80,7 +90,7 @@ def _is_of_another(rank: int, facts: RankFacts) -> bool:
 
 
 def _is_default(group: Group) -> bool:
-    return group.name == DEFAULT_GROUP[0] and bool(group.ranks)
+    return (group.name, group.description) == DEFAULT_GROUP and bool(group.ranks)
 
 
 def _of_other_members(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
@@ -88,7 +98,7 @@ def _of_other_members(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     sizes: dict[int, list[int]] = defaultdict(list)
     for rank, facts in dumps.items():
         for group in facts.groups:
-            if _is_default(group):
+            if group.name == DEFAULT_GROUP[0] and group.ranks:
                 sizes[len(group.ranks)].append(rank)
     if len(sizes) > 1:
         kept = max(sizes, key=lambda size: max(latest_ns(dumps[rank]) for rank in sizes[size]))
@@ -109,38 +119,50 @@ def _of_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
         yield ranks, _OTHER_RUN.format(ranks=ranks_words(ranks), why=why)
 
 
-def _called_at_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
-    """A collective that has ended on ranks was called by all of them within its timeout."""
-    called: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
-    for rank, facts in dumps.items():
-        one = {group.name for group in facts.groups if _is_one(group)}
-        for call in facts.collectives:
-            if call.completed and not call.is_p2p and call.created_ns and call.timeout_ms and call.group in one:
-                called[call.group, call.seq][rank] = call
-    early: set[int] = set()
-    for calls in called.values():
-        newest = max(call.created_ns for call in calls.values())
-        early |= {rank for rank, call in calls.items() if newest - call.created_ns > _limit_ns(call) + _ENDS_NS}
-    if early:
-        why = "what they called under one number, the others called more than its timeout later"
+def _of_another_start(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    """Dumps with other times, unless their numbers fit those of the others: then it may be the clock of a host."""
+    early = _early(dumps)
+    if early and not _fit(dumps, early):
+        why = "their calls were long before those of the others, and their numbers do not fit"
         yield sorted(early), _OTHER_RUN.format(ranks=ranks_words(early), why=why)
 
 
-def _over(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
-    """A collective that is not completed within its timeout ends the run: nobody calls anything long after that."""
+def _early(dumps: Dumps) -> set[int]:
+    """Ranks that called what others called under one number too early, or whose wait was over before others called.
+
+    A collective that has ended was called by all ranks within its timeout; one that has not ended within it ends the
+    run.
+    """
     newest = max(map(latest_ns, dumps.values()), default=0)
-    ended: list[int] = []
-    for rank, facts in sorted(dumps.items()):
-        waiting = (c for c in facts.collectives if not (c.completed or c.is_p2p) and c.created_ns and c.timeout_ms)
-        if any(newest - call.created_ns > _limit_ns(call) + _ENDS_NS for call in waiting):
-            ended.append(rank)
-    if ended:
-        why = "what they wait in had timed out long before the last calls of the others"
-        yield ended, _OTHER_RUN.format(ranks=ranks_words(ended), why=why)
+    latest: dict[tuple[str, int], int] = defaultdict(int)
+    timed: list[tuple[int, Collective]] = []
+    for rank, facts in dumps.items():
+        one = {group.name for group in facts.groups if _is_one(group)}
+        for call in facts.collectives:
+            if not call.is_p2p and call.created_ns and call.timeout_ms and (call.group in one or not call.completed):
+                timed.append((rank, call))
+                if call.completed:
+                    latest[call.group, call.seq] = max(latest[call.group, call.seq], call.created_ns)
+    return {
+        rank
+        for rank, call in timed
+        if (latest[call.group, call.seq] if call.completed else newest) - call.created_ns
+        > call.timeout_ms * 1_000_000 + _ENDS_NS
+    }
 
 
-def _limit_ns(call: Collective) -> int:
-    return call.timeout_ms * 1_000_000
+def _fit(dumps: Dumps, early: set[int]) -> bool:
+    """Whether these and the others have called what the respective others have completed."""
+    of_early, of_others = defaultdict(list), defaultdict(list)
+    for rank, facts in dumps.items():
+        for group in facts.groups:
+            if group.last_enqueued and not group.is_mixed and _is_one(group):
+                (of_early if rank in early else of_others)[group.name, id(group.ranks)].append(group)
+    return all(
+        max(group.last_completed for group in one) <= min(group.last_enqueued for group in other)
+        for key in of_early.keys() & of_others.keys()
+        for one, other in ((of_early[key], of_others[key]), (of_others[key], of_early[key]))
+    )
 
 
 def _longest_ns(facts: RankFacts) -> int:

@@ -466,6 +466,7 @@ RANK = RankFacts(
         is_blank=True,
         is_moving=True,
         has_lost=True,
+        is_doubtful=True,
         is_idle=True,
         is_empty=True,
         has_log=True,

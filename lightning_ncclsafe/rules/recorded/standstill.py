@@ -156,16 +156,16 @@ class _Standstill(Calls):
         sure = not ops or any(
             self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
         )
-        sure = sure and not self._is_overtaken(rank) and not self._has_just_moved(rank)
+        sure = sure and not self._is_overtaken(rank) and not self._is_of_another_moment(rank)
         if not ops:
             # Its sends and receives were counted against those of its peer.
             sure = sure and self.lost.isdisjoint({rank, *self.passed_by(rank)})
         return Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
 
-    def _has_just_moved(self, rank: int) -> bool:
-        """Whether something had just ended when its dump was written: then it had not stood there for long."""
+    def _is_of_another_moment(self, rank: int) -> bool:
+        """Whether its dump may be older: something had just ended, or its calls were long before those of others."""
         record = self.view.facts[rank].record
-        return record is not None and record.is_moving
+        return record is not None and (record.is_moving or record.is_doubtful)
 
     def _is_overtaken(self, rank: int) -> bool:
         """Whether others have completed what this rank has not called, so that its dump may be older."""
@@ -273,6 +273,7 @@ class _Standstill(Calls):
         is_blank = record is not None and record.is_blank
         is_sure = not is_blank and is_absent and len(held) * 2 >= len(self.open) - len(held)
         # It may have reached the end of the program together with other idle ranks.
+        is_sure = is_sure and not self._is_of_another_moment(rank)
         is_sure = is_sure and (bool(ops) or bool(self.view.silent) or not self._is_level_with_idle(rank))
         return Root(cause=RootCause.HOST, ranks=(rank,), held=held, ops=ops, is_sure=is_sure)
 
