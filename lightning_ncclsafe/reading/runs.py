@@ -70,11 +70,12 @@ def latest_ns(facts: RankFacts) -> int:
 
 def _misnamed(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     """A process knows the groups of which it is a member, and says in each send and receive which member it is."""
-    sizes = {rank: len(group.ranks) for rank, facts in dumps.items() for group in facts.groups if _is_default(group)}
-    # Whoever counts ranks from 1 has named all others wrongly, too.
-    beyond = [rank for rank, size in sorted(sizes.items()) if rank >= size > 0 and size == max(sizes.values())]
+    everybody = {group.ranks for facts in dumps.values() for group in facts.groups if _is_default(group)}
+    size = len(next(iter(everybody))) if len(everybody) == 1 else 0
+    beyond = [rank for rank in sorted(dumps) if rank >= size > 0]
     if beyond:
-        yield sorted(dumps), _ALL_MISNAMED.format(ranks=ranks_words(beyond), size=max(sizes.values()))
+        # Whoever counts ranks from 1 has named all others wrongly, too.
+        yield sorted(dumps), _ALL_MISNAMED.format(ranks=ranks_words(beyond), size=size)
         return
     found = [rank for rank, facts in sorted(dumps.items()) if _is_of_another(rank, facts)]
     if found:

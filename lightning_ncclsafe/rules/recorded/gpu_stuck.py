@@ -48,7 +48,8 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         Which kernel runs on the GPU. Without TORCH_NCCL_ENABLE_TIMING, a kernel that never ends before a collective
-        that no rank completes looks like a faulty link (all-joined).
+        that no rank completes looks like a faulty link (all-joined). A dump that was written earlier than the others,
+        and shows everything that the rank had called, looks like a GPU that has failed since.
     """
     found = [] if gone(view) else roots_of(view, RootCause.DEVICE)
     for is_sure in (True, False):

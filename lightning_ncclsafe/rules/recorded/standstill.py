@@ -348,7 +348,8 @@ class _Standstill(Calls):
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
             named = in_circle(at_heads) or in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
             both = tuple(sorted(named))
-            sure = self.lost.isdisjoint(ranks)
+            # Of a longer circle, most ranks only wait for the pair that does not match, and it may be any pair.
+            sure = len(ranks) == 2 and self.lost.isdisjoint(ranks)
             return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
         ops = sorted(ops, key=self._most)
         first = [self.open[rank][0] for rank in ranks]

@@ -46,7 +46,7 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         Pair each send with a receive; see in which order neighbours call them.
 
     Cannot see:
-        Which side called one too many. A rank that has nothing outstanding and that neighbours wait for is reported as
+        Which side called one too many; which pair it is, if more than two ranks wait in a circle. A rank that has nothing outstanding and that neighbours wait for is reported as
         host-stuck.
     """
     if not gone(view):
