@@ -14,7 +14,8 @@ from lightning_ncclsafe.facts.findings import Confidence
 # for an idle rank by way of one without a dump is held up by that as far as dumps tell; one rank of four that waits may
 # still move; and numbers that begin again are also those of an earlier moment. Of two jobs the later one counts, even
 # with few dumps; and groups of unknown members that each process names by itself cannot be told apart. A host whose
-# clock is hours behind has dumps like those of an earlier start.
+# clock is hours behind has dumps like those of an earlier start. Of a circle of more than two ranks, any pair may be the
+# one that does not match.
 MISSED = (
     "the_first_call_connects",
     "the_ring_has_lost_it",
@@ -26,6 +27,7 @@ MISSED = (
     "two_ranks_have_dumps_of_another_job",
     "names_of_each_process_and_members_unknown",
     "a_clock_two_hours_behind",
+    "a_send_to_the_wrong_stage",
 )
 
 
