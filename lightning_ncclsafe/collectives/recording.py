@@ -10,8 +10,9 @@ import numpy as np
 
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.code.own_work import take_own_work
+from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
-from lightning_ncclsafe.recorder.model import Recorder, WorkKind, recorded_once, size_bytes
+from lightning_ncclsafe.recorder.model import Recorder, WorkKind, recorded_once
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 

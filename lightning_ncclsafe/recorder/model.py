@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
 from typing import Any, Generic, TypeVar
 
 Entry = Mapping[Any, Any]
@@ -25,26 +24,6 @@ _RETIRED_WITHIN_NS = 2_000_000_000
 _LARGEST = 2**63
 # Back ends whose recorder is known; "retired" means something else for each.
 _KNOWN = ("nccl", "gloo", "fake", HOOK)
-
-# By the names of torch's ScalarType; other types count as one byte.
-_BYTES = {
-    "Byte": 1,
-    "Char": 1,
-    "Bool": 1,
-    "Short": 2,
-    "Half": 2,
-    "BFloat16": 2,
-    "UInt16": 2,
-    "Int": 4,
-    "UInt32": 4,
-    "Float": 4,
-    "ComplexHalf": 4,
-    "Long": 8,
-    "UInt64": 8,
-    "Double": 8,
-    "ComplexFloat": 8,
-    "ComplexDouble": 16,
-}
 
 
 class State(str, Enum):
@@ -445,18 +424,3 @@ def _parts_of(entry: Entry, works: Sequence[Work[_Entry]], loose: Sequence[int])
 def _follows(one: Entry, other: Entry) -> bool:
     """Whether nothing was recorded between two entries."""
     return whole(other.get("record_id"), -2) - whole(one.get("record_id"), -2) in (0, 1)
-
-
-def size_bytes(entry: dict[str, Any]) -> int:
-    """Bytes that this rank puts into a collective or, if it only receives, gets out of it."""
-    return _bytes(entry.get("input_sizes"), entry.get("input_dtypes")) or _bytes(
-        entry.get("output_sizes"), entry.get("output_dtypes")
-    )
-
-
-def _bytes(shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[str] | None) -> int:
-    if not shapes or not dtypes:
-        return 0
-    # The recorder keeps one type if all tensors have the same.
-    of_each = dtypes if len(dtypes) == len(shapes) else [dtypes[0]] * len(shapes)
-    return sum(prod(shape) * _BYTES.get(dtype, 1) for shape, dtype in zip(shapes, of_each, strict=True))
