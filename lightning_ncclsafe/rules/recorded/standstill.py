@@ -348,8 +348,9 @@ class _Standstill(Calls):
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
             named = in_circle(at_heads) or in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
             both = tuple(sorted(named))
-            # Of a longer circle, most ranks only wait for the pair that does not match, and it may be any pair.
-            sure = len(ranks) == 2 and self.lost.isdisjoint(ranks)
+            # If several pairs of the circle wait for each other, any of them may be the one that does not match.
+            waits = {frozenset((one, other)) for one in ranks for other in self.edges.get(one, ()) if other in inside}
+            sure = len(waits) == 1 and self.lost.isdisjoint(ranks)
             return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
         ops = sorted(ops, key=self._most)
         first = [self.open[rank][0] for rank in ranks]

@@ -46,8 +46,8 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         Pair each send with a receive; see in which order neighbours call them.
 
     Cannot see:
-        Which side called one too many; which pair it is, if more than two ranks wait in a circle. A rank that has
-        nothing outstanding and that neighbours wait for is reported as host-stuck.
+        Which side called one too many; which pair it is, if several pairs of a circle wait for each other. A rank
+        that has nothing outstanding and that neighbours wait for is reported as host-stuck.
     """
     if not gone(view):
         yield from (_finding(view, root) for root in roots_of(view, RootCause.UNMATCHED))
