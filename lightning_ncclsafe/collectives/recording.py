@@ -10,8 +10,9 @@ import numpy as np
 
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.code.own_work import take_own_work
+from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
-from lightning_ncclsafe.recorder.model import Recorder, WorkKind, size_bytes, told_once
+from lightning_ncclsafe.recorder.model import Recorder, WorkKind, recorded_once
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
 
@@ -168,7 +169,7 @@ class Recording:
             lost += max(entries[0]["record_id"] - read_to - 1, 0) if read_to >= 0 else 0
             self._read_to[number] = entries[-1]["record_id"]
             self.new += sum(entry["record_id"] > read_to for entry in entries)
-            whole = _as_they_count(told_once(entries))
+            whole = _as_they_count(recorded_once(entries))
             wanted = [entry for entry in whole if entry["record_id"] > read_to or entry["record_id"] in unfinished]
             forgotten = unfinished.keys() - {entry["record_id"] for entry in wanted}
             found += [unfinished.pop(record) for record in sorted(forgotten)]

@@ -205,6 +205,8 @@ class JobFacts:
         unnamed: Exceptions in a log that does not say which rank raised them.
         is_sized: Whether ``world_size`` is known; otherwise it is the smallest possible number.
         outdated: Ranks whose dumps are of an earlier moment than the others', and were left out, ascending.
+        left_out: Ranks whose dumps were left out because they are of another run, or because other ranks have written
+            them than their names say, ascending.
         log: What logs contain beyond single ranks.
         elsewhere: Ranks on hosts that were not inspected, ascending.
     """
@@ -221,6 +223,7 @@ class JobFacts:
     unnamed: tuple[ExceptionFacts, ...] = ()
     is_sized: bool = True
     outdated: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
     log: LogFacts = field(default_factory=LogFacts)
     elsewhere: tuple[int, ...] = field(default=(), metadata={"ranges": True})
 

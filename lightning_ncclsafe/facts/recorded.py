@@ -87,6 +87,9 @@ class RecordFacts:
         is_empty: Whether it says nothing at all: the recorder was off.
         is_blank: Whether the recorder was on, and the rank had called nothing at all.
         is_moving: Whether something had just ended on the device when it was written.
+        has_lost: Whether the ring no longer has all that is outstanding.
+        is_doubtful: Whether the dump may be of an earlier run, or the clock of the host wrong: all its calls were long
+            before those of the others.
         has_log: Whether lines of the rank were read in a log.
         group_known: Whether the log says to which process group its collectives belong; torch says so since 2.3.
         waited_ms: How long a collective had run when NCCL's watchdog gave it up, milliseconds; 0 where none was.
@@ -105,6 +108,8 @@ class RecordFacts:
     is_empty: bool = False
     is_blank: bool = False
     is_moving: bool = False
+    has_lost: bool = False
+    is_doubtful: bool = False
     has_log: bool = False
     group_known: bool = True
     waited_ms: int = 0

@@ -1,4 +1,4 @@
-"""Reading what a run has left behind, dumps, logs and reports: bytes that nobody vouches for become facts.
+"""Reads what a run has left behind, dumps, logs and reports: untrusted bytes become facts.
 
 The door is ``evidence``: all that paths hold, as jobs. Imports facts, the recorder's model and rules; neither torch nor
 Lightning.

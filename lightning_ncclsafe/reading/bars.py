@@ -1,4 +1,4 @@
-"""Progress bars in a log: one that goes on, or that began when ranks began to wait, is of a process that works."""
+"""Progress bars in a log. One that moves on, or that began when ranks began to wait, belongs to a process at work."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _BAR = re.compile(
 
 
 class ProgressBar(NamedTuple):
-    """A progress bar, as it stood when ranks had timed out."""
+    """A progress bar, as it was after ranks had timed out."""
 
     text: str
     done: str
@@ -25,21 +25,21 @@ class ProgressBar(NamedTuple):
 
 
 class LastBar:
-    """The last progress bar of a file, until something else has been said for some lines."""
+    """The last progress bar of a file; forgotten after some other lines."""
 
     def __init__(self) -> None:
         self._text = b""
         self._at = 0
 
     def read(self, text: bytes, line: int) -> None:
-        """Keeps the one in a line of this number."""
+        """Keeps the bar in this line, if there is one."""
         if b"%|" in text:
             self._text, self._at = text, line
 
     def move(self, bars: list[ProgressBar], line: int) -> None:
-        """Adds it to others, as somebody has given up: one right before a rank's last words was there by then."""
+        """Adds the bar to others once a rank has given up, if it stands right before that rank's last lines."""
         if self._text and line - self._at < _RIGHT_BEFORE:
-            # Whoever has copied a log may have put all that a bar has been through into one line.
+            # Copying a log may join all states of a bar in one line.
             last = {bar.total: bar for bar in bars_in(self._text.decode("utf-8", "replace"))}
             bars += last.values()
             del bars[:-_MOST]
@@ -55,11 +55,11 @@ def bars_in(text: str) -> Iterator[ProgressBar]:
 
 
 def works_on(bars: list[ProgressBar], limits_s: set[float]) -> str:
-    """A bar that moved after a rank had given up, or whose work began when it began to wait; empty if none did.
+    """A bar that moved after a rank gave up, or that began when the rank began to wait; empty if there is none.
 
     Args:
-        bars: Those that were seen when ranks had given up.
-        limits_s: After how long they had, seconds.
+        bars: The bars seen after ranks had given up.
+        limits_s: The timeouts of these ranks, seconds.
     """
     for bar in bars:
         began_with_it = any(0.9 * limit_s <= bar.elapsed_s <= 1.2 * limit_s for limit_s in limits_s)

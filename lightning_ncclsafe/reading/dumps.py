@@ -1,7 +1,7 @@
-"""A Flight Recorder's dump, as pickle or as JSON, and what it means; the rank that wrote it is in the file's name.
+"""A Flight Recorder's dump, as pickle or as JSON, and what it means. The file's name has the rank that wrote it.
 
-Of a pickle's instructions only those that make plain data are followed. Of the entries the newest of each group are
-kept, and those around the oldest one that has not ended.
+Only instructions that make plain data are followed in a pickle. The newest entries of each group are kept, and those
+around the oldest one that has not ended.
 """
 
 import io
@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Collective, Group, Phase, Progress, RankFacts, RecordFacts
@@ -32,7 +32,7 @@ from lightning_ncclsafe.recorder.model import (
 )
 
 MOST_BYTES = 64 * 1024 * 1024
-"""Of a dump. An entry takes some 200 bytes, its stack as many; PyTorch keeps 2,000 unless told otherwise."""
+"""The largest dump that is read. An entry has about 200 bytes, as has its stack; PyTorch keeps 2,000 by default."""
 MOST_CONTAINERS = 5_000_000
 
 # Instructions for plain data whose length is fixed, the frequent ones first, as that is what the time goes into; times
@@ -46,10 +46,10 @@ _FIXED = re.compile(
 _COUNTED = {**dict.fromkeys(b"U\x8cC\x8a", 1), **dict.fromkeys(b"TXB\x8b", 4), **dict.fromkeys(b"\x8d\x8e", 8)}
 _LENGTHS = {**dict.fromkeys(b"Kqh\x80", 2), ord("M"): 3, **dict.fromkeys(b"Jjr", 5), **dict.fromkeys(b"G\x95", 9)}
 _STOP = ord(".")
-# For these Python's unpickler asks find_class, which says what was asked for.
+# For these, Python's unpickler calls find_class, which names what was to be imported.
 _NAMES = b"c\x93i"
 
-# A hang's cause lies in the last few entries of a group; ahead of it, a device's queue may be long.
+# The cause of a hang is in the last few entries of a group, but a device's queue behind it may be long.
 _NEWEST = 64
 _NEWEST_OF_ALL_GROUPS = 256
 _LEAST_NEWEST = 8
@@ -77,22 +77,22 @@ def unpickled(data: bytes) -> Any:
     Raises:
         ReadingError: If it is damaged, asks for anything to be imported, or would need much memory.
     """
-    # What takes some sixty times as much memory as its instruction has bytes. Text may hold these bytes as well.
+    # These take about sixty times as much memory as their instructions have bytes. Text may contain these bytes, too.
     if sum(map(data.count, (b"]", b"}", b"\x85"))) > MOST_CONTAINERS:
         raise ReadingError(f"it holds more than {MOST_CONTAINERS:,} lists or dictionaries")
     _look_over(data)
     try:
-        # Buffered, as otherwise it asks for the bytes of each instruction anew, which takes three times as long.
+        # Buffered: reading each instruction's bytes by itself takes three times as long.
         return _RefusingUnpickler(io.BufferedReader(io.BytesIO(data))).load()
     except ReadingError:
         raise
-    # Whatever a damaged pickle makes of Python's unpickler.
+    # Python's unpickler may raise anything for a damaged pickle.
     except Exception as error:
         raise ReadingError(f"it is a damaged pickle ({type(error).__name__}: {str(error)[:100]})") from error
 
 
 def _look_over(data: bytes) -> None:
-    """Follows the instructions, doing none, up to the first one that names something to import."""
+    """Checks the instructions without executing any, up to the first one that would import something."""
     position, end = 0, len(data)
     while position < end:
         fixed = _FIXED.match(data, position)
@@ -112,18 +112,19 @@ def _look_over(data: bytes) -> None:
 
 
 class Parsed(NamedTuple):
-    """What a dump comes to.
+    """What a dump says.
 
     Attributes:
-        groups: The groups of which the position is known.
+        groups: The groups whose position is known.
         collectives: The last collectives of each, oldest first; all around the oldest outstanding one are among them.
         is_idle: Whether nothing is outstanding.
         is_empty: Whether the dump says nothing at all; a recorder that is on knows at least the groups.
-        is_blank: Whether the recorder knows groups, and nothing that was called.
+        is_blank: Whether the recorder knows groups, but no calls.
         is_moving: Whether something had just ended when it was written.
+        has_lost: Whether the ring no longer has all that is outstanding.
         left_out: How many older entries were not read.
-        unknown_backends: Back ends of which it is not known how they tell that a work has ended.
-        places: Numbers, names and positions, for groups whose names other dumps may tell.
+        unknown_backends: Back ends whose way of recording the end of a work is not known.
+        places: Numbers, names and positions of groups; other dumps may complete the names.
     """
 
     groups: tuple[Group, ...]
@@ -132,6 +133,7 @@ class Parsed(NamedTuple):
     is_empty: bool
     is_blank: bool
     is_moving: bool
+    has_lost: bool
     left_out: int
     unknown_backends: tuple[str, ...]
     places: Places
@@ -152,7 +154,9 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
         ReadingError: If entries lack what every version writes.
     """
     given = items(dump.get("entries"))
-    entries = _of_use(_in_order([entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))]))
+    entries = _in_order([entry for item in given[-MOST_ENTRIES:] if (entry := mapping(item))])
+    lacks_some = _lacks_some(entries)
+    entries = _of_use(entries)
     if not all(map(_is_whole, entries)):
         raise ReadingError("it is damaged: some of its entries have no sequence number or no state")
     status = {str(key): mapping(value) for key, value in mapping(dump.get("pg_status")).items()}
@@ -161,16 +165,22 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
     has_called = bool(entries or status)
     is_blank = not has_called and bool(places.members)
     kept = _kept(recorder)
-    stacks, numbers = DumpStacks(), {} if recorder.only_open else _pair_numbers(entries)
-    calls = [call for work in kept for call in _collectives(work, stacks, numbers)]
+    stacks, numbers = DumpStacks(), {} if recorder.only_open or lacks_some else _pair_numbers(entries)
+    # As recorded: a clock that is set back does not change the order of calls.
+    places_of = {id(entry): place for place, entry in enumerate(entries)}
+    in_order = sorted(
+        ((places_of[id(entry)], entry, work) for work in kept for entry in work.parts or (work.entry,)),
+        key=operator.itemgetter(0),
+    )
     backends = {backend_of(work.entry)[0] for work in kept}
     return Parsed(
         groups=groups_of(places),
-        collectives=tuple(sorted(calls, key=lambda call: call.created_ns)),
+        collectives=tuple(_collective(entry, work, stacks, numbers.get(id(entry))) for _, entry, work in in_order),
         is_idle=recorder.is_idle or is_blank,
         is_empty=not has_called and not is_blank,
         is_blank=is_blank,
         is_moving=recorder.is_moving,
+        has_lost=recorder.has_lost or lacks_some,
         left_out=max(len(given) - MOST_ENTRIES, 0),
         unknown_backends=tuple(sorted(name[:40] for name in backends if not is_known(name))),
         places=places,
@@ -178,23 +188,31 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
 
 
 def _in_order(entries: list[Entry]) -> list[Entry]:
-    """Entries as they were recorded, whoever has written them in another order."""
+    """The entries in the order of recording."""
     numbers: list[Any] = [entry.get("record_id") for entry in entries]
     if not all(type(number) is int for number in numbers) or numbers == sorted(numbers):
         return entries
     return sorted(entries, key=operator.itemgetter("record_id"))
 
 
+def _lacks_some(entries: list[Entry]) -> bool:
+    """Whether entries are missing between others, which a ring never loses: all are there, or the open ones alone."""
+    if not any(entry.get("state") == "completed" for entry in entries):
+        return False
+    first, last = entries[0].get("record_id"), entries[-1].get("record_id")
+    return type(first) is int and type(last) is int and last - first >= len(entries)
+
+
 def _is_whole(entry: Entry) -> bool:
-    """Whether it has what every version writes, and without which it would mean something else."""
+    """Whether it has the fields that every version writes."""
     key = "p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id"
     return whole(entry.get(key, entry.get("seq_id")), -1) >= 0 and entry.get("state") in _STATES
 
 
 def _of_use(entries: list[Entry]) -> list[Entry]:
-    """Entries without the oldest collectives of each group, all of which have ended: most of a full ring.
+    """The entries without the oldest collectives of each group, which have all ended: most of a full ring.
 
-    Of a group that also sends and receives, all are needed to tell what belongs together.
+    Groups that also send and receive keep all, to find out which entries belong together.
     """
     by_group: dict[Any, list[int]] = defaultdict(list)
     for index, entry in enumerate(entries):
@@ -207,7 +225,7 @@ def _of_use(entries: list[Entry]) -> list[Entry]:
         )
         older = min(ended, len(indices) - _NEWEST) - _BEFORE
         if older > 0 and not any(_sends_or_receives(entries[index]) for index in indices):
-            # The first one stays: groups are told in the order in which they were first used.
+            # The first one stays, as groups are listed in the order of their first use.
             left_out.update(indices[1:older])
     return [entry for index, entry in enumerate(entries) if index not in left_out] if left_out else entries
 
@@ -224,7 +242,7 @@ def _sends_or_receives(entry: Entry) -> bool:
 
 
 def _kept(recorder: Recorder[Any]) -> list[Work[Any]]:
-    """Of each group the newest, and those around the oldest one that has not ended: that is where a group stands."""
+    """The newest works of each group, and those around its oldest open one."""
     by_group: dict[str, list[Work[Any]]] = defaultdict(list)
     for work in recorder.works:
         by_group[work.group].append(work)
@@ -245,8 +263,8 @@ def _around(works: Sequence[Work[Any]], newest: int) -> list[Work[Any]]:
 
 
 def _pair_numbers(entries: Sequence[Entry]) -> dict[int, int]:
-    """Of sends and receives, by the identity of the entry, which one between the two it is; of groups of which the ring
-    still has the very first."""
+    """For sends and receives, by the identity of the entry: the number among those between the same two ranks. Only
+    in groups whose first one is still in the ring."""
     found: dict[int, int] = {}
     counts: dict[tuple[str, str], int] = defaultdict(int)
     is_counted: dict[str, bool] = {}
@@ -260,11 +278,6 @@ def _pair_numbers(entries: Sequence[Entry]) -> dict[int, int]:
             counts[end] += 1
             found[id(entry)] = counts[end]
     return found
-
-
-def _collectives(work: Work[Any], stacks: DumpStacks, numbers: Mapping[int, int]) -> list[Collective]:
-    """Of a batch, each send and receive: its whole says what became of them."""
-    return [_collective(entry, work, stacks, numbers.get(id(entry))) for entry in work.parts or (work.entry,)]
 
 
 def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks, pair_number: int | None) -> Collective:
@@ -292,7 +305,7 @@ def _collective(entry: Entry, work: Work[Any], stacks: DumpStacks, pair_number: 
 
 
 def rank_of(path: str) -> int | None:
-    """The rank that a file's name ends with, ``3`` of ``nccl_trace_rank_3``; None if there is no number in it."""
+    """The rank at the end of a file's name, ``3`` in ``nccl_trace_rank_3``; None if it has no number."""
     stem = _SUFFIXES.sub("", os.path.basename(path))
     found = _RANK.findall(stem)[-1:] or _LAST_NUMBER.findall(stem)[-1:]
     return int(found[0]) if found and int(found[0]) < MOST_RANKS else None
@@ -330,14 +343,14 @@ def from_json(data: bytes, most: int = MOST_CONTAINERS) -> object:
 
 
 class Dump(NamedTuple):
-    """What a dump says of the rank that wrote it, and what other dumps may complete."""
+    """What a dump says about the rank that wrote it, and what other dumps may complete."""
 
     facts: RankFacts
     parsed: Parsed
 
 
 def read_dump(dump: dict[Any, Any], rank: int) -> Dump:
-    """What a dump says of the rank that wrote it."""
+    """What a dump says about the rank that wrote it."""
     found = parsed(dump)
     facts = RankFacts(
         rank=rank,
@@ -350,6 +363,7 @@ def read_dump(dump: dict[Any, Any], rank: int) -> Dump:
             is_empty=found.is_empty,
             is_blank=found.is_blank,
             is_moving=found.is_moving,
+            has_lost=found.has_lost,
         ),
     )
     return Dump(facts, found)

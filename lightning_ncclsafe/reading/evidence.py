@@ -1,4 +1,4 @@
-"""All that paths hold: one job of the dumps and logs in them, each report by itself, and one error a bad file."""
+"""The contents of paths: one job from all dumps and logs, each report by itself, and one error for each bad file."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ from lightning_ncclsafe.reading.files import MOST_UNPACKED, FileKind, Source, co
 from lightning_ncclsafe.reading.groups import Places, called_otherwise, complete, groups_of
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later, renamed
-from lightning_ncclsafe.reading.runs import apart
+from lightning_ncclsafe.reading.runs import Apart, apart
 from lightning_ncclsafe.reading.values import ReadingError, whole
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 from lightning_ncclsafe.report.json import ReportError, read_report
@@ -38,11 +38,11 @@ _RANK_IN_NAME = re.compile(
     r"((?:.{0,200}[^a-z0-9])?rank[-_.]?)(?P<rank>\d{1,6})((?:[^a-z0-9].{0,200})?)", re.IGNORECASE
 )
 _ATTEMPT = re.compile(r"[/\\]attempt_(\d{1,6})[/\\]")
-# Beside it they say the same in words.
+# These say the same as the report.json beside them.
 _IN_WORDS = ("report.txt", "report.html")
 
 MOST_REPORT_BYTES = 1024 * 1024 * 1024
-"""Of a report, which is small but for jobs of thousands of ranks: one of 16,384 has about half of it."""
+"""The largest report that is read; a report of 16,384 ranks has about half of that."""
 MOST_REPORT_CONTAINERS = 20_000_000
 
 
@@ -51,11 +51,11 @@ class Artifacts:
     """What was read.
 
     Attributes:
-        dumps: What dumps say, by rank.
-        log: What logs say.
+        dumps: Facts from dumps, by rank.
+        log: The contents of all logs.
         reports: Path and content of each report.
         errors: One sentence for each file that could not be read.
-        missing: What was read in part only, one sentence each.
+        missing: What was read only in part, one sentence each.
         files: Files of which something was read.
     """
 
@@ -73,7 +73,7 @@ class Artifacts:
 
     def read(self, path: str) -> None:
         """Reads a file, all that is in a folder, or with ``"-"`` a log from standard input."""
-        # Of millions of small objects hardly any is garbage, and Python would search them all for it, again and again.
+        # Hardly any of millions of small objects is garbage, but Python would search them all for it repeatedly.
         was_on = gc.isenabled()
         gc.disable()
         try:
@@ -96,8 +96,8 @@ class Artifacts:
         """Takes a dump that was read already.
 
         Args:
-            path: Where it lay; its name says which rank wrote it.
-            dump: What it holds.
+            path: Its path; the name has the rank that wrote it.
+            dump: Its content.
 
         Raises:
             ReadingError: If the name does not say so.
@@ -122,24 +122,25 @@ class Artifacts:
         self._paths[rank] = path
 
     def job(self) -> JobFacts | None:
-        """The job that dumps and logs tell of; None where they tell of none."""
+        """The job that dumps and logs are about; None if they contain nothing."""
         said, log, unread = self.log.said(), self.log.facts, tuple(self.log.unread.sentences)
         if not (self.dumps or said or self.log.unnamed or log.statements or unread):
             return None
         dumps = self._completed_dumps()
         left_out = apart(dumps)
         return job_of(
-            {rank: facts for rank, facts in dumps.items() if rank not in left_out.ranks},
+            {rank: _marked(facts, left_out) for rank, facts in dumps.items() if rank not in left_out.ranks},
             said,
             self.log.world_size,
             unnamed=self.log.unnamed,
             missing=(*left_out.reasons, *self._of_two(), *self._cut_short(), *self.missing, *self.log.remarks, *unread),
             outdated=left_out.older,
+            left_out=sorted(left_out.ranks.difference(left_out.older)),
             log=log,
         )
 
     def _completed_dumps(self) -> dict[int, RankFacts]:
-        """Dumps with what only others tell: which group a position belongs to, and its name on other members."""
+        """The dumps, completed by each other: the group that a position belongs to, and one name for each group."""
         dumps = dict(self.dumps)
         if complete(self._places.values()):
             for rank, places in self._places.items():
@@ -224,21 +225,28 @@ class Artifacts:
                 )
 
 
+def _marked(facts: RankFacts, left_out: Apart) -> RankFacts:
+    """The facts; those of a doubtful dump say so."""
+    if facts.rank not in left_out.doubtful or facts.record is None:
+        return facts
+    return replace(facts, record=replace(facts.record, is_doubtful=True))
+
+
 def _has_nothing_open(facts: RankFacts) -> bool:
     is_empty = facts.record is None or facts.record.is_empty
     return not is_empty and all(call.completed for call in facts.collectives)
 
 
 def _is_expected(source: Source) -> bool:
-    """Of data that merely lies in the same folder nothing is said; a dump has its rank in its name."""
+    """Other data in the same folder is no error; a dump has its rank in its name."""
     name = os.path.basename(source.path)
     return source.kind is FileKind.TEXT or name == _REPORT or rank_of(name) is not None
 
 
 def _rank_in_name(path: str) -> int | None:
-    """The rank in the name of one of several logs that differ in that number only: ``rank_3.log``, ``rank_2.log``.
+    """The rank in the name of a log, if other logs beside it have the same name with other numbers: ``rank_3.log``.
 
-    A name by itself may tell what a log is about: ``8ranks.log``, ``hang-of-rank3.log``.
+    A single name may describe the log instead: ``8ranks.log``, ``hang-of-rank3.log``.
     """
     folder, name = os.path.split(path)
     found = _RANK_IN_NAME.fullmatch(name)
@@ -247,7 +255,7 @@ def _rank_in_name(path: str) -> int | None:
 
 @lru_cache(maxsize=4)
 def _numbered(folder: str) -> dict[tuple[str, str], set[str]]:
-    """The numbers in names of logs that are alike but for these, by what stands before and behind them."""
+    """The numbers in the names of logs, by the parts of the names before and after the numbers."""
     alike: dict[tuple[str, str], set[str]] = defaultdict(set)
     with suppress(OSError):
         for found in filter(None, map(_RANK_IN_NAME.fullmatch, os.listdir(folder or os.curdir))):
@@ -266,7 +274,7 @@ def _words(error: Exception) -> str:
 
 
 def is_report(plain: object) -> bool:
-    """Whether plain data is one of our reports, of whatever schema."""
+    """Whether plain data is a report of this package, of any schema."""
     return isinstance(plain, dict) and "schema" in plain and "findings" in plain
 
 

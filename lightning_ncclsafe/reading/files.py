@@ -1,4 +1,4 @@
-"""Which files are meant by a path, and their content in bounded amounts, compressed with gzip or not."""
+"""The files that a path stands for, and their content in bounded amounts, compressed with gzip or not."""
 
 import gzip
 import os
@@ -14,7 +14,7 @@ from lightning_ncclsafe.reading.values import ReadingError
 
 MOST_FILES = 200_000
 MOST_UNPACKED = 4 * 1024**3
-"""Bytes of a compressed log that are read; of a log that is not compressed, all are."""
+"""Bytes read from a compressed log; other logs are read to their end."""
 _HEAD = 4096
 _LOGS = (".log", ".txt", ".out", ".err", ".stderr", ".stdout", ".o", ".e", "")
 _OURS = re.compile(rb'\s*\{\s*"schema"\s*:')
@@ -41,7 +41,7 @@ class Source:
         path: Its path.
         kind: What it looks like.
         packed: Whether it is compressed with gzip.
-        named: Whether it was named itself, and not only a folder that it is in.
+        named: Whether the user named the file itself, and not only its folder.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Source:
 
 
 def found(path: str) -> Iterator[Source]:
-    """The files that are meant by a path: itself, or all below it that may be of use, in the order of their names.
+    """The files that a path stands for: itself, or all useful ones below it, in the order of their names.
 
     Raises:
         ReadingError: If there is no such path, it is neither a file nor a folder, or holds too many files.
@@ -80,7 +80,7 @@ def _below(folder: str) -> Iterator[Source]:
 
 
 def _of_use(path: str) -> Source | None:
-    """Of a folder, what cannot be read or is something else is no error."""
+    """A file of a folder that cannot be read, or is something else, is no error."""
     try:
         if os.path.basename(path).startswith(".") or not stat.S_ISREG(os.lstat(path).st_mode):
             return None

@@ -1,8 +1,8 @@
-"""Process groups in a Flight Recorder's dump: who is in them, and how far the rank that dumped has come in each.
+"""Process groups in a Flight Recorder's dump: their members, and the position of the rank in each.
 
-Members stand under a group's name, positions under a number that the process has given it, which means another group on
-another rank; only an entry has both. So where a group's entries have left the ring, or only open ones were written, its
-position may have no name, unless a rank with the same kinds of groups tells it.
+A dump lists members by a group's name, and positions by a number that each process assigns itself; only entries have
+both. If a group has no entry in a dump, its position has no name, unless the dump of a rank with the same kinds of
+groups gives it.
 """
 
 from collections import Counter, defaultdict
@@ -26,11 +26,11 @@ class Places:
     """Numbers, names, members and positions of the groups of one dump.
 
     Attributes:
-        names: Name and description by the process's own number, as far as they are known.
+        names: Name and description by the process's own number, if known.
         members: Global ranks by name.
         about: Descriptions by name.
         positions: Positions by number.
-        only: Members of the one group there is, where it was registered before it had a name.
+        only: Members of the only group, if it was registered before it had a name.
     """
 
     names: dict[str, tuple[str, str]]
@@ -41,7 +41,7 @@ class Places:
 
     @classmethod
     def of(cls, dump: dict[Any, Any], recorder: Recorder[Any]) -> "Places":
-        """What a dump says; names are completed where no other one is possible."""
+        """The places in a dump; missing names are filled in where only one is possible."""
         config = {str(key): mapping(value) for key, value in mapping(dump.get("pg_config")).items()}
         members = {text(name): ranks(one.get("ranks")) for name, one in config.items()}
         names = {number: (text(name), text(about)) for number, (name, about) in recorder.names.items()}
@@ -49,7 +49,7 @@ class Places:
         # Gloo registers a group before it has a name.
         only = members.pop("", ()) if len(known) == 1 else ()
         if "0" in recorder.positions and DEFAULT_GROUP[0] not in known:
-            # The first group that a process makes, of which a dump of active entries may have none, is the default one.
+            # The default group is the first that a process makes; a dump of active entries may have none of it.
             names.setdefault("0", DEFAULT_GROUP)
         about = {text(name): text(one.get("desc")) for name, one in config.items()}
         places = cls(names, members, about, recorder.positions, only)
@@ -73,7 +73,7 @@ class Places:
 
     @property
     def mixed(self) -> set[_Kind]:
-        """Groups in which sends and receives were seen."""
+        """Groups that have sends and receives."""
         return {self.kind(name) for number, (name, _) in self.names.items() if self._is_mixed(number)}
 
     def _is_mixed(self, number: str) -> bool:
@@ -81,7 +81,7 @@ class Places:
         return position is not None and position.is_mixed
 
     def is_even_but_for(self, mixed: Container[_Kind]) -> bool:
-        """Whether by its counters nothing is outstanding, but for groups of which they do not tell."""
+        """Whether the counters show nothing outstanding, apart from groups whose counters do not show it."""
         uneven = [number for number, position in self.positions.items() if position.called > position.completed]
         return all(number in self.names and self.kind(self.names[number][0]) in mixed for number in uneven)
 
@@ -98,10 +98,10 @@ class Places:
 
 
 def complete(all_places: Iterable[Places]) -> bool:
-    """Names positions by dumps of other ranks with the same kinds of groups, which number them alike.
+    """Names positions after dumps of other ranks that have the same kinds of groups, and so number them alike.
 
     Returns:
-        Whether any was named.
+        Whether any position was named.
     """
     alike: dict[object, list[Places]] = defaultdict(list)
     for places in all_places:
@@ -124,10 +124,10 @@ def complete(all_places: Iterable[Places]) -> bool:
 
 
 def called_otherwise(all_places: Mapping[int, Places]) -> dict[int, dict[str, str]]:
-    """Names that one group has on some ranks only, by rank, and the name that it has on the lowest of its members.
+    """For each rank, its names of groups that have another name on their lowest member, and that name.
 
-    Names are numbered or hashed by each process for itself, so that members of one group may disagree on its name, and
-    what one member calls a group may be another group on the next; the members are in the name then.
+    Each process numbers or hashes names itself, so members of a group may disagree about its name, and one name may
+    mean different groups; then the members become part of the name.
     """
     by_members: dict[_Kind, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for rank, places in sorted(all_places.items()):
@@ -148,7 +148,7 @@ def called_otherwise(all_places: Mapping[int, Places]) -> dict[int, dict[str, st
 
 
 def _ambiguous(groups: Mapping[_Kind, Mapping[int, list[str]]], common: Mapping[_Kind, str]) -> set[_Kind]:
-    """Groups of which the name would be that of another one on a member that both have."""
+    """Groups that would share a name with another group on a common member."""
     taken: dict[tuple[int, str], set[_Kind]] = defaultdict(set)
     for kind, by_rank in groups.items():
         for rank in by_rank:
@@ -157,14 +157,14 @@ def _ambiguous(groups: Mapping[_Kind, Mapping[int, list[str]]], common: Mapping[
 
 
 def groups_of(places: Places) -> tuple[Group, ...]:
-    """The groups of which the position is known."""
+    """The groups whose position is known."""
     groups = [
         _group(name, about, places.members.get(name) or places.only, places.positions.get(number))
         for number, (name, about) in list(places.names.items())[:MOST_GROUPS]
     ]
     found = {group.name for group in groups}
     if not places.unnamed:
-        # A group has a position from its first collective on: what is left has called none.
+        # A group has a position after its first collective, so these have called none.
         groups += [
             Group(name=name, ranks=there) for name, there in places.members.items() if name and name not in found
         ]

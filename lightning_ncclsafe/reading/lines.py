@@ -1,4 +1,4 @@
-"""A log's lines in bounded memory, without the colours, and what launchers put before each of them."""
+"""The lines of a log in bounded memory, without colours, and the prefixes that launchers add to them."""
 
 import codecs
 import re
@@ -10,17 +10,17 @@ from lightning_ncclsafe.reading.values import MOST_RANKS
 LONGEST_LINE = 16_384
 _BLOCK = 1024 * 1024
 _ENDS = re.compile(rb"[\r\n]+")
-# Whatever tells a terminal something; where the escape itself was lost in copying, colours.
+# Control sequences of terminals; also colours whose escape character was lost in copying.
 _COLOURS = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-9;?]*[ -/]*[@-~]|\x1b.|(?<![\w])\[\d{1,3}(?:;\d{1,3})*m"
 )
-# mpirun and Horovod, which write it into the middle of a line as well where a process has written the line in pieces.
-_TAG = re.compile(r"\[(?:\d+,)?(?P<stream>\d{1,6})\]<std(?:err|out)>:")
-# One after the other, any of these may stand before what a rank says.
+# mpirun, Horovod and SageMaker; also in the middle of a line that a process has written in pieces.
+_TAG = re.compile(r"\[(?:\d+,)?(?:mpirank:)?(?P<stream>\d{1,6})(?:,algo-\d{1,6})?\]<std(?:err|out)>:")
+# Any sequence of these may precede what a rank says.
 _PREFIXES = (
     re.compile(r"\[?rank(?P<rank>\d+)\]?:\s?"),  # torch, since 2.2; "[rank" is sometimes lost in copying
     re.compile(r"\[(?P<stream>[a-z_]\w{0,60}?\d+)\]:\s?"),  # torchrun: role and local rank
-    # srun --label; not Horovod's lists of what a rank has not come to
+    # srun --label; not Horovod's lists of what a rank has not reached
     re.compile(r"(?P<stream>\d{1,6}): (?!\[(?!rank\d)[\w./:-]+(?:, |\]\s*$| \.\.\.))"),
     _TAG,
     re.compile(r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]?\d \d\d:\d\d:\d\d \d{4}(?=\[\d)"),  # the time before that
@@ -46,7 +46,7 @@ _PREFIXES = (
 )
 _MOST_PREFIXES = 6
 _MOST_PARTS = 64
-# Ranks that share a stream write the ends of their lines apart from these: the next one's may begin in the middle.
+# Ranks that share a stream write line ends separately, so the next rank's line may begin in the middle of a line.
 _NEXT = re.compile(
     r"(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[^\s:])(?=\[[EF][ \d][^\]]{0,60}ProcessGroup)|(?<=[\w'])(?=terminate called)"
 )
@@ -57,8 +57,8 @@ class Line(NamedTuple):
     """A line.
 
     Attributes:
-        rank: Global rank that says it, by what stands before it; None where nothing does.
-        stream: What else stands before it and is the same for all lines of one process; may be empty.
+        rank: Global rank that wrote it, by its prefix; None if it has none.
+        stream: Another part of the prefix, the same for all lines of one process; may be empty.
         text: The line without that.
     """
 
@@ -68,12 +68,12 @@ class Line(NamedTuple):
 
 
 def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda _: True) -> Iterator[bytes]:
-    """The lines of a stream, also of one without any ends of lines; those of progress bars end where these go back.
+    """The lines of a stream, in pieces if they are too long; the carriage returns of progress bars end lines, too.
 
     Args:
         stream: The stream.
         most: After how many bytes to stop.
-        wanted: Asked of each block before its lines are given; those of blocks that it does not want are left out.
+        wanted: Called with each block; the lines of blocks that it refuses are left out.
     """
     rest, read = b"", 0
     decoder: codecs.IncrementalDecoder | None = None
@@ -86,7 +86,7 @@ def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda
         if whole and wanted(whole):
             yield from (line[:LONGEST_LINE] for line in _ENDS.split(whole) if line)
         while len(rest) > LONGEST_LINE:
-            # What follows a progress bar is its last part, so nothing is thrown away.
+            # Nothing is dropped: the end of a progress bar's line may hold more than the bar.
             wanted(rest)
             yield rest[:LONGEST_LINE]
             rest = rest[LONGEST_LINE:]
@@ -96,18 +96,18 @@ def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda
 
 
 def _decoder(head: bytes) -> codecs.IncrementalDecoder | None:
-    """Of UTF-16, as some shells of Windows write it; None for all else."""
+    """A decoder for UTF-16, which some shells on Windows write; None for anything else."""
     name = _UTF_16.get(head[:2])
     return codecs.getincrementaldecoder(name)("replace") if name else None
 
 
 def telling(text: bytes, words: Iterable[bytes]) -> tuple[bytes, ...]:
-    """Which of these words stand in a line, or in many of them."""
+    """Which of these words occur in one or more lines."""
     return tuple(word for word in words if word in text)
 
 
 def parts(line: bytes) -> list[Line]:
-    """A line without what launchers put before it; where several ranks have written into it, what each has."""
+    """A line without prefixes; one part per rank if several ranks have written into it."""
     whole = taken_apart(line)
     if whole.text.count("[") < 2 and "terminate called" not in whole.text:
         return [whole]
@@ -116,7 +116,7 @@ def parts(line: bytes) -> list[Line]:
 
 
 def taken_apart(line: bytes) -> Line:
-    """A line without colours, and without what a launcher has put before it."""
+    """A line without colours and prefixes."""
     return _stripped(_COLOURS.sub("", line.decode("utf-8", "replace")))
 
 

@@ -1,4 +1,4 @@
-"""Logs of any launcher, of one rank or of all: what they say of each rank becomes its facts."""
+"""Logs of any launcher, of one rank or of all: what they say about each rank becomes its facts."""
 
 import re
 import zlib
@@ -26,7 +26,7 @@ from lightning_ncclsafe.reading.tracebacks import frame
 from lightning_ncclsafe.reading.unread import Unread
 from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError
 
-# What is of use has one of these in it; most lines of a log, and most megabytes, have none.
+# Every useful line has one of these words; most lines, and most megabytes, have none.
 _WORDS = {*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS}
 _TELLING = tuple(word.encode() for word in sorted(_WORDS) if not any(one in word and one != word for one in _WORDS))
 _MOST_REMARKS = 8
@@ -47,7 +47,7 @@ class Log:
     """All logs of a job, read line by line.
 
     Attributes:
-        remarks: What was said of no rank in particular, one sentence each.
+        remarks: What was said about no rank in particular, one sentence each.
     """
 
     def __init__(self) -> None:
@@ -73,8 +73,8 @@ class Log:
         Args:
             stream: Its bytes.
             most: After how many bytes to stop.
-            rank: The rank that wrote it by its name, which counts for nothing where a line says otherwise.
-            start: Number of the start of the run that it begins with.
+            rank: The rank in its name, which is ignored if a line says otherwise.
+            start: Number of the start of the run with which it begins.
 
         Raises:
             ReadingError: If it is compressed, and damaged; what comes before that has been read.
@@ -113,7 +113,7 @@ class Log:
         for one in self._raising.flush():
             self._raised(one)
         if self._raising.child is not None:
-            # Of what it raised, the end is not there.
+            # The end of its traceback is missing.
             self._starts.now.has_said(ended_child(self._raising.child))
         self._is_cut |= self._file.is_cut
         said = self._of(self._file.rank) if self._raising.nameless else None
@@ -124,9 +124,9 @@ class Log:
                 self._starts.now.has_raised(exception)
 
     def said(self) -> tuple[RankLog, ...]:
-        """What was said of each rank, by rank; ranks of which it is only known that they live are left out.
+        """What was said about each rank, by rank, without ranks that only showed that they were alive.
 
-        Of several starts of a run in one log, the last one of which anything is said counts.
+        If the run was started several times, the last start with any finding counts.
         """
         return tuple(one for _, one in sorted(self._settled().items()) if one.tells)
 
@@ -135,18 +135,18 @@ class Log:
 
     @property
     def unnamed(self) -> tuple[ExceptionFacts, ...]:
-        """Exceptions in that start of which no rank is known; of those that follow from others only one."""
+        """Exceptions of unknown ranks in that start; at most one if all are consequences."""
         found = self._starts.last.unnamed
         return tuple(one for one in found if not one.is_consequence) or tuple(found[:1])
 
     @property
     def world_size(self) -> int:
-        """The number of ranks by a log's own word; 0 where it says nothing of that."""
+        """The number of ranks, if a log gives it; 0 otherwise."""
         return self._starts.world_size
 
     @property
     def facts(self) -> LogFacts:
-        """What was said of that start beyond single ranks."""
+        """What was said about that start beyond single ranks."""
         start = self._starts.last
         statements = start.unsettled(has_agents=self._starts.has_agents)
         return LogFacts(
@@ -157,7 +157,7 @@ class Log:
         )
 
     def _has_ended_itself(self, statement: Statement) -> bool:
-        """Whether a process that has died is one that had given up waiting before."""
+        """Whether a process that died had given up waiting before."""
         pid = _RAY_PID.search(statement.line)
         return statement.kind is StatementKind.ENDED and pid is not None and pid[1] in self._gave_up_pids
 
@@ -168,7 +168,7 @@ class Log:
         self._last, self._failed = None, None
 
     def _has_next_start(self, text: str) -> bool:
-        """Whether the run starts again here; rank 0's word for it is one on all only in a log of all."""
+        """Whether the run starts again here; rank 0 announces it for all ranks only in a log of all."""
         if starts_again(text):
             return True
         return has_started(text) and self._file.rank is None and self._starts.now.tells
@@ -196,7 +196,7 @@ class Log:
             self.unread.add(text)
 
     def _of_the_job(self, text: str) -> bool:
-        """What is said of all ranks, or by a launcher; whether it is of the end of one."""
+        """Reads what is said about all ranks, or by a launcher; whether a process ended."""
         self._frame_of_failed(text)
         if size := watchdog.world_size(text):
             self._starts.has_size(size)
@@ -211,17 +211,17 @@ class Log:
         for statement in said:
             self._starts.now.has_said(statement)
             if statement.kind is StatementKind.ENDED:
-                # It is a launcher's log, of all.
+                # This is a launcher's log of all ranks.
                 self._file.rank = None
         if "Completed store-based barrier" in text:
             self._starts.now.has_joined()
         return bool(said)
 
     def _whole_line(self, line: Line) -> str:
-        """The text, with what a terminal has broken off, as far as it has been read."""
+        """The text, joined with the lines before it if a terminal has broken the line."""
         text = "".join([*self._broken, line.text.rstrip("\n")])
         if watchdog.is_broken(text) and len(self._broken) < _MOST_BROKEN:
-            # The first part is told at once: what follows it may be another line.
+            # The first part is read at once, as what follows may be another line.
             if not self._broken:
                 self._broken_of = line.rank
             self._broken.append(line.text)
@@ -236,12 +236,12 @@ class Log:
             self._file.speaks(line.rank)
             return line.rank
         if line.stream.isdecimal():
-            # srun's task, which is the rank unless a line has said otherwise.
+            # The number is srun's task, which is the rank unless a line has said otherwise.
             return self._rank_of.get(line.stream, int(line.stream))
         return self._rank_of.get(line.stream) if line.stream else None
 
     def _exceptions(self, line: Line, rank: int | None, text: str) -> bool:
-        """Keeps what ends with this line; whether it says anything of an exception."""
+        """Keeps the exception that ends with this line; whether the line is about an exception."""
         has_numbers = self._starts.world_size <= RANKS_OF_A_HOST
         found, is_read = self._raising.read(line, rank, text, has_numbers=has_numbers)
         for one in found:
@@ -256,7 +256,7 @@ class Log:
             self._raising.keep(one.exception)
 
     def _frame_of_failed(self, text: str) -> None:
-        """The stack of a failed collective stands below the line that announces it, without anything before it."""
+        """Reads the stack of a failed collective, which follows the line that announces it, without prefixes."""
         if self._failed is None:
             return
         found = watchdog.failed_frame(text)
@@ -314,7 +314,7 @@ class Log:
         said.quote(text)
 
     def _of_its_thread(self, said: RankLog, text: str) -> bool:
-        """What becomes of the watchdog itself; whether this says anything of that."""
+        """Reads what happened to the watchdog itself; whether the line is about that."""
         error, lost, stuck = watchdog.device_error(text), watchdog.backend_error(text), watchdog.stuck_s(text)
         if error:
             said.raised(ExceptionFacts(type="CUDA error", message=error))
@@ -330,13 +330,13 @@ class Log:
         return False
 
     def _rank_within(self, call: watchdog.TimedOut | None, standing: watchdog.Standing | None, text: str) -> int | None:
-        """Before torch 2.2 nothing but the rank within the group is said; of the default group that is the rank."""
+        """The rank, where a line gives only that within the group, as before torch 2.2: known in the default group."""
         if standing is not None:
             return standing.rank if standing.group == DEFAULT_GROUP[0] else None
         return call.rank if call is not None else watchdog.ended_rank(text)
 
     def _awaits(self, awaited: watchdog.Awaited, said: RankLog | None, text: str) -> None:
-        # A desync report is some lines below the one that says whose it is; a monitored barrier fails on rank 0.
+        # A desync report follows some lines after the rank that wrote it; a monitored barrier fails on rank 0.
         speaker = self._of(awaited.by) or said or self._last or self._of(0)
         if speaker is not None:
             speaker.awaited.update(rank for rank in awaited.ranks if rank != speaker.rank)
@@ -345,14 +345,14 @@ class Log:
 
 
 class _File:
-    """What is known of the file that is being read.
+    """The file that is being read.
 
     Attributes:
-        rank: The rank that wrote it by its name, while no line has said otherwise.
+        rank: The rank in its name, until a line says otherwise.
         line: Number of the line, from 1.
         last: That line.
-        spoke_at: The line in which a rank last spoke for the first time; 0 where none has.
-        took_at: The last line that was read to its end.
+        spoke_at: The line in which a rank last reported a timeout for the first time; 0 if none has.
+        took_at: The last line that gave a rank's position.
         bar: The last progress bar.
     """
 
@@ -365,15 +365,15 @@ class _File:
         self.bar = LastBar()
 
     def speaks(self, rank: int) -> None:
-        """A line is by this rank."""
+        """A line was written by this rank."""
         if self.rank is not None and rank != self.rank:
             self.rank = None
 
     @property
     def is_cut(self) -> bool:
-        """Whether no whole line follows the one in which a rank last spoke for the first time.
+        """Whether no whole line follows the one in which a rank last reported for the first time.
 
-        Or the log ends soon after it, within a watchdog's line: others may have spoken next.
+        Or the log ends soon after it, within a watchdog's line, so that other reports may be missing.
         """
         if not self.spoke_at:
             return False
@@ -384,5 +384,5 @@ class _File:
 
 
 def _leaves_out(line: bytes) -> bool:
-    """Whether a line stands for others: three dots of whoever has copied it, or Ray's count of lines that are alike."""
+    """Whether a line replaces others: three dots, or Ray's count of equal lines."""
     return (len(line) < 40 and b"..." in line and not line.strip(b" .[]>#|")) or b"x across cluster]" in line

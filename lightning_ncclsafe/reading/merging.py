@@ -1,4 +1,4 @@
-"""One job from several files: a rank with a dump and a log, groups that ranks name alike, what logs add to logs."""
+"""One job from several files: ranks with a dump and a log, groups of one name, and logs that complete each other."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -47,17 +47,19 @@ def job_of(
     unnamed: Iterable[ExceptionFacts] = (),
     missing: Iterable[str] = (),
     outdated: Collection[int] = (),
+    left_out: Collection[int] = (),
     log: LogFacts | None = None,
 ) -> JobFacts:
     """One job of all that was read.
 
     Args:
-        dumps: What dumps say, by rank.
-        said: What logs say, of each rank.
-        size: The number of ranks by a log's own word; 0 where it says nothing of that.
-        unnamed: Exceptions of which no rank is known.
+        dumps: Facts from dumps, by rank.
+        said: What logs say about each rank.
+        size: The number of ranks, if a log gives it; 0 otherwise.
+        unnamed: Exceptions of unknown ranks.
         missing: What could not be read, one sentence each.
         outdated: Ranks whose dumps are of an earlier moment, and are not among these.
+        left_out: Ranks whose dumps are not among these for another reason.
         log: What logs say beyond single ranks.
     """
     membership = Membership(said, size)
@@ -68,7 +70,7 @@ def job_of(
     world_size = max([counted, *_seen(ranks), *(rank + 1 for rank in outdated)])
     is_sized = counted > 0
     unsized = (_UNSIZED.format(size=ranks_count(world_size)),) if world_size and not is_sized else ()
-    # One copy for all: at thousands of ranks each of them is long.
+    # One copy for all ranks, as it is long in large jobs.
     members = ranks_by_group(ranks) | {DEFAULT_GROUP[0]: tuple(range(world_size)) if counted else ()}
     return JobFacts(
         incident=_incident(ranks),
@@ -78,6 +80,7 @@ def job_of(
         unnamed=tuple(unnamed),
         is_sized=is_sized,
         outdated=tuple(outdated),
+        left_out=tuple(rank for rank in left_out if rank < world_size),
         log=log or LogFacts(),
     )
 
@@ -88,18 +91,36 @@ def ranks_count(count: int) -> str:
 
 
 def later(one: RankFacts, other: RankFacts) -> tuple[RankFacts, tuple[str, ...]]:
-    """Two dumps of a rank as one: of each group what is later, and the groups that both have."""
+    """Two dumps of a rank as one, with the later state of each group; and the groups that both have."""
     first = {group.name: group for group in one.groups}
     taken = {group.name: group for group in other.groups if _is_later(other, one, group, first.get(group.name))}
     both = tuple(group.name for group in other.groups if group.name in first)
     calls = [call for call in one.collectives if call.group not in taken]
     calls += [call for call in other.collectives if call.group in taken]
+    calls.sort(key=lambda call: call.created_ns)
     groups = (*(group for group in one.groups if group.name not in taken), *taken.values())
-    return replace(one, groups=groups, collectives=tuple(sorted(calls, key=lambda call: call.created_ns))), both
+    record = _of_both(one.record, other.record)
+    if both:
+        record = other.record if taken.keys() & set(both) else one.record
+    return replace(one, groups=groups, collectives=tuple(calls), record=record), both
+
+
+def _of_both(one: RecordFacts | None, other: RecordFacts | None) -> RecordFacts | None:
+    """What two recorders of one rank say together."""
+    if one is None or other is None:
+        return one or other
+    return replace(
+        one,
+        is_idle=one.is_idle and other.is_idle,
+        is_empty=one.is_empty and other.is_empty,
+        is_blank=one.is_blank and other.is_blank,
+        is_moving=one.is_moving or other.is_moving,
+        has_lost=one.has_lost or other.has_lost,
+    )
 
 
 def _is_later(new: RankFacts, old: RankFacts, group: Group, before: Group | None) -> bool:
-    """A run that was started again counts from the beginning: its clock tells, and where there is none its numbers."""
+    """By the clock, as a restarted run counts from the beginning; without times, by numbers."""
     if before is None:
         return True
     ours, theirs = _last_ns(new, group.name), _last_ns(old, group.name)
@@ -111,7 +132,7 @@ def _last_ns(facts: RankFacts, group: str) -> int:
 
 
 def _joined(dump: RankFacts | None, log: RankFacts | None) -> RankFacts:
-    """A dump knows all of its groups; a log knows what became of the rank."""
+    """The groups are those of the dump; how the rank ended is in the log."""
     if dump is None or log is None:
         return log or dump or _nothing()
     known = {group.name for group in dump.groups if group.last_enqueued}
@@ -134,7 +155,7 @@ def _nothing() -> RankFacts:
 
 
 def _sizes(dumps: Iterable[RankFacts]) -> list[int]:
-    """The number of ranks by the members of the default group, of which all are."""
+    """The number of ranks, by the members of default groups."""
     groups = (group for facts in dumps for group in facts.groups)
     return [group.ranks[-1] + 1 for group in groups if group.name == DEFAULT_GROUP[0] and group.ranks]
 
@@ -147,8 +168,8 @@ def _seen(ranks: Iterable[RankFacts]) -> Iterator[int]:
 
 
 def _distinct(told: list[RankFacts]) -> list[RankFacts]:
-    """Groups of one name and different members are different groups, and get different names."""
-    # By identity first: equal ones are mostly the same, and long.
+    """Gives groups that share a name but have different members different names."""
+    # By identity first: equal ones are long, and mostly the same object.
     members: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
     for facts in told:
         for group in facts.groups:
@@ -163,7 +184,7 @@ def _with_ranks(facts: RankFacts, shared: set[str]) -> dict[str, str]:
 
 
 def renamed(facts: RankFacts, names: Mapping[str, str]) -> RankFacts:
-    """The same with other names for some of its groups."""
+    """The same facts with other names for some groups."""
     return replace(
         facts,
         groups=tuple(replace(group, name=names.get(group.name, group.name)) for group in facts.groups),
@@ -172,7 +193,7 @@ def renamed(facts: RankFacts, names: Mapping[str, str]) -> RankFacts:
 
 
 def _unmixed(told: list[RankFacts]) -> list[RankFacts]:
-    """Counters count sends and receives along: where any member shows some, the others' say nothing of collectives."""
+    """Counters include sends and receives: if any member has some, no member's counters show collectives."""
     mixed = {group.name for facts in told for group in facts.groups if group.is_mixed}
     return [_by_entries(facts, mixed) for facts in told] if mixed else told
 
@@ -194,7 +215,7 @@ def _by_entries(facts: RankFacts, mixed: set[str]) -> RankFacts:
 
 
 def ranks_by_group(ranks: Iterable[RankFacts]) -> dict[str, tuple[int, ...]]:
-    """The ranks that have each group, by its name."""
+    """The ranks that list each group, by its name."""
     found: dict[str, list[int]] = defaultdict(list)
     for facts in ranks:
         for group in facts.groups:
@@ -203,7 +224,7 @@ def ranks_by_group(ranks: Iterable[RankFacts]) -> dict[str, tuple[int, ...]]:
 
 
 def _with_members(facts: RankFacts, members: Mapping[str, tuple[int, ...]]) -> RankFacts:
-    """The default group is all ranks, where their number is known; of any other, those that have it are known."""
+    """The facts with members: all ranks for the default group, otherwise the ranks that list the group."""
     groups = (group if group.ranks else replace(group, ranks=members[group.name]) for group in facts.groups)
     return replace(facts, groups=tuple(groups))
 
@@ -220,15 +241,15 @@ def _incident(ranks: Collection[RankFacts]) -> Incident:
 
 
 class Membership:
-    """What follows from all that logs have said.
+    """What follows from all logs together.
 
     Attributes:
-        size: Number of ranks of the job; 0 where nothing tells.
-        members: Global ranks of the groups, as far as they are known.
+        size: Number of ranks of the job; 0 if unknown.
+        members: Global ranks of the groups, if known.
     """
 
     def __init__(self, all_said: Collection[RankLog], size: int) -> None:
-        """Takes what was said of all ranks, and the number of ranks where a log gives it; 0 otherwise."""
+        """Takes what was said about all ranks, and the number of ranks if a log gives it, otherwise 0."""
         _complete(all_said)
         _mix(all_said)
         _adopt(all_said)
@@ -259,7 +280,7 @@ class Membership:
 
 
 def _complete(all_said: Iterable[RankLog]) -> None:
-    """Of a rank that does not say in which group it waits, another one does that waits in the same."""
+    """Takes a rank's group from another rank that waits in the same collective."""
     known: dict[tuple[int, str], set[str]] = defaultdict(set)
     for said in all_said:
         for call in said.timeouts.values():
@@ -294,9 +315,9 @@ def _mix(all_said: Iterable[RankLog]) -> None:
 
 
 def _adopt(all_said: Iterable[RankLog]) -> None:
-    """Of a rank that says only at which number it stands, the others say what that is, if they agree.
+    """Takes the operation at a rank's number from the other ranks, if they agree.
 
-    Otherwise it waits there in an operation that is not known.
+    Otherwise the operation stays unknown.
     """
     known: dict[tuple[str, int], set[_Called]] = defaultdict(set)
     for said in all_said:
@@ -313,7 +334,7 @@ def _adopt(all_said: Iterable[RankLog]) -> None:
 
 
 def _numbered_alike(all_said: Iterable[RankLog]) -> set[str]:
-    """Groups in which every rank that is seen has the same number as in the job."""
+    """Groups in which every known member has the same number as in the job."""
     alike: dict[str, bool] = defaultdict(lambda: True)
     for said in all_said:
         for name, standing in said.standings.items():
@@ -324,7 +345,7 @@ def _numbered_alike(all_said: Iterable[RankLog]) -> set[str]:
 
 
 def _ranks_in(call: TimedOut) -> int:
-    """Of a gather, what comes out is as much as goes in, times the number of ranks; 0 where that is not known."""
+    """The number of ranks in a gather or reduce-scatter, by its sizes; 0 if unknown."""
     if call.op not in _SIZED or not call.takes or not call.gives or len(call.takes) != 1:
         return 0
     small, large = sorted((call.takes[0], call.gives))
@@ -332,7 +353,7 @@ def _ranks_in(call: TimedOut) -> int:
 
 
 def lived_on(ranks: Collection[RankFacts]) -> Iterator[RankFacts]:
-    """The facts, with such an exception where it is no cause."""
+    """The facts; an exception that did not end a rank is moved to ``survived``."""
     if not any(facts.exception for facts in ranks):
         yield from ranks
         return
@@ -348,7 +369,7 @@ def lived_on(ranks: Collection[RankFacts]) -> Iterator[RankFacts]:
 
 
 def _places(facts: RankFacts) -> set[tuple[str, int, str]]:
-    """Groups, the numbers in them, and the operations in which the rank waits."""
+    """Groups, numbers and operations in which the rank waits."""
     return {(call.group, call.seq, call.op) for call in facts.collectives if not call.completed and not call.is_p2p}
 
 

@@ -1,4 +1,4 @@
-"""The form of a message that a line of a log holds: a pattern, and what its words come to. A new one is one entry."""
+"""The form of a message in a line of a log: a pattern, and what it means. A new message is one entry in a table."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -13,11 +13,11 @@ class Message(Generic[_Kind]):
     """Messages of one form.
 
     Attributes:
-        kind: What is said.
-        word: What they all have in them; it is looked for before the pattern is tried.
-        pattern: Names its groups, after what they say.
-        words: The rest of it, with the groups in it: ``"rank {rank} has {count}"``.
-        code: The exit code that they stand for; None where a group has it, or nothing says it.
+        kind: What it means.
+        word: A word in all of them, which is searched for before the pattern is tried.
+        pattern: The pattern, with named groups.
+        words: The details, with the groups: ``"rank {rank} has {count}"``.
+        code: The exit code that they stand for; None if a group gives it, or if it is unknown.
     """
 
     kind: _Kind
@@ -29,14 +29,14 @@ class Message(Generic[_Kind]):
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[_Kind]):
-    """A message in a line: what it says in words, and its groups; of those that are not there, nothing."""
+    """A message in a line: its details, and its groups, which are empty if absent."""
 
     message: Message[_Kind]
     words: str
     groups: dict[str, str]
 
     def of(self, *names: str) -> list[str]:
-        """What the groups of these names say, as far as they are there."""
+        """The values of the groups of these names that are present."""
         return [self.groups[name] for name in names if self.groups.get(name)]
 
 

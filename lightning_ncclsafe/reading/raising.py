@@ -1,4 +1,4 @@
-"""Exceptions in a log of several ranks: tracebacks that are mixed or cut, and whose they are by words around them."""
+"""Exceptions in a log of several ranks: tracebacks that are mixed or cut, and the ranks they belong to."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,18 +14,18 @@ _MOST_NAMELESS = 16
 
 
 class RankException(NamedTuple):
-    """An exception, and whose it is as far as that is known."""
+    """An exception and its rank, if known."""
 
     rank: int | None
     exception: ExceptionFacts
 
 
 class Raising:
-    """Reads exceptions line by line, of one file after the other.
+    """Reads the exceptions of one file after the other, line by line.
 
     Attributes:
-        nameless: Exceptions of this file of which no line says whose they are.
-        child: Number of the process of which a parent has begun to tell; None where none has.
+        nameless: Exceptions of unknown ranks in this file.
+        child: Number of the process whose traceback a parent has announced; None if it has announced none.
     """
 
     def __init__(self) -> None:
@@ -50,29 +50,29 @@ class Raising:
         self.child, self._worker = None, None
 
     def flush(self) -> Iterator[RankException]:
-        """What a loader's worker has said of itself, and its process has not."""
+        """The failure of a loader's worker that its process has not reported."""
         if self._worker is not None:
             yield self.owned(*self._worker)
 
     def keep(self, exception: ExceptionFacts) -> None:
-        """Keeps one of which it is not known whose it is."""
+        """Keeps an exception of an unknown rank."""
         if len(self.nameless) < _MOST_NAMELESS:
             self.nameless.append(exception)
 
     def owned(self, rank: int | None, exception: ExceptionFacts) -> RankException:
-        """The same with the rank, where a parent has said before which of the processes that it has started it is."""
+        """The exception with its rank, which is the announced child if no other is known."""
         child, self.child = self.child, None
         if "DataLoader worker" in exception.message:
             self._worker = None
         return RankException(child if rank is None else rank, exception)
 
     def read(self, line: Line, rank: int | None, text: str, *, has_numbers: bool) -> tuple[list[RankException], bool]:
-        """Reads the next line; what ends with it, and whether it says anything of an exception.
+        """Reads the next line; the exceptions that end with it, and whether the line is about an exception.
 
         Args:
             line: The line.
-            rank: The rank that says it; None where that is not known.
-            text: The line with what a terminal has broken off.
+            rank: The rank that wrote it; None if unknown.
+            text: The line, joined with what a terminal has broken off.
             has_numbers: Whether the number of a child is its rank.
         """
         key = (line.rank, line.stream)
@@ -80,7 +80,7 @@ class Raising:
         reading = self._open.get(key)
         self._idle = 0 if reading is not None else self._idle + 1
         if self._idle > _MOST_IDLE:
-            # Their ranks have been ended in the middle of them.
+            # Their ranks were ended in the middle of them.
             self._open.clear()
         self._between(key, text, has_numbers=has_numbers)
         if reading is not None and not reading.goes_on(text):
@@ -99,13 +99,13 @@ class Raising:
 
     def _ended(self, rank: int | None, exception: ExceptionFacts, key: _Key) -> list[RankException]:
         if key in self._chained:
-            # The one above is where it began.
+            # The exception above is the original one.
             self._chained.discard(key)
             return []
         return [self.owned(rank, exception)]
 
     def _loses_its_prefix(self, key: _Key, text: str) -> None:
-        """A logger puts the rank before the first line of a traceback only."""
+        """Finds the rank where a logger puts it before the first line of a traceback only."""
         begun, self._begun = self._begun, None
         if begun in self._open and key == (None, "") and key not in self._open and tracebacks.begins_cut(text):
             reading = self._open.pop(begun)
@@ -113,12 +113,13 @@ class Raising:
             self._open[key] = reading
 
     def _between(self, key: _Key, text: str, *, has_numbers: bool) -> None:
-        """What is said of the next traceback."""
+        """Reads what is said about the next traceback."""
         if tracebacks.is_chain(text):
             self._chained.add(key)
-        child = tracebacks.child(text)
-        if child is not None and has_numbers:
-            self.child = child
+        child = tracebacks.child(text) if has_numbers else None
+        rank = tracebacks.announced(text)
+        if child is not None or rank is not None:
+            self.child = child if rank is None else rank
 
     def _without_traceback(self, rank: int | None, text: str) -> tuple[list[RankException], bool]:
         worker = tracebacks.of_worker(text)
@@ -130,6 +131,6 @@ class Raising:
             return [], False
         same = next((one for one in self.nameless if tracebacks.is_one(one, found.exception)), None)
         if same is not None:
-            # Its traceback did not say whose it was, and this does.
+            # Its traceback did not give the rank, but this line does.
             self.nameless.remove(same)
         return [self.owned(one, same or found.exception) for one in found.ranks or (rank,)], True

@@ -1,4 +1,4 @@
-"""What a log has said of one rank so far, and the facts that this comes to."""
+"""What logs have said about one rank, and the facts that follow."""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -13,32 +13,32 @@ _LONGEST_LINE = 300
 _MOST_GROUPS = 256
 _OF_DEVICES = ("CUDA error", "CUDA failure", "Xid", "Duplicate GPU")
 UNKNOWN_GROUP = "unknown"
-"""Stands for a process group of which the log does not say which it is, only that it is not the default one."""
+"""Stands for a process group that is not the default one, and that the log does not name."""
 
 
 class Ended(NamedTuple):
-    """How the process of a rank ended, by whoever started it."""
+    """How the process of a rank ended, according to its launcher."""
 
     rank: int
     exit_code: int
     host: str = ""
     is_first: bool = False
     at_s: float | None = None
-    """By that host's clock, seconds; None where that is not said."""
+    """By that host's clock, seconds; None if unknown."""
 
 
 @dataclass(slots=True)
 class RankLog:
-    """What a log has said of one rank.
+    """What logs have said about one rank.
 
     Attributes:
         rank: Global rank.
         timeouts: Its collectives that have timed out, by sequence number and operation.
-        standings: Its last standing in each group, by the group's name.
-        at: In which group it stands at a sequence number, as far as that is said.
-        is_mixed: Whether collectives of several groups stand in the log without the names of these.
-        is_apart: Whether what stands in groups of which the name is not known has different numbers.
-        ended_s: When its process ended, by its host's clock, seconds; None where that is not known.
+        standings: Its last position in each group, by the group's name.
+        at: The group of a sequence number at which it stands, if known.
+        is_mixed: Whether the log has collectives of several groups without the names of the groups.
+        is_apart: Whether collectives of groups without names have different numbers.
+        ended_s: When its process ended, by its host's clock, seconds; None if unknown.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class RankLog:
             self.lines.append(line)
 
     def has_timed_out(self, call: TimedOut) -> None:
-        """Keeps a collective that has timed out: the word on it that says most, and of those the first."""
+        """Keeps a collective that has timed out: of several messages about it, the first with most details."""
         self.timeouts.pop((call.seq, "") if call.op else (-1, ""), None)
         if call.seq:
             self.timeouts.pop((0, ""), None)
@@ -75,23 +75,23 @@ class RankLog:
             self.timeouts[(call.seq, call.op)] = call
 
     def has_timed_out_elsewhere(self) -> None:
-        """Keeps that it has timed out in something, of which nothing else is said."""
+        """Keeps that the rank has timed out, if nothing else is known about that."""
         if not self.timeouts:
             self.timeouts[(0, "")] = TimedOut(0, "", None, None, 0, 0, None)
 
     def ended(self, end: Ended) -> None:
-        """Keeps how its process ended: the first word on that."""
+        """Keeps how its process ended; the first message counts."""
         self.exit_code = self.exit_code or end.exit_code
         self.ended_first = self.ended_first or end.is_first
         self.ended_s = end.at_s if self.ended_s is None else self.ended_s
         self.host = self.host or end.host
 
     def has_named(self, seq: int) -> bool:
-        """Whether it is known what has timed out under a number."""
+        """Whether the operation that has timed out under a number is known."""
         return any(op and number == seq for number, op in self.timeouts)
 
     def stands(self, standing: Standing) -> None:
-        """Keeps how far the rank has come; the last word counts, unless it came after the end of all."""
+        """Keeps the rank's position; the last message counts, unless it came after everything had ended."""
         if standing.group not in self.standings and len(self.standings) >= _MOST_GROUPS:
             return
         before = self.standings.get(standing.group)
@@ -113,15 +113,15 @@ class RankLog:
 
     @property
     def tells(self) -> bool:
-        """Whether this says anything of what the rank did; that it lived does not."""
+        """Whether this says anything about what the rank did, other than being alive."""
         waits = self.timeouts or self.standings or self.awaited
         return bool(waits or self.exception or self.stuck_s or self.exit_code)
 
     def facts(self, members: dict[str, tuple[int, ...]]) -> RankFacts:
-        """What it comes to.
+        """The facts that follow.
 
         Args:
-            members: Global ranks of the groups, as far as they are known.
+            members: Global ranks of the groups, if known.
         """
         calls = [self._collective(call) for call in self.timeouts.values()]
         names = dict.fromkeys([*self.standings, *(call.group for call in calls)])
@@ -149,7 +149,7 @@ class RankLog:
         return call.seq in self.at
 
     def group_of(self, call: TimedOut) -> str:
-        """Name of the group of a collective, which stands in another line, or in none."""
+        """Name of the group of a collective, which another line may give."""
         if call.seq in self.at:
             return self.at[call.seq]
         if self.is_mixed or (call.seq == 0 and not call.op) or (call.rank is not None and call.rank != self.rank):
@@ -157,7 +157,7 @@ class RankLog:
         return DEFAULT_GROUP[0]
 
     def waits_at(self) -> list[tuple[str, int]]:
-        """Groups, and the numbers in them, in which the rank waits by its standings."""
+        """Groups and numbers in which the rank waits, by its positions."""
         places = []
         for group, standing in self.standings.items():
             seq = standing.completed + 1 if standing.seq is None else standing.seq
@@ -181,7 +181,7 @@ class RankLog:
         seqs = [call.seq for call in calls if call.group == name]
         standing = self.standings.get(name)
         enqueued = max([*seqs, standing.enqueued if standing else 0])
-        # What has timed out has not completed, whatever stands in memory that nobody has written to.
+        # What has timed out has not completed; the counter may never have been written.
         completed = min([standing.completed if standing else enqueued, enqueued, *(seq - 1 for seq in seqs)])
         about = standing.description if standing else (DEFAULT_GROUP[1] if name == DEFAULT_GROUP[0] else "")
         return Group(

@@ -1,36 +1,51 @@
-"""Whether dumps are of one moment of one run: what has ended on one rank, the others must have called by then."""
+"""Whether dumps are of one moment of one run: all ranks must have called what has ended on one."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Group, RankFacts
+from lightning_ncclsafe.facts import Collective, Group, RankFacts
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.rules.kit.wording import group_words, ranks_words
+from lightning_ncclsafe.rules.recorded.calls import caller_of
 
-# Of these no rank sees the end before all have called them.
+# These end on no rank before all have called them.
 _OF_ALL = ("all_", "allgather", "allreduce", "_allgather", "reduce_scatter", "_reduce_scatter", "barrier")
-# Counters do not tell the operation: the root of so many broadcasts may have left them before the others come.
+# Counters do not show operations: a root may have completed this many broadcasts before the others call them.
 _BROADCASTS = 4
-# One rank cannot call what the others did so long ago: somebody's timeout would have ended the run.
+# Last calls cannot be this far apart: a timeout would have ended the run.
 _APART_NS = 6 * 3600 * 1_000_000_000
+# After a timeout, PyTorch ends a process within some 17 minutes; clocks of hosts are a few minutes apart at most.
+_ENDS_NS = 30 * 60 * 1_000_000_000
 _OLDER = (
     "The dumps of {ranks} are older than the others, or from another run: in {group}, other ranks have completed "
     "number {done:,}, while {ranks} had reached only {called:,}. They are left out."
 )
+_MISNAMED = "The dumps of {ranks} are left out: their process groups are not those of the ranks in their file names."
+_ALL_MISNAMED = (
+    "All dumps are left out, as the ranks in their file names are not those of the job: {ranks} of {size:,} ranks."
+)
 _OTHER_RUN = "The dumps of {ranks} are from another run than the others, and are left out: {why}."
 
-# Name and members; those of one group are the same object.
+# Name, and identity of the members, which all ranks of a group share.
 _Key = tuple[str, int]
 Dumps = Mapping[int, RankFacts]
 Find = Callable[[Dumps], Iterable[tuple[list[int], str]]]
 
 
 class Apart(NamedTuple):
-    """Ranks whose dumps do not belong to the others; those of an earlier moment; why, one sentence for each reason."""
+    """Which dumps do not belong to the others.
+
+    Attributes:
+        ranks: Ranks whose dumps do not.
+        older: Those of an earlier moment, ascending.
+        doubtful: Ranks whose dumps may be of an earlier run, or have a wrong clock.
+        reasons: Why, one sentence for each reason.
+    """
 
     ranks: frozenset[int]
     older: tuple[int, ...]
+    doubtful: frozenset[int]
     reasons: tuple[str, ...]
 
 
@@ -38,17 +53,45 @@ def apart(dumps: Dumps) -> Apart:
     """The dumps that cannot be of the same moment of the same run as the latest."""
     found: dict[Find, set[int]] = defaultdict(set)
     reasons: list[str] = []
-    for find in (_of_other_members, _of_other_times, _older):
+    for find in (_misnamed, _of_other_members, _of_other_times, _of_another_start, _older):
         left_out = set().union(*found.values())
         for ranks, reason in find({rank: facts for rank, facts in dumps.items() if rank not in left_out}):
             found[find] |= set(ranks)
             reasons.append(reason)
-    return Apart(frozenset().union(*found.values()), tuple(sorted(found[_older])), tuple(reasons))
+    left_out = frozenset().union(*found.values())
+    doubtful = _early({rank: facts for rank, facts in dumps.items() if rank not in left_out})
+    return Apart(left_out, tuple(sorted(found[_older])), frozenset(doubtful), tuple(reasons))
 
 
 def latest_ns(facts: RankFacts) -> int:
-    """When the rank called its last collective; 0 where that is not known."""
+    """When the rank called its last collective; 0 if unknown."""
     return max((call.created_ns for call in facts.collectives), default=0)
+
+
+def _misnamed(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    """A process knows the groups of which it is a member, and says in each send and receive which member it is."""
+    everybody = {group.ranks for facts in dumps.values() for group in facts.groups if _is_default(group)}
+    size = len(next(iter(everybody))) if len(everybody) == 1 else 0
+    beyond = [rank for rank in sorted(dumps) if rank >= size > 0]
+    if beyond:
+        # Whoever counts ranks from 1 has named all others wrongly, too.
+        yield sorted(dumps), _ALL_MISNAMED.format(ranks=ranks_words(beyond), size=size)
+        return
+    found = [rank for rank, facts in sorted(dumps.items()) if _is_of_another(rank, facts)]
+    if found:
+        yield found, _MISNAMED.format(ranks=ranks_words(found))
+
+
+def _is_of_another(rank: int, facts: RankFacts) -> bool:
+    members = {group.name: group.ranks for group in facts.groups if group.ranks}
+    if any(rank not in there for there in members.values()):
+        return True
+    callers = (caller_of(call, members.get(call.group, ())) for call in facts.collectives if call.is_p2p)
+    return any(caller not in (None, rank) for caller in callers)
+
+
+def _is_default(group: Group) -> bool:
+    return (group.name, group.description) == DEFAULT_GROUP and bool(group.ranks)
 
 
 def _of_other_members(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
@@ -69,7 +112,7 @@ def _of_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     """Ranks of a run call the same number of a group at about the same time; clocks are minutes apart at most."""
     moments = {rank: moment for rank, facts in dumps.items() if (moment := latest_ns(facts))}
     newest = max(moments.values(), default=0)
-    # A rank that was late by its own timeout has called at least something within it.
+    # A rank may be late by its own timeout.
     ranks = sorted(rank for rank, moment in moments.items() if newest - moment > _APART_NS + _longest_ns(dumps[rank]))
     if ranks:
         hours = min(newest - moments[rank] for rank in ranks) // 3_600_000_000_000
@@ -77,12 +120,58 @@ def _of_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
         yield ranks, _OTHER_RUN.format(ranks=ranks_words(ranks), why=why)
 
 
+def _of_another_start(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
+    """Dumps with other times, unless their numbers fit those of the others: then it may be the clock of a host."""
+    early = _early(dumps)
+    if early and not _fit(dumps, early):
+        why = "their calls were long before those of the others, and their numbers do not fit"
+        yield sorted(early), _OTHER_RUN.format(ranks=ranks_words(early), why=why)
+
+
+def _early(dumps: Dumps) -> set[int]:
+    """Ranks that called what others called under one number too early, or whose wait was over before others called.
+
+    A collective that has ended was called by all ranks within its timeout; one that has not ended within it ends the
+    run.
+    """
+    newest = max(map(latest_ns, dumps.values()), default=0)
+    latest: dict[tuple[str, int], int] = defaultdict(int)
+    timed: list[tuple[int, Collective]] = []
+    for rank, facts in dumps.items():
+        one = {group.name for group in facts.groups if _is_one(group)}
+        for call in facts.collectives:
+            if not call.is_p2p and call.created_ns and call.timeout_ms and (call.group in one or not call.completed):
+                timed.append((rank, call))
+                if call.completed:
+                    latest[call.group, call.seq] = max(latest[call.group, call.seq], call.created_ns)
+    return {
+        rank
+        for rank, call in timed
+        if (latest[call.group, call.seq] if call.completed else newest) - call.created_ns
+        > call.timeout_ms * 1_000_000 + _ENDS_NS
+    }
+
+
+def _fit(dumps: Dumps, early: set[int]) -> bool:
+    """Whether these and the others have called what the respective others have completed."""
+    of_early, of_others = defaultdict(list), defaultdict(list)
+    for rank, facts in dumps.items():
+        for group in facts.groups:
+            if group.last_enqueued and not group.is_mixed and _is_one(group):
+                (of_early if rank in early else of_others)[group.name, id(group.ranks)].append(group)
+    return all(
+        max(group.last_completed for group in one) <= min(group.last_enqueued for group in other)
+        for key in of_early.keys() & of_others.keys()
+        for one, other in ((of_early[key], of_others[key]), (of_others[key], of_early[key]))
+    )
+
+
 def _longest_ns(facts: RankFacts) -> int:
     return max((call.timeout_ms for call in facts.collectives), default=0) * 1_000_000
 
 
 def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
-    # Of a group in which no collective was seen, counters may be those of sends and receives.
+    # In a group without collectives, counters may be those of sends and receives.
     seen = {call.group for facts in dumps.values() for call in facts.collectives if not call.is_p2p}
     done: dict[_Key, int] = defaultdict(int)
     called_in: dict[_Key, dict[int, int]] = defaultdict(dict)
@@ -111,12 +200,12 @@ def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
 
 
 def _ended(facts: RankFacts, numbered_apart: set[str], seen: set[str]) -> dict[str, int]:
-    """The last number of each group that ended here, and so was called by all."""
+    """The last number of each group that ended here, so that all ranks had called it."""
     ended: dict[str, int] = {}
     left_early: set[tuple[str, int]] = set()
     for call in facts.collectives:
         if call.is_p2p:
-            # Some versions count sends and receives along, of which not all ranks have equally many.
+            # Some versions include sends and receives, of which ranks have different numbers.
             numbered_apart.add(call.group)
         elif call.completed and call.op.startswith(_OF_ALL):
             ended[call.group] = max(ended.get(call.group, 0), call.seq)
@@ -132,5 +221,5 @@ def _ended(facts: RankFacts, numbered_apart: set[str], seen: set[str]) -> dict[s
 
 
 def _is_one(group: Group) -> bool:
-    """Whether the name means one group: those of which the members are not known may have it in common."""
+    """Whether the name means one group; groups of unknown members may share it."""
     return bool(group.ranks) or group.name == DEFAULT_GROUP[0]

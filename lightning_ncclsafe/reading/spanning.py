@@ -1,4 +1,4 @@
-"""Messages of logs that take several lines: what each begins with, which lines go on with it, and what it comes to."""
+"""Messages of several lines in a log: how each begins, which lines continue it, and what it means."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ WORDS = (
     "communicator data",
     "ranks",
 )
-"""Whatever begins a message that is read here has one of these in it."""
+"""Every first line of these messages has one of these words."""
 
 
 def _line(text: str) -> str:
@@ -37,27 +37,27 @@ class Spanning:
 
     @property
     def is_open(self) -> bool:
-        """Whether one is being read that goes on in the next line."""
+        """Whether a message continues in the next line."""
         return any(one.is_open for one in self._readers)
 
     def read(self, text: str, rank: int | None) -> Iterator[Statement]:
-        """What ends with this line.
+        """The statements that end with this line.
 
         Args:
             text: The line.
-            rank: The rank that says it; None where that is not known.
+            rank: The rank that wrote it; None if unknown.
         """
         for one in self._readers:
             yield from one.read(text, rank)
 
     def flush(self) -> Iterator[Statement]:
-        """What the file's last lines have begun."""
+        """The statements that the last lines of the file have begun."""
         for one in self._readers:
             yield from one.flush()
 
 
 class _Call(NamedTuple):
-    """What a rank runs by PyTorch's check; what is not said is empty."""
+    """What a rank runs, according to PyTorch's check; unknown fields are empty."""
 
     rank: int
     op: str
@@ -118,7 +118,7 @@ class _Mismatch:
         text = " ".join(self._lines)
         found = list(self._ONE.finditer(text))
         if len(found) < 2:
-            # A page that was narrower than the line has torn words: five spaces stand where it was wrapped.
+            # Lines wrapped on a narrow page: words are torn, with five spaces in the middle.
             found = list(self._ONE.finditer(self._WRAPPED.sub("", text))) or found
         return [self._call(whole(one["rank"]), one["body"]) for one in found][:2]
 
@@ -181,7 +181,7 @@ class _FirstToEnd:
             )
 
     def flush(self) -> Iterator[Statement]:
-        """Of what was cut nothing is known."""
+        """Nothing is known about a message that was cut."""
         self._left = 0
         yield from ()
 
@@ -199,7 +199,7 @@ class _Fault:
     _OF_LAUNCHER = re.compile(
         r"torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/agent/)|deepspeed/launcher/|accelerate/commands/launch"
     )
-    # A process that was forked has its launcher's frames below its own.
+    # A forked process has its launcher's frames below its own.
     _OF_CHILD = re.compile(r'multiprocessing/process\.py", line \d+ in _bootstrap')
     _MOST_LINES = 200
 
@@ -234,7 +234,7 @@ class _Fault:
 
 
 class _Counts:
-    """What NCCL's RAS says of a communicator whose ranks have not launched the same, and of what it misses."""
+    """NCCL's RAS: how many operations the ranks of a communicator have launched, and from which it has no data."""
 
     _BEGINS = re.compile(r"^\s*#\d+-\d+ \(\w+\) (?:MISMATCH|INCOMPLETE)")
     _COUNT = re.compile(r"(\d+) ranks? ha(?:s|ve) launched up to operation (\d+)")
@@ -363,13 +363,13 @@ class _Stalled:
 
 
 class _Absent:
-    """PyTorch's analyser of Flight Recorder dumps: who is missing stands some lines below the number."""
+    """PyTorch's analyser of Flight Recorder dumps, which lists missing ranks some lines below the number."""
 
     _BEGINS = "ranks joining collective"
     _NUMBER = re.compile(r"sequence number: (\d+)|collective:? ?(\d+)")
     _RANKS = re.compile(r"missing ranks: ?\{([\d, ]+)\}")
     is_open = False
-    """Its lines each have a word of their own."""
+    """Each of its lines is recognised by itself."""
 
     def __init__(self) -> None:
         self._at = ""
@@ -388,7 +388,7 @@ class _Absent:
 
 
 def _least(sets: list[set[int]]) -> set[int]:
-    """The smaller of two sets that have nothing in common, both if they are as large; none if there are none such."""
+    """The smaller of two disjoint sets, or both if they have the same size; empty if all sets overlap."""
     for one in sets:
         other = next((other for other in sets if one.isdisjoint(other)), None)
         if other is not None:

@@ -1,4 +1,4 @@
-"""The starts of a run in its logs, and how launchers report the ends of ranks: a restart goes on in the same files."""
+"""The starts of a run, as a restart continues in the same logs, and how launchers report the ends of ranks."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -15,10 +15,10 @@ _MOST_UNNAMED = 16
 _MOST_STATEMENTS = 64
 _MOST_LIMITS = 16
 RANKS_OF_A_HOST = 8
-"""Hardly any host has more processes than this, one for each GPU."""
-# Clocks of hosts differ by less, and what follows from a failure may come as soon.
+"""Hosts hardly ever have more ranks than this, one for each GPU."""
+# Clocks of hosts differ by less, and consequences of a failure may follow within this time.
 _LONG_S = 10
-# What becomes of whoever ends well, or is ended by his launcher.
+# Exit codes of processes that end well, or that their launcher ends.
 _NO_CAUSE = (0, -15)
 
 WORDS = (
@@ -34,7 +34,7 @@ WORDS = (
     "will restart worker",
     "elastic",
 )
-"""Whatever says a thing that is read here has one of these in it."""
+"""Every line that is read here has one of these words."""
 
 _FIRST = "Root Cause (first observed failure)"
 _OF_SUMMARY = (_FIRST, "rank", "exitcode", "host ", "time ")
@@ -60,24 +60,24 @@ _ENDINGS = (
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO PREEMPTION"), "SLURM ended the job for another one (preemption)."),
     (re.compile(r"DUE TO NODE FAILURE|NODE_FAIL"), "SLURM reports a node failure."),
 )
-# What becomes of a process that waits: the watchdog's abort, and whoever ends it after that.
+# How waiting processes end: by the watchdog's abort, or by a launcher after that.
 _FOLLOWS = (0, -6, -15)
-# What srun's words mean as an exit code; "Killed" and "Aborted" are what becomes of all others.
+# Exit codes for srun's words; "Killed" and "Aborted" are how all others end.
 _SRUN_SIGNALS = {"Out Of Memory": -9, "Segmentation fault": -11, "Bus error": -7}
 
 
 @dataclass(slots=True)
 class Start:
-    """What logs say of one start.
+    """What logs say about one start.
 
     Attributes:
-        said: What was said of each rank, by rank.
-        unnamed: Exceptions of which no rank is known.
-        world_size: The number of ranks by a log's own word; 0 where it says nothing of that.
+        said: What was said about each rank, by rank.
+        unnamed: Exceptions of unknown ranks.
+        world_size: The number of ranks, if a log gives it; 0 otherwise.
         tasks: The ends of SLURM's tasks.
         statements: What logs say in so many words.
-        bars: Progress bars that were seen once a rank had given up.
-        limits_s: Timeouts of what was given up, seconds.
+        bars: Progress bars seen after a rank had given up.
+        limits_s: Timeouts of collectives that were given up, seconds.
     """
 
     said: dict[int, RankLog] = field(default_factory=dict)
@@ -90,17 +90,17 @@ class Start:
 
     @property
     def tells(self) -> bool:
-        """Whether any rank is said to wait, to fail or to end."""
+        """Whether any rank waits, fails or ends, according to the log."""
         return bool(self.unnamed or self.statements or self.tasks) or any(one.tells for one in self.said.values())
 
     def of(self, rank: int) -> RankLog | None:
-        """What is said of a rank; None where there is no room for more."""
+        """What is said about a rank; None if there are too many ranks."""
         if rank not in self.said and len(self.said) >= _MOST_SAID:
             return None
         return self.said.setdefault(rank, RankLog(rank))
 
     def has_said(self, statement: Statement) -> None:
-        """Keeps a statement; what is said twice counts once."""
+        """Keeps a statement, once."""
         if statement.kind is StatementKind.ENDED and statement.exit_code in _NO_CAUSE:
             return
         if statement.kind is StatementKind.STORE_WAIT and statement.detail[4:5].isdecimal():
@@ -111,24 +111,24 @@ class Start:
             self.statements.append(statement)
 
     def has_joined(self) -> None:
-        """All ranks have come to the store: who has waited for them there no longer does."""
+        """Notes that all ranks have joined the store: nobody waits there any more."""
         self.statements = [one for one in self.statements if one.detail != WAITS]
 
     def has_limit(self, limit_s: float) -> None:
-        """Keeps a timeout that is over."""
+        """Keeps a timeout that has expired."""
         if len(self.limits_s) < _MOST_LIMITS:
             self.limits_s.add(limit_s)
 
     def has_ended(self, task: Ended) -> None:
-        """Keeps the end of a task of SLURM's."""
+        """Keeps the end of a SLURM task."""
         if len(self.tasks) < _MOST_SAID:
             self.tasks.append(task)
 
     def settled(self, *, has_agents: bool) -> dict[int, RankLog]:
-        """What is said of each rank, with the ends of processes of which it follows which rank they were.
+        """What is said about each rank, with the ends of processes whose rank can be concluded.
 
         Args:
-            has_agents: Whether torchrun has started the ranks: then a task of SLURM's is none.
+            has_agents: Whether torchrun has started the ranks, so that SLURM's tasks are not ranks.
         """
         has_table = any(one.exit_code is not None for one in self.said.values())
         ends = [one for one in self.statements if one.kind is StatementKind.ENDED and one.exit_code is not None]
@@ -151,28 +151,28 @@ class Start:
         return self.said
 
     def _settle_unexplained(self) -> None:
-        """Of a process of which it is not said how it ended, the number may be known."""
+        """Finds ranks of processes whose exit code is unknown."""
         for at, one in enumerate(self.statements):
             rank = self._rank_of(one) if one.exit_code is None and one.local_rank is not None else None
             if rank is not None:
                 self.statements[at] = replace(one, ranks=(rank,))
 
     def _settle_words_of_srun(self, *, has_agents: bool) -> None:
-        """That a task was killed, as it is also said of all others once one has failed: of one alone it is said."""
+        """Drops ranks where srun says that several tasks were killed, as it does once one has failed."""
         words = [at for at, one in enumerate(self.statements) if one.detail.startswith("srun ")]
         if has_agents or len(words) > 1:
             for at in words:
                 self.statements[at] = replace(self.statements[at], ranks=())
 
     def _settle_tasks(self) -> None:
-        """A task of SLURM's is a rank. Where the kernel has ended one, the others may have failed because of that."""
+        """Takes SLURM's tasks as ranks. If the kernel has ended one, the others may have failed because of that."""
         may_be_first = not any(_is_fatal(task.exit_code) for task in self.tasks)
         for task in self.tasks:
             if (said := self.of(task.rank)) is not None:
                 said.ended(task._replace(is_first=may_be_first))
 
     def _find_first(self) -> None:
-        """Launchers of several hosts each report their own first; the one that was long before the others is."""
+        """Each launcher reports the first failure on its own host; the earliest by far is the first of the job."""
         first = [one for one in self.said.values() if one.ended_first]
         times = [one.ended_s for one in first if one.ended_s is not None]
         if len(times) == len(first) > 1:
@@ -180,14 +180,14 @@ class Start:
                 one.ended_first = (one.ended_s or 0) < min(times) + _LONG_S
 
     def _rank_of(self, statement: Statement) -> int | None:
-        """The number within the only host is the rank."""
+        """The rank of a process, which is its local rank if there is only one host."""
         if statement.ranks:
             return statement.ranks[0]
         highest = max([self.world_size, *(rank + 1 for rank in self.said)])
         return statement.local_rank if highest <= RANKS_OF_A_HOST else None
 
     def _attribute(self) -> None:
-        """The only exception of an unknown rank is that of the only rank that ended by an unknown exception."""
+        """Gives the only exception of an unknown rank to the only rank that failed without a known exception."""
         own = [one for one in self.unnamed if not one.is_consequence]
         first = [one for one in self.said.values() if one.ended_first and (one.exit_code or 0) > 0]
         if len(own) == len(first) == 1 and first[0].exception is None and not first[0].timeouts:
@@ -195,18 +195,18 @@ class Start:
             self.unnamed.remove(own[0])
 
     def unsettled(self, *, has_agents: bool) -> tuple[Statement, ...]:
-        """The statements of which it does not follow which rank they are about, and all others."""
+        """The statements that do not belong to a single rank."""
         self.settled(has_agents=has_agents)
         return tuple(self.statements)
 
     def has_raised(self, exception: ExceptionFacts) -> None:
-        """Keeps an exception of which no rank is known."""
+        """Keeps an exception of an unknown rank."""
         if len(self.unnamed) < _MOST_UNNAMED and exception not in self.unnamed:
             self.unnamed.append(exception)
 
 
 class Starts:
-    """All starts. Files number theirs alike: what one says of the second belongs to what another says of the second.
+    """All starts of a run. All files number them alike, so the second start in one file is the second in the others.
 
     Attributes:
         has_agents: Whether torchrun has started the ranks.
@@ -219,28 +219,28 @@ class Starts:
         self._world_size = 0
 
     def begin(self, number: int) -> None:
-        """A file begins with the start of this number."""
+        """Notes that a file begins with the start of this number."""
         self._number = number
 
     def again(self) -> None:
-        """The run starts again. Of those before, only the last one that tells anything may still be asked for."""
+        """Notes that the run starts again; only the last start with any finding is kept."""
         told = self._last_told()
         self._by_number = {number: start for number, start in self._by_number.items() if number == told}
         self._number += 1
 
     @property
     def now(self) -> Start:
-        """The one that is being read of."""
+        """The start that is being read."""
         return self._by_number.setdefault(self._number, Start())
 
     @property
     def last(self) -> Start:
-        """The last one that tells anything."""
+        """The last start with any finding."""
         return self._by_number.get(self._last_told(), Start())
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in the last one; of any, where that says nothing; 0 where none does."""
+        """The number of ranks in the last start, otherwise in any start; 0 if unknown."""
         return self.last.world_size or self._world_size
 
     def has_size(self, size: int) -> None:
@@ -253,7 +253,7 @@ class Starts:
 
 
 class Summary:
-    """torchrun's summary, which has a line for each of time, host, rank and exit code; or all of them in one."""
+    """torchrun's summary, with time, host, rank and exit code on a line each, or all on one line."""
 
     def __init__(self) -> None:
         self._host = ""
@@ -284,12 +284,12 @@ class Summary:
 
 
 def _is_fatal(code: int | None) -> bool:
-    """Whether a signal has ended a process, by its exit code or that of its shell; an abort is what ends who waits."""
+    """Whether a signal ended a process, by its exit code or that of its shell; aborts of waiting processes excepted."""
     return code is not None and (code < 0 or 128 < code <= 192) and code not in (-6, -15, 134, 143)
 
 
 def _seconds(words: str) -> float | None:
-    """Of ``"2023-06-03_22:45:52"``, from any beginning."""
+    """The seconds at ``"2023-06-03_22:45:52"``, since any fixed time."""
     try:
         return (datetime.fromisoformat(words.replace("_", "T")) - datetime(2000, 1, 1)).total_seconds()
     except ValueError:
@@ -297,17 +297,17 @@ def _seconds(words: str) -> float | None:
 
 
 def launcher_remark(text: str) -> str:
-    """A sentence on what a launcher says of the job, or of a child that Lightning's has seen end; empty if none."""
+    """A sentence about the job, from a launcher, or about the end of a child of Lightning's; empty if there is none."""
     child = _CHILD.search(text)
     if child is not None and whole(child[3]) not in _FOLLOWS:
-        # What it calls the rank is that within the host, which is the rank on the first host alone.
+        # Its number is the local rank, which equals the rank only on the first host.
         who = f"its child process {child[2]}, local rank {child[1]}, was the first to exit"
         return f"Lightning reports that {who}, with code {child[3]}; the host is not named."
     return next((sentence for pattern, sentence in _ENDINGS if pattern.search(text)), "")
 
 
 def starts_again(text: str) -> bool:
-    """Whether torchrun says here that it starts all ranks again."""
+    """Whether torchrun restarts all ranks here."""
     return "will restart worker group" in text
 
 
@@ -329,7 +329,7 @@ def srun_ended(text: str) -> list[Ended]:
 
 
 def of_agents(text: str) -> bool:
-    """Whether torchrun speaks here, which starts the ranks itself: SLURM's tasks are its agents then."""
+    """Whether torchrun wrote this line; it starts the ranks itself, so that SLURM's tasks are its agents."""
     return _AGENT.search(text) is not None
 
 

@@ -1,6 +1,6 @@
-"""What logs say in so many words: launchers of the end of a process, stores of who has come, NCCL and tools of ranks.
+"""Explicit statements in logs: launchers report ends of processes, stores who has joined, NCCL and tools name ranks.
 
-A message that stands in one line is an entry of the table here; one that takes several is read in ``spanning``.
+Each message of one line is an entry in a table here; ``spanning`` reads messages of several lines.
 """
 
 import signal
@@ -15,17 +15,17 @@ from lightning_ncclsafe.reading.spanning import Spanning
 from lightning_ncclsafe.reading.values import ranks, whole
 
 WAITS = "still waits"
-"""Said of a rank that waits at the store, and has not given up."""
+"""The detail of a rank that waits at the store and has not given up."""
 OF_EACH = "Horovod"
-"""Said by a launcher that reports the end of each process, whichever was the first."""
+"""The detail of a launcher that reports the end of every process, not only of the first."""
 _LONGEST_LINE = 300
 _LONGEST_DETAIL = 200
 
 # Keys by which ranks find each other when a process group, or torchrun's group of agents, is made.
 _OF_INIT = r"default_pg|store_based_barrier|torchelastic|rdzv|/ranks?\b|worker_count|//c(?:uda|pu)//|init"
-# Whoever waits for NCCL's id says for whom, and is read elsewhere.
+# Ranks that wait for NCCL's id name the awaited rank, and are read elsewhere.
 _AT_STORE = r"^(?!.*ncclUniqueId).*"
-# Programs lose connections of other kinds as well.
+# Programs also lose other connections.
 _OF_RANKS = r"^(?=.*(?:gloo|NCCL|socket|Net :|c10d)).*?"
 _SRUN = r"srun: error: \S{1,100}"
 _KILLED = r"(?:Out Of Memory|Killed|Bus error|Segmentation fault)"
@@ -57,7 +57,7 @@ _MESSAGES = (
         r"ProcessExitedException: process (?P<local>\d+) terminated with\s*$",
         "torch.multiprocessing says that process {local} ended",
     ),
-    # DeepSpeed: the command is that of the process which it has started last.
+    # DeepSpeed: the command is that of the process started last.
     _ended("return code = ", r"exits with return code = (?P<code>-?\d+)", "DeepSpeed's launcher"),
     # torch.distributed.launch before 1.9, and Accelerate: likewise
     _ended(" died", r"died with <Signals\.(?P<signal>\w+): \d+>"),
@@ -94,6 +94,12 @@ _MESSAGES = (
         r"Worker PID: (?P<pid>\d+) Worker exit type: (?P<how>\w+)",
         "Ray reports that a worker died ({how}, pid {pid})",
     ),
+    _ended(
+        "running low on memory",
+        r"Task was killed due to the node running low on memory|the node was running low on memory",
+        "Ray's memory monitor",
+        code=-9,
+    ),
     # The number of a worker of Ray's trainers is its rank.
     _ended(
         "has failed",
@@ -103,9 +109,16 @@ _MESSAGES = (
     _ended(
         "status failed", r"Container rank (?P<rank>\d+) status failed .{0,4000}\bcode (?P<code>-?\d+) log", "Paddle"
     ),
-    # What a process prints of its own end: UCX, Open MPI
+    # What a process prints about its own end: UCX, Open MPI
     _ended("Caught signal ", r"Caught signal (?P<signal>\d+) \(", "UCX"),
     _ended("Signal: ", r"\*\*\* .{0,60}Signal: [\w ]{1,40} \((?P<signal>\d+)\)"),
+    # The kernel's log: of processes that are no rank's, it says the same.
+    _ended(
+        "Killed process",
+        r"ut of memory: Killed process \d+ \((?:python|pt_)[\w.-]{0,20}\)",
+        "the kernel's log",
+        code=-9,
+    ),
     # SLURM and Kubernetes
     _ended("oom", r"[Dd]etected \d+ oom[-_]kill event", "SLURM", code=-9),
     _ended("OOMKilled", r"\bOOMKilled\b", "Kubernetes", code=-9),
@@ -164,7 +177,7 @@ _MESSAGES = (
         )
     ),
     _waited("Error: Socket Timeout", rf"{_AT_STORE}Error: Socket Timeout\b"),
-    # A store that is a file, in which ranks find each other.
+    # A file as store
     _not_joined("Error: Wait timeout", r"Error: Wait timeout\s*$", "for the others"),
     message(
         StatementKind.BARRIER_WAIT,
@@ -184,7 +197,7 @@ _MESSAGES = (
         r"[Cc]onnect to (?P<where>\S{1,200}) (?:returned|failed : )(?P<why>[^\n]{1,80})",
         "connecting to {where} failed ({why})",
     ),
-    # How NCCL's own code came back, with the words of the system: its warning about it may have been left out.
+    # NCCL's trace of a failed call, with the system's words: the warning before it may be missing.
     _unreachable(
         "socket.c",
         r"NCCL INFO (?:misc/)?socket\.cc?:\d+ -> 2 \((?P<why>[A-Za-z ]{1,60})\)",
@@ -206,7 +219,7 @@ _MESSAGES = (
         r"Got completion from peer (?P<where>\S{1,200}) with (?:status=|error )(?P<why>\d+)",
         "InfiniBand gave up on {where} with status {why}, which can also mean a dead peer",
     ),
-    # Ranks that were compared, or have met with data of another length
+    # Comparisons of ranks, and data of another length
     message(
         StatementKind.OTHER_SIZES,
         "preamble.length",
@@ -236,11 +249,11 @@ _MESSAGES = (
 
 # Of what DeepSpeed starts and ends, see below.
 WORDS = (*(one.word for one in _MESSAGES), *SPANNING, "Killing subprocess ", "Completed store-based barrier")
-"""Whatever says a thing that is read here has one of these in it."""
+"""Every line that is read here has one of these words."""
 
 
 def _code(found: Found[StatementKind]) -> int | None:
-    """With what a process has ended; of a signal, by its name or number, minus that number."""
+    """The exit code of a process; for a signal, by name or number, minus its number."""
     if code := found.groups.get("code"):
         return whole(code)
     name = found.groups.get("signal", "")
@@ -267,7 +280,7 @@ def _said(found: Found[StatementKind]) -> Statement:
 
 
 def ended_child(number: int) -> Statement:
-    """That the process of this number has ended by an exception, of which torch.multiprocessing has begun to tell."""
+    """The end of the process with this number, whose traceback torch.multiprocessing has begun to print."""
     return Statement(
         kind=StatementKind.ENDED,
         exit_code=1,
@@ -286,15 +299,15 @@ class Statements:
 
     @property
     def is_open(self) -> bool:
-        """Whether one is being read that goes on in the next line."""
+        """Whether a message continues in the next line."""
         return self._spanning.is_open
 
     def read(self, text: str, rank: int | None) -> Iterator[Statement]:
-        """What this line says, also of what the lines before it have begun.
+        """The statements in this line, and those that it ends.
 
         Args:
             text: The line.
-            rank: The rank that says it; None where that is not known.
+            rank: The rank that wrote it; None if unknown.
         """
         for found in found_in(text, _MESSAGES):
             yield self._completed(_said(found), text, rank)
@@ -303,12 +316,12 @@ class Statements:
         yield from self._spanning.read(text, rank)
 
     def flush(self) -> Iterator[Statement]:
-        """What the file's last lines have begun."""
+        """The statements that the last lines of the file have begun."""
         yield from self._spanning.flush()
         self._subprocesses.clear()
 
     def _completed(self, said: Statement, text: str, rank: int | None) -> Statement:
-        # Of the only process that DeepSpeed has started on a host, the number is known.
+        # If DeepSpeed has started only one process on the host, its local rank is 0.
         is_only = said.detail.startswith("DeepSpeed") and len(self._subprocesses) == 1 and "--local_rank=0'" in text
         return replace(
             said,

@@ -1,4 +1,4 @@
-"""Python's tracebacks in a log, line by line, also where those of several ranks are mixed; frames of any machine."""
+"""Python's tracebacks in a log, line by line, also mixed ones of several ranks; frames of any machine."""
 
 import re
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ _MOST_LINES = 3000
 
 _BEGINS = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]{1,400})", line (?P<line>\d+)(?:, in (?P<function>.{1,200}))?')
-# Ray gives the exception that it passes on in brackets.
+# Ray puts the exception that it passes on in brackets.
 _ENDS = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120})(?:\((?P<passed_on>\w{1,60})\))?(?::\s(?P<message>.*))?$")
 _GOES_ON = re.compile(r"\s|\^|~|\.\.\.|$")
 
-# What says only that a collective failed, that a peer or a child is gone, or that somebody has ended the process.
+# These only say that a collective failed, that a peer or child is gone, or that something ended the process.
 _CONSEQUENCE_TYPES = re.compile(
     r"(?:^|\.)(?:Dist\w*Error|ChildFailedError|ProcessExitedException|ProcessRaisedException|CalledProcessError"
     r"|SignalException|SIGTERMException|KeyboardInterrupt|SystemExit|CollectiveTimeoutError|RendezvousClosedError"
@@ -42,7 +42,7 @@ _CONSEQUENCE_TEXTS = re.compile(
 )
 
 
-# What torch raises as it raises all that goes wrong between ranks, and is an error of this one's.
+# Errors of the rank itself that torch raises like errors between ranks.
 _OWN_TEXTS = re.compile(
     r"failed to listen on any local network address|no socket interface found|Distributed package doesn't have"
     r"|(?:NCCL [Ee]rror(?: 1)?|nccl\w+ failed): unhandled cuda error"
@@ -52,7 +52,9 @@ _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d+)\)")
 _CHILD = re.compile(
     r"(?:-- |\b)Process (\d+) (?:terminated with the following error|exited with error code \d+ and exc)"
 )
-# What is raised in here tells of another process.
+# Ray Train, with the rank in the job
+_SNIPPET = re.compile(r"^\[Rank (\d+) Error Snippet\]:")
+# Exceptions raised in these files are about another process.
 _PARENTS = re.compile(
     r"torch/(?:multiprocessing/spawn|distributed/(?:run|launch|launcher/\w+|elastic/.*))\.py$"
     r"|accelerate/(?:commands/|test_utils/testing|utils/launch)|deepspeed/launcher/|horovod/run(?:ner)?/"
@@ -62,16 +64,16 @@ _CHAIN = re.compile(
 )
 _NAMES = re.compile(r"(?:Error|Exception|Interrupt|Exit|StopIteration)$")
 _ALONE = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::\s(?P<message>.{0,4000}))$")
-# What says enough without a traceback, whoever says it.
+# These say enough without a traceback and a rank.
 _OF_DEVICES = re.compile(
     r"CUDA error|CUDA out of memory|out of memory\. Tried|CUBLAS_STATUS|CUDNN_STATUS|DataLoader worker"
     r"|failed to listen on any local network address"
 )
 _NOT_REDUCED = "Expected to have finished reduction in the prior iteration before starting a new one"
-# What a loader's worker prints before the process that has started it raises.
+# A loader's worker prints this before its parent raises.
 _WORKER = re.compile(r"ERROR: Unexpected (bus error|segmentation fault) encountered in worker")
-# What NCCL, the driver and DDP say in so many words of a device, of how processes were started, or of a model: the kind
-# of error. ``rank`` and ``other`` are the ranks that raised it.
+# Explicit errors of NCCL, the driver and DDP, about a device, the start of processes, or a model. ``rank`` and
+# ``other`` are the ranks that raised them.
 _STATED = (
     message(
         "Duplicate GPU",
@@ -110,9 +112,9 @@ _STATED = (
         r"Parameter(?:s| indices) which did not receive grad for rank (?P<rank>\d+): (?P<which>[^\n]{1,100})",
         f"{_NOT_REDUCED} (rank {{rank}}: parameters {{which}} received no gradient)",
     ),
-    # Of an exception that nothing has caught.
+    # An uncaught exception
     message("CUDA error", "CUDA error", r"^\s*what\(\): +CUDA error: (?P<why>[^\n]{1,200})", "{why}"),
-    # A warning: NCCL has other ways for some of them.
+    # A warning, as NCCL can do without some of these calls
     message("CUDA failure", "Cuda failure", r"NCCL WARN Cuda failure (?:\d+ )?'(?P<why>[^'\n]{1,200})'", "{why}"),
     message(
         "Xid {number}",
@@ -130,7 +132,7 @@ WORDS = (
     "NCCL WARN",
     "encountered in worker",
 )
-"""Whatever says a thing that is read here has one of these in it."""
+"""Every line that is read here has one of these words."""
 
 
 @lru_cache(maxsize=65_536)
@@ -141,18 +143,18 @@ def frame(file: str, line: int, function: str) -> Frame:
 
 @lru_cache(maxsize=16_384)
 def _same(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Ranks call alike: one copy of a stack is enough."""
+    """Keeps one copy of a stack, as ranks call alike."""
     return stack
 
 
 class DumpStacks:
-    """The stacks of one dump, whose entries share their frames: each is read once. The dump must outlive this."""
+    """The stacks of one dump, which must outlive this. Entries share frames, so each stack is read once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], tuple[Frame, ...]] = {}
 
     def read(self, value: object) -> tuple[Frame, ...]:
-        """The stack of an entry, outermost frame first: in a dump the innermost is."""
+        """The stack of an entry, outermost frame first; dumps have the innermost first."""
         given = items(value)[:_MOST_GIVEN]
         same = tuple(map(id, given))
         if same not in self._known:
@@ -176,18 +178,18 @@ def stack(frames: list[Frame]) -> tuple[Frame, ...]:
 
 
 class Alone(NamedTuple):
-    """An error that a line tells without a traceback; the ranks that it names itself."""
+    """An error in a line without a traceback, and the ranks that the line names."""
 
     exception: ExceptionFacts
     ranks: tuple[int, ...] = ()
 
 
 def alone(text: str, *, is_of_rank: bool) -> Alone | None:
-    """The error that this line tells, without a traceback.
+    """The error in this line, without a traceback.
 
     Args:
         text: The line.
-        is_of_rank: Whether it is known which rank says it, as of what torch prints of an exception.
+        is_of_rank: Whether the rank that wrote it is known.
     """
     said = next(found_in(text, _STATED), None)
     if said is not None:
@@ -201,20 +203,20 @@ def alone(text: str, *, is_of_rank: bool) -> Alone | None:
 
 
 def of_worker(text: str) -> ExceptionFacts | None:
-    """What a loader's worker says of itself here, which is what its process raises next."""
+    """The failure that a loader's worker reports in this line; its parent raises the same next."""
     found = _WORKER.search(text)
     how = {"bus error": "Bus error", "segmentation fault": "Segmentation fault"}[found[1]] if found else ""
     return ExceptionFacts(type="RuntimeError", message=f"DataLoader worker is killed by signal: {how}") if how else None
 
 
 def is_one(exception: ExceptionFacts, other: ExceptionFacts) -> bool:
-    """Whether two say the same of one failure, at different length."""
+    """Whether two exceptions describe one failure, at different length."""
     begin = other.message[: len(_NOT_REDUCED)]
     return exception.type == other.type and begin == _NOT_REDUCED == exception.message[: len(_NOT_REDUCED)]
 
 
 def is_chain(text: str) -> bool:
-    """Whether the next traceback only tells what became of the exception above."""
+    """Whether the next traceback only follows from the exception above."""
     return _CHAIN.search(text) is not None
 
 
@@ -225,13 +227,19 @@ def of_rank(text: str) -> int | None:
 
 
 def child(text: str) -> int | None:
-    """The number of the process of which torch.multiprocessing.spawn, or PyTorch's tests, print the traceback next."""
+    """The number of the process whose traceback torch.multiprocessing.spawn, or PyTorch's tests, print next."""
     found = _CHILD.search(text)
     return whole(found[1]) if found else None
 
 
+def announced(text: str) -> int | None:
+    """The rank whose traceback Ray Train prints next."""
+    found = _SNIPPET.match(text)
+    return whole(found[1]) if found else None
+
+
 def begins_cut(text: str) -> bool:
-    """Whether this is a line of a traceback's, of which the first line is not there."""
+    """Whether this line belongs to a traceback without a first line."""
     return _CUT.match(text) is not None
 
 
@@ -253,7 +261,7 @@ def is_consequence(type_: str, message: str) -> bool:
 
 
 def is_telling(exception: ExceptionFacts) -> bool:
-    """Whether it says more than that somebody has ended the process: its own error, or that a peer is gone."""
+    """Whether it reports an own error, or that a peer is gone, and not only that something ended the process."""
     return not exception.is_consequence or _CONSEQUENCE_TEXTS.search(exception.message) is not None
 
 
@@ -266,12 +274,12 @@ class Traceback:
     """A traceback that is being read.
 
     Attributes:
-        exception: What it says, once it has ended; None where it was none.
-        rank: Whose it is by its own first line; None where that says nothing.
+        exception: The exception, once the traceback has ended; None if it was no traceback.
+        rank: The rank in its first line; None if it has none.
     """
 
     def __init__(self, *, has_head: bool = True, rank: int | None = None) -> None:
-        """Begins to read one; what has no first line is one only if its last names an exception."""
+        """Begins to read a traceback; one without a first line counts only if its last line names an exception."""
         self.exception: ExceptionFacts | None = None
         self.rank = rank
         self._has_head = has_head
@@ -279,7 +287,7 @@ class Traceback:
         self._lines = 0
 
     def goes_on(self, text: str) -> bool:
-        """Reads the next line; whether the traceback goes on behind it."""
+        """Reads the next line; whether the traceback continues."""
         self._lines += 1
         found = _FRAME.match(text)
         if found:

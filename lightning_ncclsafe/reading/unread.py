@@ -1,11 +1,11 @@
-"""Names lines of a log that look like errors in a format that is not known, so that nobody takes silence for health."""
+"""Names lines of a log that look like errors of unknown formats, as silence would look like health."""
 
 import re
 from collections.abc import Iterable
 
 
 class Unread:
-    """Lines that look like errors in a format that is not known: their number, and some examples."""
+    """Lines that look like errors of unknown formats: their number, and some examples."""
 
     _ALARM = re.compile(
         r"\[[EF][ \d][^\]]{0,80}\.(?:cpp|hpp|cu):\d+\]|NCCL WARN|[RHX]CCL (?:WARN|ERROR)"

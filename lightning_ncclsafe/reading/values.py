@@ -1,4 +1,4 @@
-"""Values of unknown types: what is not as it should be is taken as absent; and the one error of this room."""
+"""Values of unknown types, which count as absent if they are not as expected; and the error of this package."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,7 +9,7 @@ from lightning_ncclsafe.recorder.model import whole
 __all__ = ["MOST_RANKS", "items", "mapping", "ranks", "shapes", "text", "texts", "whole"]
 
 MOST_RANKS = 262_144
-"""Whoever names a rank beyond that has not counted."""
+"""Higher ranks are not believed."""
 _LONGEST_RANKS = 2_000_000
 _LONGEST_TEXT = 400
 _MOST_SHAPES = 4096
@@ -35,18 +35,18 @@ def shapes(value: object) -> tuple[tuple[int, ...], ...]:
     """Shapes of tensors, which must be whole numbers and no less than 0."""
     try:
         return _shapes(tuple(map(tuple, items(value)[:_MOST_SHAPES])))
-    except TypeError:  # of whatever stands there instead
+    except TypeError:  # values of another type
         return ()
 
 
 @lru_cache(maxsize=4096)
 def _shapes(value: tuple[tuple[object, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Ranks and steps call alike: each is checked once, and kept once."""
+    """Checks and keeps equal shapes once, as ranks and steps call alike."""
     return tuple(tuple(max(whole(length), 0) for length in shape[:_MOST_LENGTHS]) for shape in value)
 
 
 def texts(value: object) -> tuple[str, ...]:
-    """Texts, each cut to 400 characters; what is no text is empty."""
+    """Texts, each cut to 400 characters; other values become empty."""
     try:
         return _texts(tuple(items(value)[:_MOST_SHAPES]))
     except TypeError:
@@ -59,7 +59,7 @@ def _texts(value: tuple[object, ...]) -> tuple[str, ...]:
 
 
 def ranks(value: object) -> tuple[int, ...]:
-    """Ranks in ascending order, of a list or of text such as ``"[0, 1, 2]"``, as the recorder writes it."""
+    """Ranks in ascending order, from a list, or from text as the recorder writes it, ``"[0, 1, 2]"``."""
     if isinstance(value, str):
         return _ranks_in_text(value) if len(value) < _LONGEST_RANKS else ()
     return _in_order(items(value))
@@ -67,7 +67,7 @@ def ranks(value: object) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _ranks_in_text(value: str) -> tuple[int, ...]:
-    """All ranks of a group write the same, and at thousands of ranks it is long: it is read once and kept once."""
+    """Reads and keeps equal texts once: all ranks of a group write the same, and it is long in large jobs."""
     return _in_order([number.strip() for number in value.strip("[] ").split(",")])
 
 
@@ -77,4 +77,4 @@ def _in_order(numbers: Sequence[object]) -> tuple[int, ...]:
 
 
 class ReadingError(ValueError):
-    """A file is not what it should be, is damaged, or is larger than what is read; the message says which."""
+    """A file is not of the expected kind, damaged or too large; the message says which."""

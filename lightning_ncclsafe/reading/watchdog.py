@@ -1,6 +1,6 @@
 """What PyTorch prints when a collective does not end: patterns of torch 1.13 to 2.14, each as a small record.
 
-The wording has changed often; the numbers in it mean the same. A line that a terminal has broken may lack spaces.
+The wording has changed often, the numbers have not. Lines that a terminal has broken may lack spaces.
 """
 
 import re
@@ -14,18 +14,18 @@ class TimedOut(NamedTuple):
     """A collective that NCCL's watchdog has given up: ``WorkNCCL(SeqNum=14217, OpType=ALLGATHER, …)``."""
 
     seq: int
-    """0 where it has no number: torch says so since 1.13."""
+    """0 if it has no number, as before torch 1.13."""
     op: str
     takes: tuple[int, ...] | None
     gives: int | None
     timeout_ms: int
     ran_ms: int
     rank: int | None
-    """Within its process group, which is not said here."""
+    """Within its process group, which the message does not name."""
 
 
 class Standing(NamedTuple):
-    """How far a rank has come in a group: ``[PG ID 0 PG GUID 0(default_pg) Rank 3] … last enqueued work: 61, …``."""
+    """A rank's position in a group: ``[PG ID 0 PG GUID 0(default_pg) Rank 3] … last enqueued work: 61, …``."""
 
     group: str
     description: str
@@ -38,7 +38,7 @@ class Standing(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """Ranks that PyTorch itself names as those that it has waited for."""
+    """Ranks that PyTorch itself names as awaited."""
 
     by: int | None
     ranks: tuple[int, ...]
@@ -63,9 +63,9 @@ WORDS = (
     "MEMBER: ",
     "Starting with ",
 )
-"""Whatever says a thing that is read here has one of these in it."""
+"""Every line that is read here has one of these words."""
 
-# Where one of these goes on in the next line, a terminal has broken it.
+# A line that ends like this was broken by a terminal.
 _BROKEN = re.compile(
     r"[Cc]aught collective operation timeout(?!.*before timing out)"
     r"|terminated with exception: \[Rank \d+\]\s*$"
@@ -76,7 +76,7 @@ _WORK = re.compile(r"WorkNCCL\((?P<body>[^\n]{1,400})")
 _WORK_RANK = re.compile(
     r"\[Rank (\d+)\] (?:Watchdog caught|Caught collective|Work WorkNCCL|Collective WorkNCCL|Found key)"
 )
-# With what follows: where another rank has written into the line, half a word or number is none.
+# With the next character, as another rank may have written into the middle of a word or number.
 _SEQ = re.compile(r"SeqNum=(\d+)(?=[,)])")
 _OP = re.compile(r"OpType=(\w+)(?=[,)])")
 _TAKES = re.compile(r"NumelI\s*n=(\d+)(?=[,)])")
@@ -102,7 +102,7 @@ _ERROR = re.compile(
 _OWN_TIMEOUT = "due to a collective timeout from this local rank"
 _NAMES_RANKS = re.compile(r"ncclUniqueId|monitoredBarrier|join collective|lagging ranks|crash on rank")
 _UNIQUE_ID = re.compile(r"\[(\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(\d+)\]")
-# How the same message ends, below the stack of the store's own error.
+# The end of the same message, below the stack of the store's own error
 _UNIQUE_ID_ENDS = re.compile(r"This may indicate a possible application crash on rank (\d+) or a network set up issue")
 _SET_UP = "the set-up of the NCCL communicator"
 _MONITORED = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
@@ -128,19 +128,19 @@ _OPS = {
     "ALLTOALL": "all_to_all",
     "ALLTOALL_BASE": "all_to_all",
 }
-# The recorder's word for "no number" where what is coalesced has none.
+# "No number" of coalesced calls
 _NO_NUMBER = 2**63
 
 
 def is_broken(text: str) -> bool:
-    """Whether the line goes on in the next."""
+    """Whether the line continues in the next."""
     return _BROKEN.search(text) is not None
 
 
 def timed_out(text: str) -> TimedOut | None:
-    """The collective that this line says has timed out."""
+    """The collective that has timed out, according to this line."""
     work = _WORK.search(text)
-    # Before torch 1.13 collectives had no number; a number of which the end is missing is none.
+    # Before torch 1.13, collectives had no number; a number whose end is missing does not count.
     if work is None or not (_SEQ.search(work["body"]) or work["body"].startswith("OpType=")):
         return None
     body = work["body"]
@@ -163,7 +163,7 @@ def _operation(body: str, takes: tuple[int, ...] | None, gives: int | None) -> s
     found = _OP.search(body)
     name = found[1] if found else ""
     if name == "COALESCED" and takes and gives:
-        # What is several times as large on one side as on the other is no send or receive.
+        # If one side is a multiple of the other, it is no send or receive.
         small, large = sorted((takes[0], gives))
         if 0 < small < large and large % small == 0:
             return "all_gather_coalesced" if gives == large else "reduce_scatter_coalesced"
@@ -186,7 +186,7 @@ def _number(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def standing(text: str) -> Standing | None:
-    """How far this line says that a rank has come in a group."""
+    """A rank's position in a group, according to this line."""
     group = _GROUP.search(text) if "work:" in text else None
     enqueued, completed = (_ENQUEUED.search(text), _COMPLETED.search(text)) if group else (None, None)
     if group is None or enqueued is None or completed is None or int(group["rank"]) >= MOST_RANKS:
@@ -204,7 +204,7 @@ def standing(text: str) -> Standing | None:
 
 
 def awaited(text: str) -> Iterator[Awaited]:
-    """Ranks that this line says were waited for."""
+    """The awaited ranks, according to this line."""
     if not _NAMES_RANKS.search(text):
         return
     if unique := _UNIQUE_ID.search(text):
@@ -220,8 +220,10 @@ def awaited(text: str) -> Iterator[Awaited]:
 
 
 def ended_rank(text: str) -> int | None:
-    """The rank whose watchdog this line says has ended, within a group that is not said, or is stuck, in that of all
-    ranks; None if it says nothing."""
+    """The rank whose watchdog has ended, within an unknown group, or is stuck, within the default group.
+
+    None if the line is about neither.
+    """
     found = _ENDED.search(text)
     if found:
         return whole(found[1])
@@ -230,31 +232,33 @@ def ended_rank(text: str) -> int | None:
 
 
 def device_error(text: str) -> str:
-    """The error of the device with which this line says that a rank's watchdog has ended; empty if none."""
+    """The error of the device that has ended a rank's watchdog, according to this line; empty if none."""
     found = _DEVICE.search(text)
     return found[1].strip() if found else ""
 
 
 def backend_error(text: str) -> str:
-    """The error of NCCL's with which this line says that a collective has ended; empty if none."""
+    """The error of NCCL's that has ended a collective, according to this line; empty if none."""
     found = _ERROR.search(text)
     return found[1].strip() if found else ""
 
 
 def stuck_s(text: str) -> int:
-    """For how many seconds the watchdog's own thread did not move, by this line; 1 if it does not say how many, 0 if
-    it says nothing of that."""
+    """For how many seconds the watchdog's own thread did not move.
+
+    1 if the line does not say how many, 0 if it is not about that.
+    """
     found = _STUCK.search(text)
     return (whole(found[1]) if found[1] else 1) if found else 0
 
 
 def has_timed_out_elsewhere(text: str) -> bool:
-    """Whether this line says that the rank that says it has itself timed out, in a group that it does not name."""
+    """Whether the rank says that it has timed out itself, in a group that it does not name."""
     return _OWN_TIMEOUT in text
 
 
 def world_size(text: str) -> int:
-    """How many ranks there are, by this line; 0 if it says nothing of that."""
+    """The number of ranks in this line; 0 if it has none."""
     if not any(word in text for word in _SIZE_WORDS):
         return 0
     found = (whole(size) for sizes in _SIZES.findall(text) for size in sizes if size)

@@ -1,63 +1,42 @@
 """The model of PyTorch's Flight Recorder: what raw entries and counters of one rank mean, here or in a dump.
 
-An entry's own words are not to be taken at face value. ``completed`` is also what a collective looks like inside whose
-call the host still blocks; ``retired`` is what NCCL's watchdog does to a work that it has given up, too; a batch of
-sends and receives leaves parts that never end and one whole that counts as no collective; and a group's counters are
-those of the last work of either kind. Whoever reads a recorder asks here.
+An entry's state cannot be taken literally. A collective also looks ``completed`` while the host still blocks inside its
+call. NCCL's watchdog also marks a work as ``retired`` that it has given up. A batch of sends and receives leaves parts
+that never end and a whole that is no collective. A group's counters are those of the last work of either kind. All
+readers of a recorder use this module.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
 from typing import Any, Generic, TypeVar
 
 Entry = Mapping[Any, Any]
 _Entry = TypeVar("_Entry", bound=Entry)
 
 MOST_ENTRIES = 20_000
-"""Of a recorder with more of them, here or in a dump, these are read: the newest."""
+"""How many entries are read of a larger recorder or dump: the newest."""
 HOOK = "c10d"
-"""In the place of a back end, of what a ``FlightRecorderHook`` has recorded (torch 2.14): it sees calls, not ends."""
+"""Recorded as back end by a ``FlightRecorderHook`` (torch 2.14), which sees calls, but not when they end."""
 # NCCL's watchdog retires what has ended within some 0.1 s.
 _RETIRED_WITHIN_NS = 2_000_000_000
 _LARGEST = 2**63
-# Back ends whose recorder is known; each has a meaning of its own for "retired".
+# Back ends whose recorder is known; "retired" means something else for each.
 _KNOWN = ("nccl", "gloo", "fake", HOOK)
-
-# By the names of torch's ScalarType; what is not here is counted as one byte.
-_BYTES = {
-    "Byte": 1,
-    "Char": 1,
-    "Bool": 1,
-    "Short": 2,
-    "Half": 2,
-    "BFloat16": 2,
-    "UInt16": 2,
-    "Int": 4,
-    "UInt32": 4,
-    "Float": 4,
-    "ComplexHalf": 4,
-    "Long": 8,
-    "UInt64": 8,
-    "Double": 8,
-    "ComplexFloat": 8,
-    "ComplexDouble": 16,
-}
 
 
 class State(str, Enum):
-    """How far a work has come."""
+    """How far a work has got."""
 
     LAUNCHING = "launching"
-    """The host is inside the call: the device has not been given it. Its first call of NCCL may block there."""
+    """The host is inside the call, before the device gets it. The first call of a communicator may block there."""
     WAITING = "waiting"
-    """Called; nothing shows that the device has begun with it."""
+    """Called; nothing shows that the device has started it."""
     RUNNING = "running"
     ENDED = "ended"
     UNKNOWN = "unknown"
-    """It has ended or is being launched, and nothing shows which."""
+    """It has ended or is being launched; nothing shows which."""
 
 
 class WorkKind(str, Enum):
@@ -66,22 +45,22 @@ class WorkKind(str, Enum):
     COLLECTIVE = "collective"
     P2P = "point-to-point"
     BATCH = "batch"
-    """Sends and receives that were started together, and end together."""
+    """Sends and receives that start and end together."""
 
 
 @dataclass(slots=True)
 class Work(Generic[_Entry]):
-    """One work of a rank, as it counts: what was coalesced is one.
+    """One work of a rank; coalesced calls are one work.
 
     Attributes:
-        entry: The entry that tells of it; of a batch whose whole is not there, its last part.
-        number: The process's own number of its group (``pg_id``), which means another group on another rank.
+        entry: Its entry; the last part for a batch whose whole is missing.
+        number: The process's own number of its group (``pg_id``), which may mean another group on another rank.
         group: Name of its group.
         kind: What it is.
-        seq: Its number in the sequence that it belongs to: of collectives, or of sends and receives.
-        state: How far it has come.
-        gave_up: Whether the watchdog has given it up; it counts as completed in the counters then, and has not.
-        parts: Of a batch its sends and receives, oldest first.
+        seq: Its number in its sequence, of collectives or of sends and receives.
+        state: How far it has got.
+        gave_up: Whether the watchdog has given it up; the counters then include it as completed, although it is not.
+        parts: The sends and receives of a batch, oldest first.
     """
 
     entry: _Entry
@@ -101,13 +80,13 @@ class Work(Generic[_Entry]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPosition:
-    """How far a rank has come with a group's collectives.
+    """A rank's position in the collectives of a group.
 
     Attributes:
-        called: The last number that it has called.
-        started: The last one that has started on the device; -1 where the recorder does not say.
-        completed: The last one that has ended.
-        is_mixed: Whether sends and receives were seen in the group, which its counters count along.
+        called: The last number that the rank has called.
+        started: The last number that has started on the device; -1 if not recorded.
+        completed: The last number that has ended.
+        is_mixed: Whether the group has sends and receives, which its counters include.
     """
 
     called: int
@@ -117,7 +96,7 @@ class GroupPosition:
 
 
 def whole(value: object, default: int = 0) -> int:
-    """A whole number of 64 bits, also where it is written as text; else the default."""
+    """A whole number of 64 bits, which may be written as text; otherwise the default."""
     if isinstance(value, str) and len(value) < 20:
         try:
             value = int(value)
@@ -129,13 +108,13 @@ def whole(value: object, default: int = 0) -> int:
 
 
 def seq_of(entry: Entry) -> int:
-    """An entry's number in the numbering that it belongs to; before torch 2.5 there was one for all."""
+    """An entry's number in its sequence; before torch 2.5, there was one sequence for all."""
     key = "p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id"
     return max(whole(entry.get(key, entry.get("seq_id"))), 0)
 
 
 def group_of(entry: Entry) -> tuple[str, str]:
-    """Name and description of an entry's group; before torch 2.4 there was the name alone."""
+    """Name and description of an entry's group; before torch 2.4, entries have only the name."""
     group = entry.get("process_group")
     if isinstance(group, str):
         return group, ""
@@ -146,25 +125,25 @@ def group_of(entry: Entry) -> tuple[str, str]:
 
 
 def number_of(entry: Entry) -> str:
-    """The process's own number of an entry's group; in its place the group's name, where there is none."""
+    """The process's own number of an entry's group, or the group's name if it has no number."""
     number = whole(entry.get("pg_id"), -1)
     return str(number) if number >= 0 else group_of(entry)[0] or "-1"
 
 
 def backend_of(entry: Entry) -> tuple[str, str]:
-    """Back end and operation, ``("nccl", "all_reduce")``; the first is empty where the entry does not have it."""
+    """Back end, empty if not recorded, and operation: ``("nccl", "all_reduce")``."""
     name = entry.get("profiling_name")
     backend, mark, op = name.partition(":") if isinstance(name, str) else ("", "", "")
     return (backend, op) if mark else ("", backend)
 
 
 def is_known(backend: str) -> bool:
-    """Whether it is known how this back end records that a work has ended."""
+    """Whether it is known how this back end records the end of a work."""
     return not backend or backend.startswith(_KNOWN)
 
 
-def told_once(entries: list[_Entry]) -> list[_Entry]:
-    """Entries without those of a hook on a group whose back end records them itself."""
+def recorded_once(entries: list[_Entry]) -> list[_Entry]:
+    """The entries, without those of a hook on a group whose back end records the calls itself."""
     hooked = {entry.get("pg_id") for entry in entries if backend_of(entry)[0] == HOOK}
     if not hooked:
         return entries
@@ -177,19 +156,20 @@ class Recorder(Generic[_Entry]):
 
     Attributes:
         works: All works, oldest first.
-        positions: How far the rank has come in each group, by the process's own number of the group.
-        names: Name and description of groups by that number, as far as entries tell.
-        is_idle: Whether nothing is outstanding, by entries and counters; False as well where nothing was recorded.
-        only_open: Whether entries that have ended seem to be left out of this dump.
-        is_moving: Whether something has just ended: NCCL's watchdog, which retires it at once, has not yet come to it.
+        positions: The rank's position in each group, by the process's own number of the group.
+        names: Name and description of groups by that number, if an entry has them.
+        is_idle: Whether nothing is outstanding, by entries and counters; False if nothing was recorded.
+        only_open: Whether this dump seems to leave out entries that have ended.
+        is_moving: Whether something has just ended: NCCL's watchdog, which retires works at once, has not retired it.
+        has_lost: Whether, by the counters, works that have not ended are missing: the ring has overwritten them.
     """
 
     def __init__(self, entries: list[_Entry], status: Mapping[str, Entry], now_ns: int = 0) -> None:
         """Takes the entries, oldest first, counters (``pg_status``), and the time at which both were read; 0: unknown.
 
-        A dump of everything holds works that have ended, unless there are none; one of open entries holds none.
+        A full dump contains works that have ended, unless there are none; a dump of open entries contains none.
         """
-        entries = told_once(entries)
+        entries = recorded_once(entries)
         self.only_open = not any(_says_ended(entry) for entry in entries)
         self.names: dict[str, tuple[str, str]] = {}
         self._now_ns = now_ns
@@ -209,17 +189,19 @@ class Recorder(Generic[_Entry]):
         uneven = any(one.called > one.completed for one in self.positions.values())
         self.is_idle = bool(self.positions) and not uneven and not any(work.is_open for work in self.works)
         self.is_moving = any(map(_has_just_ended, by_group.values()))
+        self.has_lost = any(self._has_lost(number, works) for number, works in by_group.items())
 
     def _wholes(self, entries: Sequence[_Entry]) -> list[Work[_Entry]]:
-        """Works of entries: parts of what was coalesced are taken together."""
+        """The works of entries; the parts of a coalesced call become one work."""
         works: list[Work[_Entry]] = []
-        # Of each group, sends and receives that may be parts of a batch, by their place among the works.
+        # For each group, the indices of sends and receives that may be parts of a batch.
         loose: dict[str, list[int]] = defaultdict(list)
         wholes: dict[tuple[str, int], bool] = {}
         left_out: set[int] = set()
         for entry in entries:
             number = number_of(entry)
             names = self.names.get(number)
+            is_first = names is None
             if names is None:
                 names = self.names[number] = group_of(entry)
             seq = seq_of(entry)
@@ -229,7 +211,9 @@ class Recorder(Generic[_Entry]):
             self._newest[thread if isinstance(thread, str) else ""] = len(works)
             if isinstance(name, str) and name.endswith("coalesced"):
                 parts = _parts_of(entry, works, loose.pop(number, []))
-                if parts or is_p2p:
+                # Where a group's entries begin with a batch, the ring has overwritten its parts.
+                lacks_parts = is_first and whole(entry.get("p2p_seq_id")) > 0
+                if parts or is_p2p or lacks_parts:
                     left_out.update(parts)
                     self._mixed.add(number)
                     own = tuple(works[index].entry for index in parts)
@@ -253,7 +237,7 @@ class Recorder(Generic[_Entry]):
         return [work for index, work in enumerate(works) if index not in left_out]
 
     def _bundle(self, works: list[Work[_Entry]], left_out: set[int]) -> None:
-        """Parts of one batch of which there is no whole: sends and receives of one number."""
+        """Joins the parts of a batch without a whole: sends and receives of one number."""
         before: dict[tuple[str, int], int] = {}
         for index, work in enumerate(works):
             if work.kind is not WorkKind.P2P or index in left_out:
@@ -268,14 +252,14 @@ class Recorder(Generic[_Entry]):
             before[(work.number, work.seq)] = index
 
     def _completed(self, number: str, status: Mapping[str, Entry]) -> int:
-        """The last collective of a group that has ended by its counters; 0 where they do not show it."""
+        """The last collective of a group that has ended, by the counters; 0 if they do not show it."""
         return 0 if number in self._mixed else _counted(status.get(number, {}))[1]
 
     def _sent(self, number: str, works: list[Work[_Entry]]) -> int:
-        """Up to which number sends and receives have ended, where that is known; 0 where it is not.
+        """The number up to which sends and receives have ended; 0 if unknown.
 
-        A batch of one leaves a part that looks like a single send for ever. Single ones leave a dump of open entries
-        when they end: where the very last that has ended is still there, with all before it, they are parts.
+        The part of a batch of one always looks like an open send. Dumps of open entries leave out single sends that
+        have ended: if such a dump contains the last that has ended, and all before it, these are parts.
         """
         _, completed = _counted(self._status.get(number, {}))
         sent = {work.seq for work in works if _is_loose(work) and 0 < work.seq <= completed}
@@ -283,7 +267,7 @@ class Recorder(Generic[_Entry]):
         return completed if is_whole else 0
 
     def _judge(self, works: list[Work[_Entry]], completed: int, sent: int) -> None:
-        """Says of the works of one group how far they have come."""
+        """Sets the states of the works of one group."""
         last = self.works[-1] if self.works else None
         for work in works:
             backend = backend_of(work.entry)[0]
@@ -304,7 +288,7 @@ class Recorder(Generic[_Entry]):
         said = entry.get("state")
         is_counted = work.kind is WorkKind.COLLECTIVE and 0 < work.seq <= completed
         if said == "completed":
-            # Events that were never recorded look completed: whose host is inside the call has come no further.
+            # Events that were never recorded look completed. A thread inside the call has called nothing since.
             is_sure = entry.get("retired", True) is not False or is_counted
             is_last = not is_sure and any(self.works[index] is work for index in self._newest.values() if index >= 0)
             work.state = self._launched(entry) if is_last else State.ENDED
@@ -316,20 +300,35 @@ class Recorder(Generic[_Entry]):
             work.state = State.RUNNING if said == "started" else State.WAITING
 
     def _launched(self, entry: Entry) -> State:
-        """Of what looks completed, is not retired, and after which its thread has called nothing."""
+        """The state of a work that looks completed, is not retired, and is the last call of its thread."""
         if not self._now_ns:
             return State.UNKNOWN
         is_old = self._now_ns - whole(entry.get("time_created_ns")) > _RETIRED_WITHIN_NS
         return State.LAUNCHING if is_old else State.ENDED
 
     def _of_parts(self, work: Work[_Entry], is_last: bool) -> State:
-        """Of a batch without a whole, which is recorded when the host has launched it, and left out once it ended."""
+        """The state of a batch without a whole, which is recorded after the launch, and left out once it has ended."""
         if not is_last:
             return State.ENDED
         return State.UNKNOWN if self.only_open or not self._now_ns else self._launched(work.entry)
 
+    def _has_lost(self, number: str, works: list[Work[_Entry]]) -> bool:
+        """Whether there is a gap between the last work of a group that has ended and the first open one."""
+        enqueued, completed = _counted(self._status.get(number, {}))
+        is_mixed = number in self._mixed
+        if any(work.is_open and work.kind is WorkKind.BATCH and not work.parts for work in works):
+            return True
+        waiting = [work for work in works if work.is_open and (work.kind is WorkKind.COLLECTIVE) is not is_mixed]
+        if not waiting or not enqueued:
+            return False
+        last = whole(self._status[number].get("last_completed_collective"))
+        if is_mixed and (last > enqueued or last == whole(waiting[0].entry.get("collective_seq_id"), -1)):
+            # The last to end may have been a collective, so that the counter is its number.
+            return False
+        return min(work.seq for work in waiting) > completed + 1
+
     def _position(self, number: str, status: Entry, works: list[Work[_Entry]]) -> GroupPosition:
-        """The counters, or the entries where counters include sends and receives."""
+        """The position by the counters, or by entries if the counters include sends and receives."""
         calls = [work for work in works if work.kind is WorkKind.COLLECTIVE]
         outstanding = min((work.seq for work in calls if work.is_open), default=0)
         called = max((work.seq for work in calls), default=0)
@@ -348,7 +347,7 @@ class Recorder(Generic[_Entry]):
 
 
 def _end_in_order(works: Sequence[Work[Any]]) -> None:
-    """On a group's stream, collectives end one after the other: once a later one has, all before it have."""
+    """Collectives of a group end in order: once a later one has ended, all before it have."""
     later_has_ended = False
     for work in reversed(works):
         if work.kind is not WorkKind.COLLECTIVE:
@@ -360,7 +359,7 @@ def _end_in_order(works: Sequence[Work[Any]]) -> None:
 
 
 def _has_just_ended(works: Sequence[Work[Any]]) -> bool:
-    """Whether the last of a group's works that has ended is not retired yet."""
+    """Whether the last work of a group that has ended is not retired yet."""
     for work in reversed(works):
         if not work.is_open and work.entry.get("state") == "completed":
             return work.entry.get("retired") is False and backend_of(work.entry)[0].startswith("nccl")
@@ -372,21 +371,21 @@ def _says_ended(entry: Entry) -> bool:
 
 
 def _elsewhere(entry: Entry) -> State:
-    """Of gloo, and of whatever else: it has ended when it is retired."""
+    """The state of a work of gloo or another back end, which has ended once it is retired."""
     if _says_ended(entry):
         return State.ENDED
     return State.RUNNING if entry.get("state") == "started" else State.WAITING
 
 
 def _hooked(work: Work[Any], *, is_last: bool) -> State:
-    """Of what a hook has recorded, which is retired when its call returns: the last one may be waited for since."""
+    """The state of a hook's work, which is retired when its call returns: the rank may still wait for the last one."""
     if not _says_ended(work.entry):
         return State.WAITING
     return State.UNKNOWN if is_last else State.ENDED
 
 
 def _counted(status: Entry) -> tuple[int, int]:
-    """Last called and last completed by a group's counters; some versions give what was in memory before."""
+    """Last called and last completed, by a group's counters, which are uninitialised in some versions."""
     enqueued = max(whole(status.get("last_enqueued_collective")), 0)
     completed = whole(status.get("last_completed_collective"))
     return enqueued, completed if 0 < completed <= enqueued else 0
@@ -398,17 +397,17 @@ def _is_whole(entry: Entry) -> bool:
 
 
 def _is_loose(work: Work[Any]) -> bool:
-    """Whether it is a send or receive of which there is no whole."""
+    """Whether it is a send or receive without a whole."""
     return work.kind is not WorkKind.COLLECTIVE and not _is_whole(work.entry)
 
 
 def _is_in(work: Work[_Entry], wholes: Mapping[tuple[str, int], bool]) -> bool:
-    """Whether it is a part of a coalesced collective, of which the whole is there."""
+    """Whether it is a part of a coalesced collective whose whole is present."""
     return work.kind is WorkKind.COLLECTIVE and (work.number, work.seq) in wholes and not _is_whole(work.entry)
 
 
 def _parts_of(entry: Entry, works: Sequence[Work[_Entry]], loose: Sequence[int]) -> list[int]:
-    """The sends and receives directly before a whole, which are its parts: they have its number, or count up to it."""
+    """The parts of a whole: the sends and receives directly before it that have its number, or count up to it."""
     number = whole(entry.get("p2p_seq_id", entry.get("seq_id")), -1)
     same = [index for index in loose if works[index].seq == number]
     if len(same) != 1:
@@ -425,18 +424,3 @@ def _parts_of(entry: Entry, works: Sequence[Work[_Entry]], loose: Sequence[int])
 def _follows(one: Entry, other: Entry) -> bool:
     """Whether nothing was recorded between two entries."""
     return whole(other.get("record_id"), -2) - whole(one.get("record_id"), -2) in (0, 1)
-
-
-def size_bytes(entry: dict[str, Any]) -> int:
-    """Bytes that this rank puts into a collective or, where it only receives, gets out of it."""
-    return _bytes(entry.get("input_sizes"), entry.get("input_dtypes")) or _bytes(
-        entry.get("output_sizes"), entry.get("output_dtypes")
-    )
-
-
-def _bytes(shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[str] | None) -> int:
-    if not shapes or not dtypes:
-        return 0
-    # The recorder keeps one type where all tensors have the same.
-    of_each = dtypes if len(dtypes) == len(shapes) else [dtypes[0]] * len(shapes)
-    return sum(prod(shape) * _BYTES.get(dtype, 1) for shape, dtype in zip(shapes, of_each, strict=True))

@@ -58,11 +58,13 @@ def recorded_table(job: JobFacts) -> Iterator[str]:
     words = Words()
     for facts in job.ranks:
         alike[_state(facts, words)].append(facts.rank)
-    silent = [rank for rank in job.silent if rank not in job.outdated]
+    silent = [rank for rank in job.silent if rank not in (*job.outdated, *job.left_out)]
     if silent:
         alike[("nothing of it was read" if len(silent) == 1 else "nothing of them was read",)] = silent
     if older := [rank for rank in job.silent if rank in job.outdated]:
         alike[("only an older dump was read",)] = older
+    if others := [rank for rank in job.silent if rank in job.left_out]:
+        alike[("only a dump was read that does not belong to this run and rank",)] = others
     lines = (f"{ranks_words(ranks)}: {'; '.join(state)}" for state, ranks in alike.items())
     yield from _limited(lines, len(alike), rest="; --format json has all of them")
 

@@ -144,7 +144,7 @@ def _of_recordings(job: JobFacts) -> Iterator[str]:
             f"Rank {facts.rank} also raised {facts.record.survived if facts.record else ''}, but that did not end it: "
             "it reached the same point as other waiting ranks."
         )
-    silent = tuple(rank for rank in job.silent if rank not in job.outdated)
+    silent = tuple(rank for rank in job.silent if rank not in (*job.outdated, *job.left_out))
     if silent:
         did = verb(silent, "it did", "they did")
         yield f"Nothing was read of {ranks_words(silent)}: what {did} is unknown."

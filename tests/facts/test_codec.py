@@ -465,6 +465,8 @@ RANK = RankFacts(
         has_dump=True,
         is_blank=True,
         is_moving=True,
+        has_lost=True,
+        is_doubtful=True,
         is_idle=True,
         is_empty=True,
         has_log=True,
@@ -523,6 +525,7 @@ JOB = JobFacts(
     unnamed=(ExceptionFacts(type="ValueError", message="bad", stack=(FRAME,), is_consequence=True),),
     is_sized=False,
     outdated=(2,),
+    left_out=(3,),
     log=LogFacts(
         statements=(
             Statement(

@@ -74,6 +74,14 @@ def words() -> Iterator[CrashTraces]:
     found.close()
 
 
+def started(script: str) -> tuple["subprocess.Popen[str]", list[int]]:
+    """A process that prints numbers, the first of which is its file, and then waits for a line; and these numbers."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    return process, [int(number) for number in process.stdout.readline().split()]
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
 def test_they_outlive_their_process(words: CrashTraces) -> None:
     """A process with a file that only it has; it ends itself, is waited for, and its words are still there."""
@@ -92,10 +100,7 @@ def test_they_outlive_their_process(words: CrashTraces) -> None:
         "sys.stdin.readline()\n"
         "os.abort()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    fd, *states = map(int, process.stdout.readline().split())
+    process, (fd, *states) = started(script)
     # What the user has switched on stays as it is.
     assert states == [0, 1, 0, 1, 1]
     words.hold([(process.pid, fd), (process.pid, 99), (os.getpid(), -1)])
@@ -139,9 +144,7 @@ def test_a_forked_process_that_crashes_leaves_no_last_words_of_its_parent(words:
         "sys.stdin.readline()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    fd, ended_by = map(int, process.stdout.readline().split())
+    process, (fd, ended_by) = started(script)
     words.hold([(process.pid, fd)])
     process.communicate("\n", timeout=30)
     assert (ended_by, process.returncode) == (signal.SIGABRT, -signal.SIGKILL)
@@ -157,9 +160,8 @@ def test_what_has_left_a_program_outlives_its_process(words: CrashTraces) -> Non
         "sys.stdin.readline()\n"
         "raise KeyError('lr')\n"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", script], **pipes)  # type: ignore[call-overload]
-    words.hold([(process.pid, int(process.stdout.readline()))])
+    process, (fd,) = started(script)
+    words.hold([(process.pid, fd)])
     assert words.raised(process.pid) is None
     _, printed = process.communicate("\n", timeout=30)
     assert process.returncode == 1 and "KeyError: 'lr'" in printed

@@ -20,18 +20,17 @@ from written_incidents import (
     Dumps,
     all_of,
     ddp,
-    diagnosed,
     flat,
     freezing,
     incident,
     layers,
     one_forward_one_backward,
     pipelines_and_data,
+    show,
     step_of_ddp,
     tensor_and_data,
     tp_dp,
     world,
-    wrong,
 )
 from written_recorder import FOREVER, Collective, Host, Kernel, Played, Receive, Send, Step, Synchronize
 
@@ -342,8 +341,4 @@ def the_same_dump_twice() -> Dumps:
 FURTHER = tuple(name for name in INCIDENTS if name not in BEFORE)
 
 if __name__ == "__main__":
-    answers = {name: wrong(INCIDENTS[name], diagnosed(INCIDENTS[name])) for name in sys.argv[1:] or FURTHER}
-    for name, answer in answers.items():
-        if answer:
-            print(f"{name:38} {INCIDENTS[name].kinds[:1]} {INCIDENTS[name].ranks}: {answer}")
-    print(f"{sum(not answer for answer in answers.values())} of {len(answers)}")
+    show(sys.argv[1:] or FURTHER)

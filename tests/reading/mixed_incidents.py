@@ -24,7 +24,6 @@ from written_incidents import (
     all_of,
     batched,
     ddp,
-    diagnosed,
     flat,
     freezing,
     incident,
@@ -32,12 +31,12 @@ from written_incidents import (
     one_forward_one_backward,
     pipeline,
     ring_of,
+    show,
     stages,
     step_of_ddp,
     tensor_and_data,
     tp_dp,
     world,
-    wrong,
 )
 from written_recorder import FOREVER, Batch, Collective, Host, Kernel, Played, Receive, Send, Step, Synchronize
 
@@ -557,8 +556,4 @@ def an_early_format_that_has_wrapped() -> Dumps:
 MIXED = tuple(name for name in INCIDENTS if name not in BEFORE)
 
 if __name__ == "__main__":
-    answers = {name: wrong(INCIDENTS[name], diagnosed(INCIDENTS[name])) for name in sys.argv[1:] or MIXED}
-    for name, answer in answers.items():
-        if answer:
-            print(f"{name:38} {INCIDENTS[name].kinds[:1]} {INCIDENTS[name].ranks}: {answer}")
-    print(f"{sum(not answer for answer in answers.values())} of {len(answers)}")
+    show(sys.argv[1:] or MIXED)

@@ -22,9 +22,8 @@ from written_incidents import (
     NOBODY,
     PAIRS,
     START,
-    diagnosed,
     incident,
-    wrong,
+    show,
 )
 
 BEFORE = set(INCIDENTS)
@@ -870,8 +869,4 @@ def objects16_a_receiver_is_stuck_before() -> Dumps:
 RUNNING = tuple(name for name in INCIDENTS if name not in BEFORE)
 
 if __name__ == "__main__":
-    answers = {name: wrong(INCIDENTS[name], diagnosed(INCIDENTS[name])) for name in sys.argv[1:] or RUNNING}
-    for name, answer in answers.items():
-        if answer:
-            print(f"{name:42} {INCIDENTS[name].kinds[:1]} {INCIDENTS[name].ranks}: {answer}")
-    print(f"{sum(not answer for answer in answers.values())} of {len(answers)}")
+    show(sys.argv[1:] or RUNNING)

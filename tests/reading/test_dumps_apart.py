@@ -1,5 +1,6 @@
 """Dumps that are not of one moment of one run, which only look like a hang."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from made_dumps import dump, entry, idle, waiting, write
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.reading.evidence import Artifacts
+from lightning_ncclsafe.report.ranks import recorded_table
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
@@ -92,10 +94,13 @@ def test_dumps_of_another_run_are_left_out_by_their_day(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_was_late_by_its_timeout_is_of_the_same_run(tmp_path: Path) -> None:
-    late = shifted(idle(), -7 * 3600 * 10**9)
-    for one in late["entries"]:
-        one["timeout_ms"] = 2 * 3_600_000
-    first, _ = first_of(write(tmp_path, {0: waiting(), 1: late, 2: waiting(), 3: waiting()}))
+    made = {0: waiting(), 1: idle(), 2: waiting(), 3: waiting()}
+    for one in made.values():
+        for entry_of_one in one["entries"]:
+            entry_of_one["timeout_ms"] = 2 * 3_600_000
+            if entry_of_one["collective_seq_id"] <= 60:
+                entry_of_one["time_created_ns"] -= 7 * 3600 * 10**9
+    first, _ = first_of(write(tmp_path, made))
     assert (first.rule, first.ranks, first.confidence) == ("host-stuck", (1,), Confidence.LIKELY)
 
 
@@ -122,3 +127,70 @@ def test_without_a_timeout_links_are_to_blame_only_if_ranks_stood_there_for_long
     assert first.summary.endswith(
         "it did not complete: if they had waited there for long, a link or a device is at fault, not the training code."
     )
+
+
+@pytest.mark.parametrize("early", [waiting(), idle(40)], ids=["waits", "idle"])
+def test_a_dump_of_an_earlier_start_is_left_out(early: Made, tmp_path: Path) -> None:
+    """An hour before the others' last calls, with a timeout of ten minutes; and its number does not fit."""
+    others = {rank: waiting(65) for rank in (0, 2, 3)}
+    for made in others.values():
+        made["entries"].insert(0, entry(40))
+    first, job = first_of(write(tmp_path, others | {1: shifted(copy.deepcopy(early), -3600 * 10**9)}))
+    assert (first.rule, first.ranks, first.confidence) == ("no-dump", (1,), Confidence.POSSIBLE)
+    assert first.summary.startswith("The dump of rank 1 is not of this run and rank")
+    assert (job.left_out, job.outdated) == ((1,), ())
+    assert "nothing of it was read" not in " ".join(recorded_table(job))
+
+
+@pytest.mark.parametrize(("dumped", "rule"), [(idle(), "host-stuck"), (waiting(60), "gpu-stuck")])
+def test_a_dump_whose_numbers_fit_may_be_of_a_host_with_another_clock(dumped: Made, rule: str, tmp_path: Path) -> None:
+    early = shifted(copy.deepcopy(dumped), -3600 * 10**9)
+    first, job = first_of(write(tmp_path, {0: waiting(), 1: early, 2: waiting(), 3: waiting()}))
+    assert (first.rule, first.ranks, first.confidence, job.left_out) == (rule, (1,), Confidence.POSSIBLE, ())
+
+
+def test_clocks_of_hosts_may_be_minutes_apart(tmp_path: Path) -> None:
+    first, job = first_of(write(tmp_path, {0: waiting(), 1: shifted(idle(), -600 * 10**9), 2: waiting(), 3: waiting()}))
+    assert (first.rule, first.ranks, job.left_out) == ("host-stuck", (1,), ())
+
+
+def of_pair(low: int, seq: int, state: str) -> Made:
+    """A dump of one of two ranks, which have a group of their own."""
+    made = dump(entry(seq, state=state, pg_id=1, process_group=("7", "tp")), enqueued=0, completed=0)
+    made["pg_status"] = {
+        "1": {"last_enqueued_collective": seq, "last_completed_collective": seq - (state != "completed")}
+    }
+    made["pg_config"] = {"7": {"name": "7", "desc": "tp", "ranks": f"[{low}, {low + 1}]"}}
+    return made
+
+
+def test_a_dump_whose_name_is_not_of_a_member_of_its_groups_is_left_out(tmp_path: Path) -> None:
+    made = {0: of_pair(0, 9, "scheduled"), 1: of_pair(2, 8, "completed"), 2: of_pair(2, 9, "scheduled")}
+    first, job = first_of(write(tmp_path, made | {3: of_pair(2, 9, "scheduled")}))
+    assert (first.rule, first.ranks, first.confidence) == ("no-dump", (1,), Confidence.POSSIBLE)
+    assert job.left_out == (1,)
+    assert "their process groups are not those of the ranks in their file names" in job.missing[0]
+
+
+def test_a_send_says_which_rank_has_called_it(tmp_path: Path) -> None:
+    send = entry(0, op="nccl:send 2->3", is_p2p=True, p2p_seq_id=1)
+    other = waiting()
+    other["entries"].insert(0, send)
+    assert first_of(write(tmp_path, {0: waiting(), 1: other, 2: waiting(), 3: waiting()}))[1].left_out == (1,)
+
+
+def test_whoever_counts_ranks_from_one_gets_no_names(tmp_path: Path) -> None:
+    diagnosis = judged(write(tmp_path, {rank + 1: idle() if rank == 2 else waiting() for rank in range(4)}))
+    assert diagnosis.findings == ()
+    assert "not those of the job: rank 4 of 4 ranks" in diagnosis.job.missing[0]
+
+
+def test_a_device_that_others_have_overtaken_is_only_possibly_at_fault(tmp_path: Path) -> None:
+    """They have completed number 62, which rank 1 has not called: its dump may be older, or 62 a broadcast from 0."""
+    ahead = dump(enqueued=62, completed=62)
+    held = dump(entry(61, state="scheduled"), enqueued=61, completed=60)
+    first, _ = first_of(write(tmp_path / "a", {0: ahead, 1: held, 2: ahead, 3: ahead}))
+    assert (first.rule, first.ranks, first.confidence) == ("gpu-stuck", (1,), Confidence.POSSIBLE)
+    level = dump(enqueued=61, completed=61)
+    first, _ = first_of(write(tmp_path / "b", {0: level, 1: held, 2: level, 3: level}))
+    assert (first.rule, first.ranks, first.confidence) == ("gpu-stuck", (1,), Confidence.LIKELY)

@@ -36,6 +36,20 @@ STALL = (
 
 # What stands in the log, the first finding's name, its ranks, and how sure it is.
 STATEMENTS = {
+    "Ray's memory monitor": (
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n",
+        "dead-rank",
+        (),
+        LIKELY,
+    ),
+    "Ray Train's snippet": ("[Rank 12 Error Snippet]:\n" + TRACEBACK, "failed-rank", (12,), POSSIBLE),
+    "the kernel's out-of-memory killer": (
+        "[1722011.12] Memory cgroup out of memory: Killed process 41022 (python3) total-vm:201221100kB\n",
+        "dead-rank",
+        (),
+        LIKELY,
+    ),
+    "SageMaker's prefix": (prefixed("[1,mpirank:3,algo-1]<stderr>:", TRACEBACK), "failed-rank", (3,), POSSIBLE),
     "torchrun, a signal": (ELASTIC.format(-9, 3), "dead-rank", (3,), LIKELY),
     "torchrun, an exit code": (ELASTIC.format(1, 3), "failed-rank", (3,), POSSIBLE),
     "torchrun, one host of several": ("world_size=64\n" + ELASTIC.format(-9, 3), "dead-rank", (), LIKELY),

@@ -244,6 +244,36 @@ def test_one_entry_of_the_coalescing_manager_has_several_sizes() -> None:
 # 7: a ring.
 
 
+def test_what_a_ring_has_overwritten_is_known_by_counters() -> None:
+    """Number 62 is the first open one, and 60 the last that has ended."""
+    assert Recorder([waits(9, 62)], {"5": status(62, 60)}).has_lost
+    assert not Recorder([waits(9, 61)], {"5": status(61, 60)}).has_lost
+    sends = [sent(2, 9, "send 1->2"), sent(3, 9, "recv 1<-2"), whole(4, 9, state="scheduled", retired=False)]
+    assert Recorder(sends, {"6": status(9, 7)}).has_lost
+    assert not Recorder(sends, {"6": status(9, 8)}).has_lost
+    # The last to end was collective number 26.
+    assert not Recorder(sends, {"6": status(9, 26)}).has_lost
+
+
+def test_a_batch_whose_parts_were_overwritten_is_no_collective() -> None:
+    recorder = Recorder([whole(4, 9, state="scheduled", retired=False), sent(5, 10, "send 1->2")], {"6": status(10, 8)})
+    assert recorder.works[0].kind is WorkKind.BATCH
+    assert recorder.has_lost
+
+
+def test_entries_missing_in_between_are_a_damage() -> None:
+    made = [call(1, 1), call(2, 2), call(4, 4), waits(5, 5)]
+    assert parsed({"entries": made}).has_lost
+    assert not parsed({"entries": [call(3, 3), *made[2:]]}).has_lost
+    # Of open entries alone, those in between have ended.
+    assert not parsed({"entries": [waits(1, 1), waits(5, 5)]}).has_lost
+
+
+def test_calls_count_in_the_order_of_the_recorder_whatever_the_clock_says() -> None:
+    made = [waits(1, 61), waits(2, 1, pg=6, time_created_ns=BEGAN_NS - SECOND_NS)]
+    assert [one.group for one in parsed({"entries": made}).collectives] == ["35", "43"]
+
+
 def test_of_a_very_large_ring_the_newest_part_is_read_and_that_is_said() -> None:
     entries = [waits(0, 1, pg=6), *(call(number, number) for number in range(1, MOST_ENTRIES + 3))]
     evidence = Artifacts()

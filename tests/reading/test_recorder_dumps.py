@@ -245,6 +245,20 @@ def test_all_have_called_the_same(tmp_path: Path) -> None:
     assert any(item.text == "Started on every device." for item in first.evidence)
 
 
+def test_an_exchange_that_all_have_called_may_fail_by_sizes_that_are_not_recorded(tmp_path: Path) -> None:
+    made = {rank: waiting(op="nccl:all_to_all", input_sizes=[[64 + rank]]) for rank in range(4)}
+    first = first_of(write(tmp_path, made))
+    assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1, 2, 3), Confidence.POSSIBLE)
+    assert "differs in size, which is not recorded" in first.summary
+
+
+def test_an_exchange_has_one_type_on_all_ranks(tmp_path: Path) -> None:
+    made = {rank: waiting(op="nccl:all_to_all", input_sizes=[[64 + rank]]) for rank in range(4)}
+    made[2]["entries"][-1]["input_dtypes"] = ["Double"]
+    first = first_of(write(tmp_path, made))
+    assert (first.rule, first.ranks, first.confidence) == ("mismatched-collective", (2,), Confidence.CERTAIN)
+
+
 def test_a_gpu_that_does_not_finish_what_all_others_have_finished(tmp_path: Path) -> None:
     done = idle(61)
     first = first_of(write(tmp_path, {0: done, 1: done, 2: waiting(61), 3: done}))
@@ -320,6 +334,14 @@ def test_of_two_dumps_of_one_rank_the_later_is_used_and_said(tmp_path: Path) -> 
     (line,) = job.missing
     assert line.startswith("There are two dumps of rank 3") and line.endswith("the later one is used.")
     assert "called 60 collectives" in judge(job, RECORDED_RULES).findings[0].summary
+
+
+def test_of_two_dumps_of_one_rank_the_later_says_whether_anything_is_outstanding(tmp_path: Path) -> None:
+    write(tmp_path / "a", {0: waiting(), 1: waiting(), 2: waiting(), 3: waiting(50)})
+    write(tmp_path / "b", {3: dump(enqueued=60, completed=60)})
+    job = read(tmp_path).job() or pytest.fail()
+    record = next(facts.record for facts in job.ranks if facts.rank == 3)
+    assert record is not None and record.is_idle
 
 
 def test_a_root_that_has_left_its_broadcast_does_not_hide_who_is_late(tmp_path: Path) -> None:

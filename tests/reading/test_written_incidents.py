@@ -9,11 +9,13 @@ from written_incidents import INCIDENTS, diagnosed, wrong
 from lightning_ncclsafe.facts.findings import Confidence
 
 # Told as possible only. A rank that has called nothing at all is also what a job looks like that has just begun; what
-# the ring has lost, or an ended send, leaves nothing by which it could be known. And of two hosts that are stuck in one
-# group, the one that is ahead may as well wait for what the other has not called: only that one is named. Whoever waits
-# for an idle rank by way of one without a dump is held up by that as far as dumps tell; one rank of four that waits may
-# still move; and numbers that begin again are also those of an earlier moment. Of two jobs the later one counts, even
-# with few dumps; and groups of unknown members that each process names by itself cannot be told apart.
+# the ring has lost, or an ended send, leaves nothing by which it could be known. And of two hosts that are stuck in
+# one group, the one that is ahead may as well wait for what the other has not called: only that one is named. Whoever
+# waits for an idle rank by way of one without a dump is held up by that as far as dumps tell; one rank of four that
+# waits may still move; and numbers that begin again are also those of an earlier moment. Of two jobs the later one
+# counts, even with few dumps; and groups of unknown members that each process names by itself cannot be told apart. A
+# host whose clock is hours behind has dumps like those of an earlier start. Of a circle of more than two ranks, any
+# pair may be the one that does not match.
 MISSED = (
     "the_first_call_connects",
     "the_ring_has_lost_it",
@@ -24,6 +26,8 @@ MISSED = (
     "a_rank_that_came_back",
     "two_ranks_have_dumps_of_another_job",
     "names_of_each_process_and_members_unknown",
+    "a_clock_two_hours_behind",
+    "a_send_to_the_wrong_stage",
 )
 
 

@@ -6,7 +6,7 @@ They were written without sight of the rules, and each truth before the first ru
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -795,11 +795,14 @@ def wrong(one: Incident, diagnosis: Diagnosis | None) -> str:
     return "" if set(one.ranks) <= named <= may_be_named else f"ranks {said}"
 
 
-if __name__ == "__main__":
-    answers = {
-        name: wrong(one, diagnosed(one)) for name, one in INCIDENTS.items() if name in (sys.argv[1:] or INCIDENTS)
-    }
+def show(names: Iterable[str]) -> None:
+    """Prints what is wrong with the answers, and how many are right."""
+    answers = {name: wrong(INCIDENTS[name], diagnosed(INCIDENTS[name])) for name in names}
     for name, answer in answers.items():
         if answer:
-            print(f"{name:38} {INCIDENTS[name].kinds[:1]} {INCIDENTS[name].ranks}: {answer}")
+            print(f"{name:42} {INCIDENTS[name].kinds[:1]} {INCIDENTS[name].ranks}: {answer}")
     print(f"{sum(not answer for answer in answers.values())} of {len(answers)}")
+
+
+if __name__ == "__main__":
+    show(sys.argv[1:] or INCIDENTS)

@@ -28,6 +28,7 @@ _WINDOW = 64
 
 # Here inputs may differ from rank to rank by design.
 _ASYMMETRIC = ("gather", "scatter", "send", "recv", "all_to_all", "alltoall", "_coalesced", "coalesced")
+_EXCHANGES = ("all_to_all", "alltoall")
 _SYMMETRIC = ("all_gather", "allgather", "_all_gather", "_allgather", "reduce_scatter", "_reduce_scatter")
 
 Signature = tuple[str, int, tuple[str, ...]]
@@ -36,9 +37,16 @@ Signature = tuple[str, int, tuple[str, ...]]
 def signature(collective: Collective) -> Signature:
     """What has to be the same on all ranks for a collective to complete: operation, elements and types."""
     op = collective.op
-    if any(word in op for word in _ASYMMETRIC) and not op.startswith(_SYMMETRIC):
-        return op, 0, ()
-    return op, numel(collective), collective.dtypes
+    if op.startswith(_EXCHANGES):
+        # Each has as many tensors as it has for others.
+        return op, 0, tuple(sorted(set(collective.dtypes)))
+    return (op, numel(collective), collective.dtypes) if has_one_size(collective) else (op, 0, ())
+
+
+def has_one_size(collective: Collective) -> bool:
+    """Whether all ranks have to give it the same number of elements."""
+    op = collective.op
+    return op.startswith(_SYMMETRIC) or not any(word in op for word in _ASYMMETRIC)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     duration_words,
     group_words,
+    has_one_size,
     ranks_words,
     recorded_rule,
     verb,
@@ -23,10 +24,10 @@ from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_du
 from lightning_ncclsafe.rules.recorded.telling import (
     consequence_evidence,
     counters_evidence,
+    described,
     quotes,
     record_kinds,
     recorded,
-    told,
 )
 
 _REMEDY = (
@@ -103,7 +104,7 @@ def _of_dumps(view: Timeline) -> Iterator[Finding]:
 def _of_two(view: Timeline, root: Root) -> Finding:
     """A send and its receive."""
     calls = {rank: next(pending_p2p(view.facts[rank])) for rank in root.ranks}
-    words = " and ".join(f"rank {rank} waits in {told(call)}" for rank, call in calls.items())
+    words = " and ".join(f"rank {rank} waits in {described(call)}" for rank, call in calls.items())
     return recorded(
         root.ranks,
         f"{words}: both sides have been called, and if they had waited there for long, a link or one of the two "
@@ -117,13 +118,17 @@ def _of_two(view: Timeline, root: Root) -> Finding:
 def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, known: bool = True) -> Finding:
     ranks = tuple(sorted(calls))
     late = _late(calls)
-    is_sure = known and _is_complete(view.job, group) and late is None
+    is_sure = known and _is_complete(view.job, group) and late is None and has_one_size(calls[ranks[0]])
     fault = "a link or a device is at fault, not the training code"
+    if not has_one_size(calls[ranks[0]]):
+        fault = "a link or a device is at fault, or what ranks send each other differs in size, which is not recorded"
     if not any(facts.record is not None and facts.record.waited_ms for facts in view.facts.values()):
         fault = f"if they had waited there for long, {fault}"
+    if not known or not _is_complete(view.job, group):
+        fault = f"if there are no other ranks, {fault}"
     text = (
-        f"All {len(ranks):,} ranks of {group_words(group.name)} have called {told(calls[ranks[0]])}, and it did not "
-        f"complete: {fault if is_sure else f'if there are no other ranks, {fault}'}."
+        f"All {len(ranks):,} ranks of {group_words(group.name)} have called {described(calls[ranks[0]])}, and it did "
+        f"not complete: {fault}."
     )
     if late is not None:
         text = _late_words(group, calls, late)
@@ -148,7 +153,7 @@ def _late(calls: dict[int, Collective]) -> Late | None:
 
 
 def _late_words(group: GroupView, calls: dict[int, Collective], late: Late) -> str:
-    who = f"{capitalised(ranks_words(late.ranks))} called {told(calls[late.ranks[0]])}"
+    who = f"{capitalised(ranks_words(late.ranks))} called {described(calls[late.ranks[0]])}"
     after = f"{duration_words(late.by_s)} after the first of the {len(calls):,} ranks of {group_words(group.name)}"
     came = f"{verb(late.ranks, 'it', 'they')} came, but probably too late for those that had waited"
     return f"{who} {after}, with a timeout of {duration_words(late.timeout_s)}: {came}."

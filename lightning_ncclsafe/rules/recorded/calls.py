@@ -1,4 +1,4 @@
-"""What dumps show that ranks have called, and how far that has come on each."""
+"""The calls of all ranks in dumps, and their states on each rank."""
 
 import re
 from collections import defaultdict
@@ -8,9 +8,9 @@ from enum import Enum
 from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.rules.kit import Timeline, numel
 
-# "send 0->1", "recv 1<-0", in ranks of the group: the one that calls stands first.
+# "send 0->1", "recv 1<-0", in ranks of the group: the calling rank comes first.
 _ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
-# Of these no rank sees the end before all have called them.
+# These end on no rank before all have called them.
 _OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
 
 Op = tuple[str, int]
@@ -18,42 +18,49 @@ Op = tuple[str, int]
 
 
 class Seen(Enum):
-    """What is known of a rank and a number of a group."""
+    """What is known about a rank and a number of a group."""
 
     OPEN = "open"
     ENDED = "ended"
     ABSENT = "absent"
     CALLED = "called"
-    """It was called; whether it has ended is not known."""
+    """Called; unknown whether it has ended."""
     UNKNOWN = "unknown"
     UNREAD = "unread"
 
 
 def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
-    """``("send", 4)``: what a send or receive is, and the global rank of its other side."""
+    """``("send", 4)``: the kind of a send or receive, and the global rank of its other side."""
     ends = _ENDS.match(call.op)
     number = int(ends[3]) if ends else -1
     return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
 
 
+def caller_of(call: Collective, members: tuple[int, ...]) -> int | None:
+    """The global rank that called a send or receive."""
+    ends = _ENDS.match(call.op)
+    number = int(ends[2]) if ends else -1
+    return members[number] if 0 <= number < len(members) else None
+
+
 def is_of_all(call: Collective) -> bool:
-    """Whether no rank can see its end before all have called it; a root may leave a broadcast earlier."""
+    """Whether it ends on no rank before all have called it; a broadcast may end earlier on its root."""
     return call.op.startswith(_OF_ALL) and call.backend.startswith("nccl")
 
 
 class Calls:
-    """What ranks have called.
+    """The calls of all ranks.
 
     Attributes:
         view: The job.
-        members: Of each group, by its name.
-        groups: Of each rank, by their names.
-        open: What each rank has called and is not known to have ended, oldest first.
-        waits: Of that the oldest collective of each group.
-        ends: Of that the oldest send and receive with each peer: by group, kind and peer.
-        calls: By group and number, the ranks on which that is open.
-        timed: Ranks of which it is known what their devices have started: with TORCH_NCCL_ENABLE_TIMING only.
-        lost: Ranks of which the ring has lost what their devices stand in.
+        members: Members of each group, by its name.
+        groups: Groups of each rank, by name.
+        open: Calls of each rank that are not known to have ended, oldest first.
+        waits: The oldest collective of each group among these.
+        ends: The oldest send and receive with each peer among these, by group, kind and peer.
+        calls: Open collectives by group and number, then by rank.
+        timed: Ranks whose dumps show what their devices have started, with TORCH_NCCL_ENABLE_TIMING.
+        lost: Ranks whose ring may have lost what their devices are in.
     """
 
     def __init__(self, view: Timeline) -> None:
@@ -65,11 +72,11 @@ class Calls:
         self.open = {
             rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()
         }
-        # The first number that a rank's ring still has, where dumps have what has ended as well.
+        # The first number that is still in a rank's ring, if dumps include what has ended.
         self._first: dict[tuple[int, str], int] = {}
         with_ended = sum(any(one.completed for one in facts.collectives) for facts in view.facts.values())
         self._has_ended, self._is_whole = with_ended > 0, 2 * with_ended > len(self.open)
-        # Of two ranks' sends and receives those that dumps have, where these have counted them all.
+        # Sends and receives between two ranks, if dumps have counted them all.
         self._pairs: dict[tuple[int, str, str, int], dict[int, Collective]] = defaultdict(dict)
         self._counts = {
             (rank, call.group) for rank, facts in view.facts.items() for call in facts.collectives if call.pair_number
@@ -86,23 +93,20 @@ class Calls:
                     self._ended[(call.group, call.seq)].add(rank)
                 else:
                     self.calls[(call.group, call.seq)].setdefault(rank, call)
-        # The oldest of each group, and the oldest of all, of which parts of a batch are one.
+        # The oldest of each group, and the oldest of all; the parts of a batch are one call.
         self.waits = {rank: dict(_oldest_by_group(calls)) for rank, calls in self.open.items()}
         self.ends = {rank: self._ends(rank) for rank in self.open}
         self.timed = {rank for rank in view.facts if self._is_timed(rank)}
         self.lost = {rank for rank in self.open if self._has_lost(rank)}
 
     def _has_lost(self, rank: int) -> bool:
-        """Whether the ring has lost what a rank's device stands in: by its counters, something older has not ended."""
-        calls = self.view.facts[rank].collectives
-        if self._has_ended and calls and not calls[0].completed and calls[0].seq > 1:
-            # Nothing before it is left, of which some may be open as well.
+        """Whether the ring may have lost what a rank's device is in."""
+        facts = self.view.facts[rank]
+        if facts.record is not None and facts.record.has_lost:
             return True
-        return any(
-            call.seq > group.last_completed + 1
-            for name, call in self.waits[rank].items()
-            if (group := self.groups[rank].get(name)) is not None and not group.is_mixed
-        )
+        first = next(iter(facts.collectives), None)
+        # If dumps include what has ended, and nothing before the first open call is left, older calls may be open, too.
+        return self._has_ended and first is not None and not first.completed and first.seq > 1
 
     def _is_timed(self, rank: int) -> bool:
         calls = self.view.facts[rank].collectives
@@ -111,12 +115,12 @@ class Calls:
         )
 
     def is_idle(self, rank: int) -> bool:
-        """Whether it is known that nothing is outstanding there."""
+        """Whether the rank is known to have nothing outstanding."""
         record = self.view.facts[rank].record
         return record is not None and record.is_idle and not self.open[rank]
 
     def seen(self, rank: int, op: Op) -> Seen:
-        """What is known of a rank and a number."""
+        """What is known about a rank and a number."""
         facts = self.view.facts.get(rank)
         if facts is None or (facts.record is not None and facts.record.is_empty):
             return Seen.UNREAD
@@ -131,17 +135,17 @@ class Calls:
             return Seen.ABSENT
         if op[1] <= group.last_completed:
             return Seen.ENDED
-        # Streams end out of order: what is not among open ones has ended. Unless the ring has lost it, or all.
+        # Streams end out of order: what is not among the open calls has ended, unless the ring has lost it.
         is_lost = self._is_whole and op[1] < self._first.get((rank, op[0]), 0)
         return Seen.ENDED if op[0] in self.waits[rank] and not is_lost else Seen.CALLED
 
     def is_told_ended(self, rank: int, op: Op) -> bool:
-        """Whether an entry or the counters say so; that it is not among open ones may also be the ring's doing."""
+        """Whether an entry or the counters show the end; a call that is only missing may have been overwritten."""
         group = self.groups[rank].get(op[0]) if rank in self.groups else None
         return rank in self._ended.get(op, ()) or (group is not None and op[1] <= group.last_completed)
 
     def is_head(self, rank: int, call: Collective) -> bool:
-        """Whether a rank's device has nothing older to get through, as far as is known."""
+        """Whether a rank's device is known to have nothing older to complete."""
         first = self.open[rank][0]
         same = (call.group, call.seq, call.is_p2p) == (first.group, first.seq, first.is_p2p)
         return same or (call.started and not call.completed)
@@ -152,8 +156,10 @@ class Calls:
             self._pairs[rank, call.group, end[0], end[1]][call.pair_number] = call
 
     def other_side(self, rank: int, call: Collective) -> tuple[Seen, Collective | None]:
-        """What became of the other side of a send or receive, and that, where it is open; as far as both have counted
-        what they have sent each other."""
+        """The state of the other side of a send or receive, and that call if it is open.
+
+        Known only if the dumps of both ranks count their sends and receives from the first.
+        """
         end = peer_of(call, self.members.get(call.group, ())) if call.pair_number else None
         if end is None or call.pair_number is None or (end[1], call.group) not in self._counts:
             return Seen.UNKNOWN, None
@@ -166,7 +172,7 @@ class Calls:
         return (Seen.ENDED, None) if other is None or other.completed else (Seen.OPEN, other)
 
     def passed_by(self, rank: int) -> set[int]:
-        """The ranks on which all has ended that the oldest send or receive, or batch of them, of a rank consists of."""
+        """The peers of a rank's oldest send, receive or batch, if all of it has ended on them."""
         first = next(iter(self.open[rank]), None)
         if first is None or not first.is_p2p or first.launching:
             return set()

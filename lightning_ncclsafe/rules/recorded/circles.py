@@ -1,16 +1,16 @@
-"""Who can reach whom among those that wait: where waiting ends, and who goes around in circles."""
+"""Reachability among ranks that wait: where waiting ends, and circles."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 Node = Hashable
-"""A rank, or a collective that ranks wait in."""
+"""A rank, or a collective in which ranks wait."""
 Edges = Mapping[Node, Iterable[Node]]
-"""For each, those that it waits for."""
+"""For each node, those that it waits for."""
 
 
 def components(edges: Edges) -> Iterator[list[Node]]:
-    """Nodes that can be reached from one another, together (Kosaraju's algorithm, without recursion)."""
+    """The strongly connected components (Kosaraju's algorithm, without recursion)."""
     back: dict[Node, dict[Node, None]] = defaultdict(dict)
     for node, others in edges.items():
         for other in others:
@@ -25,7 +25,7 @@ def components(edges: Edges) -> Iterator[list[Node]]:
 
 
 def _postorder(start: Node, edges: Edges, seen: set[Node]) -> Iterator[Node]:
-    """What can be reached and was not seen before, each node after those that it leads to."""
+    """The reachable nodes that were not seen before, each after those that it leads to."""
     if start in seen:
         return
     seen.add(start)
@@ -54,7 +54,7 @@ def all_before(nodes: Iterable[Node], before: Mapping[Node, list[Node]]) -> set[
 
 
 def in_circle(pairs: Iterable[tuple[int, int]]) -> set[int]:
-    """Ranks that wait for one another in sends and receives alone; others of the circle wait for these."""
+    """Ranks that wait for one another in sends and receives alone."""
     edges: dict[Node, dict[Node, None]] = defaultdict(dict)
     for one, other in pairs:
         edges[one][other] = None

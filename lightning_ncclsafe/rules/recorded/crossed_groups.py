@@ -17,7 +17,13 @@ from lightning_ncclsafe.rules.kit import (
 )
 from lightning_ncclsafe.rules.recorded.questions import gone
 from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_dumps, roots_of
-from lightning_ncclsafe.rules.recorded.telling import call_site, consequence_evidence, counters_evidence, recorded, told
+from lightning_ncclsafe.rules.recorded.telling import (
+    call_site,
+    consequence_evidence,
+    counters_evidence,
+    described,
+    recorded,
+)
 
 _LISTED = 4
 
@@ -56,7 +62,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
 
 def _finding(view: Timeline, root: Root) -> Finding:
     first = {rank: next(c for c in view.facts[rank].collectives if not c.completed) for rank in root.circle}
-    parts = [f"rank {rank} waits in {told(call)} of {group_words(call.group)}" for rank, call in first.items()]
+    parts = [f"rank {rank} waits in {described(call)} of {group_words(call.group)}" for rank, call in first.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     sites = (call_site(first[rank]) for rank in root.ranks)
     odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'uses|use a different order from most')}")
@@ -73,7 +79,7 @@ def _evidence(view: Timeline, root: Root) -> Iterator[Evidence]:
     groups = {group.name: group for group in view.groups}
     for rank in root.circle[:_LISTED]:
         calls = [call for call in view.facts[rank].collectives if not call.completed][:3]
-        order = ", then ".join(f"{told(call)} of {group_words(call.group)}" for call in calls)
+        order = ", then ".join(f"{described(call)} of {group_words(call.group)}" for call in calls)
         yield Evidence(source="flight recorder", rank=rank, text=f"Called {order}.")
     for name in dict.fromkeys(name for name, _ in root.ops[:_LISTED]):
         yield from counters_evidence(view.facts, groups[name])

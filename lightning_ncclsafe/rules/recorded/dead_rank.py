@@ -66,7 +66,7 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
 
 
 def _killed(view: Timeline) -> tuple[Statement, ...]:
-    """Ends of processes of which the log does not say which rank they were; not by an exception, nor by an abort."""
+    """Ends of processes of unknown ranks, except by an exception or an abort."""
     ends = stated(view.job, StatementKind.ENDED)
     return tuple(one for one in ends if one.exit_code is None or fatal(one.exit_code))
 
@@ -92,7 +92,7 @@ def _nameless(view: Timeline) -> Iterator[Finding]:
 
 
 def _are_named(found: tuple[Statement, ...]) -> bool:
-    """Whether it is known of all; one death may be told twice by Ray, by its trainer with a number."""
+    """Whether the ranks of all are known; Ray may report one death twice, once with the rank."""
     nameless = [one for one in found if not one.ranks]
     told_twice = len(nameless) < len(found) == 2 and all(one.detail.startswith("Ray") for one in found)
     return not nameless or told_twice

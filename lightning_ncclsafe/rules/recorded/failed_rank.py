@@ -57,7 +57,7 @@ _REMEDIES = {
 }
 _OF_PEERS = (StatementKind.PEER_LOST, StatementKind.UNREACHABLE, StatementKind.NOT_JOINED, StatementKind.ENDED)
 _ENDED_WORKER = re.compile(r"DataLoader worker .{0,40}killed by signal: Terminated")
-# What can be meant in one way only.
+# These have one meaning only.
 _SURE = ("Duplicate GPU", "Mismatched NCCL version", "CUDA error")
 
 
@@ -198,12 +198,12 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     which = "which of them was the first" if several else "which rank it was"
     by = f" ({said})" if (said := next(details_of(ends), "")) else ""
     text = f"{who} with exit code {' or '.join(map(str, sorted(codes, key=str)))}{by}; the log does not say {which}"
-    told = tuple(Evidence(source="log", rank=rank, text="Its launcher reports that it ended.") for rank in several[:8])
+    ended = tuple(Evidence(source="log", rank=rank, text="Its launcher reports that it ended.") for rank in several[:8])
     yield recorded(
         (),
         f"{capitalised(text)}, and its traceback was not read.",
         confidence=Confidence.POSSIBLE,
-        evidence=lines_of(ends) or told,
+        evidence=lines_of(ends) or ended,
         remedy="Look for the first traceback in the output of all ranks, and pass that file as well.",
     )
 

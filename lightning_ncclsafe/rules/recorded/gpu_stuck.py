@@ -19,9 +19,9 @@ from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_
 from lightning_ncclsafe.rules.recorded.telling import (
     consequence_evidence,
     counters_evidence,
+    described,
     oldest_outstanding,
     recorded,
-    told,
 )
 
 
@@ -48,7 +48,8 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         Which kernel runs on the GPU. Without TORCH_NCCL_ENABLE_TIMING, a kernel that never ends before a collective
-        that no rank completes looks like a faulty link (all-joined).
+        that no rank completes looks like a faulty link (all-joined). A dump that was written earlier than the others,
+        and shows everything that the rank had called, looks like a GPU that has failed since.
     """
     found = [] if gone(view) else roots_of(view, RootCause.DEVICE)
     for is_sure in (True, False):
@@ -76,14 +77,14 @@ def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
     if not root.ops:
         waiting = next(call for call in view.facts[rank].collectives if not call.completed)
         if waiting.pair_number:
-            return f"{of} {has} not completed {told(waiting)}, although the other side has come to it"
-        return f"{of} {has} not started {told(waiting)}, although the other side has started"
+            return f"{of} {has} not completed {described(waiting)}, although the other side has come to it"
+        return f"{of} {has} not started {described(waiting)}, although the other side has started"
     name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)
     others = tuple(
         other for other in groups[name].members if other in view.facts and _is_through(view, other, name, seq)
     )
-    what = told(call) if call is not None else f"number {seq:,} of {group_words(name)}"
+    what = described(call) if call is not None else f"number {seq:,} of {group_words(name)}"
     if not others:
         return f"{of} {has} not started {what}, although all others have"
     through = f"those of {ranks_words(others)} have completed it"

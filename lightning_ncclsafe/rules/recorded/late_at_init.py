@@ -53,7 +53,7 @@ def late_at_init(view: Timeline) -> Iterator[Finding]:
 
 
 def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
-    """The store has counted who has come."""
+    """The finding of a store that has counted the ranks that joined."""
     if not found:
         return
     last = max(found, key=lambda one: one.count)

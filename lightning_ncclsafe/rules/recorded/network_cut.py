@@ -8,7 +8,7 @@ from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, recorded
 from lightning_ncclsafe.rules.recorded.questions import anybody_gave_up, details_of, gone, lines_of, stated
 from lightning_ncclsafe.rules.recorded.telling import recorded
 
-# Where a transfer was under way, the address has served.
+# Only when connecting: during a transfer, the address has worked.
 _LINK_LOCAL = re.compile(r"\b(?:connecting to|the store at) \W{0,4}fe80:", re.IGNORECASE)
 _REMEDY = (
     "Read the logs of all ranks first: a process that has died looks the same to its peers, and its own log says why. "

@@ -55,7 +55,12 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     only = len(view.silent) == 1 and all(seen is RootCause.UNREAD for seen in (root.cause for root in roots(view)))
     only = only and split_of(view) is None and view.facts.keys() == set(first.held)
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
-    if older:
+    others = tuple(rank for rank in ranks if rank in view.job.left_out)
+    if others:
+        whose = f"the {verb(others, 'dump', 'dumps')} of {clause(others, 'is|are')}"
+        who = f"{whose} not of this run and rank, and the others wait"
+        then = f"They may wait for {'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
+    elif older:
         whose = f"The dumps of {ranks_words(older)}"
         who = f"{whose} are older than those of the others, or of another start, and the others wait"
         whom = f"{'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
@@ -70,7 +75,7 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     return recorded(
         ranks,
         f"{text}.",
-        confidence=Confidence.LIKELY if only and not older else Confidence.POSSIBLE,
+        confidence=Confidence.LIKELY if only and not (older or others) else Confidence.POSSIBLE,
         evidence=(
             *(counters_evidence(view.facts, group) if group is not None else ()),
             *one_element(waiting.values()),

@@ -25,7 +25,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
     waiting_words,
 )
 
-# Here the root is through before the others have come, and rightly so.
+# The root of these may complete before the others call.
 _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
 
@@ -65,7 +65,7 @@ def out_of_step(view: Timeline) -> Iterator[Finding]:
         seq = group.seq or 0
         later = [rank for rank, oldest in sorted(group.oldest.items()) if oldest > seq]
         ahead = tuple(rank for rank in later if not _is_known(view.facts[rank], group.name, seq))
-        # The root of a small broadcast goes on before a rank has come that all others wait for.
+        # The root of a small broadcast continues before a late rank has called it.
         of_two = any(call.op in OF_TWO for call in waiting_in(view.facts, group).values())
         if ahead and not of_two and not idle_behind(view, group):
             yield _finding(view, group, seq, ahead)
@@ -73,7 +73,7 @@ def out_of_step(view: Timeline) -> Iterator[Finding]:
 
 
 def _is_known(facts: RankFacts, group: str, seq: int) -> bool:
-    """Whether it is known what this rank called under a number."""
+    """Whether the call of this rank under a number is known."""
     return any(call.group == group and call.seq == seq and not call.is_p2p for call in facts.collectives)
 
 
@@ -81,7 +81,7 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
     least = tuple(sorted(rank for rank, oldest in group.oldest.items() if oldest == seq))
     waiting = waiting_in(view.facts, group)
     rooted = waiting[least[0]].op in _ROOTED
-    # Of as many on either side, those are named that are furthest behind: for them the others wait.
+    # If both sides are equally many, those behind are named, as the others wait for them.
     ranks = ahead if len(ahead) < len(least) else least
     text = (
         f"{clause(ahead, 'has|have completed number')} {seq:,} of "

@@ -1,4 +1,4 @@
-"""What rules ask of recordings: who has ended by itself, what logs say in so many words, who is absent."""
+"""Questions of rules about recordings: which ranks ended by themselves, explicit statements in logs, absent ranks."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lightning_ncclsafe.facts import Collective, ExceptionFacts, JobFacts, RankFacts, Statement, StatementKind
 from lightning_ncclsafe.rules.kit import Evidence, GroupView, Timeline, has_given_up
 
-# An abort (-6) is what the watchdog does to whoever waits, and SIGTERM (-15) what a launcher does to all others.
+# The watchdog aborts ranks that wait (-6), and a launcher sends SIGTERM to all others (-15).
 FATAL = {
     -9: "killed by SIGKILL (by the kernel's out-of-memory killer or someone else)",
     -11: "ended by a segmentation fault (SIGSEGV)",
@@ -19,29 +19,28 @@ _LAST_CODE, _SIGNALS = 128, 64
 _FROM_SHELL = {_LAST_CODE - code: code for code in FATAL}
 _OF_NCCL = re.compile(r"NCCL [Ee]rror|nccl\w+ failed")
 _OF_PEERS = re.compile(r"[Rr]emote|[Cc]onnection|peer|abort|time|exited|ncclUniqueId")
-# More than there are bytes in any GPU: a length that was read of something else than a length.
+# More than any GPU has: other data was taken for a length.
 _ABSURD = re.compile(r"[Tt]ried to allocate more than 1EB")
 
 
 def fatal(code: int | None) -> int:
-    """The signal in an exit code, negative, also where a shell has made it a number above 128; 0 where it is none that
-    explains anything."""
+    """The fatal signal in an exit code, negative, also in a shell's code above 128; 0 if there is none."""
     return code if code in FATAL else _FROM_SHELL.get(code or 0, 0)
 
 
 def is_error(code: int | None) -> bool:
-    """Whether a process has ended by itself with this exit code, and not well."""
+    """Whether a process that ended with this exit code failed by itself."""
     return code is not None and (0 < code <= _LAST_CODE or code > _LAST_CODE + _SIGNALS)
 
 
 def fatal_exit(view: Timeline, rank: int) -> int:
-    """The signal that ended this rank, negative; 0 where it was none that explains anything."""
+    """The fatal signal that ended this rank, negative; 0 if there was none."""
     record = view.facts[rank].record
     return fatal(record.exit_code) if record is not None else 0
 
 
 def died(view: Timeline) -> tuple[int, ...]:
-    """Ranks whose process was ended from outside or by a fault, ascending; not by a launcher that ends the others."""
+    """Ranks whose process ended by a fault or from outside, not by a launcher after another failure; ascending."""
     records = {rank: facts.record for rank, facts in sorted(view.facts.items()) if facts.record is not None}
     first = {view.facts[rank].host for rank, record in records.items() if record.ended_first}
     return tuple(
@@ -52,7 +51,7 @@ def died(view: Timeline) -> tuple[int, ...]:
 
 
 def raised(view: Timeline) -> tuple[int, ...]:
-    """Ranks with an exception of their own, those aside that only a mismatched collective can have brought about.
+    """Ranks with an exception of their own, except those that only a mismatched collective can cause.
 
     A line with the name of an exception, without a traceback, does not explain a signal that a launcher reports.
     """
@@ -65,7 +64,7 @@ def _is_line(view: Timeline, rank: int) -> bool:
 
 
 def misled(view: Timeline) -> tuple[int, ...]:
-    """Ranks that wanted more memory than there is in the world: they took other data for a length."""
+    """Ranks that tried to allocate an impossible amount of memory: they took other data for a length."""
     return tuple(rank for rank in view.raised if _ABSURD.search(_message(view, rank)))
 
 
@@ -75,12 +74,12 @@ def _message(view: Timeline, rank: int) -> str:
 
 
 def failed_in_nccl(view: Timeline) -> tuple[int, ...]:
-    """Ranks with an error of NCCL's own that says nothing of a peer: it may be theirs, or follow from a peer's end."""
+    """Ranks with an error of NCCL's that names no peer: it may be their own, or follow from a peer's end."""
     return tuple(rank for rank in view.facts if is_of_nccl(view.facts[rank].exception))
 
 
 def is_of_nccl(exception: ExceptionFacts | None) -> bool:
-    """Whether NCCL itself has failed, by an exception that says nothing of a peer."""
+    """Whether NCCL itself has failed, according to an exception that names no peer."""
     if exception is None or not exception.is_consequence:
         return False
     return _OF_NCCL.search(exception.message) is not None and not _OF_PEERS.search(exception.message)
@@ -100,41 +99,41 @@ def stated(job: JobFacts, *kinds: StatementKind) -> tuple[Statement, ...]:
 
 
 def compared(job: JobFacts) -> tuple[Statement, ...]:
-    """Those by which ranks have called what cannot complete together."""
+    """The statements that ranks have called what cannot complete together."""
     return stated(job, StatementKind.OTHER_SIZES, StatementKind.OTHER_OPERATIONS)
 
 
 def said_of_all(statements: tuple[Statement, ...]) -> tuple[int, ...]:
-    """The ranks that these are about, ascending."""
+    """The ranks in these statements, ascending."""
     return tuple(sorted({rank for one in statements for rank in one.ranks}))
 
 
 def lines_of(statements: tuple[Statement, ...]) -> tuple[Evidence, ...]:
-    """The lines that say so."""
+    """The lines of these statements."""
     return tuple(Evidence(source="log", rank=one.by, text=one.line) for one in statements if one.line)[:_QUOTED]
 
 
 def details_of(statements: tuple[Statement, ...]) -> Iterator[str]:
-    """What they say, each once."""
+    """The details of these statements, each once."""
     yield from dict.fromkeys(one.detail for one in statements if one.detail)
 
 
 def anybody_gave_up(view: Timeline) -> bool:
-    """Whether a rank's own limit was over: what others lost after that, they lost because of it."""
+    """Whether a rank's own timeout had expired: connections lost after that are consequences."""
     return any(
         (facts.record is not None and facts.record.waited_ms) or has_given_up(facts) for facts in view.facts.values()
     )
 
 
 class Absence(NamedTuple):
-    """A group in which ranks wait, and the members that say nothing of it, ascending."""
+    """A group in which ranks wait, and the members that report nothing about it, ascending."""
 
     group: GroupView
     ranks: tuple[int, ...]
 
 
 def absences(view: Timeline) -> Iterator[Absence]:
-    """Groups that wait, of which some members say nothing, and none of the others is what they wait for."""
+    """Groups that wait and have members that report nothing, if no reporting member is the one they wait for."""
     if gone(view):
         return
     for group in view.groups:
@@ -146,7 +145,7 @@ def absences(view: Timeline) -> Iterator[Absence]:
 
 
 def tells_of(view: Timeline, rank: int, group: str) -> bool:
-    """Whether anything is known of what this rank has called in a group."""
+    """Whether any call of this rank in a group is known."""
     facts = view.facts.get(rank)
     return facts is not None and any(own.name == group for own in facts.groups)
 

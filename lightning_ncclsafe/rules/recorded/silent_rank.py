@@ -75,7 +75,7 @@ def silent_rank(view: Timeline) -> Iterator[Finding]:
         yield replace(_named(warned), confidence=Confidence.POSSIBLE)
         return
     for absence in absences(view):
-        # One rank alone may be all that somebody has copied.
+        # An excerpt may show only one rank.
         if len(absence.group.oldest) > 1 or view.job.is_sized or view.job.log.works_on:
             yield _finding(view, absence)
             return
@@ -88,7 +88,7 @@ def silent_rank(view: Timeline) -> Iterator[Finding]:
 
 
 def _named(named: tuple[Statement, ...]) -> Finding:
-    """A tool that has compared all ranks says so."""
+    """The ranks that a tool reports after it has compared all."""
     ranks = said_of_all(named)
     return recorded(
         ranks,
@@ -98,7 +98,7 @@ def _named(named: tuple[Statement, ...]) -> Finding:
 
 
 def _at_store(view: Timeline, waits: tuple[Statement, ...]) -> Iterator[Finding]:
-    """A rank waited for what another one must put into the store; which that is, no line says."""
+    """A rank waited for a key that another one must set in the store; no line names that one."""
     if gone(view) or stated(view.job, StatementKind.NOT_JOINED):
         return
     by = tuple(sorted({one.by for one in waits if one.by is not None}))
@@ -116,7 +116,7 @@ def _at_store(view: Timeline, waits: tuple[Statement, ...]) -> Iterator[Finding]
 
 
 def _at_barrier(view: Timeline) -> Iterator[Finding]:
-    """The rank that counts the others at a monitored barrier is late itself, or has given up for another's sake."""
+    """The rank that checks a monitored barrier did not answer: it is late itself, or waits for another."""
     came = stated(view.job, StatementKind.BARRIER_WAIT)
     by = tuple(sorted({one.by for one in came if one.by is not None}))
     ranks = tuple(rank for rank in said_of_all(came) if rank not in by)
@@ -141,7 +141,7 @@ def _works_on(view: Timeline) -> Iterator[Evidence]:
 
 
 def _of_other_groups(view: Timeline) -> Finding:
-    """A log does not say who is in a group: whom others wait for may be in another one, with some of them."""
+    """A log does not give members: the awaited rank may be in several of the groups that wait."""
     ranks = view.job.silent
     groups = [group for group in view.groups if group.seq is not None]
     waiting = {rank: call for group in groups for rank, call in waiting_in(view.facts, group).items()}
@@ -158,7 +158,7 @@ def _of_other_groups(view: Timeline) -> Finding:
 
 
 def _by_exceptions(view: Timeline) -> Iterator[Finding]:
-    """Gloo's ranks say in tracebacks that they have waited in vain: who has raised nothing is who they waited for."""
+    """Gloo's ranks raise when they have waited in vain: the ranks that raised nothing are the awaited ones."""
     own = failed_in_nccl(view)
     gave_up = tuple(rank for rank in view.waiting if view.facts[rank].exception is not None and rank not in own)
     silent = tuple(
@@ -190,7 +190,7 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
     waiting = waiting_in(view.facts, group)
     of_two = any(call.op in OF_TWO for call in waiting.values())
-    # Of a job of which nothing says how many ranks it has, two may be an excerpt.
+    # Two ranks may be an excerpt if the size of the job is unknown.
     is_known = view.job.is_sized or set(ranks) <= set(view.job.log.spoke) or len(waiting) > 2
     if len(waiting) == 1 and len(ranks) > 1 and not is_known:
         ranks = ()

@@ -24,9 +24,9 @@ from lightning_ncclsafe.rules.kit import (
     verb,
 )
 from lightning_ncclsafe.rules.recorded.questions import details_of, gone, lines_of, misled, said_of_all, stated
-from lightning_ncclsafe.rules.recorded.telling import call_site, one_element, quotes, recorded, told
+from lightning_ncclsafe.rules.recorded.telling import call_site, described, one_element, quotes, recorded
 
-# What a log calls what may be between two ranks only.
+# Operations in logs that may involve only two ranks.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")
 _LISTED = 8
 DEFAULT_GROUP = "0"
@@ -44,7 +44,7 @@ def split_of(view: Timeline) -> Divergence | None:
 
 
 def _is_comparable(view: Timeline, rank: int, call: Collective) -> bool:
-    """Of some a log says only that they stand there; of sends and receives it does not say how they are numbered."""
+    """Whether the operation is known, and not a log's send or receive, whose number may be of either sequence."""
     record = view.facts[rank].record
     is_of_log = record is not None and not record.has_dump
     return bool(call.op) and not (is_of_log and call.op in OF_TWO)
@@ -56,7 +56,7 @@ def is_one_operation(split: Divergence) -> bool:
 
 
 def _conflict(calls: Iterable[Collective]) -> bool:
-    """A log says less of a collective than a dump: what is not said is no difference."""
+    """Whether any two differ; details that a log does not give are no difference."""
     variants = {signature(call): call for call in calls}
     return any(_differ(one, other) for one, other in combinations(list(variants.values())[:_COMPARED], 2))
 
@@ -71,7 +71,7 @@ def _differ(one: Collective, other: Collective) -> bool:
 
 
 def _operation(call: Collective) -> str:
-    """A barrier of NCCL's is an all_reduce."""
+    """The operation; NCCL's barrier is an all_reduce."""
     return call.op.removesuffix("_barrier")
 
 
@@ -116,7 +116,7 @@ def stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[Fi
 
 
 def _is_certain(view: Timeline, split: Divergence) -> bool:
-    """Of logs only in the default group: elsewhere two groups may have come to the same number, or share a name."""
+    """Whether it is certain; in logs only for the default group, as others may share names and numbers."""
     records = [record for rank in split.calls if (record := view.facts[rank].record) is not None]
     is_default = split.group == DEFAULT_GROUP
     return all(record.has_dump or (record.group_known and is_default) for record in records)
@@ -140,7 +140,7 @@ def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> I
         if record is not None and not record.has_dump:
             yield from quotes(view.facts[who[0]])
         else:
-            words = told(call) if call.stack else collective_words(call)
+            words = described(call) if call.stack else collective_words(call)
             rank = who[0] if len(who) == 1 else None
             yield Evidence(source="flight recorder", rank=rank, text=f"{capitalised(ranks_words(who))} called {words}.")
     lengths = misled(view)

@@ -1,4 +1,4 @@
-"""Who waits for whom by the dumps of a job, and where that ends: with which ranks, and for what reason.
+"""Who waits for whom, by the dumps of a job, and at which ranks that ends, and why.
 
 A rank waits, in each group, for those members that have not called its oldest open collective, or whose devices have
 something older to get through; and in a send or receive for a peer without the other side. Where such a chain ends
@@ -27,7 +27,7 @@ from lightning_ncclsafe.rules.recorded.circles import Node, all_before, componen
 
 
 class RootCause(str, Enum):
-    """Why it ends there."""
+    """Why waiting ends there."""
 
     HOST = "host"
     DEVICE = "device"
@@ -42,12 +42,12 @@ class Root:
     """Where waiting ends.
 
     Attributes:
-        cause: Why.
-        ranks: The ranks that are the cause, ascending; of what all have called, all of them.
+        cause: The reason.
+        ranks: The ranks that are the cause, ascending; all members if all have called the same.
         held: Ranks that wait for it, also by way of others, ascending.
-        ops: What these wait in there: group and number, those in which most wait first.
-        circle: Of a circle, all ranks of it.
-        is_sure: Whether what others have called is known, and not only inferred.
+        ops: The collectives in which these wait there, by group and number; those of most ranks first.
+        circle: All ranks of a circle.
+        is_sure: Whether this is known, and not only inferred.
     """
 
     cause: RootCause
@@ -67,9 +67,9 @@ def has_dumps(job: JobFacts) -> bool:
 
 
 def has_moved(job: JobFacts) -> bool:
-    """Whether it was a job that moved which was dumped.
+    """Whether the job still moved when it was dumped.
 
-    So many dumps are of earlier moments than others; or on half of the ranks something had just ended.
+    A quarter of the dumps are older than others, or something had just ended on half of the ranks.
     """
     if len(job.outdated) > 1 and len(job.outdated) * 4 >= job.world_size:
         return True
@@ -79,12 +79,12 @@ def has_moved(job: JobFacts) -> bool:
 
 @once
 def roots(view: Timeline) -> tuple[Root, ...]:
-    """Where waiting ends in a job of which dumps were read; those for which most wait first."""
+    """The roots of a job of which dumps were read; those for which most ranks wait first."""
     return tuple(_Standstill(view).roots()) if has_dumps(view.job) and not has_moved(view.job) else ()
 
 
 def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
-    """The same of one kind."""
+    """The roots of one kind."""
     return [root for root in roots(view) if root.cause is cause]
 
 
@@ -96,7 +96,7 @@ class _Standstill(Calls):
         self.moved = False
 
     def frozen(self) -> dict[int, list[Op]]:
-        """Ranks that hold open what has ended on others of the group, and what that is."""
+        """Ranks with open collectives that have ended on other members, and these collectives."""
         through: dict[Op, list[int]] = {}
         found: dict[int, list[Op]] = defaultdict(list)
         for rank, waits in self.waits.items():
@@ -114,9 +114,9 @@ class _Standstill(Calls):
             if peers:
                 found[rank] = []
                 ahead |= peers
-        # Who is behind one and ahead of another that is behind, too, was dumped at another moment than both.
+        # A rank that is behind one rank and ahead of another one was dumped at another moment than these.
         self.moved = not ahead.isdisjoint(found)
-        # A GPU that has failed is behind all others; where half of them are behind, it is the moment that differs.
+        # A failed GPU is behind all others; if half of the ranks are behind, their dumps are of another moment.
         self.moved |= len(found) > 1 and 2 * len(found) >= len(self.open)
         return found
 
@@ -145,8 +145,7 @@ class _Standstill(Calls):
             yield from _ranked(found)
 
     def _are_of_moments(self, found: list[Root]) -> bool:
-        """Whether most ranks seem to be at fault, some by their hosts and some by their devices: dumps of a job that
-        moved, taken at different moments."""
+        """Whether most ranks seem at fault, by hosts and devices: a moving job, dumped at different moments."""
         at_fault = [
             {rank for root in found if root.cause is cause for rank in root.ranks}
             for cause in (RootCause.HOST, RootCause.DEVICE)
@@ -157,7 +156,25 @@ class _Standstill(Calls):
         sure = not ops or any(
             self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
         )
+        sure = sure and not self._is_overtaken(rank) and not self._is_of_another_moment(rank)
+        if not ops:
+            # Its sends and receives were counted against those of its peer.
+            sure = sure and self.lost.isdisjoint({rank, *self.passed_by(rank)})
         return Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
+
+    def _is_of_another_moment(self, rank: int) -> bool:
+        """Whether its dump may be older: something had just ended, or its calls were long before those of others."""
+        record = self.view.facts[rank].record
+        return record is not None and (record.is_moving or record.is_doubtful)
+
+    def _is_overtaken(self, rank: int) -> bool:
+        """Whether others have completed what this rank has not called, so that its dump may be older."""
+        return any(
+            group.last_enqueued < theirs.last_completed
+            for name, group in self.groups[rank].items()
+            for other in self.members.get(name, ())
+            if (theirs := self.groups.get(other, {}).get(name)) is not None and not (group.is_mixed or theirs.is_mixed)
+        )
 
     def _wait(self, rank: int) -> None:
         """What a rank waits for: of each group the oldest collective, of each pair the oldest send and receive."""
@@ -165,7 +182,7 @@ class _Standstill(Calls):
             op = (name, call.seq)
             if op not in self.edges:
                 self._wait_in(op)
-            # What lies behind something older is held up by that, unless some have not even called it.
+            # An older call holds up a later one, unless some ranks have not called the later one.
             is_missed = any(seen in _MISSED for seen in self.edges[op].values())
             if is_missed or (self.is_head(rank, call) and self.edges[op].get(rank) is None):
                 self.edges[rank][op] = Seen.OPEN
@@ -175,7 +192,7 @@ class _Standstill(Calls):
                 self.edges[rank].setdefault(peer, seen)
 
     def _seen_of_peer(self, rank: int, peer: int, side: tuple[str, str, int], call: Collective) -> Seen | None:
-        """Why a send or receive waits for its peer; None where both have come to it."""
+        """Why a send or receive waits for its peer; None if both sides are there."""
         self.edges.setdefault(rank, {})
         if peer not in self.ends or self.seen(peer, ("", 0)) is Seen.UNREAD:
             return Seen.UNREAD
@@ -189,13 +206,13 @@ class _Standstill(Calls):
         if self.is_head(rank, call) and not self.is_head(peer, other):
             return Seen.CALLED
         if self.is_head(rank, call) and numel(call) != numel(other):
-            # What the one sends is not what the other has room for.
+            # The sizes of the two sides differ.
             self.unmatched.add((rank, peer))
             return Seen.ABSENT
         return Seen.OPEN if call.started and not other.started and peer in self.timed else None
 
     def _wait_in(self, op: Op) -> None:
-        """For whom a collective waits: those that have not called it, else those that have not come to it."""
+        """For whom a collective waits: ranks that have not called it, or whose devices have not reached it."""
         edges = self.edges[op]
         called = self.calls[op]
         started = {rank for rank, call in called.items() if call.started}
@@ -206,7 +223,7 @@ class _Standstill(Calls):
             elif seen is Seen.OPEN and not self.is_head(rank, called[rank]):
                 edges[rank] = Seen.CALLED
         if Seen.ABSENT in edges.values():
-            # What is known to be missing explains it.
+            # Ranks that have certainly not called it explain the wait.
             self.edges[op] = {node: seen for node, seen in edges.items() if seen is not Seen.UNKNOWN}
         elif started:
             edges.update(dict.fromkeys((called.keys() & self.timed) - started - edges.keys(), Seen.OPEN))
@@ -234,7 +251,7 @@ class _Standstill(Calls):
         elif Seen.UNREAD in seen:
             yield Root(cause=RootCause.UNREAD, ranks=(rank,), held=held, ops=tuple(ops))
         elif Seen.OPEN in seen:
-            # Its device has not come to what others' have started.
+            # Its device has not reached what others' have started.
             sure = rank not in self.lost
             yield Root(cause=RootCause.DEVICE, ranks=(rank,), held=held, ops=tuple(ops), is_sure=sure)
         elif self.open.get(rank) and (peer := self._is_with(rank)) is not None:
@@ -246,19 +263,32 @@ class _Standstill(Calls):
             yield self._idle(rank, held, tuple(ops), is_absent=Seen.ABSENT in seen)
 
     def _idle(self, rank: int, held: tuple[int, ...], ops: tuple[Op, ...], *, is_absent: bool) -> Root:
-        """Of a rank with nothing outstanding, for which others wait."""
+        """The root of a rank with nothing outstanding for which others wait."""
         lost = self._asked_wrongly(rank, held)
         if lost or self._has_passed(rank, held):
             ranks = tuple(sorted((rank, *(lost or held))))
-            return Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks)
-        # Of a job that was dumped while it began, some ranks have called nothing yet.
+            return Root(cause=RootCause.UNMATCHED, ranks=ranks, circle=ranks, is_sure=self.lost.isdisjoint(ranks))
+        # If a job is dumped at its beginning, some ranks have called nothing yet.
         record = self.view.facts[rank].record
         is_blank = record is not None and record.is_blank
         is_sure = not is_blank and is_absent and len(held) * 2 >= len(self.open) - len(held)
+        # It may have reached the end of the program together with other idle ranks.
+        is_sure = is_sure and not self._is_of_another_moment(rank)
+        is_sure = is_sure and (bool(ops) or bool(self.view.silent) or not self._is_level_with_idle(rank))
         return Root(cause=RootCause.HOST, ranks=(rank,), held=held, ops=ops, is_sure=is_sure)
 
+    def _is_level_with_idle(self, rank: int) -> bool:
+        """Whether another member of a group has nothing outstanding, either, and nobody waits for it."""
+        awaited = {node for edges in self.edges.values() for node in edges}
+        return any(
+            other != rank and other not in awaited and other in self.open and self.is_idle(other)
+            for name, group in self.groups[rank].items()
+            if group.last_enqueued and not group.is_mixed
+            for other in self.members.get(name, ())
+        )
+
     def _is_with(self, rank: int) -> int | None:
-        """The peer with which a rank stands in a send or receive that both have come to."""
+        """The peer with which a rank is in a send or receive that both have reached."""
         first = self.open[rank][0]
         end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
         if end is None or end[1] not in self.ends:
@@ -267,9 +297,9 @@ class _Standstill(Calls):
         return end[1] if other is not None and self.is_head(end[1], other) else None
 
     def _has_passed(self, rank: int, held: tuple[int, ...]) -> bool:
-        """Whether a rank that only one other waits for, in a send or receive, has gone on from there.
+        """Whether a rank for which only one other waits, in a send or receive, has continued past it.
 
-        Both have been through a collective that was called later; or all others have come to their end as well.
+        Both have completed a collective that was called later, or all others have reached their end as well.
         """
         waiting = held[0] if len(held) == 1 else -1
         if (waiting, rank) not in self.unmatched or not self.open[waiting][0].is_p2p:
@@ -283,8 +313,7 @@ class _Standstill(Calls):
         )
 
     def _asked_wrongly(self, rank: int, held: tuple[int, ...]) -> tuple[int, ...]:
-        """Those that wait for a rank, if only in sends and receives, and if each of them and it have exchanged things
-        with others and never with each other."""
+        """The ranks that wait for a rank, if all of them have exchanged data with others, but never with this rank."""
         waiting = tuple(one for one in held if rank in self.edges.get(one, ()))
         is_alone = not any(rank in edges for node, edges in self.edges.items() if not isinstance(node, int))
         known = self._has_exchanged_with(rank)
@@ -313,13 +342,15 @@ class _Standstill(Calls):
         held = tuple(sorted({*held, *ranks} - set(core)))
         ranks, inside = core, set(core)
         pairs = [(one, other) for one, other in self.unmatched if one in inside and other in inside]
-        # Or one side stands in a send or receive whose other side comes after what the first has not come to.
+        # Or one side is in a send or receive whose other side comes after a call that the first has not reached.
         pairs = pairs or [(one, other) for one in ranks for other in ranks if self._stands_at(one, other)]
         if pairs:
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
             named = in_circle(at_heads) or in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
             both = tuple(sorted(named))
-            sure = self.lost.isdisjoint(ranks)
+            # If several pairs of the circle wait for each other, any of them may be the one that does not match.
+            waits = {frozenset((one, other)) for one in ranks for other in self.edges.get(one, ()) if other in inside}
+            sure = len(waits) == 1 and self.lost.isdisjoint(ranks)
             return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
         ops = sorted(ops, key=self._most)
         first = [self.open[rank][0] for rank in ranks]
@@ -330,7 +361,7 @@ class _Standstill(Calls):
         return Root(cause=RootCause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
 
     def _core(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of a circle that are in one by where their devices stand; all others wait behind something older."""
+        """The ranks whose devices' first open calls form a circle; all others wait behind something older."""
         edges: dict[Node, dict[Node, Seen]] = {rank: dict.fromkeys(self._held_up_by(rank), Seen.OPEN) for rank in ranks}
         inside = set(ranks)
         found: set[int] = set()
@@ -341,7 +372,7 @@ class _Standstill(Calls):
         return tuple(sorted(found)) or ranks
 
     def _held_up_by(self, rank: int) -> Iterator[int]:
-        """The ranks for which the oldest that is open on a rank waits."""
+        """The ranks for which a rank's oldest open call waits."""
         first = self.open[rank][0]
         if not first.is_p2p:
             around = self.edges.get((first.group, first.seq), ())
@@ -353,15 +384,15 @@ class _Standstill(Calls):
                     yield peer
 
     def _stands_at(self, rank: int, peer: int) -> bool:
-        """Whether the oldest that is open on a rank is a send or receive with a peer."""
+        """Whether a rank's oldest open call is a send or receive with a peer."""
         first = self.open[rank][0]
         end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
         return end is not None and end[1] == peer
 
     def _odd_ones(self, circle: tuple[int, ...], ops: list[Op]) -> tuple[int, ...]:
-        """Those of a circle that have called its collectives in another order than most ranks; all without a majority.
+        """The ranks of a circle that use a different order from most; all of them if there is no majority.
 
-        Ranks of other groups of the same kinds have a say, too.
+        Ranks in other groups of the same kinds count, too.
         """
         orders = {rank: order for rank in self.view.facts if (order := self._order(rank, ops))}
         counts = Counter(orders.values()).most_common()
@@ -371,7 +402,7 @@ class _Standstill(Calls):
         return odd or circle
 
     def _order(self, rank: int, ops: list[Op]) -> tuple[str, ...]:
-        """Which of the first two kinds of group a rank has called first, at these numbers; empty where not known."""
+        """The order in which a rank has called the first two kinds of group, at these numbers; empty if unknown."""
         about = {group.name: group.description or group.name for group in self._described}
         kinds = list({about.get(name, name): (name, seq) for name, seq in reversed(ops)}.items())[::-1][:2]
         if len(kinds) < 2:
@@ -388,7 +419,7 @@ class _Standstill(Calls):
         return tuple(kind for _, kind in sorted(places))
 
     def _place(self, rank: int, op: Op) -> float | None:
-        """Where in its order of calls: what has ended comes before what is open, and that before what is not called."""
+        """The place in a rank's order of calls: ended before open, and open before uncalled."""
         seen = self.seen(rank, op)
         if seen is Seen.OPEN:
             return float(self.open[rank].index(self.calls[op][rank]))
@@ -400,7 +431,7 @@ class _Standstill(Calls):
 
 
 def _ranked(found: list[Root]) -> list[Root]:
-    """What is known for certain comes before what is not; where a culprit is known, it explains what else stands."""
+    """Sorts the roots; roots that a known culprit may explain are left out."""
     known = [root for root in found if root.cause in (RootCause.HOST, RootCause.DEVICE) and root.is_sure]
     circles = [
         root for root in found if root.cause in (RootCause.ORDER, RootCause.UNMATCHED) and (root.is_sure or not known)

@@ -1,4 +1,4 @@
-"""Words for what was recorded of ranks: what they wait in, what they called last, and when."""
+"""Words for recordings: what ranks wait in, what they called last, and when."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,7 +36,7 @@ UNKNOWN_CALL = "a collective"
 _VARIANTS = 3
 _QUOTED = 4
 _NOBODY = RankFacts(rank=0, progress=Progress(phase=Phase.UNKNOWN))
-# What so little is sent for.
+# The purpose of collectives with one element.
 _ONE_ELEMENT = {
     "all_reduce": "a barrier, or one value that is reduced",
     "broadcast": "one value, such as the length of an object or Lightning's per-batch SIGTERM broadcast",
@@ -54,15 +54,15 @@ def recorded(
     location: str = "",
     remedy: str = "",
 ) -> Finding:
-    """What a rule about recordings has found: the run is over, and was ended by it.
+    """A finding about recordings: the run is over, and this ended it.
 
     Args:
-        ranks: The ranks that cause it; none where it is not said which.
+        ranks: The ranks that cause it; none if unknown.
         summary: The answer in a sentence; its first letter becomes a capital one.
         evidence: How we know.
         confidence: How sure this is.
         location: Where to look.
-        remedy: What to do, where that depends on what was found.
+        remedy: What to do, if that depends on the finding.
     """
     return Finding(
         rule="",
@@ -101,8 +101,8 @@ def call_site(call: Collective | None) -> Frame | None:
     return deepest_user_frame(call.stack) if call is not None else None
 
 
-def told(call: Collective) -> str:
-    """The collective with what it is for, as far as its stack tells, and its line."""
+def described(call: Collective) -> str:
+    """The collective with its purpose, if its stack shows it, and its line."""
     means = meaning(call, replace(_NOBODY, stack=call.stack)) if call.stack else ""
     site = call_site(call)
     return collective_words(call if call.op else replace(call, op=UNKNOWN_CALL), means) + (
@@ -111,27 +111,27 @@ def told(call: Collective) -> str:
 
 
 class Words:
-    """The same of many collectives; as ranks call alike, each is put into words once. These must outlive this."""
+    """Descriptions of many collectives, which must outlive this; equal calls are put into words once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], str] = {}
 
     def of(self, call: Collective) -> str:
-        """See :func:`told`."""
+        """See :func:`described`."""
         same = (call.group, call.op, call.seq, call.input_sizes, call.output_sizes, call.dtypes, id(call.stack))
         if same not in self._known:
-            self._known[same] = told(call)
+            self._known[same] = described(call)
         return self._known[same]
 
 
 def one_element(calls: Iterable[Collective]) -> Iterable[Evidence]:
-    """What collectives of a single element are mostly for: they look like nothing, and say the most."""
+    """What collectives of a single element are mostly for."""
     for op in sorted({call.op for call in calls if numel(call) == 1} & _ONE_ELEMENT.keys()):
         yield Evidence(source="size", text=f"An {op} of 1 element is {_ONE_ELEMENT[op]}.".replace("An b", "A b"))
 
 
 def waiting_words(calls: Mapping[int, Collective]) -> str:
-    """``"ranks 0-1, 3 wait in all_reduce (…)"``, like waits together; empty where nobody waits."""
+    """``"ranks 0-1, 3 wait in all_reduce (…)"``, equal waits together; empty if nobody waits."""
     alike: dict[str, list[int]] = defaultdict(list)
     words = Words()
     for rank, call in sorted(calls.items()):
@@ -144,7 +144,7 @@ def waiting_words(calls: Mapping[int, Collective]) -> str:
 
 
 def waiting_in(facts: Mapping[int, RankFacts], group: GroupView) -> dict[int, Collective]:
-    """What each rank that waits in a group waits in; made up where the recorder has lost it."""
+    """The call in which each rank of a group waits; only group and number if the recorder has lost it."""
     return {
         rank: oldest_outstanding(facts[rank], group.name) or Collective(group=group.name, seq=seq, op=UNKNOWN_CALL)
         for rank, seq in group.oldest.items()
@@ -152,7 +152,7 @@ def waiting_in(facts: Mapping[int, RankFacts], group: GroupView) -> dict[int, Co
 
 
 def waiting_on_peers(view: Timeline, ranks: Iterable[int]) -> dict[int, Collective]:
-    """The send or receive in which ranks wait for one of these, the oldest of each."""
+    """The oldest send or receive of each rank that waits for one of these."""
     awaited = set(ranks)
     members = {group.name: group.members for group in view.groups}
     found: dict[int, Collective] = {}
@@ -165,7 +165,7 @@ def waiting_on_peers(view: Timeline, ranks: Iterable[int]) -> dict[int, Collecti
 
 
 def consequence_evidence(found: Iterable[Root]) -> Iterator[Evidence]:
-    """The ranks that merely wait for a cause, also by way of others."""
+    """Names the ranks that only wait for a cause, directly or through others."""
     found = list(found)
     held = {rank for root in found for rank in root.held} - {rank for root in found for rank in root.ranks}
     if held:
@@ -174,18 +174,18 @@ def consequence_evidence(found: Iterable[Root]) -> Iterator[Evidence]:
 
 
 def called_words(group: GroupView, ranks: Iterable[int]) -> str:
-    """``"called 60 collectives of the default group"``, or how many at least and at most."""
+    """``"called 60 collectives of the default group"``, or a range."""
     counts = sorted({group.enqueued[rank] for rank in ranks})
     number = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
     return f"called {number} collective{'s' * (counts != [1])} of {group_words(group.name)}"
 
 
 def last_call_evidence(facts: RankFacts, group: GroupView, waiting: Mapping[int, Collective]) -> Iterable[Evidence]:
-    """What a rank that waits for nothing called last, where, and how long before the others came to wait."""
+    """The last call of a rank that waits for nothing, and how long before the others' wait it was."""
     call = last_call(facts, group.name)
     if call is None:
         return
-    text = f"Its last collective there was {told(call)}"
+    text = f"Its last collective there was {described(call)}"
     since = min((other.created_ns for other in waiting.values() if other.created_ns), default=0)
     if call.created_ns and since:
         text += f", called at {_clock(call.created_ns)}; the first of the others began to wait at {_clock(since)}"
@@ -202,7 +202,7 @@ def _clock(moment_ns: int) -> str:
 
 
 def counters_evidence(facts: Mapping[int, RankFacts], group: GroupView) -> Iterable[Evidence]:
-    """How far the ranks of a group have come: those that have come equally far together."""
+    """The positions of a group's ranks, equal positions together."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in group.enqueued:
         own = next((one for one in facts[rank].groups if one.name == group.name), None)
@@ -220,6 +220,6 @@ def quotes(facts: RankFacts, most: int = 1) -> Iterable[Evidence]:
 
 
 def last_site(facts: RankFacts, group: str) -> str:
-    """``"at train.py:40 in training_step"``, where a rank called a group's last collective; empty where unknown."""
+    """``"at train.py:40 in training_step"``, the line of a rank's last call in a group; empty if unknown."""
     site = call_site(last_call(facts, group))
     return f"at {short_location(site)}" if site is not None else ""

@@ -18,7 +18,7 @@ from lightning_ncclsafe.rules.kit import (
 from lightning_ncclsafe.rules.recorded.calls import peer_of
 from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
 from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_of
-from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, recorded, told
+from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, described, recorded
 
 _LISTED = 6
 
@@ -46,8 +46,8 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         Pair each send with a receive; see in which order neighbours call them.
 
     Cannot see:
-        Which side called one too many. A rank that has nothing outstanding and that neighbours wait for is reported as
-        host-stuck.
+        Which side called one too many; which pair it is, if several pairs of a circle wait for each other. A rank
+        that has nothing outstanding and that neighbours wait for is reported as host-stuck.
     """
     if not gone(view):
         yield from (_finding(view, root) for root in roots_of(view, RootCause.UNMATCHED))
@@ -73,7 +73,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
         location=next((location_of(site) for site in sites if site is not None), ""),
         evidence=(
             *(
-                Evidence(source="flight recorder", rank=rank, text=f"Has not completed {told(call)}.")
+                Evidence(source="flight recorder", rank=rank, text=f"Has not completed {described(call)}.")
                 for rank, call in list(calls.items())[:_LISTED]
             ),
             *consequence_evidence([root]),
