@@ -10,7 +10,7 @@ from lightning_ncclsafe.cli import inspect as command
 from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.facts import ProcessFacts
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
-from lightning_ncclsafe.inspecting.inspection import Inspected
+from lightning_ncclsafe.inspecting.inspection import Inspection
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread
 from lightning_ncclsafe.inspecting.ranks import RankProcess
@@ -43,10 +43,10 @@ def inspected(
 ) -> None:
     """What ``ncclsafe inspect --output`` does on a host, but for looking."""
 
-    def found(*_: object, **__: object) -> Inspected:
+    def found(*_: object, **__: object) -> Inspection:
         given = {rank: stacks.get(rank, WAITS) for rank in HOSTS[host]}
         ranks = [seen(rank, stack, world_size) for rank, stack in given.items() if stack]
-        return Inspected(diagnoses=(diagnosis_of(job_facts(ranks)),))
+        return Inspection(diagnoses=(diagnosis_of(job_facts(ranks)),))
 
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     monkeypatch.setattr(command, "inspect", found)

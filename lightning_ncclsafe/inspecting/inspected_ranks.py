@@ -1,19 +1,18 @@
-"""Ranks that are looked at together, again and again, until it shows whether one of them hangs."""
+"""Looks at ranks again and again, until it is clear whether one of them hangs."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from lightning_ncclsafe.facts import GpuStateFacts
+from lightning_ncclsafe.facts import GpuStateFacts, PressureFacts
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, job_facts, longest_idle_s, shows_enough
-from lightning_ncclsafe.inspecting.from_memory import from_memory
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, diagnosis_of, wait_apart
-from lightning_ncclsafe.inspecting.looks import Look, SeenThread, StackReader, look, started_at
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, wait_apart
+from lightning_ncclsafe.inspecting.looks import Look, SeenThread, StackReader, look
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects, objects_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.recorders import recorded
 from lightning_ncclsafe.inspecting.sources import folder_of, whole
@@ -22,20 +21,21 @@ from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.swap import look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.machine_state import GpuWatch
+from lightning_ncclsafe.probes.process.main_thread import started_at
 
-_ON_EVERY_S = 2.0
+_AGAIN_EVERY_S = 2.0
 _GPU_S = 0.5
 
 
-class LookedAt:
-    """Ranks that are looked at together, again and again, and what their host holds up meanwhile.
+class InspectedRanks:
+    """The ranks of this host under inspection, with all looks at them.
 
     Args:
         ranks: The ranks.
         reader: Reads their stacks.
-        pool: Where several are looked at at once.
-        say: Is given what is to be said before the answer, a line each.
-        are_all: Whether these are all ranks of this host for which there is a process.
+        pool: Reads several ranks at a time.
+        say: Is called with each line for the user.
+        are_all: Whether these are all ranks of this host that have a process.
     """
 
     def __init__(
@@ -54,12 +54,19 @@ class LookedAt:
         for gpu in self._gpus.values():
             gpu.begin()
         self._looks: dict[int, list[Look]] = defaultdict(list)
-        self._objects: dict[int, dict[str, Any]] = {}
+        self._objects: dict[int, RankObjects] = {}
+        self._objects_are_old = True
         self._ended_after: set[int] = set()
         self._started = {one.pid: started_at(one.pid) for one in ranks}
 
-    def look_on(self, count: int, over_s: float, *, may_be_fewer: bool = False) -> None:
-        """So many times within so many seconds; twice is enough where no rank has run for longer than a step takes."""
+    def look(self, count: int, over_s: float, *, may_be_fewer: bool = False) -> None:
+        """Looks at all ranks.
+
+        Args:
+            count: How many times.
+            over_s: Seconds from the first look to the last.
+            may_be_fewer: Whether two looks are enough if no rank has run for longer than a step takes.
+        """
         for number in range(count):
             due_s = self._began_s + over_s * number / max(count - 1, 1)
             time.sleep(max(due_s - time.monotonic(), 0.0))
@@ -67,49 +74,29 @@ class LookedAt:
             if may_be_fewer and number and self._nobody_has_run():
                 return
 
-    def look_on_until_it_shows(self) -> None:
-        """Until everybody has moved, or somebody is known to stand still for longer than a step takes, or ends."""
+    def unclear(self) -> list[RankProcess]:
+        """The ranks of jobs that either hang or are in a long step."""
         self._read_objects()
-        if self._shows_enough():
-            return
-        open_jobs = [of_job for of_job in self._jobs() if not self._shows(of_job)]
-        still_s = max(map(longest_idle_s, open_jobs))
-        so_far = "".join(map(self._so_far, open_jobs))
-        self._say(
-            f"a rank has stood still for {still_s:.1f} s, in a hang or a long step.{so_far} Inspecting for at most"
-            f" {max(LONG_STEP_S - still_s, _ON_EVERY_S):.0f} s, or until all ranks have moved, as after a long step."
-            " Ctrl-C answers now."
-        )
+        return [one.process for of_job in self._jobs() if not self._is_clear(of_job) for one in of_job]
+
+    def look_until_clear(self) -> None:
+        """Looks until all ranks have moved, or one has stood still for longer than a step takes, or one ends."""
         with suppress(KeyboardInterrupt):
-            while not self._shows_enough() and not self._ended_after:
-                time.sleep(_ON_EVERY_S)
+            while not all(map(self._is_clear, self._jobs())) and not self._ended_after:
+                time.sleep(_AGAIN_EVERY_S)
                 self._look()
                 self._ended_after = {pid for pid, looks in self._looks.items() if ends_in(looks)}
         if self._ended_after:
-            # What hung, and is being ended, is told as it was.
+            # A job that hung, and is ended, is reported as it was before.
             for looks in self._looks.values():
                 looks.pop()
 
-    def _so_far(self, of_job: Sequence[SeenRank]) -> str:
-        """What these looks come to by themselves, for those who would not wait for more."""
-        findings = diagnosis_of(job_facts(of_job, are_all=self._are_all)).findings
-        return "".join(f" So far: {one.summary} ({one.rule}, {one.confidence.value})" for one in findings[:1])
-
-    def seen(self, *, may_write: bool, may_stop: bool) -> list[SeenRank]:
-        """The ranks as they were seen, with what needs to be asked once."""
+    def seen(self, ranks: Iterable[RankProcess]) -> list[SeenRank]:
+        """What is known of some of the ranks, with their workers, files, locks, GPUs and host."""
         self._read_objects()
-        # Of a job that moves there is nothing to ask.
-        standing = [one for of_job in self._jobs() if longest_idle_s(of_job) for one in of_job]
-        answers = recorded([one.process for one in standing], self._pool, may_write=may_write)
-        for note in answers.notes:
-            self._say(note)
-        native = self._native([one.process for one in standing]) if may_stop else {}
-        span_s = time.monotonic() - self._began_s
-        held_up = pressure_between(self._pressure, look_at_pressure(self._groups), span_s)
+        held_up = self._held_up()
         every = [
-            *self._pool.map(
-                lambda one: seen_rank(one, tuple(self._looks[one.pid]), self._reader, self._ranks), self._ranks
-            )
+            *self._pool.map(lambda one: seen_rank(one, tuple(self._looks[one.pid]), self._reader, self._ranks), ranks)
         ]
         give_up_s = time.monotonic() + _GPU_S
         return [
@@ -118,11 +105,30 @@ class LookedAt:
                 gpu=self._gpus[one.process.pid].read(give_up_s - time.monotonic()),
                 pressure=held_up,
                 ended_after=one.process.pid in self._ended_after,
-                recorded=answers.facts.get(one.process.pid),
-                native=native.get(one.process.pid, ()),
-                **self._objects_of(one),
+                objects=self._objects_of(one),
             )
             for one in every
+        ]
+
+    def with_recorders(self, seen: Sequence[SeenRank], *, may_write: bool, may_stop: bool) -> list[SeenRank]:
+        """The same ranks with their Flight Recorders and native frames, if their job stands still.
+
+        Args:
+            seen: The ranks.
+            may_write: Whether a rank may be made to write its Flight Recorder to a file.
+            may_stop: Whether ranks may be stopped for a moment, to read native frames.
+        """
+        idle_s: dict[str, float] = defaultdict(float)
+        for one in seen:
+            idle_s[one.process.job] = max(idle_s[one.process.job], longest_idle_s([one]))
+        standing = [one.process for one in seen if idle_s[one.process.job]]
+        answers = recorded(standing, self._pool, may_write=may_write)
+        for note in answers.notes:
+            self._say(note)
+        native = self._native(standing) if may_stop else {}
+        return [
+            replace(one, recorded=answers.facts.get(one.process.pid), native=native.get(one.process.pid, ()))
+            for one in seen
         ]
 
     def _native(self, ranks: Sequence[RankProcess]) -> dict[int, tuple[str, ...]]:
@@ -133,6 +139,7 @@ class LookedAt:
         return {one.pid: functions for one, (functions, _) in zip(ranks, read, strict=True)}
 
     def _look(self) -> None:
+        self._objects_are_old = True
         for one, seen in zip(self._ranks, self._pool.map(self._look_at, self._ranks), strict=True):
             self._looks[one.pid].append(seen)
 
@@ -142,37 +149,43 @@ class LookedAt:
         return replace(seen, threads=tuple(_with_folder(thread, folder) for thread in seen.threads))
 
     def _read_objects(self) -> None:
+        if not self._objects_are_old:
+            return
+        self._objects_are_old = False
         standing = [one for of_job in self._jobs() for one in of_job if longest_idle_s([one])]
-        for one, read in zip(standing, self._pool.map(from_memory, standing), strict=True):
+        stacks = (next((one.stack for one in reversed(rank.looks) if one.stack), ()) for rank in standing)
+        pids = [one.process.pid for one in standing]
+        for pid, read in zip(pids, self._pool.map(objects_of, pids, stacks), strict=True):
             # A rank that has ended since is reported with what was read before.
-            self._objects[one.process.pid] = read or self._objects.get(one.process.pid, {})
+            if read is not None:
+                self._objects[pid] = read
 
-    def _objects_of(self, one: SeenRank) -> dict[str, Any]:
-        return self._objects.get(one.process.pid, {}) if longest_idle_s([one]) else {}
+    def _objects_of(self, one: SeenRank) -> RankObjects:
+        return self._objects.get(one.process.pid, RankObjects()) if longest_idle_s([one]) else RankObjects()
 
-    def _shows_enough(self) -> bool:
-        return all(map(self._shows, self._jobs()))
-
-    def _shows(self, of_job: Sequence[SeenRank]) -> bool:
+    def _is_clear(self, of_job: Sequence[SeenRank]) -> bool:
         if shows_enough(of_job):
             return True
         all_stand_s = min(longest_idle_s([one]) for one in of_job)
         return all_stand_s >= self._long_wait_s() and wait_apart(job_facts(of_job, are_all=self._are_all))
 
     def _long_wait_s(self) -> float:
-        """How long what is on its way between ranks may take: longer where processes have to wait for a core."""
-        held_up = pressure_between(self._pressure, look_at_pressure(self._groups), time.monotonic() - self._began_s)
-        return min(LONG_WAIT_S / max(1.0 - (held_up.cpu_waited or 0.0), LONG_WAIT_S / LONG_STEP_S), LONG_STEP_S)
+        """How long what is on its way between ranks may take: longer if processes wait for a core."""
+        waited = self._held_up().cpu_waited or 0.0
+        return min(LONG_WAIT_S / max(1.0 - waited, LONG_WAIT_S / LONG_STEP_S), LONG_STEP_S)
+
+    def _held_up(self) -> PressureFacts:
+        return pressure_between(self._pressure, look_at_pressure(self._groups), time.monotonic() - self._began_s)
 
     def _nobody_has_run(self) -> bool:
-        """Whether the kernel has it that no rank has run for longer than a step takes: then none can have moved."""
+        """Whether, by the kernel, no rank has run for longer than a step takes, so that none can have moved."""
         return all((looks[-1].slept_s or 0.0) >= LONG_STEP_S for looks in self._looks.values())
 
     def _jobs(self) -> list[list[SeenRank]]:
         jobs: dict[str, list[SeenRank]] = defaultdict(list)
         for one in self._ranks:
             seen = SeenRank(process=one, looks=tuple(self._looks[one.pid]))
-            jobs[one.job].append(replace(seen, **self._objects_of(seen)))
+            jobs[one.job].append(replace(seen, objects=self._objects_of(seen)))
         return [*jobs.values()]
 
 

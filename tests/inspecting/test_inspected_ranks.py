@@ -8,8 +8,8 @@ import pytest
 
 from lightning_ncclsafe.facts import PressureFacts
 from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.inspecting import inspection, looking_on, looks, objects
-from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspected, inspect
+from lightning_ncclsafe.inspecting import inspected_ranks, inspection, looks, objects
+from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspection, inspect
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import SeenFrame, SeenThread, StackReader
 from lightning_ncclsafe.inspecting.ranks import SeenProcess
@@ -45,14 +45,14 @@ def pair() -> Iterator[list["subprocess.Popen[bytes]"]]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "SECONDS", 0.3)
-    monkeypatch.setattr(looking_on, "_ON_EVERY_S", 0.01)
+    monkeypatch.setattr(inspected_ranks, "_AGAIN_EVERY_S", 0.01)
     monkeypatch.setattr(looks, "slept_s", lambda pid: None)
     under_pressure(monkeypatch, 0.0)
 
 
 def under_pressure(monkeypatch: pytest.MonkeyPatch, cpu_waited: float | None) -> None:
     held_up = PressureFacts(over_s=1.0, cpu_waited=cpu_waited)
-    monkeypatch.setattr(looking_on, "pressure_between", lambda *_: held_up)
+    monkeypatch.setattr(inspected_ranks, "pressure_between", lambda *_: held_up)
 
 
 def user(line: int) -> SeenFrame:
@@ -61,7 +61,7 @@ def user(line: int) -> SeenFrame:
 
 def inspected(
     pair: "list[subprocess.Popen[bytes]]", reader: Scripted, over_s: float | None = None
-) -> tuple[Inspected, list[str]]:
+) -> tuple[Inspection, list[str]]:
     seen = [
         SeenProcess(pid=one.pid, environment={"RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": "1"})
         for number, one in enumerate(pair)
@@ -142,7 +142,7 @@ def test_where_no_stack_can_be_read_nobody_looks_on(pair: "list[subprocess.Popen
 def test_where_all_ranks_wait_in_different_calls_nobody_is_in_a_long_step(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looking_on, "LONG_WAIT_S", 0.5)
+    monkeypatch.setattr(inspected_ranks, "LONG_WAIT_S", 0.5)
     found, said = inspected(
         pair, reader := Scripted(lambda pid, time: (user(20 if pid == pair[0].pid else 25), BARRIER))
     )
@@ -156,7 +156,7 @@ def test_where_all_ranks_wait_in_different_calls_nobody_is_in_a_long_step(
 def test_what_is_on_its_way_takes_longer_where_processes_wait_for_a_core(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch, cpu_waited: float | None, at_least_s: float
 ) -> None:
-    monkeypatch.setattr(looking_on, "LONG_WAIT_S", 0.2)
+    monkeypatch.setattr(inspected_ranks, "LONG_WAIT_S", 0.2)
     under_pressure(monkeypatch, cpu_waited)
     found, _ = inspected(pair, Scripted(lambda pid, time: (user(20 if pid == pair[0].pid else 25), BARRIER)))
     assert found.diagnoses[0].job.incident.idle_s >= at_least_s
