@@ -1,14 +1,14 @@
-"""How long ranks are looked at: until it shows whether somebody is in a long step or hangs."""
+"""For how long ranks are inspected: until it is clear whether one is in a long step or hangs."""
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from lightning_ncclsafe.facts import PressureFacts
-from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.inspecting import inspected_ranks, inspection, looks, objects
+from lightning_ncclsafe.facts import FileLockFacts, PressureFacts
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
+from lightning_ncclsafe.inspecting import inspected_ranks, inspection, looks, objects, surroundings
 from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspection, inspect
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import SeenFrame, SeenThread, StackReader
@@ -30,6 +30,16 @@ class Scripted(StackReader):
     def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
         self.times[pid] = self.times.get(pid, 0) + 1
         return (SeenThread(is_main=True, frames=self._stack(pid, self.times[pid])),), ""
+
+
+class Interrupted(Scripted):
+    """Is followed by Ctrl-C."""
+
+    def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
+        found = super().read(pid)
+        if self.times[pid] > FIRST:
+            raise KeyboardInterrupt
+        return found
 
 
 @pytest.fixture
@@ -60,14 +70,17 @@ def user(line: int) -> SeenFrame:
 
 
 def inspected(
-    pair: "list[subprocess.Popen[bytes]]", reader: Scripted, over_s: float | None = None
+    pair: "list[subprocess.Popen[bytes]]",
+    reader: Scripted,
+    over_s: float | None = None,
+    so_far: Callable[[Sequence[Diagnosis]], bool] = lambda diagnoses: False,
 ) -> tuple[Inspection, list[str]]:
     seen = [
         SeenProcess(pid=one.pid, environment={"RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": "1"})
         for number, one in enumerate(pair)
     ]
     said: list[str] = []
-    return inspect(over_s=over_s, say=said.append, processes=lambda: seen, reader=reader), said
+    return inspect(over_s=over_s, say=said.append, so_far=so_far, processes=lambda: seen, reader=reader), said
 
 
 def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[bytes]]") -> None:
@@ -85,6 +98,28 @@ def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[
     assert len(said) == 1 and "in a hang or a long step" in said[0]
     # Nobody has to wait for the rest.
     assert "So far: Rank 0 is" in said[0] and "possible)" in said[0]
+
+
+def test_the_answer_so_far_is_given_with_all_that_is_around_a_rank(
+    pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = FileLockFacts(path="/srv/cache.lock")
+    monkeypatch.setattr(surroundings, "awaited_lock", lambda pid: lock if pid == pair[0].pid else None)
+    early: list[Diagnosis] = []
+
+    def so_far(diagnoses: Sequence[Diagnosis]) -> bool:
+        early.extend(diagnoses)
+        return True
+
+    def stack(pid: int, time: int) -> tuple[SeenFrame, ...]:
+        return (user(30),) if pid == pair[0].pid else (user(20), BARRIER)
+
+    _, said = inspected(pair, Interrupted(stack), so_far=so_far)
+    (diagnosis,) = early
+    assert [one.file_lock for one in diagnosis.job.ranks] == [lock, None]
+    assert diagnosis.findings[0].confidence is Confidence.POSSIBLE
+    # What has been shown is not said again.
+    assert len(said) == 1 and "So far" not in said[0] and "Ctrl-C answers now" in said[0]
 
 
 def test_whoever_asks_for_some_seconds_gets_an_answer_after_these(pair: "list[subprocess.Popen[bytes]]") -> None:
@@ -163,13 +198,6 @@ def test_what_is_on_its_way_takes_longer_where_processes_wait_for_a_core(
 
 
 def test_ctrl_c_gives_the_answer_as_it_is(pair: "list[subprocess.Popen[bytes]]") -> None:
-    class Interrupted(Scripted):
-        def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
-            found = super().read(pid)
-            if self.times[pid] > FIRST:
-                raise KeyboardInterrupt
-            return found
-
     found, _ = inspected(
         pair, Interrupted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER))
     )
