@@ -209,7 +209,7 @@ def test_nothing_is_certain_of_a_rank_at_work_and_one_that_moves_is_possible_and
     assert (stands.rule, stands.confidence) == ("rank-zero-only-work", Confidence.LIKELY)
     moves = judged(rank(0, look(0, lines[0]), look(1, lines[1])), waiting(1)).findings[0]
     assert (moves.rule, moves.confidence) == ("rank-zero-only-work", Confidence.POSSIBLE)
-    assert moves.summary.endswith("Rank 0 moves: it may come to the others, so inspect again.")
+    assert moves.summary.endswith("Rank 0 moves: it may still reach the others, so inspect again.")
 
 
 @pytest.mark.parametrize("gil", [False, True])
@@ -245,7 +245,7 @@ def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_bef
     works = rank(0, *(look(at, user(30, "evaluate")) for at in (0, 2)))
     diagnosis = judged(replace(works, ended_after=True), waiting(1))
     assert diagnosis.findings[0].ranks == (0,)
-    assert "Rank 0 ended after that: this is what was seen before." in diagnosis.unanswered
+    assert "Rank 0 ended after that: this answer is about what they did before." in diagnosis.unanswered
     # A job in which somebody moved may have come to its end.
     moves = rank(0, look(0, user(30)), look(2, user(31)))
     diagnosis = judged(replace(moves, ended_after=True), replace(waiting(1), ended_after=True))
@@ -258,7 +258,7 @@ def test_where_all_ranks_end_after_that_it_may_have_been_a_step_and_nothing_is_f
     assert diagnosis.findings == ()
     text = " ".join(render_text(diagnosis).split())
     assert text.startswith("Nothing found: ranks 0-1 stood still, and ended during the inspection")
-    assert "Ranks 0-1 ended after that: all of them." in text and "train.py:30 in evaluate" in text
+    assert "Ranks 0-1 ended after that: these are all of them." in text and "train.py:30 in evaluate" in text
 
 
 def test_of_a_rank_whose_stack_was_read_once_nobody_knows_whether_it_stands() -> None:
