@@ -40,7 +40,7 @@ from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
-from lightning_ncclsafe.probes.host.resources import ENDED
+from lightning_ncclsafe.probes.host.resources import ENDED, GONE
 from lightning_ncclsafe.probes.machine_state import main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.growth import with_core_shares
@@ -97,18 +97,25 @@ class SeenRank:
     objects: RankObjects = field(default_factory=RankObjects)
 
 
-def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
+def job_facts(
+    seen: Sequence[SeenRank],
+    *,
+    are_all: bool = True,
+    ended: Sequence[ProcessFacts] = (),
+    taken_ns: int | None = None,
+) -> JobFacts:
     """The facts of one job.
 
     Args:
         seen: Its ranks on this host, at least one.
         are_all: Whether these are all ranks of this host that have a process.
+        ended: Processes that were started beside these, and have ended.
         taken_ns: Wall-clock time, nanoseconds since the epoch; by default now.
     """
     taken_ns = time.time_ns() if taken_ns is None else taken_ns
     world_size = max(max(one.process.world_size, one.process.rank + 1) for one in seen)
     answering = [one for one in seen if not _is_silent(one)]
-    witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen) if are_all else ())]
+    witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen, ended) if are_all else ())]
     answering = answering if _are_counted(answering) else [*map(_without_counters, answering)]
     facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering], answering)
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})
@@ -336,8 +343,8 @@ def _with_collector(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return (*stack, Frame(file=COLLECTOR, line=0, function="")) if collects else stack
 
 
-def _gone(seen: Sequence[SeenRank]) -> Iterator[ProcessFacts]:
-    """Ranks that the launcher started beside these, and whose process is gone."""
+def _gone(seen: Sequence[SeenRank], ended: Sequence[ProcessFacts]) -> Iterator[ProcessFacts]:
+    """Ranks that the launcher started beside these, and whose process has ended, perhaps unnoticed by its parent."""
     parents = {one.process.parent for one in seen}
     size = max(one.process.local_world_size for one in seen)
     # The parent of all is their launcher, or the first rank, which has started the others.
@@ -345,9 +352,12 @@ def _gone(seen: Sequence[SeenRank]) -> Iterator[ProcessFacts]:
         return
     first = min(one.process.rank - one.process.local_rank for one in seen)
     here = {one.process.local_rank for one in seen}
-    for local_rank in range(size):
-        if local_rank not in here:
-            yield ProcessFacts(pid=0, rank=first + local_rank, state="gone")
+    missing = [local_rank for local_rank in range(size) if local_rank not in here]
+    # Which process was which rank is unknown, and does not matter if all have ended alike.
+    are_alike = len(ended) == len(missing) and len({(one.ended_by, one.exit_code) for one in ended}) == 1
+    for index, local_rank in enumerate(missing):
+        process = ended[index] if are_alike else ProcessFacts(pid=0, state=GONE)
+        yield replace(process, rank=first + local_rank)
 
 
 def _with_ends(facts: Sequence[RankFacts], stacks: Mapping[int, Sequence[SeenFrame]]) -> list[RankFacts]:

@@ -12,7 +12,14 @@ from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
 from lightning_ncclsafe.inspecting.inspected_ranks import InspectedRanks
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, SeenFrame, StackReader, look
-from lightning_ncclsafe.inspecting.ranks import FoundRanks, RankProcess, SeenProcess, find_ranks, python_processes
+from lightning_ncclsafe.inspecting.ranks import (
+    FoundRanks,
+    RankProcess,
+    SeenProcess,
+    ended_beside,
+    find_ranks,
+    python_processes,
+)
 from lightning_ncclsafe.probes.host.resources import look_at
 
 LOOKS = 5
@@ -71,23 +78,35 @@ def inspect(
         notes = (*map(_unread_words, unread), *(() if reader.is_there else (NO_PROGRAM,)))
         if not ranks:
             return Inspection(notes=(*notes, _nothing_words(chosen)))
-        are_all = not chosen and not unread
+        # A process that was named and has ended may have been a rank.
+        ended = {*chosen}.difference(one.pid for one in given if not one.has_ended)
+        are_all_named = len(ranks) + len(ended) >= max(one.local_world_size for one in ranks)
+        are_all = not unread and (not chosen or are_all_named)
         inspected = InspectedRanks(ranks, reader, pool, say, are_all=are_all)
+
+        def diagnoses(seen: Iterable[SeenRank]) -> tuple[Diagnosis, ...]:
+            return tuple(_diagnosis(of_job, given, are_all=are_all) for of_job in _by_job(seen))
+
         inspected.look(max(looks, 1), SECONDS if over_s is None else over_s, may_be_fewer=over_s is None)
         if over_s is None and (unclear := inspected.unclear()):
-            early = _diagnoses(inspected.seen(unclear), are_all=are_all)
+            early = diagnoses(inspected.seen(unclear))
             is_shown = so_far(early)
             say(_continues_words(early, [] if is_shown else [one.findings[0] for one in early if one.findings]))
             inspected.look_until_clear()
         seen = inspected.with_recorders(inspected.seen(ranks), may_write=may_write, may_stop=may_stop)
-        return Inspection(diagnoses=_diagnoses(seen, are_all=are_all), notes=notes)
+        return Inspection(diagnoses=diagnoses(seen), notes=notes)
 
 
-def _diagnoses(seen: Iterable[SeenRank], *, are_all: bool) -> tuple[Diagnosis, ...]:
+def _by_job(seen: Iterable[SeenRank]) -> Iterable[list[SeenRank]]:
     jobs: dict[str, list[SeenRank]] = defaultdict(list)
     for one in seen:
         jobs[one.process.job].append(one)
-    return tuple(diagnosis_of(job_facts(of_job, are_all=are_all)) for of_job in jobs.values())
+    return jobs.values()
+
+
+def _diagnosis(of_job: Sequence[SeenRank], processes: Iterable[SeenProcess], *, are_all: bool) -> Diagnosis:
+    ended = [look_at(one.pid) for one in ended_beside([one.process for one in of_job], processes)]
+    return diagnosis_of(job_facts(of_job, are_all=are_all, ended=ended))
 
 
 def _continues_words(early: Iterable[Diagnosis], so_far: Iterable[Finding]) -> str:

@@ -216,7 +216,8 @@ def _last_line(said: str) -> str:
 
 
 NO_MAIN_FRAMES = (
-    "py-spy has read no Python frame of its main thread; it reads none if the name of a file there is not UTF-8"
+    "py-spy has read no Python frame of its main thread: there is none while Python starts or ends, and py-spy reads "
+    "none if the name of a file there is not UTF-8"
 )
 NO_PROGRAM = "py-spy is not installed, so no stack can be read: pip install 'lightning-ncclsafe[inspect]' on this host"
 

@@ -32,6 +32,8 @@ _LIGHTNING = len(_SCHEMES)
 _SPAWNED = ("--multiprocessing-fork", "from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 # Reading a process's memory takes a millisecond, unless the memory is locked.
 _MEMORY_S = 1.0
+# Of the ranks of one job.
+_TOGETHER_S = 60.0
 _LIBRARIES = ("/libtorch", "/libc10")
 
 
@@ -46,6 +48,7 @@ class SeenProcess:
         command: Its command line.
         environment: Its environment at its start; None if it cannot be read.
         has_torch: Whether it has loaded torch.
+        has_ended: Whether it has ended, and its parent has not waited for it yet. It has no environment any more.
         is_read: Whether the kernel could read its command line and environment. It cannot while a thread of the process
             has its memory locked, for example while it waits for storage that does not answer.
     """
@@ -56,6 +59,7 @@ class SeenProcess:
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
     has_torch: bool = True
+    has_ended: bool = False
     is_read: bool = True
 
 
@@ -130,6 +134,8 @@ def python_processes(proc: Path = Path("/proc")) -> list[SeenProcess]:
 
 def _seen_process(process: psutil.Process, proc: Path) -> SeenProcess:
     seen = SeenProcess(pid=process.pid, parent=process.ppid(), started=process.create_time())
+    if process.status() == psutil.STATUS_ZOMBIE:
+        return replace(seen, has_torch=False, has_ended=True)
 
     def read() -> SeenProcess:
         return replace(
@@ -169,7 +175,7 @@ def find_ranks(processes: Iterable[SeenProcess], pids: Iterable[int] = ()) -> Fo
         processes: All Python processes.
         pids: Take only these processes; by default all ranks.
     """
-    by_pid = {process.pid: process for process in processes}
+    by_pid = {process.pid: process for process in processes if not process.has_ended}
     places = {pid: place for pid, process in by_pid.items() if (place := _place(process.environment or {}))}
     places = _numbered(places | _first_ranks(by_pid, places))
     chosen = {*pids}
@@ -186,6 +192,13 @@ def find_ranks(processes: Iterable[SeenProcess], pids: Iterable[int] = ()) -> Fo
     return FoundRanks(
         ranks=tuple(_with_size_of_host(found)), unplaced={parent: tuple(group) for parent, group in unplaced.items()}
     )
+
+
+def ended_beside(ranks: Sequence[RankProcess], processes: Iterable[SeenProcess]) -> list[SeenProcess]:
+    """Processes that have ended and were started together with the ranks of a job, so that they may be ranks of it."""
+    parents = {one.parent for one in ranks}
+    since = min(one.started for one in ranks) - _TOGETHER_S
+    return [one for one in processes if one.has_ended and one.parent in parents and one.started >= since]
 
 
 def _rank(process: SeenProcess, place: _Place) -> RankProcess:

@@ -95,8 +95,8 @@ def _elsewhere(view: Timeline) -> Iterator[str]:
     ranks = view.job.elsewhere
     if ranks:
         yield (
-            f"{capitalised(ranks_words(ranks))} {verb(ranks, 'runs', 'run')} where nobody has looked: inspect every "
-            "host of the job with --output DIR, and join them with ncclsafe diagnose DIR."
+            f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} not inspected: inspect all processes of "
+            "the job, on every host with --output DIR, and join the hosts with ncclsafe diagnose DIR."
         )
 
 

@@ -157,6 +157,13 @@ def test_another_inspection_is_no_rank(command: list[str], inspects: bool) -> No
     assert ranks._inspects(command) is inspects
 
 
+def test_a_process_that_its_parent_has_not_waited_for_has_ended(waiting: "subprocess.Popen[bytes]") -> None:
+    assert [one.has_ended for one in python_processes() if one.pid == waiting.pid] == [False]
+    waiting.kill()
+    os.waitid(os.P_PID, waiting.pid, os.WEXITED | os.WNOWAIT)
+    assert [one.has_ended for one in python_processes() if one.pid == waiting.pid] == [True]
+
+
 def test_memory_that_does_not_answer_is_left_out(
     waiting: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def test_without_the_evidence_of_one_host_it_is_said_where_nobody_has_looked(
     told = joined(tmp_path / "evidence", capsys)
     unanswered = told["unanswered"]
     assert isinstance(unanswered, list)
-    assert any(text.startswith("Ranks 4-7 run where nobody has looked") for text in unanswered)
+    assert any(text.startswith("Ranks 4-7 were not inspected") for text in unanswered)
     # Whoever they wait for may be there: none of these is to blame.
     assert all(one["confidence"] == "possible" and not one["ranks"] for one in told["findings"])  # type: ignore[attr-defined]
 
@@ -105,7 +105,7 @@ def test_of_two_hosts_that_were_looked_at_the_third_is_said_to_be_missing(
     told = joined(tmp_path / "evidence", capsys)
     unanswered = told["unanswered"]
     assert isinstance(unanswered, list)
-    assert any(text.startswith("Ranks 8-11 run where nobody has looked") for text in unanswered)
+    assert any(text.startswith("Ranks 8-11 were not inspected") for text in unanswered)
     assert all(one["confidence"] == "possible" and not one["ranks"] for one in told["findings"])  # type: ignore[attr-defined]
 
 

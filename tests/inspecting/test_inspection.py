@@ -284,7 +284,7 @@ def test_ranks_on_other_hosts_are_not_called_silent() -> None:
     )
     assert (job.silent, job.elsewhere, job.witnessed) == ((), (0, 1), ())
     diagnosis = diagnosis_of(job)
-    assert any(text.startswith("Ranks 0-1 run where nobody has looked") for text in diagnosis.unanswered)
+    assert any(text.startswith("Ranks 0-1 were not inspected") for text in diagnosis.unanswered)
     assert {finding.confidence for finding in diagnosis.findings} <= {Confidence.POSSIBLE}
 
 
@@ -308,6 +308,19 @@ def test_a_rank_that_its_launcher_has_started_and_that_is_not_there_is_gone() ->
     job = job_facts([waiting(1, of=2)])
     assert [(one.rank, one.state) for one in job.witnessed] == [(0, "gone")]
     assert job_facts([waiting(1, of=2)], are_all=False).witnessed == ()
+
+
+def test_how_a_rank_ended_is_known_if_its_parent_has_not_waited_for_it() -> None:
+    killed = ProcessFacts(pid=9, state="zombie", ended_by="SIGKILL")
+    job = job_facts([waiting(1, of=2)], ended=[killed])
+    assert job.witnessed == (replace(killed, rank=0),)
+    first = diagnosis_of(job).findings[0]
+    assert (first.rule, first.ranks) == ("dead-rank", (0,)) and "SIGKILL" in first.summary
+    # Of two that ended in different ways, nobody knows which is which; nor if one has gone unnoticed.
+    other = replace(killed, pid=10, ended_by="", exit_code=1)
+    assert {one.state for one in job_facts([waiting(2, of=3)], ended=[killed, other]).witnessed} == {"gone"}
+    assert {one.state for one in job_facts([waiting(2, of=3)], ended=[killed]).witnessed} == {"gone"}
+    assert [one.rank for one in job_facts([waiting(2, of=3)], ended=[killed, killed]).witnessed] == [0, 1]
 
 
 def test_ranks_that_have_ended_or_end_meanwhile_are_not_called_dead() -> None:
