@@ -32,6 +32,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     SampledActivity,
     StorageFacts,
+    ThreadPlace,
     UnrecordedGroup,
 )
 from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
@@ -48,7 +49,7 @@ from lightning_ncclsafe.probes.process.stacks import stack_in_collective, with_s
 from lightning_ncclsafe.rules.kit.activity import activity
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
-_MOST_FRAMES = 120
+_MOST_FRAMES, _MOST_THREADS = 120, 4
 _SOURCES_S = 1.0
 _COLLECTS = re.compile(r"\bgc\.collect\(")
 _STOPPED = ("stopped", "tracing-stop")
@@ -208,8 +209,21 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     if (counters := seen.objects.counters) is not None:
         facts = replace(facts, progress=counters.within(facts.progress), trainer=counters.trainer)
     whereabouts = tuple(_sampled_activities(facts, seen.looks))
-    inspection = replace(inspection, whereabouts=whereabouts, native=seen.native, group=seen.objects.group)
+    inspection = replace(
+        inspection,
+        whereabouts=whereabouts,
+        native=seen.native,
+        threads=tuple(_threads(shown))[:_MOST_THREADS],
+        group=seen.objects.group,
+    )
     return replace(facts, inspection=inspection, file_lock=seen.file_lock)
+
+
+def _threads(shown: Look) -> Iterator[ThreadPlace]:
+    for thread in shown.threads:
+        frame = next((one for one in reversed(frames_of(thread.frames)) if one.user), None)
+        if frame is not None and not thread.is_main:
+            yield ThreadPlace(name=thread.name, frame=frame)
 
 
 def _inspection(looks: Sequence[Look]) -> InspectionFacts:
@@ -399,4 +413,15 @@ def _with_sources(facts: Sequence[RankFacts], seen: Sequence[SeenRank]) -> list[
 def _with_source(facts: RankFacts, seen: SeenRank) -> RankFacts:
     stack, stood = with_source(facts.stack), facts.inspection.idle_s if facts.inspection is not None else 0.0
     exception, caught = errors_of(seen.objects.handled, seen.objects.left, stack, stood)
-    return replace(facts, stack=stack, thread_stack=with_source(facts.thread_stack), exception=exception, caught=caught)
+    inspection = facts.inspection
+    if inspection is not None:
+        threads = tuple(replace(one, frame=with_source([one.frame])[0]) for one in inspection.threads)
+        inspection = replace(inspection, threads=threads)
+    return replace(
+        facts,
+        stack=stack,
+        thread_stack=with_source(facts.thread_stack),
+        exception=exception,
+        caught=caught,
+        inspection=inspection,
+    )

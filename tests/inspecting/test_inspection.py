@@ -299,6 +299,26 @@ def test_hosts_are_joined_and_of_each_the_last_inspection_counts() -> None:
     assert len(joined([jobs[0], other])) == 2
 
 
+@pytest.mark.parametrize(("ran_s", "is_shown"), [(0.0, True), (2.0, False)])
+def test_the_threads_are_shown_of_a_rank_whose_main_thread_may_wait_for_one(
+    tmp_path: Path, ran_s: float, is_shown: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("with lock:\n    pass\nanswer = server.recv(1)\n")
+    holds = SeenThread(name="Thread-1 (upload)", frames=(SeenFrame(str(script), 3, "upload"), BARRIER))
+    idle = SeenThread(name="pool", frames=(SeenFrame("/usr/lib/python3.12/threading.py", 3, "wait"),))
+
+    def at(at_s: float) -> Look:
+        main = look(at_s, SeenFrame(str(script), 1, "step"), ran_s=ran_s * at_s)
+        return replace(main, threads=(*main.threads, holds, idle))
+
+    first = judged(waiting(0), rank(1, at(0.0), at(2.0))).findings[0]
+    assert (first.rule, first.ranks) == ("rank-behind", (1,))
+    texts = [one.text for one in first.evidence if "Its thread" in one.text]
+    assert texts == [f"Its thread Thread-1 (upload) is at {script}:3 in upload: answer = server.recv(1)"] * is_shown
+    assert ("should answer is still alive" in first.remedy) is is_shown
+
+
 def test_a_stopped_rank_is_told_to_be_stopped() -> None:
     stopped = rank(0, *(look(at, user(30), state="stopped") for at in (0, 1)))
     assert judged(stopped, waiting(1)).findings[0].rule == "stopped-process"
