@@ -119,7 +119,7 @@ class ThreadPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionFacts:
-    """How a rank's process was looked at from outside.
+    """How a rank's process was inspected from outside.
 
     Attributes:
         looks: How often its stack was read.

@@ -27,7 +27,7 @@ _REASONS = {
         "is not read: {by_stacks}. A thread that waits for the device (cudaFree) may hold the driver's lock."
     ),
     NotRecorded.OUTSIDE: (
-        "{ranks} {was} looked at from outside, where the Flight Recorder cannot be read: {by_stacks}."
+        "{ranks} {was} inspected from outside, where the Flight Recorder cannot be read: {by_stacks}."
     ),
     NotRecorded.LOST: (
         "{ranks} called {calls} in {group} of which the Flight Recorder has no entry left: set TORCH_FR_BUFFER_SIZE "
