@@ -24,6 +24,8 @@ from lightning_ncclsafe.probes.machine_state import GpuWatch
 from lightning_ncclsafe.probes.process.main_thread import started_at
 
 _AGAIN_EVERY_S = 2.0
+# Fewer do not show whether a rank keeps Python's lock.
+_LEAST_LOOKS = 3
 _GPU_S = 0.5
 
 
@@ -65,13 +67,15 @@ class InspectedRanks:
         Args:
             count: How many times.
             over_s: Seconds from the first look to the last.
-            may_be_fewer: Whether two looks are enough if no rank has run for longer than a step takes.
+            may_be_fewer: Whether two are enough if no rank has run for longer than a step takes, and three if they take
+                that long, as with many ranks on a busy host.
         """
         for number in range(count):
             due_s = self._began_s + over_s * number / max(count - 1, 1)
             time.sleep(max(due_s - time.monotonic(), 0.0))
             self._look()
-            if may_be_fewer and number and self._nobody_has_run():
+            is_over = number + 1 >= _LEAST_LOOKS and time.monotonic() - self._began_s > over_s
+            if may_be_fewer and number and (is_over or self._nobody_has_run()):
                 return
 
     def unclear(self) -> list[RankProcess]:

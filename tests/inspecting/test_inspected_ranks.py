@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -151,6 +152,18 @@ def test_where_no_rank_has_run_for_long_two_looks_are_enough(
     found, said = inspected(pair, reader, over_s)
     assert ({*reader.times.values()}, said) == ({times}, [])
     assert found.diagnoses[0].findings[0].ranks == (0,)
+
+
+@pytest.mark.parametrize(("over_s", "times"), [(None, 3), (0.3, LOOKS)])
+def test_looks_that_take_all_the_time_may_be_fewer(
+    pair: "list[subprocess.Popen[bytes]]", over_s: float | None, times: int
+) -> None:
+    def slow(pid: int, number: int) -> tuple[SeenFrame, ...]:
+        time.sleep(0.2)
+        return (user(20 + number),)
+
+    found, said = inspected(pair, reader := Scripted(slow), over_s)
+    assert ({*reader.times.values()}, said, found.diagnoses[0].findings) == ({times}, [], ())
 
 
 def test_what_ends_meanwhile_is_told_as_it_was_before(pair: "list[subprocess.Popen[bytes]]") -> None:
