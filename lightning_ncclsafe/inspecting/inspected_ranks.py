@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from lightning_ncclsafe.facts import GpuStateFacts, PressureFacts
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, job_facts, longest_idle_s, shows_enough
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, wait_apart
+from lightning_ncclsafe.facts import GpuStateFacts, JobFacts, PressureFacts
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, longest_idle_s, shows_enough
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import Look, SeenThread, StackReader, look
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, objects_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess
@@ -37,7 +37,7 @@ class InspectedRanks:
         reader: Reads their stacks.
         pool: Reads several ranks at a time.
         say: Is called with each line for the user.
-        are_all: Whether these are all ranks of this host that have a process.
+        facts: Makes the facts of the ranks of a job.
     """
 
     def __init__(
@@ -46,10 +46,9 @@ class InspectedRanks:
         reader: StackReader,
         pool: ThreadPoolExecutor,
         say: Callable[[str], object],
-        *,
-        are_all: bool,
+        facts: Callable[[Sequence[SeenRank]], JobFacts],
     ) -> None:
-        self._ranks, self._reader, self._pool, self._say, self._are_all = ranks, reader, pool, say, are_all
+        self._ranks, self._reader, self._pool, self._say, self._facts = ranks, reader, pool, say, facts
         self._began_s, self._groups = time.monotonic(), ControlGroups()
         self._pressure = look_at_pressure(self._groups)
         self._gpus = {one.pid: GpuWatch(partial(_gpu, one, ranks)) for one in ranks}
@@ -171,7 +170,7 @@ class InspectedRanks:
         if shows_enough(of_job):
             return True
         all_stand_s = min(longest_idle_s([one]) for one in of_job)
-        return all_stand_s >= self._long_wait_s() and wait_apart(job_facts(of_job, are_all=self._are_all))
+        return all_stand_s >= self._long_wait_s() and wait_in_vain(self._facts(of_job))
 
     def _long_wait_s(self) -> float:
         """How long what is on its way between ranks may take: longer if processes wait for a core."""

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import SPAWNED_PROCESS
+from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
 from lightning_ncclsafe.inspecting.inspected_ranks import InspectedRanks
@@ -82,11 +83,15 @@ def inspect(
         ended = {*chosen}.difference(one.pid for one in given if not one.has_ended)
         are_all_named = len(ranks) + len(ended) >= max(one.local_world_size for one in ranks)
         are_all = not unread and (not chosen or are_all_named)
-        inspected = InspectedRanks(ranks, reader, pool, say, are_all=are_all)
+
+        def facts(of_job: Sequence[SeenRank]) -> JobFacts:
+            beside = ended_beside([one.process for one in of_job], given)
+            return job_facts(of_job, are_all=are_all, ended=[look_at(one.pid) for one in beside])
 
         def diagnoses(seen: Iterable[SeenRank]) -> tuple[Diagnosis, ...]:
-            return tuple(_diagnosis(of_job, given, are_all=are_all) for of_job in _by_job(seen))
+            return tuple(diagnosis_of(facts(of_job)) for of_job in _by_job(seen))
 
+        inspected = InspectedRanks(ranks, reader, pool, say, facts)
         inspected.look(max(looks, 1), SECONDS if over_s is None else over_s, may_be_fewer=over_s is None)
         if over_s is None and (unclear := inspected.unclear()):
             early = diagnoses(inspected.seen(unclear))
@@ -102,11 +107,6 @@ def _by_job(seen: Iterable[SeenRank]) -> Iterable[list[SeenRank]]:
     for one in seen:
         jobs[one.process.job].append(one)
     return jobs.values()
-
-
-def _diagnosis(of_job: Sequence[SeenRank], processes: Iterable[SeenProcess], *, are_all: bool) -> Diagnosis:
-    ended = [look_at(one.pid) for one in ended_beside([one.process for one in of_job], processes)]
-    return diagnosis_of(job_facts(of_job, are_all=are_all, ended=ended))
 
 
 def _continues_words(early: Iterable[Diagnosis], so_far: Iterable[Finding]) -> str:
@@ -130,7 +130,9 @@ def _unread_words(pid: int) -> str:
 
 def _nothing_words(pids: Sequence[int]) -> str:
     if pids:
-        return f"none of the processes {', '.join(map(str, pids))} is a Python process that this user may inspect"
+        return (
+            f"none of the processes {', '.join(map(str, pids))} is a running Python process that this user may inspect"
+        )
     return (
         f"no training rank was found on {socket.gethostname()}: no Python process of this user has the environment "
         "of a launcher (torchrun, Lightning, SLURM, MPI), or was started by torch.multiprocessing; name the "

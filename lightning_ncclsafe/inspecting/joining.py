@@ -30,12 +30,13 @@ def diagnosis_of(job: JobFacts) -> Diagnosis:
     return replace(diagnosis, findings=tuple(sorted(found, key=lambda finding: order.index(finding.confidence))))
 
 
-def wait_apart(job: JobFacts) -> bool:
-    """Whether all ranks of the job are on this host and wait in different calls, so that none of the calls can end."""
+def wait_in_vain(job: JobFacts) -> bool:
+    """Whether all ranks are on this host and wait, in different calls or for a rank that has failed or was killed."""
     view = timeline(job)
     groups = {facts.inspection.group.name for facts in job.ranks if facts.inspection and facts.inspection.group}
-    all_wait = len(view.waiting) == len(job.ranks) and not view.silent and not job.elsewhere
-    found = all_wait and (len(groups) > 1 or waits_apart(view) is not None)
+    lost = {one.rank for one in job.witnessed if one.ended_by or one.exit_code}
+    all_wait = len(view.waiting) == len(job.ranks) > 0 and lost.issuperset(view.silent) and not job.elsewhere
+    found = all_wait and (bool(lost) or len(groups) > 1 or waits_apart(view) is not None)
     forget()
     return found
 

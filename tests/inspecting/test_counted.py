@@ -9,7 +9,7 @@ from test_inspection import BARRIER, SITE, look, rank, user
 from lightning_ncclsafe.facts import Group, LoopEnd, Phase, Progress, TrainerFacts
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
-from lightning_ncclsafe.inspecting.joining import diagnosis_of, wait_apart
+from lightning_ncclsafe.inspecting.joining import diagnosis_of, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import SeenFrame
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects
 from lightning_ncclsafe.inspecting.trainer_counters import TrainerCounters
@@ -122,12 +122,12 @@ def test_ranks_that_wait_in_each_others_groups_wait_in_a_circle() -> None:
     first = diagnosis_of(job).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("crossed-groups", (0, 1), Confidence.LIKELY)
     assert "barrier of group '1' (ranks 0-1) for rank 1" in first.summary
-    assert wait_apart(job)
+    assert wait_in_vain(job)
     same = job_facts(
         [waits(0, BARRIER, objects=RankObjects(group=one)), waits(1, BARRIER, objects=RankObjects(group=one))]
     )
     assert all(finding.rule != "crossed-groups" for finding in diagnosis_of(same).findings)
-    assert not wait_apart(same)
+    assert not wait_in_vain(same)
 
 
 def test_most_ranks_decide_which_group_is_entered_out_of_turn() -> None:

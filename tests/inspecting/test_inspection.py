@@ -14,7 +14,7 @@ from lightning_ncclsafe.facts import Phase, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.inspecting import facts_of_looks, sources, surroundings
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, StackReader, denied_words, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.sources import remember_sources
@@ -336,6 +336,9 @@ def test_how_a_rank_ended_is_known_if_its_parent_has_not_waited_for_it() -> None
     assert job.witnessed == (replace(killed, rank=0),)
     first = diagnosis_of(job).findings[0]
     assert (first.rule, first.ranks) == ("dead-rank", (0,)) and "SIGKILL" in first.summary
+    assert wait_in_vain(job) and not wait_in_vain(job_facts([waiting(1, of=2)]))
+    at_work = rank(2, *(look(at, user(30)) for at in (0.0, 1.0)), of=3)
+    assert not wait_in_vain(job_facts([waiting(1, of=3), at_work], ended=[killed]))
     # Of two that ended in different ways, nobody knows which is which; nor if one has gone unnoticed.
     other = replace(killed, pid=10, ended_by="", exit_code=1)
     assert {one.state for one in job_facts([waiting(2, of=3)], ended=[killed, other]).witnessed} == {"gone"}
