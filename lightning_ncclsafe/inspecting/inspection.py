@@ -1,5 +1,6 @@
 """Inspects the jobs of this host from outside: finds their ranks, looks at them, and judges what was seen."""
 
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
 from lightning_ncclsafe.inspecting.inspected_ranks import InspectedRanks
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
-from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, SeenFrame, StackReader, look
+from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, SeenFrame, StackReader, look, other_user_words
 from lightning_ncclsafe.inspecting.ranks import (
     FoundRanks,
     RankProcess,
@@ -129,6 +130,9 @@ def _unread_words(pid: int) -> str:
 
 
 def _nothing_words(pids: Sequence[int]) -> str:
+    theirs = (f"process {pid}: {words}" for pid in pids if (words := other_user_words(pid, os.geteuid())))
+    if words := next(theirs, ""):
+        return words
     if pids:
         return (
             f"none of the processes {', '.join(map(str, pids))} is a running Python process that this user may inspect"

@@ -236,28 +236,27 @@ def denied_words(pid: int, *, yama: Path = _YAMA, own_id: int | None = None) -> 
         own_id: This process's user; by default its effective one.
     """
     own = os.geteuid() if own_id is None else own_id
-    owner = or_none(lambda: Path(f"/proc/{pid}").stat().st_uid)
     scope = or_none(lambda: int(yama.read_text()))
-    if owner is not None and owner != own and own != 0:
-        return f"its stack cannot be read: it belongs to another user (uid {owner}): run as that user, or with sudo"
+    if theirs := other_user_words(pid, own):
+        return theirs
     if own == 0:
         return (
-            "its stack cannot be read: root here lacks CAP_SYS_PTRACE: start the container with "
-            "--cap-add=SYS_PTRACE (in Kubernetes securityContext.capabilities.add: [SYS_PTRACE]), or inspect from its "
-            "host"
+            "root here lacks CAP_SYS_PTRACE: start the container with --cap-add=SYS_PTRACE (in Kubernetes "
+            "securityContext.capabilities.add: [SYS_PTRACE]), or inspect from its host"
         )
     if scope == 1:
-        return (
-            "its stack cannot be read: kernel.yama.ptrace_scope is 1: run with sudo, or once "
-            "'sudo sysctl kernel.yama.ptrace_scope=0'"
-        )
+        return "kernel.yama.ptrace_scope is 1: run with sudo, or once 'sudo sysctl kernel.yama.ptrace_scope=0'"
     if scope in (2, 3):
         who = "root alone may" if scope == 2 else "nobody may until the next boot"
-        return f"its stack cannot be read: kernel.yama.ptrace_scope is {scope}: {who}"
-    return (
-        "its stack cannot be read: run with sudo; in a container, start it with --cap-add=SYS_PTRACE or inspect from "
-        "its host"
-    )
+        return f"kernel.yama.ptrace_scope is {scope}: {who}"
+    return "no permission: run with sudo; in a container, start it with --cap-add=SYS_PTRACE, or inspect from its host"
+
+
+def other_user_words(pid: int, own_id: int) -> str:
+    """What to do if a process belongs to a user whose processes this one may not read; else empty."""
+    owner = or_none(lambda: Path(f"/proc/{pid}").stat().st_uid)
+    is_theirs = owner is not None and own_id not in (0, owner)
+    return f"it belongs to another user (uid {owner}): run as that user, or with sudo" if is_theirs else ""
 
 
 def threads_in(dump: bytes, pid: int) -> tuple[SeenThread, ...]:
