@@ -102,7 +102,7 @@ def job_facts(
     seen: Sequence[SeenRank],
     *,
     are_all: bool = True,
-    ended: Sequence[ProcessFacts] = (),
+    beside: Sequence[ProcessFacts] = (),
     taken_ns: int | None = None,
 ) -> JobFacts:
     """The facts of one job.
@@ -110,13 +110,13 @@ def job_facts(
     Args:
         seen: Its ranks on this host, at least one.
         are_all: Whether these are all ranks of this host that have a process.
-        ended: Processes that were started beside these, and have ended.
+        beside: Processes that were started beside these, and have ended.
         taken_ns: Wall-clock time, nanoseconds since the epoch; by default now.
     """
     taken_ns = time.time_ns() if taken_ns is None else taken_ns
     world_size = max(max(one.process.world_size, one.process.rank + 1) for one in seen)
     answering = [one for one in seen if not _is_silent(one)]
-    witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen, ended) if are_all else ())]
+    witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen, beside) if are_all else ())]
     answering = answering if _are_counted(answering) else [*map(_without_counters, answering)]
     facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering], answering)
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})

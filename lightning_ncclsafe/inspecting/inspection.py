@@ -86,8 +86,8 @@ def inspect(
         are_all = not unread and (not chosen or are_all_named)
 
         def facts(of_job: Sequence[SeenRank]) -> JobFacts:
-            beside = ended_beside([one.process for one in of_job], given)
-            return job_facts(of_job, are_all=are_all, ended=[look_at(one.pid) for one in beside])
+            beside = [look_at(one.pid) for one in ended_beside([one.process for one in of_job], given)]
+            return job_facts(of_job, are_all=are_all, beside=beside)
 
         def diagnoses(seen: Iterable[SeenRank]) -> tuple[Diagnosis, ...]:
             return tuple(diagnosis_of(facts(of_job)) for of_job in _by_job(seen))

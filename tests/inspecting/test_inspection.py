@@ -332,18 +332,18 @@ def test_a_rank_that_its_launcher_has_started_and_that_is_not_there_is_gone() ->
 
 def test_how_a_rank_ended_is_known_if_its_parent_has_not_waited_for_it() -> None:
     killed = ProcessFacts(pid=9, state="zombie", ended_by="SIGKILL")
-    job = job_facts([waiting(1, of=2)], ended=[killed])
+    job = job_facts([waiting(1, of=2)], beside=[killed])
     assert job.witnessed == (replace(killed, rank=0),)
     first = diagnosis_of(job).findings[0]
     assert (first.rule, first.ranks) == ("dead-rank", (0,)) and "SIGKILL" in first.summary
     assert wait_in_vain(job) and not wait_in_vain(job_facts([waiting(1, of=2)]))
     at_work = rank(2, *(look(at, user(30)) for at in (0.0, 1.0)), of=3)
-    assert not wait_in_vain(job_facts([waiting(1, of=3), at_work], ended=[killed]))
+    assert not wait_in_vain(job_facts([waiting(1, of=3), at_work], beside=[killed]))
     # Of two that ended in different ways, nobody knows which is which; nor if one has gone unnoticed.
     other = replace(killed, pid=10, ended_by="", exit_code=1)
-    assert {one.state for one in job_facts([waiting(2, of=3)], ended=[killed, other]).witnessed} == {"gone"}
-    assert {one.state for one in job_facts([waiting(2, of=3)], ended=[killed]).witnessed} == {"gone"}
-    assert [one.rank for one in job_facts([waiting(2, of=3)], ended=[killed, killed]).witnessed] == [0, 1]
+    assert {one.state for one in job_facts([waiting(2, of=3)], beside=[killed, other]).witnessed} == {"gone"}
+    assert {one.state for one in job_facts([waiting(2, of=3)], beside=[killed]).witnessed} == {"gone"}
+    assert [one.rank for one in job_facts([waiting(2, of=3)], beside=[killed, killed]).witnessed] == [0, 1]
 
 
 def test_ranks_that_have_ended_or_end_meanwhile_are_not_called_dead() -> None:
