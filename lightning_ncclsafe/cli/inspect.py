@@ -1,4 +1,4 @@
-"""``ncclsafe inspect``: what the ranks of this host do now, and why they hang; the job needs no preparation."""
+"""``ncclsafe inspect``: what the ranks of this host do now, and why they hang. The job needs no preparation."""
 
 import re
 import socket
@@ -67,6 +67,9 @@ def run(config: Namespace) -> int:
     """Runs ``ncclsafe inspect``; returns the exit code."""
     if config.looks < 2 or (config.seconds is not None and config.seconds <= 0):
         return failed("--looks must be at least 2 and --seconds more than 0, because progress is seen between looks")
+    format = _Format(config.format)
+    # On a terminal, a person waits for the answer.
+    early = _EarlyAnswer() if format is _Format.TEXT and sys.stdout.isatty() else None
     found = inspect(
         config.pid,
         looks=config.looks,
@@ -74,16 +77,43 @@ def run(config: Namespace) -> int:
         may_write=config.recorder,
         may_stop=config.native,
         say=_note,
+        so_far=early.show if early is not None else lambda _: False,
     )
     for note in found.notes:
         _note(note)
     if not found.diagnoses:
         return 2
-    # An answer that cannot be written is still printed: the job may be gone at the next attempt.
+    # If the answer cannot be written, it is still printed: the job may be gone by the next inspection.
     folders = [Path(config.output)] * len(found.diagnoses) if config.output is not None else []
     is_written = all([_is_done(partial(_write, *one)) for one in zip(found.diagnoses, folders, strict=False)])
-    is_shown = _is_done(partial(_show, found.diagnoses, _Format(config.format)))
+    is_shown = _is_done(partial(_show, found.diagnoses, format, early))
     return int(any(map(_may_be_stuck, found.diagnoses))) if is_written and is_shown else 2
+
+
+class _EarlyAnswer:
+    """Reports that are shown before the inspection ends, so that the final ones need not repeat them."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, list[tuple[Any, ...]]] = {}
+
+    def show(self, diagnoses: Sequence[Diagnosis]) -> bool:
+        """Shows those that have findings; returns whether there are any."""
+        found = [diagnosis for diagnosis in diagnoses if diagnosis.findings]
+        self._shown = {diagnosis.job.launch: _findings_key(diagnosis) for diagnosis in found}
+        return bool(found) and _is_done(partial(_show, found, _Format.TEXT))
+
+    def is_unchanged(self, diagnosis: Diagnosis) -> bool:
+        """Whether the same findings have been shown, perhaps with another confidence."""
+        return self._shown.get(diagnosis.job.launch) == _findings_key(diagnosis)
+
+
+def _findings_key(diagnosis: Diagnosis) -> list[tuple[Any, ...]]:
+    return [(one.rule, one.ranks, one.location) for one in diagnosis.findings]
+
+
+def _unchanged_words(diagnosis: Diagnosis) -> str:
+    found = ", ".join(f"{one.rule} ({one.confidence.value})" for one in diagnosis.findings)
+    return f"The same after {diagnosis.job.incident.idle_s:.0f} s without progress: {found}.\n"
 
 
 def _is_done(act: Callable[[], None]) -> bool:
@@ -116,7 +146,7 @@ def _write(diagnosis: Diagnosis, folder: Path) -> None:
     print(f"written to {safe(f'{written}{elsewhere}')}", file=sys.stderr)
 
 
-def _show(diagnoses: Sequence[Diagnosis], format: _Format) -> None:
+def _show(diagnoses: Sequence[Diagnosis], format: _Format, early: _EarlyAnswer | None = None) -> None:
     for diagnosis in diagnoses:
         if format is _Format.JSON:
             text = report_json(diagnosis).decode("utf-8", "replace")
@@ -126,5 +156,6 @@ def _show(diagnoses: Sequence[Diagnosis], format: _Format) -> None:
             text = render_html(diagnosis)
         else:
             title = f"=== {safe(diagnosis.job.launch)}\n\n" if len(diagnoses) > 1 else ""
-            text = title + shown_report(diagnosis, sys.stdout)
+            is_repeated = early is not None and early.is_unchanged(diagnosis)
+            text = title + (_unchanged_words(diagnosis) if is_repeated else shown_report(diagnosis, sys.stdout))
         write_to(sys.stdout, text)

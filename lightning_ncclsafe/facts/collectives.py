@@ -99,7 +99,7 @@ class NotRecorded(str, Enum):
     DRIVER_SILENT = "driver-silent"
     """CUDA's driver did not answer, and to read the recorder would have stopped all Python of the rank."""
     OUTSIDE = "outside"
-    """The rank was looked at from outside, where its recorder cannot be read."""
+    """The rank was inspected from outside, where its recorder cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ class IncidentKind(str, Enum):
     RECORDED = "recorded"
     """Nobody was asked: dumps and logs of a run that is over were read."""
     INSPECTED = "inspected"
-    """Nobody was asked: the ranks' processes were looked at from outside, several times."""
+    """Nobody was asked: the ranks' processes were inspected from outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

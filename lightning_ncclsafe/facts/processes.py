@@ -105,8 +105,21 @@ class SampledActivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadPlace:
+    """Where a thread besides the main one is in the user's own code.
+
+    Attributes:
+        name: Name of the thread.
+        frame: Its deepest frame of the user's own code.
+    """
+
+    name: str
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InspectionFacts:
-    """How a rank's process was looked at from outside.
+    """How a rank's process was inspected from outside.
 
     Attributes:
         looks: How often its stack was read.
@@ -116,6 +129,7 @@ class InspectionFacts:
             unknown.
         whereabouts: What it was in, most often first.
         native: Functions of native code that its last Python frame was in, outermost first; empty where none was read.
+        threads: Its other threads that are in the user's own code; the first 4.
         group: The process group whose collective it waited in, by name and members; None where that is not known.
     """
 
@@ -125,6 +139,7 @@ class InspectionFacts:
     slept_s: float | None = None
     whereabouts: tuple[SampledActivity, ...] = ()
     native: tuple[str, ...] = ()
+    threads: tuple[ThreadPlace, ...] = ()
     group: Group | None = None
 
     @property

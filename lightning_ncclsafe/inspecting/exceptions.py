@@ -1,4 +1,4 @@
-"""Makes facts of the exceptions that were read out of a rank: has one ended its work, or has its code caught it?"""
+"""Makes facts of the exceptions that were read from a rank: either one has ended its work, or its code caught one."""
 
 import ast
 import linecache
@@ -8,10 +8,11 @@ from functools import lru_cache
 from lightning_ncclsafe.code.libraries import TRAINER_CALL
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.inspecting.objects import ReadException
-from lightning_ncclsafe.probes.process.stacks import is_user_code, with_source
+from lightning_ncclsafe.inspecting.sources import is_users_file
+from lightning_ncclsafe.probes.process.stacks import with_source
 from lightning_ncclsafe.reading.tracebacks import is_consequence
 
-# What ends an iteration, a generator, or a Trainer that was asked to stop, is no error.
+# Exceptions that end an iteration, a generator, or a Trainer that was asked to stop, are not errors.
 _CONTROL_FLOW = {
     "StopIteration",
     "StopAsyncIteration",
@@ -19,7 +20,7 @@ _CONTROL_FLOW = {
     "_TunerExitException",
     "SIGTERMException",
 }
-# Of a rank itself, whatever they are elsewhere.
+# These concern the rank itself, even if their message looks like a consequence of another rank's end.
 _OWN = {"SystemExit", "KeyboardInterrupt"}
 _MESSAGE, _MOST_FRAMES = 200, 3
 
@@ -29,18 +30,18 @@ Errors = tuple[ExceptionFacts | None, tuple[CaughtException, ...]]
 def errors_of(
     handled: Sequence[ReadException], left: Sequence[ReadException], stack: Sequence[Frame], since_s: float = 0.0
 ) -> Errors:
-    """What has ended a rank's work, or else what its code has caught and still handles; at most one of both.
+    """The exception that has ended a rank's work, or else the one that its code still handles.
 
     Args:
-        handled: What its main thread is handling, the last one first.
-        left: What has left its program.
-        stack: Where its main thread is, outermost frame first, with its source.
-        since_s: For how long it is known to have stood there.
+        handled: The exceptions that its main thread handles, the latest first.
+        left: The exceptions that have left its program.
+        stack: The stack of its main thread with its source, outermost frame first.
+        since_s: Seconds for which it is known to have stood there.
     """
     meant = _meant(handled, left)
     if not meant:
         return None, ()
-    # Of several, the one that the Trainer was left by: others have come while its work was being ended.
+    # Of several, the one that left the Trainer: later ones were raised while it ended.
     ending = next((one for one in meant if _has_left_trainer(one)), meant[0])
     if left or _has_left_trainer(ending) or _passes(ending, stack):
         return _ended(ending), ()
@@ -48,7 +49,7 @@ def errors_of(
 
 
 def has_failed(handled: Sequence[ReadException], left: Sequence[ReadException]) -> bool:
-    """Whether an exception has left a rank's program, or its Trainer; its source need not be known for that."""
+    """Whether an exception has left a rank's program or its Trainer; this does not need the source."""
     meant = _meant(handled, left)
     return bool(meant) and (bool(left) or any(map(_has_left_trainer, meant)))
 
@@ -92,17 +93,17 @@ def _is_consequence(one: ReadException) -> bool:
 
 def _frames(places: Iterable[tuple[str, int, str]]) -> Iterator[Frame]:
     for file, line, function in places:
-        yield Frame(file=file, line=line, function=function, user=is_user_code(file))
+        yield Frame(file=file, line=line, function=function, user=is_users_file(file))
 
 
 def _handler(one: ReadException, stack: Sequence[Frame]) -> Frame | None:
-    """The frame that an exception has come to, as it is on the stack now."""
+    """The frame that handles an exception, as it is on the stack now."""
     file, _, function = one.places[0] if one.places else ("", 0, "")
     return next((frame for frame in reversed(stack) if (frame.file, frame.function) == (file, function)), None)
 
 
 def _passes(one: ReadException, stack: Sequence[Frame]) -> bool:
-    """Whether it goes on from where it is handled now: a ``finally`` block, an ``except`` block that raises again."""
+    """Whether the exception will leave the block that handles it: a ``finally``, or an ``except`` that raises again."""
     frame = _handler(one, stack)
     return frame is not None and _is_read(frame.file) and frame.line not in _keeping(frame.file)
 
@@ -113,7 +114,7 @@ def _is_read(file: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _keeping(file: str) -> frozenset[int]:
-    """The lines of ``except`` blocks after whose end a function goes on."""
+    """The lines of ``except`` blocks that end without raising."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Makes facts, which rules judge, of what was seen of each rank from outside; nothing is looked at here."""
+"""Makes the facts that rules judge from what was seen of each rank. This module reads nothing from processes."""
 
 import platform
 import re
@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
-from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING, RUN_MODULE, is_top_level
+from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import (
     COLLECTOR,
@@ -19,7 +18,6 @@ from lightning_ncclsafe.facts import (
     FileLockFacts,
     Frame,
     GpuStateFacts,
-    Group,
     HostFacts,
     Incident,
     IncidentKind,
@@ -34,65 +32,53 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     SampledActivity,
     StorageFacts,
+    ThreadPlace,
     UnrecordedGroup,
 )
 from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
-from lightning_ncclsafe.inspecting.objects import ReadException
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
-from lightning_ncclsafe.inspecting.trainer_objects import Counted
+from lightning_ncclsafe.probes.host.resources import ENDED, GONE
 from lightning_ncclsafe.probes.machine_state import main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
-from lightning_ncclsafe.probes.process.stacks import is_user_code, stack_in_collective, with_source
+from lightning_ncclsafe.probes.process.growth import with_core_shares
+from lightning_ncclsafe.probes.process.stacks import stack_in_collective, with_source
 from lightning_ncclsafe.rules.kit.activity import activity
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
-_MOST_FRAMES = 120
+_MOST_FRAMES, _MOST_THREADS = 120, 4
 _SOURCES_S = 1.0
-# Python's own library, of whatever installation: that of the rank need not be ours.
-_LIBRARY = re.compile(r"/lib(?:64)?/python\d[\d.]*/|/python\d+\.zip/")
 _COLLECTS = re.compile(r"\bgc\.collect\(")
 _STOPPED = ("stopped", "tracing-stop")
-_ENDED = ("zombie", "gone")
 _NOT_SEEN = (
     "Logged keys, batches of loaders that have no length, and exceptions that were caught before cannot be seen from "
     "outside: a guarded strategy (SafeDDP, SafeFSDP, SafeModelParallel) sees them."
 )
 
 
-class UnreadObjects(Enum):
-    """Why no object of a rank's was read."""
-
-    OTHER_PYTHON = "it runs another Python than this process"
-    UNKNOWN_PYTHON = "this process's own Python has objects of an unknown layout"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenRank:
-    """A rank as it was seen.
+    """What was seen of a rank.
 
     Attributes:
-        process: Which process it is.
+        process: Its process.
         looks: The looks at it, the oldest first.
-        workers: Its loader's workers.
-        ended: Those of its children that have ended, and that it has not waited for.
-        storage: Files that it has open for writing.
-        name_servers: Those that have not answered it yet.
+        workers: The workers of its loaders.
+        ended: Its children that have ended, and that it has not waited for.
+        storage: Folders in which it has files open for writing.
+        name_servers: Name servers that have not answered it yet.
         file_lock: The lock on a file that it waits for.
-        host_facts: Memory of it and its host.
-        gpu: Its GPU; None where there is none.
-        pressure: What its host has held up meanwhile.
-        versions: Of what is installed where it runs.
-        ended_after: Whether it ended after the last of the looks.
-        recorded: Its groups and collectives, of a Flight Recorder that could be asked; None if none could.
-        native: Functions of native code that its main thread is in.
-        handled: Exceptions that its main thread is handling, the last one first.
-        left: Exceptions that have left its program, likewise.
-        counted: How far its Trainer has come, as far as that could be read.
-        group: The process group whose collective it is in, likewise.
-        unread: Why none of the last four is known.
+        host_facts: Its memory, and its host's.
+        gpu: Its GPU; None if there is none.
+        pressure: For what share of the time its host had too little of something.
+        versions: Versions of the packages that it uses.
+        ended_after: Whether it ended after the last look.
+        recorded: The groups and collectives of its Flight Recorder; None if that gave no answer.
+        native: Native functions that its main thread is in.
+        objects: What its Python objects tell; nothing if it moves.
     """
 
     process: RankProcess
@@ -109,37 +95,40 @@ class SeenRank:
     ended_after: bool = False
     recorded: RankFacts | None = None
     native: tuple[str, ...] = ()
-    handled: tuple[ReadException, ...] = ()
-    left: tuple[ReadException, ...] = ()
-    counted: Counted | None = None
-    group: Group | None = None
-    unread: UnreadObjects | None = None
+    objects: RankObjects = field(default_factory=RankObjects)
 
 
-def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int | None = None) -> JobFacts:
+def job_facts(
+    seen: Sequence[SeenRank],
+    *,
+    are_all: bool = True,
+    beside: Sequence[ProcessFacts] = (),
+    taken_ns: int | None = None,
+) -> JobFacts:
     """The facts of one job.
 
     Args:
         seen: Its ranks on this host, at least one.
-        are_all: Whether these are all ranks of this host for which there is a process.
+        are_all: Whether these are all ranks of this host that have a process.
+        beside: Processes that were started beside these, and have ended.
         taken_ns: Wall-clock time, nanoseconds since the epoch; by default now.
     """
     taken_ns = time.time_ns() if taken_ns is None else taken_ns
     world_size = max(max(one.process.world_size, one.process.rank + 1) for one in seen)
     answering = [one for one in seen if not _is_silent(one)]
-    witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen) if are_all else ())]
-    answering = answering if _are_counted(answering) else [replace(one, counted=None) for one in answering]
+    witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen, beside) if are_all else ())]
+    answering = answering if _are_counted(answering) else [*map(_without_counters, answering)]
     facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering], answering)
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})
     known = {one.process.rank for one in seen} | {process.rank for process in witnessed}
     stands = any(one.inspection is None or not one.inspection.moved for one in facts) or bool(witnessed)
-    # What ends before our eyes may be the end of the job; it is not where nobody had moved before.
+    # A rank that ends during the inspection may end with its job, unless no rank had moved before.
     moves = any(one.inspection is not None and one.inspection.moved for one in facts)
     ended = sorted(one.process.rank for one in seen if ends_in(one.looks) or (one.ended_after and moves))
     after = sorted(one.process.rank for one in seen if one.ended_after and not moves)
-    # So does a job whose last step took a while.
+    # A job whose last step took long ends like this, too.
     is_over = len(after) == len(seen)
-    after_words = "all of them" if is_over else "this is what was seen before"
+    after_words = "these are all of them" if is_over else "this answer is about what they did before"
     return JobFacts(
         incident=Incident(
             number=1,
@@ -163,22 +152,26 @@ def job_facts(seen: Sequence[SeenRank], *, are_all: bool = True, taken_ns: int |
 
 
 def _unread_words(seen: Sequence[SeenRank]) -> Iterator[str]:
-    if others := sorted(one.process.rank for one in seen if one.unread is UnreadObjects.OTHER_PYTHON):
+    if others := sorted(one.process.rank for one in seen if one.objects.unread is UnreadObjects.OTHER_PYTHON):
         yield (
             f"{capitalised(ranks_words(others))} {verb(others, 'runs', 'run')} another Python than this command, so "
-            "that exceptions and the Trainer's counters cannot be read: install it in the job's own environment, and "
+            "exceptions and the Trainer's counters cannot be read: install the command in the job's environment, and "
             "run it from there."
         )
-    if any(one.unread is UnreadObjects.UNKNOWN_PYTHON for one in seen):
+    if any(one.objects.unread is UnreadObjects.UNKNOWN_PYTHON for one in seen):
         yield (
-            f"This command's Python ({platform.python_version()}{sys.abiflags}) lays its objects out in a way that is "
-            "not known, as free-threaded ones do, so that exceptions and the Trainer's counters cannot be read."
+            f"This command's Python ({platform.python_version()}{sys.abiflags}) has objects of an unknown layout, as "
+            "free-threaded builds have, so exceptions and the Trainer's counters cannot be read."
         )
 
 
 def _are_counted(seen: Iterable[SeenRank]) -> bool:
-    """Whether the counts of all that are in a Trainer are known: between known ones and others nothing can be said."""
-    return all(one.counted is not None for one in seen if is_in_trainer(_shown(one).stack))
+    """Whether the counters of all ranks that are in a Trainer are known; if not, ranks cannot be compared by them."""
+    return all(one.objects.counters is not None for one in seen if is_in_trainer(_shown(one).stack))
+
+
+def _without_counters(one: SeenRank) -> SeenRank:
+    return replace(one, objects=replace(one.objects, counters=None))
 
 
 def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
@@ -213,11 +206,24 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     if seen.recorded is not None:
         of_recorder = seen.recorded
         facts = replace(facts, groups=of_recorder.groups, collectives=of_recorder.collectives, unrecorded=())
-    if seen.counted is not None:
-        facts = replace(facts, progress=seen.counted.within(facts.progress), trainer=seen.counted.trainer)
+    if (counters := seen.objects.counters) is not None:
+        facts = replace(facts, progress=counters.within(facts.progress), trainer=counters.trainer)
     whereabouts = tuple(_sampled_activities(facts, seen.looks))
-    inspection = replace(inspection, whereabouts=whereabouts, native=seen.native, group=seen.group)
+    inspection = replace(
+        inspection,
+        whereabouts=whereabouts,
+        native=seen.native,
+        threads=tuple(_threads(shown))[:_MOST_THREADS],
+        group=seen.objects.group,
+    )
     return replace(facts, inspection=inspection, file_lock=seen.file_lock)
+
+
+def _threads(shown: Look) -> Iterator[ThreadPlace]:
+    for thread in shown.threads:
+        frame = next((one for one in reversed(frames_of(thread.frames)) if one.user), None)
+        if frame is not None and not thread.is_main:
+            yield ThreadPlace(name=thread.name, frame=frame)
 
 
 def _inspection(looks: Sequence[Look]) -> InspectionFacts:
@@ -231,11 +237,11 @@ def _inspection(looks: Sequence[Look]) -> InspectionFacts:
 
 
 def shows_enough(seen: Sequence[SeenRank]) -> bool:
-    """Whether looking on would add nothing: no rank of a job stands still, or one does for long, is stopped or gone.
+    """Whether more looks would add nothing: no rank of a job stands still, or one has for long, is stopped or gone.
 
-    What is gone may have come to its end, unless others wait. Who has failed is in no step.
+    A rank that is gone may have finished, unless others wait. A rank that has failed is in no step.
     """
-    if any(has_failed(one.handled, one.left) for one in seen):
+    if any(has_failed(one.objects.handled, one.objects.left) for one in seen):
         return True
     silent = [one for one in seen if _is_silent(one) and not _keeps_lock(one)]
     someone_waits = any(_waits(one.looks[-1]) for one in seen if one.looks[-1].stack)
@@ -244,28 +250,16 @@ def shows_enough(seen: Sequence[SeenRank]) -> bool:
 
 
 def longest_idle_s(seen: Iterable[SeenRank]) -> float:
-    """Seconds for which a rank is known to stand still, that one that does so for longest; 0 if all move."""
+    """The longest time, in seconds, for which one of these ranks is known to stand still; 0 if all move."""
     return max((_inspection(one.looks).idle_s for one in seen), default=0.0)
 
 
 def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:
-    """A stack as facts have it; of a very deep one its two ends."""
+    """A stack as facts have it; only the two ends of a very deep one."""
     kept = [*stack]
     if len(kept) > _MOST_FRAMES:
         kept = kept[: _MOST_FRAMES // 2] + kept[-_MOST_FRAMES // 2 :]
-    return tuple(Frame(file=one.file, line=one.line, function=one.function, user=_is_users(one.file)) for one in kept)
-
-
-def is_past_program(stack: Sequence[SeenFrame]) -> bool:
-    """Whether its program has been left, and Python does what is left to be done: threads, functions of atexit."""
-    if not stack or RUN_MODULE.has(stack[0].file, stack[0].function):
-        return False
-    # A program is the code of a module; Python calls those functions from none.
-    return not is_top_level(stack[0].function) or not any(_is_users(one.file) for one in stack)
-
-
-def _is_users(file: str) -> bool:
-    return is_user_code(file) and _LIBRARY.search(file) is None
+    return tuple(Frame(file=one.file, line=one.line, function=one.function, user=one.is_users) for one in kept)
 
 
 def _span_s(looks: Sequence[Look]) -> float:
@@ -273,25 +267,23 @@ def _span_s(looks: Sequence[Look]) -> float:
 
 
 def _moved(looks: Sequence[Look]) -> bool | None:
-    """Whether its main thread did something else between looks.
+    """Whether its main thread moved between looks; None if unknown.
 
-    It has where a line of the user's or of Lightning's is another, or one of these holds other objects: what others'
-    code does below may be a wait that is tried again and again.
+    It did if a frame of the user's code or of Lightning's has another line or other objects. Movement in the library
+    code below these frames may be a wait that polls.
     """
     prints = [_fingerprint(one.stack) for one in looks if one.stack]
     return len(set(prints)) > 1 if len(prints) > 1 else None
 
 
 def _fingerprint(stack: Sequence[SeenFrame]) -> tuple[tuple[str, int, str, str], ...]:
-    telling = [
-        depth for depth, one in enumerate(stack) if _is_users(one.file) or ALL_OF_LIGHTNING.has(one.file, one.function)
-    ]
+    telling = [depth for depth, one in enumerate(stack) if one.is_users or ALL_OF_LIGHTNING.has(one.file, one.function)]
     kept = stack[: telling[-1] + 1] if telling else stack
     return tuple((one.file, one.line, one.function, one.digest) for one in kept)
 
 
 def _shown(seen: SeenRank) -> Look:
-    """The look whose stack is told: the last; of a rank that moves the last one at which it waits for nobody."""
+    """The look whose stack is reported: the last one; if the rank moves, the last one in which it waits for nobody."""
     read = [one for one in seen.looks if one.stack] or [*seen.looks]
     if _moved(seen.looks):
         free = [one for one in read if not _waits(one)]
@@ -304,7 +296,7 @@ def _waits(one: Look) -> bool:
 
 
 def _alone(one: Look) -> RankFacts:
-    """What this look says by itself."""
+    """The facts of one look."""
     return RankFacts(
         rank=0,
         progress=progress_in(one.stack, 0.0),
@@ -322,27 +314,27 @@ def _sampled_activities(facts: RankFacts, looks: Sequence[Look]) -> Iterator[Sam
 
 
 def _is_silent(seen: SeenRank) -> bool:
-    """Whether its process is such that a guard could not have answered: it is stopped, gone, or keeps Python's lock."""
+    """Whether a guard in its process could not answer: the process is stopped or gone, or keeps Python's lock."""
     last = seen.looks[-1].process
     return _is_gone(seen) or (last is not None and last.state in _STOPPED) or _keeps_lock(seen)
 
 
 def _is_gone(seen: SeenRank) -> bool:
     last = seen.looks[-1].process
-    return last is None or last.state in _ENDED
+    return last is None or last.state in ENDED
 
 
 def ends_in(looks: Sequence[Look]) -> bool:
-    """Whether a process was there at the first of these looks, and is not any more at the last."""
+    """Whether a process ended between the first and the last of these looks."""
     first, last = looks[0].process, looks[-1].process
-    return first is not None and last is not None and first.state not in _ENDED and last.state in _ENDED
+    return first is not None and last is not None and first.state not in ENDED and last.state in ENDED
 
 
 def _keeps_lock(seen: SeenRank) -> bool:
-    """Whether its main thread held the interpreter's lock at every look, at one line, and waits for nobody."""
+    """Whether its main thread held the interpreter's lock in every look, at one line, and waits for nobody."""
     read = [one for one in seen.looks if one.stack]
     is_held = len(read) > 2 and all(one.main.holds_gil for one in read)
-    # Native code that keeps it leaves no line to be run, in an import neither.
+    # While native code keeps the lock, no Python line runs, not even in an import.
     lines = {tuple((frame.file, frame.line) for frame in one.stack) for one in read}
     return is_held and len(lines) == 1 and _moved(read) is False and not _waits(read[-1])
 
@@ -350,45 +342,40 @@ def _keeps_lock(seen: SeenRank) -> bool:
 def _witnessed(seen: SeenRank) -> ProcessFacts:
     shown, first, last = _shown(seen), seen.looks[0], seen.looks[-1]
     process = last.process or ProcessFacts(pid=seen.process.pid)
-    span_s = last.at_s - first.at_s
-    return replace(
+    witnessed = replace(
         process,
         rank=seen.process.rank,
         stack=_with_collector(with_source(frames_of(shown.stack))),
         gil_held=_keeps_lock(seen),
-        ran_share=_share(first.main_thread.ran_s, last.main_thread.ran_s, span_s),
-        queued_share=_share(first.main_thread.queued_s, last.main_thread.queued_s, span_s),
     )
+    return with_core_shares(witnessed, first.main_thread, last.main_thread, last.at_s - first.at_s)
 
 
 def _with_collector(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """What a line that calls Python's garbage collector stands in, which has no frame of its own."""
+    """Adds a frame for Python's garbage collector below a line that calls it, because it has no frame of its own."""
     collects = bool(stack) and _COLLECTS.search(stack[-1].code) is not None
     return (*stack, Frame(file=COLLECTOR, line=0, function="")) if collects else stack
 
 
-def _share(before: float | None, now: float | None, span_s: float) -> float | None:
-    if before is None or now is None or span_s <= 0:
-        return None
-    return round(min(max((now - before) / span_s, 0.0), 1.0), 3)
-
-
-def _gone(seen: Sequence[SeenRank]) -> Iterator[ProcessFacts]:
-    """Ranks that their launcher has started beside these, and of which there is no process any more."""
+def _gone(seen: Sequence[SeenRank], ended: Sequence[ProcessFacts]) -> Iterator[ProcessFacts]:
+    """Ranks that the launcher started beside these, and whose process has ended, perhaps unnoticed by its parent."""
     parents = {one.process.parent for one in seen}
     size = max(one.process.local_world_size for one in seen)
-    # One that is a rank itself has started the others, and is here; else all have one parent.
+    # The parent of all is their launcher, or the first rank, which has started the others.
     if len(parents - {one.process.pid for one in seen}) > 1:
         return
     first = min(one.process.rank - one.process.local_rank for one in seen)
     here = {one.process.local_rank for one in seen}
-    for local_rank in range(size):
-        if local_rank not in here:
-            yield ProcessFacts(pid=0, rank=first + local_rank, state="gone")
+    missing = [local_rank for local_rank in range(size) if local_rank not in here]
+    # Which process was which rank is unknown, and does not matter if all have ended alike.
+    are_alike = len(ended) == len(missing) and len({(one.ended_by, one.exit_code) for one in ended}) == 1
+    for index, local_rank in enumerate(missing):
+        process = ended[index] if are_alike else ProcessFacts(pid=0, state=GONE)
+        yield replace(process, rank=first + local_rank)
 
 
 def _with_ends(facts: Sequence[RankFacts], stacks: Mapping[int, Sequence[SeenFrame]]) -> list[RankFacts]:
-    """Of ranks outside the Trainer, whether they are past the line at which others are in it, or before it."""
+    """Says of ranks outside the Trainer whether they are before or behind the line at which others are in it."""
     inside = [stack for stack in stacks.values() if is_in_trainer(stack)]
     calls = {(one.file, one.function): one.line for stack in inside for one in _outside(stack)}
     return [replace(one, progress=_placed_by(one.progress, stacks[one.rank], calls)) if calls else one for one in facts]
@@ -399,8 +386,8 @@ def _placed_by(progress: Progress, stack: Sequence[SeenFrame], calls: Mapping[tu
         return progress
     common = [(one.line, calls[one.file, one.function]) for one in stack if (one.file, one.function) in calls]
     if not common:
-        # Python's own code at the end of a program has no line of the user's around it.
-        return replace(progress, phase=Phase.FINISHED) if not any(_is_users(one.file) for one in stack) else progress
+        # What Python runs at the end of a program has no user code around it.
+        return progress if any(one.is_users for one in stack) else replace(progress, phase=Phase.FINISHED)
     line, call = common[-1]
     if line == call:
         return progress
@@ -411,12 +398,12 @@ def _outside(stack: Sequence[SeenFrame]) -> Iterator[SeenFrame]:
     for one in stack:
         if is_in_trainer([one]):
             return
-        if _is_users(one.file):
+        if one.is_users:
             yield one
 
 
 def _with_sources(facts: Sequence[RankFacts], seen: Sequence[SeenRank]) -> list[RankFacts]:
-    """With the source of their lines and with what they have raised, unless storage does not answer."""
+    """Adds the source of lines and the exceptions, unless storage does not answer."""
     with suppress(Exception):
         return SideThread("ncclsafe-sources").call(lambda: [*map(_with_source, facts, seen)], _SOURCES_S)
     late = f"the source of its lines could not be read within {_SOURCES_S:g} s"
@@ -425,5 +412,16 @@ def _with_sources(facts: Sequence[RankFacts], seen: Sequence[SeenRank]) -> list[
 
 def _with_source(facts: RankFacts, seen: SeenRank) -> RankFacts:
     stack, stood = with_source(facts.stack), facts.inspection.idle_s if facts.inspection is not None else 0.0
-    exception, caught = errors_of(seen.handled, seen.left, stack, stood)
-    return replace(facts, stack=stack, thread_stack=with_source(facts.thread_stack), exception=exception, caught=caught)
+    exception, caught = errors_of(seen.objects.handled, seen.objects.left, stack, stood)
+    inspection = facts.inspection
+    if inspection is not None:
+        threads = tuple(replace(one, frame=with_source([one.frame])[0]) for one in inspection.threads)
+        inspection = replace(inspection, threads=threads)
+    return replace(
+        facts,
+        stack=stack,
+        thread_stack=with_source(facts.thread_stack),
+        exception=exception,
+        caught=caught,
+        inspection=inspection,
+    )

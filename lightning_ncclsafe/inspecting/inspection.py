@@ -1,5 +1,6 @@
-"""The jobs of this host, inspected from outside: their ranks are found, looked at, and what was seen is judged."""
+"""Inspects the jobs of this host from outside: finds their ranks, looks at them, and judges what was seen."""
 
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,29 +8,37 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import SPAWNED_PROCESS
-from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
-from lightning_ncclsafe.inspecting.joining import diagnosis_of
-from lightning_ncclsafe.inspecting.looking_on import LookedAt
-from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, SeenFrame, StackReader, look
-from lightning_ncclsafe.inspecting.ranks import FoundRanks, RankProcess, SeenProcess, find_ranks, python_processes
+from lightning_ncclsafe.inspecting.inspected_ranks import InspectedRanks
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
+from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, SeenFrame, StackReader, look, other_user_words
+from lightning_ncclsafe.inspecting.ranks import (
+    FoundRanks,
+    RankProcess,
+    SeenProcess,
+    ended_beside,
+    find_ranks,
+    python_processes,
+)
 from lightning_ncclsafe.probes.host.resources import look_at
 
 LOOKS = 5
-"""How often each rank is looked at, if nothing else is said."""
+"""How many times each rank is looked at by default."""
 SECONDS = 2.5
-"""The time between the first look and the last, if nothing else is said and they show enough."""
+"""Seconds from the first look to the last by default, if they show enough."""
 
 _AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspected:
-    """What came of it.
+class Inspection:
+    """The result of an inspection.
 
     Attributes:
-        diagnoses: One of each job on this host.
-        notes: What could not be done, and what to do about it, a line each.
+        diagnoses: One for each job on this host.
+        notes: What could not be done, and what to do about it, one line each.
     """
 
     diagnoses: tuple[Diagnosis, ...] = ()
@@ -44,72 +53,101 @@ def inspect(
     may_write: bool = False,
     may_stop: bool = False,
     say: Callable[[str], object] = lambda text: None,
+    so_far: Callable[[Sequence[Diagnosis]], bool] = lambda diagnoses: False,
     processes: Callable[[], Iterable[SeenProcess]] = python_processes,
     reader: StackReader | None = None,
-) -> Inspected:
-    """Looks at the ranks of this host several times, and says what they do and why, if they hang.
+) -> Inspection:
+    """Looks at the ranks of this host several times, and diagnoses what they do and why, if they hang.
 
     Args:
-        pids: Processes of the ranks; by default all that there are.
-        looks: How often to look.
-        over_s: Seconds between the first look and the last; by default ``SECONDS``, or fewer where no rank has run for
-            longer than a step takes, and on while a rank stands still, until one is known to have stood for so long.
-        may_write: Whether a rank may be made to write its Flight Recorder into a file.
-        may_stop: Whether ranks that stand still may be stopped for a moment, to read the native code that they are in.
-        say: Is given a line if it takes longer than ``SECONDS``, with what is known by then, and what Flight Recorders
-            did not answer.
+        pids: Processes of the ranks; by default all ranks that are found.
+        looks: How many times to look.
+        over_s: Seconds from the first look to the last. By default ``SECONDS``, less if no rank has run for longer than
+            a step takes, and more while a rank stands still, until it has stood still for longer than a step takes.
+        may_write: Whether a rank may be made to write its Flight Recorder to a file.
+        may_stop: Whether ranks that stand still may be stopped for a moment, to read native frames.
+        say: Is called with each line for the user.
+        so_far: Is called with the diagnoses so far if it takes longer; returns whether it has shown them to the user.
         processes: Gives the Python processes of this host.
         reader: Reads their stacks.
     """
     reader, chosen = reader or StackReader(), [*pids]
-    jobs: dict[str, list[SeenRank]] = defaultdict(list)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        seen = [*processes()]
-        unread = [one.pid for one in seen if not one.is_read]
-        found = find_ranks(seen, chosen)
+        given = [*processes()]
+        unread = [one.pid for one in given if not one.is_read]
+        found = find_ranks(given, chosen)
         ranks = [*found.ranks, *_placed(found, reader, pool, chosen)]
-        are_all = not chosen and not unread
-        watch = LookedAt(ranks, reader, pool, say, are_all=are_all)
-        if ranks:
-            watch.look_on(max(looks, 1), SECONDS if over_s is None else over_s, may_be_fewer=over_s is None)
-            if over_s is None:
-                watch.look_on_until_it_shows()
-        for one in watch.seen(may_write=may_write, may_stop=may_stop):
-            jobs[one.process.job].append(one)
-    if not jobs:
-        return Inspected(notes=(*map(_unread_words, unread), *_nothing_words(chosen, reader)))
-    return Inspected(
-        diagnoses=tuple(diagnosis_of(job_facts(of_job, are_all=are_all)) for of_job in jobs.values()),
-        notes=(*map(_unread_words, unread), *(() if reader.is_there else (NO_PROGRAM,))),
+        notes = (*map(_unread_words, unread), *(() if reader.is_there else (NO_PROGRAM,)))
+        if not ranks:
+            return Inspection(notes=(*notes, _nothing_words(chosen)))
+        # A process that was named and has ended may have been a rank.
+        ended = {*chosen}.difference(one.pid for one in given if not one.has_ended)
+        are_all_named = len(ranks) + len(ended) >= max(one.local_world_size for one in ranks)
+        are_all = not unread and (not chosen or are_all_named)
+
+        def facts(of_job: Sequence[SeenRank]) -> JobFacts:
+            beside = [look_at(one.pid) for one in ended_beside([one.process for one in of_job], given)]
+            return job_facts(of_job, are_all=are_all, beside=beside)
+
+        def diagnoses(seen: Iterable[SeenRank]) -> tuple[Diagnosis, ...]:
+            return tuple(diagnosis_of(facts(of_job)) for of_job in _by_job(seen))
+
+        inspected = InspectedRanks(ranks, reader, pool, say, facts)
+        inspected.look(max(looks, 1), SECONDS if over_s is None else over_s, may_be_fewer=over_s is None)
+        if over_s is None and (unclear := inspected.unclear()):
+            early = diagnoses(inspected.seen(unclear))
+            is_shown = so_far(early)
+            say(_continues_words(early, [] if is_shown else [one.findings[0] for one in early if one.findings]))
+            inspected.look_until_clear()
+        seen = inspected.with_recorders(inspected.seen(ranks), may_write=may_write, may_stop=may_stop)
+        return Inspection(diagnoses=diagnoses(seen), notes=notes)
+
+
+def _by_job(seen: Iterable[SeenRank]) -> Iterable[list[SeenRank]]:
+    jobs: dict[str, list[SeenRank]] = defaultdict(list)
+    for one in seen:
+        jobs[one.process.job].append(one)
+    return jobs.values()
+
+
+def _continues_words(early: Iterable[Diagnosis], so_far: Iterable[Finding]) -> str:
+    still_s = max(diagnosis.job.incident.idle_s for diagnosis in early)
+    answers = "".join(f" So far: {one.summary} ({one.rule}, {one.confidence.value})" for one in so_far)
+    return (
+        f"a rank has stood still for {still_s:.1f} s, in a hang or a long step.{answers} Inspecting for at most"
+        f" {max(LONG_STEP_S - still_s, 2.0):.0f} s, or until all ranks have moved, as after a long step. Ctrl-C answers"
+        " now."
     )
 
 
 def _unread_words(pid: int) -> str:
     state = look_at(pid).state
     return (
-        f"process {pid} ({state}) does not let the kernel read its command line or memory, as when one of its threads "
-        f"waits for storage that does not answer: whether it is a rank is unknown. Where its threads wait, as root: "
-        f"cat /proc/{pid}/task/*/stack"
+        f"process {pid} ({state}) does not let the kernel read its command line or memory, as happens while one of its "
+        f"threads waits for storage that does not answer, so whether it is a rank is unknown. To see where its threads "
+        f"wait, run as root: cat /proc/{pid}/task/*/stack"
     )
 
 
-def _nothing_words(pids: Sequence[int], reader: StackReader) -> Iterator[str]:
+def _nothing_words(pids: Sequence[int]) -> str:
+    theirs = (f"process {pid}: {words}" for pid in pids if (words := other_user_words(pid, os.geteuid())))
+    if words := next(theirs, ""):
+        return words
     if pids:
-        yield f"none of the processes {', '.join(map(str, pids))} is a Python process that may be looked at"
-    else:
-        yield (
-            f"no training rank was found on {socket.gethostname()}: no Python process of this user has the environment "
-            "of a launcher (torchrun, Lightning, SLURM, MPI), or was started by torch.multiprocessing; name the "
-            "processes with --pid, or run as the user of the job and in its container"
+        return (
+            f"none of the processes {', '.join(map(str, pids))} is a running Python process that this user may inspect"
         )
-    if not reader.is_there:
-        yield NO_PROGRAM
+    return (
+        f"no training rank was found on {socket.gethostname()}: no Python process of this user has the environment "
+        "of a launcher (torchrun, Lightning, SLURM, MPI), or was started by torch.multiprocessing; name the "
+        "processes with --pid, or run as the user of the job and in its container"
+    )
 
 
 def _placed(
     found: FoundRanks, reader: StackReader, pool: ThreadPoolExecutor, chosen: Sequence[int]
 ) -> Iterator[RankProcess]:
-    """Ranks whose stacks alone say which they are, as those do that torch.multiprocessing has started."""
+    """Ranks whose number only their stacks show, as with torch.multiprocessing, or that the user has named."""
     every = [process for group in found.unplaced.values() for process in group]
     stacks = pool.map(lambda process: look(process.pid, reader, 0.0).stack, every)
     numbers = {
@@ -120,7 +158,7 @@ def _placed(
     if len(numbers) < len(every) and chosen:
         numbers = {process.pid: chosen.index(process.pid) for process in every}
     for parent, group in found.unplaced.items():
-        # What a rank has forked has its stack, too.
+        # A child that a rank has forked has the rank's stack, too.
         placed = [process for process in group if process.pid in numbers and process.parent not in numbers]
         count = max((numbers[process.pid] + 1 for process in placed), default=0)
         for process in placed:

@@ -1,4 +1,4 @@
-"""One job of one host or several: what its facts come to, and how those of hosts are put together."""
+"""Diagnoses an inspected job from its facts, and joins the facts of several hosts."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -7,20 +7,19 @@ from dataclasses import replace
 from lightning_ncclsafe.code.libraries import TRAINER_CALL
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
+from lightning_ncclsafe.probes.host.resources import ENDED
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit import capitalised, clause, forget, is_in, timeline, verb, waits_apart
 
 LONG_STEP_S = 20.0
-"""What stands still for less may be in a long step: nobody can tell that from a hang by looking at it."""
+"""Seconds. A rank that has stood still for less may be in a long step, which from outside looks like a hang."""
 LONG_WAIT_S = 5.0
-"""The same where every rank waits, so that none is in a step: what is on its way between them takes less."""
-
-_ENDED = ("gone", "zombie")
+"""The same if every rank waits, so that none is in a step: what is on its way between them takes less."""
 
 
 def diagnosis_of(job: JobFacts) -> Diagnosis:
-    """What facts of an inspection come to: of a job that moves nothing is to be explained, nor without any stack."""
+    """The diagnosis of an inspected job; without findings if the job moves, or if no stack could be read."""
     is_read = any(facts.inspection and facts.inspection.looks for facts in job.ranks) or bool(job.witnessed)
     stands = job.incident.idle_s > 0 and bool(job.ranks)
     diagnosis = judge(job, HANG_RULES if stands and is_read else ())
@@ -31,22 +30,23 @@ def diagnosis_of(job: JobFacts) -> Diagnosis:
     return replace(diagnosis, findings=tuple(sorted(found, key=lambda finding: order.index(finding.confidence))))
 
 
-def wait_apart(job: JobFacts) -> bool:
-    """Whether all ranks are here and wait, and do so in different calls, so that none will be the last to come."""
+def wait_in_vain(job: JobFacts) -> bool:
+    """Whether all ranks are on this host and wait, in different calls or for a rank that has failed or was killed."""
     view = timeline(job)
     groups = {facts.inspection.group.name for facts in job.ranks if facts.inspection and facts.inspection.group}
-    all_wait = len(view.waiting) == len(job.ranks) and not view.silent and not job.elsewhere
-    found = all_wait and (len(groups) > 1 or waits_apart(view) is not None)
+    lost = {one.rank for one in job.witnessed if one.ended_by or one.exit_code}
+    all_wait = len(view.waiting) == len(job.ranks) > 0 and lost.issuperset(view.silent) and not job.elsewhere
+    found = all_wait and (bool(lost) or len(groups) > 1 or waits_apart(view) is not None)
     forget()
     return found
 
 
 def _unless_it_goes_on(finding: Finding, job: JobFacts) -> Finding:
-    """That a rank at work keeps the others waiting is seen; that it will not come to them is not, least if it moves."""
+    """Lowers the confidence in a finding about ranks at work, as they may still reach the others."""
     moving = {facts.rank for facts in job.ranks if facts.inspection is not None and facts.inspection.moved}
     if finding.ranks and moving.issuperset(finding.ranks):
         they = verb(finding.ranks, "it", "they")
-        words = f"{clause(finding.ranks, 'moves|move')}: {they} may come to the others, so inspect again."
+        words = f"{clause(finding.ranks, 'moves|move')}: {they} may still reach the others, so inspect again."
         return replace(finding, summary=f"{finding.summary} {capitalised(words)}", confidence=Confidence.POSSIBLE)
     view = timeline(job)
     keeping_lock = {process.rank for process in job.witnessed if process.gil_held}
@@ -59,17 +59,17 @@ def _unless_it_goes_on(finding: Finding, job: JobFacts) -> Finding:
 
 
 def _may_go_on(facts: RankFacts) -> bool:
-    """Whether what it has raised has left neither the Trainer nor the program: something further out may catch it."""
+    """Whether its exception has left neither the Trainer nor the program, so that outer code may catch it."""
     is_over = facts.progress.phase is Phase.FINISHED
     return facts.exception is not None and not is_over and not is_in(TRAINER_CALL, facts.exception.stack)
 
 
 def _unless_finished(finding: Finding, job: JobFacts) -> Finding | None:
-    """Nobody has seen how what is gone has ended: it may have been killed, have failed, or have come to its end.
+    """Lowers the confidence in a finding about ranks whose end nobody saw: they may have been killed or have finished.
 
-    Where nobody waits, nor is in a call of the Trainer, that holds up nothing.
+    Drops the finding if no other rank waits or is in a call of the Trainer.
     """
-    unknown = {one.rank for one in job.witnessed if one.state in _ENDED and not one.ended_by and not one.exit_code}
+    unknown = {one.rank for one in job.witnessed if one.state in ENDED and not one.ended_by and not one.exit_code}
     if unknown.isdisjoint(finding.ranks):
         return finding
     is_over = all(facts.progress.phase in (Phase.UNKNOWN, Phase.FINISHED) for facts in job.ranks)
@@ -77,10 +77,10 @@ def _unless_finished(finding: Finding, job: JobFacts) -> Finding | None:
 
 
 def joined(jobs: Iterable[JobFacts]) -> list[JobFacts]:
-    """The same jobs; inspections of hosts of one job are one, and of one host the last inspection counts.
+    """The same jobs, with inspections of one job's hosts joined; of each host, only the last inspection counts.
 
     Args:
-        jobs: Of any kind; what was not inspected stays as it is.
+        jobs: Of any kind; those that were not inspected are returned unchanged.
     """
     others: list[JobFacts] = []
     alike: dict[tuple[str, int], list[JobFacts]] = defaultdict(list)
@@ -97,7 +97,7 @@ def _one(jobs: list[JobFacts]) -> JobFacts:
         return jobs[0]
     ordered = sorted(jobs, key=lambda job: job.incident.opened_ns)
     ranks = {facts.rank: facts for job in ordered for facts in job.ranks}
-    # A rank that was looked at later may have ended since.
+    # The later inspection of a host may have found that a rank has ended since.
     gone = {process.rank: process for job in ordered for process in job.witnessed if process.rank not in ranks}
     known = ranks.keys() | gone.keys()
     last = ordered[-1]

@@ -1,6 +1,6 @@
-"""Where the parts of Python objects lie, as this interpreter's own objects tell, and the memory of a process.
+"""Learns the layout of Python objects from this interpreter's own objects, and reads the memory of a process.
 
-No table of versions is needed; in return only a process of the same interpreter can be read, of the same file.
+So no table of versions is needed, but only processes that run the same interpreter file can be read.
 """
 
 import ctypes
@@ -21,24 +21,24 @@ from typing import Any
 from lightning_ncclsafe.probes.absent import or_none
 
 WORD = struct.Struct("=Q")
-# The last bits of a pointer may say something of their own (Python 3.14).
+# The last bits of a pointer may be tags (Python 3.14).
 TAGS = 7
-# Of addresses: no process has anything below, or above, on any processor.
+# No process has anything at lower or higher addresses, on any processor.
 PAGE, HIGHEST = os.sysconf("SC_PAGESIZE"), 1 << 56
-# Of the structures that are searched for something: more than any of them has before it.
+# How far structures are searched: nothing that is sought lies deeper.
 _MOST_WORDS, _OF_INTERPRETER = 48, 4096
 _TRIES, _THREAD = 8, "ncclsafe-layout"
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)")
 
 
 class Memory:
-    """Memory of a process, which runs on while it is read.
+    """The memory of a process, which runs while it is read.
 
     Args:
         pid: Process id.
 
     Raises:
-        OSError: There is none, or it may not be read.
+        OSError: There is no such process, or no permission to read it.
     """
 
     def __init__(self, pid: int) -> None:
@@ -51,24 +51,24 @@ class Memory:
         os.close(self._fd)
 
     def read(self, address: int, size: int) -> bytes:
-        """So many bytes, or as many as there are.
+        """Up to ``size`` bytes from an address.
 
         Raises:
-            OSError: There are none.
+            OSError: Nothing is mapped there.
         """
         taken = os.pread(self._fd, size, address) if PAGE <= address < HIGHEST else b""
-        # Of a process that has ended since there is nothing, which is no error of the system's.
+        # If the process has ended, the system reads nothing and reports no error.
         if size and not taken:
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
         return taken
 
     def words(self, address: int, count: int = _MOST_WORDS) -> tuple[int, ...]:
-        """So many words, of the size of a pointer, or as many as there are."""
+        """Up to ``count`` words of the size of a pointer."""
         taken = self.read(address, count * WORD.size)
         return tuple(word for (word,) in WORD.iter_unpack(taken[: len(taken) // WORD.size * WORD.size]))
 
     def word(self, address: int) -> int:
-        """One of them."""
+        """One word."""
         return int(WORD.unpack(self._whole(address, WORD.size))[0])
 
     def real(self, address: int) -> float:
@@ -80,7 +80,7 @@ class Memory:
         return int.from_bytes(self._whole(address, 4), sys.byteorder, signed=True)
 
     def text(self, address: int) -> str:
-        """A C string, a short one."""
+        """A short C string."""
         return self.read(address, 200).partition(b"\0")[0].decode()
 
     def _whole(self, address: int, size: int) -> bytes:
@@ -92,7 +92,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the parts of objects lie, in bytes from their beginning; learned by :func:`layout`."""
+    """Offsets of the parts of objects, in bytes; learned by :func:`layout`."""
 
     type: int
     type_name: int
@@ -139,17 +139,17 @@ class Layout:
 
 
 def layout() -> Layout:
-    """Where the parts of objects lie; learned once.
+    """The layout of this interpreter's objects; learned once.
 
     Raises:
-        LookupError: It cannot be learned from this interpreter's objects.
+        LookupError: It cannot be learned.
     """
     with _learning:
         return _layout()
 
 
 def is_known() -> bool:
-    """Whether it can be learned; not of a free-threaded Python, whose objects carry more and differ while it runs."""
+    """Whether the layout can be learned; not of a free-threaded Python, whose objects change while it runs."""
     return not sysconfig.get_config_var("Py_GIL_DISABLED") and or_none(layout) is not None
 
 
@@ -159,17 +159,17 @@ _learning = threading.Lock()
 @lru_cache(maxsize=1)
 def _layout() -> Layout:
     learned: list[Layout] = []
-    # A thread that is made or ends meanwhile is in the way: what is learned twice alike is so.
+    # A thread that starts or ends meanwhile disturbs it, so a layout counts once it was learned twice.
     for _ in range(_TRIES):
         found: list[Layout | None] = []
-        # One that is not the only one shows where the next one is.
+        # With a second thread, the list of threads has a link to follow.
         learns = threading.Thread(target=lambda found=found: found.append(or_none(_learned)), name=_THREAD)
         learns.start()
         learns.join()
         if found[0] is not None and found[0] in learned:
             return found[0]
         learned += filter(None, found)
-    raise LookupError("its objects are not like those of other Pythons")
+    raise LookupError("the layout of this Python's objects is unknown")
 
 
 def _learned() -> Layout:
@@ -184,7 +184,7 @@ def _learned_of(own: Memory) -> Layout:
     trace = error.__traceback__
     if trace is None:
         raise LookupError
-    told = TracebackType(trace, trace.tb_frame, 0x1234, 0x2345)
+    entry = TracebackType(trace, trace.tb_frame, 0x1234, 0x2345)
     code = trace.tb_frame.f_code
     numbered = code.replace(co_firstlineno=0x123456)
     handling, handled, previous = _of_handling(own, thread)
@@ -194,7 +194,7 @@ def _learned_of(own: Memory) -> Layout:
     keys = _find_if(own.words(id(_NINETEEN), 8), lambda word: id(name) in own.words(word, 64))
     count_of_names = _find(own.words(own.word(id(_NINETEEN) + keys)), len(_NINETEEN))
     plain, whole = _Plain(), _Plain()
-    # Asked for, it is made.
+    # This makes the instance's dictionary.
     names = [*vars(whole)]
     return Layout(
         type=_find(own.words(id(error)), id(type(error))),
@@ -211,10 +211,10 @@ def _learned_of(own: Memory) -> Layout:
         trace=_find(own.words(id(error)), id(trace)),
         context=_find(own.words(id(error)), id(outer)),
         cause=_find(own.words(id(error)), id(error.__cause__)),
-        next_trace=_find(own.words(id(told)), id(trace)),
-        trace_frame=_find(own.words(id(told)), id(trace.tb_frame)),
-        trace_line=_find_number(own, id(told), 0x2345),
-        trace_instruction=_find_number(own, id(told), 0x1234),
+        next_trace=_find(own.words(id(entry)), id(trace)),
+        trace_frame=_find(own.words(id(entry)), id(trace.tb_frame)),
+        trace_line=_find_number(own, id(entry), 0x2345),
+        trace_instruction=_find_number(own, id(entry), 0x1234),
         code=_way_to(own, id(trace.tb_frame), code),
         file=_find(own.words(id(code)), id(code.co_filename)),
         function=_find(own.words(id(code)), id(code.co_name)),
@@ -246,7 +246,7 @@ def _learned_of(own: Memory) -> Layout:
 
 
 class _Plain:
-    """Has attributes."""
+    """A class whose instances have two attributes."""
 
     def __init__(self) -> None:
         self.first = ("x",)
@@ -254,12 +254,12 @@ class _Plain:
 
 
 def _near(own: Memory, address: int, wanted: int) -> int:
-    """How far from an object something lies, be it before its beginning."""
+    """The offset of a word from an object; negative if it lies before it."""
     return next(at for at in range(-40, 80, 8) if own.word(address + at) == wanted)
 
 
 def _values_of(own: Memory, address: int, first: int) -> tuple[int, int | None]:
-    """Where an instance has its attributes: so far from it, or as far from what that points to."""
+    """The offset of an instance's attributes: from the instance itself, or from what a pointer there points to."""
     for at in range(-40, 80, 8):
         word = own.word(address + at)
         if word == first:
@@ -268,28 +268,28 @@ def _values_of(own: Memory, address: int, first: int) -> tuple[int, int | None]:
             there = or_none(partial(own.words, word + beyond, 4))
             if there is not None and (word + beyond) % 8 == 0 and first in there:
                 return at, beyond + there.index(first) * 8
-    # Before Python 3.11 each has a dictionary.
+    # Before Python 3.11, each instance has a dictionary.
     return 0, None
 
 
 _TEXTS = ("a" * 23, "é" * 23, "€" * 23, "😀" * 23)
 _SEVENTEEN = (None,) * 17
 _NUMBER, _REAL = 0x2345678, 1234.5
-# As many as one part of a number is enough for; small ones are made beforehand.
+# Integers of a single digit; Python shares small ones.
 _NUMBERS = (0, 1, -1, _NUMBER, -_NUMBER)
 _LIST, _OF_FILE = [object()], OSError(1, "", "a file of this name")
 _NINETEEN = {f"name {number}": None for number in range(19)}
 
 
 def _asked(function: str, *addresses: int) -> int:
-    """An address that Python's own C functions give."""
+    """An address that a function of Python's C API returns."""
     called: Any = getattr(ctypes.pythonapi, function)
     called.restype, called.argtypes = ctypes.c_void_p, (ctypes.c_void_p,) * len(addresses)
     return int(called(*addresses))
 
 
 def _raised() -> tuple[BaseException, BaseException]:
-    """An exception that has all that one can have, and what was handled before."""
+    """An exception with a cause and a context, and that context."""
     try:
         try:
             raise ValueError
@@ -300,7 +300,7 @@ def _raised() -> tuple[BaseException, BaseException]:
 
 
 def _of_handling(own: Memory, thread: int) -> tuple[int, int, int]:
-    """Where a thread has what it handles, where that is in it, and where what was handled before."""
+    """Offsets of a thread's entry of handled exceptions, and of the exception and the previous entry in that."""
 
     def inside(index: int) -> Iterator[tuple[int, ...]]:
         yield own.words(own.words(thread)[index], 6)
@@ -333,7 +333,7 @@ def _find_number(own: Memory, address: int, wanted: int) -> int:
 
 
 def _way_to(own: Memory, frame: int, code: CodeType) -> tuple[int, ...]:
-    """From a frame to its code: since Python 3.11 by what the interpreter has beside it."""
+    """The offsets from a frame to its code; since Python 3.11 by way of the interpreter's own frame."""
     for index, word in enumerate(own.words(frame, 16)):
         if word & ~TAGS == id(code):
             return (index * 8,)
@@ -345,7 +345,7 @@ def _way_to(own: Memory, frame: int, code: CodeType) -> tuple[int, ...]:
 
 
 def _kind_of_text(own: Memory) -> tuple[int, int]:
-    """Where a text has the width of its characters, and in which bits; four bits on it says whether it is ASCII."""
+    """The offset of a text's character width, and its first bit; four bits further is whether the text is ASCII."""
     for at in range(16, 48, 4):
         numbers = [own.number(id(text) + at) for text in _TEXTS]
         for shift in range(24):
@@ -355,15 +355,15 @@ def _kind_of_text(own: Memory) -> tuple[int, int]:
 
 
 def own_runtime() -> int:
-    """Where this process has what all of Python's interpreters share."""
+    """The address of this process's ``_PyRuntime``."""
     return ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
 
 
 def runtime_of(pid: int) -> int | None:
-    """Where another process has it, if the file that it lies in is the same as this process's; else None.
+    """The address of another process's ``_PyRuntime``; None if it comes from another file than this process's.
 
     Raises:
-        OSError: It may not be read.
+        OSError: The process cannot be read.
     """
     address = own_runtime()
     own = _mapped("self")
@@ -372,14 +372,14 @@ def runtime_of(pid: int) -> int | None:
     there = next((begin for begin, _, key in _mapped(str(pid)) if key == file), None)
     if file is None or base is None or there is None:
         return None
-    # Files of two Btrfs subvolumes may have the same numbers; a file's beginning says how it was built.
+    # Files of two Btrfs subvolumes may have the same numbers; the beginning of a file tells builds apart.
     with Memory(os.getpid()) as of_own, Memory(pid) as of_other:
         is_same = of_own.read(base, PAGE) == of_other.read(there, PAGE)
     return there + address - base if is_same else None
 
 
 def _mapped(pid: str) -> list[tuple[int, int, tuple[str, str] | None]]:
-    """What files a process has in its memory: begin, end, and device and number of the file."""
+    """A process's mappings: begin, end, and device and inode of the file; None if there is no file."""
     text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     lines = map(_MAPPING.match, text.split("\n"))
     return [

@@ -1,7 +1,7 @@
-"""Looking at a process from outside, again and again: its stacks, its turns on a core, what it has open.
+"""One look at a process from outside: its stacks, its CPU time, its state.
 
-Stacks are read out of its memory by py-spy, without stopping it: of a process that runs on meanwhile a look may fail,
-or see a stack that never was; of one that hangs it does not.
+py-spy reads the stacks from memory without stopping the process. So of a process that runs, a look may fail or show a
+stack that never existed; of a process that hangs, it does not.
 """
 
 import hashlib
@@ -19,25 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.inspecting.sources import is_users_file
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.host.resources import look_at
-from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread, slept_s
+from lightning_ncclsafe.probes.host.resources import ENDED, GONE, look_at
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread, slept_s, started_at
 
 _DEADLINE_S, _NATIVE_DEADLINE_S = 3.0, 15.0
-# Reading 1,000 threads with their variables takes 0.6 s of processor time, which a busy host does not give at once.
+# Reading 1,000 threads with their variables takes 0.6 s of CPU time, which a busy host may not give at once.
 _PER_THREAD_S = 0.003
 _MOST_NATIVE = 40
 _TRIES = (("--locals",), ("--locals",), ())
-# Of what a frame's local variables say, these are kept: numbers and names of hooks and classes, never the user's data.
+# The only local variables whose values are kept: numbers, and names of hooks and classes, never the user's data.
 _KEPT = ("batch_idx", "hook_name", "i", "process_idx", "rank", "local_rank", "self", "callback", "pl_module", "name")
 _MOST_CHARACTERS = 80
 _ADDRESSES = ("self", "group")
-# A program that was killed may leave others with what it printed to, or wait for a lock that its victim holds.
+# A killed program may leave its pipes to a child, or still wait for a lock of the process that it reads.
 _AFTER_KILL_S = 0.5
-_ENDED = ("gone", "zombie")
 _UNKNOWN_PYTHON = ("Unsupported version of Python", "Failed to find python version")
-# Of /proc/PID/stat, behind the name in brackets.
-_STARTED_FIELD = 19
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -49,9 +47,9 @@ class SeenFrame:
         file: Path of the source file as Python names it.
         line: Line number.
         function: Name of the function.
-        values: What some of its local variables hold, as text.
-        digest: Of all of its local variables: it changes when one of them is set to something else.
-        addresses: Of some of its local variables: of the object whose method it is, of the group of a collective.
+        values: The values of some of its local variables, as text.
+        digest: A digest of all its local variables; it changes if one of them is set to something else.
+        addresses: The addresses of ``self`` and of a collective's group, if it has such variables.
     """
 
     file: str
@@ -60,6 +58,11 @@ class SeenFrame:
     values: dict[str, str] = field(default_factory=dict)
     digest: str = ""
     addresses: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is the user's own code."""
+        return is_users_file(self.file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +88,11 @@ class Look:
 
     Attributes:
         at_s: When, on a clock that only grows.
-        threads: Its threads; none where they could not be read.
-        problem: Why they could not; empty where they were.
-        main_thread: What the kernel counts of its main thread.
-        slept_s: Seconds for which that had not run; None where unknown.
-        process: State, processor time and memory.
+        threads: Its threads; none if they could not be read.
+        problem: Why they could not be read; empty if they were.
+        main_thread: The kernel's counters of its main thread.
+        slept_s: Seconds since its main thread last ran; None if unknown.
+        process: State, CPU time and memory.
     """
 
     at_s: float
@@ -101,12 +104,12 @@ class Look:
 
     @property
     def main(self) -> SeenThread:
-        """Its main thread; one without frames where that could not be read, or has ended."""
+        """Its main thread; without frames if it could not be read or has ended."""
         return next((thread for thread in self.threads if thread.is_main), SeenThread(is_main=True))
 
     @property
     def stack(self) -> tuple[SeenFrame, ...]:
-        """That of the main thread, outermost frame first."""
+        """The stack of the main thread, outermost frame first."""
         return self.main.frames
 
 
@@ -114,10 +117,10 @@ class StackReader:
     """Reads stacks with py-spy.
 
     Args:
-        program: Path of py-spy; by default it is looked for beside Python, and where programs are.
+        program: Path of py-spy; by default the one beside Python, or else on the path.
 
     Attributes:
-        is_there: Whether there is such a program.
+        is_there: Whether py-spy was found.
     """
 
     def __init__(self, program: str | None = None) -> None:
@@ -126,9 +129,9 @@ class StackReader:
         self.is_there = self._program is not None
 
     def native(self, pid: int) -> tuple[tuple[str, ...], str]:
-        """Functions of native code that a main thread is in, outermost first, or why they cannot be read.
+        """Native functions that a main thread is in, outermost first, or why they cannot be read.
 
-        The process is stopped meanwhile, for some 0.1 s if it has loaded torch.
+        Stops the process meanwhile, for about 0.1 s if it has loaded torch.
         """
         if self._program is None:
             return (), NO_PROGRAM
@@ -148,10 +151,10 @@ class StackReader:
             return (), NO_PROGRAM
         said, is_late = "", False
         deadline_s = _DEADLINE_S + _PER_THREAD_S * _thread_count(pid)
-        # What is read while it changes may make no sense; with fewer parts to read that is rarer.
+        # Memory that changes while it is read may make no sense. That is rarer the less is read.
         for options in _TRIES:
             if is_late and options:
-                # The variables of thousands of threads take long, their lines alone do not.
+                # Reading the variables of thousands of threads takes long; reading their lines does not.
                 continue
             try:
                 done = _done(
@@ -171,7 +174,7 @@ class StackReader:
 
 
 def _final(said: str, pid: int) -> str:
-    """Why py-spy will not be able to read a stack in a next try either; empty if it may."""
+    """Why the next try would fail as well; empty if it may succeed."""
     if is_denied(said):
         return denied_words(pid)
     if any(words in said for words in _UNKNOWN_PYTHON):
@@ -187,7 +190,7 @@ def _thread_count(pid: int) -> int:
 
 
 def _done(command: Sequence[str], deadline_s: float) -> "subprocess.CompletedProcess[bytes]":
-    """What a program has printed, which is not waited for beyond its deadline, even where it cannot be killed.
+    """What a program prints; returns by the deadline, even if the program cannot be killed.
 
     Raises:
         subprocess.TimeoutExpired: It has not ended by then.
@@ -207,61 +210,61 @@ def _done(command: Sequence[str], deadline_s: float) -> "subprocess.CompletedPro
 
 
 def _last_line(said: str) -> str:
-    """What a program gives as its reason; else its last words, as there may be a backtrace behind that."""
+    """The line in which a program gives its reason, which a backtrace may follow; else its last line."""
     lines = said.strip().splitlines() or ["no output"]
     return next((line for line in lines if line.startswith("Error: ")), lines[-1])[:200]
 
 
 NO_MAIN_FRAMES = (
-    "py-spy has read no Python frame of its main thread; it reads none if the name of a file there is not UTF-8"
+    "py-spy has read no Python frame of its main thread: there is none while Python starts or ends, and py-spy reads "
+    "none if the name of a file there is not UTF-8"
 )
 NO_PROGRAM = "py-spy is not installed, so no stack can be read: pip install 'lightning-ncclsafe[inspect]' on this host"
 
 
 def is_denied(said: str) -> bool:
-    """Whether py-spy says that it may not look."""
+    """Whether py-spy says that it lacks permission."""
     return any(words in said for words in ("Permission", "EPERM", "Operation not permitted", "permission"))
 
 
 def denied_words(pid: int, *, yama: Path = _YAMA, own_id: int | None = None) -> str:
-    """Why this process may not look at another, and what to do, in a line.
+    """Why this process may not read another, and what to do, in one line.
 
     Args:
         pid: The other process.
-        yama: Where the kernel says who may look at whom.
-        own_id: Of the user that looks.
+        yama: The kernel's file with its policy.
+        own_id: This process's user; by default its effective one.
     """
     own = os.geteuid() if own_id is None else own_id
-    owner = or_none(lambda: Path(f"/proc/{pid}").stat().st_uid)
     scope = or_none(lambda: int(yama.read_text()))
-    if owner is not None and owner != own and own != 0:
-        return f"its stack cannot be read: it belongs to another user (uid {owner}): run as that user, or with sudo"
+    if theirs := other_user_words(pid, own):
+        return theirs
     if own == 0:
         return (
-            "its stack cannot be read: root here lacks CAP_SYS_PTRACE: start the container with "
-            "--cap-add=SYS_PTRACE (in Kubernetes securityContext.capabilities.add: [SYS_PTRACE]), or inspect from its "
-            "host"
+            "root here lacks CAP_SYS_PTRACE: start the container with --cap-add=SYS_PTRACE (in Kubernetes "
+            "securityContext.capabilities.add: [SYS_PTRACE]), or inspect from its host"
         )
     if scope == 1:
-        return (
-            "its stack cannot be read: kernel.yama.ptrace_scope is 1: run with sudo, or once "
-            "'sudo sysctl kernel.yama.ptrace_scope=0'"
-        )
+        return "kernel.yama.ptrace_scope is 1: run with sudo, or once 'sudo sysctl kernel.yama.ptrace_scope=0'"
     if scope in (2, 3):
         who = "root alone may" if scope == 2 else "nobody may until the next boot"
-        return f"its stack cannot be read: kernel.yama.ptrace_scope is {scope}: {who}"
-    return (
-        "its stack cannot be read: run with sudo; in a container, start it with --cap-add=SYS_PTRACE or inspect from "
-        "its host"
-    )
+        return f"kernel.yama.ptrace_scope is {scope}: {who}"
+    return "no permission: run with sudo; in a container, start it with --cap-add=SYS_PTRACE, or inspect from its host"
+
+
+def other_user_words(pid: int, own_id: int) -> str:
+    """What to do if a process belongs to a user whose processes this one may not read; else empty."""
+    owner = or_none(lambda: Path(f"/proc/{pid}").stat().st_uid)
+    is_theirs = owner is not None and own_id not in (0, owner)
+    return f"it belongs to another user (uid {owner}): run as that user, or with sudo" if is_theirs else ""
 
 
 def threads_in(dump: bytes, pid: int) -> tuple[SeenThread, ...]:
-    """The threads in what ``py-spy dump --json --locals`` prints.
+    """The threads in the output of ``py-spy dump --json --locals``.
 
     Args:
-        dump: What it has printed.
-        pid: The process: its main thread has the same number.
+        dump: The output.
+        pid: The process, whose main thread has the same number.
 
     Raises:
         ValueError, KeyError, TypeError: If it is something else.
@@ -277,16 +280,16 @@ def threads_in(dump: bytes, pid: int) -> tuple[SeenThread, ...]:
         for thread in plain
     ]
     if len(threads) == 1:
-        # Of a Python before 3.11 that has not imported threading neither name nor number is seen.
+        # Python before 3.11 shows neither name nor number of a thread unless the program has imported threading.
         threads = [replace(threads[0], is_main=True)]
     return tuple(threads)
 
 
 def native_in(dump: bytes, pid: int) -> tuple[str, ...]:
-    """Functions that the main thread's last Python frame is in, in what ``py-spy dump --json --native`` prints.
+    """The native functions below the main thread's last Python frame in the output of ``py-spy dump --json --native``.
 
     Args:
-        dump: What it has printed.
+        dump: The output.
         pid: The process.
 
     Raises:
@@ -303,8 +306,8 @@ def native_in(dump: bytes, pid: int) -> tuple[str, ...]:
 
 def _frame(plain: Mapping[str, Any]) -> SeenFrame:
     variables = plain.get("locals") or []
-    # A new number often lies where the last one did.
-    told = ";".join(f"{one['name']}={one.get('addr')}={one.get('repr')}" for one in variables)
+    # A new number often has the address of the last one.
+    text = ";".join(f"{one['name']}={one.get('addr')}={one.get('repr')}" for one in variables)
     values = {
         str(one["name"]): str(one["repr"])[:_MOST_CHARACTERS]
         for one in variables
@@ -313,22 +316,12 @@ def _frame(plain: Mapping[str, Any]) -> SeenFrame:
     return SeenFrame(
         file=str(plain["filename"]),
         line=int(plain["line"]),
-        # Of Python 3.11 and newer with the names of what it is defined in: "Trainer._run".
+        # Python 3.11 and newer add the names of the scopes around it: "Trainer._run".
         function=str(plain["name"]).rpartition(".")[2],
         values=values,
-        digest=hashlib.blake2b(told.encode(), digest_size=6).hexdigest(),
+        digest=hashlib.blake2b(text.encode(), digest_size=6).hexdigest(),
         addresses={str(one["name"]): int(one.get("addr") or 0) for one in variables if one["name"] in _ADDRESSES},
     )
-
-
-def started_at(pid: int) -> int | None:
-    """When a process was started, in ticks of the kernel's clock; None where there is none.
-
-    This tells it from a later one that has been given its id.
-    """
-    # Not by the clock on the wall, which may be set meanwhile.
-    fields = or_none(lambda: Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()) or []
-    return or_none(lambda: int(fields[_STARTED_FIELD]))
 
 
 def look(pid: int, reader: StackReader, at_s: float, *, started: int | None = None) -> Look:
@@ -338,21 +331,21 @@ def look(pid: int, reader: StackReader, at_s: float, *, started: int | None = No
         pid: Process id.
         reader: Reads its stacks.
         at_s: The time.
-        started: When it was started, by `started_at`; None if any that has the id is meant.
+        started: When it was started, by `started_at`; None for any process with this id.
     """
     process = look_at(pid)
-    threads, problem = reader.read(pid) if process.state not in _ENDED else ((), "")
+    threads, problem = reader.read(pid) if process.state not in ENDED else ((), "")
     if threads and not any(thread.is_main and thread.frames for thread in threads):
         problem = NO_MAIN_FRAMES
     if started is not None and started_at(pid) != started:
-        # It has ended, meanwhile or before; what has its id now is none of this job's.
-        return Look(at_s=at_s, process=ProcessFacts(pid=pid, state="gone"))
+        # It has ended, and another process may have its id now.
+        return Look(at_s=at_s, process=ProcessFacts(pid=pid, state=GONE))
     return Look(
         at_s=at_s,
         threads=threads,
         problem=problem,
         main_thread=look_at_main_thread(pid),
-        # After its stack was read: what has not run since before then has not left that stack.
+        # After the stack: a thread that has not run since then is still there.
         slept_s=slept_s(pid),
         process=process,
     )

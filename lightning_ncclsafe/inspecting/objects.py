@@ -1,6 +1,6 @@
-"""Python objects of another process, read out of its memory as py-spy reads stacks: it runs on, and nothing is changed.
+"""Reads Python objects from the memory of another process, as py-spy reads stacks, without stopping or changing it.
 
-Whatever is read may be nonsense, as the other process goes on meanwhile; nonsense is left out.
+The process runs meanwhile, so anything that is read may be nonsense; nonsense is left out.
 """
 
 import builtins
@@ -13,7 +13,7 @@ from types import TracebackType
 from lightning_ncclsafe.inspecting.layouts import HIGHEST, PAGE, TAGS, WORD, Memory, layout, own_runtime, runtime_of
 from lightning_ncclsafe.probes.absent import or_none
 
-# In words: the most that a dictionary's head takes, and each of its entries with its place in the table of hashes.
+# In words: the largest head of a dictionary, and one of its entries with its place in the table of hashes.
 _OF_HEAD, _OF_ENTRY = 64, 5
 _MOST_NAMES, _MOST_ENTRIES = 2000, 20_000
 _MOST_THREADS, _MOST_STACK, _MOST_CHAIN, _MOST_ITEMS = 4096, 120, 8, 4
@@ -29,8 +29,8 @@ class ReadException:
 
     Attributes:
         type: Class name.
-        message: Its text, as far as it is made of texts and numbers.
-        places: File, line and function of each frame that it has left so far, outermost first.
+        message: Its message, as far as that consists of texts and numbers.
+        places: File, line and function of each frame in its traceback, outermost first.
     """
 
     type: str
@@ -39,13 +39,13 @@ class ReadException:
 
 
 class Interpreter:
-    """The Python interpreter of another process, whose objects are read.
+    """The Python interpreter of another process.
 
     Args:
         pid: Process id.
 
     Attributes:
-        is_same: Whether it is the same Python as this process's; nothing else can be asked for.
+        is_same: Whether it is the same Python as this process's; if not, nothing can be read.
     """
 
     def __init__(self, pid: int) -> None:
@@ -67,31 +67,31 @@ class Interpreter:
         return self._memory.word((self._runtime or 0) + self._at.interpreter)
 
     def handled(self) -> tuple[ReadException, ...]:
-        """The exceptions that its main thread handles: in an ``except`` or ``finally`` block, or while a ``with`` ends.
+        """The exceptions that its main thread handles, in ``except``, ``finally`` or at the end of a ``with`` block.
 
-        The one that was raised last first, then those during whose handling, or because of which, it was raised.
+        The latest one first, then its cause or context, and so on.
         """
         item = self._memory.word(self._main_thread() + self._at.handling)
         for _ in range(_MOST_CHAIN):
             error = self._memory.word(item + self._at.handled)
             if error and self._is_exception(error):
                 return tuple(self._chain(error))
-            # What runs in a generator has its own, and its caller's behind that.
+            # A generator has an entry of its own, which links to its caller's.
             item = self._memory.word(item + self._at.previous)
             if not item:
                 break
         return ()
 
     def printed(self) -> tuple[ReadException, ...]:
-        """The exceptions that have left its program, if it has not ended yet; in the same order."""
+        """The exceptions that have left its program, in the same order, if its process still runs."""
         error = self._named(self._memory.word(self._state + self._at.modules_of_sys), "last_value")
         return tuple(self._chain(error)) if error and self._is_exception(error) else ()
 
     def value(self, address: int, *names: str) -> Plain:
-        """An attribute of an attribute of … an object, if it is a number, a text, or None.
+        """An attribute of an attribute of … an object: a number, a text, or None.
 
         Raises:
-            LookupError: There is none, or it is something else.
+            LookupError: There is no such attribute, or it has another type.
         """
         found = self._attribute(address, names)
         if self._is(found, str):
@@ -107,10 +107,10 @@ class Interpreter:
         raise LookupError(f"a {self._kind(found)}")
 
     def kinds(self, address: int, *names: str) -> tuple[str, ...]:
-        """Class names of what a list has that is an attribute of an attribute of … an object.
+        """Class names of the items of a list that is an attribute of an attribute of … an object.
 
         Raises:
-            LookupError: There is none.
+            LookupError: There is no such list.
         """
         found = self._attribute(address, names)
         if not self._is(found, list):
@@ -120,10 +120,10 @@ class Interpreter:
         return tuple(map(self._kind, items))
 
     def named(self, module: str, name: str) -> int:
-        """The address of what a module has under a name.
+        """The address of a module's global variable.
 
         Raises:
-            LookupError: There is no such module, or nothing of this name.
+            LookupError: There is no such module or variable.
         """
         modules = self._named(self._memory.word(self._state + self._at.modules_of_sys), "modules")
         for key, held in pairwise(self._words_of(modules)):
@@ -133,10 +133,14 @@ class Interpreter:
         raise LookupError(name)
 
     def under(self, dictionary: int, key: int) -> int:
-        """What a dictionary has under an object, by their addresses.
+        """The address of a dictionary's value.
+
+        Args:
+            dictionary: Address of the dictionary.
+            key: Address of the key.
 
         Raises:
-            LookupError: Nothing.
+            LookupError: There is no such key.
         """
         words = self._words_of(dictionary)
         if key not in words[:-1]:
@@ -144,15 +148,15 @@ class Interpreter:
         return words[words.index(key) + 1]
 
     def numbers_of(self, dictionary: int) -> tuple[int, ...]:
-        """The keys of a dictionary that are whole numbers, none of them large or negative."""
+        """The keys of a dictionary that are small integers from 0."""
         words = self._words_of(dictionary)
         count = words[self._at.names // WORD.size]
-        # Before each stands its hash, which is the number itself.
+        # The word before each key is its hash, which is the number itself.
         pairs = ((number, key) for number, key in pairwise(words) if number < _MOST_ENTRIES)
         return tuple(number for number, key in pairs if or_none(partial(self._number_at, key)) == number)[:count]
 
     def _words_of(self, dictionary: int) -> tuple[int, ...]:
-        """All that it has for its names and values, and what comes then."""
+        """The words of a dictionary's keys and values, and some beyond them."""
         keys = self._memory.word(dictionary + self._at.keys)
         count = min(self._memory.word(keys + self._at.names), _MOST_ENTRIES)
         return self._memory.words(keys, _OF_HEAD + count * _OF_ENTRY)
@@ -170,7 +174,7 @@ class Interpreter:
         return address
 
     def _main_thread(self) -> int:
-        """The last one in the list: every other thread has been put before it."""
+        """The last thread in the list: each new thread is inserted at its front."""
         thread = self._memory.word(self._state + self._at.threads)
         for _ in range(_MOST_THREADS):
             following = self._memory.word(thread + self._at.next_thread)
@@ -186,7 +190,7 @@ class Interpreter:
         return bool(args) and self._is(args, tuple)
 
     def _is(self, address: int, kind: type) -> bool:
-        """Whether an object is of one of Python's own types, which lie in its file; any other may have the name."""
+        """Whether an object has exactly this built-in type, by address: other types may have the same name."""
         return self._memory.word(address + self._at.type) == id(kind) + self._shift
 
     def _kind(self, address: int) -> str:
@@ -211,15 +215,15 @@ class Interpreter:
         args = self._memory.word(error + self._at.args)
         count = self._memory.word(args + self._at.count)
         items = self._memory.words(args + self._at.items, min(count, _MOST_ITEMS)) if count else ()
-        told = ["…" if (words := or_none(partial(self._words, item))) is None else words for item in items]
-        told += ["…"] if count > _MOST_ITEMS else []
+        parts = ["…" if (words := or_none(partial(self._words, item))) is None else words for item in items]
+        parts += ["…"] if count > _MOST_ITEMS else []
         kind = getattr(builtins, self._kind(error), None)
-        if isinstance(kind, type) and issubclass(kind, OSError) and len(told) > 1:
+        if isinstance(kind, type) and issubclass(kind, OSError) and len(parts) > 1:
             file = self._name(self._memory.word(error + self._at.file_name))
-            return f"[Errno {told[0]}] {told[1]}{f': {file!r}' if file else ''}"
-        if len(told) == 1:
-            return repr(told[0]) if kind is KeyError and self._is(items[0], str) else told[0]
-        return f"({', '.join(told)})" if told else ""
+            return f"[Errno {parts[0]}] {parts[1]}{f': {file!r}' if file else ''}"
+        if len(parts) == 1:
+            return repr(parts[0]) if kind is KeyError and self._is(items[0], str) else parts[0]
+        return f"({', '.join(parts)})" if parts else ""
 
     def _words(self, address: int) -> str:
         if self._is(address, str):
@@ -254,7 +258,7 @@ class Interpreter:
         line = self._memory.number(trace + self._at.trace_line)
         if line > 0:
             return line
-        # Python 3.12 and newer work it out when somebody asks.
+        # Python 3.12 and newer compute it on demand.
         table = self._memory.word(code + self._at.lines)
         size = min(self._memory.word(table + self._at.count), _MOST_TABLE)
         first = self._memory.number(code + self._at.first_line)
@@ -262,7 +266,7 @@ class Interpreter:
         return line_in(self._memory.read(table + self._at.bytes_data, size), first, instruction)
 
     def _held(self, address: int, name: str) -> int:
-        """Where an attribute of an instance is; 0 where it has none of this name."""
+        """The address of an instance's attribute; 0 if there is none of this name."""
         inside = self._memory.word(address + self._at.dictionary)
         if inside and inside % 8 == 0 and or_none(partial(self._is, inside, dict)):
             return self._named(inside, name)
@@ -275,7 +279,7 @@ class Interpreter:
         return self._memory.word(values + place[0] * WORD.size)
 
     def _named(self, names: int, name: str) -> int:
-        """What a dictionary has under a name; 0 if nothing."""
+        """The address of a dictionary's value under a name; 0 if there is none."""
         place = self._names(self._memory.word(names + self._at.keys)).get(name)
         values = self._memory.word(names + self._at.keys + WORD.size)
         if place is None or not values:
@@ -283,11 +287,11 @@ class Interpreter:
         return self._memory.word(values + self._at.split_values + place[0] * WORD.size)
 
     def _names(self, keys: int) -> dict[str, tuple[int, int]]:
-        """The names of a dictionary: which of them each is, and what stands behind it."""
+        """The names among a dictionary's keys, each with its index and the word behind it."""
         if keys not in self._known:
             count = min(self._memory.word(keys + self._at.names), _MOST_NAMES)
             words = self._memory.words(keys, _OF_HEAD + count * _OF_ENTRY)
-            # Beside each name and its value there may be its hash.
+            # An entry is a name and its value, or a hash, a name and its value.
             found = (tuple(self._names_in(words, count, step)) for step in (2, 3))
             self._known[keys] = {name: (index, value) for index, name, value in max(found, key=len)}
         return self._known[keys]
@@ -305,7 +309,7 @@ class Interpreter:
 
 
 def line_in(table: bytes, first: int, instruction: int) -> int:
-    """The line of an instruction, by the table of a code object of Python 3.11 and newer.
+    """The line of an instruction, from the line table of a code object of Python 3.11 or newer.
 
     Args:
         table: ``co_linetable``.

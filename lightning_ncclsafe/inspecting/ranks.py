@@ -1,4 +1,4 @@
-"""Which processes of this host are ranks, and of which job: by what launchers put into their environment."""
+"""Finds the processes of this host that are ranks, and their jobs, by the environment variables of launchers."""
 
 import os
 from collections import defaultdict
@@ -13,8 +13,8 @@ import psutil
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.probes.absent import or_none
 
-# Names of rank, local rank, number of ranks, and number of those of a host. The first is what torchrun, DeepSpeed,
-# Accelerate and Kubeflow set.
+# Variables with the rank, local rank, number of ranks, and number of ranks of a host. The first ones are those of
+# torchrun, DeepSpeed, Accelerate and Kubeflow.
 _SCHEMES = (
     (("RANK",), ("LOCAL_RANK",), ("WORLD_SIZE",), ("LOCAL_WORLD_SIZE",)),
     (("SLURM_PROCID",), ("SLURM_LOCALID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ()),
@@ -26,12 +26,14 @@ _SCHEMES = (
     ),
 )
 _SLURM = 1
-# What Lightning gives the processes that its rank 0 starts; rank 0 itself has been started without.
+# The variables that Lightning sets for the processes that its rank 0 starts; rank 0 itself has none.
 _LIGHTNING = len(_SCHEMES)
-# What Python's multiprocessing runs in a process that it does not fork.
+# In the command line of a process that Python's multiprocessing starts without a fork.
 _SPAWNED = ("--multiprocessing-fork", "from multiprocessing.spawn import", "from multiprocessing.forkserver import")
-# What is read of a process's memory takes a millisecond, unless another has locked it.
+# Reading a process's memory takes a millisecond, unless the memory is locked.
 _MEMORY_S = 1.0
+# Of the ranks of one job.
+_TOGETHER_S = 60.0
 _LIBRARIES = ("/libtorch", "/libc10")
 
 
@@ -41,13 +43,14 @@ class SeenProcess:
 
     Attributes:
         pid: Process id.
-        parent: That of its parent.
+        parent: Process id of its parent.
         started: When it was started, seconds since the epoch.
         command: Its command line.
-        environment: As it was when the process was started; None where it may not be read.
+        environment: Its environment at its start; None if it cannot be read.
         has_torch: Whether it has loaded torch.
-        is_read: Whether the kernel has told its command and environment. It does not while a thread of the process has
-            its memory locked, as one does that waits for storage that does not answer.
+        has_ended: Whether it has ended, and its parent has not waited for it yet. It has no environment any more.
+        is_read: Whether the kernel could read its command line and environment. It cannot while a thread of the process
+            has its memory locked, for example while it waits for storage that does not answer.
     """
 
     pid: int
@@ -56,6 +59,7 @@ class SeenProcess:
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
     has_torch: bool = True
+    has_ended: bool = False
     is_read: bool = True
 
 
@@ -67,12 +71,12 @@ class RankProcess:
         pid: Process id.
         rank: Global rank.
         local_rank: Rank on this host.
-        world_size: Number of ranks of the job; 0 where nothing says so.
-        local_world_size: Number of ranks of this host; 0 likewise.
-        job: What the ranks of one job have in common, on all hosts, in words.
+        world_size: Number of ranks of the job; 0 if unknown.
+        local_world_size: Number of ranks of this host; 0 if unknown.
+        job: A name of the job that all its ranks share, on all hosts.
         parent: Process id of its parent.
         started: When it was started, seconds since the epoch.
-        environment: As it was when it was started.
+        environment: Its environment at its start.
     """
 
     pid: int
@@ -88,12 +92,12 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRanks:
-    """What was found on this host.
+    """The ranks of this host.
 
     Attributes:
         ranks: Processes that are ranks.
-        unplaced: Processes that may be, by the process that has started them, 0 for those that were named: only their
-            stacks say which.
+        unplaced: Processes that may be ranks, whose numbers only their stacks can show; by the process that started
+            them, or 0 if the user named them.
     """
 
     ranks: tuple[RankProcess, ...] = ()
@@ -102,7 +106,7 @@ class FoundRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What an environment says: ``scheme`` is the index of the launcher's kind, ``node`` the number of the host."""
+    """A rank according to an environment: ``scheme`` is the kind of launcher, ``node`` the number of the host."""
 
     scheme: int
     rank: int
@@ -117,7 +121,7 @@ def python_processes(proc: Path = Path("/proc")) -> list[SeenProcess]:
     """All Python processes of this user; of all users for root.
 
     Args:
-        proc: Root of the file system that tells of processes.
+        proc: Where procfs is mounted.
     """
     own_id = os.geteuid()
     found = []
@@ -130,6 +134,8 @@ def python_processes(proc: Path = Path("/proc")) -> list[SeenProcess]:
 
 def _seen_process(process: psutil.Process, proc: Path) -> SeenProcess:
     seen = SeenProcess(pid=process.pid, parent=process.ppid(), started=process.create_time())
+    if process.status() == psutil.STATUS_ZOMBIE:
+        return replace(seen, has_torch=False, has_ended=True)
 
     def read() -> SeenProcess:
         return replace(
@@ -146,13 +152,13 @@ def _seen_process(process: psutil.Process, proc: Path) -> SeenProcess:
 
 
 def _inspects(command: Sequence[str]) -> bool:
-    """Whether it is this command: srun gives it the environment of a rank."""
+    """Whether it is this very command, to which srun gives the environment of a rank."""
     words = [os.path.basename(word).replace("lightning_ncclsafe", "ncclsafe") for word in command]
     return ("ncclsafe", "inspect") in pairwise(words)
 
 
 def _is_python(process: psutil.Process) -> bool:
-    """By its program: its name may have been changed (setproctitle)."""
+    """Whether it runs Python, by its program file: its name may be changed (setproctitle)."""
     program = or_none(process.exe) or or_none(process.name) or ""
     return "python" in os.path.basename(program).lower()
 
@@ -166,10 +172,10 @@ def find_ranks(processes: Iterable[SeenProcess], pids: Iterable[int] = ()) -> Fo
     """The ranks among processes.
 
     Args:
-        processes: What to look among: all Python processes.
-        pids: The processes that are meant; all ranks if empty.
+        processes: All Python processes.
+        pids: Take only these processes; by default all ranks.
     """
-    by_pid = {process.pid: process for process in processes}
+    by_pid = {process.pid: process for process in processes if not process.has_ended}
     places = {pid: place for pid, process in by_pid.items() if (place := _place(process.environment or {}))}
     places = _numbered(places | _first_ranks(by_pid, places))
     chosen = {*pids}
@@ -180,12 +186,19 @@ def find_ranks(processes: Iterable[SeenProcess], pids: Iterable[int] = ()) -> Fo
     unplaced: dict[int, list[SeenProcess]] = defaultdict(list)
     for pid in rest:
         if pid not in ranks:
-            # Those that were named belong together, whoever has started them.
+            # Processes that the user names belong together, whatever started them.
             unplaced[0 if chosen else by_pid[pid].parent].append(by_pid[pid])
     found = _youngest(_rank(by_pid[pid], places[pid]) for pid in ranks)
     return FoundRanks(
         ranks=tuple(_with_size_of_host(found)), unplaced={parent: tuple(group) for parent, group in unplaced.items()}
     )
+
+
+def ended_beside(ranks: Sequence[RankProcess], processes: Iterable[SeenProcess]) -> list[SeenProcess]:
+    """Processes that have ended and were started together with the ranks of a job, so that they may be ranks of it."""
+    parents = {one.parent for one in ranks}
+    since = min(one.started for one in ranks) - _TOGETHER_S
+    return [one for one in processes if one.has_ended and one.parent in parents and one.started >= since]
 
 
 def _rank(process: SeenProcess, place: _Place) -> RankProcess:
@@ -203,13 +216,13 @@ def _rank(process: SeenProcess, place: _Place) -> RankProcess:
 
 
 def _youngest(ranks: Iterable[RankProcess]) -> list[RankProcess]:
-    """Of several processes of one rank the last one: others are left over from an earlier start."""
+    """The youngest process of each rank: older ones are left over from an earlier start."""
     by_rank = {(one.job, one.rank): one for one in sorted(ranks, key=lambda one: one.started)}
     return sorted(by_rank.values(), key=lambda one: (one.job, one.rank))
 
 
 def _with_size_of_host(ranks: list[RankProcess]) -> Iterator[RankProcess]:
-    """Where nothing says how many ranks a host has, as many as it has been given numbers for."""
+    """Fills in how many ranks a host has, if unknown, from the highest local rank."""
     most: dict[str, int] = defaultdict(int)
     for one in ranks:
         most[one.job] = max(most[one.job], one.local_rank + 1)
@@ -233,7 +246,7 @@ def _place(environment: Mapping[str, str]) -> _Place | None:
 
 
 def _numbered(places: Mapping[int, _Place]) -> dict[int, _Place]:
-    """Lightning gives every host as many ranks, and tells these the number of the host and their own on it."""
+    """Fills in the ranks that Lightning started: equally many on each host, with variables for host and local rank."""
     most: dict[str, int] = defaultdict(int)
     for place in places.values():
         most[place.job] = max(most[place.job], place.local_rank + 1)
@@ -259,7 +272,7 @@ def _number(environment: Mapping[str, str], names: Iterable[str]) -> int | None:
 
 
 def _first_ranks(by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]) -> dict[int, _Place]:
-    """Rank 0 of a host where Lightning has started the others: it is their parent, and has been told nothing."""
+    """The first rank of a host where Lightning started the others: it is their parent, and has no variables."""
     children: dict[int, list[_Place]] = defaultdict(list)
     for pid, place in places.items():
         if place.scheme == _LIGHTNING:
@@ -272,7 +285,7 @@ def _first_ranks(by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]
 
 
 def _is_launcher(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]) -> bool:
-    """Whether it only starts ranks, whatever its own environment says: an agent of torchrun in a step of SLURM."""
+    """Whether it only starts ranks, although it has a rank's environment, like torchrun's agent in a SLURM step."""
     own, below = places[pid], [other for other, process in by_pid.items() if process.parent == pid and other in places]
     if any(places[other].scheme < own.scheme for other in below):
         return True
@@ -281,9 +294,9 @@ def _is_launcher(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[in
 
 
 def _inherits(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]) -> bool:
-    """Whether a rank has started it, so that it has that rank's environment: a loader's worker, a tracker."""
+    """Whether it has its environment from a rank that started it, like a loader's worker."""
     parent, passed = by_pid[pid].parent, {pid}
-    # Where a number was given anew while processes were listed, one may seem to be above itself.
+    # If an id is reused while processes are listed, a process may seem to be its own ancestor.
     while parent in by_pid and parent not in passed:
         passed.add(parent)
         above = places.get(parent)
@@ -295,7 +308,7 @@ def _inherits(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[int, 
 
 
 def _may_be_rank(pid: int, by_pid: Mapping[int, SeenProcess], places: Mapping[int, _Place]) -> bool:
-    """Whether Python's multiprocessing has started it in a process that is no rank itself."""
+    """Whether Python's multiprocessing started it from a process that is not a rank."""
     process, parent = by_pid[pid], by_pid.get(by_pid[pid].parent)
     if pid in places or parent is None or parent.pid in places or not process.has_torch:
         return False

@@ -1,7 +1,7 @@
-"""PyTorch's Flight Recorder of processes that have opened a way to ask for it: a worker server's socket, or a pipe.
+"""Reads the Flight Recorder of processes that offer access to it: through a worker server's socket, or a pipe.
 
-Through the socket the process answers, and nothing is left behind. Through the pipe it writes a file where its own
-environment says: whoever looks has to ask for that.
+Through the socket, the process answers and leaves nothing behind. Through the pipe, it writes the file that its
+environment names, so the user has to ask for that.
 """
 
 import os
@@ -20,6 +20,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.inspecting.ranks import RankProcess
+from lightning_ncclsafe.inspecting.sources import folder_of
 from lightning_ncclsafe.probes.absent import or_none
 from lightning_ncclsafe.reading.dumps import from_json, from_pickle, is_dump
 from lightning_ncclsafe.reading.evidence import Artifacts
@@ -27,13 +28,13 @@ from lightning_ncclsafe.reading.values import ReadingError
 from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words
 
 _SOCKET, _PIPE = "TORCH_WORKER_SERVER_SOCKET", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-# The first that is set counts; else it is one of these, by PyTorch's version.
+# The first one that is set counts. If none is, the default depends on PyTorch's version.
 _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _DEFAULT, _OLD_DEFAULT = "torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_"
-# NCCL has a recorder of its own before gloo's.
+# NCCL's own recorder comes before gloo's.
 _HANDLERS = (("dump_nccl_trace_json", from_json), ("dump_nccl_trace_pickle", from_pickle), ("fr_trace_json", from_json))
 _ANSWER_S = 2.0
-# PyTorch looks into its pipe once in a second.
+# PyTorch reads its pipe once a second.
 _WRITTEN_S = 6.0
 _POLL_S = 0.1
 _MOST_BYTES = 256 * 2**20
@@ -41,11 +42,11 @@ _MOST_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What recorders have said.
+    """The answers of Flight Recorders.
 
     Attributes:
-        facts: Groups and collectives of ranks, by process.
-        notes: What could not be had, a line each.
+        facts: Groups and collectives of ranks, by process id.
+        notes: What could not be read, one line each.
     """
 
     facts: Mapping[int, RankFacts] = field(default_factory=dict)
@@ -53,16 +54,16 @@ class Recorded:
 
 
 class _CannotAskError(Exception):
-    """Its text says why."""
+    """A Flight Recorder cannot be read; the message says why."""
 
 
 def recorded(ranks: Iterable[RankProcess], pool: Executor, *, may_write: bool) -> Recorded:
-    """Asks the recorders of ranks.
+    """Reads the Flight Recorders of ranks.
 
     Args:
-        ranks: The processes.
-        pool: Asks several at a time.
-        may_write: Whether they may be made to write a file.
+        ranks: The ranks.
+        pool: Reads several at a time.
+        may_write: Whether ranks may be made to write a file.
     """
     answers = [*zip(given := [*ranks], pool.map(partial(_answer, may_write=may_write), given), strict=True)]
     facts: dict[int, RankFacts] = {}
@@ -73,9 +74,9 @@ def recorded(ranks: Iterable[RankProcess], pool: Executor, *, may_write: bool) -
                 artifacts.add_dump(f"rank_{one.rank}", dump)
                 pids[one.rank] = one.pid
         job = artifacts.job()
-        # One that is off has nothing to say.
-        told = (one for one in job.ranks if one.record is None or not one.record.is_empty) if job else ()
-        facts |= {pids[one.rank]: one for one in told if one.rank in pids}
+        # A recorder that is off is empty.
+        active = (one for one in job.ranks if one.record is None or not one.record.is_empty) if job else ()
+        facts |= {pids[one.rank]: one for one in active if one.rank in pids}
     said = sorted((str(why), one.rank) for one, why in answers if isinstance(why, _CannotAskError))
     notes = (
         f"{capitalised(ranks_words([rank for _, rank in alike]))}: {why}"
@@ -98,13 +99,12 @@ def _answer(one: RankProcess, *, may_write: bool) -> dict[Any, Any] | _CannotAsk
 
 
 def _path(one: RankProcess, name: str) -> Path:
-    """As this process sees it: the other may be in a container, and has a working folder of its own."""
-    folder = or_none(lambda: os.readlink(f"/proc/{one.pid}/cwd")) or "/"
-    return Path(f"/proc/{one.pid}/root{os.path.join(folder, name)}")
+    """A path of the rank, which may be in a container and has its own working folder, as this process sees it."""
+    return Path(f"/proc/{one.pid}/root{os.path.join(folder_of(one.pid) or '/', name)}")
 
 
 class _UnixConnection(HTTPConnection):
-    """HTTP over a socket that is a file."""
+    """HTTP over a Unix socket."""
 
     def __init__(self, path: Path, pid: int) -> None:
         super().__init__("localhost", timeout=_ANSWER_S)
@@ -149,7 +149,7 @@ def _through_pipe(one: RankProcess, pipe: Path, *, may_write: bool) -> dict[Any,
         raise _CannotAskError("it would dump its Flight Recorder to a file with --recorder")
     files = [*_destinations(one)]
     before = {file: _written_ns(file) for file in files}
-    # Without a reader, opening would wait for one.
+    # Without O_NONBLOCK, this waits until there is a reader.
     descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     try:
         os.write(descriptor, b"1\n")
@@ -162,7 +162,7 @@ def _through_pipe(one: RankProcess, pipe: Path, *, may_write: bool) -> dict[Any,
                 return dump
         time.sleep(_POLL_S)
     where = " or ".join(str(file).removeprefix(f"/proc/{one.pid}/root") for file in files)
-    raise _CannotAskError(f"its Flight Recorder was asked through its pipe, and has not written {where}")
+    raise _CannotAskError(f"its Flight Recorder was asked through its pipe, but has not written {where}")
 
 
 def _destinations(one: RankProcess) -> Iterator[Path]:
@@ -180,6 +180,6 @@ def _written_ns(file: Path) -> int:
 
 
 def _in_file(file: Path) -> dict[Any, Any]:
-    """What was written; half of it is no pickle."""
+    """The dump in a file; a file that is not complete yet is not a pickle."""
     with file.open("rb") as stream:
         return from_pickle(stream.read(_MOST_BYTES))

@@ -1,4 +1,4 @@
-"""What is around a rank and needs to be seen once: its workers, its files, its host, what is installed."""
+"""What surrounds a rank and needs to be read only once: its workers, files, host and installed packages."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,13 @@ from lightning_ncclsafe.inspecting.looks import Look, StackReader
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.sources import from_storage, remember_sources
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, look_at
+from lightning_ncclsafe.probes.host.resources import GONE, child_processes, filesystem_of, host_facts, look_at
 from lightning_ncclsafe.probes.network import name_servers_asked
+from lightning_ncclsafe.probes.process.growth import MemoryLook, growth_between
 from lightning_ncclsafe.probes.process.lock_waits import awaited_lock
 from lightning_ncclsafe.probes.process.stacks import with_source
 
-# A worker's stack is read only where its rank waits for data, and of few: they do the same.
+# Stacks of workers are read only if their rank waits for data, and only of a few, as all do the same.
 _WORKERS_READ = 2
 _CHECKPOINTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp", ".part", ".tmp")
 _LOGS = ("tfevents", "metrics.csv", ".wandb")
@@ -28,11 +29,18 @@ _VERSIONS = {"torch": ("torch",), "lightning": ("lightning", "pytorch_lightning"
 
 
 def seen_rank(one: RankProcess, looks: tuple[Look, ...], reader: StackReader, ranks: Sequence[RankProcess]) -> SeenRank:
-    """With what needs to be seen once."""
+    """A rank with its surroundings.
+
+    Args:
+        one: The rank.
+        looks: The looks at it.
+        reader: Reads stacks of its workers.
+        ranks: All ranks of this host.
+    """
     last = looks[-1].process if looks else None
-    if last is not None and last.state == "gone":
+    if last is not None and last.state == GONE:
         return SeenRank(process=one, looks=looks)
-    # Lightning's launcher makes the other ranks children of the first one: such a child is no worker.
+    # Lightning's launcher makes the other ranks children of the first one; these are not workers.
     others = [other.pid for other in ranks]
     children = or_none(lambda: psutil.Process(one.pid).children()) or []
     ended = [seen for child in children if child.pid not in others and (seen := look_at(child.pid)).state == "zombie"]
@@ -66,7 +74,7 @@ def _worker(pid: int, reader: StackReader | None) -> ProcessFacts:
 
 
 def _open_files(pid: int) -> Iterator[StorageFacts]:
-    """Files that are written to, by what their names say."""
+    """Folders in which files are open for writing, with their owner according to the files' names."""
     seen = set()
     for file in or_none(lambda: psutil.Process(pid).open_files()) or []:
         folder, name = os.path.split(file.path)
@@ -79,22 +87,16 @@ def _open_files(pid: int) -> Iterator[StorageFacts]:
 
 
 def _host_facts(pid: int, looks: Sequence[Look]) -> HostFacts:
-    known = [(seen.at_s, seen.process) for seen in looks if seen.process and seen.process.rss_bytes is not None]
-    memory, swap = or_none(psutil.virtual_memory), or_none(psutil.swap_memory)
-    facts = HostFacts(
-        memory_total_bytes=memory.total if memory else None,
-        memory_available_bytes=memory.available if memory else None,
-        swap_total_bytes=swap.total if swap else None,
-        swap_used_bytes=swap.used if swap else None,
-        cores=or_none(lambda: len(os.sched_getaffinity(pid))),
-        load_1min=or_none(lambda: os.getloadavg()[0]),
-    )
+    known = [
+        MemoryLook(at_s=one.at_s, rss_bytes=one.process.rss_bytes, swap_bytes=one.process.swap_bytes)
+        for one in looks
+        if one.process is not None and one.process.rss_bytes is not None
+    ]
+    facts = host_facts(pid)
     if not known:
         return facts
-    (first_s, first), (last_s, last) = known[0], known[-1]
-    span_s = last_s - first_s
-    grows = round(((last.rss_bytes or 0) - (first.rss_bytes or 0)) / span_s) if span_s > 0 else None
-    swaps = round(((last.swap_bytes or 0) - (first.swap_bytes or 0)) / span_s) if span_s > 0 else None
+    first, last = known[0], known[-1]
+    grows, swaps = growth_between(first, last)
     return replace(
         facts,
         rss_bytes=last.rss_bytes,
@@ -105,7 +107,7 @@ def _host_facts(pid: int, looks: Sequence[Look]) -> HostFacts:
 
 
 def _versions(looks: Sequence[Look]) -> dict[str, str]:
-    """By what lies beside the packages that its frames are in."""
+    """Versions by the metadata beside the packages that its frames are in."""
     files = {frame.file for seen in looks for frame in seen.stack if "-packages/" in frame.file}
     folders = {file[: file.index("-packages/") + len("-packages")] for file in files}
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Where a Lightning Trainer stands, from the frames of a stack alone: its phase, its hooks, its batch."""
+"""The phase, hooks and batch of a Lightning Trainer, from the frames of a stack alone."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ from lightning_ncclsafe.facts import Action, Phase, Progress
 from lightning_ncclsafe.inspecting.looks import SeenFrame
 
 _LOOPS = TRAINING_LOOPS | EVALUATION_LOOPS | PREDICTION_LOOPS
-# As Lightning's profiler names them; the variable of a frame that holds whose hook it is.
+# Owners as Lightning's profiler names them, and the frame's variable that holds the owner.
 _HOOKS = (
     (HOOKS_OF_MODULES, "LightningModule", "pl_module"),
     (HOOKS_OF_DATA, "LightningDataModule", ""),
@@ -40,16 +40,16 @@ _AFTER_THE_LOOP = ("on_fit_end", "teardown", "on_exception")
 _CLASS = re.compile(r"<([\w.]+) at 0x")
 _WORD = re.compile(r"\w+")
 _BARRIER = re.compile(r"""["']([\w.\[\]-]{1,60})["']""")
-# How deep a hook's own function lies below the call of it.
+# How many frames below its call a hook's own function may be.
 _NEAR = 4
 
 
 def progress_in(stack: Sequence[SeenFrame], idle_s: float) -> Progress:
-    """How far the Trainer has come, as far as a stack tells; the epoch it does not.
+    """The progress of the Trainer as far as a stack shows it; the stack does not show the epoch.
 
     Args:
-        stack: Of the main thread, the outermost frame first.
-        idle_s: Seconds for which it is known to have stood still.
+        stack: The stack of the main thread, outermost frame first.
+        idle_s: Seconds for which that is known to have stood still.
     """
     actions = tuple(Action(name=name, for_s=idle_s) for name in _actions(stack))
     phase = _phase(stack, [action.name for action in actions])
@@ -81,7 +81,7 @@ def _phase(stack: Sequence[SeenFrame], actions: Sequence[str]) -> Phase:
 
 
 def _is_before_the_loop(stack: Sequence[SeenFrame]) -> bool:
-    """Whether the loop makes its loaders for the first time; those that are made anew belong to an epoch."""
+    """Whether the loop makes its loaders for the first time; later ones belong to an epoch."""
     return any(
         FIT_LOOP_RUN.has(above.file, above.function) and SETUP_OF_LOADERS.has(one.file, one.function)
         for above, one in pairwise(stack)
@@ -89,7 +89,7 @@ def _is_before_the_loop(stack: Sequence[SeenFrame]) -> bool:
 
 
 def _actions(stack: Sequence[SeenFrame]) -> Iterator[str]:
-    """As Lightning names them to its profiler, the outermost first."""
+    """The running actions, as Lightning names them to its profiler, outermost first."""
     loop = ""
     for depth, frame in enumerate(stack):
         if _LOOPS.has(frame.file, frame.function):
@@ -119,7 +119,7 @@ def _hook(stack: Sequence[SeenFrame], depth: int) -> Iterator[str]:
     for code, owner, variable in _HOOKS:
         if not code.has(frame.file, frame.function):
             continue
-        # What a profiler wraps a hook in stands between the two.
+        # A profiler may put frames of its own between the two.
         below = [one for one in stack[depth + 1 : depth + 1 + _NEAR] if "profiler" not in one.file]
         named = _WORD.search(frame.values.get("hook_name", ""))
         hook = named[0] if named else below[0].function if below else ""

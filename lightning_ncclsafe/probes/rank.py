@@ -310,7 +310,12 @@ class RankProbe:
         ]
         span_s = time.monotonic() - began_s
         return [
-            with_core_shares(replace(now, stack=then.stack or now.stack, gil_held=then.gil_held), turn, span_s)
+            with_core_shares(
+                replace(now, stack=then.stack or now.stack, gil_held=then.gil_held),
+                turn,
+                look_at_main_thread(now.pid),
+                span_s,
+            )
             for now, then, turn in zip(again, seen, turns, strict=True)
         ]
 

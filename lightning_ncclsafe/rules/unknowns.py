@@ -27,7 +27,7 @@ _REASONS = {
         "is not read: {by_stacks}. A thread that waits for the device (cudaFree) may hold the driver's lock."
     ),
     NotRecorded.OUTSIDE: (
-        "{ranks} {was} looked at from outside, where the Flight Recorder cannot be read: {by_stacks}."
+        "{ranks} {was} inspected from outside, where the Flight Recorder cannot be read: {by_stacks}."
     ),
     NotRecorded.LOST: (
         "{ranks} called {calls} in {group} of which the Flight Recorder has no entry left: set TORCH_FR_BUFFER_SIZE "
@@ -95,8 +95,8 @@ def _elsewhere(view: Timeline) -> Iterator[str]:
     ranks = view.job.elsewhere
     if ranks:
         yield (
-            f"{capitalised(ranks_words(ranks))} {verb(ranks, 'runs', 'run')} where nobody has looked: inspect every "
-            "host of the job with --output DIR, and join them with ncclsafe diagnose DIR."
+            f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} not inspected: inspect all processes of "
+            "the job, on every host with --output DIR, and join the hosts with ncclsafe diagnose DIR."
         )
 
 

@@ -62,6 +62,7 @@ from lightning_ncclsafe.facts import (
     StorageFacts,
     Straggler,
     SwapFacts,
+    ThreadPlace,
     TrainerFacts,
     TriedAddress,
     UnitKind,
@@ -487,6 +488,7 @@ RANK = RankFacts(
         slept_s=614.2,
         whereabouts=(SampledActivity(doing="user code", place="train.py:41 in evaluate", looks=5),),
         native=("cudaStreamSynchronize (libcudart.so.12)",),
+        threads=(ThreadPlace(name="Thread-1 (upload)", frame=FRAME),),
         group=Group(
             name="2",
             description="dp",

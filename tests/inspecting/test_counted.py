@@ -9,9 +9,10 @@ from test_inspection import BARRIER, SITE, look, rank, user
 from lightning_ncclsafe.facts import Group, LoopEnd, Phase, Progress, TrainerFacts
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
-from lightning_ncclsafe.inspecting.joining import diagnosis_of, wait_apart
+from lightning_ncclsafe.inspecting.joining import diagnosis_of, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import SeenFrame
-from lightning_ncclsafe.inspecting.trainer_objects import Counted
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects
+from lightning_ncclsafe.inspecting.trainer_counters import TrainerCounters
 
 RUN = SeenFrame(f"{SITE}/lightning/pytorch/trainer/trainer.py", 1, "_run")
 LOOP = SeenFrame(f"{SITE}/lightning/pytorch/loops/training_epoch_loop.py", 9, "advance")
@@ -20,9 +21,12 @@ BACKWARD = SeenFrame(f"{SITE}/torch/autograd/graph.py", 9, "_engine_run_backward
 BROADCAST = SeenFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 9, "broadcast")
 
 
-def in_batch(epoch: int, batch: int, *, batches: int | None = None, is_last: bool = False) -> Counted:
+def in_batch(epoch: int, batch: int, *, batches: int | None = None, is_last: bool = False) -> RankObjects:
     trainer = TrainerFacts(settings={"max_epochs": "3"}, end=LoopEnd.DATA, batches=batches)
-    return Counted(epoch=epoch, global_step=9, batch_idx=(batch, -1), is_last=(is_last, False), trainer=trainer)
+    counters = TrainerCounters(
+        epoch=epoch, global_step=9, batch_idx=(batch, -1), is_last=(is_last, False), trainer=trainer
+    )
+    return RankObjects(counters=counters)
 
 
 def waits(number: int, *frames: SeenFrame, of: int = 2, **more: object) -> SeenRank:
@@ -32,15 +36,15 @@ def waits(number: int, *frames: SeenFrame, of: int = 2, **more: object) -> SeenR
 
 def test_a_rank_in_the_next_batch_has_left_out_the_pass_that_the_others_are_in() -> None:
     ranks = [
-        waits(0, LOOP, BACKWARD, of=3, counted=in_batch(0, 3)),
-        waits(1, LOOP, BROADCAST, of=3, counted=in_batch(0, 4)),
-        waits(2, LOOP, BACKWARD, of=3, counted=in_batch(0, 3)),
+        waits(0, LOOP, BACKWARD, of=3, objects=in_batch(0, 3)),
+        waits(1, LOOP, BROADCAST, of=3, objects=in_batch(0, 4)),
+        waits(2, LOOP, BACKWARD, of=3, objects=in_batch(0, 3)),
     ]
     first = diagnosis_of(job_facts(ranks)).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("skipped-step", (1,), Confidence.POSSIBLE)
     assert "to batch 4 of epoch 0 without exchanging gradients in batch 3" in first.summary
     # Gradients that accumulate are exchanged with the last batch.
-    last = [replace(one, counted=in_batch(0, 3, is_last=True)) if one.process.rank != 1 else one for one in ranks]
+    last = [replace(one, objects=in_batch(0, 3, is_last=True)) if one.process.rank != 1 else one for one in ranks]
     assert all(finding.rule != "skipped-step" for finding in diagnosis_of(job_facts(last)).findings)
 
 
@@ -49,8 +53,8 @@ def test_a_rank_in_the_next_epoch_has_left_the_last_one_early_or_had_no_more_bat
     batches: int | None, rule: str
 ) -> None:
     ranks = [
-        waits(0, LOOP, BACKWARD, counted=in_batch(0, 3, batches=batches)),
-        waits(1, LOOP, BROADCAST, counted=in_batch(1, 0, batches=batches)),
+        waits(0, LOOP, BACKWARD, objects=in_batch(0, 3, batches=batches)),
+        waits(1, LOOP, BROADCAST, objects=in_batch(1, 0, batches=batches)),
     ]
     first = diagnosis_of(job_facts(ranks)).findings[0]
     assert (first.rule, first.ranks) == (rule, (1,))
@@ -59,8 +63,8 @@ def test_a_rank_in_the_next_epoch_has_left_the_last_one_early_or_had_no_more_bat
 def test_numbers_of_batches_that_are_known_leave_no_doubt_who_has_too_few() -> None:
     for batch, confidence in ((307, Confidence.CERTAIN), (200, Confidence.POSSIBLE)):
         ranks = [
-            waits(0, LOOP, BROADCAST, counted=in_batch(0, batch, batches=396)),
-            waits(1, END, BARRIER, counted=in_batch(0, 306, batches=307, is_last=True)),
+            waits(0, LOOP, BROADCAST, objects=in_batch(0, batch, batches=396)),
+            waits(1, END, BARRIER, objects=in_batch(0, 306, batches=307, is_last=True)),
         ]
         first = diagnosis_of(job_facts(ranks)).findings[0]
         # Who is in a batch that the other has as well is not kept by the number of these.
@@ -71,9 +75,9 @@ def test_numbers_of_batches_that_are_known_leave_no_doubt_who_has_too_few() -> N
 def test_nobody_is_sent_to_compare_lengths_that_are_known_to_be_alike() -> None:
     for batches, is_asked in ((None, True), (6, False)):
         ranks = [
-            waits(0, LOOP, user(20), BARRIER, of=3, counted=in_batch(0, 3, batches=batches)),
-            waits(1, LOOP, BROADCAST, of=3, counted=in_batch(0, 4, batches=batches)),
-            waits(2, LOOP, user(20), BARRIER, of=3, counted=in_batch(0, 3, batches=batches)),
+            waits(0, LOOP, user(20), BARRIER, of=3, objects=in_batch(0, 3, batches=batches)),
+            waits(1, LOOP, BROADCAST, of=3, objects=in_batch(0, 4, batches=batches)),
+            waits(2, LOOP, user(20), BARRIER, of=3, objects=in_batch(0, 3, batches=batches)),
         ]
         first = diagnosis_of(job_facts(ranks)).findings[0]
         assert (first.rule, first.ranks) == ("diverged-collectives", (1,))
@@ -92,57 +96,62 @@ def test_who_is_further_down_in_one_function_has_gone_past_the_call_of_the_other
 
 def test_ranks_at_the_end_of_their_epoch_have_run_out_of_data() -> None:
     for others, confidence in ((2, Confidence.LIKELY), (1, Confidence.POSSIBLE)):
-        ranks = [waits(number, LOOP, BROADCAST, of=others + 1, counted=in_batch(0, 4)) for number in range(others)]
-        ranks.append(waits(others, END, BARRIER, of=others + 1, counted=in_batch(0, 3, is_last=True)))
+        ranks = [waits(number, LOOP, BROADCAST, of=others + 1, objects=in_batch(0, 4)) for number in range(others)]
+        ranks.append(waits(others, END, BARRIER, of=others + 1, objects=in_batch(0, 3, is_last=True)))
         first = diagnosis_of(job_facts(ranks)).findings[0]
         # Of two ranks, one has too few batches or the other too many.
         assert (first.rule, first.ranks, first.confidence) == ("uneven-batches", (others,), confidence)
 
 
 def test_between_counts_that_are_known_and_others_nothing_is_compared() -> None:
-    ranks = [waits(0, LOOP, BROADCAST, counted=in_batch(7, 4)), waits(1, END, BARRIER)]
+    ranks = [waits(0, LOOP, BROADCAST, objects=in_batch(7, 4)), waits(1, END, BARRIER)]
     assert [facts.progress.epoch for facts in job_facts(ranks).ranks] == [-1, -1]
     assert all(facts.trainer is None for facts in job_facts(ranks).ranks)
 
 
 def test_counts_say_nothing_of_a_rank_outside_of_the_trainer() -> None:
     before = Progress(phase=Phase.FINISHED, epoch=-1)
-    assert in_batch(3, 2).within(before) == before
+    counters = in_batch(3, 2).counters
+    assert counters is not None and counters.within(before) == before
 
 
 def test_ranks_that_wait_in_each_others_groups_wait_in_a_circle() -> None:
     one, other = (Group(name=name, ranks=(0, 1)) for name in ("1", "2"))
-    ranks = [waits(0, BARRIER, group=one), waits(1, BARRIER, group=other)]
+    ranks = [waits(0, BARRIER, objects=RankObjects(group=one)), waits(1, BARRIER, objects=RankObjects(group=other))]
     job = job_facts(ranks)
     first = diagnosis_of(job).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("crossed-groups", (0, 1), Confidence.LIKELY)
     assert "barrier of group '1' (ranks 0-1) for rank 1" in first.summary
-    assert wait_apart(job)
-    same = job_facts([waits(0, BARRIER, group=one), waits(1, BARRIER, group=one)])
+    assert wait_in_vain(job)
+    same = job_facts(
+        [waits(0, BARRIER, objects=RankObjects(group=one)), waits(1, BARRIER, objects=RankObjects(group=one))]
+    )
     assert all(finding.rule != "crossed-groups" for finding in diagnosis_of(same).findings)
-    assert not wait_apart(same)
+    assert not wait_in_vain(same)
 
 
 def test_most_ranks_decide_which_group_is_entered_out_of_turn() -> None:
     one, other = (Group(name=name, ranks=(0, 1, 2)) for name in ("1", "2"))
-    ranks = [waits(number, BARRIER, of=3, group=other if number == 2 else one) for number in range(3)]
+    ranks = [
+        waits(number, BARRIER, of=3, objects=RankObjects(group=other if number == 2 else one)) for number in range(3)
+    ]
     assert diagnosis_of(job_facts(ranks)).findings[0].ranks == (2,)
 
 
 def test_groups_without_one_another_are_no_circle() -> None:
     groups = [Group(name="1", ranks=(0, 1)), Group(name="1", ranks=(0, 1)), Group(name="2", ranks=(2, 3))]
-    ranks = [waits(number, BARRIER, of=3, group=group) for number, group in enumerate(groups)]
+    ranks = [waits(number, BARRIER, of=3, objects=RankObjects(group=group)) for number, group in enumerate(groups)]
     assert all(finding.rule != "crossed-groups" for finding in diagnosis_of(job_facts(ranks)).findings)
 
 
 def test_ranks_that_all_wait_at_one_place_in_one_batch_may_have_joined_what_does_not_complete() -> None:
-    ranks = [waits(number, LOOP, BACKWARD, counted=in_batch(0, 3)) for number in (0, 1)]
+    ranks = [waits(number, LOOP, BACKWARD, objects=in_batch(0, 3)) for number in (0, 1)]
     first = diagnosis_of(job_facts(ranks)).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1), Confidence.POSSIBLE)
     send = SeenFrame(BROADCAST.file, 7, "send")
     for other in (
-        [ranks[0], waits(1, LOOP, BACKWARD, counted=in_batch(0, 4))],
-        [waits(number, LOOP, send, counted=in_batch(0, 3)) for number in (0, 1)],
+        [ranks[0], waits(1, LOOP, BACKWARD, objects=in_batch(0, 4))],
+        [waits(number, LOOP, send, objects=in_batch(0, 3)) for number in (0, 1)],
         [replace(one, process=replace(one.process, world_size=3)) for one in ranks],
     ):
         assert all(finding.rule != "all-joined" for finding in diagnosis_of(job_facts(other)).findings)

@@ -8,10 +8,11 @@ import pytest
 from lightning_ncclsafe.facts import Frame, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
 from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, is_past_program, job_facts, shows_enough
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
 from lightning_ncclsafe.inspecting.joining import diagnosis_of
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread
 from lightning_ncclsafe.inspecting.objects import ReadException
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects, is_past_program
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 
@@ -70,7 +71,7 @@ def seen(
     )
     of = {"local_rank": number, "local_world_size": 2, "world_size": 2, "job": "node1:29500", "parent": 1}
     process = RankProcess(pid=100 + number, rank=number, **of)  # type: ignore[arg-type]
-    return SeenRank(process=process, looks=looks, handled=handled, left=left)
+    return SeenRank(process=process, looks=looks, objects=RankObjects(handled=handled, left=left))
 
 
 def judged(*ranks: SeenRank) -> Diagnosis:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from lightning_ncclsafe.inspecting.ranks import FoundRanks, SeenProcess, find_ranks
+from lightning_ncclsafe.inspecting.ranks import FoundRanks, SeenProcess, ended_beside, find_ranks
 
 JOB = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 TRAIN = ("python", "train.py")
@@ -110,3 +110,13 @@ def test_parents_that_go_around_in_a_circle_end() -> None:
     others = [process(12, 13), process(13, 12)]
     assert [*placed(find_ranks([process(11, 12, torchrun(0, 0)), *others]))] == [11]
     assert [*placed(find_ranks([process(11, 12, torchrun(0, 0)), process(12, 11)]))] == [11]
+
+
+def test_a_process_that_has_ended_is_no_rank_and_may_have_been_one() -> None:
+    ranks = [process(100, 10, torchrun(0, 0)), process(101, 10, torchrun(1, 1))]
+    ended = process(102, 10, has_ended=True)
+    others = [process(103, 11, has_ended=True), process(20, 10, has_ended=True), process(104, 10, command=("python",))]
+    found = find_ranks([*ranks, ended, *others], [100, 101, 102])
+    assert [one.pid for one in found.ranks] == [100, 101] and not found.unplaced
+    # Not what another parent has started, nor what is left of an earlier start.
+    assert ended_beside(found.ranks, [*ranks, ended, *others]) == [ended]

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from test_objects import running
 
 from lightning_ncclsafe.facts import Group
-from lightning_ncclsafe.inspecting.groups import group_of
 from lightning_ncclsafe.inspecting.looks import SeenFrame
 from lightning_ncclsafe.inspecting.objects import Interpreter
+from lightning_ncclsafe.inspecting.rank_objects import group_of
 
 FILE = "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py"
 PROGRAM = """

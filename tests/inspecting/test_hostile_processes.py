@@ -16,15 +16,15 @@ import pytest
 from test_inspection import BARRIER, look, rank, user
 
 from lightning_ncclsafe.cli import main
-from lightning_ncclsafe.inspecting import from_memory as memory
-from lightning_ncclsafe.inspecting import looks, ranks
-from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, UnreadObjects, job_facts
-from lightning_ncclsafe.inspecting.from_memory import from_memory
+from lightning_ncclsafe.inspecting import looks, rank_objects, ranks
+from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
 from lightning_ncclsafe.inspecting.inspection import inspect
-from lightning_ncclsafe.inspecting.looks import NO_MAIN_FRAMES, SeenFrame, SeenThread, StackReader, started_at
+from lightning_ncclsafe.inspecting.looks import NO_MAIN_FRAMES, SeenFrame, SeenThread, StackReader
+from lightning_ncclsafe.inspecting.rank_objects import UnreadObjects, objects_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess, SeenProcess, python_processes
 from lightning_ncclsafe.inspecting.sources import remember_sources
 from lightning_ncclsafe.inspecting.surroundings import seen_rank
+from lightning_ncclsafe.probes.process.main_thread import started_at
 
 ANSWER = json.dumps(
     [{"os_thread_id": 7, "thread_name": "MainThread", "frames": [{"filename": "/a.py", "line": 3, "name": "main"}]}]
@@ -157,14 +157,21 @@ def test_another_inspection_is_no_rank(command: list[str], inspects: bool) -> No
     assert ranks._inspects(command) is inspects
 
 
+def test_a_process_that_its_parent_has_not_waited_for_has_ended(waiting: "subprocess.Popen[bytes]") -> None:
+    assert [one.has_ended for one in python_processes() if one.pid == waiting.pid] == [False]
+    waiting.kill()
+    os.waitid(os.P_PID, waiting.pid, os.WEXITED | os.WNOWAIT)
+    assert [one.has_ended for one in python_processes() if one.pid == waiting.pid] == [True]
+
+
 def test_memory_that_does_not_answer_is_left_out(
     waiting: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(memory, "_MEMORY_S", 0.05)
-    monkeypatch.setattr(memory, "Interpreter", lambda pid: answers.wait(60))
+    monkeypatch.setattr(rank_objects, "_MEMORY_S", 0.05)
+    monkeypatch.setattr(rank_objects, "Interpreter", lambda pid: answers.wait(60))
     try:
-        assert from_memory(rank(0, look(0.0, user(20), BARRIER))) == {}
+        assert objects_of(waiting.pid, (user(20), BARRIER)) is None
     finally:
         answers.set()
 
@@ -172,10 +179,10 @@ def test_memory_that_does_not_answer_is_left_out(
 def test_a_free_threaded_python_is_said_not_to_read_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(name == "Py_GIL_DISABLED"))
     seen = rank(0, *(look(at_s, user(20), BARRIER) for at_s in (0.0, 1.0)), of=1)
-    found = from_memory(seen)
-    assert found["unread"] is UnreadObjects.UNKNOWN_PYTHON
-    missing = job_facts([SeenRank(process=seen.process, looks=seen.looks, **found)]).missing
-    assert any("lays its objects out in a way that is not known" in text for text in missing)
+    found = objects_of(seen.process.pid, seen.looks[-1].stack)
+    assert found is not None and found.unread is UnreadObjects.UNKNOWN_PYTHON
+    missing = job_facts([SeenRank(process=seen.process, looks=seen.looks, objects=found)]).missing
+    assert any("has objects of an unknown layout" in text for text in missing)
 
 
 def test_a_source_in_another_encoding_is_read_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

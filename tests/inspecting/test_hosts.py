@@ -10,7 +10,7 @@ from lightning_ncclsafe.cli import inspect as command
 from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.facts import ProcessFacts
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
-from lightning_ncclsafe.inspecting.inspection import Inspected
+from lightning_ncclsafe.inspecting.inspection import Inspection
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread
 from lightning_ncclsafe.inspecting.ranks import RankProcess
@@ -43,10 +43,10 @@ def inspected(
 ) -> None:
     """What ``ncclsafe inspect --output`` does on a host, but for looking."""
 
-    def found(*_: object, **__: object) -> Inspected:
+    def found(*_: object, **__: object) -> Inspection:
         given = {rank: stacks.get(rank, WAITS) for rank in HOSTS[host]}
         ranks = [seen(rank, stack, world_size) for rank, stack in given.items() if stack]
-        return Inspected(diagnoses=(diagnosis_of(job_facts(ranks)),))
+        return Inspection(diagnoses=(diagnosis_of(job_facts(ranks)),))
 
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     monkeypatch.setattr(command, "inspect", found)
@@ -92,7 +92,7 @@ def test_without_the_evidence_of_one_host_it_is_said_where_nobody_has_looked(
     told = joined(tmp_path / "evidence", capsys)
     unanswered = told["unanswered"]
     assert isinstance(unanswered, list)
-    assert any(text.startswith("Ranks 4-7 run where nobody has looked") for text in unanswered)
+    assert any(text.startswith("Ranks 4-7 were not inspected") for text in unanswered)
     # Whoever they wait for may be there: none of these is to blame.
     assert all(one["confidence"] == "possible" and not one["ranks"] for one in told["findings"])  # type: ignore[attr-defined]
 
@@ -105,7 +105,7 @@ def test_of_two_hosts_that_were_looked_at_the_third_is_said_to_be_missing(
     told = joined(tmp_path / "evidence", capsys)
     unanswered = told["unanswered"]
     assert isinstance(unanswered, list)
-    assert any(text.startswith("Ranks 8-11 run where nobody has looked") for text in unanswered)
+    assert any(text.startswith("Ranks 8-11 were not inspected") for text in unanswered)
     assert all(one["confidence"] == "possible" and not one["ranks"] for one in told["findings"])  # type: ignore[attr-defined]
 
 

@@ -14,7 +14,7 @@ from lightning_ncclsafe.facts import Phase, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.inspecting import facts_of_looks, sources, surroundings
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
-from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined
+from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, StackReader, denied_words, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.sources import remember_sources
@@ -209,7 +209,7 @@ def test_nothing_is_certain_of_a_rank_at_work_and_one_that_moves_is_possible_and
     assert (stands.rule, stands.confidence) == ("rank-zero-only-work", Confidence.LIKELY)
     moves = judged(rank(0, look(0, lines[0]), look(1, lines[1])), waiting(1)).findings[0]
     assert (moves.rule, moves.confidence) == ("rank-zero-only-work", Confidence.POSSIBLE)
-    assert moves.summary.endswith("Rank 0 moves: it may come to the others, so inspect again.")
+    assert moves.summary.endswith("Rank 0 moves: it may still reach the others, so inspect again.")
 
 
 @pytest.mark.parametrize("gil", [False, True])
@@ -245,7 +245,7 @@ def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_bef
     works = rank(0, *(look(at, user(30, "evaluate")) for at in (0, 2)))
     diagnosis = judged(replace(works, ended_after=True), waiting(1))
     assert diagnosis.findings[0].ranks == (0,)
-    assert "Rank 0 ended after that: this is what was seen before." in diagnosis.unanswered
+    assert "Rank 0 ended after that: this answer is about what they did before." in diagnosis.unanswered
     # A job in which somebody moved may have come to its end.
     moves = rank(0, look(0, user(30)), look(2, user(31)))
     diagnosis = judged(replace(moves, ended_after=True), replace(waiting(1), ended_after=True))
@@ -258,7 +258,7 @@ def test_where_all_ranks_end_after_that_it_may_have_been_a_step_and_nothing_is_f
     assert diagnosis.findings == ()
     text = " ".join(render_text(diagnosis).split())
     assert text.startswith("Nothing found: ranks 0-1 stood still, and ended during the inspection")
-    assert "Ranks 0-1 ended after that: all of them." in text and "train.py:30 in evaluate" in text
+    assert "Ranks 0-1 ended after that: these are all of them." in text and "train.py:30 in evaluate" in text
 
 
 def test_of_a_rank_whose_stack_was_read_once_nobody_knows_whether_it_stands() -> None:
@@ -284,7 +284,7 @@ def test_ranks_on_other_hosts_are_not_called_silent() -> None:
     )
     assert (job.silent, job.elsewhere, job.witnessed) == ((), (0, 1), ())
     diagnosis = diagnosis_of(job)
-    assert any(text.startswith("Ranks 0-1 run where nobody has looked") for text in diagnosis.unanswered)
+    assert any(text.startswith("Ranks 0-1 were not inspected") for text in diagnosis.unanswered)
     assert {finding.confidence for finding in diagnosis.findings} <= {Confidence.POSSIBLE}
 
 
@@ -299,6 +299,26 @@ def test_hosts_are_joined_and_of_each_the_last_inspection_counts() -> None:
     assert len(joined([jobs[0], other])) == 2
 
 
+@pytest.mark.parametrize(("ran_s", "is_shown"), [(0.0, True), (2.0, False)])
+def test_the_threads_are_shown_of_a_rank_whose_main_thread_may_wait_for_one(
+    tmp_path: Path, ran_s: float, is_shown: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("with lock:\n    pass\nanswer = server.recv(1)\n")
+    holds = SeenThread(name="Thread-1 (upload)", frames=(SeenFrame(str(script), 3, "upload"), BARRIER))
+    idle = SeenThread(name="pool", frames=(SeenFrame("/usr/lib/python3.12/threading.py", 3, "wait"),))
+
+    def at(at_s: float) -> Look:
+        main = look(at_s, SeenFrame(str(script), 1, "step"), ran_s=ran_s * at_s)
+        return replace(main, threads=(*main.threads, holds, idle))
+
+    first = judged(waiting(0), rank(1, at(0.0), at(2.0))).findings[0]
+    assert (first.rule, first.ranks) == ("rank-behind", (1,))
+    texts = [one.text for one in first.evidence if "Its thread" in one.text]
+    assert texts == [f"Its thread Thread-1 (upload) is at {script}:3 in upload: answer = server.recv(1)"] * is_shown
+    assert ("should answer is still alive" in first.remedy) is is_shown
+
+
 def test_a_stopped_rank_is_told_to_be_stopped() -> None:
     stopped = rank(0, *(look(at, user(30), state="stopped") for at in (0, 1)))
     assert judged(stopped, waiting(1)).findings[0].rule == "stopped-process"
@@ -308,6 +328,22 @@ def test_a_rank_that_its_launcher_has_started_and_that_is_not_there_is_gone() ->
     job = job_facts([waiting(1, of=2)])
     assert [(one.rank, one.state) for one in job.witnessed] == [(0, "gone")]
     assert job_facts([waiting(1, of=2)], are_all=False).witnessed == ()
+
+
+def test_how_a_rank_ended_is_known_if_its_parent_has_not_waited_for_it() -> None:
+    killed = ProcessFacts(pid=9, state="zombie", ended_by="SIGKILL")
+    job = job_facts([waiting(1, of=2)], beside=[killed])
+    assert job.witnessed == (replace(killed, rank=0),)
+    first = diagnosis_of(job).findings[0]
+    assert (first.rule, first.ranks) == ("dead-rank", (0,)) and "SIGKILL" in first.summary
+    assert wait_in_vain(job) and not wait_in_vain(job_facts([waiting(1, of=2)]))
+    at_work = rank(2, *(look(at, user(30)) for at in (0.0, 1.0)), of=3)
+    assert not wait_in_vain(job_facts([waiting(1, of=3), at_work], beside=[killed]))
+    # Of two that ended in different ways, nobody knows which is which; nor if one has gone unnoticed.
+    other = replace(killed, pid=10, ended_by="", exit_code=1)
+    assert {one.state for one in job_facts([waiting(2, of=3)], beside=[killed, other]).witnessed} == {"gone"}
+    assert {one.state for one in job_facts([waiting(2, of=3)], beside=[killed]).witnessed} == {"gone"}
+    assert [one.rank for one in job_facts([waiting(2, of=3)], beside=[killed, killed]).witnessed] == [0, 1]
 
 
 def test_ranks_that_have_ended_or_end_meanwhile_are_not_called_dead() -> None:

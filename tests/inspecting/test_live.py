@@ -1,4 +1,4 @@
-"""Live processes, looked at from outside."""
+"""Live processes, inspected from outside."""
 
 import json
 import os

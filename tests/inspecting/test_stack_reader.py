@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ncclsafe.inspecting.inspection import inspect
-from lightning_ncclsafe.inspecting.looks import StackReader, native_in
+from lightning_ncclsafe.inspecting.looks import StackReader, denied_words, native_in
 from lightning_ncclsafe.inspecting.ranks import SeenProcess
 from lightning_ncclsafe.report.text import render_text
 
@@ -19,7 +19,7 @@ from lightning_ncclsafe.report.text import render_text
     [
         ("Error: Unsupported version of Python: 3.16.0", "pip install --upgrade py-spy"),
         ("Error: Failed to find python version from target process", "pip install --upgrade py-spy"),
-        ("Error: Permission Denied: Try running again with elevated permissions", "cannot be read"),
+        ("Error: Permission Denied: Try running again with elevated permissions", denied_words(1)),
         ("Error: No such process", "py-spy could not read its stack (Error: No such process)"),
         ("", "py-spy could not read its stack (no output)"),
     ],

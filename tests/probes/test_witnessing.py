@@ -35,12 +35,13 @@ def test_the_shares_of_a_core_are_those_between_two_looks() -> None:
     now = look_at_main_thread()
     assert now.ran_s is not None and now.queued_s is not None
     before = ThreadLook(ran_s=now.ran_s - 1.0, queued_s=now.queued_s - 3.0)
-    facts = with_core_shares(ProcessFacts(pid=os.getpid()), before, 10.0)
+    facts = with_core_shares(ProcessFacts(pid=os.getpid()), before, now, 10.0)
     assert facts.ran_share == pytest.approx(0.1, abs=0.05)
     assert facts.queued_share == pytest.approx(0.3, abs=0.05)
 
 
 def test_what_is_too_short_or_not_told_has_no_share() -> None:
     facts = ProcessFacts(pid=os.getpid())
-    assert with_core_shares(facts, look_at_main_thread(), LEAST_S / 2) == facts
-    assert with_core_shares(facts, ThreadLook(), 10.0) == facts
+    now = look_at_main_thread()
+    assert with_core_shares(facts, now, now, LEAST_S / 2) == facts
+    assert with_core_shares(facts, ThreadLook(), now, 10.0) == facts

@@ -11,7 +11,6 @@ from judged import found as rules
 from lightning_ncclsafe.facts import (
     Frame,
     JobFacts,
-    LoaderFacts,
     LoggedKey,
     LoopEnd,
     Phase,
@@ -202,14 +201,20 @@ def _generates(made: int) -> JobFacts:
     gone_on = trained(GLOO.waiting(1, seq=87, batch=0, epoch=1, world=2), begun=1)
     assert gone_on.trainer is not None
     gone_on = replace(gone_on, trainer=replace(gone_on.trainer, validated=made, ended_at=()))
-    return job(replace(trained(long, LoopEnd.DATA), loaders=(LoaderFacts(batches=4),)), gone_on, world=2)
+    validates = trained(long, LoopEnd.DATA)
+    assert validates.trainer is not None
+    return job(replace(validates, trainer=replace(validates.trainer, validated=2)), gone_on, world=2)
 
 
-def test_who_has_validated_all_batches_has_neither_less_data_nor_stopped() -> None:
-    finding = first(_generates(4))
+@pytest.mark.parametrize("made", [3, 4])
+def test_who_has_validated_the_batch_that_the_others_are_in_has_neither_less_data_nor_stopped(made: int) -> None:
+    finding = first(_generates(made))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
     assert finding.location == f"{USER_FILE}:46 in validation_step"
-    assert {"uneven-batches", "stopped-early"}.isdisjoint(rules(_generates(4)))
+    assert {"uneven-batches", "stopped-early"}.isdisjoint(rules(_generates(made)))
+
+
+def test_who_has_not_validated_the_batch_that_the_others_are_in_has_less_data() -> None:
     fewer = first(_generates(2))
     assert (fewer.rule, fewer.ranks, fewer.confidence) == ("uneven-batches", (1,), LIKELY)
 

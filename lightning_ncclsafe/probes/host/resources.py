@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,22 +42,29 @@ class HostProbe:
 
     def read(self) -> HostFacts:
         """The present facts; what the host does not report is None. Takes about 1 ms."""
-        process = psutil.Process()
-        memory, swap = psutil.virtual_memory(), _try(psutil.swap_memory)
-        oom_kills, swapped_in = _oom_kills(self._groups, self._proc), _swapped_in_bytes()
-        return HostFacts(
-            rss_bytes=process.memory_info().rss,
-            process_swap_bytes=_swap_bytes(process),
-            memory_total_bytes=memory.total,
-            memory_available_bytes=memory.available,
-            swap_total_bytes=swap.total if swap else None,
-            swap_used_bytes=swap.used if swap else None,
-            swapped_in_bytes=_since(swapped_in, self._swapped_in_bytes),
+        rss_bytes, swap_bytes = own_memory()
+        return replace(
+            host_facts(),
+            rss_bytes=rss_bytes,
+            process_swap_bytes=swap_bytes,
+            swapped_in_bytes=_since(_swapped_in_bytes(), self._swapped_in_bytes),
             memory_limit_bytes=self._groups.hard_memory_limit_bytes(),
-            oom_kills=_since(oom_kills, self._oom_kills),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            load_1min=os.getloadavg()[0],
+            oom_kills=_since(_oom_kills(self._groups, self._proc), self._oom_kills),
         )
+
+
+def host_facts(pid: int = 0) -> HostFacts:
+    """Memory, swap and load of this host, and the number of cores that a process may use, by default this one."""
+    memory, swap = _try(psutil.virtual_memory), _try(psutil.swap_memory)
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return HostFacts(
+        memory_total_bytes=memory.total if memory else None,
+        memory_available_bytes=memory.available if memory else None,
+        swap_total_bytes=swap.total if swap else None,
+        swap_used_bytes=swap.used if swap else None,
+        cores=_try(lambda: len(os.sched_getaffinity(pid))) if has_affinity else os.cpu_count(),
+        load_1min=os.getloadavg()[0],
+    )
 
 
 def own_memory() -> tuple[int | None, int | None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Frame, ProcessFacts
 from lightning_ncclsafe.probes.host.resources import ANSWERING
-from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
+from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 
 LEAST_S = 0.5
 """Least seconds between two looks: a starting process allocates in bursts."""
@@ -23,7 +23,9 @@ _PROCESSES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _MemoryLook:
+class MemoryLook:
+    """One reading of a process's memory."""
+
     at_s: float
     rss_bytes: int
     swap_bytes: int | None
@@ -39,7 +41,7 @@ class MemoryGrowth:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._looks: dict[int, deque[_MemoryLook]] = {}
+        self._looks: dict[int, deque[MemoryLook]] = {}
 
     def measure(self, pid: int, rss_bytes: int | None, swap_bytes: int | None) -> tuple[int | None, int | None]:
         """Records a look at a process.
@@ -55,7 +57,7 @@ class MemoryGrowth:
         """
         if rss_bytes is None:
             return None, None
-        now = _MemoryLook(self._clock(), rss_bytes, swap_bytes)
+        now = MemoryLook(self._clock(), rss_bytes, swap_bytes)
         with self._lock:
             looks = self._looks.setdefault(pid, deque(maxlen=_LOOKS))
             before = _earlier(looks, now.at_s)
@@ -63,19 +65,20 @@ class MemoryGrowth:
                 looks.append(now)
             if len(self._looks) > _PROCESSES:
                 del self._looks[next(iter(self._looks))]
-        return _growth(before, now)
+        return growth_between(before, now)
 
 
-def _earlier(looks: deque[_MemoryLook], now_s: float) -> _MemoryLook | None:
+def _earlier(looks: deque[MemoryLook], now_s: float) -> MemoryLook | None:
     recent = [look for look in looks if LEAST_S <= now_s - look.at_s <= _OLDEST_S]
     spanning = [look for look in recent if now_s - look.at_s >= _SPAN_S]
     return spanning[-1] if spanning else next(iter(recent), None)
 
 
-def _growth(before: _MemoryLook | None, now: _MemoryLook) -> tuple[int | None, int | None]:
-    if before is None:
+def growth_between(before: MemoryLook | None, now: MemoryLook) -> tuple[int | None, int | None]:
+    """Growth of resident and swapped memory, bytes per second; None where it is unknown."""
+    span_s = now.at_s - before.at_s if before is not None else 0.0
+    if before is None or span_s <= 0:
         return None, None
-    span_s = now.at_s - before.at_s
     known = now.swap_bytes is not None and before.swap_bytes is not None
     swapped = round(((now.swap_bytes or 0) - (before.swap_bytes or 0)) / span_s) if known else None
     return round((now.rss_bytes - before.rss_bytes) / span_s), swapped
@@ -86,11 +89,17 @@ def needs_second_look(seen: ProcessFacts) -> bool:
     return seen.memory_growth_bytes_per_s is None or (seen.state in ANSWERING and bool(seen.stack))
 
 
-def with_core_shares(facts: ProcessFacts, before: ThreadLook, span_s: float) -> ProcessFacts:
-    """Adds which share of a core its main thread got since then, and for which share of the time it waited for one."""
+def with_core_shares(facts: ProcessFacts, before: ThreadLook, now: ThreadLook, span_s: float) -> ProcessFacts:
+    """Adds the share of the time for which its main thread ran, and for which it waited for a core, between two looks.
+
+    Args:
+        facts: The process.
+        before: The earlier look.
+        now: The later one.
+        span_s: Seconds between them; if they are too few, nothing is added.
+    """
     if span_s < LEAST_S:
         return facts
-    now = look_at_main_thread(facts.pid)
     ran, queued = _share(before.ran_s, now.ran_s, span_s), _share(before.queued_s, now.queued_s, span_s)
     return replace(facts, ran_share=ran, queued_share=queued)
 

@@ -20,7 +20,7 @@ _STATES = {
     "P": "parked",
 }
 # Fields of /proc/PID/stat behind the name in brackets, which may hold anything.
-_STATE_FIELD, _MAJOR_FAULTS_FIELD, _CORE_FIELD = 0, 9, 36
+_STATE_FIELD, _MAJOR_FAULTS_FIELD, _STARTED_FIELD, _CORE_FIELD = 0, 9, 19, 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
     # A process's main thread has the number of the process.
     number = str(os.getpid() if pid is None else pid)
     folder = proc / number / "task" / (number if thread is None else str(thread))
-    fields = (_text(folder / "stat").rpartition(")")[2]).split()
+    fields = _stat(folder)
     ran_s, queued_s = _turns_s(folder)
     return ThreadLook(
         state=_STATES.get(fields[_STATE_FIELD], "") if fields else "",
@@ -87,8 +87,20 @@ def slept_s(pid: int, proc: Path = _PROC) -> float | None:
     return or_none(lambda: _slept_s(proc / str(pid) / "task" / str(pid), proc))
 
 
+def started_at(pid: int, proc: Path = _PROC) -> int | None:
+    """When a process was started, in ticks of the kernel's clock; None if there is none.
+
+    With its id, this identifies a process. Unlike wall-clock time, it cannot be set.
+
+    Args:
+        pid: Process id.
+        proc: Where procfs is mounted.
+    """
+    return or_none(lambda: int(_stat(proc / str(pid))[_STARTED_FIELD]))
+
+
 def _slept_s(folder: Path, proc: Path) -> float:
-    fields = _text(folder / "stat").rpartition(")")[2].split()
+    fields = _stat(folder)
     own = os.sched_getaffinity(0)
     # Every core has its own clock, which leaves out the time of hypervisors and interrupts: both times have to be
     # those of the core on which the thread ran last.
@@ -102,6 +114,10 @@ def _slept_s(folder: Path, proc: Path) -> float:
 def _ran_last_s(folder: Path) -> float:
     lines = (folder / "sched").read_text(encoding="utf-8", errors="replace").splitlines()
     return next(float(line.rpartition(":")[2]) / 1e3 for line in lines if line.startswith("se.exec_start"))
+
+
+def _stat(folder: Path) -> list[str]:
+    return _text(folder / "stat").rpartition(")")[2].split()
 
 
 def _turns_s(folder: Path) -> tuple[float | None, float | None]:

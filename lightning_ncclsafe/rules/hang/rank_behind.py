@@ -99,6 +99,7 @@ def _by_place(view: Timeline) -> list[tuple[int, ...]]:
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     is_over = view.activities[ranks[0]].kind is Kind.FINISHED
+    waits_alone = all(view.activities[rank].waits_alone for rank in ranks)
     # The recorder has it that the others wait for them; who waits as well may do so for one of these.
     is_certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
     return held_up(
@@ -106,7 +107,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         "will not come" if is_over else "is|are behind",
         confidence=Confidence.LIKELY if is_certain else Confidence.POSSIBLE,
-        remedy=_REMEDY_FINISHED if is_over else _REMEDY,
+        remedy=_REMEDY_FINISHED if is_over else (_REMEDY_ALONE if waits_alone else _REMEDY),
     )
 
 

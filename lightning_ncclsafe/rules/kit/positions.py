@@ -109,7 +109,7 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
     still = tuple(rank for rank, place in places.items() if place == first)
     # Who waits in its batch under a condition on the rank does not wait for the end of anybody's data.
     is_alone = not conditioned(view, view.facts).keys().isdisjoint(still)
-    is_even = _equally_many(view, ended, still) or _validated_all(view, ended, still)
+    is_even = _equally_many(view, ended, still) or _validated_it(view, ended, still)
     return () if is_alone or is_even or _may_be_left_behind(view, ended, still) else ended
 
 
@@ -199,21 +199,15 @@ def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]
     return is_one_loop and may_be_last and is_one_batch
 
 
-def _validated_all(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """Whether those that have gone on from validation have made as many batches there as the others are to make."""
+def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
+    """Whether those that have gone on from validation have validated the batch, too, in which the others wait."""
     if any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in still):
         return False
-    gone_on = [facts.trainer for rank in ended if (facts := view.facts[rank]).progress.phase is not Phase.VALIDATE]
-    made = {trainer.validated if trainer is not None else None for trainer in gone_on}
-    to_make = {_batches(view.facts[rank]) for rank in still}
-    return len(gone_on) == len(ended) and None not in to_make and made == to_make
-
-
-def _batches(facts: RankFacts) -> int | None:
-    """Of all loaders of its loop; None where one of them has no length."""
-    counts = [loader.batches for loader in facts.loaders]
-    known = [count for count in counts if count is not None]
-    return sum(known) if counts and len(known) == len(counts) else None
+    gone_on = [rank for rank in ended if view.facts[rank].progress.phase is not Phase.VALIDATE]
+    validated = {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
+    if len(gone_on) < len(ended) or not validated.keys() >= {*ended, *still}:
+        return False
+    return min(validated[rank] for rank in ended) > max(validated[rank] for rank in still)
 
 
 def _is_of_known_length(facts: RankFacts) -> bool:

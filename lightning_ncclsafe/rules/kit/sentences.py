@@ -225,7 +225,22 @@ def stack_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
         if line is not None:
             text = f"Is in {doing.kind.value}, {location_of(line)}" + (f": {line.code}" if line.code else "")
             evidence.append(Evidence(source="stack", rank=rank, text=text))
+        evidence += _thread_evidence(timeline, rank) if doing.waits_alone else []
     return evidence
+
+
+def _thread_evidence(timeline: Timeline, rank: int) -> list[Evidence]:
+    """The other threads of a rank whose main thread may wait for one of them."""
+    inspection = timeline.facts[rank].inspection
+    return [
+        Evidence(
+            source="stack",
+            rank=rank,
+            text=f"Its thread {one.name or '?'} is at {location_of(one.frame)}"
+            + (f": {one.frame.code}" if one.frame.code else ""),
+        )
+        for one in (inspection.threads if inspection is not None else ())
+    ]
 
 
 def phase_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:

@@ -234,7 +234,7 @@ class LockHeldByAThread(Hang):
 class FileLockHeldByARank(Hang):
     """Every rank takes the cache's lock for a moment; rank 0 keeps it."""
 
-    causes = ("rank-behind", "blocked-on-disk")
+    causes = ("file-lock",)
     ranks = (1,)
 
     def step(self, here: Here, batch_idx: int) -> None:

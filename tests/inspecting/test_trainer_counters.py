@@ -9,7 +9,7 @@ from warm import Warm, environment
 from lightning_ncclsafe.facts import LoopEnd, Phase, Progress
 from lightning_ncclsafe.inspecting.looks import StackReader
 from lightning_ncclsafe.inspecting.objects import Interpreter
-from lightning_ncclsafe.inspecting.trainer_objects import counted
+from lightning_ncclsafe.inspecting.trainer_counters import counters_of
 
 PROGRAM = """
     import sys, time
@@ -68,8 +68,8 @@ def read(
             threads, _ = StackReader().read(one.pid)
             stack = next(thread.frames for thread in threads if thread.is_main)
             with Interpreter(one.pid) as interpreter:
-                found = counted(interpreter, stack)
-                assert counted(interpreter, stack[-2:]) is None
+                found = counters_of(interpreter, stack)
+                assert counters_of(interpreter, stack[-2:]) is None
         finally:
             one.end_session()
             one.wait(10)

@@ -1,4 +1,4 @@
-"""How far a Lightning Trainer has come, by its own counters, read out of the memory of its process."""
+"""A Lightning Trainer's counters and settings, read from the memory of its process."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,15 +35,15 @@ _STEPS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class TrainerCounters:
     """What the Trainer's ``fit`` has counted.
 
     Attributes:
         epoch: Current epoch, from 0.
         global_step: Optimizer steps taken.
-        batch_idx: Index of the training batch, and of that of its validation; -1 before the first.
-        is_last: Whether the data ended with that batch, likewise.
-        trainer: Its settings, and what its loop would end for.
+        batch_idx: Index of the batch, in training and in its validation; -1 before the first.
+        is_last: Whether that batch is the last one of the data, in training and in its validation.
+        trainer: Its settings, and the reason for which its loop would end.
     """
 
     epoch: int
@@ -66,8 +66,8 @@ class Counted:
         )
 
 
-def counted(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Counted | None:
-    """What the Trainer that a stack is in has counted; None where it does not ``fit``, or that cannot be read.
+def counters_of(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> TrainerCounters | None:
+    """The counters of the Trainer that a stack is in; None if it is not in ``fit``, or if they cannot be read.
 
     Args:
         interpreter: Of the process.
@@ -75,9 +75,9 @@ def counted(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Counted | N
     """
     trainer = next((frame.addresses.get("self", 0) for frame in stack if FITTING.has(frame.file, frame.function)), 0)
     with suppress(LookupError, OSError, ValueError):
-        # Lightning counts a batch only after ranks have met before it.
+        # Lightning counts a batch only after the ranks have exchanged a signal before it.
         is_next = any(SIGTERM_BROADCAST.has(frame.file, frame.function) for frame in stack)
-        # Nor does it count anew before it has the loader of a new epoch.
+        # It resets the counters only once it has the loader of a new epoch.
         is_new = any(_makes_loader(frame) for frame in stack)
         return _counted(interpreter, trainer, is_next=is_next, is_new=is_new) if trainer else None
     return None
@@ -87,7 +87,7 @@ def _makes_loader(frame: SeenFrame) -> bool:
     return all(code.has(frame.file, frame.function) for code in (SETUP_OF_LOADERS, TRAINING_LOOPS))
 
 
-def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool, is_new: bool) -> Counted:
+def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool, is_new: bool) -> TrainerCounters:
     def number(*names: str) -> int:
         found = interpreter.value(trainer, *names)
         if not isinstance(found, int):
@@ -108,7 +108,7 @@ def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool, is_new: b
     for name, names in _SETTINGS.items():
         with suppress(LookupError):
             settings[name] = str(interpreter.value(trainer, *names))
-    return Counted(
+    return TrainerCounters(
         epoch=number("fit_loop", "epoch_progress", "current", "completed"),
         global_step=steps,
         batch_idx=(ready - 1 + is_next, validated - 1),
@@ -126,7 +126,7 @@ def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool, is_new: b
 
 
 def _end(interpreter: Interpreter, trainer: int, ready: int, is_last: bool, steps: int) -> LoopEnd:
-    """As the probe of a rank itself tells it."""
+    """The same as `TrainerProbe` finds on its own rank."""
     if interpreter.value(trainer, "should_stop"):
         return LoopEnd.SHOULD_STOP
     count = interpreter.value(trainer, "fit_loop", "max_batches")

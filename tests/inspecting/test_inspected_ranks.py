@@ -1,15 +1,16 @@
-"""How long ranks are looked at: until it shows whether somebody is in a long step or hangs."""
+"""For how long ranks are inspected: until it is clear whether one is in a long step or hangs."""
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from lightning_ncclsafe.facts import PressureFacts
-from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.inspecting import inspection, looking_on, looks, objects
-from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspected, inspect
+from lightning_ncclsafe.facts import FileLockFacts, PressureFacts
+from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
+from lightning_ncclsafe.inspecting import inspected_ranks, inspection, looks, objects, surroundings
+from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspection, inspect
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import SeenFrame, SeenThread, StackReader
 from lightning_ncclsafe.inspecting.ranks import SeenProcess
@@ -32,6 +33,16 @@ class Scripted(StackReader):
         return (SeenThread(is_main=True, frames=self._stack(pid, self.times[pid])),), ""
 
 
+class Interrupted(Scripted):
+    """Is followed by Ctrl-C."""
+
+    def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
+        found = super().read(pid)
+        if self.times[pid] > FIRST:
+            raise KeyboardInterrupt
+        return found
+
+
 @pytest.fixture
 def pair() -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Two processes that wait, in the place of ranks."""
@@ -45,14 +56,14 @@ def pair() -> Iterator[list["subprocess.Popen[bytes]"]]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "SECONDS", 0.3)
-    monkeypatch.setattr(looking_on, "_ON_EVERY_S", 0.01)
+    monkeypatch.setattr(inspected_ranks, "_AGAIN_EVERY_S", 0.01)
     monkeypatch.setattr(looks, "slept_s", lambda pid: None)
     under_pressure(monkeypatch, 0.0)
 
 
 def under_pressure(monkeypatch: pytest.MonkeyPatch, cpu_waited: float | None) -> None:
     held_up = PressureFacts(over_s=1.0, cpu_waited=cpu_waited)
-    monkeypatch.setattr(looking_on, "pressure_between", lambda *_: held_up)
+    monkeypatch.setattr(inspected_ranks, "pressure_between", lambda *_: held_up)
 
 
 def user(line: int) -> SeenFrame:
@@ -60,14 +71,17 @@ def user(line: int) -> SeenFrame:
 
 
 def inspected(
-    pair: "list[subprocess.Popen[bytes]]", reader: Scripted, over_s: float | None = None
-) -> tuple[Inspected, list[str]]:
+    pair: "list[subprocess.Popen[bytes]]",
+    reader: Scripted,
+    over_s: float | None = None,
+    so_far: Callable[[Sequence[Diagnosis]], bool] = lambda diagnoses: False,
+) -> tuple[Inspection, list[str]]:
     seen = [
         SeenProcess(pid=one.pid, environment={"RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": "1"})
         for number, one in enumerate(pair)
     ]
     said: list[str] = []
-    return inspect(over_s=over_s, say=said.append, processes=lambda: seen, reader=reader), said
+    return inspect(over_s=over_s, say=said.append, so_far=so_far, processes=lambda: seen, reader=reader), said
 
 
 def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[bytes]]") -> None:
@@ -85,6 +99,28 @@ def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[
     assert len(said) == 1 and "in a hang or a long step" in said[0]
     # Nobody has to wait for the rest.
     assert "So far: Rank 0 is" in said[0] and "possible)" in said[0]
+
+
+def test_the_answer_so_far_is_given_with_all_that_is_around_a_rank(
+    pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = FileLockFacts(path="/srv/cache.lock")
+    monkeypatch.setattr(surroundings, "awaited_lock", lambda pid: lock if pid == pair[0].pid else None)
+    early: list[Diagnosis] = []
+
+    def so_far(diagnoses: Sequence[Diagnosis]) -> bool:
+        early.extend(diagnoses)
+        return True
+
+    def stack(pid: int, time: int) -> tuple[SeenFrame, ...]:
+        return (user(30),) if pid == pair[0].pid else (user(20), BARRIER)
+
+    _, said = inspected(pair, Interrupted(stack), so_far=so_far)
+    (diagnosis,) = early
+    assert [one.file_lock for one in diagnosis.job.ranks] == [lock, None]
+    assert diagnosis.findings[0].confidence is Confidence.POSSIBLE
+    # What has been shown is not said again.
+    assert len(said) == 1 and "So far" not in said[0] and "Ctrl-C answers now" in said[0]
 
 
 def test_whoever_asks_for_some_seconds_gets_an_answer_after_these(pair: "list[subprocess.Popen[bytes]]") -> None:
@@ -118,6 +154,18 @@ def test_where_no_rank_has_run_for_long_two_looks_are_enough(
     assert found.diagnoses[0].findings[0].ranks == (0,)
 
 
+@pytest.mark.parametrize(("over_s", "times"), [(None, 3), (0.3, LOOKS)])
+def test_looks_that_take_all_the_time_may_be_fewer(
+    pair: "list[subprocess.Popen[bytes]]", over_s: float | None, times: int
+) -> None:
+    def slow(pid: int, number: int) -> tuple[SeenFrame, ...]:
+        time.sleep(0.2)
+        return (user(20 + number),)
+
+    found, said = inspected(pair, reader := Scripted(slow), over_s)
+    assert ({*reader.times.values()}, said, found.diagnoses[0].findings) == ({times}, [], ())
+
+
 def test_what_ends_meanwhile_is_told_as_it_was_before(pair: "list[subprocess.Popen[bytes]]") -> None:
     works = pair[0]
 
@@ -142,7 +190,7 @@ def test_where_no_stack_can_be_read_nobody_looks_on(pair: "list[subprocess.Popen
 def test_where_all_ranks_wait_in_different_calls_nobody_is_in_a_long_step(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looking_on, "LONG_WAIT_S", 0.5)
+    monkeypatch.setattr(inspected_ranks, "LONG_WAIT_S", 0.5)
     found, said = inspected(
         pair, reader := Scripted(lambda pid, time: (user(20 if pid == pair[0].pid else 25), BARRIER))
     )
@@ -156,20 +204,13 @@ def test_where_all_ranks_wait_in_different_calls_nobody_is_in_a_long_step(
 def test_what_is_on_its_way_takes_longer_where_processes_wait_for_a_core(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch, cpu_waited: float | None, at_least_s: float
 ) -> None:
-    monkeypatch.setattr(looking_on, "LONG_WAIT_S", 0.2)
+    monkeypatch.setattr(inspected_ranks, "LONG_WAIT_S", 0.2)
     under_pressure(monkeypatch, cpu_waited)
     found, _ = inspected(pair, Scripted(lambda pid, time: (user(20 if pid == pair[0].pid else 25), BARRIER)))
     assert found.diagnoses[0].job.incident.idle_s >= at_least_s
 
 
 def test_ctrl_c_gives_the_answer_as_it_is(pair: "list[subprocess.Popen[bytes]]") -> None:
-    class Interrupted(Scripted):
-        def read(self, pid: int) -> tuple[tuple[SeenThread, ...], str]:
-            found = super().read(pid)
-            if self.times[pid] > FIRST:
-                raise KeyboardInterrupt
-            return found
-
     found, _ = inspected(
         pair, Interrupted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER))
     )
