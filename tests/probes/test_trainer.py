@@ -401,6 +401,13 @@ def make_last(trainer: L.Trainer) -> None:
     trainer.fit_loop.max_epochs = trainer.current_epoch + 1  # last epoch
 
 
+class Recounting(Net):
+    """Goes on with the number of an epoch that it has from elsewhere."""
+
+    def on_train_start(self) -> None:
+        self.trainer.fit_loop.epoch_progress.current.processed = 4  # recounts
+
+
 def lines_of(*marks: str) -> list[int]:
     lines = Path(__file__).read_text().splitlines()
     return [next(n for n, line in enumerate(lines, start=1) if line.endswith(f"  # {mark}")) for mark in marks]
@@ -476,6 +483,17 @@ def test_when_training_ends_may_change_while_it_goes_on(tmp_path: Path) -> None:
     assert facts is not None and trainer.current_epoch == 1
     assert (facts.changed, facts.settings["max_epochs"]) == ({"max_epochs": "1"}, "6")
     assert facts.ended_at == (f"{__file__}:{lines_of('last epoch')[0]} in make_last",)
+
+
+def test_a_count_of_epochs_that_was_set_by_hand_is_a_change(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=6)
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    trainer.fit(Recounting(), *LOADERS["fit"])
+    facts = probe.facts()
+    assert facts is not None and trainer.current_epoch == 6
+    assert (facts.changed, facts.settings["first epoch"]) == ({"first epoch": "4"}, "0")
+    assert facts.ended_at == (f"{__file__}:{lines_of('recounts')[0]} in on_train_start",)
 
 
 def test_what_ranks_have_to_have_alike_is_what_they_had_when_training_began(tmp_path: Path) -> None:

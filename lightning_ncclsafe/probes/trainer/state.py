@@ -40,7 +40,9 @@ _SETTINGS = (
     "precision",
 )
 # Those of them that decide when training ends: setting them while training affects the own rank alone.
-_ENDS = ("max_epochs", "max_steps", "limit_train_batches")
+_ENDS = ("max_epochs", "max_steps", "limit_train_batches", "first epoch")
+# Attributes that set these, where they have another name: the counter that ``current_epoch`` reads.
+_SET_BY = {"first epoch": ("processed",)}
 # What says after which batch an epoch is left for a validation; Lightning sets the first by the second.
 _VALIDATES = ("val_check_batch", "val_check_interval")
 
@@ -59,6 +61,7 @@ class TrainerProbe:
         self._trainer = trainer
         self._started = False
         self._processed_before: int | None = None
+        self._epochs_before = 0
         self._settings: dict[str, str] = {}
         self.finished = False
 
@@ -72,6 +75,7 @@ class TrainerProbe:
         self._started = value
         # Where training is resumed within an epoch, this many batches are behind it when its first one comes.
         self._processed_before = self._processed()
+        self._epochs_before = self._epochs()
         # Now: a callback may change some of them from epoch to epoch.
         self._settings = self._read_settings()
 
@@ -180,8 +184,17 @@ class TrainerProbe:
             if isinstance(schedule, dict):
                 counts = (f"{count} from epoch {epoch} on" for epoch, count in sorted(schedule.items()))
                 found["accumulate_grad_batches"] = ", ".join(counts)
-        found |= {"first epoch": getattr(trainer, "current_epoch", 0), "first step": getattr(trainer, "global_step", 0)}
+        found |= {"first epoch": self._first_epoch(), "first step": getattr(trainer, "global_step", 0)}
         return {name: str(value) for name, value in found.items() if value is not None}
+
+    def _first_epoch(self) -> int:
+        """The number that the first epoch of this call has, or would have if the counter had always been as now."""
+        return int(getattr(self._trainer, "current_epoch", 0)) - (self._epochs() - self._epochs_before)
+
+    def _epochs(self) -> int:
+        """Epochs that have been trained, whatever number the current one has."""
+        progress = getattr(getattr(self._trainer, "fit_loop", None), "epoch_progress", None)
+        return progress.total.processed if progress is not None else 0
 
     def _validation_s(self) -> float | None:
         """Lightning's own name: there is no other for a ``val_check_interval`` that is a time (from 2.6 on)."""
@@ -252,7 +265,8 @@ def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterato
     """
     kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
     sources = [source for kind in kinds for source in map(HookSource, own_functions(kind))]
-    attributes = ["should_stop"] if end is LoopEnd.SHOULD_STOP else [*changed]
+    changers = [attribute for name in changed for attribute in _SET_BY.get(name, (name,))]
+    attributes = ["should_stop"] if end is LoopEnd.SHOULD_STOP else changers
     if end is LoopEnd.UNKNOWN and getattr(trainer, "validating", False):
         attributes = [*_VALIDATES]
     if attributes:

@@ -136,11 +136,14 @@ def _other_changes(told: dict[int, TrainerFacts], early: tuple[int, ...], others
     if any(told[rank].changed != first.changed for rank in early):
         return ""
     changes = [name for name in first.changed if all(name not in told[rank].changed for rank in others)]
-    words = (
-        f"{name} is {first.changed[name]} there since training began, and was {first.settings.get(name)}"
-        for name in changes
-    )
+    words = (_change_words(name, first.changed[name], first.settings.get(name, "None")) for name in changes)
     return ", ".join(words)
+
+
+def _change_words(name: str, now: str, before: str) -> str:
+    if name == "first epoch":
+        return f"its count of epochs was set there while it trained, as if it had begun with epoch {now}, not {before}"
+    return f"{name} is {now} there since training began, and was {before}"
 
 
 def _have_begun_another_epoch(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:

@@ -1,5 +1,6 @@
 """How far each rank has come, compared between ranks: through its data, and through the passes of each batch."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -315,15 +316,13 @@ class OtherCounts(NamedTuple):
 
     @property
     def location(self) -> str:
-        """Where they have made what the others have not."""
-        usual = {
-            place for rank, made in (*self.made.items(), *self.before.items()) for place in self._called(rank, made)
-        }
-        own = (place for rank in self.ranks for place in self.made[rank].called)
-        return next((place for place in own if place and place not in usual), "")
-
-    def _called(self, rank: int, made: Made) -> tuple[str, ...]:
-        return () if rank in self.ranks and made is self.made[rank] else made.called
+        """Where they have made what the others have not; a line that they call again is of theirs, too."""
+        usual = Counter[str]()
+        for rank, made in (*self.made.items(), *self.before.items()):
+            if rank not in self.ranks or made is not self.made[rank]:
+                usual |= Counter(made.called)
+        own = (place for rank in self.ranks for place in Counter(self.made[rank].called) - usual)
+        return next(filter(None, own), "")
 
     @property
     def left_out(self) -> str:
