@@ -148,6 +148,15 @@ def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame
     assert (finding.rule, finding.ranks) == ("rank-behind", (0,))
     assert finding.location == f"{USER_FILE}:20 in next_batch"
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
+    assert finding.remedy.startswith("Correct the KeyError, and report it to whoever waits")
+
+
+def test_under_a_condition_on_the_rank_the_remedy_is_that_of_the_thread_as_well() -> None:
+    line = user("on_train_epoch_end", 20, condition="if trainer.is_global_zero:  (line 19)")
+    culprit = GLOO.working(0, line, QUEUE_GET, CONDITION, seq=60, action="[LightningModule]Net.on_train_epoch_end")
+    assert first(behind(culprit)).remedy.startswith("Share this work")
+    finding = first(behind(replace(culprit, caught=(FED,))))
+    assert finding.rule == "rank-zero-only-work" and finding.remedy.startswith("Correct the KeyError")
 
 
 def test_who_waits_for_a_thread_that_has_ended_does_no_work_of_its_own() -> None:
