@@ -92,7 +92,6 @@ class TrainerFacts:
         batches_begun: Training batches of this epoch that have been begun.
         batches: How many the epoch has; None where that is not known.
         validated: Batches of its last validation that are over, or of the one that it is in, of all loaders together.
-        validated_before: Batches of all validations before that one.
     """
 
     settings: dict[str, str]
@@ -104,7 +103,6 @@ class TrainerFacts:
     batches_begun: int = 0
     batches: int | None = None
     validated: int = 0
-    validated_before: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,7 +134,6 @@ class TrainerProbe:
         with suppress(TypeError, ValueError, OverflowError):
             count = int(trainer.fit_loop.max_batches)
         end, now = _loop_end(trainer, count), self._read_settings() if self._settings else {}
-        validated = trainer.fit_loop.epoch_loop.val_loop.batch_progress
         changed = {name: now.get(name, "None") for name in _ENDS if now.get(name) != self._settings.get(name)}
         return TrainerFacts(
             settings=self._settings,
@@ -145,8 +144,7 @@ class TrainerProbe:
             ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), _MOST_LINES)),
             batches_begun=batches.current.ready,
             batches=count,
-            validated=validated.current.completed,
-            validated_before=validated.total.completed - validated.current.completed,
+            validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
         )
 
     def validation_loaders(self) -> list[Any]:

@@ -206,20 +206,8 @@ def _validated_all(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...
         return False
     gone_on = [facts.trainer for rank in ended if (facts := view.facts[rank]).progress.phase is not Phase.VALIDATE]
     made = {trainer.validated if trainer is not None else None for trainer in gone_on}
-    if without_validation(view, ended, still):
-        return False
     to_make = {_batches(view.facts[rank]) for rank in still}
     return len(gone_on) == len(ended) and None not in to_make and made == to_make
-
-
-def without_validation(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """Whether those that have gone on have left out the whole validation that the others are in."""
-    told = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
-    if not told.keys() >= {*ended, *still} or any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in still):
-        return False
-    made = {told[rank].validated_before + told[rank].validated for rank in ended}
-    are_past = all(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in ended)
-    return are_past and made == {told[rank].validated_before for rank in still}
 
 
 def _batches(facts: RankFacts) -> int | None:
