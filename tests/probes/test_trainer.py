@@ -256,6 +256,20 @@ def test_before_the_first_batch_there_is_none_and_after_the_last_it_is_that(tmp_
     assert look.seen == {"on_train_start": [-1], "on_train_epoch_end": [BATCHES - 1]}
 
 
+def test_in_the_first_hooks_of_an_epoch_the_batches_of_the_one_before_are_over(tmp_path: Path) -> None:
+    """Lightning still counts these then."""
+
+    def place(probe: TrainerProbe) -> tuple[int, int, bool, int]:
+        now, facts = progress(probe), probe.facts()
+        assert facts is not None
+        return now.epoch, now.batch_idx, now.is_last_batch, facts.batches_begun
+
+    look = Look("on_train_epoch_start", "on_train_batch_start", part=place)
+    run(tmp_path, look)
+    assert look.seen["on_train_epoch_start"] == [(0, -1, False, 0), (1, -1, False, 0)]
+    assert look.seen["on_train_batch_start"][BATCHES] == (1, 0, False, 1)
+
+
 def test_validation_within_an_epoch_counts_its_own_batches(tmp_path: Path) -> None:
     look = Look("on_validation_batch_start", part=progress)
     run(tmp_path, look, max_epochs=1)

@@ -88,7 +88,7 @@ class TrainerProbe:
             last_action=last_action,
             epoch=int(getattr(self._trainer, "current_epoch", 0)),
             batch_idx=self.batch_idx(),
-            is_last_batch=bool(getattr(batches, "is_last_batch", False)),
+            is_last_batch=bool(getattr(batches, "is_last_batch", False)) and not self._is_between_epochs(),
             global_step=int(getattr(self._trainer, "global_step", 0)),
             idle_s=round(idle_s, 3),
         )
@@ -105,7 +105,7 @@ class TrainerProbe:
     def batch_idx(self) -> int:
         """Index of the batch being worked on in the current loop, from 0; -1 before the first."""
         batches = self._batches()
-        return batches.current.ready - 1 if batches is not None else -1
+        return -1 if batches is None or self._is_between_epochs() else batches.current.ready - 1
 
     def model(self) -> Any:
         """The model as the strategy has wrapped it; None before it is there."""
@@ -142,7 +142,7 @@ class TrainerProbe:
             validates_by_clock=self._validation_s() is not None,
             end=end,
             ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), _MOST_LINES)),
-            batches_begun=batches.current.ready,
+            batches_begun=0 if self._is_between_epochs() else batches.current.ready,
             batches=count,
             validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
         )
@@ -215,9 +215,17 @@ class TrainerProbe:
             return True
         if not getattr(trainer, "training", False):
             return False
-        # The counts are reset only after the hooks at the epoch's start.
-        epochs = trainer.fit_loop.epoch_progress.current
-        return bool(batches.total.processed == self._processed_before or epochs.ready > epochs.started)
+        return batches.total.processed == self._processed_before or self._is_between_epochs()
+
+    def _is_between_epochs(self) -> bool:
+        """Whether an epoch of training has begun whose batches are not counted yet: its first hooks are called.
+
+        Lightning resets the counts of the epoch before only after these.
+        """
+        if not getattr(self._trainer, "training", False):
+            return False
+        epochs = self._trainer.fit_loop.epoch_progress.current
+        return bool(epochs.ready > epochs.started)
 
     def _processed(self) -> int | None:
         """Training batches of all epochs."""
