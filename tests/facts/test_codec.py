@@ -405,6 +405,7 @@ RANK = RankFacts(
     failed_save=ExceptionFacts(type="OSError", message="disk full", stack=(FRAME,), is_consequence=True),
     steps=StepFacts(
         with_backward=12,
+        validated=8,
         skipped=1,
         skipped_epoch=2,
         skipped_batch=3,
@@ -457,6 +458,7 @@ RANK = RankFacts(
         validates_by_clock=True,
         end=LoopEnd.SHOULD_STOP,
         ended_at=("train.py:70 in training_step",),
+        validates_at=("train.py:71 in on_train_epoch_start",),
         batches_begun=4,
         validated=3,
         batches=40,

@@ -485,7 +485,7 @@ def test_a_validation_within_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
     within, *_ = module.seen
     assert within is not None and within.batches_begun == 2 < BATCHES
     assert within.end is LoopEnd.UNKNOWN
-    assert within.ended_at == (f"{__file__}:{lines_of('validates')[0]} in on_train_start",)
+    assert within.ended_at == (f"{__file__}:{lines_of('validates')[0]} in on_train_start",) == within.validates_at
 
 
 def test_when_training_ends_may_change_while_it_goes_on(tmp_path: Path) -> None:

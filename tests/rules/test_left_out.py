@@ -91,6 +91,17 @@ def test_of_a_pass_that_was_left_out_long_ago_the_line_is_known_by_later_batches
     assert first(stepping(other, few)).location == ""
 
 
+@pytest.mark.parametrize(("made", "odd"), [([(1, 1), (1,)] * 2, 1), ([(1, 1)] * 5, 0)], ids=["in turns", "always"])
+def test_where_batches_take_turns_the_odd_one_is_out_of_turn(made: list[tuple[int, ...]], odd: int) -> None:
+    """Gradients of two batches accumulate, until one rank's exchange comes a batch later; the call is the same one."""
+    made = [*made, (1, 1)]
+    last = len(made)
+    usual, late = ((*made, one) for one in ((1,), (1, 1)))
+    calls = ((CRITIC,),) * (last + 1)
+    finding = first(stepping(batches(*usual, called=calls), batches(*late, called=calls)))
+    assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (odd,), CRITIC)
+
+
 def test_an_accumulation_that_differs_is_blamed_on_the_only_line_that_sets_it() -> None:
     sets = f"{USER_FILE}:33 in on_train_batch_start"
     usual = batches((1,), (1,), (1,))
@@ -235,6 +246,27 @@ def test_who_has_validated_all_batches_has_neither_less_data_nor_stopped() -> No
     assert {"uneven-batches", "stopped-early"}.isdisjoint(rules(_generates(4)))
     fewer = first(_generates(2))
     assert (fewer.rule, fewer.ranks, fewer.confidence) == ("uneven-batches", (1,), LIKELY)
+
+
+@pytest.mark.parametrize(
+    ("made", "rule", "location"),
+    [
+        (4, "stopped-early", GUARD),
+        (7, "diverged-collectives", f"{USER_FILE}:46 in validation_step"),  # in this validation, too
+    ],
+)
+def test_who_has_gone_on_without_a_validation_has_left_it_out(made: int, rule: str, location: str) -> None:
+    """Of four batches each, rank 0 is in the third of the second one; in the first, rank 1 has had all four."""
+    ranks = {facts.rank: facts for facts in _generates(4).ranks}
+    validates, trains = ranks[0].trainer, ranks[1].trainer
+    assert validates is not None and trains is not None
+    inside = replace(ranks[0], steps=StepFacts(validated=7), trainer=replace(validates, validated=2))
+    gone_on = replace(ranks[1], steps=StepFacts(validated=made), trainer=replace(trains, validates_at=(GUARD,)))
+    finding = first(job(inside, gone_on, world=2))
+    assert (finding.rule, finding.confidence, finding.location) == (rule, LIKELY, location)
+    has_left_out = "Rank 1 has gone on without the validation that rank 0 is in" in finding.summary
+    assert has_left_out == (rule == "stopped-early")
+    assert has_left_out == (finding.ranks == (1,))
 
 
 def test_who_has_finished_while_the_others_validate_has_stopped_early() -> None:

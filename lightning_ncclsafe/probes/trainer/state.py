@@ -45,6 +45,7 @@ _ENDS = ("max_epochs", "max_steps", "limit_train_batches", "first epoch")
 _SET_BY = {"first epoch": ("processed",)}
 # What says after which batch an epoch is left for a validation; Lightning sets the first by the second.
 _VALIDATES = ("val_check_batch", "val_check_interval")
+_VALIDATES_AT_ALL = (*_VALIDATES, "check_val_every_n_epoch", "limit_val_batches")
 
 
 class TrainerProbe:
@@ -142,6 +143,7 @@ class TrainerProbe:
             validates_by_clock=self._validation_s() is not None,
             end=end,
             ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), _MOST_LINES)),
+            validates_at=tuple(itertools.islice(_lines_that_set(trainer, _VALIDATES_AT_ALL), _MOST_LINES)),
             batches_begun=0 if self._is_between_epochs() else batches.current.ready,
             batches=count,
             validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
@@ -271,19 +273,28 @@ def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterato
 
     What they set may also be set by something else in their files.
     """
-    kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
-    sources = [source for kind in kinds for source in map(HookSource, own_functions(kind))]
     changers = [attribute for name in changed for attribute in _SET_BY.get(name, (name,))]
     attributes = ["should_stop"] if end is LoopEnd.SHOULD_STOP else changers
     if end is LoopEnd.UNKNOWN and getattr(trainer, "validating", False):
         attributes = [*_VALIDATES]
     if attributes:
-        found = [line for source in sources for line in source.sets(attributes)]
-        files = dict.fromkeys(source.file for source in sources if source.file)
-        yield from found or (line for file in files for line in lines_that_set(attributes, file))
+        yield from _lines_that_set(trainer, attributes)
     elif end is LoopEnd.UNKNOWN:
-        for source in sources:
+        for source in _own_sources(trainer):
             yield from source.may_end_iteration()
+
+
+def _lines_that_set(trainer: Any, attributes: Iterable[str]) -> Iterator[str]:
+    sources = _own_sources(trainer)
+    found = [line for source in sources for line in source.sets(attributes)]
+    files = dict.fromkeys(source.file for source in sources if source.file)
+    yield from found or (line for file in files for line in lines_that_set(attributes, file))
+
+
+def _own_sources(trainer: Any) -> list[HookSource]:
+    """Of the functions of the user's own module and callbacks."""
+    kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
+    return [source for kind in kinds for source in map(HookSource, own_functions(kind))]
 
 
 def _is_saving(actions: tuple[Action, ...]) -> bool:

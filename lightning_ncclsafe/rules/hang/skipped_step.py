@@ -143,7 +143,7 @@ def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
         ranks,
         text,
         confidence=Confidence.LIKELY if found.are_exchanged else Confidence.POSSIBLE,
-        location=places[0] if len(places) == 1 and not is_around else found.left_out,
+        location=places[0] if len(places) == 1 and not is_around else found.left_out or found.called_at,
         decided_at=ways[0] if is_around else "",
         evidence=(
             Evidence(source="steps", text=f"{capitalised(found.what)} in {found.at}: {found.words}."),
