@@ -17,10 +17,12 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Frame, ThreadLockFacts
-from lightning_ncclsafe.probes.process.stacks import main_thread_frames, thread_stack, training_thread
+from lightning_ncclsafe.probes.process.stacks import is_user_code, main_thread_frames, thread_stack, training_thread
 
 _KINDS = (type(threading.Lock()), type(threading.RLock()))
 _TAKES = ("acquire", "__enter__")
+# Asked of a line before the whole file is parsed.
+_TAKES_ONE = re.compile(r"\bwith\b|\.acquire\(|\.__enter__\(")
 _OWNER = re.compile(r" owner=(\d+) ")
 
 
@@ -43,7 +45,7 @@ class _Use(NamedTuple):
 def waited_for() -> ThreadLockFacts | None:
     """The lock that the main thread waits for; None if it waits for none, or nothing shows which thread holds it."""
     frame = next(main_thread_frames(), None)
-    if frame is None:
+    if frame is None or not _TAKES_ONE.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno)):
         return None
     uses = (use for use in _uses(frame.f_code.co_filename) if use.first <= frame.f_lineno <= use.last)
     found = ((use, lock) for use in uses if (lock := _named(use.lock, frame)) is not None and _is_held(lock))
@@ -75,9 +77,12 @@ def _text(use: _Use, frame: FrameType) -> str:
 def _holder(lock: Any) -> tuple[int | None, Frame | None]:
     """The thread that holds a lock, and where it took it, as far as each is known."""
     owner = _OWNER.search(repr(lock))
-    asked = [int(owner[1])] if owner else [*sys._current_frames()]
+    known = sys._current_frames()
+    asked = [ident for ident in known if owner is None or ident == int(owner[1])]
     for ident in asked:
-        for frame, line in traceback.walk_stack(sys._current_frames().get(ident)):
+        frames = traceback.walk_stack(known[ident])
+        # Libraries hold theirs for a moment, and are long to read.
+        for frame, line in ((frame, line) for frame, line in frames if is_user_code(frame.f_code.co_filename)):
             for use in _uses(frame.f_code.co_filename):
                 if use.last < line <= use.end and _named(use.lock, frame) is lock:
                     code = frame.f_code
