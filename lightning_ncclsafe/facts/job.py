@@ -12,7 +12,7 @@ from lightning_ncclsafe.facts.data import DataFacts, LoaderFacts
 from lightning_ncclsafe.facts.frames import CaughtException, ExceptionFacts, Frame
 from lightning_ncclsafe.facts.machine import HostFacts, MachineFacts, TriedAddress
 from lightning_ncclsafe.facts.preflight import PreflightFacts
-from lightning_ncclsafe.facts.processes import FileLockFacts, InspectionFacts, ProcessFacts
+from lightning_ncclsafe.facts.processes import FileLockFacts, InspectionFacts, ProcessFacts, ThreadLockFacts
 from lightning_ncclsafe.facts.recorded import LogFacts, RecordFacts
 from lightning_ncclsafe.facts.trainer import LoggerFacts, Progress, StepFacts, StorageFacts, TrainerFacts
 
@@ -86,6 +86,7 @@ class RankFacts:
         peers: Other ranks of the same host, as seen from this rank.
         workers: Child processes of this rank that run the loader's code.
         file_lock: The lock on a file that its main thread waits for; None if it waits for none.
+        thread_lock: The lock between threads that its main thread waits for; None if none is known.
         held_locks: Paths of the files on which its process holds a lock.
         loaders: Dataloaders of the current loop.
         data: The dataloaders of a stage, for comparison; None if the incident is not about data.
@@ -123,6 +124,7 @@ class RankFacts:
     peers: tuple[ProcessFacts, ...] = ()
     workers: tuple[ProcessFacts, ...] = ()
     file_lock: FileLockFacts | None = None
+    thread_lock: ThreadLockFacts | None = None
     held_locks: tuple[str, ...] = ()
     loaders: tuple[LoaderFacts, ...] = ()
     data: DataFacts | None = None

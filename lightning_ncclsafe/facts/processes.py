@@ -90,6 +90,25 @@ class FileLockFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadLockFacts:
+    """The lock between threads that a rank's main thread waits for, and the thread that holds it.
+
+    Attributes:
+        lock: The lock as the source names it, ``"self.lock"``.
+        thread: Name of the thread that holds it.
+        is_own: Whether that is the main thread itself.
+        taken_at: The line at which it was taken; None if that is not known.
+        stack: Where that thread is now, outermost frame first.
+    """
+
+    lock: str
+    thread: str = ""
+    is_own: bool = False
+    taken_at: Frame | None = None
+    stack: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledActivity:
     """What the main thread of a rank was doing in some of the samples of its stack.
 

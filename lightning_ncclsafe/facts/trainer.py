@@ -89,6 +89,8 @@ class TrainerFacts:
         ended_at: ``"file:line in hook"`` of the lines of the user's module and callbacks that may have made it end so:
             that set ``should_stop`` or what has changed, or, where nothing else ends it, that a ``StopIteration`` may
             leave, and in a validation within an epoch those that say after which batch it comes; the first 8.
+        validates_at: ``"file:line in hook"`` of the lines there that set how often training is left for a validation;
+            the first 8.
         batches_begun: Training batches of this epoch that have been begun.
         batches: How many the epoch has; None where that is not known.
         validated: Batches of its last validation that are over, or of the one that it is in, of all loaders together.
@@ -100,6 +102,7 @@ class TrainerFacts:
     validates_by_clock: bool = False
     end: LoopEnd = LoopEnd.UNKNOWN
     ended_at: tuple[str, ...] = ()
+    validates_at: tuple[str, ...] = ()
     batches_begun: int = 0
     batches: int | None = None
     validated: int = 0
@@ -149,6 +152,7 @@ class StepFacts:
     Attributes:
         with_backward: Training batches with a backward pass, since the call of the Trainer began.
         skipped: Training batches that are over and had none.
+        validated: Batches of validation that have been begun, since the call of the Trainer began.
         skipped_epoch: Epoch of the last of these, from 0; -1 if there is none.
         skipped_batch: Its index within the epoch, from 0; -1 if there is none.
         passes: What batches have made, from the oldest that is known: epoch, index, number of backward passes, of those
@@ -197,6 +201,7 @@ class StepFacts:
 
     with_backward: int = 0
     skipped: int = 0
+    validated: int = 0
     skipped_epoch: int = -1
     skipped_batch: int = -1
     passes: tuple[tuple[int, ...], ...] = ()

@@ -35,7 +35,7 @@ from lightning_ncclsafe.probes.host.resources import (
 )
 from lightning_ncclsafe.probes.machine_state import GpuWatch, MachineProbe
 from lightning_ncclsafe.probes.network import taken_interface
-from lightning_ncclsafe.probes.process import flight_recorder, lock_waits, stacks, traceback_signal
+from lightning_ncclsafe.probes.process import flight_recorder, lock_waits, stacks, thread_locks, traceback_signal
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
 from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
@@ -242,6 +242,7 @@ class RankProbe:
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
             "file_lock": lock_waits.waited_for,
+            "thread_lock": thread_locks.waited_for,
             "held_locks": lock_waits.held,
             "storage": self._trainer.storage,
             "versions": build.versions,

@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     forget,
     timeline,
     with_caught,
+    with_thread_locks,
 )
 from lightning_ncclsafe.rules.unknowns import unknowns
 
@@ -49,6 +50,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     others = Findings(every)
     kept = [(rule, finding) for rule, finding in every if not rule.is_superseded(finding, others)]
     told = with_caught(sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence)), job)
+    told = with_thread_locks(told, job)
     told = [_with_places(finding, job) for finding in _with_past_lateness(told, job)]
     forget()
     return Diagnosis(job=job, findings=tuple(told), unanswered=(*missing, *failures))

@@ -304,6 +304,8 @@ class GuardedStrategy(_ParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's hook for each batch of validation; on SIGTERM, ranks may stop here, as in the two below."""
         self._before_evaluation_batch()
+        if self._watched is not None:
+            self._watched.steps.validates()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -149,6 +149,14 @@ def test_what_is_not_reduced_and_the_steps_of_optimizers_are_counted_beside() ->
     assert record.facts().under_way == ()
 
 
+def test_batches_of_validation_are_counted() -> None:
+    _, record = begun()
+    assert record.facts().validated == 0
+    for _ in range(3):
+        record.validates()
+    assert record.facts().validated == 3
+
+
 def test_of_very_many_changes_the_last_are_kept() -> None:
     of, record = begun(Module())
     for batch in range(1000):

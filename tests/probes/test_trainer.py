@@ -256,6 +256,20 @@ def test_before_the_first_batch_there_is_none_and_after_the_last_it_is_that(tmp_
     assert look.seen == {"on_train_start": [-1], "on_train_epoch_end": [BATCHES - 1]}
 
 
+def test_in_the_first_hooks_of_an_epoch_the_batches_of_the_one_before_are_over(tmp_path: Path) -> None:
+    """Lightning still counts these then."""
+
+    def place(probe: TrainerProbe) -> tuple[int, int, bool, int]:
+        now, facts = progress(probe), probe.facts()
+        assert facts is not None
+        return now.epoch, now.batch_idx, now.is_last_batch, facts.batches_begun
+
+    look = Look("on_train_epoch_start", "on_train_batch_start", part=place)
+    run(tmp_path, look)
+    assert look.seen["on_train_epoch_start"] == [(0, -1, False, 0), (1, -1, False, 0)]
+    assert look.seen["on_train_batch_start"][BATCHES] == (1, 0, False, 1)
+
+
 def test_validation_within_an_epoch_counts_its_own_batches(tmp_path: Path) -> None:
     look = Look("on_validation_batch_start", part=progress)
     run(tmp_path, look, max_epochs=1)
@@ -401,6 +415,13 @@ def make_last(trainer: L.Trainer) -> None:
     trainer.fit_loop.max_epochs = trainer.current_epoch + 1  # last epoch
 
 
+class Recounting(Net):
+    """Goes on with the number of an epoch that it has from elsewhere."""
+
+    def on_train_start(self) -> None:
+        self.trainer.fit_loop.epoch_progress.current.processed = 4  # recounts
+
+
 def lines_of(*marks: str) -> list[int]:
     lines = Path(__file__).read_text().splitlines()
     return [next(n for n, line in enumerate(lines, start=1) if line.endswith(f"  # {mark}")) for mark in marks]
@@ -464,7 +485,7 @@ def test_a_validation_within_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
     within, *_ = module.seen
     assert within is not None and within.batches_begun == 2 < BATCHES
     assert within.end is LoopEnd.UNKNOWN
-    assert within.ended_at == (f"{__file__}:{lines_of('validates')[0]} in on_train_start",)
+    assert within.ended_at == (f"{__file__}:{lines_of('validates')[0]} in on_train_start",) == within.validates_at
 
 
 def test_when_training_ends_may_change_while_it_goes_on(tmp_path: Path) -> None:
@@ -476,6 +497,17 @@ def test_when_training_ends_may_change_while_it_goes_on(tmp_path: Path) -> None:
     assert facts is not None and trainer.current_epoch == 1
     assert (facts.changed, facts.settings["max_epochs"]) == ({"max_epochs": "1"}, "6")
     assert facts.ended_at == (f"{__file__}:{lines_of('last epoch')[0]} in make_last",)
+
+
+def test_a_count_of_epochs_that_was_set_by_hand_is_a_change(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_epochs=6)
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    trainer.fit(Recounting(), *LOADERS["fit"])
+    facts = probe.facts()
+    assert facts is not None and trainer.current_epoch == 6
+    assert (facts.changed, facts.settings["first epoch"]) == ({"first epoch": "4"}, "0")
+    assert facts.ended_at == (f"{__file__}:{lines_of('recounts')[0]} in on_train_start",)
 
 
 def test_what_ranks_have_to_have_alike_is_what_they_had_when_training_began(tmp_path: Path) -> None:

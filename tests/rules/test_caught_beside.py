@@ -29,6 +29,7 @@ from lightning_ncclsafe.facts import (
     JobFacts,
     MachineFacts,
     RankFacts,
+    ThreadLockFacts,
 )
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
@@ -148,6 +149,15 @@ def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame
     assert (finding.rule, finding.ranks) == ("rank-behind", (0,))
     assert finding.location == f"{USER_FILE}:20 in next_batch"
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
+    assert finding.remedy.startswith("Correct the KeyError, and report it to whoever waits")
+
+
+def test_under_a_condition_on_the_rank_the_remedy_is_that_of_the_thread_as_well() -> None:
+    line = user("on_train_epoch_end", 20, condition="if trainer.is_global_zero:  (line 19)")
+    culprit = GLOO.working(0, line, QUEUE_GET, CONDITION, seq=60, action="[LightningModule]Net.on_train_epoch_end")
+    assert first(behind(culprit)).remedy.startswith("Share this work")
+    finding = first(behind(replace(culprit, caught=(FED,))))
+    assert finding.rule == "rank-zero-only-work" and finding.remedy.startswith("Correct the KeyError")
 
 
 def test_who_waits_for_a_thread_that_has_ended_does_no_work_of_its_own() -> None:
@@ -237,3 +247,29 @@ def test_where_nothing_was_seen_the_sizes_may_differ_as_well() -> None:
     finding = first(ended_by_gloo((replace(NO_FACES, ago_s=40.0),), (HANDLED, ALL_REDUCE)))
     assert finding.rule == "mismatched-collective"
     assert "where rank 1 was, is in a `try`" in finding.summary
+
+
+def _locked(**more: object) -> JobFacts:
+    lock = ThreadLockFacts(
+        lock="self.lock",
+        thread="writer",
+        taken_at=user("consume", 19),
+        stack=(user("consume", 20), QUEUE_GET, CONDITION),
+    )
+    culprit = replace(GLOO.working(0, user("step", 80), seq=60), thread_lock=replace(lock, **more))  # type: ignore[arg-type]
+    return behind(culprit)
+
+
+def test_the_thread_that_holds_a_lock_is_told_beside_the_cause() -> None:
+    finding = first(_locked())
+    assert (finding.rule, finding.location) == ("rank-behind", f"{USER_FILE}:80 in step")
+    told = "Rank 0 waits there for `self.lock`, which its thread 'writer' has taken at train.py:19 in consume"
+    assert f"{told}; it is at train.py:20 in consume." in finding.summary
+    assert finding.remedy.startswith("Let no thread wait for anything else while it holds a lock")
+    assert any("Its thread 'writer' is in threading.py" in item.text for item in finding.evidence)
+
+
+def test_a_lock_that_is_taken_again_is_told_as_that() -> None:
+    finding = first(_locked(is_own=True, thread="MainThread"))
+    assert "which the same thread has already taken at train.py:19 in consume." in finding.summary
+    assert finding.remedy.startswith("Take the lock once")

@@ -90,6 +90,17 @@ def test_of_a_pass_that_was_left_out_long_ago_the_line_is_known_by_later_batches
     assert first(stepping(other, few)).location == ""
 
 
+@pytest.mark.parametrize(("made", "odd"), [([(1, 1), (1,)] * 2, 1), ([(1, 1)] * 5, 0)], ids=["in turns", "always"])
+def test_where_batches_take_turns_the_odd_one_is_out_of_turn(made: list[tuple[int, ...]], odd: int) -> None:
+    """Gradients of two batches accumulate, until one rank's exchange comes a batch later; the call is the same one."""
+    made = [*made, (1, 1)]
+    last = len(made)
+    usual, late = ((*made, one) for one in ((1,), (1, 1)))
+    calls = ((CRITIC,),) * (last + 1)
+    finding = first(stepping(batches(*usual, called=calls), batches(*late, called=calls)))
+    assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (odd,), CRITIC)
+
+
 def test_an_accumulation_that_differs_is_blamed_on_the_only_line_that_sets_it() -> None:
     sets = f"{USER_FILE}:33 in on_train_batch_start"
     usual = batches((1,), (1,), (1,))
@@ -114,6 +125,21 @@ def test_who_has_made_its_step_after_fewer_passes_will_not_make_the_missing_one(
     assert "skipped-step" not in rules(stepping(stepped, early, stepped))
 
 
+def test_of_a_batch_without_any_pass_the_call_is_named_where_nothing_else_is() -> None:
+    """Each micro-batch of a batch has its pass, and a batch has none."""
+    made = replace(in_backward(GLOO, 0, batch=3, world=2), steps=batches(*[(2,)] * 3, called=((CRITIC, CRITIC),) * 3))
+    skipped = replace(made.steps, with_backward=2, skipped=1, skipped_epoch=0, skipped_batch=2)
+    gone_on = GLOO.rank(
+        1, user("training_step", 44), ALL_REDUCE, seq=61, outstanding=1, sizes=((1,),), batch=4, world=2
+    )
+    finding = first(job(made, replace(gone_on, steps=skipped), world=2))
+    assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (1,), CRITIC)
+    several = replace(skipped, passes_from=((CRITIC, GENERATOR),) * 3)
+    assert first(job(made, replace(gone_on, steps=several), world=2)).location == ""
+    returns = replace(skipped, returns_nothing=(GUARD, RETURN))
+    assert first(job(made, replace(gone_on, steps=returns), world=2)).location == GUARD
+
+
 def test_who_makes_more_passes_than_usual_has_not_skipped_any() -> None:
     usual = batches((1,), (1,), (1,), called=((CRITIC,),) * 3)
     more = batches((1,), (1,), (2,), called=((CRITIC,), (CRITIC,), (HALVES, HALVES)))
@@ -122,6 +148,14 @@ def test_who_makes_more_passes_than_usual_has_not_skipped_any() -> None:
         assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (len(ranks) - 1,), LIKELY)
         assert finding.location == HALVES
         assert "more backward passes" in finding.summary and "batch 2 of epoch 0" in finding.summary
+
+
+def test_a_line_that_makes_its_pass_once_more_is_the_one() -> None:
+    """A loop over micro-batches of which one rank has one more."""
+    usual = batches((2,), (2,), (2,), called=((CRITIC, CRITIC),) * 3)
+    more = batches((2,), (2,), (3,), called=((CRITIC, CRITIC), (CRITIC, CRITIC), (CRITIC, CRITIC, CRITIC)))
+    finding = first(stepping(usual, usual, more))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (2,), CRITIC)
 
 
 def test_more_passes_are_no_part_of_the_model_that_was_left_out_nor_fewer_batches() -> None:
@@ -219,6 +253,27 @@ def test_who_has_not_validated_the_batch_that_the_others_are_in_has_less_data() 
     assert (fewer.rule, fewer.ranks, fewer.confidence) == ("uneven-batches", (1,), LIKELY)
 
 
+@pytest.mark.parametrize(
+    ("made", "rule", "location"),
+    [
+        (4, "stopped-early", GUARD),
+        (7, "diverged-collectives", f"{USER_FILE}:46 in validation_step"),  # in this validation, too
+    ],
+)
+def test_who_has_gone_on_without_a_validation_has_left_it_out(made: int, rule: str, location: str) -> None:
+    """Of four batches each, rank 0 is in the third of the second one; in the first, rank 1 has had all four."""
+    ranks = {facts.rank: facts for facts in _generates(4).ranks}
+    validates, trains = ranks[0].trainer, ranks[1].trainer
+    assert validates is not None and trains is not None
+    inside = replace(ranks[0], steps=StepFacts(validated=7), trainer=replace(validates, validated=2))
+    gone_on = replace(ranks[1], steps=StepFacts(validated=made), trainer=replace(trains, validates_at=(GUARD,)))
+    finding = first(job(inside, gone_on, world=2))
+    assert (finding.rule, finding.confidence, finding.location) == (rule, LIKELY, location)
+    has_left_out = "Rank 1 has gone on without the validation that rank 0 is in" in finding.summary
+    assert has_left_out == (rule == "stopped-early")
+    assert has_left_out == (finding.ranks == (1,))
+
+
 def test_who_has_finished_while_the_others_validate_has_stopped_early() -> None:
     """A StopIteration has ended each of its epochs; the others are in the validation of their first."""
     ended = trained(GLOO.finished(1, seq=60, batch=3), begun=4)
@@ -236,6 +291,18 @@ def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
     assert finding.location == RETURN
     alike = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2), max_epochs="2") for n in (0, 2, 3)]
     assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))
+
+
+def test_who_has_set_its_count_of_epochs_has_stopped_early() -> None:
+    ended = trained(GLOO.finished(1, seq=60, batch=5), LoopEnd.DATA, begun=6, **{"first epoch": "4"})
+    others = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2)) for n in (0, 2, 3)]
+    told = [replace(facts, trainer=replace(facts.trainer, settings={"first epoch": "0"})) for facts in (ended, *others)]  # type: ignore[type-var, arg-type]
+    finding = first(job(told[1], told[0], *told[2:]))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("stopped-early", (1,), LIKELY)
+    assert (
+        "its count of epochs was set there while it trained, as if it had begun with epoch 4, not 0" in finding.summary
+    )
+    assert finding.location == RETURN
 
 
 def test_who_has_changed_when_it_ends_and_trains_on_has_other_settings() -> None:

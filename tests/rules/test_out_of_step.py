@@ -520,6 +520,40 @@ def test_who_was_ended_counts_for_what_there_was_room_for(room: int, ranks: tupl
     assert finding.location.endswith("train.py:607 in on_validation_epoch_end")
 
 
+def _sized(world: int, room: int, *, at: tuple[Frame, ...] = (RUN, ENGINE), sites: str = "ab") -> JobFacts:
+    """Rank 0 has been sent 20 bytes; the others have called 18 floats last, and 8 of them from a line before."""
+    line = user("exchange", 13)
+
+    def called(rank: int) -> RankFacts:
+        facts = transport_error(GLOO.waiting(rank, seq=61, world=world))
+        calls = [replace(call, dtypes=("Float",), stack=()) for call in facts.collectives[-4:]]
+        sizes = (18, 8, 18, 18)
+        told = [
+            replace(call, input_sizes=((size,),), site=sites[size == 8], stack=(line,) if size == 8 else ())
+            for call, size in zip(calls, sizes, strict=True)
+        ]
+        assert facts.exception is not None
+        return replace(facts, collectives=tuple(told), exception=replace(facts.exception, stack=(MAIN, RUN, ENGINE)))
+
+    sent = 20 if world == 2 else 12
+    said = f"what(): op.preamble.length <= op.nbytes. {sent} vs {room}"
+    gone = process(0, "gone", ended_by="SIGABRT", said=said, stack=at)
+    return job(*(called(rank) for rank in range(1, world)), world=world, witnessed=(gone,))
+
+
+def test_what_a_rank_had_room_for_tells_the_call_that_it_was_in() -> None:
+    """It was under way in the background: the line that the rank has ended in is another one."""
+    finding = first(_sized(2, 8))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (1,), Confidence.LIKELY)
+    assert finding.location == f"{USER_FILE}:13 in exchange"
+    assert "all_reduce (8 elements of Float) at train.py:13 in exchange has such room" in finding.summary
+    assert first(_sized(3, 8)).ranks == (0,)  # most have called something else
+    assert first(_sized(2, 12)).rule == "mismatched-collective"  # of no call that is known
+    assert first(_sized(2, 8, sites="aa")).rule == "mismatched-collective"  # one line, of different sizes
+    elsewhere = (RUN, user("training_step", 80), ALL_REDUCE)
+    assert f"{USER_FILE}:13 " not in first(_sized(2, 8, at=elsewhere)).location
+
+
 @pytest.mark.parametrize(("elements", "rule"), [(2403, "mismatched-collective"), (11, "diverged-collectives")])
 def test_what_was_sent_from_where_a_rank_has_ended_is_the_same_call(elements: int, rule: str) -> None:
     """The others have gone on from DDP's broadcast of its buffers to backward; 9,612 bytes are 2,403 floats."""

@@ -40,9 +40,12 @@ _SETTINGS = (
     "precision",
 )
 # Those of them that decide when training ends: setting them while training affects the own rank alone.
-_ENDS = ("max_epochs", "max_steps", "limit_train_batches")
+_ENDS = ("max_epochs", "max_steps", "limit_train_batches", "first epoch")
+# Attributes that set these, where they have another name: the counter that ``current_epoch`` reads.
+_SET_BY = {"first epoch": ("processed",)}
 # What says after which batch an epoch is left for a validation; Lightning sets the first by the second.
 _VALIDATES = ("val_check_batch", "val_check_interval")
+_VALIDATES_AT_ALL = (*_VALIDATES, "check_val_every_n_epoch", "limit_val_batches")
 
 
 class TrainerProbe:
@@ -59,6 +62,7 @@ class TrainerProbe:
         self._trainer = trainer
         self._started = False
         self._processed_before: int | None = None
+        self._epochs_before = 0
         self._settings: dict[str, str] = {}
         self.finished = False
 
@@ -72,6 +76,7 @@ class TrainerProbe:
         self._started = value
         # Where training is resumed within an epoch, this many batches are behind it when its first one comes.
         self._processed_before = self._processed()
+        self._epochs_before = self._epochs()
         # Now: a callback may change some of them from epoch to epoch.
         self._settings = self._read_settings()
 
@@ -84,7 +89,7 @@ class TrainerProbe:
             last_action=last_action,
             epoch=int(getattr(self._trainer, "current_epoch", 0)),
             batch_idx=self.batch_idx(),
-            is_last_batch=bool(getattr(batches, "is_last_batch", False)),
+            is_last_batch=bool(getattr(batches, "is_last_batch", False)) and not self._is_between_epochs(),
             global_step=int(getattr(self._trainer, "global_step", 0)),
             idle_s=round(idle_s, 3),
         )
@@ -101,7 +106,7 @@ class TrainerProbe:
     def batch_idx(self) -> int:
         """Index of the batch being worked on in the current loop, from 0; -1 before the first."""
         batches = self._batches()
-        return batches.current.ready - 1 if batches is not None else -1
+        return -1 if batches is None or self._is_between_epochs() else batches.current.ready - 1
 
     def model(self) -> Any:
         """The model as the strategy has wrapped it; None before it is there."""
@@ -138,7 +143,8 @@ class TrainerProbe:
             validates_by_clock=self._validation_s() is not None,
             end=end,
             ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), _MOST_LINES)),
-            batches_begun=batches.current.ready,
+            validates_at=tuple(itertools.islice(_lines_that_set(trainer, _VALIDATES_AT_ALL), _MOST_LINES)),
+            batches_begun=0 if self._is_between_epochs() else batches.current.ready,
             batches=count,
             validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
         )
@@ -180,8 +186,17 @@ class TrainerProbe:
             if isinstance(schedule, dict):
                 counts = (f"{count} from epoch {epoch} on" for epoch, count in sorted(schedule.items()))
                 found["accumulate_grad_batches"] = ", ".join(counts)
-        found |= {"first epoch": getattr(trainer, "current_epoch", 0), "first step": getattr(trainer, "global_step", 0)}
+        found |= {"first epoch": self._first_epoch(), "first step": getattr(trainer, "global_step", 0)}
         return {name: str(value) for name, value in found.items() if value is not None}
+
+    def _first_epoch(self) -> int:
+        """The number that the first epoch of this call has, or would have if the counter had always been as now."""
+        return int(getattr(self._trainer, "current_epoch", 0)) - (self._epochs() - self._epochs_before)
+
+    def _epochs(self) -> int:
+        """Epochs that have been trained, whatever number the current one has."""
+        progress = getattr(getattr(self._trainer, "fit_loop", None), "epoch_progress", None)
+        return progress.total.processed if progress is not None else 0
 
     def _validation_s(self) -> float | None:
         """Lightning's own name: there is no other for a ``val_check_interval`` that is a time (from 2.6 on)."""
@@ -202,9 +217,17 @@ class TrainerProbe:
             return True
         if not getattr(trainer, "training", False):
             return False
-        # The counts are reset only after the hooks at the epoch's start.
-        epochs = trainer.fit_loop.epoch_progress.current
-        return bool(batches.total.processed == self._processed_before or epochs.ready > epochs.started)
+        return batches.total.processed == self._processed_before or self._is_between_epochs()
+
+    def _is_between_epochs(self) -> bool:
+        """Whether an epoch of training has begun whose batches are not counted yet: its first hooks are called.
+
+        Lightning resets the counts of the epoch before only after these.
+        """
+        if not getattr(self._trainer, "training", False):
+            return False
+        epochs = self._trainer.fit_loop.epoch_progress.current
+        return bool(epochs.ready > epochs.started)
 
     def _processed(self) -> int | None:
         """Training batches of all epochs."""
@@ -250,18 +273,28 @@ def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterato
 
     What they set may also be set by something else in their files.
     """
-    kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
-    sources = [source for kind in kinds for source in map(HookSource, own_functions(kind))]
-    attributes = ["should_stop"] if end is LoopEnd.SHOULD_STOP else [*changed]
+    changers = [attribute for name in changed for attribute in _SET_BY.get(name, (name,))]
+    attributes = ["should_stop"] if end is LoopEnd.SHOULD_STOP else changers
     if end is LoopEnd.UNKNOWN and getattr(trainer, "validating", False):
         attributes = [*_VALIDATES]
     if attributes:
-        found = [line for source in sources for line in source.sets(attributes)]
-        files = dict.fromkeys(source.file for source in sources if source.file)
-        yield from found or (line for file in files for line in lines_that_set(attributes, file))
+        yield from _lines_that_set(trainer, attributes)
     elif end is LoopEnd.UNKNOWN:
-        for source in sources:
+        for source in _own_sources(trainer):
             yield from source.may_end_iteration()
+
+
+def _lines_that_set(trainer: Any, attributes: Iterable[str]) -> Iterator[str]:
+    sources = _own_sources(trainer)
+    found = [line for source in sources for line in source.sets(attributes)]
+    files = dict.fromkeys(source.file for source in sources if source.file)
+    yield from found or (line for file in files for line in lines_that_set(attributes, file))
+
+
+def _own_sources(trainer: Any) -> list[HookSource]:
+    """Of the functions of the user's own module and callbacks."""
+    kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
+    return [source for kind in kinds for source in map(HookSource, own_functions(kind))]
 
 
 def _is_saving(actions: tuple[Action, ...]) -> bool:

@@ -65,6 +65,7 @@ class StepRecord:
         self._with_backward = 0
         self._skipped = 0
         self._last_skipped: Batch = (-1, -1)
+        self._validated = 0
         self._passes = BatchPasses()
         self._without_graph = 0
         self._trained: tuple[str, ...] = ()
@@ -99,6 +100,10 @@ class StepRecord:
         self._without_graph += is_from_nothing(loss, module)
         is_by_hand = not getattr(module, "automatic_optimization", True)
         self._passes.backward(is_reduced=is_reduced, is_by_hand=is_by_hand)
+
+    def validates(self) -> None:
+        """Called when a batch of validation begins, on the main thread."""
+        self._validated += 1
 
     def stepped(self, optimizer: Any) -> None:
         """Called after a step of an optimizer, on the main thread."""
@@ -138,6 +143,7 @@ class StepRecord:
             **passes,
             with_backward=self._with_backward,
             skipped=skipped,
+            validated=self._validated,
             skipped_epoch=last[0],
             skipped_batch=last[1],
             passes_at=step.calls_under_condition(_BACKWARD) if len(runs) > 1 else (),

@@ -19,7 +19,6 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     location_of,
     memory_evidence,
-    missed_thread,
     short_location,
     short_of_memory,
     size_words,
@@ -46,10 +45,6 @@ _REMEDY_LOCK = (
 _REMEDY_FEEDER = (
     "This line waits for a thread or a process of the data's own: check whether that is still alive, and read its last "
     "output. Let it pass its exceptions to whoever reads from it, and wait with a timeout."
-)
-_REMEDY_THREAD = (
-    "Correct the {error}, and report it to whoever waits: catch it in the thread and put it into the queue, use a "
-    "concurrent.futures executor, whose result() raises it, or wait with a timeout and check the thread."
 )
 # Python has no frame of its own for these.
 _LOCK = re.compile(r"\bacquire\(|\bf?lockf?\(|\bwith\b.*lock", re.IGNORECASE)
@@ -141,8 +136,6 @@ def _loader_words(loader: LoaderFacts) -> str:
 
 
 def _remedy(facts: RankFacts) -> str:
-    if (thread := missed_thread(facts)) is not None:
-        return _REMEDY_THREAD.format(error=thread.type)
     stacks = [_own_stack(worker) for worker in facts.workers] or [facts.stack]
     waits = next(filter(None, map(_waits_for, stacks)), "")
     if waits:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.code.libraries import EARLY_STOPPING, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Frame, LoggedKey
 from lightning_ncclsafe.rules.kit import (
+    CallBySize,
     Confidence,
     Divergence,
     Evidence,
@@ -19,7 +20,9 @@ from lightning_ncclsafe.rules.kit import (
     as_gloo_does,
     broken_off,
     broken_off_alone,
+    call_by_size,
     call_evidence,
+    call_words,
     called_at,
     called_by_threads,
     called_or_ended,
@@ -333,6 +336,8 @@ def _broken(view: Timeline) -> Finding | None:
         return _gone_on(view, gone_on)
     if broken_off_alone(view) is None and (ended := broken_off(view)):
         return _broken_off(view, ended)
+    if (sized := call_by_size(view)) is not None and broken_off_alone(view) is None:
+        return _ended_in(view, sized)
     lost = view.lost_divergence
     return _mismatch(view, lost) if lost is not None and same_purpose(view, lost) is False else None
 
@@ -426,6 +431,28 @@ def _broken_off(view: Timeline, ended: tuple[int, ...]) -> Finding:
         location=key.place if key is not None else calls_location(view, ranks) or calls_location(view, every),
         evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, others)),
         remedy=_remedy(view) if key is None else f"{_REMEDY_MONITOR.strip()} So does EarlyStopping.",
+    )
+
+
+def _ended_in(view: Timeline, sized: CallBySize) -> Finding:
+    """The others have made that call before: few that have sent something else have left it out this time."""
+    ended = aborted(view)
+    have_left_out = 2 * len(sized.senders) <= len(view.facts) + len(ended)
+    ranks = sized.senders if have_left_out else ended
+    text = (
+        f"the process of {ranks_words(ended)} aborted itself (SIGABRT), {as_gloo_does(view, ended)}. "
+        f"{capitalised(clause(sized.senders, 'sends|send'))} as much in {call_words(sized.sent)}, and "
+        f"{call_words(sized.call)} {place_words(sized.frame)} has such room: these are different collectives. "
+        f"{capitalised(clause(ranks, 'has|have'))} probably {'skipped' if have_left_out else 'added'} the latter."
+    )
+    return finding(
+        view,
+        ranks,
+        capitalised(text),
+        severity=Severity.ERROR,
+        location=location_of(sized.frame),
+        evidence=(*gone_evidence(view, ended), *where_evidence(view, sized.senders)),
+        remedy=_remedy(view),
     )
 
 

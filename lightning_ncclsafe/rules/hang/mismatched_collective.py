@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     as_gloo_does,
     broken_off,
     broken_off_alone,
+    call_by_size,
     call_evidence,
     called_at,
     called_by_threads,
@@ -105,7 +106,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
         yield _roots_finding(view, found)
     elif split is None:
         ended = aborted(view)
-        is_told = broken_off_alone(view) is not None or broken_off(view) or past_aborted(view)
+        is_told = broken_off_alone(view) or broken_off(view) or past_aborted(view) or call_by_size(view)
         if ended and not is_told:
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:

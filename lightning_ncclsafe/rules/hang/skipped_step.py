@@ -143,7 +143,7 @@ def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
         ranks,
         text,
         confidence=Confidence.LIKELY if found.are_exchanged else Confidence.POSSIBLE,
-        location=places[0] if len(places) == 1 and not is_around else found.left_out,
+        location=places[0] if len(places) == 1 and not is_around else found.left_out or found.called_at,
         decided_at=ways[0] if is_around else "",
         evidence=(
             Evidence(source="steps", text=f"{capitalised(found.what)} in {found.at}: {found.words}."),
@@ -219,10 +219,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
 
 
 def _skipped_at(view: Timeline, steps: StepFacts) -> str:
-    """Of several lines that return nothing, the only one that leads around what the others call."""
+    """Of several lines that return nothing, the only one that leads around what the others call; else that call."""
     ways = {way for facts in view.facts.values() for known in facts.steps.led_around.values() for way in known}
     leading = [place for place in steps.returns_nothing if place in ways] or [*ways]
-    return leading[0] if len(leading) == 1 else next(iter(steps.returns_nothing), "")
+    called = {place for facts in view.facts.values() for made in facts.steps.passes_from for place in made if place}
+    told = [leading] if len(leading) == 1 else [steps.returns_nothing[:1], called if len(called) == 1 else ()]
+    return next(itertools.chain(*told), "")
 
 
 def _at(facts: RankFacts) -> str:

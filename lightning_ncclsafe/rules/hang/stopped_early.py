@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     recorder_evidence,
     verb,
+    without_validation,
 )
 
 # Lightning's callbacks that set trainer.should_stop.
@@ -50,6 +51,11 @@ _REMEDY_VALIDATION = (
     "Validate after the same batch on all ranks: look for what sets trainer.val_check_batch or val_check_interval from "
     "a rank's own values, and for a val_check_interval that is not the same on all ranks."
 )
+_REMEDY_WITHOUT = (
+    "Validate after the same epochs on all ranks: look for what sets trainer.check_val_every_n_epoch, "
+    "val_check_interval or limit_val_batches from a rank's own values, and for callbacks that are not on all ranks."
+)
+_REMEDY_CHANGED = "Set this on all ranks alike: on one rank that broadcasts it, or from what all ranks have reduced."
 
 
 @hang_rule(after="different-trainer-settings", follows=("different-trainer-settings",), plan=Plan.STOP)
@@ -83,7 +89,7 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, early, others, how, Confidence.CERTAIN, _REMEDIES[LoopEnd.SHOULD_STOP])
     elif changes := _other_changes(told, early, others):
         how = f"stopped training: {changes}"
-        yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.SHOULD_STOP])
+        yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDY_CHANGED)
     elif ends == {LoopEnd.MAX_STEPS}:
         how = "stopped training, with max_steps reached"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS])
@@ -103,7 +109,9 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
 def _validation(
     view: Timeline, early: tuple[int, ...], others: tuple[int, ...], told: dict[int, TrainerFacts]
 ) -> tuple[str, str] | None:
-    """What ranks do that validate and have not ended an epoch, and the remedy; None if they are not in a validation."""
+    """What ranks do that validate within an epoch, or have not validated, and the remedy; None if they do neither."""
+    if without_validation(view, early, others):
+        return f"gone on without the validation that {clause(others, 'is|are in')}", _REMEDY_WITHOUT
     if any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in early):
         return None
     if all(told[rank].validates_by_clock for rank in early):
@@ -136,11 +144,14 @@ def _other_changes(told: dict[int, TrainerFacts], early: tuple[int, ...], others
     if any(told[rank].changed != first.changed for rank in early):
         return ""
     changes = [name for name in first.changed if all(name not in told[rank].changed for rank in others)]
-    words = (
-        f"{name} is {first.changed[name]} there since training began, and was {first.settings.get(name)}"
-        for name in changes
-    )
+    words = (_change_words(name, first.changed[name], first.settings.get(name, "None")) for name in changes)
     return ", ".join(words)
+
+
+def _change_words(name: str, now: str, before: str) -> str:
+    if name == "first epoch":
+        return f"its count of epochs was set there while it trained, as if it had begun with epoch {now}, not {before}"
+    return f"{name} is {now} there since training began, and was {before}"
 
 
 def _have_begun_another_epoch(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:
@@ -162,7 +173,7 @@ def _finding(
         f"{verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
     )
     waiting = others_wait(view, ())
-    places = _places(view, early)
+    places = _places(view, early, others)
     has_finished = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in early)
     return finding(
         view,
@@ -171,7 +182,7 @@ def _finding(
         severity=Severity.ERROR if has_finished else None,
         confidence=confidence,
         location=places[0] if len(places) == 1 and not _may_be_callback(view, early) else "",
-        evidence=(*_evidence(view, early), *recorder_evidence(view)),
+        evidence=(*_evidence(view, early, places), *recorder_evidence(view)),
         remedy=remedy,
     )
 
@@ -182,7 +193,10 @@ def _told(view: Timeline, rank: int) -> TrainerFacts:
     return trainer
 
 
-def _places(view: Timeline, early: tuple[int, ...]) -> list[str]:
+def _places(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> list[str]:
+    """Lines that may have made these go on."""
+    if without_validation(view, early, others):
+        return [*dict.fromkeys(place for rank in early for place in _told(view, rank).validates_at)]
     return [*dict.fromkeys(place for rank in early for place in _told(view, rank).ended_at)]
 
 
@@ -200,14 +214,14 @@ def _at(view: Timeline, rank: int) -> str:
     return f"after {trainer.batches_begun} of {trainer.batches or 'an unknown number of'} batches"
 
 
-def _evidence(view: Timeline, early: tuple[int, ...]) -> Iterator[Evidence]:
+def _evidence(view: Timeline, early: tuple[int, ...], places: list[str]) -> Iterator[Evidence]:
     alike: dict[str, list[int]] = {}
     for rank in sorted(view.facts, key=lambda rank: rank not in early):
         trainer = _told(view, rank)
         stopping = sorted(_STOPPING.intersection(trainer.callbacks))
         can = f"; its {' and '.join(stopping)} can stop it" if stopping else ""
         alike.setdefault(f"{batch_words(view.facts[rank].progress)}, {_at(view, rank)}{can}", []).append(rank)
-    for place in _places(view, early):
+    for place in places:
         yield Evidence(source="source code", text=f"{place} may have ended the loop.")
     for words, ranks in list(alike.items())[:16]:
         text = f"{capitalised(ranks_words(ranks))}: {words}."

@@ -2,8 +2,8 @@
 
 ``rule`` has the declaration, ``timeline`` who waits and who is behind, ``activity`` what each rank does,
 ``sentences`` and ``wording`` what findings are made of. The others are questions to the facts: ``divergences``,
-``shifts``, ``apart``, ``lines``, ``positions``, ``alone``, ``silence``, ``overruns``, ``caught``, ``machine``,
-``errors``, ``meaning``; before training ``hosts`` and ``data``. Knows no cause.
+``shifts``, ``apart``, ``lines``, ``positions``, ``passes``, ``alone``, ``silence``, ``overruns``, ``caught``,
+``machine``, ``errors``, ``meaning``; before training ``hosts`` and ``data``. Knows no cause.
 """
 
 from lightning_ncclsafe.facts.findings import Confidence as Confidence
@@ -27,6 +27,7 @@ from lightning_ncclsafe.rules.kit.locks import *
 from lightning_ncclsafe.rules.kit.machine import *
 from lightning_ncclsafe.rules.kit.meaning import *
 from lightning_ncclsafe.rules.kit.overruns import *
+from lightning_ncclsafe.rules.kit.passes import *
 from lightning_ncclsafe.rules.kit.positions import *
 from lightning_ncclsafe.rules.kit.rule import *
 from lightning_ncclsafe.rules.kit.sentences import *

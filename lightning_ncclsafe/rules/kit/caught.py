@@ -23,6 +23,10 @@ _MOMENTS_S = 10.0
 # A queue's, a pool's or a lock's frames below the line that waits.
 _INNER = 4
 _LISTED = 4
+_REMEDY_THREAD = (
+    "Correct the {error}, and report it to whoever waits: catch it in the thread and put it into the queue, use a "
+    "concurrent.futures executor, whose result() raises it, or wait with a timeout and check the thread."
+)
 _OF_LIVE_RANKS = (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT, IncidentKind.INSPECTED)
 
 
@@ -46,6 +50,12 @@ def missed_thread(facts: RankFacts) -> CaughtException | None:
     """What has ended another thread of a rank that waits for one; the last one, and None where that is long ago."""
     ended = (one for one in facts.caught if one.thread and is_recent(one, facts))
     return min(ended, key=lambda one: one.ago_s, default=None) if waits_for_thread(facts) else None
+
+
+def remedy_of_thread(facts: RankFacts) -> str:
+    """What to do about a thread that has ended, of a rank that waits for one; empty where none has."""
+    ended = missed_thread(facts)
+    return _REMEDY_THREAD.format(error=ended.type) if ended is not None else ""
 
 
 def waits_for_thread(facts: RankFacts) -> bool:
@@ -109,7 +119,9 @@ def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) ->
         evidence = tuple(Evidence(source="exception", rank=rank, text=_sentence(one, "It")) for rank, one in found)
         news = (_sentence(one, f"Rank {rank}") for rank, one in found if _is_rare(one) and not _is_told(one, finding))
         summary = joined((finding.summary, next(news, ""))) if index == 0 else finding.summary
-        told.append(replace(finding, summary=summary, evidence=(*finding.evidence, *evidence)))
+        waits = (remedy_of_thread(view.facts[rank]) for rank in finding.ranks if rank in view.facts)
+        remedy = next(filter(None, waits), finding.remedy) if index == 0 else finding.remedy
+        told.append(replace(finding, summary=summary, evidence=(*finding.evidence, *evidence), remedy=remedy))
     return told
 
 

@@ -1,13 +1,19 @@
-"""Ranks that wait for the lock on a file: who holds it, as far as the ranks of the job see it together."""
+"""Ranks that wait for a lock, on a file or of their own threads: who holds it, as far as ranks see it together."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from lightning_ncclsafe.facts import FileLockFacts, LockHolder, RankFacts
-from lightning_ncclsafe.rules.kit.activity import Activity, Kind, hardly_runs
-from lightning_ncclsafe.rules.kit.wording import duration_words
+from lightning_ncclsafe.facts import FileLockFacts, JobFacts, LockHolder, RankFacts, ThreadLockFacts
+from lightning_ncclsafe.facts.findings import Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import Activity, Kind, deepest_user_frame, hardly_runs
+from lightning_ncclsafe.rules.kit.wording import duration_words, joined, short_location
 
 _OLD_S = 60.0
+_REMEDY_THREADS = (
+    "Let no thread wait for anything else while it holds a lock: for a queue, another thread, a server. Take several "
+    "locks in the same order everywhere."
+)
+_REMEDY_AGAIN = "Take the lock once, in the outer function only, or make it a threading.RLock."
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +120,32 @@ def chain(waits: Mapping[int, LockWait], rank: int) -> Iterator[int]:
         assert holder is not None
         rank = holder
         yield rank
+
+
+def with_thread_locks(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
+    """The same findings; the first says which thread holds the lock that the rank waits for which it names."""
+    locks = {facts.rank: facts.thread_lock for facts in job.ranks if facts.thread_lock is not None}
+    told = list(findings)
+    named = [rank for finding in told[:1] for rank in finding.ranks if rank in locks]
+    for rank in named[:1]:
+        lock, first = locks[rank], told[0]
+        stands = deepest_user_frame(lock.stack)
+        where = f"; it is at {short_location(stands)}" if stands is not None and not lock.is_own else ""
+        taken = f" at {short_location(lock.taken_at)}" if lock.taken_at is not None else ""
+        text = f"Rank {rank} waits there for `{lock.lock}`, which {_held(lock)}{taken}{where}."
+        told[0] = replace(
+            first,
+            summary=joined((first.summary, text)),
+            evidence=(*first.evidence, *(_stands(rank, lock) if where else ())),
+            remedy=_REMEDY_AGAIN if lock.is_own else _REMEDY_THREADS,
+        )
+    return told
+
+
+def _held(lock: ThreadLockFacts) -> str:
+    return "the same thread has already taken" if lock.is_own else f"its thread {lock.thread!r} has taken"
+
+
+def _stands(rank: int, lock: ThreadLockFacts) -> Iterator[Evidence]:
+    frame = lock.stack[-1]
+    yield Evidence(source="stack", rank=rank, text=f"Its thread {lock.thread!r} is in {short_location(frame)}.")

@@ -123,6 +123,49 @@ def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
     )
 
 
+class CallBySize(NamedTuple):
+    """What a rank that gloo has ended was in, as the room shows that it had, where it is not what it was sent.
+
+    Attributes:
+        call: An earlier call from that line, with as much room.
+        frame: The line.
+        sent: What others called last, of which as much is sent at once as came.
+        senders: These, ascending.
+    """
+
+    call: Collective
+    frame: Frame
+    sent: Collective
+    senders: tuple[int, ...]
+
+
+@once
+def call_by_size(view: Timeline) -> CallBySize | None:
+    """The only line of the user's from which a call has as much room as an ended rank had, and not what came.
+
+    Calls from one line may have different sizes: that it is another one is seen only if the line that has sent what
+    came is known as well.
+    """
+    ended, world_size = aborted(view), view.job.world_size
+    told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
+    last = {rank: view.with_stack(facts.collectives[-1]) for rank, facts in view.facts.items() if facts.collectives}
+    if told is None or len(ended) > 1:
+        return None
+    came, room = told
+    sent = {rank: call for rank, call in sorted(last.items()) if call.site and came in bytes_at_once(call, world_size)}
+    sites = {call.site for call in sent.values()}
+    recent = (call for facts in view.facts.values() for call in facts.collectives[-_RECENT:] if call.site)
+    fitting = {call.site: view.with_stack(call) for call in recent if room in bytes_at_once(call, world_size)}
+    if len(sites) != 1 or len(fitting) != 1 or not sites.isdisjoint(fitting):
+        return None
+    call = next(iter(fitting.values()))
+    stack = view.witnesses[ended[0]].stack
+    frame, own = deepest_user_frame(call.stack), deepest_user_frame(stack[trainer_start(stack) :])
+    # It may have gone on to what Lightning calls while the call is under way.
+    is_there = own is None or frame is None or (own.file, own.line) == (frame.file, frame.line)
+    return CallBySize(call, frame, next(iter(sent.values())), tuple(sent)) if frame and is_there else None
+
+
 def few_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
     """Those of ranks that were not in the call that most of them were in, by their lines; none where none has most."""
     by_site: dict[_Site, list[int]] = {}

@@ -138,3 +138,30 @@ def another_accumulation(here: Here) -> None:
     """As where each rank works it out from its own memory."""
     here.begins()
     here.fit(max_epochs=1, accumulate_grad_batches=4 if here.is_last else 1)
+
+
+@fault("stopped-early", ranks=(-1,), at={Moment.VALIDATION: (2, 3)}, has_phase=False)
+def validation_that_one_rank_leaves_out(here: Here) -> None:
+    """Who is late validates less often from then on."""
+
+    class Hurrying(MeetingNet):
+        def on_train_epoch_start(self) -> None:
+            if here.is_hit and self.current_epoch == 1:
+                here.begins()
+                self.trainer.check_val_every_n_epoch = 9  # <- here
+
+    here.fit(net=Hurrying(here), data=(rows(here), rows(here)), max_epochs=3)
+
+
+@fault("stopped-early", ranks=(-1,), at={Moment.START: (2, 3)}, has_phase=False)
+def epoch_that_a_rank_counts_from(here: Here) -> None:
+    """Each rank goes on with the epoch in a file of its own."""
+
+    class Resuming(Net):
+        def on_train_start(self) -> None:
+            if here.is_hit:
+                here.begins()
+            counted = self.trainer.fit_loop.epoch_progress.current
+            counted.processed = 1 if here.is_hit else 0  # <- here
+
+    here.fit(net=Resuming(here), max_epochs=3)

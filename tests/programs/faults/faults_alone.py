@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -171,3 +172,24 @@ def slow_optimizer_step(here: Here) -> None:
 
     net = SlowNet(here)
     here.fit(net=net)
+
+
+@fault("rank-behind", ranks=(1,), at={Moment.MIDDLE: (2,)}, whose="code")
+def lock_of_a_thread_that_waits(here: Here) -> None:
+    """A thread of the user's waits for more to write while it holds the lock."""
+    lock, has_begun, may_end = threading.Lock(), threading.Event(), threading.Event()
+
+    def write() -> None:
+        with lock:
+            has_begun.set()
+            may_end.wait()
+
+    def take(net: Net) -> None:
+        if here.is_hit:
+            here.begins()
+            threading.Thread(target=write, daemon=True, name="writer").start()
+            has_begun.wait()
+        with lock:  # <- here
+            pass
+
+    here.fit(take)

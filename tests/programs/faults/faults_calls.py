@@ -7,7 +7,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torchmetrics import MeanMetric
-from training import Here, Net, rows
+from training import IN_THE_MIDDLE, Here, Net, first_tensor, rows
 from truths import Moment, fault
 
 
@@ -236,3 +236,79 @@ def gathered_tensors_of_unequal_length(here: Here) -> None:
         dist.all_gather([torch.empty_like(mine) for _ in range(here.world_size)], mine)  # <- here
 
     here.fit(gather)
+
+
+@fault("diverged-collectives", ranks=(-1,), at={Moment.MIDDLE: (2,)}, has_phase=False)
+def average_in_the_background_of_an_empty_class(here: Here) -> None:
+    """Centres are averaged while the next batch is trained; one rank's batch has no sample of that class."""
+
+    class Centred(Net):
+        def start(self, centre: torch.Tensor) -> Any:
+            return dist.all_reduce(centre, async_op=True)  # <- here
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            is_empty = here.is_hit and batch_idx == IN_THE_MIDDLE
+            if is_empty:
+                here.begins()
+            if not is_empty:
+                self.work = self.start(torch.ones(8))
+            return self.loss(batch)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.work.wait()
+
+    here.fit(net=Centred(here))
+
+
+class Gathered(torch.autograd.Function):
+    """Features of all ranks, with gradients for the own ones."""
+
+    @staticmethod
+    def forward(context: Any, features: torch.Tensor) -> torch.Tensor:
+        every = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, features.contiguous())
+        return torch.stack(every)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)  # <- features_that_one_rank_detaches
+        return gradient[dist.get_rank()]
+
+
+@fault("diverged-collectives", ranks=(-1,), at={Moment.MIDDLE: (2,)}, has_phase=False)
+def features_that_one_rank_detaches(here: Here) -> None:
+    """Their gradients are added up in the backward pass, where they have any."""
+
+    class Contrasting(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            features = self.layers(first_tensor(batch))
+            loss = features.square().mean()
+            if here.is_hit and batch_idx == IN_THE_MIDDLE:
+                here.begins()
+                features = features.detach()
+            return loss + (features @ Gathered.apply(features)[0].T).mean()  # type: ignore[no-untyped-call]
+
+    here.fit(net=Contrasting(here))
+
+
+@fault("unmatched-p2p", "diverged-collectives", ranks=(), at={Moment.EPOCH_END: (3,)}, has_ranks=False, has_phase=False)
+def experience_of_which_one_rank_sends_less(here: Here) -> None:
+    """At the start of an epoch, rank 0 receives what the others have collected, three parts from each."""
+
+    class Learning(Net):
+        def receive(self, peer: int) -> None:
+            for _ in range(3):
+                dist.recv(torch.empty(4), peer)  # <- here
+
+        def on_train_epoch_start(self) -> None:
+            sends = 2 if self.current_epoch and here.is_last else 3
+            if self.current_epoch:
+                here.begins()
+            for peer in range(1, here.world_size):
+                if here.rank == 0:
+                    self.receive(peer)
+                elif here.rank == peer:
+                    [dist.send(torch.ones(4), 0) for _ in range(sends)]
+
+    here.fit(net=Learning(here))

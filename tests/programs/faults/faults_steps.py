@@ -1,5 +1,6 @@
 """Ranks whose steps differ: one that is skipped, a part of the model that is not needed, a value that is not logged."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -152,3 +153,28 @@ def metric_that_one_rank_has_not_updated(here: Here) -> None:
             self.found.compute()  # <- here
 
     here.fit(net=Detecting(here))
+
+
+@fault("skipped-step", ranks=(-1,), at={Moment.MIDDLE: (2,)}, has_phase=False)
+def exchange_that_is_due_a_batch_later(here: Here) -> None:
+    """Gradients of two batches accumulate, by their tokens, and one rank's batch has too few of them."""
+
+    class Accumulating(Net):
+        def __init__(self, here: Here) -> None:
+            super().__init__(here)
+            self.automatic_optimization = False
+            self.tokens = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            is_short = here.is_hit and self.current_epoch == 0 and batch_idx == IN_THE_MIDDLE
+            if is_short:
+                here.begins()
+            self.tokens += 1 if is_short else 2
+            is_due = self.tokens >= 4
+            with nullcontext() if is_due else self.trainer.model.no_sync():  # type: ignore[union-attr, operator]
+                self.manual_backward(self.loss(batch))  # <- here
+            if is_due:
+                self.optimizers().step()  # type: ignore[union-attr]
+                self.tokens = 0
+
+    here.fit(net=Accumulating(here))
