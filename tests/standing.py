@@ -104,7 +104,7 @@ def in_offload() -> tuple[Frame, ...]:
     """A rank whose offloaded logger has no room."""
     intake = Intake(limit_bytes=1_000, overflow="block", block_s=60.0)
     point = LoggedScalars(step=1, values={"loss": 1.0}, created=0.0)
-    offload: Any = SimpleNamespace(_is_forked=False, _intake=intake, _ledger=Ledger("CSVLogger", print))
+    offload: Any = SimpleNamespace(_is_forked=False, _intake=intake, ledger=Ledger("CSVLogger", print))
 
     def put() -> None:
         while not intake.is_closed:
