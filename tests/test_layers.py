@@ -64,6 +64,7 @@ ASKS_ABOUT_LIGHTNING = {
     "callbacks.logger_offload",
     "callbacks.recommended",
     "checkpoints.boundary",
+    "loggers.starting",
     "running.guarding",
     "strategies.guarded",
     "strategies.launchers",
