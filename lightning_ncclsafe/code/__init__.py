@@ -1,4 +1,4 @@
-"""Knows code: whose a stack frame is and what it means; and replaces methods of other code for a while.
+"""Whose code a stack frame is in and what it means; and replacing methods of other code temporarily.
 
 ``marks`` is what functions of this package declare, ``libraries`` the one table of files and functions of others.
 ``side_thread`` makes calls that may never return.

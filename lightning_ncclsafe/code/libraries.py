@@ -1,6 +1,6 @@
-"""Library code that is known by name: files and functions of torch, Lightning and other libraries, in one table.
+"""Files and functions of torch, Lightning and other libraries that rules know by name, in one table.
 
-Code of this package declares itself what it is, see :mod:`lightning_ncclsafe.code.marks`.
+Code of this package declares what it is by marks, see :mod:`lightning_ncclsafe.code.marks`.
 """
 
 import re
@@ -105,7 +105,7 @@ _C10D = "distributed/distributed_c10d.py"
 
 # torch.distributed
 DISTRIBUTED = _in(_TORCH, "distributed/*")
-# Where a rank that has joined early shadows what the others' models call.
+# Where a rank that has joined early shadows the collectives of the others' models.
 JOIN = _in(_TORCH, "distributed/algorithms/join.py", functions="__exit__")
 C10D = _in(_TORCH, _C10D)
 SEND_OR_RECV = _in(_TORCH, _C10D, functions="send recv")
@@ -200,7 +200,7 @@ TUNING = (
 # Lightning
 TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
 END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_run_end")
-# The Trainer's public functions, and what they call; the stars are for releases before 2.0, which have folders there.
+# The Trainer's public functions, and what they call; the stars are for releases before 2.0, which had folders here.
 TRAINER = _in(_PYTORCH, "trainer/trainer.py")
 # The calls into each of them, through which exceptions leave it.
 TRAINER_CALL = _in(_PYTORCH, "trainer/*.py", functions="_call_and_handle_interrupt")

@@ -1,4 +1,4 @@
-"""What functions of this package declare about themselves: probes put it on frames, and rules read it.
+"""Marks that functions of this package declare about themselves: probes put them on frames, and rules read them.
 
 So no rule has to know a function by its file and name, which change.
 """

@@ -109,7 +109,7 @@ def _written(cls: type) -> _Written:
 
 
 def _plain(value: Any) -> Any:
-    """Converts what ``json`` cannot write, one level deep: it calls this again for what is inside."""
+    """Converts what ``json`` cannot write, one level deep: ``json`` calls it again for the contents."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):

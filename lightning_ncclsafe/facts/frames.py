@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 ELSE = "else of "
-"""Prefix of a rank condition if the line is in the branch for ranks for which it does not hold."""
+"""Prefix of a rank condition if the line is in the branch for the ranks on which it does not hold."""
 
 
 class Decides(str, Enum):
-    """On what it depends which way control flows."""
+    """What a branch depends on."""
 
     RANK = "rank"
     """The rank."""
@@ -19,21 +19,21 @@ class Decides(str, Enum):
     EXCEPTION = "exception"
     """Whether something is raised."""
     COMMON = "common"
-    """What all ranks have alike: the number of a batch or of a step, a number in the source."""
+    """Something that is equal on all ranks: the index of a batch or step, a constant in the source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A place in a function from which control may flow around one of its lines.
+    """A place in a function where control may flow around one of its lines.
 
     Attributes:
         line: The line of the jump; without one, of the condition, the loop or the clause.
         test: The condition, loop or clause with its line number, ``"if not batch.any():  (line 41)"``, cut to 120
-            characters; ``"else of if rank == 0:  (line 12)"`` of what runs where the condition does not hold.
-        on: What decides.
-        jump: ``"return"``, ``"continue"``, ``"break"`` or ``"raise"``, if that stands before the line or ends a loop
-            around it; empty if the line is in what is decided about.
-        until: The last line of that; 0 for a jump.
+            characters; ``"else of if rank == 0:  (line 12)"`` for a block that runs if the condition does not hold.
+        on: What it depends on.
+        jump: ``"return"``, ``"continue"``, ``"break"`` or ``"raise"``, if it is before the line or ends a loop around
+            it; empty if the line is in the block that the branch decides about.
+        until: The last line of that block; 0 for a jump.
     """
 
     line: int
@@ -59,7 +59,6 @@ class Frame:
             for other code, and if the frame was not taken by a probe.
         handler: The clause that handles an exception in the ``try`` that encloses this line, with its line number, such
             as ``"except RuntimeError:  (line 47)"``; empty if there is none, or if the line is also under a condition.
-        loop: The innermost ``for`` statement around this line, likewise; empty if there is none.
         branches: What may lead around this line within its function, from outside in: the innermost 8. Only of the
             user's code.
     """
@@ -72,7 +71,6 @@ class Frame:
     rank_condition: str = ""
     mark: str = ""
     handler: str = ""
-    loop: str = ""
     branches: tuple[Branch, ...] = ()
 
 

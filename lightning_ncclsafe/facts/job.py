@@ -1,4 +1,4 @@
-"""What one rank saw, and what a job is: the only data that rules may look at.
+"""What one rank saw, and what a job is: the only data that rules read.
 
 Everything here is frozen, serialisable (see :mod:`lightning_ncclsafe.facts.codec`) and free of torch and Lightning, so
 that a report can be judged again on a login node, years later, from its ``report.json`` alone.

@@ -1,4 +1,4 @@
-"""A rank's resources, and what delayed it besides its code: memory, waits for a core, pressure, its GPU, its network.
+"""A rank's resources, and what may delay it besides its code: memory, waits for a core, pressure, GPU and network.
 
 None, or empty, means that this host does not report it.
 """
@@ -77,14 +77,14 @@ class MainThreadFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureFacts:
-    """What a host and its control groups have held up over the last seconds.
+    """How much a host and its control groups have delayed processes over the last seconds.
 
     Attributes:
-        over_s: The time that this is about, seconds.
+        over_s: The time that the values cover, seconds.
         throttled_s: Seconds for which the quotas of the rank's control groups kept its processes waiting, summed over
             cores.
         periods: Periods of the quota (mostly 100 ms) in this time.
-        throttled_periods: Those in which the quota was used up before they were over.
+        throttled_periods: Periods in which the quota was used up early.
         cpu_waited: Share of the time in which some task of the host waited for a core (PSI, ``some``), 0 to 1.
         memory_stalled: The same in which all tasks waited for memory (PSI, ``full``).
         io_stalled: The same for storage.
@@ -101,15 +101,15 @@ class PressureFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GarbageFacts:
-    """What Python's garbage collector took of a rank's time: whole collections (the oldest generation) only.
+    """The time that Python's garbage collector took from a rank: full collections (the oldest generation) only.
 
     Attributes:
-        running_s: Seconds since the collection began that is going on; 0 where none is.
-        longest_s: The longest one of the last minute, seconds.
-        ended_ago_s: Seconds since that one ended.
-        total_s: All of them in the last minute, seconds.
-        count: How many these were.
-        blocks: Blocks of memory that Python's objects take now: about as many as there are objects.
+        running_s: Seconds since the present collection began; 0 if there is none.
+        longest_s: The longest collection of the last minute, seconds.
+        ended_ago_s: Seconds since the longest one ended.
+        total_s: Their sum in the last minute, seconds.
+        count: Their number in the last minute.
+        blocks: Blocks of memory in use by Python's objects: about as many as there are objects.
     """
 
     running_s: float = 0.0
@@ -122,14 +122,14 @@ class GarbageFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedProcess:
-    """A child of a rank, a loader's worker mostly, that was killed or has failed.
+    """A child process of a rank, mostly a loader's worker, that was killed or failed.
 
     Attributes:
         pid: Process id.
-        signal: The signal that has killed it, ``"SIGKILL"``; empty where it has exited by itself.
-        exit_code: Its exit code, where it has exited by itself.
-        ago_s: Seconds since it ended; None where nobody asked for it yet, and its end was not seen.
-        is_replaced: Whether its parent has asked for it meanwhile; a pool of processes has started another then.
+        signal: The signal that killed it, ``"SIGKILL"``; empty if it exited by itself.
+        exit_code: Its exit code, if it exited by itself.
+        ago_s: Seconds since it ended; None if its end was not observed and its parent has not reaped it.
+        is_replaced: Whether its parent has reaped it; a process pool has then started another.
     """
 
     pid: int
@@ -144,10 +144,10 @@ class GpuStateFacts:
     """A rank's GPU at the moment of an incident.
 
     Attributes:
-        gpu: What NVML says of it; None where it does not answer.
+        gpu: NVML's values; None if NVML does not answer.
         utilization: Share of the last moments in which a kernel ran on it, 0 to 1.
-        power_w: What it draws, watts.
-        no_answer_s: Seconds for which NVML has been asked and has not answered; 0 where it has.
+        power_w: Its power draw, watts.
+        no_answer_s: Seconds for which NVML has not answered; 0 if it has.
     """
 
     gpu: GpuFacts | None = None
@@ -158,15 +158,15 @@ class GpuStateFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceFacts:
-    """The network interface that this rank's back end takes.
+    """The network interface that this rank's back end uses.
 
     Attributes:
         backend: ``"nccl"`` or ``"gloo"``.
-        name: Name of the interface; empty where there is none.
+        name: Name of the interface; empty if there is none.
         address: Its address.
         network: The network that this address is in, ``"10.0.0.0/24"``.
-        chosen_by: Why that one: ``"NCCL_SOCKET_IFNAME=eth0"``, ``"first that is up"``.
-        is_loopback: Whether it reaches this host only.
+        chosen_by: Why this one: ``"NCCL_SOCKET_IFNAME=eth0"``, ``"first that is up"``.
+        is_loopback: Whether it reaches only this host.
         others: The host's other interfaces that are up, with their addresses, ``"eth0 10.0.0.7"``.
     """
 
@@ -181,14 +181,14 @@ class InterfaceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedAddress:
-    """A host whose ranks have answered, tried at the address that its back end uses: that may be another network.
+    """A host whose ranks have answered, tried at the address that its back end uses, which may be in another network.
 
     Attributes:
         host: Its name.
         address: The address of the interface towards other hosts.
         answers: Whether it answered there, to accept a connection or to refuse it; None if unknown.
         seen_from: Name of the host that tried.
-        tried: What came of it, in words.
+        tried: The outcome, in words.
     """
 
     host: str
@@ -200,19 +200,19 @@ class TriedAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """All of this about one rank.
+    """All of these facts about one rank.
 
     Attributes:
-        main_thread: Its main thread; None until it has been watched for a while.
+        main_thread: Its main thread; None until it has been observed for some time.
         pressure: Its host and control groups; None likewise.
         garbage: Python's garbage collector.
-        ended: Children that were killed or have failed, of late or with nobody having asked for them yet.
-        shm_total_bytes: Size of /dev/shm, through which workers hand their batches over.
-        shm_free_bytes: What is free of it.
-        gpu: Its GPU; None where it uses none.
-        interface: The interface towards other hosts; None where that is not known.
-        name_servers: Addresses of name servers that this process has asked and that have not answered yet.
-        settings: Variables of the environment that NCCL, gloo and torch's distributed part look at.
+        ended: Child processes that were killed or failed recently, or that have not been reaped.
+        shm_total_bytes: Size of /dev/shm, in which workers pass batches.
+        shm_free_bytes: Its free space.
+        gpu: Its GPU; None if it uses none.
+        interface: The interface towards other hosts; None if unknown.
+        name_servers: Addresses of name servers that have not answered this process yet.
+        settings: Environment variables that NCCL, gloo and torch.distributed read.
     """
 
     main_thread: MainThreadFacts | None = None

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from lightning_ncclsafe.facts import Action, Phase, Progress
 
 FIRST_BATCH = "first_batch"
-"""What the first training batch of an epoch is called among limits: it is a phase to users, and none to Lightning."""
+"""The name of the limit for the first training batch of an epoch: a phase for users, but not for Lightning."""
 
 LONG_S = 300.0
-"""For how long nobody is surprised where things are known to take long: compilation, workers that start, checkpoints.
-Compiling a large model takes some minutes, and so does writing its checkpoint to shared storage."""
+"""How long phases may take that are known to take long, seconds: compilation, starting workers, checkpoints.
+Compiling a large model takes some minutes, as does writing its checkpoint to shared storage."""
 
 _EVALUATIONS = frozenset({Phase.SANITY_CHECK, Phase.VALIDATE, Phase.TEST, Phase.PREDICT})
 _IN_LOOPS = _EVALUATIONS | {Phase.TRAIN}
@@ -21,9 +21,9 @@ class PhaseKind:
 
     Attributes:
         phase: The phase of the Trainer.
-        first: Whether the first batch of the loop, since it began, is not over: workers start, models are compiled.
-        per_batch: Whether the Trainer does what it does for every batch; not so in hooks at the begin or end of an
-            epoch or a run, where people put work that is done once.
+        first: Whether the first batch of the loop is not over: workers start, models are compiled.
+        per_batch: Whether the Trainer is in something that it does for every batch, and not in a hook at the beginning
+            or end of an epoch or a run, where users put work that is done once.
     """
 
     phase: Phase
@@ -37,7 +37,7 @@ class PhaseKind:
 
     @property
     def is_long(self) -> bool:
-        """Whether it is known of such phases that they take long, in a healthy run as well."""
+        """Whether such phases take long even in a healthy run."""
         if self.phase in (Phase.CHECKPOINT, Phase.SANITY_CHECK):
             return True
         return self.phase in _IN_LOOPS and self.first and self.per_batch
@@ -49,17 +49,17 @@ class PhaseKind:
 
 
 def phase_kind_of(progress: Progress) -> PhaseKind:
-    """The kind of phase in a rank's facts; the first batch is over here once the second one is there."""
+    """The kind of phase in a rank's facts; here the first batch is over once the second has begun."""
     return make_phase_kind(progress.phase, progress.actions, first=progress.batch_idx <= 0)
 
 
 def make_phase_kind(phase: Phase, actions: tuple[Action, ...], *, first: bool) -> PhaseKind:
-    """The kind of a phase, given what is going on in it.
+    """The kind of a phase, given its actions.
 
     Args:
         phase: The phase of the Trainer.
-        actions: What is going on, outermost first.
-        first: Whether the loop's first batch is not over.
+        actions: The current actions, outermost first.
+        first: Whether the first batch of the loop is not over.
     """
     in_loop = phase in _IN_LOOPS
     return PhaseKind(

@@ -10,21 +10,21 @@ class Capacity:
     Attributes:
         machine: Identifies this host: its boot id, or its name; equal on ranks that share a host.
         cpus: Numbers of the cores that this process may run on, ascending.
-        quota_cores: Cores' worth of processor time that the control groups allow: the least of the process's own
+        quota_cores: CPU time that the control groups allow, in units of cores: the least of the process's own
             group and of all above it; cgroup v1 or v2.
         quota_group: Path of the control group that sets it: ranks in it share it.
         quotas: Each such quota, of the own group and of those above it, by path of the group: a wider one above may be
             shared by more ranks, and so leave less for each.
         memory_limit_bytes: Memory limit of the control group, the own one or one above it, with the least left.
-        memory_used_bytes: What that group uses, without what the kernel can take back (inactive files).
+        memory_used_bytes: Its use, without what the kernel can reclaim (inactive files).
         memory_group: Path of that group: ranks in it share it.
-        memory_left_bytes: What each group with a limit, the own one and those above it, leaves: by path of the group.
+        memory_left_bytes: Memory left in each group with a limit, the own one and those above, by path of the group.
         memory_total_bytes: Memory of the host.
         memory_available_bytes: Memory of the host that is available without swapping.
-        process_limit_bytes: What this process may still allocate under ``RLIMIT_AS`` or ``RLIMIT_DATA``.
-        shm_total_bytes: Size of /dev/shm, through which workers hand their batches over.
-        shm_free_bytes: What is free of it.
-        open_files_left: Files that this process may still open, and each process that it forks.
+        process_limit_bytes: Bytes that this process may still allocate under ``RLIMIT_AS`` or ``RLIMIT_DATA``.
+        shm_total_bytes: Size of /dev/shm, in which workers pass batches.
+        shm_free_bytes: Its free space.
+        open_files_left: Files that this process, and each process that it forks, may still open.
         slurm_cpus_per_task: ``SLURM_CPUS_PER_TASK``: explains a mismatch with ``cpus``, and decides nothing.
     """
 
@@ -55,9 +55,9 @@ class SwapFacts:
         used_bytes: Swap space in use.
         swapped_out_bytes: Written to swap while the check ran.
         swapped_in_bytes: Read back while the check ran.
-        devices: Partitions and files that are swapped to, with the type of the file system below a file
-            (``"/swapfile on nfs4"``), or that of the device.
-        on_network: Those of them that are on a network.
+        devices: Partitions and files with swap space, with the type of a file's file system
+            (``"/swapfile on nfs4"``) or of the device.
+        on_network: Those that are on a network.
         memory_stalled: Share of the check's time in which all tasks waited for memory (PSI, ``full``), 0 to 1.
         io_stalled: The same for storage.
         cpu_waited: Share of the time in which some task waited for a core (PSI, ``some``).
@@ -76,20 +76,20 @@ class SwapFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """One GPU, the one that a rank uses, as NVML reports it. None means that it does not.
+    """The GPU that a rank uses, as NVML reports it. None means that NVML does not report it.
 
     Attributes:
         index: Its index for NVML.
         name: Its model.
         uuid: Its UUID; two ranks with the same one share the GPU.
         total_bytes: Its memory.
-        free_bytes: What is free of it.
-        foreign_processes: Processes on it that are no ranks of this job, ``"pid 4711 (python), 12.3 GB"``.
-        ecc_errors: Uncorrected errors of its memory since the driver was loaded.
+        free_bytes: Its free memory.
+        foreign_processes: Processes on it that are not ranks of this job, ``"pid 4711 (python), 12.3 GB"``.
+        ecc_errors: Uncorrected memory errors since the driver was loaded.
         pending_repair: Whether memory rows wait to be remapped, or the last remapping failed.
-        throttled_by: What holds its clocks down besides power saving: ``"thermal slowdown"``, ``"power brake"``.
-        recovery_action: What NVML says should be done: ``"reset"``, ``"drain"``, ``"reboot"``; empty for nothing.
-        xids: Xid errors in the kernel's log of this boot, newest last, where it can be read: ``"79 (fallen off the
+        throttled_by: What reduces its clocks besides power saving: ``"thermal slowdown"``, ``"power brake"``.
+        recovery_action: What NVML recommends: ``"reset"``, ``"drain"``, ``"reboot"``; empty for nothing.
+        xids: Xid errors in the kernel's log of this boot, newest last, if it can be read: ``"79 (fallen off the
             bus)"``.
         driver: Version of the driver.
         cuda: Version of CUDA that the driver supports.
@@ -115,16 +115,15 @@ class NetworkFacts:
     """How the back ends would reach other hosts.
 
     Attributes:
-        interfaces: Interfaces that are up, with their speed: ``"eth0 10000 Mbit/s 10.0.0.7"``; loopback is not here.
-        default_interface: The one that NCCL's and gloo's sockets would take, by ``NCCL_SOCKET_IFNAME`` or
-            ``GLOO_SOCKET_IFNAME`` or else their own order; empty where there is none.
-        chosen_by: Why that one: the name of the variable, or ``"route to MASTER_ADDR"``, ``"first that is up"``.
-        misnamed: The variables of these that name an interface that this host has not:
-            ``"GLOO_SOCKET_IFNAME=eth9"``.
+        interfaces: Interfaces that are up, with their speed, without loopback: ``"eth0 10000 Mbit/s 10.0.0.7"``.
+        default_interface: The interface that NCCL's and gloo's sockets would use, by ``NCCL_SOCKET_IFNAME`` or
+            ``GLOO_SOCKET_IFNAME`` or else by their own order; empty if there is none.
+        chosen_by: Why this one: the name of the variable, or ``"route to MASTER_ADDR"``, ``"first that is up"``.
+        misnamed: Those of these variables that name an interface which this host lacks: ``"GLOO_SOCKET_IFNAME=eth9"``.
         infiniband: InfiniBand and RoCE ports, ``"mlx5_0:1 ACTIVE 400 Gb/sec"``.
         infiniband_active: How many of them are active.
-        infiniband_off: Why NCCL would not use them although they are there: ``"NCCL_IB_DISABLE=1"``,
-            ``"libibverbs.so.1 cannot be loaded"``; empty where nothing is in the way.
+        infiniband_off: Why NCCL would not use them although they exist: ``"NCCL_IB_DISABLE=1"``, ``"libibverbs.so.1
+            cannot be loaded"``; empty if nothing prevents it.
     """
 
     interfaces: tuple[str, ...] = ()
@@ -138,7 +137,7 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryFacts:
-    """A directory that the run writes to or reads from, tried out. None means that it was not, or could not be.
+    """A directory that the run writes to or reads from, as a trial measured it. None means: not measured.
 
     Attributes:
         role: ``"logs"``, ``"checkpoints"`` or ``"data"``.
@@ -148,8 +147,8 @@ class DirectoryFacts:
         append_worst_s: The longest one, seconds.
         fsync_s: Median time of one fsync, seconds.
         read_s: Median time to open one of its files and read 4 KiB at a random place, seconds.
-        free_bytes: What is free for this user.
-        free_inodes: How many files can be made.
+        free_bytes: Free space for this user.
+        free_inodes: How many files can be created.
         problem: Why it cannot be used, in words: ``"Permission denied"``, ``"no answer within 2 s"``.
     """
 
@@ -167,7 +166,7 @@ class DirectoryFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFacts:
-    """What the run is about to ask of this rank's host. None where it cannot be known beforehand.
+    """What the run will require of this rank's host. None means: not known in advance.
 
     Attributes:
         loader_workers: Worker processes of all of this rank's loaders that live at the same time.
@@ -195,16 +194,16 @@ class PreflightFacts:
     Attributes:
         capacity: What it may use of its host.
         swap: Swap and pressure.
-        gpu: Its GPU; None where it has none.
+        gpu: Its GPU; None if it has none.
         network: How other hosts are reached.
-        directories: What it writes to and reads from.
-        load: What the run is about to ask for.
+        directories: The directories that it writes to and reads from.
+        load: What the run will require.
         open_files_limit: Soft limit of open files.
         open_files: How many are open.
         clock_offset_s: How far this host's clock is ahead of rank 0's, seconds.
-        clock_error_s: How wrong that may be, seconds.
+        clock_error_s: The possible error of this, seconds.
         versions: Of torch, CUDA, NCCL, Lightning, Python, the driver, …: ``{"torch": "2.13.0"}``.
-        settings: Variables of the environment that NCCL, gloo and torch's distributed part look at.
+        settings: Environment variables that NCCL, gloo and torch.distributed read.
         is_cuda: Whether the run uses GPUs.
         took_s: How long all of this took, seconds.
         missing: What could not be determined, one sentence each.

@@ -1,4 +1,4 @@
-"""Processes as they are seen from outside, by another rank of the host or by whoever inspects a job."""
+"""Processes as seen from outside, by another rank of the host or by an inspection."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockHolder:
-    """A process that holds the lock on a file; of a file that is a lock by its existence, one that has it open.
+    """A process that holds a file lock; if the lock is a file's existence, a process that has the file open.
 
     Attributes:
         pid: Process id.
@@ -114,8 +114,8 @@ class SampledActivity:
 
     Attributes:
         doing: In words: ``"user code"``, ``"a collective"``, ``"the dataloader"``.
-        place: ``"file:line in function"`` of the deepest line in the user's own code; empty where there is none.
-        looks: In how many samples.
+        place: ``"file:line in function"`` of the deepest line in the user's own code; empty if there is none.
+        looks: The number of samples.
     """
 
     doing: str
@@ -142,14 +142,14 @@ class InspectionFacts:
 
     Attributes:
         looks: How often its stack was read.
-        over_s: The time between the first look and the last, seconds.
-        moved: Whether its main thread did something else between looks; None where that could not be seen.
-        slept_s: Seconds for which its main thread had not run at the last look, as the kernel counts; None where
+        over_s: Seconds between the first and the last look.
+        moved: Whether its main thread changed what it does between looks; None if unknown.
+        slept_s: Seconds for which its main thread had not run at the last look, by the kernel's counters; None if
             unknown.
-        whereabouts: What it was in, most often first.
-        native: Functions of native code that its last Python frame was in, outermost first; empty where none was read.
+        whereabouts: What it was doing, the most frequent first.
+        native: Native functions below its last Python frame, outermost first; empty if they were not read.
         threads: Its other threads that are in the user's own code; the first 4.
-        group: The process group whose collective it waited in, by name and members; None where that is not known.
+        group: The process group whose collective it waited in, by name and members; None if unknown.
     """
 
     looks: int = 0
@@ -163,5 +163,5 @@ class InspectionFacts:
 
     @property
     def idle_s(self) -> float:
-        """Seconds for which it is known to have made no progress; 0 if it moves, or nothing is known."""
+        """Seconds for which it has made no progress, as far as known; 0 if it moves."""
         return 0.0 if self.moved else max(self.over_s if self.moved is False else 0.0, self.slept_s or 0.0)

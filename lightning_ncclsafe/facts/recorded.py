@@ -1,51 +1,51 @@
-"""What a rank has left behind where nothing of this package ran: a Flight Recorder's dump, lines in a log."""
+"""What a rank without this package has left behind: a Flight Recorder's dump, lines in a log."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 
 class StatementKind(str, Enum):
-    """What a line of a log says in so many words."""
+    """What a line of a log states explicitly."""
 
     ENDED = "ended"
-    """A process has ended, by the word of whoever started it."""
+    """A process has ended, according to its launcher."""
     PEER_LOST = "peer-lost"
     """The other end of a connection was closed."""
     UNREACHABLE = "unreachable"
     """A connection could not be made, or its other end has stopped answering."""
     ABSENT = "absent"
-    """Ranks have not come to a collective, by the word of whoever has compared all."""
+    """Ranks have not reached a collective, according to a comparison of all ranks."""
     AHEAD = "ahead"
-    """Ranks have called another number of collectives than most."""
+    """Ranks have called a different number of collectives than most."""
     NOT_JOINED = "not-joined"
-    """Not all ranks have come to the store while the process group was made."""
+    """Not all ranks have joined the store while the process group was created."""
     STORE_WAIT = "store-wait"
-    """A rank has waited in vain for what another one must put into the store."""
+    """A rank has waited in vain for a key that another one must put into the store."""
     BARRIER_WAIT = "barrier-wait"
-    """A rank has come to a monitored barrier, where the one that counts the others has not answered."""
+    """A rank has reached a monitored barrier, and the rank that counts the others has not answered."""
     OTHER_SIZES = "other-sizes"
-    """Ranks have called one operation with other sizes or types, by the word of whoever has compared them."""
+    """Ranks have called one operation with different sizes or types, according to a comparison of all ranks."""
     OTHER_OPERATIONS = "other-operations"
-    """The same of different operations."""
+    """The same for different operations."""
     LATE = "late"
-    """Ranks have not called yet what others wait in, by a warning: they may still."""
+    """Ranks have not called yet what others wait in, according to a warning: they may still call it."""
     APART = "apart"
-    """Ranks wait in different operations for each other, by a warning: they may still come."""
+    """Ranks wait for each other in different operations, according to a warning: they may still come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """What a log says of ranks, or of processes of which it does not give the rank.
+    """What a log states about ranks, or about processes whose rank it does not give.
 
     Attributes:
         kind: What it says.
-        ranks: The ranks that it is about, ascending; empty where it does not name them.
-        by: The rank that says it; None where that is not known.
+        ranks: The ranks that it is about, ascending; empty if it does not name them.
+        by: The rank that wrote it; None if unknown.
         detail: The rest of it in words, from the log.
-        exit_code: With what a process ended; minus the signal's number where a signal ended it.
+        exit_code: The exit code of a process; minus the signal's number if a signal ended it.
         local_rank: Number of the process among those of its host.
         count: How many ranks have come.
-        of: How many were to come.
+        of: How many should come.
         line: The line, cut to 300 characters.
     """
 
@@ -62,13 +62,13 @@ class Statement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFacts:
-    """What logs say beyond single ranks.
+    """What logs contain beyond single ranks.
 
     Attributes:
-        statements: What they say in so many words.
-        works_on: A progress bar that went on while ranks had timed out; empty where there is none.
-        is_cut: Whether a log ends where the last rank of which it tells had only just begun to speak.
-        spoke: Ranks that say something of the failure, and nothing of themselves, ascending.
+        statements: Their explicit statements.
+        works_on: A progress bar that continued after ranks had timed out; empty if there is none.
+        is_cut: Whether a log ends just after its last rank began to write.
+        spoke: Ranks that wrote about the failure, but nothing about themselves, ascending.
     """
 
     statements: tuple[Statement, ...] = ()
@@ -79,28 +79,28 @@ class LogFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFacts:
-    """What was read of one rank.
+    """What was read about one rank.
 
     Attributes:
         has_dump: Whether a Flight Recorder's dump of the rank was read.
-        is_idle: Whether that says that nothing was outstanding, in any group.
-        is_empty: Whether it says nothing at all: the recorder was off.
-        is_blank: Whether the recorder was on, and the rank had called nothing at all.
-        is_moving: Whether something had just ended on the device when it was written.
+        is_idle: Whether the dump shows nothing outstanding in any group.
+        is_empty: Whether the dump is empty because the recorder was off.
+        is_blank: Whether the recorder was on and the rank had called nothing.
+        is_moving: Whether a collective had just completed on the device when the dump was written.
         has_lost: Whether the ring no longer has all that is outstanding.
         is_doubtful: Whether the dump may be of an earlier run, or the clock of the host wrong: all its calls were long
             before those of the others.
         has_log: Whether lines of the rank were read in a log.
-        group_known: Whether the log says to which process group its collectives belong; torch says so since 2.3.
-        waited_ms: How long a collective had run when NCCL's watchdog gave it up, milliseconds; 0 where none was.
-        awaited: Ranks for which this one says that it has waited in vain, ascending.
-        awaited_in: Where it did: ``"monitored_barrier"``, ``"the set-up of the NCCL communicator"``.
-        exit_code: With what its process ended, by its launcher; minus the signal's number where a signal ended it.
-        ended_first: Whether its launcher says that it was the first to fail.
-        survived: What it raised before it called a collective in which others wait, too, so that it did not end it:
-            ``"ValueError: bad label 11 at train.py:42 in training_step"``; empty where it raised nothing of the kind.
-        stuck_s: Seconds for which the watchdog's own thread did not move (PyTorch's heartbeat monitor); 0 if it did.
-        lines: Its most telling lines, as they stand in the log, each cut to 300 characters.
+        group_known: Whether the log has the process group of its collectives, as torch writes it since 2.3.
+        waited_ms: How long a collective had run when NCCL's watchdog abandoned it, milliseconds; 0 if none was.
+        awaited: Ranks that this one has waited for in vain, according to its log, ascending.
+        awaited_in: Where it waited: ``"monitored_barrier"``, ``"the set-up of the NCCL communicator"``.
+        exit_code: Its exit code, according to its launcher; minus the signal's number if a signal ended it.
+        ended_first: Whether it failed first, according to its launcher.
+        survived: An exception that did not end it, as it called a collective afterwards in which others wait, too:
+            ``"ValueError: bad label 11 at train.py:42 in training_step"``; empty if there is none.
+        stuck_s: Seconds for which the watchdog's thread made no progress (PyTorch's heartbeat monitor); 0 if it did.
+        lines: Its most important lines in the log, each cut to 300 characters.
     """
 
     has_dump: bool = False

@@ -63,10 +63,10 @@ class Progress:
 
 
 class LoopEnd(str, Enum):
-    """Why a training loop ends, from the state of its Trainer; that it has ended is seen elsewhere."""
+    """Why a training loop would end, by the state of its Trainer; whether it has ended is another fact."""
 
     UNKNOWN = ""
-    """Nothing that a loop would end for."""
+    """Nothing would end the loop."""
     DATA = "data"
     """The loader has no more batches, whatever its length says, or ``limit_train_batches`` is reached."""
     SHOULD_STOP = "should-stop"
@@ -80,20 +80,20 @@ class TrainerFacts:
     """What decides how many steps and collectives a rank's ``fit`` makes.
 
     Attributes:
-        settings: What all ranks have to have alike, as it was when training began: arguments of the Trainer by name,
-            and ``"first epoch"`` and ``"first step"``, from which it goes on; as text.
-        changed: What of these says when training ends, and is another now than it was then.
+        settings: Settings that have to be equal on all ranks, as text, when training began: arguments of the Trainer by
+            name, and ``"first epoch"`` and ``"first step"``, from which it continues.
+        changed: Those that decide when training ends and have changed since then, with their present values.
         callbacks: Class names of the Trainer's callbacks, in their order.
         validates_by_clock: Whether ``val_check_interval`` is a time, so that each rank's own clock decides.
-        end: What its training loop would end for now.
-        ended_at: ``"file:line in hook"`` of the lines of the user's module and callbacks that may have made it end so:
-            that set ``should_stop`` or what has changed, or, where nothing else ends it, that a ``StopIteration`` may
-            leave, and in a validation within an epoch those that say after which batch it comes; the first 8.
-        validates_at: ``"file:line in hook"`` of the lines there that set how often training is left for a validation;
+        end: Why its training loop would end now.
+        ended_at: ``"file:line in hook"`` of the lines in the user's module and callbacks that may have ended it: that
+            set ``should_stop`` or a changed setting; if nothing else ends it, that a ``StopIteration`` may leave; in a
+            validation within an epoch, that set the batch after which it starts; the first 8.
+        validates_at: ``"file:line in hook"`` of the lines there that set after which batches or epochs validation runs;
             the first 8.
-        batches_begun: Training batches of this epoch that have been begun.
-        batches: How many the epoch has; None where that is not known.
-        validated: Batches of its last validation that are over, or of the one that it is in, of all loaders together.
+        batches_begun: Training batches of this epoch that have begun.
+        batches: The number of batches of the epoch; None if unknown.
+        validated: Completed batches of its present or last validation, of all loaders together.
     """
 
     settings: dict[str, str]
@@ -110,13 +110,13 @@ class TrainerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedKey:
-    """A key of ``self.log`` that is reduced between ranks, or that a callback looks at.
+    """A key of ``self.log`` that is reduced between ranks, or that a callback monitors.
 
     Attributes:
         name: The key.
         hook: The hook that logs it, ``"validation_step"``.
-        place: ``"file:line in hook"`` of the call, where the key is written out there, or no other call of the hook can
-            have logged it; else empty.
+        place: ``"file:line in hook"`` of the call, if the key is a literal there, or no other call of the hook can have
+            logged it; else empty.
         rank_condition: The condition on the rank around that line, with its line number; else empty.
         states: Names of a metric's states, each of which is reduced; empty for a value.
     """
@@ -136,7 +136,7 @@ class MetricFacts:
         name: Its name in the model, ``"val_accuracy"``.
         type: Its class.
         states: Names of its states.
-        by_entry: Of these, lists that are not reduced: each entry is gathered by collectives of its own.
+        by_entry: Those that are lists without a reduction: each entry is gathered by collectives of its own.
     """
 
     name: str
@@ -147,56 +147,56 @@ class MetricFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """What a rank's training steps have left out, and what it logs on all ranks.
+    """What a rank's training steps have skipped, what it logs on all ranks, and what its main thread calls now.
 
     Attributes:
         with_backward: Training batches with a backward pass, since the call of the Trainer began.
         skipped: Training batches that are over and had none.
-        validated: Batches of validation that have been begun, since the call of the Trainer began.
-        skipped_epoch: Epoch of the last of these, from 0; -1 if there is none.
+        validated: Validation batches that have begun, since the call of the Trainer began.
+        skipped_epoch: Epoch of the last skipped batch, from 0; -1 if there is none.
         skipped_batch: Its index within the epoch, from 0; -1 if there is none.
-        passes: What batches have made, from the oldest that is known: epoch, index, number of backward passes, of those
-            that reduced nothing, and of the steps of each optimizer; without the zeros at the end. Batches that have
-            made the same as the one before, or no backward pass, are left out.
-        passes_epoch: Epoch of the last batch that these are about; -1 if there is none.
+        passes: One entry per run of equal batches, from the oldest known: epoch and index of the first batch, number of
+            backward passes, of those that reduced nothing, and of the steps of each optimizer; without zeros at the
+            end. Batches without a backward pass are left out.
+        passes_epoch: Epoch of the last batch in ``passes``; -1 if there is none.
         passes_batch: Its index within the epoch; -1 if there is none.
-        under_way: The same of the batch after it, so far; empty where it has made no backward pass.
-        passes_from: Of each of ``passes``, and then of ``under_way``, ``"file:line in training_step"`` of the calls of
-            ``manual_backward``, or of the optimizer that has asked for the loss again: the first 8; empty of the first
-            one with automatic optimization.
-        led_around: What may have left out such a call, by its place: jumps before it, and conditions around it.
+        under_way: The same entry for the batch after it, so far; empty if it has made no backward pass.
+        passes_from: For each of ``passes``, and then for ``under_way``, ``"file:line in training_step"`` of the calls
+            of ``manual_backward``, or of the optimizer that evaluated the loss again: the first 8; empty for the first
+            pass with automatic optimization.
+        led_around: The branches that may have led around such a call, by its place: jumps before it, and conditions
+            around it.
         conditions_around: Those of ``led_around`` that are conditions: the first 8.
         passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
-        returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; looked for only
-            where a batch was skipped.
-        without_graph: Batches with a backward pass of a loss that was computed from nothing, so that no parameter gets
-            a gradient.
-        leaves_at: ``"file:line in training_step"`` of each line that makes such a tensor; looked for only then.
+        returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; searched only if a
+            batch was skipped.
+        without_graph: Batches with a backward pass of a loss that depends on no parameter, so that none gets a
+            gradient.
+        leaves_at: ``"file:line in training_step"`` of each line that creates such a loss; searched only then.
         without_gradient: Names of parameters that require a gradient and have none while others have one, or that DDP
             names when it raises: the first 8.
-        without_gradient_count: How many there are.
-        unused_at: ``"file:line in forward"`` of the line that has left out the part of the model that the first of
-            these belongs to, where there is only one that may have; else of the line that uses it; empty where the
-            user's modules do not name it.
-        frozen: Names of parameters that required a gradient when training began, and do not any more: the first 8.
-        frozen_at: ``"file:line in on_train_epoch_end"`` of each line that may have frozen them; looked for only then.
-        logged: Keys that were logged with ``sync_dist=True``, or as a metric, in the order in which they came first.
+        without_gradient_count: Their number.
+        unused_at: ``"file:line in forward"`` of the line that skipped the part of the model with the first of these, if
+            only one line may have; else of the line that uses it; empty if the user's modules do not name it.
+        frozen: Names of parameters that required a gradient when training began, and no longer do: the first 8.
+        frozen_at: ``"file:line in on_train_epoch_end"`` of each line that may have frozen them; searched only then.
+        logged: Keys that were logged with ``sync_dist=True``, or as a metric, in the order of their first use.
         unlogged: Keys that functions of the module and callbacks log with ``sync_dist=True``, but never have on this
             rank: the first 8.
-        monitored: Keys that callbacks monitor and that were logged, in whatever way.
+        monitored: Keys that callbacks monitor and that were logged in any way.
         unmonitored: Keys that callbacks monitor and that the source logs, but never has on this rank.
         metrics: Metrics of the model: the first 64.
-        reducing: The one of these that is being reduced at this moment; empty if none is.
-        peer: Global rank that this one sends to or receives from at this moment; -1 where that is not known.
+        reducing: The logged key that is being reduced now; empty if none is.
+        peer: Global rank that this one sends to or receives from now; -1 if unknown.
         root: Source or destination of the broadcast, scatter, gather or reduce that the main thread is in: its number
-            within the group; -1 where that is not known.
-        groups_made: How many process groups this rank has taken part in making, as a member or not, with the one that
-            it is making; -1 where that is not known.
+            within the group; -1 if unknown.
+        groups_made: How many process groups this rank has taken part in creating, as a member or not, including the
+            one that it is creating; -1 if unknown.
         groups_at: ``"file:line in setup"`` of the calls of ``new_group`` under a condition on the rank, in the user's
-            functions that the main thread is in, else in those of the module and callbacks; looked for only while it
-            makes a group.
+            functions that the main thread is in, else in those of the module and callbacks; searched only while it
+            creates a group.
         accumulates_at: ``"file:line in on_train_batch_start"`` of each line that sets ``accumulate_grad_batches``;
-            looked for only where passes have reduced nothing.
+            searched only if passes have reduced nothing.
     """
 
     with_backward: int = 0
@@ -281,7 +281,7 @@ class StorageFacts:
     Attributes:
         owner: Class name of what writes there: a logger or a checkpoint callback.
         path: The directory.
-        filesystem: Type of the file system below it (``"ext4"``, ``"nfs4"``, …); empty where unknown.
+        filesystem: Type of its file system (``"ext4"``, ``"nfs4"``, …); empty if unknown.
     """
 
     owner: str

@@ -14,7 +14,7 @@ from lightning_ncclsafe.report.folder import write_page, write_report
 from lightning_ncclsafe.report.plan import plan_words
 from lightning_ncclsafe.report.text import render_news
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.expected import announced_for_s, busy_for_s, expected_for_s
+from lightning_ncclsafe.rules.kit.expected_waits import announced_for_s, busy_for_s, expected_for_s
 from lightning_ncclsafe.rules.kit.sentences import exit_status
 from lightning_ncclsafe.rules.planning import cannot_go_on, next_start
 from lightning_ncclsafe.settings import Limits

@@ -10,7 +10,7 @@ from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
 from lightning_ncclsafe.probes.host.resources import ENDED
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit import capitalised, clause, forget, is_in, timeline, verb, waits_apart
+from lightning_ncclsafe.rules.kit import capitalised, clause, different_waits, forget, is_in, timeline, verb
 
 LONG_STEP_S = 20.0
 """Seconds. A rank that has stood still for less may be in a long step, which from outside looks like a hang."""
@@ -36,7 +36,7 @@ def wait_in_vain(job: JobFacts) -> bool:
     groups = {facts.inspection.group.name for facts in job.ranks if facts.inspection and facts.inspection.group}
     lost = {one.rank for one in job.witnessed if one.ended_by or one.exit_code}
     all_wait = len(view.waiting) == len(job.ranks) > 0 and lost.issuperset(view.silent) and not job.elsewhere
-    found = all_wait and (bool(lost) or len(groups) > 1 or waits_apart(view) is not None)
+    found = all_wait and (bool(lost) or len(groups) > 1 or different_waits(view) is not None)
     forget()
     return found
 

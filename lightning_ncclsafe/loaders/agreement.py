@@ -17,7 +17,7 @@ from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.data import epoch_batches, evaluates_alone, goes_alone
+from lightning_ncclsafe.rules.kit.data import epoch_batches, evaluates_independently, runs_independently
 from lightning_ncclsafe.rules.kit.wording import joined
 from lightning_ncclsafe.settings import OnUneven
 
@@ -219,10 +219,10 @@ def epoch_ends(ranks: Iterable[DataFacts]) -> tuple[EpochEnd, ...]:
     # When they predict, and mostly when they evaluate, ranks are independent and may end at any batch.
     lengths_are_known = all(loader.length is not None for one in data for loader in one.loaders)
     ends_together = lengths_are_known and len({epoch_batches(one) for one in data}) == 1
-    if all(map(goes_alone, data)) or ends_together:
+    if all(map(runs_independently, data)) or ends_together:
         return tuple(EpochEnd() for _ in data[0].loaders)
     on_uneven = data[0].on_uneven
-    ends_independently = all(map(evaluates_alone, data))
+    ends_independently = all(map(evaluates_independently, data))
     return tuple(
         _epoch_end(each, on_uneven, ends_independently) for each in zip(*(one.loaders for one in data), strict=True)
     )

@@ -243,7 +243,7 @@ def _by_beginning(nvml: Any, name: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """The value as text: older releases of the binding give bytes."""
+    """The value as text: older releases of the binding return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 

@@ -57,7 +57,7 @@ from lightning_ncclsafe.probes.trainer.steps import StepRecord
 _WORKERS_ASKED = 4
 # How often this process's memory is noted: reading it takes 0.1 ms.
 _NOTE_S = 2.0
-# The clocks of two looks are not read where the looks are.
+# Two looks are timed separately from the looks themselves.
 _SLACK_S = 0.01
 _NOT_ARMED = Armed(signum=0, fd=-1)
 
@@ -205,7 +205,7 @@ class RankProbe:
             groups=groups,
             unrecorded=unrecorded,
             collectives=collectives,
-            # In these cases, only whether the main thread computes or waits explains why the rank makes no progress.
+            # In these cases, whether the main thread computes or waits is the only explanation of missing progress.
             machine=self._machine.read(idle_s) if unrecorded or (stack and stack[-1].user) else MachineFacts(),
             stragglers=self._stragglers(),
             exception=self.exception,
@@ -249,7 +249,7 @@ class RankProbe:
         }
         if facts.exception is not None:
             slow["exception"] = lambda: _sourced(facts.exception)
-        # Not with the slow ones: a starved rank would miss the deadline, and this shows that it is starved.
+        # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
         ends_s = time.monotonic() + deadline_s
         self._run(slow, parts, missing, deadline_s)
@@ -359,7 +359,7 @@ class RankProbe:
             for name, probe in probes.items():
                 parts[name] = _try(probe, None, name, missing)
 
-        # A probe may hang, say on a dead mount.
+        # A probe may hang, for instance on a dead mount.
         with suppress(UnansweredError):
             self._slow_look.call(run, deadline_s)
 

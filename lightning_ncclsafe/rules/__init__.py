@@ -1,6 +1,6 @@
-"""Facts to findings: ``judging`` is the door and asks all rules, ``causes`` lists them.
+"""Turns facts into findings: ``judging`` is the entry point and asks all rules, ``causes`` lists them.
 
-``hang``: why ranks wait, one cause per file. ``recorded``: what a run has left behind. ``agreement``: what ranks
-disagree about. ``preflight``: what is wrong with hosts. A rule takes its place by its declaration; there is no list
-to be kept. ``kit``: what rules share. Imports facts and what code means, neither torch nor Lightning.
+``hang``: why ranks wait, one cause per file or folder. ``recorded``: what a run has left behind. ``agreement``: what
+ranks disagree about. ``preflight``: what is wrong with hosts. The declaration of a rule decides its place; there is no
+list to maintain. ``kit``: what rules share. Imports facts and the meaning of code, neither torch nor Lightning.
 """

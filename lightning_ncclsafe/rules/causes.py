@@ -1,4 +1,4 @@
-"""All causes by what they are about, for whoever lists or explains them."""
+"""All causes by topic, for commands and pages that list or explain them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 
 def causes() -> dict[str, tuple[Rule[Any], ...]]:
-    """The rules that there are, by what they are about: each has its name, a summary, sections and a remedy."""
+    """All rules by topic; each has a name, a summary, sections and a remedy."""
     return {
         "Why ranks wait": HANG_RULES,
         "What recordings show": RECORDED_RULES,

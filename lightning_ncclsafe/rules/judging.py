@@ -1,4 +1,4 @@
-"""The judge: asks all rules, puts the most probable cause first, and leaves out what only follows from it."""
+"""Asks all rules about a job, puts the most probable cause first, and leaves out causes that only follow from it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from lightning_ncclsafe.rules.kit import (
 from lightning_ncclsafe.rules.unknowns import unknowns
 
 _CONFIDENCES = tuple(Confidence)
-# Of more hosts than that a list tells nothing.
+# A longer list of hosts is of no use.
 _FEW_HOSTS = 4
 
 
@@ -49,17 +49,17 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     missing = unknowns(job)
     others = Findings(every)
     kept = [(rule, finding) for rule, finding in every if not rule.is_superseded(finding, others)]
-    told = with_caught(sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence)), job)
-    told = with_thread_locks(told, job)
-    told = [_with_places(finding, job) for finding in _with_past_lateness(told, job)]
+    findings = with_caught(sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence)), job)
+    findings = with_thread_locks(findings, job)
+    findings = [_with_hosts(finding, job) for finding in _with_past_lateness(findings, job)]
     forget()
-    return Diagnosis(job=job, findings=tuple(told), unanswered=(*missing, *failures))
+    return Diagnosis(job=job, findings=tuple(findings), unanswered=(*missing, *failures))
 
 
-def _with_places(finding: Finding, job: JobFacts) -> Finding:
-    """The same finding; where the job has several hosts, it says first where the ranks run that it names."""
+def _with_hosts(finding: Finding, job: JobFacts) -> Finding:
+    """The same finding; if the job has several hosts, with the hosts of its ranks as the first evidence."""
     hosts = timeline(job).hosts
-    # Where ranks are only compared, what is compared is said with its host.
+    # Findings that compare ranks before training name the hosts themselves.
     if len(set(hosts.values())) < 2 or job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
         return finding
     there: dict[str, list[int]] = defaultdict(list)
@@ -73,10 +73,10 @@ def _with_places(finding: Finding, job: JobFacts) -> Finding:
 
 
 def _with_past_lateness(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
-    """The same findings; those about ranks that have kept the others waiting before say so, and since when."""
-    told = (straggler for facts in job.ranks for straggler in facts.stragglers)
-    # Every rank knows as much as it was told last.
-    known = {straggler.rank: straggler for straggler in sorted(told, key=lambda one: one.until_ns)}
+    """The same findings, with evidence about ranks that have kept the others waiting before."""
+    stragglers = (straggler for facts in job.ranks for straggler in facts.stragglers)
+    # Ranks were informed at different times: the latest knowledge counts.
+    known = {straggler.rank: straggler for straggler in sorted(stragglers, key=lambda one: one.until_ns)}
     return [
         replace(
             finding,

@@ -1,29 +1,29 @@
-"""What the next start of a job is to do about an incident: the causes that were found say it, where they are sure."""
+"""What the next start of a job should do about an incident, according to the causes that were found."""
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import NextStart
 from lightning_ncclsafe.rules.kit import Confidence, Diagnosis, Finding, Plan, Severity, timeline
 
 SAME_MOST = 3
-"""So many starts in a row may end by the same cause at the same step; the next one is not worth its time."""
+"""After this many starts in a row that end by the same cause at the same step, another one is not worth its time."""
 
 _COMPARES = (IncidentKind.DATA, IncidentKind.PREFLIGHT)
-# What the guard itself ends a run for.
+# The incidents for which the guard ends a run.
 _OF_GUARD = (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT)
 
 
 def cannot_go_on(diagnosis: Diagnosis) -> bool:
-    """Whether the run is over by what was found, at the limit or before it."""
+    """Whether the findings end the run, at the limit or before it."""
     is_over = diagnosis.job.incident.kind is IncidentKind.TIMEOUT
     return is_over or any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
 
 
 def next_start(diagnosis: Diagnosis, *, is_refused: bool = False) -> NextStart | None:
-    """What the next start is to do; None where nothing was found that ends the run, or no guard is in it.
+    """What the next start should do; None if nothing was found that ends the run, or it has no guard.
 
     Args:
-        diagnosis: What was found.
-        is_refused: Whether ranks do not start with it, where their data or their hosts were only compared.
+        diagnosis: The findings.
+        is_refused: Whether ranks refuse to start with them, if only their data or hosts were compared.
     """
     job = diagnosis.job
     kind = job.incident.kind
@@ -50,9 +50,9 @@ def is_same(one: NextStart, other: NextStart) -> bool:
 
 
 def _deciding(diagnosis: Diagnosis) -> Finding | None:
-    """The most probable finding; None where it is a mere possibility, or another one is as sure and says otherwise."""
+    """The most probable finding; None if it is only possible, or an equally sure one has a different plan."""
     kind = diagnosis.job.incident.kind
-    # Of hosts or data that were compared, warnings end nothing.
+    # Warnings about hosts or data that were compared end no run.
     found = [one for one in diagnosis.findings if kind not in _COMPARES or one.severity is Severity.ERROR]
     first = next(iter(found), None)
     if first is None or first.confidence is Confidence.POSSIBLE:
@@ -63,7 +63,7 @@ def _deciding(diagnosis: Diagnosis) -> Finding | None:
 
 
 def _planned(diagnosis: Diagnosis, finding: Finding) -> tuple[Plan, tuple[str, ...]]:
-    """What a finding says, and the hosts that it is about; as far as others are left."""
+    """The finding's plan and hosts; a plain restart if no other hosts are left."""
     if finding.plan is not Plan.RESTART_WITHOUT_HOST:
         return finding.plan, ()
     where = timeline(diagnosis.job).hosts

@@ -1,4 +1,4 @@
-"""What the facts cannot tell, so that a report does not claim more than it knows."""
+"""What the facts do not show, so that a report does not claim more than is known."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ _REASONS = {
 
 
 def not_recorded(by_rank: Mapping[int, Iterable[UnrecordedGroup]]) -> Iterator[str]:
-    """What was seen of collectives of which no recorder tells, what follows and what to do: a sentence or two each.
+    """Sentences about collectives that no recorder has: what follows from that, and what to do.
 
     Args:
         by_rank: The groups of each rank.
@@ -66,10 +66,10 @@ def _calls_words(fewest: int, most: int) -> str:
 
 
 def unknowns(job: JobFacts) -> tuple[str, ...]:
-    """What these facts cannot tell, one sentence each."""
+    """What these facts do not show, one sentence each."""
     view = timeline(job)
     if job.incident.kind in (IncidentKind.DATA, IncidentKind.PREFLIGHT):
-        # Nobody waits yet: there is no recorder to ask, and a rank that did not take part is a finding.
+        # No rank waits yet, so no recorder is needed, and a rank that did not take part is a finding.
         return (*job.missing, *_missing(view))
     if job.incident.kind is IncidentKind.RECORDED:
         return (*job.missing, *_of_recordings(job), *_device_state(view))
@@ -127,7 +127,7 @@ def _device_state(view: Timeline) -> Iterator[str]:
 
 
 def _missing(view: Timeline) -> Iterator[str]:
-    """Ranks that miss the same are named together."""
+    """What ranks could not determine, one sentence for all ranks with the same text."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, facts in sorted(view.facts.items()):
         for text in (*facts.missing, *(facts.preflight.missing if facts.preflight is not None else ())):
@@ -137,7 +137,7 @@ def _missing(view: Timeline) -> Iterator[str]:
 
 
 def _of_recordings(job: JobFacts) -> Iterator[str]:
-    """What cannot be told from what was read, one sentence each."""
+    """What dumps and logs do not show, one sentence each."""
     dumps, logs = record_kinds(job)
     for facts in [one for one in job.ranks if one.record is not None and one.record.survived][:_SURVIVALS]:
         yield (

@@ -81,7 +81,6 @@ FRAME = Frame(
     rank_condition="if rank == 0",
     mark="own",
     handler="except ValueError:",
-    loop="for batch in loader:",
     branches=(Branch(line=40, test="if not batch:  (line 39)", on=Decides.VALUE, jump="return", until=41),),
 )
 WORKER = ProcessFacts(

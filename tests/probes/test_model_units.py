@@ -30,7 +30,7 @@ from lightning_ncclsafe.probes.rank import RankProbe
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.model_units import MAX_UNITS, plain_name, read_units
 from lightning_ncclsafe.probes.trainer.state import TrainerProbe
-from lightning_ncclsafe.rules.kit.meaning import meaning
+from lightning_ncclsafe.rules.kit.purpose import purpose_words
 
 _FORK = multiprocessing.get_context("fork")
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def recorded() -> tuple[Collective, ...]:
 
 def in_words(units: tuple[ModelUnit, ...], entry: Collective, stack: tuple[Frame, ...] = ()) -> str:
     facts = RankFacts(rank=0, progress=Progress(phase=Phase.TRAIN), stack=stack, collectives=(entry,), units=units)
-    return meaning(entry, facts)
+    return purpose_words(entry, facts)
 
 
 def words_of_a_step(model: nn.Module) -> list[str]:

@@ -147,36 +147,6 @@ def test_what_goes_on_after_an_exception_around_a_line_is_found(tmp_path: Path, 
     assert stacks.with_source([replace(frame, user=False)])[0].handler == ""
 
 
-LOOPS = """\
-for epoch in range(3):
-    for batch in loader:
-        train(batch)
-    else:
-        report()
-    while pending:
-        evaluate()
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "loop"),
-    [
-        (1, "for epoch in range(3):  (line 1)"),
-        (2, "for batch in loader:  (line 2)"),
-        (3, "for batch in loader:  (line 2)"),
-        (5, "for epoch in range(3):  (line 1)"),
-        (7, "for epoch in range(3):  (line 1)"),
-        (8, ""),
-    ],
-)
-def test_the_loop_around_a_line_is_found(tmp_path: Path, line: int, loop: str) -> None:
-    path = tmp_path / "looping.py"
-    path.write_text(LOOPS)
-    frame = replace(stacks.seen_frame(str(path), line, "<module>"), user=True)
-    assert stacks.with_source([frame])[0].loop == loop
-    assert stacks.with_source([replace(frame, user=False)])[0].loop == ""
-
-
 def test_source_that_cannot_be_read_or_parsed_has_no_condition(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("if rank == 0\n    work()\n")

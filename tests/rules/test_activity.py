@@ -39,7 +39,7 @@ from lightning_ncclsafe.facts import (
     UnrecordedGroup,
 )
 from lightning_ncclsafe.rules.kit.activity import Kind, activity, hook_words
-from lightning_ncclsafe.rules.kit.meaning import meaning
+from lightning_ncclsafe.rules.kit.purpose import purpose_words
 
 STEP = user("training_step", 40, code="loss = self.model(x)")
 MONITORED = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=5400, function="monitored_barrier")
@@ -154,7 +154,7 @@ def test_hooks_in_words(name: str, words: str) -> None:
 
 
 def means(facts: RankFacts) -> str:
-    return meaning(activity(facts).collective, facts)
+    return purpose_words(activity(facts).collective, facts)
 
 
 def test_meanings() -> None:

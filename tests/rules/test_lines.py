@@ -16,8 +16,14 @@ from test_shifts import of
 
 from lightning_ncclsafe.facts import Branch, Decides, Frame, JobFacts
 from lightning_ncclsafe.probes.process.control_flow import ControlFlow
-from lightning_ncclsafe.rules.kit.lines import DecidingBranches, branches_around, decision, leading
 from lightning_ncclsafe.rules.kit.timeline import timeline
+from lightning_ncclsafe.rules.kit.user_lines import (
+    DecidingBranches,
+    branches_around,
+    decision,
+    leading_branches,
+    loop_left,
+)
 
 FILE = USER_FILE
 
@@ -40,7 +46,7 @@ def decided(source: str) -> list[str]:
     text = dedent(source).strip()
     others = frames(text, "here")
     ways = branches_around(frames(text, "call"), before=frames(text, "both"), instead=[others] if others else [])
-    return [text.splitlines()[branch.line - 1].partition("#")[0].strip() for _, branch in leading(ways)]
+    return [text.splitlines()[branch.line - 1].partition("#")[0].strip() for _, branch in leading_branches(ways)]
 
 
 @pytest.mark.parametrize(
@@ -349,6 +355,23 @@ def test_it_is_said_in_words_and_not_of_a_rank_which_is_said_elsewhere() -> None
     )
 
 
+def test_the_loop_that_a_rank_has_left_is_one_whose_passes_may_differ() -> None:
+    source = dedent("""
+        def main(loader):
+            for epoch in range(3):
+                for batch in loader:
+                    backward(batch)  # inside
+                report()  # between
+            evaluate()  # past
+    """).strip()
+    inside, between, past = (frames(source, who) for who in ("inside", "between", "past"))
+    for own in (between, past):
+        loop = loop_left(own, inside)
+        assert loop is not None and (loop.line, loop.code) == (3, "for batch in loader:")
+    assert loop_left(past, between) is None  # all ranks pass a counted loop equally often
+    assert loop_left(inside, past) is None
+
+
 RETURN = Branch(line=39, test="if not batch.any():  (line 38)", on=Decides.VALUE, jump="return")
 LOOP = Branch(line=30, test="for part in parts:  (line 30)", on=Decides.PASSES, until=45)
 
@@ -404,4 +427,4 @@ def test_where_nothing_is_recorded_the_lines_of_the_ranks_decide() -> None:
     assert decision(timeline(bare), f"{FILE}:40 in step") is None  # not returned, and in what holds both
     gone = replace(bare, ranks=(bare.ranks[0], replace(bare.ranks[1], stack=(MAIN, RUN))))
     found = decision(timeline(gone), f"{FILE}:40 in step")
-    assert found is not None and [branch.line for _, branch in found.ways] == [39, 30]
+    assert found is not None and [branch.line for _, branch in found.branches] == [39, 30]

@@ -8,9 +8,9 @@ from judged import first
 
 from lightning_ncclsafe.facts import Action, Collective, Frame, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence
-from lightning_ncclsafe.rules.kit.lines import line_of_split
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
+from lightning_ncclsafe.rules.kit.user_lines import divergence_location
 
 # Each letter is a call site: its operation, its elements, and the user's line, if it has one.
 SITES = {
@@ -82,8 +82,8 @@ def test_the_rank_that_is_out_of_step_is_named_with_the_call(
 def test_of_two_calls_that_both_were_made_before_the_usual_one_was_left_out() -> None:
     view = timeline(of("rgsrgsrg", "rgsrgsrs"))
     assert view.divergence is not None
-    assert line_of_split(view, view.divergence, (1,)).endswith("train.py:40 in step")
-    assert line_of_split(view, view.divergence, (0,)).endswith("train.py:40 in step")
+    assert divergence_location(view, view.divergence, (1,)).endswith("train.py:40 in step")
+    assert divergence_location(view, view.divergence, (0,)).endswith("train.py:40 in step")
 
 
 def test_it_is_told_in_words() -> None:

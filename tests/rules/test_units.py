@@ -20,7 +20,7 @@ from builders import (
 from lightning_ncclsafe.facts import Collective, Frame, JobFacts, ModelUnit, Phase, RankFacts, UnitKind
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.activity import activity
-from lightning_ncclsafe.rules.kit.meaning import matches, meaning, unit_words
+from lightning_ncclsafe.rules.kit.purpose import matches, purpose_words, unit_words
 
 # Of the Llama-recipes report: Llama 3 8B with three tokens added, on four ranks.
 TAKEN_IN, GIVEN_OUT = 262_675_456, 1_050_701_824
@@ -80,7 +80,7 @@ def waiting(entry: Collective, *stack: Frame, units: tuple[ModelUnit, ...], rank
 
 
 def means(facts: RankFacts) -> str:
-    return meaning(activity(facts).collective, facts)
+    return purpose_words(activity(facts).collective, facts)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 
 _PROC = Path("/proc")
-# Below this a share of the time means nothing.
+# A share of a shorter time means nothing.
 _SHORTEST_S = 0.01
 
 _RESOURCES = (("cpu", "some"), ("memory", "full"), ("io", "full"))
@@ -27,7 +27,7 @@ _NETWORK_FILESYSTEMS = frozenset(
     | {"orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"}
 )
 _NETWORK_DEVICES = re.compile(r"(drbd|nbd|rbd)\d")
-# How the kernel names the parents of a SCSI disk that another machine serves.
+# The kernel's names of the parents of a SCSI disk that another machine serves.
 _PARENTS = ((re.compile(r"session\d+"), "iscsi"), (re.compile(r"rport-\d.*"), "fibre channel"))
 _NETWORK_TRANSPORTS = ("fc", "rdma", "tcp")
 _NETWORK_KINDS = frozenset({"drbd", "nbd", "rbd", *(kind for _, kind in _PARENTS)})
@@ -105,7 +105,7 @@ def _share(before: Mapping[str, int | None], after: Mapping[str, int | None], na
     earlier, later = before.get(name), after.get(name)
     if earlier is None or later is None or over_s < _SHORTEST_S:
         return None
-    # The kernel adds up in steps of its own, so that a short while may get more than its due.
+    # The kernel adds up in steps, so that a short time may get more than its share.
     return round(min(max((later - earlier) / 1e6 / over_s, 0.0), 1.0), 4)
 
 
@@ -196,7 +196,7 @@ def _by_parents(place: Path) -> str:
 
 
 def _by_transport(place: Path) -> str:
-    """NVMe gives it for the controller, which is the device of the disk, above a partition, or below a subsystem."""
+    """The transport that NVMe reports for the controller: the disk's device, above a partition or below a subsystem."""
     for folder in (place / "device", place.parent / "device"):
         for file in (folder / "transport", *sorted(folder.glob("nvme*/transport"))):
             transport = (or_none(file.read_text) or "").strip()

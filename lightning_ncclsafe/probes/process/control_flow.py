@@ -1,6 +1,6 @@
-"""What decides whether a line of a source file is come to: conditions, loops and handlers around it, jumps before it.
+"""What decides whether a line of a source file is reached: conditions, loops and handlers around it, jumps before it.
 
-It reads the text that it is given, and runs nothing of it.
+It parses the source and executes nothing.
 """
 
 import ast
@@ -12,20 +12,19 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ELSE, Branch, Decides
 
-# A condition that only some ranks fulfil, in the words that Lightning, torch and common training scripts use.
+# Names in conditions that hold on some ranks only, as Lightning, torch and common training scripts use them.
 _RANK_WORDS = re.compile(
     r"\b(?:is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
     r"|global_rank|local_rank|node_rank|get_rank|rank|LOCAL_RANK|RANK)\b"
 )
-# What all ranks count alike, so that what is due is due on all of them.
+# Counters that are equal on all ranks, so that conditions on them are, too.
 _COUNTED = frozenset(
     ("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step", "sanity_checking", "stage")
 )
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_FOR = (ast.For, ast.AsyncFor)
-_LOOPS = (*_FOR, ast.While)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _JUMPS = {ast.Return: "return", ast.Continue: "continue", ast.Break: "break", ast.Raise: "raise"}
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 _GENERATED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -33,32 +32,30 @@ _Block = list[ast.stmt]
 
 
 class Around(NamedTuple):
-    """What decides whether a line is come to.
+    """What decides whether a line is reached.
 
     Attributes:
-        branches: What may lead around it within its function, from outside in: the innermost 8.
-        rank_condition: The innermost condition on the rank under which it runs, be it that of a function around its
-            own, with its line number: ``"if trainer.is_global_zero:  (line 41)"``; empty if there is none.
-        handler: The clause that goes on after an exception in the ``try`` around it, with its line number; empty if
-            there is none, or if the line is also under a condition.
-        loop: The innermost ``for`` statement around it, likewise.
+        branches: The branches that may lead around it within its function, from outside in: the innermost 8.
+        rank_condition: The innermost condition on the rank under which it runs, even one around the function that
+            contains the line, with its line number: ``"if trainer.is_global_zero:  (line 41)"``; else empty.
+        handler: The clause that handles an exception in the ``try`` around it, with its line number; empty if there is
+            none, or if the line is also under a condition.
     """
 
     branches: tuple[Branch, ...] = ()
     rank_condition: str = ""
     handler: str = ""
-    loop: str = ""
 
 
 class _Arm(NamedTuple):
-    """A block of a statement, and what decides whether it is run.
+    """A block of a statement, and what decides whether it runs.
 
     Attributes:
         block: Its statements.
-        branch: What decides; None if nothing does.
-        is_tried: Whether it is run, but not to its end where an exception is raised.
-        is_condition: Whether it is run on some ways only.
-        is_function: Whether it is run when it is called.
+        branch: What decides; None if it always runs.
+        is_tried: Whether an exception may end it early without leaving the function.
+        is_condition: Whether it may not run at all.
+        is_function: Whether it runs when it is called.
     """
 
     block: _Block
@@ -72,7 +69,7 @@ class ControlFlow:
     """How control flows in one source file.
 
     Args:
-        source: Its text. Of one that cannot be parsed nothing is known.
+        source: Its text. If it cannot be parsed, nothing is known.
     """
 
     def __init__(self, source: str) -> None:
@@ -82,10 +79,9 @@ class ControlFlow:
             self._body = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError):
             self._body = []
-        self._loops = [node for one in self._body for node in ast.walk(one) if isinstance(node, _FOR)]
 
     def around(self, line: int) -> Around:
-        """What decides whether this line is come to."""
+        """What decides whether this line is reached."""
         if line not in self._known:
             self._known[line] = Around()
             with suppress(RecursionError):  # of an expression without end
@@ -106,15 +102,13 @@ class ControlFlow:
                 handler = branch.test
             if branch is not None:
                 branches.append(branch)
-                # What ends a loop behind a line has let all come there once.
+                # A jump after the line, which ends the loop around it, has let all ranks reach the line once.
                 is_before = not branch.jump or branch.line < line
                 rank_condition = branch.test if branch.on is Decides.RANK and is_before else rank_condition
-        loops = [loop.lineno for loop in self._loops if loop.lineno <= line <= _last(loop.body[-1])]
-        loop = f"{self._lines[max(loops) - 1].strip()}  (line {max(loops)})" if loops else ""
-        return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "", loop)
+        return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "")
 
     def _way(self, block: _Block, line: int) -> Iterator[Branch | _Arm]:
-        """What is passed on the way to a line, from outside in: jumps, and blocks with what decides about them."""
+        """The jumps before a line and the blocks around it, from outside in, with what decides about them."""
         index = next((index for index, one in enumerate(block) if _is_within([one], line)), None)
         if index is None:
             return
@@ -128,7 +122,7 @@ class ControlFlow:
             yield arm
             yield from self._way(arm.block, line)
         if isinstance(statement, _LOOPS):
-            # What ends the loop leads around its next pass.
+            # A jump that ends the loop leads around the line in the next pass.
             after = (one for one in statement.body if _first(one) > line)
             yield from (jump for one in after for jump in self._jumps(one) if jump.jump in ("break", "return"))
 
@@ -162,7 +156,7 @@ class ControlFlow:
             yield _Arm(clause.body, branch, is_condition=True)
 
     def _in_head(self, statement: ast.stmt) -> Iterator[Branch]:
-        """What decides about calls in a statement without blocks, or in the test of one that has some."""
+        """The branches within a statement without blocks, or within the condition of one that has blocks."""
         if isinstance(statement, ast.While) and (passes := self._passes(statement)) is not None:
             yield passes
         if isinstance(statement, (ast.If, ast.While)):
@@ -171,7 +165,7 @@ class ControlFlow:
             yield from self._in_expression(statement)
 
     def _in_expression(self, whole: ast.AST) -> Iterator[Branch]:
-        """Conditional expressions, and loops that make a list."""
+        """The branches of an expression: conditional expressions and comprehensions."""
         for node in _inside(whole):
             if isinstance(node, (ast.IfExp, ast.BoolOp)):
                 yield from self._in_condition(node, whole)
@@ -189,14 +183,15 @@ class ControlFlow:
         calling = [without for without, calls in arms.items() if calls]
         others = len(_calls(whole)) - len(_calls(test)) - sum(map(len, arms.values()))
         decides = _decides(test)
-        # Which of several calls it is that runs, a line does not tell.
+        # The line does not show which of several calls on it runs.
         if calling and (decides is not Decides.RANK or (len(calling) == 1 and not others)):
             yield _branch(node.lineno, decides, _last(node), f"if {ast.unparse(test)}", calling[0])
 
     def _jumps(self, statement: ast.stmt, around: tuple[Branch, ...] = ()) -> Iterator[Branch]:
-        """Those in a statement that leave the block it stands in, each with the condition that decides it.
+        """The jumps in a statement that leave the block around it, each with its condition.
 
-        A loop keeps its own. Who raises ends, unless it is caught, so that only a rank is told by that.
+        A loop contains its own ``break`` and ``continue``. A ``raise`` counts only under a condition on the rank, as it
+        ends the rank unless it is caught.
         """
         for kind, name in _JUMPS.items():
             if isinstance(statement, kind) and around and (name != "raise" or _of_all(around) is Decides.RANK):
@@ -208,7 +203,7 @@ class ControlFlow:
                 yield from (jump for jump in self._jumps(one, inner) if not is_loop or jump.jump in ("return", "raise"))
 
     def _handled(self, statement: ast.Try) -> Branch | None:
-        """Where it goes on after an exception: the first ``except`` clause that does not end by raising."""
+        """The clause that handles an exception: the first ``except`` clause that does not end by raising."""
         kept = (one for one in statement.handlers if not isinstance(one.body[-1], ast.Raise))
         line = next((one.lineno for one in kept if not _ends_iteration(one)), 0)
         return self._head(line, Decides.EXCEPTION, statement.body) if line else None
@@ -220,12 +215,12 @@ class ControlFlow:
         return self._head(statement.lineno, Decides.EXCEPTION, statement.body)
 
     def _passes(self, statement: ast.For | ast.AsyncFor | ast.While) -> Branch | None:
-        """None where the number of passes stands there."""
+        """The number of passes of a loop as a branch; None if that number is a constant in the source."""
         is_alike = _is_constant(statement.test) if isinstance(statement, ast.While) else _is_counted(statement.iter)
         return None if is_alike else self._head(statement.lineno, Decides.PASSES, statement.body)
 
     def _head(self, line: int, on: Decides, block: _Block, without: str = "") -> Branch:
-        """What a line decides about a block."""
+        """The branch at a line that decides whether a block runs."""
         return _branch(line, on, _last(block[-1]) if block else 0, self._lines[line - 1].strip(), without)
 
 
@@ -234,14 +229,14 @@ def _branch(line: int, on: Decides, until: int, code: str, without: str = "") ->
 
 
 def _decides(test: ast.expr) -> Decides:
-    """On what a condition depends: what names the rank, on that; what only counts is the same on all ranks."""
+    """What a condition depends on: the rank if it names it; a counter or constant is the same on all ranks."""
     if _RANK_WORDS.search(ast.unparse(test)):
         return Decides.RANK
     return Decides.COMMON if _is_counter(test) or _is_constant(test) else Decides.VALUE
 
 
 def _of_all(around: tuple[Branch, ...]) -> Decides:
-    """On what it depends that a jump is come to, which stands in all this."""
+    """What it depends on whether a jump within all these branches is reached."""
     if len(around) == 1:
         return around[0].on
     return Decides.EXCEPTION if any(branch.on is Decides.EXCEPTION for branch in around) else Decides.VALUE
@@ -258,7 +253,7 @@ def _is_counter(test: ast.expr) -> bool:
 
 
 def _is_counted(items: ast.expr) -> bool:
-    """Whether a loop is known to have as many passes on all ranks: their number stands there."""
+    """Whether a loop has the same number of passes on all ranks: the number is a constant in the source."""
     if isinstance(items, ast.Call) and isinstance(items.func, ast.Name) and items.func.id == "range":
         return all(map(_is_constant, items.args))
     return _is_constant(items) or (isinstance(items, (ast.Tuple, ast.List)) and not any(map(_is_starred, items.elts)))
@@ -273,7 +268,7 @@ def _is_constant(value: ast.expr) -> bool:
 
 
 def _ends_iteration(clause: ast.ExceptHandler) -> bool:
-    """Whether what it catches is the end of something, and no error."""
+    """Whether it catches the end of an iteration, which is not an error."""
     return clause.type is not None and ast.unparse(clause.type) in ("StopIteration", "StopAsyncIteration")
 
 
@@ -282,7 +277,7 @@ def _calls(node: ast.AST) -> list[ast.Call]:
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all in it, but for what is only defined there."""
+    """A node and all nodes in it, except in lambdas, which are only defined there."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.Lambda):
@@ -294,7 +289,7 @@ def _is_within(block: _Block, line: int) -> bool:
 
 
 def _first(statement: ast.stmt) -> int:
-    """With its decorators."""
+    """The first line of a statement, including decorators."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(one.lineno for one in decorators)])
 

@@ -45,7 +45,7 @@ class CrashTrace(NamedTuple):
     """What a dead process left.
 
     Attributes:
-        signal: The signal that ended it, ``"SIGABRT"``; empty where none is known.
+        signal: The signal that ended it, ``"SIGABRT"``; empty if none is known.
         stack: Stack of its main thread.
         said: The reason of its abort: the last that it, or another process with the same stderr, wrote.
         thread_stack: Stack of another thread that was in a collective; empty if none was.

@@ -16,7 +16,7 @@ LEAST_S = 0.5
 
 # The best span: shorter ones show single bursts, longer ones older history.
 _SPAN_S = 2.0
-# An older look says too little about the present.
+# An older look shows too little about the present.
 _OLDEST_S = 60.0
 _LOOKS = 8
 _PROCESSES = 256

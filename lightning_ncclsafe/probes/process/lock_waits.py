@@ -1,4 +1,4 @@
-"""Locks on files: the one that this process's main thread waits for, who holds it, and those that it holds itself."""
+"""File locks: the one that this process's main thread waits for, who holds it, and those that this process holds."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ from lightning_ncclsafe.probes.process.stacks import main_thread_frames, trainin
 
 _PROC = Path("/proc")
 _LOCKS = ("FLOCK", "POSIX", "OFDLCK")
-# Numbers of system calls: those that wait for a lock, and those that only let time pass.
+# Numbers of system calls: those that wait for a lock, and those that sleep.
 _FLOCK = {"x86_64": 73, "aarch64": 32}
 _FCNTL = {"x86_64": 72, "aarch64": 25}
 _SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
@@ -35,23 +35,27 @@ _File = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Lock:
-    """A lock that some process of this host holds; of one in another container, or on another host, pid is not above 0.
+    """A lock that a process of this host holds or waits for.
 
     Attributes:
+        number: The lock's number in the kernel's list, which a wait for it shares.
         kind: ``"FLOCK"``, ``"POSIX"`` or ``"OFDLCK"``.
-        is_exclusive: Whether it keeps readers out as well.
-        pid: Process id of who has taken it.
+        is_awaited: Whether the process waits for it.
+        is_exclusive: Whether it also excludes readers.
+        pid: Process id; not above 0 for a process in another container or on another host.
         file: The file.
     """
 
+    number: str
     kind: str
+    is_awaited: bool
     is_exclusive: bool
     pid: int
     file: _File
 
 
 def waited_for() -> FileLockFacts | None:
-    """The lock on a file that the main thread waits for; None if it waits for none. Storage may keep it waiting."""
+    """The file lock that the main thread waits for; None if it waits for none. May block on storage."""
     owner = _library_lock()
     if owner is not None:
         return owner
@@ -62,26 +66,25 @@ def waited_for() -> FileLockFacts | None:
     if call == _FCNTL.get(machine) and arguments[1] in _WAITING_COMMANDS:
         return _in_call(arguments[0], ("POSIX", "OFDLCK"))
     sleeps = call in _SLEEPS.get(machine, ()) or (call in _SELECTS.get(machine, ()) and arguments[0] == 0)
-    return _tried_again() if sleeps else None
+    return _retried() if sleeps else None
 
 
 def awaited_lock(pid: int, proc: Path = _PROC) -> FileLockFacts | None:
-    """The lock that another process waits for in a system call; None if it waits for none, or the kernel does not tell.
+    """The lock that another process waits for in a system call; None if it waits for none, or that is unknown.
 
     Asks the file system of each file that the process has open, which may not answer.
 
     Args:
         pid: Process id.
-        proc: Root of the file system that tells of processes.
+        proc: The mounted proc file system.
     """
-    lines = [line.split() for line in (proc / "locks").read_text().splitlines()]
-    # Behind each lock follow those who wait for it: "3: -> FLOCK ADVISORY WRITE 4711 08:01:131104 0 EOF".
-    holders = {line[0]: int(line[4]) for line in lines if line[1] != "->"}
-    waits = next((line for line in lines if line[1] == "->" and line[5] == str(pid)), None)
-    if waits is None:
+    entries = [*_entries(proc)]
+    wait = next((entry for entry in entries if entry.is_awaited and entry.pid == pid), None)
+    if wait is None:
         return None
-    inode, holder = int(waits[6].rpartition(":")[2]), holders.get(waits[0], 0)
-    # Of a file system in layers, the device is another one.
+    holder = next((entry.pid for entry in entries if not entry.is_awaited and entry.number == wait.number), 0)
+    inode = wait.file[2]
+    # A layered file system has another device number.
     opened = (path for place, path in _links(pid, proc) if or_none(lambda place=place: os.stat(place).st_ino) == inode)  # type: ignore[misc]
     return FileLockFacts(path=next(opened, ""), holders=_holders([holder] if holder > 0 else []))
 
@@ -93,7 +96,7 @@ def held() -> tuple[str, ...]:
 
 
 def _library_lock() -> FileLockFacts | None:
-    """That of a library, which tries again and again: between two attempts only its own frames show the wait."""
+    """The lock of a library that retries: between two attempts, only the library's frames show the wait."""
     for frame in main_thread_frames(FILE_LOCKS):
         owner = frame.f_locals.get("self")
         path = _path_of(owner)
@@ -108,7 +111,7 @@ def _path_of(owner: Any) -> str:
 
 
 def _is_by_existence(frame: Any, owner: Any) -> bool:
-    """By the function that waits, or by the one that tries, which is not on the stack between two attempts."""
+    """Whether a library's lock is a file's existence, by the waiting function or by the library's methods."""
     tries = (getattr(value, "__code__", None) for kind in type(owner).__mro__ for value in vars(kind).values())
     codes = (frame.f_code, *(code for code in tries if code is not None))
     return any(EXISTING_LOCK_FILES.has(code.co_filename, code.co_name) for code in codes)
@@ -137,8 +140,8 @@ def _in_call(descriptor: int, kinds: Iterable[str]) -> FileLockFacts | None:
     return FileLockFacts(path=path, holders=_holding(path, status, kinds))
 
 
-def _tried_again() -> FileLockFacts | None:
-    """What a loop that sleeps between attempts may wait for: a file that it has open, and that another has locked."""
+def _retried() -> FileLockFacts | None:
+    """The lock that a loop with sleeps may wait for: of a file that it has open and that another process has locked."""
     locks = [*_locks()]
     mine = {lock.file for lock in locks if lock.pid == os.getpid()}
     others = {lock.file for lock in locks if lock.pid > 0 and lock.is_exclusive} - mine
@@ -148,7 +151,7 @@ def _tried_again() -> FileLockFacts | None:
 
 
 def _holding(path: str, status: os.stat_result | None, kinds: Iterable[str]) -> tuple[LockHolder, ...]:
-    """Who holds the lock on a file; if it is this process, also who may have inherited the open file from it."""
+    """Who holds the lock on a file; if this process does, also who may have inherited the open file from it."""
     if status is None:
         return ()
     file = _file_of(status)
@@ -169,7 +172,7 @@ def _holder(pid: int) -> LockHolder:
 
 
 def _command_words(arguments: list[str]) -> str:
-    """The program and what it runs; what is told to that may be a secret."""
+    """The program and what it runs, without further arguments, which may be secrets."""
     if not arguments:
         return ""
     words = [PurePath(arguments[0]).name]
@@ -181,15 +184,27 @@ def _command_words(arguments: list[str]) -> str:
 
 
 def _locks() -> Iterator[_Lock]:
-    """All locks of this host that are held, but for those of other containers, which the kernel does not list."""
-    for line in (_PROC / "locks").read_text(encoding="utf-8", errors="replace").splitlines():
-        words = line.split()
-        # Behind an arrow stands who waits.
-        if len(words) > 5 and words[1] in _LOCKS:
+    """All locks that are held on this host, except in other containers, whose locks the kernel does not list."""
+    return (entry for entry in _entries(_PROC) if not entry.is_awaited)
+
+
+def _entries(proc: Path) -> Iterator[_Lock]:
+    """The kernel's list of locks; waits follow the lock: ``"3: -> FLOCK ADVISORY WRITE 4711 08:01:131104 0 EOF"``."""
+    for line in (proc / "locks").read_text(encoding="utf-8", errors="replace").splitlines():
+        number, *words = line.split() or [""]
+        is_awaited = words[:1] == ["->"]
+        kind, _, access, pid, file, *_ = (*words[is_awaited:], *[""] * 5)
+        if kind in _LOCKS:
             with suppress(ValueError):
-                major, minor, inode = words[5].split(":")
-                file = int(major, 16), int(minor, 16), int(inode)
-                yield _Lock(kind=words[1], is_exclusive=words[3] == "WRITE", pid=int(words[4]), file=file)
+                major, minor, inode = file.split(":")
+                yield _Lock(
+                    number=number,
+                    kind=kind,
+                    is_awaited=is_awaited,
+                    is_exclusive=access == "WRITE",
+                    pid=int(pid),
+                    file=(int(major, 16), int(minor, 16), int(inode)),
+                )
 
 
 def _file_of(status: os.stat_result) -> _File:
@@ -197,7 +212,7 @@ def _file_of(status: os.stat_result) -> _File:
 
 
 def _among(file: _File, others: Iterable[_File]) -> bool:
-    """Whether a file is one of others; file systems without a device (major 0) give a file several numbers of one."""
+    """Whether a file is one of these; file systems without a device (major 0) give one file several device numbers."""
     return any(file == other or (file[2] == other[2] and file[0] == other[0] == 0) for other in others)
 
 
@@ -212,7 +227,7 @@ def _open_files() -> Iterator[tuple[str, _File]]:
 
 
 def _having_open(path: str) -> list[int]:
-    """Other processes that have a file open, as far as this user may see; asks no storage."""
+    """Other processes that have a file open, as far as this user may see; does not access storage."""
     real, own = os.path.realpath(path), os.getpid()
     pids = sorted(int(folder.name) for folder in _PROC.iterdir() if folder.name.isdigit())
     return [pid for pid in pids if pid != own and any(real == other for _, other in _links(pid))]
@@ -225,9 +240,9 @@ def _links(pid: int, proc: Path = _PROC) -> Iterator[tuple[Path, str]]:
 
 
 def _system_call() -> tuple[int, ...] | None:
-    """The number and the arguments of the system call that the main thread is in; None if it runs, or unreadable."""
+    """The number and the arguments of the main thread's system call; None if it is in none, or that is unreadable."""
     thread = training_thread()
-    # After os.fork(), the main thread's `native_id` is still that of the parent's.
+    # After os.fork(), the main thread's `native_id` is still the parent's.
     number = os.getpid() if thread is threading.main_thread() else thread.native_id
     words = or_none(lambda: (_PROC / "self" / "task" / str(number) / "syscall").read_text().split()) or []
     return or_none(lambda: (int(words[0]), *(int(word, 16) for word in words[1:]))) if len(words) > 6 else None

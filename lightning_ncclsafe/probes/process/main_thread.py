@@ -1,4 +1,4 @@
-"""What the kernel counts of a process's main thread: its time on a core, and its waits for one and for storage."""
+"""The kernel's counters of a process's main thread: its time on a core, and its waits for a core and for storage."""
 
 import os
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from lightning_ncclsafe.probes.absent import or_none
 
 _PROC = Path("/proc")
 _BLOCKED, _RUNNING = "disk-sleep", "running"
-# As psutil calls them; it reads them of whole processes, and slower.
+# psutil's names; psutil reads them for whole processes only, and more slowly.
 _STATES = {
     "R": _RUNNING,
     "S": "sleeping",
@@ -19,7 +19,7 @@ _STATES = {
     "I": "idle",
     "P": "parked",
 }
-# Fields of /proc/PID/stat behind the name in brackets, which may hold anything.
+# Fields of /proc/PID/stat after the name in brackets, which may contain anything.
 _STATE_FIELD, _MAJOR_FAULTS_FIELD, _STARTED_FIELD, _CORE_FIELD = 0, 9, 19, 36
 
 
@@ -62,7 +62,7 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
         proc: Where procfs is mounted.
         thread: The kernel's number of the thread; None for the main one.
     """
-    # A process's main thread has the number of the process.
+    # The main thread has the process's id.
     number = str(os.getpid() if pid is None else pid)
     folder = proc / number / "task" / (number if thread is None else str(thread))
     fields = _stat(folder)

@@ -230,11 +230,11 @@ def with_source(stack: Iterable[Frame]) -> tuple[Frame, ...]:
 
 
 def _with_source(frame: Frame) -> Frame:
-    told = replace(frame, code=_line(frame.file, frame.line))
+    with_code = replace(frame, code=_line(frame.file, frame.line))
     if not frame.user:
-        return told
-    branches, condition, handler, loop = control_flow(frame.file).around(frame.line)
-    return replace(told, branches=branches, rank_condition=condition, handler=handler, loop=loop)
+        return with_code
+    branches, condition, handler = control_flow(frame.file).around(frame.line)
+    return replace(with_code, branches=branches, rank_condition=condition, handler=handler)
 
 
 def with_source_in_time(stack: Iterable[Frame]) -> tuple[Frame, ...]:

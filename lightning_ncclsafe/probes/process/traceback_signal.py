@@ -187,7 +187,7 @@ def _is_launched(environ: Mapping[str, str]) -> bool:
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether it only reports that a collective failed; without torch none does."""
+    """Whether an exception only reports that a collective failed; without torch none does."""
     if "torch" not in sys.modules:
         return False
     from lightning_ncclsafe._torch import process_groups
@@ -200,7 +200,7 @@ def _number(text: str | None) -> int:
 
 
 def _open_file(signum: int) -> IO[bytes]:
-    """In memory where the system can: what a signal handler writes must not wait for storage."""
+    """A new file, in memory if the system can: a signal handler must not wait for storage."""
     if hasattr(os, "memfd_create"):
         with suppress(OSError):
             return os.fdopen(os.memfd_create(f"{_NAME}{signum}"), "wb", buffering=0)
@@ -248,7 +248,7 @@ def ask_threads(pid: int, armed: Armed, *, owner: int | None = None) -> list[tup
 
 
 def parse_threads(text: str) -> list[tuple[Frame, ...]]:
-    """The threads' stacks out of faulthandler's text, outermost frame first, that of the main thread first.
+    """The threads' stacks in faulthandler's text, outermost frame first; the main thread's stack is first.
 
     The thread that handles the signal is called "Current thread"; without one, the main thread comes last. Garbage
     collection appears as a frame of its own, the innermost.

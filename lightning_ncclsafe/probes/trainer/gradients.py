@@ -40,7 +40,7 @@ def without_gradient(module: Any) -> list[str]:
 
 
 def is_from_nothing(loss: Any, module: Any) -> bool:
-    """Whether the graph of a loss leads, in a few operations, only to a tensor that is no parameter."""
+    """Whether the graph of a loss leads, in a few operations, only to a tensor that is not a parameter."""
     node = getattr(loss, "grad_fn", None)
     if node is None:
         return loss is not None

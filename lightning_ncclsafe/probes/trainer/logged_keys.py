@@ -45,7 +45,7 @@ def unlogged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
 
 
 def metrics(module: Any) -> Iterator[MetricFacts]:
-    """The metrics of the model; a collection of metrics is no metric, and has no states."""
+    """The metrics of the model; a collection of metrics is not a metric, and has no states."""
     for name, part in getattr(module, "named_modules", tuple)():
         states = getattr(part, "metric_state", None)
         if isinstance(states, dict) and states:
@@ -85,7 +85,7 @@ def _is_hook(name: str) -> bool:
 
 
 def monitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
-    """Keys that callbacks wait for: what is logged on each step and on each epoch has two more names for them."""
+    """Keys that callbacks monitor; a key that is logged per step and per epoch has two more names."""
     monitors = {getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer)} - {None}
     for metric in itertools.chain(*map(_results, _owners(trainer))) if monitors else ():
         name = str(metric.meta.name)
@@ -122,7 +122,7 @@ def _results(owner: Any) -> list[Any]:
 
 
 def _synced(trainer: Any) -> Iterable[Any]:
-    """What Lightning knows of each key that ranks reduce together."""
+    """Lightning's metadata of each key that is reduced between ranks."""
     for metric in itertools.chain(*map(_results, _owners(trainer))):
         meta = metric.meta
         if not metric.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only):
@@ -136,5 +136,5 @@ def reduced_key() -> str:
 
 
 def trainer_callbacks(trainer: Any) -> list[Any]:
-    """All callbacks of a Trainer that may not be one yet."""
+    """All callbacks of a Trainer, which may not be initialised yet."""
     return [*getattr(trainer, "callbacks", ())]

@@ -10,17 +10,17 @@ from typing import Any
 
 from lightning_ncclsafe._torch import sent_together, tensors
 from lightning_ncclsafe.facts import Collective, ModelUnit, UnitKind
-from lightning_ncclsafe.rules.kit.meaning import matches
+from lightning_ncclsafe.rules.kit.purpose import matches
 
 # A report that names more than this explains nothing.
 MAX_UNITS = 32
 _NAMES_AT_ENDS = 4
-# What wrappers put into names.
+# Parts of names that wrappers insert.
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"}
 
 
 def read_units(model: Any, collectives: Iterable[Collective]) -> tuple[ModelUnit, ...]:
-    """What of the model the outstanding ones among these collectives send; nothing where no size fits.
+    """The parts of the model that the outstanding ones among these collectives send; empty if no size fits.
 
     Args:
         model: The model as its strategy has wrapped it; None gives nothing.
@@ -34,7 +34,7 @@ def read_units(model: Any, collectives: Iterable[Collective]) -> tuple[ModelUnit
 
 
 def all_units(model: Any) -> Iterator[ModelUnit]:
-    """Every unit of a model, those of equal size one by one. Takes some milliseconds for 1,000 parameters."""
+    """Every unit of a model, without merging equal sizes. Takes some milliseconds for 1,000 parameters."""
     roots: list[str] = []
     for given, module in model.named_modules():
         name = plain_name(given)
@@ -49,7 +49,7 @@ def all_units(model: Any) -> Iterator[ModelUnit]:
 
 
 def plain_name(name: str) -> str:
-    """The name without what wrappers have put into it."""
+    """The name without the parts that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -91,12 +91,12 @@ def _parameters(model: Any) -> Iterator[ModelUnit]:
 
 
 def _is_being_synchronised(module: Any) -> bool:
-    """torchmetrics keeps a copy of a metric's own state from the beginning of a sync on, and notes its end."""
+    """Whether torchmetrics holds a copy of the metric's own state, as it does during a sync."""
     return getattr(module, "_cache", None) is not None and getattr(module, "_is_synced", None) is False
 
 
 def _merged(units: list[ModelUnit]) -> list[ModelUnit]:
-    """Indistinguishable ones as one, in the order of the first ones."""
+    """The units with indistinguishable ones merged, in their order."""
     alike: dict[Any, list[ModelUnit]] = {}
     for unit in units:
         key = (unit.kind, unit.elements, unit.shard_elements, unit.groups, unit.is_root, unit.type)

@@ -18,7 +18,7 @@ MOST_CALLS = 8
 """The most calls that are noted of one batch."""
 MOST_BATCHES_WITH_CALLS = 16
 """The most batches whose calls are reported."""
-# The most functions of the user's that are noted of one call, and the most frames that are looked at.
+# The most user functions that are recorded for one call, and the most frames that are searched for them.
 _MOST_CALLERS, _MOST_FRAMES = 4, 26
 
 Batch = tuple[int, int]
@@ -41,7 +41,7 @@ class BatchPasses:
         self._is_users: dict[str, bool] = {}
 
     def begin_batch(self, batch: Batch) -> None:
-        """The first pass of a batch is about to begin: the batch before is over."""
+        """Called when the first pass of a batch is about to begin: the batch before is over."""
         if self._counts[0] and self._batch[1] >= 0:
             if self._is_unlike(self._runs):
                 self._runs.append(self._run())
@@ -50,22 +50,22 @@ class BatchPasses:
         self._counts, self._calls = [0, 0], []
         self._batch = batch
 
-    def backward(self, *, is_reduced: bool, is_by_hand: bool) -> None:
-        """A backward pass begins, called for by the code that calls this.
+    def backward(self, *, is_reduced: bool, is_manual: bool) -> None:
+        """Called when a backward pass begins, by the code that requests it.
 
         Args:
             is_reduced: Whether ranks exchange its gradients.
-            is_by_hand: Whether the user's code calls for all of them.
+            is_manual: Whether the user's code calls for all of them.
         """
         self._counts[0] += 1
         self._counts[1] += not is_reduced
-        if len(self._calls) < MOST_CALLS and (is_by_hand or self._counts[0] > 1):
+        if len(self._calls) < MOST_CALLS and (is_manual or self._counts[0] > 1):
             # Lightning's own first pass of a batch is that of every batch; an optimizer may ask for more.
             self._calls += [()] * (self._counts[0] - 1 - len(self._calls))
             self._calls.append(self._called_from())
 
     def stepped(self, optimizer: int) -> None:
-        """The optimizer of this number has made a step."""
+        """Called when the optimizer with this index has made a step."""
         self._counts += [0] * (optimizer + 3 - len(self._counts))
         self._counts[optimizer + 2] += 1
 
@@ -107,7 +107,7 @@ class BatchPasses:
         return not runs or runs[-1][2:] != _without_zeros(self._counts)
 
     def _called_from(self) -> Call:
-        """The user's functions up to Lightning's, within its loop."""
+        """The user's calling functions, up to Lightning's loop."""
         found: list[tuple[CodeType, int]] = []
         for frame, line in itertools.islice(traceback.walk_stack(sys._getframe(1)), _MOST_FRAMES):
             code = frame.f_code
@@ -129,5 +129,5 @@ def _led_around(call: Call, asked: Callable[[HookSource, int], tuple[str, ...]])
 
 
 def _without_zeros(counts: list[int]) -> tuple[int, ...]:
-    """Without the zeros at the end."""
+    """The counts without zeros at the end."""
     return tuple(counts[: max((index + 1 for index, count in enumerate(counts) if count), default=0)])

@@ -1,4 +1,4 @@
-"""Lines in the source of the user's hooks: where one returns nothing, logs a key, or has the loop end."""
+"""Lines in the source of the user's hooks: where one returns nothing, logs a key, or ends the loop."""
 
 import ast
 import inspect
@@ -21,7 +21,7 @@ MOST_LINES = 8
 
 
 class HookSource:
-    """The source of one hook; empty where it cannot be read, or is not the user's.
+    """The source of one hook; empty if it cannot be read, or is not the user's.
 
     Args:
         hook: The method, or the code of a function. Its source file is read, so not on the training's thread.
@@ -40,17 +40,17 @@ class HookSource:
         return tuple(self._place(node.lineno) for node in returns)
 
     def logs(self, key: str) -> int:
-        """The line of the call of ``log`` or ``log_dict`` in which a key is written out; 0 if there is none."""
+        """The line of the call of ``log`` or ``log_dict`` with a key as a literal; 0 if there is none."""
         calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
         return next((call.lineno for call in calls if key in _texts(call)), 0)
 
     def may_log(self, key: str) -> tuple[int, ...]:
-        """The lines of such calls in which a key is put together that may be this one."""
+        """The lines of such calls with a computed key that may be this one."""
         calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
         return tuple(call.lineno for call in calls if any(_may_be(name, key) for name in _names_given(call)))
 
     def reduced_keys(self) -> tuple[tuple[str, int], ...]:
-        """Keys that are written out in calls of ``log`` or ``log_dict`` with ``sync_dist=True``, and their lines."""
+        """Literal keys in calls of ``log`` or ``log_dict`` with ``sync_dist=True``, and their lines."""
         calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
         reduced = [call for call in calls if any(_is_reduced(keyword) for keyword in call.keywords)]
         given = ((name, call.lineno) for call in reduced for name in _names_given(call))
@@ -68,7 +68,7 @@ class HookSource:
         return next(each, 0) or next((node.lineno for node in used), 0)
 
     def leads_around(self, line: int) -> tuple[str, ...]:
-        """What may have left out a line: jumps that pass it by, and conditions around it.
+        """The branches that may have led around a line: jumps before it, and conditions around it.
 
         ``"file:line in training_step"`` of each, in their order.
         """
@@ -76,7 +76,7 @@ class HookSource:
         return tuple(map(self._place, sorted(told)))
 
     def conditions_around(self, line: int) -> tuple[str, ...]:
-        """Those of them that are conditions: they stand beside the line, and a jump stands elsewhere."""
+        """The conditions among these branches; they are reported beside the line, jumps at a line of their own."""
         told = {branch.line for branch in self._branches(line) if not branch.jump and branch.on in _CONDITIONS}
         return tuple(map(self._place, sorted(told)))
 
@@ -84,11 +84,11 @@ class HookSource:
         return control_flow(self.file).around(line).branches if self.file else ()
 
     def freezes(self) -> tuple[str, ...]:
-        """Where it may set ``requires_grad`` to false while training goes on."""
+        """Where it may set ``requires_grad`` to false during training."""
         return self._while_training(_freezes)
 
     def makes_leaves(self) -> tuple[str, ...]:
-        """Where it makes a tensor require a gradient that has been computed from nothing."""
+        """Where it makes a tensor that is computed from no parameter require a gradient."""
         return self._while_training(_makes_leaf)
 
     def _while_training(self, wanted: Callable[[ast.AST], bool]) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ class HookSource:
 
 
 def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
-    """The functions of a class and of those that it derives from, as far as they are the user's own."""
+    """The functions of a class and its base classes that are the user's own."""
     for owner in kind.__mro__:
         functions = [function for function in vars(owner).values() if inspect.isfunction(function)]
         if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
@@ -140,7 +140,7 @@ def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
 
 
 def source_of(module: Any, hook: str) -> HookSource:
-    """The source of a module's hook, as its class has it: while a strategy runs a step, ``forward`` is another one."""
+    """The source of a hook in a module's class: while a strategy runs a step, the instance has another ``forward``."""
     return HookSource(getattr(type(module), hook, None))
 
 
@@ -149,7 +149,7 @@ def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...
 
     Args:
         owners: The objects.
-        asked: What gives the lines of one function.
+        asked: Returns the lines of one function.
     """
     kinds = dict.fromkeys(type(owner) for owner in owners if owner is not None)
     functions = itertools.chain(*map(own_functions, kinds))
@@ -158,7 +158,7 @@ def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...
 
 
 def lines_that_set(attributes: Iterable[str], file: str) -> tuple[str, ...]:
-    """Lines in a file, whosever it is, that set one of these attributes."""
+    """Lines in any file that set one of these attributes."""
     names = {*attributes}
     found = ((node, function) for function in _functions(file) for node in _inside(function.body))
     return tuple(f"{file}:{node.lineno} in {function.name}" for node, function in found if _sets(node, names))
@@ -183,7 +183,7 @@ def _first_lines(function: ast.FunctionDef) -> list[int]:
 
 
 def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Every node of a function in the order of its lines, those of functions defined within aside."""
+    """Every node of a function in the order of its lines, except in functions defined within it."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
@@ -256,7 +256,7 @@ def _names_given(call: ast.Call) -> Iterator[ast.expr | None]:
 
 
 def _may_be(name: ast.expr | None, key: str) -> bool:
-    """Whether an expression may give a key: its parts that are written out are the key's, too."""
+    """Whether an expression may evaluate to a key: its literal parts are part of the key."""
     if isinstance(name, ast.JoinedStr):
         known = (str(part.value) if isinstance(part, ast.Constant) else None for part in name.values)
         return re.fullmatch("".join(".*" if part is None else re.escape(part) for part in known), key) is not None

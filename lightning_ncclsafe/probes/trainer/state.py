@@ -19,7 +19,7 @@ _PHASES = {
     "predict": Phase.PREDICT,
 }
 _MOST_LINES = 8
-# What decides how many steps, validations and collectives a rank makes.
+# Settings that decide how many steps, validations and collectives a rank makes.
 _SETTINGS = (
     "max_epochs",
     "min_epochs",
@@ -39,11 +39,11 @@ _SETTINGS = (
     "gradient_clip_algorithm",
     "precision",
 )
-# Those of them that decide when training ends: setting them while training affects the own rank alone.
+# Those that decide when training ends: setting them during training affects this rank only.
 _ENDS = ("max_epochs", "max_steps", "limit_train_batches", "first epoch")
-# Attributes that set these, where they have another name: the counter that ``current_epoch`` reads.
+# Attributes that set these under another name: the counter that ``current_epoch`` reads.
 _SET_BY = {"first epoch": ("processed",)}
-# What says after which batch an epoch is left for a validation; Lightning sets the first by the second.
+# Settings for the batch after which validation starts; Lightning computes the first from the second.
 _VALIDATES = ("val_check_batch", "val_check_interval")
 _VALIDATES_AT_ALL = (*_VALIDATES, "check_val_every_n_epoch", "limit_val_batches")
 
@@ -74,7 +74,7 @@ class TrainerProbe:
     @started.setter
     def started(self, value: bool) -> None:
         self._started = value
-        # Where training is resumed within an epoch, this many batches are behind it when its first one comes.
+        # If training is resumed within an epoch, this many batches precede its first one.
         self._processed_before = self._processed()
         self._epochs_before = self._epochs()
         # Now: a callback may change some of them from epoch to epoch.
@@ -99,7 +99,7 @@ class TrainerProbe:
         return make_phase_kind(self._phase(_is_saving(actions)), actions, first=self._is_first())
 
     def limit_name(self, *, is_saving: bool) -> str:
-        """The same as that kind's, for when nothing else of it is needed: this is asked in every step."""
+        """The same as the phase kind's ``limit_name``, but cheaper: it is called in every step."""
         phase = self._phase(is_saving)
         return FIRST_BATCH if phase is Phase.TRAIN and self._is_first() else phase.value
 
@@ -127,7 +127,7 @@ class TrainerProbe:
         return tuple(_loader_facts(loader, count) for loader, count in zip(flattened, batches, strict=False))
 
     def facts(self) -> TrainerFacts | None:
-        """Its settings, and how its training loop ended; None where it does not ``fit``."""
+        """Its settings, and how its training loop ended; None if it does not ``fit``."""
         trainer = self._trainer
         if getattr(getattr(trainer, "state", None), "fn", None) != "fit":
             return None
@@ -150,12 +150,12 @@ class TrainerProbe:
         )
 
     def validation_loaders(self) -> list[Any]:
-        """Those of fit's validation, as far as they are there."""
+        """The dataloaders of fit's validation, if they exist already."""
         combined = getattr(self._trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
         return list(getattr(combined, "flattened", ()))
 
     def directories(self) -> dict[str, str]:
-        """Where logs and checkpoints go, by what it is for: ``"logs"``, ``"checkpoints"``."""
+        """The directories of logs and checkpoints, by purpose: ``"logs"``, ``"checkpoints"``."""
         trainer, found = self._trainer, {}
         for logger in getattr(trainer, "loggers", ()):
             if path := getattr(logger, "save_dir", None):
@@ -180,7 +180,7 @@ class TrainerProbe:
         found = {name: getattr(trainer, name, None) for name in _SETTINGS}
         if (validation_s := self._validation_s()) is not None:
             found["val_check_interval"] = f"{validation_s:g} s"
-        # What a callback is going to set, epoch by epoch.
+        # Values that a callback sets epoch by epoch.
         schedules = (getattr(callback, "scheduling", None) for callback in getattr(trainer, "callbacks", ()))
         for schedule in schedules:
             if isinstance(schedule, dict):
@@ -264,7 +264,7 @@ def _loop_end(trainer: Any, count: int | None) -> LoopEnd:
         return LoopEnd.MAX_STEPS
     if getattr(trainer, "validating", False):
         return LoopEnd.UNKNOWN  # it is asked between batches, of which there are more
-    # What leaves a hook leaves its batch unfinished; between batches there is but the loader.
+    # An exception in a hook leaves its batch unfinished; between batches, only the loader can raise one.
     return LoopEnd.DATA if current.ready == current.started == current.completed else LoopEnd.UNKNOWN
 
 

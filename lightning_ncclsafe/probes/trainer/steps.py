@@ -39,7 +39,7 @@ _BACKWARD = "manual_backward"
 _MOST_NAMES = 8
 _MOST_METRICS = 64
 _TO_PEER = {"send": "dst", "recv": "src"}
-# As torch names them once it has translated ranks to those of the group.
+# torch's names of variables for ranks within the group.
 _ROOTS = ("group_src", "group_dst")
 # Lightning's error for a skipped step with several ranks.
 _REFUSED = "Skipping the `training_step`"
@@ -98,8 +98,8 @@ class StepRecord:
             self._last = ready
         module = getattr(self._trainer, "lightning_module", None)
         self._without_graph += is_from_nothing(loss, module)
-        is_by_hand = not getattr(module, "automatic_optimization", True)
-        self._passes.backward(is_reduced=is_reduced, is_by_hand=is_by_hand)
+        is_manual = not getattr(module, "automatic_optimization", True)
+        self._passes.backward(is_reduced=is_reduced, is_manual=is_manual)
 
     def validates(self) -> None:
         """Called when a batch of validation begins, on the main thread."""

@@ -113,7 +113,7 @@ def _waits(view: Timeline, finding: Finding) -> str:
     """
     if is_recorded(view.job):
         return ""
-    words, ranks = others_wait(view, finding.ranks), view.held_up(finding.ranks)
+    words, ranks = others_wait(view, finding.ranks), view.waiting_besides(finding.ranks)
     return capitalised(ranks_words(ranks) if ranks and words in finding.summary else words)
 
 

@@ -13,7 +13,7 @@ from lightning_ncclsafe.report.ranks import is_compared
 from lightning_ncclsafe.report.tables.data import table_rows
 from lightning_ncclsafe.report.tables.preflight import measured, steady
 from lightning_ncclsafe.rules.kit.data import JobData
-from lightning_ncclsafe.rules.kit.hosts import Checked
+from lightning_ncclsafe.rules.kit.hosts import JobHosts
 from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
 from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words
 
@@ -164,7 +164,7 @@ def _data(view: Timeline) -> Iterator[Table]:
 
 def _preflight(view: Timeline) -> Iterator[Table]:
     """What ranks found on their hosts; differences first."""
-    checked = Checked(view.job)
+    checked = JobHosts(view.job)
     if not checked.facts:
         return
     answers = sorted(steady(checked, every=True).items(), key=lambda item: not item[1].differ)

@@ -7,7 +7,7 @@ from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.report.lines import columns, cut, safe, section, wrapped
 from lightning_ncclsafe.report.tables.data import host_words
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
-from lightning_ncclsafe.rules.kit.hosts import Checked, core_shares, in_flight_bytes, tried
+from lightning_ncclsafe.rules.kit.hosts import JobHosts, checked_directories, core_shares, in_flight_bytes
 from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words
 from lightning_ncclsafe.rules.preflight.settings import differing_settings, versions_of
 
@@ -47,7 +47,7 @@ _STEADY: dict[str, Callable[[PreflightFacts], str]] = {
 }
 
 
-def steady(view: Checked, *, every: bool = False) -> dict[str, Groups[str]]:
+def steady(view: JobHosts, *, every: bool = False) -> dict[str, Groups[str]]:
     """Ranks by each constant property of their hosts, by the names of the questions.
 
     Args:
@@ -68,7 +68,7 @@ def _filesystems(facts: PreflightFacts, role: str) -> str:
     return ", ".join(dict.fromkeys(one.filesystem for one in facts.directories if one.role == role and one.filesystem))
 
 
-def _lists(view: Checked) -> dict[str, Groups[str]]:
+def _lists(view: JobHosts) -> dict[str, Groups[str]]:
     return {
         "interfaces": view.by(lambda facts: "; ".join(facts.network.interfaces)),
         "interface chosen by": view.by(lambda facts: facts.network.chosen_by),
@@ -78,7 +78,7 @@ def _lists(view: Checked) -> dict[str, Groups[str]]:
     }
 
 
-def _settings(view: Checked) -> dict[str, Groups[str]]:
+def _settings(view: JobHosts) -> dict[str, Groups[str]]:
     names = sorted({name for facts in view.facts.values() for name in facts.settings})
     return {name: view.by(lambda facts, name=name: facts.settings.get(name, "not set")) for name in names}  # type: ignore[misc]
 
@@ -127,11 +127,11 @@ _TRIED: dict[str, tuple[Callable[[DirectoryFacts], float | None], Words]] = {
 }
 
 
-def measured(view: Checked) -> Iterator[tuple[str, str]]:
+def measured(view: JobHosts) -> Iterator[tuple[str, str]]:
     """Measured values, by the names of the questions: ``"1.2 GB (rank 3) to 4.0 GB (rank 0)"``."""
     for name, (ask, words) in _MEASURED.items():
         yield from _ranged(name, {rank: ask(facts) for rank, facts in view.facts.items()}, words)
-    for directory in tried(view):
+    for directory in checked_directories(view):
         one = next(iter(directory.values()))
         for name, (of, words) in _TRIED.items():
             found = {rank: of(facts) for rank, facts in directory.items()}
@@ -166,7 +166,7 @@ def render_preflight(diagnosis: Diagnosis) -> str:
 
 def render_preflight_all(diagnosis: Diagnosis) -> str:
     """Everything: findings with all evidence, each question with the ranks' answers, and what is unknown."""
-    view = Checked(diagnosis.job)
+    view = JobHosts(diagnosis.job)
     parts = [
         *(_full(finding) for finding in _ordered(diagnosis)),
         "" if diagnosis.findings else f"Nothing is wrong with the hosts of {ranks_words(view.facts)}.",
@@ -178,7 +178,7 @@ def render_preflight_all(diagnosis: Diagnosis) -> str:
 
 def preflight_table(job: JobFacts) -> list[str]:
     """A table of only the columns in which ranks differ; equal ranks share a row. Empty if nothing differs."""
-    view = Checked(job)
+    view = JobHosts(job)
     answers = {name: groups for name, groups in steady(view).items() if groups.differ}
     if not answers:
         return []
@@ -201,7 +201,7 @@ def _full(finding: Finding) -> str:
     return "\n".join([*lines, wrapped(f"What to do: {finding.remedy}", "   ")])
 
 
-def _answers(view: Checked) -> Iterator[str]:
+def _answers(view: JobHosts) -> Iterator[str]:
     for name, groups in steady(view, every=True).items():
         known = [part for part in groups.parts if part[0]]
         words = [f"{value} on {ranks_words(ranks)}" for value, ranks in known[:_MOST_VALUES]]
@@ -211,7 +211,7 @@ def _answers(view: Checked) -> Iterator[str]:
         yield f"- {name}: {text}"
 
 
-def _rows(view: Checked, shown: dict[str, Groups[str]]) -> tuple[list[tuple[str, ...]], int]:
+def _rows(view: JobHosts, shown: dict[str, Groups[str]]) -> tuple[list[tuple[str, ...]], int]:
     cells: dict[int, list[str]] = {rank: [] for rank in view.facts}
     for groups in shown.values():
         for value, ranks in groups.parts:

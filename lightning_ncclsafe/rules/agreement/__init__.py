@@ -2,5 +2,5 @@
 
 from lightning_ncclsafe.rules.kit import HOW_DATA_DIFFERS
 
-# What other findings follow from comes before these.
+# Causes come before the causes that follow from them.
 AGREEMENT_RULES = HOW_DATA_DIFFERS.of(__name__, __path__)

@@ -1,4 +1,4 @@
-"""Ranks that read other data than they should, or another share of it."""
+"""Ranks that read the wrong data, or the wrong share of it."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,7 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     agreement_rule,
     batches_words,
-    counted,
+    count_words,
     deviating,
     differences,
     differing_evidence,
@@ -23,8 +23,8 @@ from lightning_ncclsafe.rules.kit import (
     disagreement,
     grouped,
     joined,
-    spread,
-    told,
+    spread_words,
+    value_evidence,
 )
 
 _CLASSES: Questions[LoaderFacts] = {
@@ -58,21 +58,18 @@ def different_datasets(view: JobData) -> Iterator[Finding]:
         Classes of the same name that are defined twice.
     """
     for loader in view.loaders:
-        found = unlike(loader)
-        if found:
-            yield _other_classes(loader, found)
+        if classes := differing_classes(loader):
+            text = f"The {loader.name} reads different classes of data on some ranks: {differing_words(classes)}."
+            yield disagreement(
+                deviating(classes.values()),
+                joined((text, batches_words(loader))),
+                evidence=differing_evidence(classes),
+            )
 
 
-def unlike(loader: JobLoader) -> Differences:
-    """The classes in which ranks differ; nothing where that only some have a length says it already."""
+def differing_classes(loader: JobLoader) -> Differences:
+    """The classes that differ between ranks; empty if only some have a length, which is a finding of its own."""
     return {} if loader.half_sized else differences(loader.facts, _CLASSES)
-
-
-def _other_classes(loader: JobLoader, found: Differences) -> Finding:
-    text = f"The {loader.name} reads different classes of data on some ranks: {differing_words(found)}."
-    return disagreement(
-        deviating(found.values()), joined((text, batches_words(loader))), evidence=differing_evidence(found)
-    )
 
 
 OWN_SHARDS = "If each rank should have its own shard, set use_distributed_sampler=False in the Trainer."
@@ -102,25 +99,25 @@ def unequal_samples(view: JobData) -> Iterator[Finding]:
         Data without a length.
     """
     for loader in view.loaders:
-        if loader.unequal_samples and not unlike(loader):
-            yield _other_samples(view, loader)
+        if loader.unequal_samples and not differing_classes(loader):
+            yield _different_samples(view, loader)
 
 
-def _other_samples(view: JobData, loader: JobLoader) -> Finding:
-    words = counted("sample")
+def _different_samples(view: JobData, loader: JobLoader) -> Finding:
+    words = count_words("sample")
     text = (
         f"The {loader.name}'s data is split among ranks by a sampler and differs in size between them: "
-        f"{spread(loader.samples, words)}."
+        f"{spread_words(loader.samples, words)}."
     )
     return disagreement(
         loader.samples.deviating,
         joined((text, batches_words(loader), reason(view, loader))),
-        evidence=told(loader.samples, words),
+        evidence=value_evidence(loader.samples, words),
     )
 
 
-# What comes out of a loader is a rank's own share, also where the data is the same on all ranks; so is the place where
-# it keeps its copy.
+# The first batches are a rank's own share even if the data is the same on all ranks; each rank may also keep its copy
+# elsewhere.
 _OWN_PRINTS = ("first batches", "paths")
 _SOURCES = ("files", "names", "values")
 _REMEDY_SAME_DATA = (
@@ -150,34 +147,33 @@ def different_data(view: JobData) -> Iterator[Finding]:
         Data that could not be fingerprinted on all ranks.
     """
     for loader in view.loaders:
-        if loader.replicated and not loader.unequal_samples and not unlike(loader):
-            found = _differing_prints(loader)
-            if found:
-                yield _other_data(view, loader, found)
+        is_comparable = loader.replicated and not loader.unequal_samples and not differing_classes(loader)
+        if is_comparable and (prints := _differing_prints(loader)):
+            yield _different_data(view, loader, prints)
 
 
 def _differing_prints(loader: JobLoader) -> Differences:
-    """The kinds that differ. Items of one and the same data differ only by what is done to them after reading."""
+    """The kinds of fingerprints that differ; not items alone if the data is the same: augmentation changes them."""
     all_kinds = {kind: grouped(_prints(loader, kind)) for kind in loader.kinds if kind not in _OWN_PRINTS}
     same_source = any(kind in all_kinds and not all_kinds[kind].differ for kind in _SOURCES)
-    found: Differences = {kind: groups for kind, groups in all_kinds.items() if groups.differ}
-    return {} if same_source and set(found) == {"items"} else found
+    differing: Differences = {kind: groups for kind, groups in all_kinds.items() if groups.differ}
+    return {} if same_source and set(differing) == {"items"} else differing
 
 
 def _prints(loader: JobLoader, kind: str) -> dict[int, object]:
     return {rank: facts.fingerprints[kind] for rank, facts in loader.facts.items()}
 
 
-def _other_data(view: JobData, loader: JobLoader, found: Differences) -> Finding:
-    only_items = set(found) == {"items"}
-    listed = "; ".join(f"fingerprint of {kind}: {spread(groups, _short)}" for kind, groups in found.items())
+def _different_data(view: JobData, loader: JobLoader, prints: Differences) -> Finding:
+    only_items = set(prints) == {"items"}
+    listed = "; ".join(f"fingerprint of {kind}: {spread_words(groups, _short)}" for kind, groups in prints.items())
     text = f"The {loader.name}'s data is split among ranks by a sampler and differs between them ({listed})."
     return disagreement(
-        deviating(found.values()),
+        deviating(prints.values()),
         joined((text, "" if only_items else reason(view, loader))),
         severity=Severity.WARNING if only_items else Severity.ERROR,
         confidence=Confidence.LIKELY if only_items else Confidence.CERTAIN,
-        evidence=tuple(item for kind, groups in found.items() for item in told(groups, _words(kind))),
+        evidence=tuple(item for kind, groups in prints.items() for item in value_evidence(groups, _words(kind))),
         remedy=joined((_REMEDY_SAME_DATA, _AUGMENTATION if only_items else "")),
     )
 
@@ -190,9 +186,9 @@ def _words(kind: str) -> Callable[[object], str]:
     return lambda fingerprint: f"fingerprint of {kind} {_short(fingerprint)}"
 
 
-# Where a rank keeps its copy of the data is its own affair.
+# Each rank may keep its copy of the data elsewhere.
 _OWN_COPY = "paths"
-# Of data that a sampler splits, all that is in it has been compared between all ranks.
+# All other fingerprints of data that a sampler splits are compared between all ranks by different-data.
 _OF_SPLIT = {"first batches"}
 
 
@@ -222,25 +218,24 @@ def different_peers(view: JobData) -> Iterator[Finding]:
         Augmentation, and what an IterableDataset of known length yields.
     """
     for loader in view.loaders:
-        found = peer_differences(view, loader)
-        if found:
-            yield _other_peers(loader, found)
+        if differing := peer_differences(view, loader):
+            yield _different_peers(loader, differing)
 
 
 def peer_differences(view: JobData, loader: JobLoader) -> Differences:
-    """What differs within a group of peers, each named with its data-parallel rank; nothing where nobody has peers."""
-    found: Differences = {}
+    """What differs within groups of peers, named with their data-parallel rank; empty if no rank has peers."""
+    every: Differences = {}
     for data_rank, ranks in view.by(lambda data: data.data_rank).parts:
         if len(ranks) > 1:
-            differ = _differing_of_peers(view, loader, ranks)
-            found |= {f"of data-parallel rank {data_rank} the {name}": groups for name, groups in differ.items()}
-    return found
+            differing = _differences_of_peers(view, loader, ranks)
+            every |= {f"of data-parallel rank {data_rank} the {name}": groups for name, groups in differing.items()}
+    return every
 
 
-def _differing_of_peers(view: JobData, loader: JobLoader, ranks: tuple[int, ...]) -> Differences:
+def _differences_of_peers(view: JobData, loader: JobLoader, ranks: tuple[int, ...]) -> Differences:
     kinds = set(loader.kinds) & _OF_SPLIT if loader.replicated else set(loader.kinds) - {_OWN_COPY}
     facts = {rank: loader.facts[rank] for rank in ranks}
-    found = differences(
+    differing = differences(
         facts,
         {
             "number of batches": lambda one: one.batches,
@@ -249,23 +244,23 @@ def _differing_of_peers(view: JobData, loader: JobLoader, ranks: tuple[int, ...]
     )
     prints = {rank: one.fingerprints for rank, one in facts.items()}
     for kind in sorted(kinds):
-        found |= differences(prints, {f"fingerprint of {kind}": lambda one, kind=kind: one[kind][:8]})  # type: ignore[misc]
-    return found | differences({rank: _drawn_order(view, loader, rank) for rank in ranks}, {"random order": str})
+        differing |= differences(prints, {f"fingerprint of {kind}": lambda one, kind=kind: one[kind][:8]})  # type: ignore[misc]
+    return differing | differences({rank: _drawn_order(view, loader, rank) for rank in ranks}, {"random order": str})
 
 
 def _drawn_order(view: JobData, loader: JobLoader, rank: int) -> str:
-    """Of the state that the order of the samples is drawn from; empty where it is not drawn from torch's global one."""
+    """The digest of torch's global random state, if the order of the samples is drawn from it; else empty."""
     sampler = loader.facts[rank].sampler
     if sampler is None or sampler.order != "random":
         return ""
     return next((state.digest[:8] for state in view.data[rank].random if state.name == "torch"), "")
 
 
-def _other_peers(loader: JobLoader, found: Differences) -> Finding:
+def _different_peers(loader: JobLoader, differing: Differences) -> Finding:
     text = (
         f"Ranks that form one data-parallel rank must read the same part of the {loader.name}, but do not: "
-        f"{differing_words(found)}."
+        f"{differing_words(differing)}."
     )
     return disagreement(
-        deviating(found.values()), joined((text, batches_words(loader))), evidence=differing_evidence(found)
+        deviating(differing.values()), joined((text, batches_words(loader))), evidence=differing_evidence(differing)
     )

@@ -1,9 +1,9 @@
-"""Ranks that have other numbers of loaders, samples or batches."""
+"""Ranks that have different numbers of loaders, samples or batches."""
 
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import DataFacts, LoaderFacts
-from lightning_ncclsafe.rules.agreement.contents import peer_differences, unlike
+from lightning_ncclsafe.rules.agreement.contents import differing_classes, peer_differences
 from lightning_ncclsafe.rules.agreement.presence import is_of_length
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.settings import setting_errors
@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     agreement_rule,
     clause,
-    counted,
+    count_words,
     deviating,
     differences,
     differing_evidence,
@@ -28,8 +28,8 @@ from lightning_ncclsafe.rules.kit import (
     grouped,
     joined,
     ranks_words,
-    spread,
-    told,
+    spread_words,
+    value_evidence,
     value_words,
 )
 
@@ -65,14 +65,14 @@ def loader_count(view: JobData) -> Iterator[Finding]:
     Cannot see:
         Loaders that the user's own code creates and iterates by itself.
     """
-    found = differences(view.data, _QUESTIONS)
-    if found:
-        what, groups = next(iter(found.items()))
+    differing = differences(view.data, _QUESTIONS)
+    if differing:
+        what, groups = next(iter(differing.items()))
         about = "" if what == "stage" else f" in {view.stage}"
         yield disagreement(
-            deviating(found.values()),
-            f"Ranks have different loaders to go through; the {what}{about} is {spread(groups)}.",
-            evidence=differing_evidence(found),
+            deviating(differing.values()),
+            f"Ranks have different loaders to go through; the {what}{about} is {spread_words(groups)}.",
+            evidence=differing_evidence(differing),
         )
 
 
@@ -101,12 +101,12 @@ def sized_and_unsized(view: JobData) -> Iterator[Finding]:
         Whether a given length is correct.
     """
     for loader in view.loaders:
-        asked = {rank: facts for rank, facts in loader.facts.items() if not _failed(facts)}
-        if grouped({rank: facts.length is None for rank, facts in asked.items()}).differ:
+        readable = {rank: facts for rank, facts in loader.facts.items() if not _has_failed(facts)}
+        if grouped({rank: facts.length is None for rank, facts in readable.items()}).differ:
             yield _half_sized(loader)
 
 
-def _failed(facts: LoaderFacts) -> bool:
+def _has_failed(facts: LoaderFacts) -> bool:
     """Whether asking for the length raised, which is a finding of its own."""
     return any(is_of_length(text) for text in facts.problems)
 
@@ -116,8 +116,8 @@ def _half_sized(loader: JobLoader) -> Finding:
     sized = loader.by(lambda facts: facts.length is None)
     return disagreement(
         sized.deviating,
-        f"The {loader.name} has a length on some ranks only: {spread(groups, _words)}.",
-        evidence=told(groups, _words),
+        f"The {loader.name} has a length on some ranks only: {spread_words(groups, _words)}.",
+        evidence=value_evidence(groups, _words),
     )
 
 
@@ -126,7 +126,7 @@ def _words(value: tuple[str, str]) -> str:
     return f"{sized} ({value_words(dataset)})" if dataset else sized
 
 
-_WAYS_ON = {
+_POLICIES = {
     "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
     "repeat": "With on_uneven='repeat' the ranks that run out restart their data until all have had {most:,}.",
 }
@@ -158,9 +158,9 @@ def unequal_batches(view: JobData) -> Iterator[Finding]:
     Cannot see:
         Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
     """
-    for loader in view.loaders if not view.goes_alone else ():
-        if is_uneven(loader) and not _explained(view, loader):
-            yield _other_batches(view, loader)
+    for loader in view.loaders if not view.runs_independently else ():
+        if is_uneven(loader) and not _is_explained(view, loader):
+            yield _different_batches(view, loader)
 
 
 def is_uneven(loader: JobLoader) -> bool:
@@ -168,40 +168,41 @@ def is_uneven(loader: JobLoader) -> bool:
     return loader.batches.differ and all(count is not None for count, _ in loader.batches.parts)
 
 
-def ends_apart(view: JobData, loader: JobLoader) -> bool:
-    """Whether ranks would run out of a loader's data at different batches, and wait for one another then."""
-    if view.goes_alone or not is_uneven(loader):
+def ends_unevenly(view: JobData, loader: JobLoader) -> bool:
+    """Whether ranks would run out of a loader's data at different batches and then wait for each other."""
+    if view.runs_independently or not is_uneven(loader):
         return False
-    return bool(_empty(view, loader)) or (view.policy not in _WAYS_ON and view.by(epoch_batches).differ)
+    return bool(_empty(view, loader)) or (view.policy not in _POLICIES and view.by(epoch_batches).differ)
 
 
-def _explained(view: JobData, loader: JobLoader) -> bool:
-    """Whether another error names the cause, and these numbers with it."""
-    if unlike(loader) or loader.unequal_samples or peer_differences(view, loader):
+def _is_explained(view: JobData, loader: JobLoader) -> bool:
+    """Whether another finding names the cause of these numbers."""
+    if differing_classes(loader) or loader.unequal_samples or peer_differences(view, loader):
         return True
     return not loader.samples.differ and bool(setting_errors(view, loader) or sampler_errors(loader))
 
 
 def _empty(view: JobData, loader: JobLoader) -> tuple[int, ...]:
-    """The ranks that cannot restart their data, because there is none."""
+    """The ranks without data, which cannot restart it under ``on_uneven="repeat"``."""
     return tuple(rank for rank, facts in loader.facts.items() if view.policy == "repeat" and not facts.batches)
 
 
-def _other_batches(view: JobData, loader: JobLoader) -> Finding:
-    words = counted("batch")
+def _different_batches(view: JobData, loader: JobLoader) -> Finding:
+    words = count_words("batch")
     empty = _empty(view, loader)
-    harmless = not ends_apart(view, loader)
+    harmless = not ends_unevenly(view, loader)
     return disagreement(
         loader.batches.deviating,
         joined(
             (
-                f"The {loader.name} differs in the number of batches between ranks: {spread(loader.batches, words)}.",
+                f"The {loader.name} differs in the number of batches between ranks: "
+                f"{spread_words(loader.batches, words)}.",
                 _nothing_to_repeat(empty) if empty else _harmless(view, loader) if harmless else "",
                 reason(view, loader),
             )
         ),
         severity=Severity.WARNING if harmless else Severity.ERROR,
-        evidence=told(loader.batches, words),
+        evidence=value_evidence(loader.batches, words),
     )
 
 
@@ -210,14 +211,14 @@ def _nothing_to_repeat(empty: tuple[int, ...]) -> str:
 
 
 def _harmless(view: JobData, loader: JobLoader) -> str:
-    if view.policy in _WAYS_ON:
+    if view.policy in _POLICIES:
         counts = [count for count, _ in loader.batches.parts if count is not None]
-        return _WAYS_ON[view.policy].format(least=min(counts), most=max(counts))
+        return _POLICIES[view.policy].format(least=min(counts), most=max(counts))
     return f"As loaders are combined in mode {next(iter(view.data.values())).mode!r}, all ranks still end together."
 
 
 _LISTED = 8
-_WAYS_TO_END = {
+_END_POLICIES = {
     "raise": "All ranks stop here.",
     "stop_together": "With on_uneven='stop_together' this pass over the data ends here for all of them.",
     "repeat": "With on_uneven='repeat' the short ones restart their data until the longest has ended.",
@@ -251,10 +252,10 @@ def uneven_end(view: JobData) -> Iterator[Finding]:
     for loader in view.loaders:
         ended = tuple(rank for rank, facts in loader.facts.items() if facts.ended)
         if ended and len(ended) < len(loader.facts):
-            yield _ended_apart(view, loader, ended)
+            yield _ended_unevenly(view, loader, ended)
 
 
-def _ended_apart(view: JobData, loader: JobLoader, ended: tuple[int, ...]) -> Finding:
+def _ended_unevenly(view: JobData, loader: JobLoader, ended: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in loader.facts if rank not in set(ended))
     text = (
         f"The {loader.name} has ended on {ranks_words(ended)} after {_counts(loader, ended)} batches, while "
@@ -262,14 +263,14 @@ def _ended_apart(view: JobData, loader: JobLoader, ended: tuple[int, ...]) -> Fi
     )
     return disagreement(
         _odd_ones(loader, ended, others) if view.policy == "raise" else ended,
-        joined((text, _WAYS_TO_END.get(view.policy, ""))),
+        joined((text, _END_POLICIES.get(view.policy, ""))),
         severity=Severity.ERROR if view.policy == "raise" else Severity.WARNING,
         evidence=tuple(_evidence(loader, rank) for rank in [*ended, *others][:_LISTED]),
     )
 
 
 def _odd_ones(loader: JobLoader, ended: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    """Those that have ended, unless most have after as many batches: then it is the others that have too many."""
+    """The ranks that have ended; or the others, if most have ended after equally many batches."""
     is_alike = len({loader.facts[rank].read for rank in ended}) == 1
     return others if is_alike and len(ended) > len(others) else ended
 

@@ -16,7 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     grouped,
     joined,
     ranks_words,
-    told,
+    value_evidence,
     verb,
 )
 
@@ -93,20 +93,20 @@ def unreadable_loader(view: JobData) -> Iterator[Finding]:
 
 
 def is_of_length(problem: str) -> bool:
-    """Whether a sentence says that asking for the loader's length failed."""
+    """Whether this problem is that reading the loader's length failed."""
     return problem.startswith(_OF_LENGTH)
 
 
 def _problems(view: JobData) -> dict[str, dict[bool, dict[int, str]]]:
-    """By loader, by whether they are about its length, by rank; several of one rank are told as one."""
-    found: dict[str, dict[bool, dict[int, str]]] = defaultdict(lambda: {True: {}, False: {}})
+    """Problems by loader, by whether they are about its length, and by rank; several of one rank are joined."""
+    problems: dict[str, dict[bool, dict[int, str]]] = defaultdict(lambda: {True: {}, False: {}})
     for rank, data in view.data.items():
         for index, loader in enumerate(data.loaders):
             for of_length in (True, False):
                 texts = [text for text in loader.problems if is_of_length(text) is of_length]
                 if texts:
-                    found[loader.name or f"loader {index}"][of_length][rank] = " ".join(map(_sentence, texts))
-    return found
+                    problems[loader.name or f"loader {index}"][of_length][rank] = " ".join(map(_sentence, texts))
+    return problems
 
 
 def _sentence(text: str) -> str:
@@ -123,6 +123,6 @@ def _finding(name: str, groups: Groups[str], of_length: bool) -> Finding:
         tuple(sorted(rank for _, alike in groups.parts for rank in alike)),
         joined((f"The {name} could not be read in full on {ranks_words(ranks)}: {text}", more)),
         severity=Severity.ERROR if of_length else Severity.WARNING,
-        evidence=told(groups, lambda sentence: sentence.rstrip().removesuffix(".")),
+        evidence=value_evidence(groups, lambda sentence: sentence.rstrip().removesuffix(".")),
         remedy=_REMEDY_LENGTH if of_length else _REMEDY,
     )

@@ -1,8 +1,8 @@
-"""Why the data of ranks differs: what their random states, shards and batch sizes say."""
+"""Why the data of ranks differs, according to their random states, shards and batch sizes."""
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit import Groups, JobData, JobLoader, capitalised, grouped, joined, spread
+from lightning_ncclsafe.rules.kit import Groups, JobData, JobLoader, capitalised, grouped, joined, spread_words
 
 _OWNERS = {"python": "Python's", "numpy": "numpy's", "torch": "torch's"}
 _AGREE = "The ranks' global random states agree"
@@ -12,12 +12,12 @@ _NOT_DRAWN = "No global random state that differs between ranks has been drawn f
 
 
 def reason(view: JobData, loader: JobLoader) -> str:
-    """Why this loader's data probably differs between ranks, in sentences; empty where nothing speaks for a reason."""
+    """Why this loader's data probably differs between ranks, in sentences; empty if there is no evidence."""
     return _limits(loader) or joined((_shards(loader) or _random(view, loader), _tail(loader)))
 
 
 def _limits(loader: JobLoader) -> str:
-    """That the Trainer makes the difference, of loaders that are all as long."""
+    """That the Trainer's limits differ, if the loaders are equally long; else empty."""
     lengths = loader.by(lambda facts: facts.length)
     if lengths.differ or lengths.parts[0][0] is None or not loader.batches.differ:
         return ""
@@ -31,11 +31,11 @@ def _shards(loader: JobLoader) -> str:
     shards = loader.by(lambda facts: facts.shards)
     if not shards.differ or any(count is None for count, _ in shards.parts):
         return ""
-    return f"The ranks read different numbers of shards: {spread(shards)}."
+    return f"The ranks read different numbers of shards: {spread_words(shards)}."
 
 
 def _tail(loader: JobLoader) -> str:
-    """Whether only the incomplete last batch tells ranks apart that have shards of their own."""
+    """That ranks with shards of their own differ only in the incomplete last batch; else empty."""
     if loader.split:
         return ""
     whole = loader.by(lambda facts: _whole_batches(facts.samples, facts.batch_size, facts.drop_last))
@@ -60,14 +60,14 @@ def _random(view: JobData, loader: JobLoader) -> str:
 
 
 def _may_be_drawn(loader: JobLoader) -> bool:
-    """Whether the data may be a random part of some other: shards and streams that are uneven are not to be seeded."""
+    """Whether the data may be a random subset: seeds do not matter for uneven shards and streams."""
     if loader.replicated or "indices" in loader.kinds:
         return True
     return any(name.partition(" ")[0] in _SELECTIONS for facts in loader.facts.values() for name in facts.datasets)
 
 
 def _states(view: JobData) -> Iterator[tuple[str, Groups[str]]]:
-    """Ranks by state, for each generator that all ranks tell of."""
+    """Ranks grouped by state, for each generator that all ranks report."""
     digests = {rank: {state.name: state.digest for state in data.random} for rank, data in view.data.items()}
     for name in next(iter(digests.values()), {}):
         if all(name in states for states in digests.values()):
@@ -75,7 +75,7 @@ def _states(view: JobData) -> Iterator[tuple[str, Groups[str]]]:
 
 
 def _is_drawn(view: JobData, name: str) -> bool:
-    """Unseeded ranks differ in Python's and numpy's states by themselves; what counts is whether these were used."""
+    """Whether a generator was used: the states of Python and numpy always differ between unseeded ranks."""
     return any(state.drawn for data in view.data.values() for state in data.random if state.name == name)
 
 
@@ -85,7 +85,7 @@ def _drawn_words(drawn: list[str], agreeing: list[str], replicated: bool) -> str
     agrees = "agrees" if len(agreeing) == 1 else "agree"
     rest = f" ({_listed(map(_owner, agreeing), 'and')} {agrees})" if agreeing else ""
     source = _listed((_owner(name).removesuffix("'s") for name in drawn), "or")
-    # Ranks with shards of their own may well use their random numbers for something else.
+    # Ranks with shards of their own may use random numbers for something else.
     split = "the split was probably drawn" if replicated else "if the data was split at random, then probably"
     return (
         f"{capitalised(who)} random {'state differs' if one else 'states differ'} between ranks and "
@@ -104,7 +104,7 @@ def _listed(words: Iterable[str], conjunction: str) -> str:
 
 
 def _source(loader: JobLoader) -> str:
-    """Where a difference comes from that no global generator made."""
+    """The probable source of a difference that no global generator caused."""
     if loader.samples.differ or _differs(loader, "files"):
         return "a filter or a file list probably depends on the rank or its host"
     return "the split probably came from a generator of its own without a common seed (np.random.default_rng())"

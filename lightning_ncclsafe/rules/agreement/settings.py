@@ -1,4 +1,4 @@
-"""Ranks that were told other things: how to make batches, how to go on where data differs, when to validate."""
+"""Ranks with different settings: how to make batches, what to do if data differs, when to validate."""
 
 from collections.abc import Iterator
 
@@ -16,21 +16,21 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     agreement_rule,
     batches_words,
-    counted,
+    count_words,
     deviating,
     differences,
     differing_evidence,
     differing_words,
     disagreement,
     joined,
-    spread,
-    told,
+    spread_words,
+    value_evidence,
 )
 
 _OF_BATCHES: Questions[LoaderFacts] = {
     "batch_size": lambda facts: facts.batch_size,
     "drop_last": lambda facts: facts.drop_last,
-    # Each worker of an IterableDataset ends with an incomplete batch of its own; without workers there is one reader.
+    # Each worker of an IterableDataset ends with its own incomplete batch; without workers there is one reader.
     "num_workers": lambda facts: max(facts.num_workers, 1) if facts.iterable else None,
 }
 
@@ -60,46 +60,40 @@ def loader_settings(view: JobData) -> Iterator[Finding]:
         The sizes of batches that a batch sampler of the user's own makes.
     """
     for loader in view.loaders:
-        found = _differing(loader)
-        if found:
-            severity = Severity.ERROR if setting_errors(view, loader) else Severity.WARNING
-            yield _other_settings(loader, found, severity)
+        if differing := _differing(loader):
+            text = f"The {loader.name} makes batches differently on some ranks: {differing_words(differing)}."
+            yield disagreement(
+                deviating(differing.values()),
+                joined((text, batches_words(loader))),
+                severity=Severity.ERROR if setting_errors(view, loader) else Severity.WARNING,
+                evidence=differing_evidence(differing),
+            )
 
 
 def setting_errors(view: JobData, loader: JobLoader) -> Differences:
-    """The settings that are not the same on all ranks and let these have different numbers of batches."""
+    """The settings that differ between ranks and may cause different numbers of batches."""
     return {name: groups for name, groups in _differing(loader).items() if not _may_differ(view, loader, name)}
 
 
 def _may_differ(view: JobData, loader: JobLoader, name: str) -> bool:
-    if view.goes_alone:
-        return True  # no rank waits for another one there
+    if view.runs_independently:
+        return True  # no rank waits for another in this stage
     if name == "batch_size":
-        # Ranks with different GPUs, each with as much data as it needs for as many batches.
+        # On purpose: ranks with different GPUs, and with data for equally many batches.
         return not loader.batches.differ and loader.batches.parts[0][0] is not None
     return name == "num_workers" and view.policy != "raise"
 
 
 def _differing(loader: JobLoader) -> Differences:
-    """The settings that decide how samples become batches and are not the same on all ranks."""
-    # Where only some ranks iterate their data, that is the finding, and not how many workers they have for it.
-    asked = dict(_OF_BATCHES)
+    """The settings that decide how samples become batches, as far as they differ between ranks."""
+    # If only some ranks iterate their data, that is the finding, and not the number of workers.
+    questions = dict(_OF_BATCHES)
     if loader.by(lambda facts: facts.iterable).differ:
-        del asked["num_workers"]
-    return differences(loader.facts, asked)
+        del questions["num_workers"]
+    return differences(loader.facts, questions)
 
 
-def _other_settings(loader: JobLoader, found: Differences, severity: Severity) -> Finding:
-    text = f"The {loader.name} makes batches differently on some ranks: {differing_words(found)}."
-    return disagreement(
-        deviating(found.values()),
-        joined((text, batches_words(loader))),
-        severity=severity,
-        evidence=differing_evidence(found),
-    )
-
-
-_OF_GOING_ON: Questions[DataFacts] = {
+_OF_COMPARISON: Questions[DataFacts] = {
     "on_mismatch": lambda data: data.on_mismatch,
     "content": lambda data: data.content,
     "on_uneven": lambda data: data.on_uneven,
@@ -127,12 +121,11 @@ def settings_disagreement(view: JobData) -> Iterator[Finding]:
     Cannot see:
         Other settings of the Trainer.
     """
-    found = differences(view.data, _OF_GOING_ON)
-    if found:
+    if differing := differences(view.data, _OF_COMPARISON):
         yield disagreement(
-            deviating(found.values()),
-            f"Ranks have different settings for comparing their data: {differing_words(found)}.",
-            evidence=differing_evidence(found),
+            deviating(differing.values()),
+            f"Ranks have different settings for comparing their data: {differing_words(differing)}.",
+            evidence=differing_evidence(differing),
         )
 
 
@@ -161,23 +154,23 @@ def validation_step(view: JobData) -> Iterator[Finding]:
         Intervals in time, and those of loaders without a length.
     """
     steps = view.by(lambda data: data.val_check_batch)
-    if view.stage == TRAIN and steps.differ and not _follows(view):
-        yield _other_turns(steps)
+    if view.stage == TRAIN and steps.differ and not _is_explained(view):
+        yield _different_steps(steps)
 
 
-def _follows(view: JobData) -> bool:
-    """Whether the steps differ only because the loaders do, which other findings say."""
+def _is_explained(view: JobData) -> bool:
+    """Whether the steps differ only because the loaders do, which other findings report."""
     if view.by(lambda data: (data.stage, len(data.loaders), data.mode)).differ:
         return True
-    # With a policy for uneven data the run goes on, with a length that ranks agree on, and Lightning works out the step
-    # from that one.
+    # With a policy for uneven data, ranks train with an agreed length, and Lightning computes the step from that
+    # length.
     return any(loader.batches.differ for loader in view.loaders)
 
 
-def _other_turns(steps: Groups[int | None]) -> Finding:
-    words = counted("batch")
+def _different_steps(steps: Groups[int | None]) -> Finding:
+    words = count_words("batch")
     return disagreement(
         steps.deviating,
-        f"Ranks would begin validation after different numbers of training batches: {spread(steps, words)}.",
-        evidence=told(steps, words),
+        f"Ranks would begin validation after different numbers of training batches: {spread_words(steps, words)}.",
+        evidence=value_evidence(steps, words),
     )

@@ -1,4 +1,4 @@
-"""Ranks whose shares of the data are the same, or are not cut alike."""
+"""Ranks whose shares of the data are the same, or are split differently."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -30,11 +30,11 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
 )
 
-# An index says which sample of a dataset, not which dataset: that may be each rank's own.
+# An index identifies a sample within a dataset, which may be each rank's own.
 _POSITIONS = ("indices", "batches")
-# Base names and counters are left out: shards of one name, or the numbers of steps, may well be the same on all ranks.
+# Without base names and counters: different shards may have the same names, and numbers of steps are often equal.
 _CONTENTS = ("paths", "values")
-# What a rank has really read, whatever was to split the data.
+# What a rank has actually read, however the data is split.
 _READ = "first batches"
 _LISTED_GROUPS = 4
 _FIXED_ORDERS = ("sequential", "listed")
@@ -84,26 +84,26 @@ def same_shard(view: JobData) -> Iterator[Finding]:
 
 
 def _is_usual(view: JobData, shared: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether every rank evaluates everything, or the ranks of a host all that is on it: right, and nothing to do."""
+    """Whether every rank evaluates all data, or all data of its host, which is correct."""
     return view.stage != TRAIN and sum(map(len, shared)) == len(view.data)
 
 
 def _keys(view: JobData, loader: JobLoader) -> dict[int, _Key | None]:
-    """By rank, what it has in common with those that read the same; None where that cannot be told."""
+    """By rank, a key that is equal on ranks which read the same data; None if unknown."""
     if _READ in loader.kinds:
         return {rank: (facts.fingerprints[_READ],) for rank, facts in loader.facts.items()}
     if loader.replicated or not set(loader.kinds) & {*_POSITIONS, *_CONTENTS}:
         return {}
     if any(facts.all_alike for facts in loader.facts.values()):
-        return {}  # made up, to measure speed for instance
-    # What has the same path on two hosts may be two shards.
+        return {}  # synthetic data, for measuring speed for instance
+    # The same path on two hosts may hold two shards.
     hosts = view.hosts if "paths" in loader.kinds else {}
     keys = {rank: _key(view.data[rank], facts, loader.kinds) for rank, facts in loader.facts.items()}
     return {rank: key and (hosts.get(rank), *key) for rank, key in keys.items()}
 
 
 def _shared(view: JobData, keys: dict[int, _Key | None]) -> Iterator[tuple[int, ...]]:
-    """The groups of ranks that read the same; peers of one data rank are to do so."""
+    """The groups of ranks that read the same data, except for peers of one data rank, which should."""
     for key, ranks in grouped(keys).parts:
         if key is not None and len({view.data[rank].data_rank for rank in ranks}) > 1:
             yield ranks
@@ -142,7 +142,7 @@ def _read_alike(view: JobData, loader: JobLoader, shared: tuple[tuple[int, ...],
 
 
 def _remedy(loader: JobLoader) -> str:
-    """One that fits the loader: what is iterated takes no sampler."""
+    """The remedy for this kind of loader: an iterable dataset takes no sampler."""
     return _REMEDY_ITERATED if any(facts.iterable for facts in loader.facts.values()) else _REMEDY_SPLIT
 
 
@@ -181,9 +181,9 @@ _OF_SHUFFLING: Questions[SamplerFacts] = {
     "seed": lambda sampler: sampler.seed,
     "epoch": lambda sampler: sampler.epoch,
 }
-# What a sampler of the user's own may well have different on purpose, to draw with replacement for instance.
+# Settings that a sampler of the user's own may have different on purpose, to draw with replacement for instance.
 _OF_CHOICE = {"shuffle", *_OF_SHUFFLING}
-# PyTorch's, Lightning's wrappers of it: one permutation is drawn on all ranks, and each takes a part of it.
+# PyTorch's sampler and Lightning's wrappers of it: all ranks draw one permutation, and each takes a part of it.
 _OF_TORCH = {
     "DistributedSampler",
     "DistributedSamplerWrapper",
@@ -195,7 +195,7 @@ _LISTED_SHARES = 4
 
 
 class _Wrong(NamedTuple):
-    """Something that is wrong with replicas and shares, in words."""
+    """An error in replicas or shares, in words."""
 
     text: str
     ranks: tuple[int, ...]
@@ -234,7 +234,7 @@ def sampler_disagreement(view: JobData) -> Iterator[Finding]:
 
 
 def sampler_errors(loader: JobLoader) -> Differences:
-    """The settings in which samplers differ that split the data, unless it may be meant so."""
+    """The differing settings of samplers that split the data, unless they may differ on purpose."""
     found = _differing_samplers(loader)
     return {} if set(found) <= _OF_CHOICE and not _is_of_torch(loader) else found
 
@@ -244,7 +244,7 @@ def _is_of_torch(loader: JobLoader) -> bool:
 
 
 def _differing_samplers(loader: JobLoader) -> Differences:
-    """The settings in which samplers differ; the seed is one only where it is used."""
+    """The settings in which samplers differ; the seed counts only if it is used."""
     if not loader.replicated:
         return {}
     samplers = _samplers(loader)
@@ -257,7 +257,7 @@ def _samplers(loader: JobLoader) -> dict[int, SamplerFacts]:
 
 
 def _wrong(view: JobData, loader: JobLoader, found: Differences) -> Iterator[_Wrong]:
-    """What is wrong with replicas and shares, each in words with its ranks."""
+    """Errors in replicas and shares, each with its ranks."""
     if not loader.replicated:
         return
     samplers = _samplers(loader)
@@ -271,20 +271,20 @@ def _wrong(view: JobData, loader: JobLoader, found: Differences) -> Iterator[_Wr
 
 
 def _is_read_twice(view: JobData, loader: JobLoader) -> bool:
-    """Whether ranks that take the same share are seen to have the same data, and not only data of the same size."""
+    """Whether ranks that take the same share are known to have the same data, and not only data of the same size."""
     samplers = _samplers(loader)
     for kind in set(loader.kinds) & CONTENTS:
         seen = {
             rank: (samplers[rank].rank, facts.fingerprints[kind], view.hosts[rank] if kind == "paths" else "")
             for rank, facts in loader.facts.items()
         }
-        if any(_several(view, ranks) for _, ranks in grouped(seen).parts):
+        if any(_are_several(view, ranks) for _, ranks in grouped(seen).parts):
             return True
     return False
 
 
 def _replicas(view: JobData, samplers: dict[int, SamplerFacts], certain: bool) -> Iterator[_Wrong]:
-    """Only asked where all ranks have the same number of replicas."""
+    """A number of replicas other than the number of data ranks; all ranks have the same number here."""
     ranks = tuple(rank for rank, sampler in samplers.items() if sampler.replicas != view.data[rank].data_ranks)
     if ranks:
         replicas, expected = samplers[ranks[0]].replicas, view.data[ranks[0]].data_ranks
@@ -293,7 +293,7 @@ def _replicas(view: JobData, samplers: dict[int, SamplerFacts], certain: bool) -
 
 def _shares(view: JobData, samplers: dict[int, SamplerFacts], certain: bool) -> Iterator[_Wrong]:
     shares = grouped({rank: sampler.rank for rank, sampler in samplers.items()})
-    doubled = [(share, ranks) for share, ranks in shares.parts if share is not None and _several(view, ranks)]
+    doubled = [(share, ranks) for share, ranks in shares.parts if share is not None and _are_several(view, ranks)]
     if doubled:
         listed = [f"{clause(ranks, 'takes|take share')} {share}" for share, ranks in doubled]
         more = (
@@ -303,8 +303,8 @@ def _shares(view: JobData, samplers: dict[int, SamplerFacts], certain: bool) -> 
         yield _Wrong(", ".join([*listed[:_LISTED_SHARES], *more]), doubling, certain)
 
 
-def _several(view: JobData, ranks: tuple[int, ...]) -> bool:
-    """Ranks of one data rank, such as tensor-parallel peers, are to read the same share."""
+def _are_several(view: JobData, ranks: tuple[int, ...]) -> bool:
+    """Whether these ranks have several data ranks; ranks of one, such as tensor-parallel peers, share one."""
     return len({view.data[rank].data_rank for rank in ranks}) > 1
 
 

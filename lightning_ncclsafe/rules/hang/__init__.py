@@ -1,6 +1,6 @@
-"""Why a running job hangs: one cause per file, and every file in here is one."""
+"""Why a running job hangs: one cause per file or folder."""
 
 from lightning_ncclsafe.rules.kit import WHY_RANKS_WAIT
 
-# What is known for sure comes first, then what is most specific; each rule says behind which other one it stands.
+# Certain causes come first, then the most specific; each rule declares which other one it comes after.
 HANG_RULES = WHY_RANKS_WAIT.of(__name__, __path__)

@@ -14,23 +14,22 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     batch_words,
     collective_words,
+    different_roots,
+    different_waits,
     duration_words,
     finding,
     gathering_alone,
     group_words,
     hang_rule,
+    has_just_called,
     is_in,
-    meaning,
-    other_roots,
+    purpose_words,
     ranks_words,
     wait_words,
-    waits_apart,
     where_evidence,
 )
 
-# Far longer than an exchange of messages takes, far shorter than any sensible suspect_after.
-_MOMENT_NS = 1_000_000_000
-# The recorder does not say who their source or destination is.
+# The recorder does not have their source or destination.
 _ROOTED = ("broadcast", "scatter", "gather", "reduce")
 _NOT_OF_ALL = SEND_OR_RECV | GROUP_CREATION
 _REMEDY_NCCL = (
@@ -51,7 +50,7 @@ def _plan(view: Timeline, finding: Finding) -> Plan:
     return Plan.UNKNOWN if may_be_busy else Plan.RESTART
 
 
-@hang_rule(after="p2p-blocked", unless=(gathering_alone, diverged_collectives, other_roots), plan=_plan)
+@hang_rule(after="p2p-blocked", unless=(gathering_alone, diverged_collectives, different_roots), plan=_plan)
 def all_joined(view: Timeline) -> Iterator[Finding]:
     """All ranks called the same collective, and it completes on none of them.
 
@@ -72,27 +71,29 @@ def all_joined(view: Timeline) -> Iterator[Finding]:
         return
     for group in view.groups:
         calls = view.joined(group)
-        if len(group.members) > 1 and calls and not _came_just_now(view, calls):
+        if len(group.members) > 1 and calls and not has_just_called(view, calls):
             yield _finding(view, group, calls)
     if _wait_in_one_call(view):
-        yield _seen_finding(view)
+        yield _inspected_finding(view)
 
 
 def _wait_in_one_call(view: Timeline) -> bool:
-    """Whether all ranks were seen from outside to wait at one place in one batch, so that none is behind."""
+    """Whether all inspected ranks wait at the same place of the same batch, so that none is behind."""
     every = [*view.facts.values()]
-    seen = [facts.inspection for facts in every]
-    are_still = len(every) == view.job.world_size > 1 and len(view.waiting) == len(every) and not view.groups
-    if not are_still or any(one is None or one.moved is not False for one in seen) or waits_apart(view) is not None:
+    inspections = [facts.inspection for facts in every]
+    all_wait = len(every) == view.job.world_size > 1 and len(view.waiting) == len(every) and not view.groups
+    if not all_wait or any(one is None or one.moved is not False for one in inspections):
+        return False
+    if different_waits(view) is not None:
         return False
     places = {(facts.progress.phase, facts.progress.epoch, facts.progress.batch_idx) for facts in every}
-    groups = {one.group.name for one in seen if one is not None and one.group is not None}
-    # Who sends may wait for who receives elsewhere, and groups are made in turn.
+    groups = {one.group.name for one in inspections if one is not None and one.group is not None}
+    # A send may wait for a receive elsewhere, and groups are created one after the other.
     are_alike = all(is_in(BACKWARD | C10D, one.stack) and not is_in(_NOT_OF_ALL, one.stack) for one in every)
     return len(places) == 1 and len(groups) <= 1 and are_alike
 
 
-def _seen_finding(view: Timeline) -> Finding:
+def _inspected_finding(view: Timeline) -> Finding:
     ranks, facts = tuple(sorted(view.facts)), next(iter(view.facts.values()))
     text = (
         f"All {len(ranks)} ranks wait in {wait_words(view, ranks[0])}, {batch_words(facts.progress)}, for "
@@ -109,17 +110,11 @@ def _seen_finding(view: Timeline) -> Finding:
     )
 
 
-def _came_just_now(view: Timeline, calls: dict[int, Collective]) -> bool:
-    """Whether some rank had made its call only a moment before it was asked: the collective may complete yet."""
-    taken_ns = {rank: view.facts[rank].taken_ns for rank in calls}
-    return any(0 < taken_ns[rank] < call.created_ns + _MOMENT_NS for rank, call in calls.items())
-
-
 def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Finding:
     ranks = tuple(sorted(calls))
     first = calls[next(iter(group.oldest))]
     facts = view.facts[ranks[0]]
-    what = collective_words(first, meaning(first, facts))
+    what = collective_words(first, purpose_words(first, facts))
     may_differ = first.op in _ROOTED and any(view.facts[rank].steps.root < 0 for rank in ranks)
     text = (
         f"All {len(ranks)} ranks of {group_words(group.name)} have called {what} and it does not complete on "

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import DEBUGGERS
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.rules.kit import Confidence, Finding, Plan, Timeline, hang_rule, held_up, is_in
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Plan, Timeline, hang_rule, is_in, straggler_finding
 
 
 @hang_rule(
@@ -31,9 +31,9 @@ def at_breakpoint(view: Timeline) -> Iterator[Finding]:
     """
     ranks = tuple(rank for rank in view.awaited if _is_in_debugger(view.facts[rank]))
     if ranks:
-        yield held_up(view, ranks, "is|are paused in a debugger", confidence=Confidence.CERTAIN)
+        yield straggler_finding(view, ranks, "is|are paused in a debugger", confidence=Confidence.CERTAIN)
 
 
 def _is_in_debugger(facts: RankFacts) -> bool:
-    """Below the user's deepest line: above it are those with which the whole program was started."""
+    """Whether a debugger is below the user's deepest line: above it are those that started the whole program."""
     return is_in(DEBUGGERS, itertools.takewhile(lambda frame: not frame.user, reversed(facts.stack)))

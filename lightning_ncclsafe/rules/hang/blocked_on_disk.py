@@ -22,20 +22,20 @@ from lightning_ncclsafe.rules.kit import (
     place_words,
     silent_finding,
     silent_processes,
-    standing,
     storage_evidence,
     swaps,
     wait_of,
     waits_for_memory,
+    where_words,
     while_others_wait,
 )
 
 _STORAGE = (Wait.NETWORK_STORAGE, Wait.STORAGE)
 _BESIDE_DISK = (Wait.DRIVER, Wait.FREEZER)
-# One look at a rank that reads many files finds it so now and then; of one that hangs, most looks do.
+# A rank that reads many files is blocked in some samples; one that hangs is blocked in most.
 _LOOKS = 3
 _MOSTLY = 0.6
-# A line that works on files; a thread that sleeps in it waits for storage, or for the other end of a pipe.
+# Calls on files; a thread that sleeps in one waits for storage, or for the other end of a pipe.
 _ON_FILES = re.compile(
     r"\b(?:open|fsync|fdatasync|stat|listdir|scandir|glob|exists|mkdir|makedirs|replace|rename|unlink|remove|copy\w*"
     r"|load|save\w*|dump|p?read\w*|p?write\w*|flush|to_csv|to_parquet|savez?\w*|memmap)\("
@@ -89,18 +89,18 @@ def blocked_on_disk(view: Timeline) -> Iterator[Finding]:
 def _silent(view: Timeline, rank: int, process: ProcessFacts) -> Finding:
     frame = deepest_user_frame(process.stack)
     at = f" {place_words(frame)}" if frame else ""
-    # A page of a file that the host had no memory for is waited for in the same functions as a file on a disk.
+    # Waiting for a page of a file that was evicted for lack of memory looks the same as waiting for a disk.
     is_certain = wait_of(process.wait_channel) is Wait.NETWORK_STORAGE and not is_swapped_out(process)
     return silent_finding(
         view,
         rank,
         process,
-        f"in uninterruptible sleep{_channel(process.wait_channel)}{at}",
+        f"in uninterruptible sleep{_channel_words(process.wait_channel)}{at}",
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
     )
 
 
-def _channel(channel: str) -> str:
+def _channel_words(channel: str) -> str:
     waits = wait_of(channel)
     what = f", waiting for {waits.value}" if waits.value else ""
     return f" in {channel}{what}" if channel else ""
@@ -112,7 +112,7 @@ def _confidence(view: Timeline, facts: RankFacts) -> Confidence | None:
     if thread is None:
         return None
     if _may_lack_memory(facts, thread) and wait_of(thread.wait_channel) is not Wait.NETWORK_STORAGE:
-        # Want of memory, which host-starved tells of where it is seen, looks just so.
+        # A lack of memory, which host-starved reports if it shows, looks the same.
         return Confidence.POSSIBLE if _is_blocked(thread) and not waits_for_memory(facts) else None
     if _is_blocked(thread):
         known = wait_of(thread.wait_channel) in _STORAGE
@@ -122,7 +122,7 @@ def _confidence(view: Timeline, facts: RankFacts) -> Confidence | None:
 
 
 def _may_lack_memory(facts: RankFacts, thread: MainThreadFacts) -> bool:
-    """Whether it waits for memory, or may do so: it is swapped out in part, and waits for pages again and again."""
+    """Whether it may wait for memory: its host stalls on memory, or it is partly swapped out and has page faults."""
     faults = thread.major_faults
     return waits_for_memory(facts) or (swaps(facts.host_facts) and (faults is None or faults >= thread.over_s))
 
@@ -133,28 +133,27 @@ def _is_blocked(thread: MainThreadFacts) -> bool:
 
 
 def _confidence_in_call(view: Timeline, facts: RankFacts, thread: MainThreadFacts) -> Confidence | None:
-    """It sleeps in a line of the user's code that works on files."""
+    """How sure it is that a rank that sleeps in a user line with a call on files waits for storage; or None."""
     frame = facts.stack[-1] if facts.stack else None
     is_call = frame is not None and view.activities[facts.rank].kind is Kind.USER and _ON_FILES.search(frame.code)
-    # One that reads many files is blocked now and then.
+    # A rank that reads many files is blocked now and then.
     is_asleep = thread.state == "sleeping" or (thread.state == "disk-sleep" and thread.looks < _LOOKS)
     if not is_call or not is_asleep:
         return None
     waits = wait_of(thread.wait_channel)
-    # The pipe below a queue is no file of the user's.
+    # The pipe of a queue is not one of the user's files.
     is_queue = frame is not None and _OF_PROCESSES.has(frame.file, frame.function)
     if waits in _STORAGE or (waits is Wait.PIPE and not is_queue):
         return Confidence.LIKELY
-    # Where the kernel does not say, the line alone tells; a socket or a lock has a name of its own.
+    # If the kernel function is unknown, only the line is evidence; sockets and locks have functions of their own.
     return Confidence.POSSIBLE if not thread.wait_channel else None
 
 
 def _answering(view: Timeline, rank: int, confidence: Confidence) -> Finding:
     facts = view.facts[rank]
     thread = facts.machine.main_thread
-    text = (
-        f"Rank {rank} waits for storage{_channel(thread.wait_channel if thread else '')}: it is {standing(view, rank)}"
-    )
+    channel = _channel_words(thread.wait_channel if thread else "")
+    text = f"Rank {rank} waits for storage{channel}: it is {where_words(view, rank)}"
     checkpoints = view.activities[rank].kind is Kind.CHECKPOINT
     return finding(
         view,

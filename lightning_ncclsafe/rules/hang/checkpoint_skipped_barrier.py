@@ -9,17 +9,17 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Timeline,
     advice,
+    error_words,
     finding,
     hang_rule,
     location_of,
     phase_evidence,
     ranks_words,
     recorder_evidence,
-    said,
     short_location,
-    standing,
     storage_evidence,
     verb,
+    where_words,
     while_others_wait,
 )
 
@@ -48,14 +48,10 @@ def checkpoint_skipped_barrier(view: Timeline) -> Iterator[Finding]:
         Saves that bypass the Trainer; a failed and caught save under a profiler that replaces Lightning's profile().
     """
     left = tuple(rank for rank, facts in sorted(view.facts.items()) if _left_save(facts))
-    behind = tuple(rank for rank in view.held_up(left) if _is_saving(view.facts[rank]) and not _has_failed(view, rank))
-    if left and behind and not view.raised:
+    # If a save failed on all ranks, none was left in it, and the present save is another one.
+    others = (view.facts[rank] for rank in view.waiting_besides(left))
+    if left and not view.raised and any(_is_saving(facts) and facts.failed_save is None for facts in others):
         yield _finding(view, left)
-
-
-def _has_failed(view: Timeline, rank: int) -> bool:
-    """Where a save failed on all ranks, nobody was left in it, and the present one is another."""
-    return view.facts[rank].failed_save is not None
 
 
 def _left_save(facts: RankFacts) -> bool:
@@ -68,7 +64,7 @@ def _is_saving(facts: RankFacts) -> bool:
 
 
 def _place(facts: RankFacts) -> Frame | None:
-    """The deepest line of the user's own from which the save was made or raised."""
+    """The deepest line of the user's code from which the failed save was called."""
     stack = facts.failed_save.stack if facts.failed_save is not None else ()
     return next((frame for frame in reversed(stack) if frame.user), None)
 
@@ -79,9 +75,9 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     assert failed is not None
     at = f" at {short_location(frame)}" if frame else ""
     text = (
-        f"the checkpoint's save on {ranks_words(ranks)} raised {said(failed)}{at}, which was caught, so that "
+        f"the checkpoint's save on {ranks_words(ranks)} raised {error_words(failed)}{at}, which was caught, so that "
         f"{verb(ranks, 'it', 'they')} never reached the save's barrier and {verb(ranks, 'is', 'are')} now "
-        f"{standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+        f"{where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
     return finding(
         view,

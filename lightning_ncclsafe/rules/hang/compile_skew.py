@@ -1,4 +1,4 @@
-"""The cause compile-skew: some ranks compile while the others, which have done so or need not, wait for them."""
+"""The cause compile-skew: some ranks compile while the others, which have compiled already or need not, wait."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from lightning_ncclsafe.rules.kit import (
     how_we_know,
     is_compiling,
     short_location,
-    standing,
+    where_words,
     while_others_wait,
 )
 
@@ -47,15 +47,15 @@ def compile_skew(view: Timeline) -> Iterator[Finding]:
     """
     ranks = tuple(rank for rank in view.awaited if is_compiling(view.facts[rank].stack))
     if ranks:
-        text = f"{clause(ranks, 'compiles|compile')}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}"
+        text = f"{clause(ranks, 'compiles|compile')}, {where_words(view, ranks[0])}{while_others_wait(view, ranks)}"
         evidence = (*_evidence(view, ranks), *how_we_know(view, ranks))
-        yield finding(view, ranks, f"{text}{_cold(view, ranks)}.", evidence=evidence)
+        yield finding(view, ranks, f"{text}{_cold_cache_words(view, ranks)}.", evidence=evidence)
 
 
-def _cold(view: Timeline, ranks: tuple[int, ...]) -> str:
-    """The hosts of those that compile, where none of the others is on them."""
+def _cold_cache_words(view: Timeline, ranks: tuple[int, ...]) -> str:
+    """That the caches on their hosts seem cold, if none of the waiting ranks is on these hosts; else empty."""
     hosts = {view.facts[rank].host for rank in ranks}
-    others = {view.facts[rank].host for rank in view.held_up(ranks)}
+    others = {view.facts[rank].host for rank in view.waiting_besides(ranks)}
     if "" in hosts or hosts & others:
         return ""
     return f": the caches of compiled code on {', '.join(sorted(hosts)[:_LISTED])} are cold, it seems"

@@ -1,4 +1,4 @@
-"""The cause crossed-groups: ranks entered process groups in another order, and wait for one another in a circle."""
+"""The cause crossed-groups: ranks entered process groups in different orders and wait for each other in a circle."""
 
 import re
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     Kind,
     Plan,
     Timeline,
-    calls_location,
+    call_location,
     capitalised,
     condition_evidence,
     finding,
@@ -25,9 +25,9 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     in_own_call,
     is_in,
-    missed_call,
     ranks_words,
-    send_and_receive,
+    send_recv_pairs,
+    skipped_call,
     verb,
     wait_words,
     where_evidence,
@@ -38,7 +38,7 @@ _REMEDY_MADE = (
     "Call new_group on all ranks for every group, in the same order, even if this rank is not a member; only with "
     "use_local_synchronization=True may the members alone call it."
 )
-_SAID = 4
+_HOPS = 4
 _LISTED = 8
 
 
@@ -70,49 +70,50 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         created out of turn if no condition on the rank precedes it in a function that ranks are in.
     """
     circle = _circle(_awaited(view))
-    if circle and not gathering_alone(view) and not circle.keys() <= send_and_receive(view).keys():
+    if circle and not gathering_alone(view) and not circle.keys() <= send_recv_pairs(view).keys():
         yield _finding(view, circle)
-    elif not circle and (seen := _circle(_awaited_as_seen(view))):
-        yield _seen_finding(view, seen)
+    elif not circle and (inspected := _circle(_awaited_by_inspection(view))):
+        yield _inspected_finding(view, inspected)
     made = {rank: facts.steps.groups_made for rank, facts in view.facts.items()}
-    # Who makes one waits for the others; who is at work may merely be late for it.
+    # Creating a group waits for the others; a rank that works may merely be late for it.
     making = tuple(rank for rank in view.waiting if is_in(GROUP_CREATION, view.facts[rank].stack))
     all_wait = set(view.waiting) == set(view.facts) and not view.silent and not view.raised
     if making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
-        yield _made_apart(view, making, made)
+        yield _created_differently(view, making, made)
 
 
-def _made_apart(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -> Finding:
-    """Each takes its own count for the number of the group that it makes, and looks for the others there."""
+def _created_differently(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -> Finding:
+    """Each rank numbers the group that it creates by its own count, and waits for the others under that number."""
     parts = []
-    for (count, makes), ranks in _alike(making, made).items():
-        does = f"{verb(ranks, 'is creating', 'are creating')} number {count}"
+    for (count, is_making), ranks in _by_count(making, made).items():
+        creates = f"{verb(ranks, 'is creating', 'are creating')} number {count}"
         waits = f"{verb(ranks, 'has', 'have')} created {count} and {verb(ranks, 'waits', 'wait')} elsewhere"
-        parts.append(f"{ranks_words(ranks)} {does if makes else waits}")
-    told = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
-    condition = f"; new_group is called under a condition on the rank at {_short(told[0])}" if told else ""
+        parts.append(f"{ranks_words(ranks)} {creates if is_making else waits}")
+    places = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
+    condition = f"; new_group is called under a condition on the rank at {_short(places[0])}" if places else ""
     numbers = "have taken part in creating different numbers of process groups"
-    # Where all make one, it is an earlier one that some have not made.
-    here = calls_location(view, making) if len(making) < len(made) else ""
+    # If all are creating one, some have not created an earlier one.
+    here = call_location(view, making) if len(making) < len(made) else ""
     return finding(
         view,
         _odd_makers(made),
         f"Ranks {numbers} and wait for each other: {', '.join(parts)}{condition}.",
-        location=told[0] if len(told) == 1 else here,
+        location=places[0] if len(places) == 1 else here,
         evidence=where_evidence(view, view.facts),
         remedy=_REMEDY_MADE,
     )
 
 
-def _alike(making: tuple[int, ...], made: dict[int, int]) -> dict[tuple[int, bool], list[int]]:
-    alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
+def _by_count(making: tuple[int, ...], made: dict[int, int]) -> dict[tuple[int, bool], list[int]]:
+    """Ranks by the number of groups that they have created, and whether they are creating one."""
+    ranks: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for rank, count in sorted(made.items()):
-        alike[count, rank in making].append(rank)
-    return alike
+        ranks[count, rank in making].append(rank)
+    return ranks
 
 
 def _odd_makers(made: dict[int, int]) -> tuple[int, ...]:
-    """Those that have made another number than most; all of them where there is no majority."""
+    """The ranks that have created a different number than most; all of them if there is no majority."""
     ((usual, often),) = Counter(made.values()).most_common(1)
     return tuple(sorted(rank for rank, count in made.items() if 2 * often <= len(made) or count != usual))
 
@@ -123,35 +124,35 @@ def _short(place: str) -> str:
 
 
 def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:
-    """For each rank that waits, the group in which it does and a rank there that has not come, which waits, too.
+    """For each waiting rank, the group that it waits in, and a member that it waits for and that waits elsewhere.
 
-    Of one that sends or receives, the group is empty and the rank its peer.
+    For a send or receive, the group is empty and the rank is the peer.
     """
     by_name = {group.name: group for group in view.groups}
     waits_in = {rank: by_name[name] for rank in view.waiting if (name := _waits_in(view, rank)) in by_name}
     late = {name: _late(by_name[name], view, waits_in) for name in {group.name for group in waits_in.values()}}
-    found = {rank: (group.name, last) for rank, group in waits_in.items() if (last := late[group.name]) is not None}
-    return found | {rank: ("", peer) for rank in view.waiting if (peer := _peer(view, rank)) in view.facts}
+    awaited = {rank: (group.name, last) for rank, group in waits_in.items() if (last := late[group.name]) is not None}
+    return awaited | {rank: ("", peer) for rank in view.waiting if (peer := _peer(view, rank)) in view.facts}
 
 
-def _awaited_as_seen(view: Timeline) -> dict[int, tuple[str, int]]:
-    """The same of ranks seen from outside: of their groups' collectives only that in which each waits is known."""
-    groups = _groups_as_seen(view)
+def _awaited_by_inspection(view: Timeline) -> dict[int, tuple[str, int]]:
+    """The same for inspected ranks: of their groups' collectives, only the one in which each waits is known."""
+    groups = _inspected_groups(view)
     late = {
-        rank: next((other for other in of.ranks if other in groups and groups[other].name != of.name), None)
-        for rank, of in groups.items()
+        rank: next((other for other in group.ranks if other in groups and groups[other].name != group.name), None)
+        for rank, group in groups.items()
     }
     return {rank: (groups[rank].name, other) for rank, other in late.items() if other is not None}
 
 
-def _groups_as_seen(view: Timeline) -> dict[int, Group]:
-    seen = {rank: view.facts[rank].inspection for rank in view.waiting}
-    still = {rank: one.group for rank, one in seen.items() if one is not None and one.moved is False}
-    return {rank: group for rank, group in still.items() if group is not None}
+def _inspected_groups(view: Timeline) -> dict[int, Group]:
+    inspections = {rank: view.facts[rank].inspection for rank in view.waiting}
+    groups = {rank: one.group for rank, one in inspections.items() if one is not None and one.moved is False}
+    return {rank: group for rank, group in groups.items() if group is not None}
 
 
 def _waits_in(view: Timeline, rank: int) -> str:
-    """The group whose collective its main thread is in; empty where it is in none."""
+    """The group whose collective its main thread is in; empty if it is in none."""
     doing = view.activities[rank]
     return doing.collective.group if doing.collective is not None and doing.kind is Kind.COLLECTIVE else ""
 
@@ -162,25 +163,26 @@ def _peer(view: Timeline, rank: int) -> int:
     if doing.kind is not Kind.COLLECTIVE or doing.collective is not None:
         return -1
     pending = (call for call in facts.collectives if call.is_p2p and not call.completed)
-    told = next((peer for call in pending if (peer := _peer_of(call, facts)) >= 0), -1)
-    return facts.steps.peer if facts.steps.peer >= 0 else told
+    recorded = next((peer for call in pending if (peer := _peer_of(call, facts)) >= 0), -1)
+    return facts.steps.peer if facts.steps.peer >= 0 else recorded
 
 
 def _peer_of(call: Collective, facts: RankFacts) -> int:
-    """NCCL's recorder names both: ``"recv 0<-1"``, in ranks of the group, its own first."""
-    found = _TO_PEER.search(call.op)
+    """The peer that NCCL's recorder names, ``"recv 0<-1"``, in ranks of the group, its own first; -1 if none."""
+    match = _TO_PEER.search(call.op)
     members = next((group.ranks for group in facts.groups if group.name == call.group), ())
-    return members[int(found[1])] if found and int(found[1]) < len(members) else -1
+    return members[int(match[1])] if match and int(match[1]) < len(members) else -1
 
 
 def _late(group: GroupView, view: Timeline, waits_in: dict[int, GroupView]) -> int | None:
+    """A member that is behind in the group and waits elsewhere; None if there is none."""
     others = (rank for rank in group.behind if rank not in waits_in or waits_in[rank].name != group.name)
     elsewhere = (rank for rank in others if rank in waits_in or _peer(view, rank) >= 0)
     return next(elsewhere, None)
 
 
 def _circle(awaited: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
-    """The ranks that wait for one another, by way of others, and what for; empty where nobody does."""
+    """The ranks that wait for each other in a circle, each with its group and the rank that it waits for."""
     seen: set[int] = set()
     for start in awaited:
         path: dict[int, None] = {}
@@ -198,41 +200,41 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     skipped = tuple(rank for rank in circle if _has_skipped(view, rank, circle))
     is_decided = 0 < len(skipped) < len(circle)
     ranks = skipped if is_decided else _odd_ones(view, {name for name, _ in circle.values()}, tuple(circle))
-    # One that waits in what Lightning calls will not come to the call in which another waits for it.
-    is_left_out = is_decided and not any(in_own_call(view, rank) for rank in ranks)
-    callers = [rank for rank, (_, late) in circle.items() if late in ranks] if is_left_out else ranks
-    hops = [_hop(view, rank, name, late) for rank, (name, late) in list(circle.items())[:_SAID]]
-    did = "skipped what it called" if is_left_out else "entered them in a different order"
-    why = f", and {ranks_words(ranks)} {did} {'in' if is_left_out else 'from'} every step before" if is_decided else ""
-    is_seen = all(_is_alone(view.facts[rank]) for rank in circle) and not is_decided
+    # A rank that waits in a call of Lightning's will not reach the call in which another rank waits for it.
+    is_skipped = is_decided and not any(in_own_call(view, rank) for rank in ranks)
+    callers = [rank for rank, (_, late) in circle.items() if late in ranks] if is_skipped else ranks
+    hops = [_hop(view, rank, name, late) for rank, (name, late) in list(circle.items())[:_HOPS]]
+    did = "skipped what it called" if is_skipped else "entered them in a different order"
+    why = f", and {ranks_words(ranks)} {did} {'in' if is_skipped else 'from'} every step before" if is_decided else ""
+    is_certain = all(_waits_in_one_group(view.facts[rank]) for rank in circle) and not is_decided
     return finding(
         view,
         ranks,
         f"{capitalised(', '.join(hops))}: they wait for each other in a circle{why}.",
-        confidence=Confidence.CERTAIN if is_seen else Confidence.LIKELY,
-        location=calls_location(view, callers),
+        confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
+        location=call_location(view, callers),
         evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
     )
 
 
-def _seen_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
-    groups = _groups_as_seen(view)
+def _inspected_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
+    groups = _inspected_groups(view)
     names = {name for name, _ in circle.values()}
     waits = {rank: group.name for rank, group in groups.items() if group.name in names}
     counts = Counter(waits.values()).most_common()
-    # Of a group with fewer members fewer wait, whoever is wrong.
+    # In a smaller group fewer ranks wait, whichever side is wrong.
     is_decided = counts[0][1] > counts[1][1] and len({groups[rank].ranks for rank in waits}) == 1
     odd = (rank for rank, name in sorted(waits.items()) if name != counts[0][0])
     ranks = tuple(odd) if is_decided else tuple(sorted(circle))
     hops = (
         f"rank {rank} waits in {wait_words(view, rank)} of {_of_members(groups[rank])} for rank {late}"
-        for rank, (_, late) in list(circle.items())[:_SAID]
+        for rank, (_, late) in list(circle.items())[:_HOPS]
     )
     return finding(
         view,
         ranks,
         f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
-        location=calls_location(view, ranks),
+        location=call_location(view, ranks),
         evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
     )
 
@@ -242,20 +244,20 @@ def _of_members(group: Group) -> str:
 
 
 def _has_skipped(view: Timeline, rank: int, circle: dict[int, tuple[str, int]]) -> bool:
-    """Whether another waits for it in a group that it has called in every step before, and not in this one."""
-    found = missed_call(view, rank, of_any_group=True)
-    return found is not None and found[1] >= FEW_STEPS and (found[0].group, rank) in circle.values()
+    """Whether another rank waits for its call in a group that it made in every step before, but not in this one."""
+    skipped = skipped_call(view, rank, of_any_group=True)
+    return skipped is not None and skipped[1] >= FEW_STEPS and (skipped[0].group, rank) in circle.values()
 
 
-def _is_alone(facts: RankFacts) -> bool:
-    """With collectives of several groups outstanding on a device, the main thread may wait for another one."""
+def _waits_in_one_group(facts: RankFacts) -> bool:
+    """Whether collectives of one group only are outstanding: otherwise the main thread may wait for another group's."""
     return len({call.group for call in facts.collectives if not call.completed and not call.is_p2p}) <= 1
 
 
 def _odd_ones(view: Timeline, names: set[str], circle: tuple[int, ...]) -> tuple[int, ...]:
-    """Those that wait in another of these groups than most do; all of the circle where nothing decides.
+    """The ranks that wait in a different one of these groups than most do; all of the circle if nothing decides.
 
-    Of a group with fewer members fewer wait, whoever is wrong.
+    In a smaller group fewer ranks wait, whichever side is wrong.
     """
     if "" in names:
         return tuple(sorted(rank for rank in view.waiting if _peer(view, rank) in view.facts))
@@ -289,8 +291,8 @@ def _evidence(view: Timeline, circle: dict[int, tuple[str, int]]) -> Iterator[Ev
 
 def _description(view: Timeline, name: str) -> str:
     known = (group.description for facts in view.facts.values() for group in facts.groups if group.name == name)
-    found = next(known, "")
-    return "" if found in ("undefined", "default_pg") else found
+    description = next(known, "")
+    return "" if description in ("undefined", "default_pg") else description
 
 
 def _named(view: Timeline, name: str) -> str:

@@ -11,10 +11,9 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Timeline,
+    blocked_at_one_line,
     deepest_user_frame,
     hang_rule,
-    held_at_one_line,
-    held_up,
     how_we_know,
     is_in,
     location_of,
@@ -22,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     short_location,
     short_of_memory,
     size_words,
+    straggler_finding,
     swaps,
     trainer_start,
 )
@@ -46,7 +46,7 @@ _REMEDY_FEEDER = (
     "This line waits for a thread or a process of the data's own: check whether that is still alive, and read its last "
     "output. Let it pass its exceptions to whoever reads from it, and wait with a timeout."
 )
-# Python has no frame of its own for these.
+# C functions, which have no Python frame.
 _LOCK = re.compile(r"\bacquire\(|\bf?lockf?\(|\bwith\b.*lock", re.IGNORECASE)
 
 
@@ -67,13 +67,13 @@ def data_stall(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         What happens inside a worker's native code, beyond the kernel function it sleeps in.
     """
-    shared = held_at_one_line(view)
+    shared = blocked_at_one_line(view)
     ranks = tuple(rank for rank in view.suspects if _is_stalled(view, rank) and rank not in shared)
     if not ranks:
         return
     facts = view.facts[ranks[0]]
     details = (item for rank in ranks[:8] for item in _evidence(view.facts[rank]))
-    yield held_up(
+    yield straggler_finding(
         view,
         ranks,
         "waits|wait for the dataloader",
@@ -86,13 +86,13 @@ def data_stall(view: Timeline) -> Iterator[Finding]:
 
 
 def _is_stalled(view: Timeline, rank: int) -> bool:
-    """A loader below a condition on the rank belongs to work that this rank does alone, not to the training."""
+    """Whether a rank waits for its training loader, and not for one in work that it does alone, under a condition."""
     doing = view.activities[rank]
     return doing.waits_for_data and not (doing.rank_condition and view.waiting)
 
 
 def _own_stack(worker: ProcessFacts) -> tuple[Frame, ...]:
-    """What a process does itself: a fork has the lines of the rank that has made it, too, below which it began."""
+    """The frames of a worker's own work: a forked process also has those of the rank that forked it."""
     began = (depth for depth, frame in enumerate(worker.stack) if CHILD_PROCESS.has(frame.file, frame.function))
     return worker.stack[max(began, default=-1) + 1 :]
 
@@ -137,17 +137,16 @@ def _loader_words(loader: LoaderFacts) -> str:
 
 def _remedy(facts: RankFacts) -> str:
     stacks = [_own_stack(worker) for worker in facts.workers] or [facts.stack]
-    waits = next(filter(None, map(_waits_for, stacks)), "")
-    if waits:
-        return waits
+    if remedy := next(filter(None, map(_remedy_for_wait, stacks)), ""):
+        return remedy
     if short_of_memory(facts.host_facts) or swaps(facts.host_facts):
         return _REMEDY_MEMORY
     no_workers = facts.loaders and not any(loader.num_workers for loader in facts.loaders)
     return _REMEDY_NO_WORKERS if no_workers else _REMEDY
 
 
-def _waits_for(stack: tuple[Frame, ...]) -> str:
-    """What to do where the user's innermost line waits for a lock, a thread or a process; empty for all else."""
+def _remedy_for_wait(stack: tuple[Frame, ...]) -> str:
+    """What to do if the user's innermost line waits for a lock, a thread or a process; else empty."""
     last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
     if last < trainer_start(stack):
         return ""

@@ -13,11 +13,12 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Severity,
     Timeline,
-    aborted,
+    aborted_by_gloo,
+    aborted_elsewhere,
+    aborted_model_run,
     alone_in_trainer,
-    broken_off,
-    broken_off_alone,
     capitalised,
+    continued_before_abort,
     deepest_user_frame,
     finding,
     hang_rule,
@@ -25,8 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     is_gone,
     left_in_order,
     location_of,
-    overrun_of,
-    past_aborted,
+    overrun_bytes,
     place_words,
     ranks_words,
     signal_of,
@@ -35,8 +35,8 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-# That of timeout(1), with which the guard ends processes, too.
-_ENDED_BY_US = 124
+# The status of timeout(1), with which the guard also ends processes.
+_ENDED_BY_GUARD = 124
 _GONE = "is gone; how it ended is not known here, but its launcher may report it"
 _REMEDY = "Look at the end of this rank's own output, at its launcher's messages and at the kernel's log (dmesg)."
 _REMEDY_EXITED = (
@@ -77,9 +77,9 @@ _REMEDY_OOM = (
 
 
 def is_ended_by_gloo(finding: Finding, others: Findings) -> bool:
-    """That a process is gone is no news where it is told what gloo has ended it for."""
-    ends = others.likely(("mismatched-collective", "diverged-collectives"))
-    return any(set(other.ranks) >= set(finding.ranks) for other in ends)
+    """Whether another finding explains why gloo ended these processes."""
+    causes = others.likely(("mismatched-collective", "diverged-collectives"))
+    return any(set(other.ranks) >= set(finding.ranks) for other in causes)
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
@@ -108,41 +108,42 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         processes on hosts where no rank answered.
     """
     explained = _explained(view) | view.raised_outside.keys()
-    seen = tuple(rank for rank in view.silent if is_gone(view, rank) and rank not in explained)
-    # Whom gloo has ended in what another rank has left out is a consequence of that.
-    if seen and past_aborted(view):
-        seen = tuple(rank for rank in seen if rank not in aborted(view))
-    if seen:
-        # Where the others have finished, it may have done so before it ended.
+    gone = tuple(rank for rank in view.silent if is_gone(view, rank) and rank not in explained)
+    # An abort by gloo in a call that another rank has skipped is a consequence of the skip.
+    if gone and continued_before_abort(view):
+        gone = tuple(rank for rank in gone if rank not in aborted_by_gloo(view))
+    if gone:
+        # If the others have finished, it may have finished before it ended.
         may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts
-        # That it is gone is seen; that it has come to its end by itself, and not by what ranks have called, is not.
-        may_be_gloos = any(map(partial(_has_aborted_on_gloo, view), seen)) or not {*seen}.isdisjoint(aborted(view))
-        confidence = Confidence.LIKELY if may_be_gloos else Confidence.CERTAIN
+        # That it is gone is certain; that gloo did not end it for what ranks called may not be.
+        may_be_gloo = any(map(partial(_has_aborted_on_gloo, view), gone))
+        may_be_gloo = may_be_gloo or not {*gone}.isdisjoint(aborted_by_gloo(view))
+        confidence = Confidence.LIKELY if may_be_gloo else Confidence.CERTAIN
         confidence = Confidence.POSSIBLE if may_have_left else confidence
-        ends = {_end(view, rank) for rank in seen}
+        ends = {_end(view, rank) for rank in gone}
         end = ends.pop() if len(ends) == 1 else _End()
-        yield _finding(view, seen, confidence, _words(end, many=False), _words(end, many=True), end)
+        yield _finding(view, gone, confidence, _words(end, many=False), _words(end, many=True), end)
     elif (presumed := _presumed(view)) and not alone_in_trainer(view):
         yield _finding(view, presumed, Confidence.LIKELY, "disappeared silently", "disappeared silently", _End())
 
 
 def _explained(view: Timeline) -> set[int]:
-    """Ranks that gloo has ended, where it is told why, and those that have come to their end without another rank."""
-    told = broken_off_alone(view)
-    if told is not None:
-        return {*told.ended}
+    """Gone ranks that other rules explain: those that gloo aborted, and those that exited normally."""
+    model_run = aborted_model_run(view)
+    if model_run is not None:
+        return {*model_run.ended}
     if alone_in_trainer(view):
         return {rank for rank in view.silent if rank in view.witnesses and left_in_order(view.witnesses[rank])}
-    ended = () if view.raised else aborted(view)
-    if broken_off(view) or any(overrun_of(view, rank) for rank in ended):
+    ended = () if view.raised else aborted_by_gloo(view)
+    if aborted_elsewhere(view) or any(overrun_bytes(view, rank) for rank in ended):
         return {*ended}
-    # What the others had called was not the same either.
+    # The calls of the others were different, too.
     have_diverged = view.divergence is not None or view.lost_divergence is not None
     return {rank for rank in ended if have_diverged and signal_of(view, rank) == "SIGABRT"}
 
 
 class _End(NamedTuple):
-    """How a process has ended, as far as that is known."""
+    """How a process ended, as far as known."""
 
     signal: str = ""
     status: int | None = None
@@ -157,11 +158,11 @@ def _end(view: Timeline, rank: int) -> _End:
 
 
 def _words(end: _End, *, many: bool) -> str:
-    """``"was killed by SIGKILL (…)"``: what was seen, and of what is not known, what it may have been."""
+    """``"was killed by SIGKILL (…)"``: how it ended, and possible reasons if these are unknown."""
     was, is_ = ("were", "are") if many else ("was", "is")
     if end.status is not None:
-        by_us = ", as when the guard ends a stuck run" if end.status == _ENDED_BY_US else ""
-        return f"{'have' if many else 'has'} exited with status {end.status}{by_us}"
+        by_guard = ", as when the guard ends a stuck run" if end.status == _ENDED_BY_GUARD else ""
+        return f"{'have' if many else 'has'} exited with status {end.status}{by_guard}"
     if end.signal == "SIGKILL":
         return f"{was} killed by SIGKILL (by the kernel's out-of-memory killer or someone else)"
     if end.signal:
@@ -170,24 +171,24 @@ def _words(end: _End, *, many: bool) -> str:
 
 
 def _presumed(view: Timeline) -> tuple[int, ...]:
-    """Silent, unseen, and the connections to it broke: a frozen or slow process would have kept them open."""
+    """The only silent rank that nobody sees, if connections to it broke: a frozen process would have kept them open."""
     unseen = tuple(rank for rank in view.silent if rank not in view.witnesses)
     if any(host.answers is False and not {*host.ranks}.isdisjoint(unseen) for host in view.job.silent_hosts):
         return ()
-    # Who has waited long enough gives up, and closes its connections.
+    # A rank whose timeout expires closes its connections.
     given_up = any(map(has_given_up, view.facts.values()))
     broken = not given_up and any(map(_has_lost_a_peer, view.facts.values()))
     return unseen if len(unseen) == 1 and broken and not view.raised else ()
 
 
 def _has_lost_a_peer(facts: RankFacts) -> bool:
-    """A connection that could not be made, before anything was sent over it, is none that broke."""
+    """Whether a rank lost a connection, and did not merely fail to connect at the start."""
     was_connected = facts.progress.phase is not Phase.INIT or bool(facts.collectives)
     return was_connected and facts.exception is not None and facts.exception.is_consequence
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one: str, many: str, end: _End) -> Finding:
-    # One that has ended in another way was not killed for its memory.
+    # A process that ended differently was not killed for its memory.
     kills = _oom_kills(view, ranks) if end.status is None and end.signal in ("", "SIGKILL") else []
     killer = ", and the kernel's out-of-memory killer was active on its host" if kills else ""
     frame = _place(view, ranks)
@@ -201,12 +202,14 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
         confidence=confidence,
         location=location_of(frame),
         evidence=(*_evidence(view, ranks), *kills),
-        remedy=_REMEDY_OOM if kills else _remedy(end) + (_REMEDY_GLOO if _may_be_gloos(view, ranks, end) else ""),
+        remedy=_REMEDY_OOM
+        if kills
+        else _remedy(end) + (_REMEDY_GLOO if _may_be_aborted_by_gloo(view, ranks, end) else ""),
     )
 
 
 def _place(view: Timeline, ranks: tuple[int, ...]) -> Frame | None:
-    """The line of the user's that they were in, as a fatal signal lets faulthandler say; None where it was not one."""
+    """The one user line that they were at, which faulthandler writes on a fatal signal; else None."""
     stacks = [process.stack for rank in ranks if (process := view.witnesses.get(rank)) is not None]
     frames = {deepest_user_frame(stack[trainer_start(stack) :]) for stack in stacks}
     return frames.pop() if len(frames) == 1 else None
@@ -245,8 +248,8 @@ def _is_on_gloo(view: Timeline) -> bool:
     return any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
 
 
-def _may_be_gloos(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
-    """Whether gloo may have ended one of them: as far as is known it has ended itself, and the group is gloo's."""
+def _may_be_aborted_by_gloo(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
+    """Whether gloo may have ended one of them: nothing else is known to have, and the ranks are on gloo."""
     if end.status is not None:
         return False
     ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
@@ -254,7 +257,7 @@ def _may_be_gloos(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
 
 
 def _oom_kills(view: Timeline, ranks: tuple[int, ...]) -> list[Evidence]:
-    """The counter belongs to a host, so it speaks for a dead rank only where a neighbour on that host read it."""
+    """Kills by the out-of-memory killer on the hosts of these ranks, as other ranks of the host counted them."""
     kills = []
     for facts in view.facts.values():
         count = facts.host_facts.oom_kills or 0

@@ -1,4 +1,4 @@
-"""The cause different-trainer-settings: ranks have been told to train differently."""
+"""The cause different-trainer-settings: ranks have different settings of the Trainer."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     alone_in_trainer,
     capitalised,
-    ended_first,
     finding,
     hang_rule,
     joined,
     odd_sizes,
     others_wait,
-    overrun_in,
+    out_of_data_first,
+    overrun_ranks,
     ranks_words,
     recorder_evidence,
 )
@@ -35,7 +35,7 @@ _REMEDY_START = (
 )
 
 
-# Another call of the Trainer, an lr_find say, may have settings of its own.
+# Another call of the Trainer, lr_find for instance, may have settings of its own.
 @hang_rule(after="unfinished-rank", unless=(alone_in_trainer,), plan=Plan.STOP)
 def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     """Ranks have different Trainer settings, or continue from different steps, and so call different collectives.
@@ -58,9 +58,9 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     differing = _differing(view)
     if not differing or not (view.waiting or view.raised):
         return
-    odd = _decided(view, _odd_ones_out(differing))
+    odd = _narrowed(view, _odd_ones_out(differing))
     waiting = others_wait(view, ())
-    # Whoever is at work may be what the others wait for, whatever else is different.
+    # A rank that works may be what the others wait for, whatever the settings.
     is_explained = bool(view.working(view.facts))
     yield finding(
         view,
@@ -78,30 +78,30 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     )
 
 
-def _decided(view: Timeline, odd: tuple[int, ...]) -> tuple[int, ...]:
-    """Of those that may be, the ones whose collectives are of another size, as settings of the gone are not known."""
+def _narrowed(view: Timeline, odd: tuple[int, ...]) -> tuple[int, ...]:
+    """Of these ranks, those whose collectives differ in size: the settings of ranks that are gone are unknown."""
     split = view.divergence or view.lost_divergence
-    few = odd_sizes(view, split) if split is not None and overrun_in(view, split) else ()
+    few = odd_sizes(view, split) if split is not None and overrun_ranks(view, split) else ()
     return few if few and {*few} < {*odd} else odd
 
 
 def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:
-    """Of each setting that is not the same everywhere, the ranks by value."""
+    """Each setting that differs between ranks, with the ranks by value."""
     by_name: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     trainers = {rank: facts.trainer for rank, facts in sorted(view.facts.items()) if facts.trainer is not None}
-    told = {rank: trainer.settings for rank, trainer in trainers.items()}
-    early = ended_first(view)
-    # Who has changed its own has stopped early; else those go on that have changed theirs.
+    by_rank = {rank: trainer.settings for rank, trainer in trainers.items()}
+    early = out_of_data_first(view)
+    # A rank that changed its settings stopped early; otherwise those that changed theirs continue.
     if early and not any(trainers[rank].changed for rank in early if rank in trainers):
-        told = {rank: settings | trainers[rank].changed for rank, settings in told.items()}
-    for name in dict.fromkeys(name for settings in told.values() for name in settings):
-        for rank, settings in told.items():
+        by_rank = {rank: settings | trainers[rank].changed for rank, settings in by_rank.items()}
+    for name in dict.fromkeys(name for settings in by_rank.values() for name in settings):
+        for rank, settings in by_rank.items():
             by_name[name][settings.get(name, "not set")].append(rank)
     return {name: dict(values) for name, values in by_name.items() if len(values) > 1}
 
 
 def _odd_ones_out(differing: dict[str, dict[str, list[int]]]) -> tuple[int, ...]:
-    """Ranks that have not what most have; all of them where no value has a majority."""
+    """Ranks without the value that most have; all of them if no value has a majority."""
     odd: set[int] = set()
     for values in differing.values():
         count = Counter({value: len(ranks) for value, ranks in values.items()})

@@ -1,4 +1,4 @@
-"""The cause diverged-log-keys: ranks log other keys with self.log, and reduce them between ranks."""
+"""The cause diverged-log-keys: ranks log different keys with self.log that are reduced between ranks."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Severity,
     Timeline,
-    as_gloo_does,
-    broken_off,
+    aborted_elsewhere,
     call_evidence,
-    calls_location,
+    call_location,
     capitalised,
     clause,
     condition_of,
     condition_words,
-    ended_first,
+    ended_process_evidence,
     finding,
-    gone_evidence,
+    gloo_abort_words,
     hang_rule,
     is_in,
     joined,
     others_wait,
+    out_of_data_first,
     positions,
     ranks_words,
     stack_of,
@@ -69,21 +69,21 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
         What a rank has logged whose process is gone: a key is named only if it is the one that the other ranks' source
         has and they have never logged.
     """
-    if cut_off := _cut_off(view):
-        yield cut_off
+    if aborted := _aborted(view):
+        yield aborted
         return
     reducing = tuple(rank for rank in view.waiting if is_in(LOGGED_VALUES, view.facts[rank].stack))
-    # Who works may come to log it yet.
+    # A rank that works may still log it.
     syncing = reducing or tuple(rank for rank in view.waiting if is_in(METRIC_GATHER, view.facts[rank].stack))
     if not syncing or view.raised or view.working(view.facts):
         return
-    if states := _other_states(view):
+    if states := _different_states(view):
         yield _states_finding(view, states)
         return
     if metric := _gathered_by_entry(view, syncing):
         yield _entries_finding(view, syncing, metric)
         return
-    if not reducing or ended_first(view):
+    if not reducing or out_of_data_first(view):
         return
     odd = _odd_key(view, reducing)
     if odd is not None:
@@ -92,16 +92,16 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
         yield _undecided(view, reducing)
 
 
-def _cut_off(view: Timeline) -> Finding | None:
-    """Gloo has ended a process in the reduction of a logged value, and the others, who were elsewhere, lack one key."""
-    ended, left = broken_off(view), tuple(sorted(view.facts))
+def _aborted(view: Timeline) -> Finding | None:
+    """Gloo aborted a process while it reduced a logged value; the others were elsewhere and lack one key."""
+    ended, left = aborted_elsewhere(view), tuple(sorted(view.facts))
     if not ended or not all(is_in(LOGGED_VALUES, stack_of(view, rank)) for rank in ended):
         return None
     if any(is_in(LOGGED_VALUES, stack_of(view, rank)) for rank in left):
         return None
     unlogged = [{_named(key): key for key in view.facts[rank].steps.unlogged} for rank in left]
     evaluates = any(is_in(EVALUATION_LOOPS, stack_of(view, rank)) for rank in ended)
-    # Hooks of the other loop are not what has just been reduced.
+    # What was just reduced is not from a hook of the other loop.
     others = "train" if evaluates else "validation"
     common = [key for named, key in unlogged[0].items() if all(named in keys for keys in unlogged)]
     common = [key for key in common if others not in key.hook]
@@ -113,7 +113,7 @@ def _cut_off(view: Timeline) -> Finding | None:
         f"{clause(ended, 'was|were')} reducing a logged value between ranks, which {clause(left, 'was|were not')}: of "
         f"the keys that {key.hook} logs with sync_dist=True, {clause(left, 'has|have never logged')} {key.name!r}"
     )
-    gone = f"The process of {ranks_words(ended)} aborted itself (SIGABRT), {as_gloo_does(view, ended)}."
+    gone = f"The process of {ranks_words(ended)} aborted itself (SIGABRT), {gloo_abort_words(view, ended)}."
     return finding(
         view,
         ranks,
@@ -121,7 +121,7 @@ def _cut_off(view: Timeline) -> Finding | None:
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
         location=key.place,
-        evidence=(*gone_evidence(view, ended), *_key_evidence(view), *where_evidence(view, left)),
+        evidence=(*ended_process_evidence(view, ended), *_key_evidence(view), *where_evidence(view, left)),
         remedy=_REMEDY,
     )
 
@@ -137,14 +137,14 @@ class _UncommonKey:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The fewer of both; where they are as many, those that log it, or all if each has keys of its own."""
+        """The minority; if both are equally large, those that log it, or all if each side has keys of its own."""
         if self.is_mutual and len(self.having) == len(self.lacking):
             return tuple(sorted((*self.having, *self.lacking)))
         return self.having if len(self.having) <= len(self.lacking) else self.lacking
 
 
 def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
-    """The first key that not all ranks have logged; what is being reduced at this moment counts first."""
+    """The first key that not all ranks have logged, preferably one that is being reduced now."""
     now = {view.facts[rank].steps.reducing for rank in reducing}
     keys = {_named(key): key for facts in view.facts.values() for key in facts.steps.logged}
     logged = {rank: {_named(key) for key in facts.steps.logged} for rank, facts in sorted(view.facts.items())}
@@ -159,11 +159,11 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
 
 
 class _States(NamedTuple):
-    """A metric of which ranks have different states, each of which is reduced.
+    """A metric that has different states on different ranks, each of which is reduced.
 
     Attributes:
         named: ``"that is logged as 'val_loss'"``, or its name and class in the model.
-        place: Where it is logged; empty where that is not known.
+        place: Where it is logged; empty if unknown.
         by_states: The ranks by names of states.
     """
 
@@ -172,16 +172,16 @@ class _States(NamedTuple):
     by_states: dict[tuple[str, ...], list[int]]
 
 
-def _other_states(view: Timeline) -> _States | None:
+def _different_states(view: Timeline) -> _States | None:
     """The first such metric."""
-    found: dict[tuple[str, str], _States] = {}
+    metrics: dict[tuple[str, str], _States] = {}
     for rank, facts in sorted(view.facts.items()):
         logged = ((key.hook, f"that is logged as {key.name!r}", key.place, key.states) for key in facts.steps.logged)
-        held = (("", f"{metric.name} ({metric.type})", "", metric.states) for metric in facts.steps.metrics)
+        held = (("", f"{one.name} ({one.type})", "", one.states) for one in facts.steps.metrics)
         for hook, named, place, states in (*logged, *held):
-            one = found.setdefault((hook, named), _States(named, place, {}))
-            one.by_states.setdefault(states, []).append(rank)
-    return next((one for one in found.values() if len(one.by_states) > 1), None)
+            metric = metrics.setdefault((hook, named), _States(named, place, {}))
+            metric.by_states.setdefault(states, []).append(rank)
+    return next((metric for metric in metrics.values() if len(metric.by_states) > 1), None)
 
 
 def _states_finding(view: Timeline, metric: _States) -> Finding:
@@ -193,13 +193,13 @@ def _states_finding(view: Timeline, metric: _States) -> Finding:
     is_tied = all(len(ranks) == len(few) for ranks in metric.by_states.values())
     ranks = tuple(sorted(view.facts)) if is_tied else tuple(few)
     text = f"the metric {metric.named} has different states to be reduced: {has}"
-    return _told(view, ranks, text, metric.place, Confidence.CERTAIN)
+    return _logging_finding(view, ranks, text, metric.place, Confidence.CERTAIN)
 
 
 def _gathered_by_entry(view: Timeline, syncing: tuple[int, ...]) -> MetricFacts | None:
-    """The metric that these ranks synchronise alone, if each entry of a state of its is gathered by itself.
+    """The metric that only these ranks synchronise, if it has a state whose entries are gathered one by one.
 
-    Under a condition on the rank it is this that keeps the others away.
+    If they are under a condition on the rank, that is the reason instead.
     """
     if len(syncing) == len(view.facts) or any(condition_of(view, rank) for rank in syncing):
         return None
@@ -210,7 +210,7 @@ def _gathered_by_entry(view: Timeline, syncing: tuple[int, ...]) -> MetricFacts 
 
 
 def _is_named(metric: MetricFacts, name: str) -> bool:
-    """What wraps the model comes before the name that its metrics have in it."""
+    """Whether this is the name of a metric, possibly with the prefix of a wrapper around the model."""
     return name == metric.name or name.endswith(f".{metric.name}")
 
 
@@ -222,10 +222,10 @@ def _entries_finding(view: Timeline, syncing: tuple[int, ...], metric: MetricFac
     text = (
         f"{clause(syncing, 'synchronizes|synchronize')} the metric {metric.name} ({metric.type}) and "
         f"{clause(others, 'does|do')} not, or no longer: {states} is gathered entry by entry (dist_reduce_fx=None), "
-        f"which takes as many updates on all ranks"
+        "which needs equally many updates on all ranks"
     )
-    told = _told(view, ranks, text, calls_location(view, syncing), Confidence.LIKELY)
-    return replace(told, remedy=_REMEDY_ENTRIES)
+    found = _logging_finding(view, ranks, text, call_location(view, syncing), Confidence.LIKELY)
+    return replace(found, remedy=_REMEDY_ENTRIES)
 
 
 def _named(key: LoggedKey) -> tuple[str, str]:
@@ -252,7 +252,7 @@ def _finding(view: Timeline, odd: _UncommonKey) -> Finding:
     if odd.is_mutual:
         lacking += f", and {clause(odd.lacking, 'logs|log other keys')}"
     text = joined((ranks_words(odd.having), "alone" if alone else "", verb(odd.having, "logs", "log"), repr(key.name)))
-    return _told(
+    return _logging_finding(
         view,
         ranks,
         f"{text} with sync_dist=True in {key.hook}{under}{lacking}",
@@ -262,7 +262,7 @@ def _finding(view: Timeline, odd: _UncommonKey) -> Finding:
 
 
 def _undecided(view: Timeline, reducing: tuple[int, ...]) -> Finding:
-    """All have logged the same keys before; what differs at this moment is whether they reduce one."""
+    """All have logged the same keys before, but only some are reducing one now."""
     others = tuple(rank for rank in view.waiting if rank not in set(reducing))
     ranks = reducing if len(reducing) <= len(others) else others
     name = view.facts[reducing[0]].steps.reducing
@@ -270,17 +270,17 @@ def _undecided(view: Timeline, reducing: tuple[int, ...]) -> Finding:
     many = f"{name!r}, which they have" if name else "a value that they have"
     text = f"{ranks_words(reducing)} {verb(reducing, f'reduces {what}', f'reduce {many}')} logged, and others do not"
     place = next((key.place for key in view.facts[reducing[0]].steps.logged if key.name == name), "")
-    return _told(view, ranks, text, place, Confidence.POSSIBLE)
+    return _logging_finding(view, ranks, text, place, Confidence.POSSIBLE)
 
 
-def _told(view: Timeline, ranks: tuple[int, ...], text: str, place: str, confidence: Confidence) -> Finding:
+def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: str, confidence: Confidence) -> Finding:
     split = view.divergence
     return finding(
         view,
         ranks,
         f"{capitalised(text)}: {others_wait(view, ())}.",
         confidence=confidence,
-        location=place or calls_location(view, ranks),
+        location=place or call_location(view, ranks),
         evidence=(
             *_key_evidence(view),
             *(call_evidence(split) if split is not None else ()),
@@ -291,7 +291,7 @@ def _told(view: Timeline, ranks: tuple[int, ...], text: str, place: str, confide
 
 
 def _key_evidence(view: Timeline) -> Iterator[Evidence]:
-    """The keys of each rank, like ones together."""
+    """The keys that ranks have logged, one line for all ranks with the same keys."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, facts in sorted(view.facts.items()):
         alike[tuple(key.name for key in facts.steps.logged)].append(rank)

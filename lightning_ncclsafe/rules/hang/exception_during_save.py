@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.rules.kit import (
     Confidence,
-    Evidence,
     Finding,
     Severity,
     Timeline,
@@ -14,13 +13,14 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     directories,
     directory_words,
+    error_words,
+    exception_evidence,
     exception_place,
     finding,
     hang_rule,
     is_save,
     location_of,
     ranks_words,
-    said,
     short_location,
     storage_evidence,
     verb,
@@ -48,13 +48,13 @@ def exception_during_save(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Whether the checkpoint file is complete; use the previous one.
     """
-    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised:
         error = view.facts[rank].exception
         is_training = view.facts[rank].progress.phase is not Phase.PREDICT
         if error is not None and is_training and is_save(error.stack):
-            alike[error.type, location_of(exception_place(view.facts[rank]))].append(rank)
-    for ranks in alike.values():
+            by_place[error.type, location_of(exception_place(view.facts[rank]))].append(rank)
+    for ranks in by_place.values():
         yield _finding(view, tuple(ranks))
 
 
@@ -66,8 +66,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     places = ", ".join(directory_words(entry) for entry in directories(facts, of_checkpoints=True))
     to = f" to {places}" if places else ""
     text = (
-        f"{ranks_words(ranks)} raised {said(error)} while {verb(ranks, 'it', 'they')} saved a checkpoint{to}{at}, "
-        f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+        f"{ranks_words(ranks)} raised {error_words(error)} while {verb(ranks, 'it', 'they')} saved a checkpoint"
+        f"{to}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     )
     return finding(
         view,
@@ -77,7 +77,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         confidence=Confidence.CERTAIN,
         location=location_of(frame),
         evidence=(
-            Evidence(source="exception", rank=facts.rank, text=f"{error.type}: {error.message}"),
+            *exception_evidence(facts),
             *storage_evidence(facts, of_checkpoints=True),
         ),
         remedy=_REMEDY.format(advice=advice(error)),

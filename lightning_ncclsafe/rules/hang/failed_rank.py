@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     batch_words,
     deepest_user_frame,
+    exception_evidence,
     exception_place,
     exit_status,
     finding,
@@ -37,23 +38,23 @@ _REMEDIES = {
 }
 _LINE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]|[\\/]lib[\\/]python3[^\\/]*[\\/]|^<")
-# No file, no network and no memory makes these: a TypeError may come of an image that could not be read.
+# No file, network or lack of memory causes these; an unreadable image may well cause a TypeError.
 _OF_CODE = {"NameError", "UnboundLocalError", "NotImplementedError", "SyntaxError", "IndentationError", "TabError"}
-# Nobody reads more; where every rank of a large job raises something else, one of these explains the others.
+# If every rank of a large job raises something different, one of the first explains the others.
 _MOST = 16
 
 
 def is_told_as_exception(finding: Finding, others: Findings) -> bool:
-    """An exception is no news once it has been told what it says."""
-    told = {rank for other in others.of_exceptions for rank in other.ranks}
-    return bool(finding.ranks) and told.issuperset(finding.ranks)
+    """Whether rules that read exceptions have explained the exceptions of these ranks."""
+    explained = {rank for other in others.of_exceptions for rank in other.ranks}
+    return bool(finding.ranks) and explained.issuperset(finding.ranks)
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
     """``stop`` for an error that only code can cause, such as NameError; ``unknown`` for all others."""
     inside = {rank: facts.exception for rank, facts in view.facts.items() if facts.exception is not None}
-    told = inside | view.raised_outside
-    raised = {told[rank].type for rank in finding.ranks if rank in told}
+    every = inside | view.raised_outside
+    raised = {every[rank].type for rank in finding.ranks if rank in every}
     return Plan.STOP if raised and raised <= _OF_CODE else Plan.UNKNOWN
 
 
@@ -76,24 +77,24 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         An exception that the user's own code catches and swallows: it is mentioned beside other causes if it was seen.
         If more than 16 different exceptions were raised, the remaining ones.
     """
-    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised:
-        alike[_key(view.facts[rank])].append(rank)
-    for ranks in [*alike.values()][:_MOST]:
+        by_place[_type_and_place(view.facts[rank])].append(rank)
+    for ranks in [*by_place.values()][:_MOST]:
         yield _finding(view, tuple(ranks))
     for rank, raised in [*view.raised_outside.items()][:_MOST]:
         yield _outside(view, rank, raised)
 
 
 def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
-    """No guard was there to tell the others; the program has written it down before it ended."""
+    """An exception outside of the Trainer, where no guard reports it: the program recorded it before it ended."""
     frame = deepest_user_frame(raised.stack)
     at = f" at {short_location(frame)}" if frame else ""
-    did = f"{_deed(raised)}{at}, outside of the Trainer, and its program ended"
+    raised_words = f"{_raised_words(raised)}{at}, outside of the Trainer, and its program ended"
     return finding(
         view,
         (rank,),
-        f"Rank {rank} {did}{while_others_wait(view, (rank,))}.",
+        f"Rank {rank} {raised_words}{while_others_wait(view, (rank,))}.",
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN,
         location=location_of(frame),
@@ -102,7 +103,7 @@ def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
     )
 
 
-def _key(facts: RankFacts) -> tuple[str, str]:
+def _type_and_place(facts: RankFacts) -> tuple[str, str]:
     exception = facts.exception
     return (exception.type if exception else "", location_of(exception_place(facts)))
 
@@ -114,7 +115,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     frame = worker or frame
     name = exception.type if exception else ""
     at = f" at {short_location(frame)}{_called_from(facts, frame)}" if frame else ""
-    did = _deed(exception) if exception else ""
+    did = _raised_words(exception) if exception else ""
     text = f"{ranks_words(ranks)} {did}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     return finding(
         view,
@@ -123,13 +124,13 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         severity=Severity.ERROR,
         confidence=Confidence.CERTAIN,
         location=location_of(frame),
-        evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
+        evidence=tuple(item for rank in ranks[:8] for item in exception_evidence(view.facts[rank])),
         remedy=_REMEDIES.get(name, f"Correct the {name}{at}; the other ranks are ended because of it."),
     )
 
 
-def _deed(exception: ExceptionFacts) -> str:
-    """``"raised KeyError: 'lr'"``; of an exit, with which status."""
+def _raised_words(exception: ExceptionFacts) -> str:
+    """``"raised KeyError: 'lr'"``; for an exit, its status."""
     status = exit_status(exception)
     if status is not None:
         text = f" ({_gist(exception.message)})" if exception.message not in ("", "None", "False", str(status)) else ""
@@ -140,7 +141,7 @@ def _deed(exception: ExceptionFacts) -> str:
 
 
 def _line_in_worker(message: str) -> Frame | None:
-    """The deepest line of the user's own in the traceback that a loader's worker has sent."""
+    """The deepest user line in the traceback that a loader's worker sent; None if no worker raised it."""
     if not message.startswith("Caught "):
         return None
     places = (found.groups() for found in _LINE.finditer(message) if not _INSTALLED.search(found[1]))
@@ -149,20 +150,14 @@ def _line_in_worker(message: str) -> Frame | None:
 
 
 def _called_from(facts: RankFacts, frame: Frame) -> str:
-    """The hook that Lightning called, where the error is in a function below it."""
+    """The hook that Lightning called, if the error is in a function below it; else empty."""
     stack = facts.exception.stack if facts.exception else ()
     hook = next((item for item in stack[trainer_start(stack) :] if item.user), frame)
     return f", called from {hook.function}" if hook.function != frame.function else ""
 
 
-def _evidence(facts: RankFacts) -> Evidence:
-    exception = facts.exception
-    text = f"{exception.type}: {exception.message}" if exception else ""
-    return Evidence(source="exception", rank=facts.rank, text=text)
-
-
 def _gist(message: str) -> str:
-    """The first line; of an error that a loader's worker sent, the last line says what it was."""
+    """The first line; for an error that a loader's worker sent, also the last line, which has the error."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     line = f"{lines[0]} {lines[-1]}" if len(lines) > 1 and lines[0].startswith("Caught ") else lines[0]
     return line.rstrip(".") if len(line) <= _MESSAGE else f"{line[:_MESSAGE]}…"

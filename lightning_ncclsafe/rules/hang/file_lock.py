@@ -1,4 +1,4 @@
-"""The cause file-lock: a rank waits for the lock on a file, which somebody holds."""
+"""The cause file-lock: a rank waits for a lock on a file that a rank or another process holds."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,15 +9,15 @@ from lightning_ncclsafe.rules.kit import (
     Findings,
     Plan,
     Timeline,
-    chain,
     clause,
     finding,
     hang_rule,
-    held_up,
     how_we_know,
+    lock_chain,
     ranks_words,
-    standing,
+    straggler_finding,
     wait_words,
+    where_words,
     while_others_wait,
 )
 
@@ -26,8 +26,8 @@ _REMEDY_WORK = (
     "ranks wait without limit; or hold the lock only for the moment in which the file changes."
 )
 _REMEDY_CIRCLE = (
-    "Let go of the lock before any collective, barrier or save, and before another lock is taken: what all ranks have "
-    "to come to cannot be under a lock that only one of them can hold."
+    "Release the lock before any collective, barrier or save, and before another lock is taken: a call that needs all "
+    "ranks cannot be under a lock that only one of them can hold."
 )
 _REMEDY_OTHERS = (
     "Look at that process: wait for it, end it, or give this job a path of its own (cache folder, lock file). Wait for "
@@ -44,21 +44,21 @@ _REMEDY_OWN = (
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
-    """``stop`` if ranks wait for one another, one of them for a lock; else ``unknown``."""
+    """``stop`` if ranks wait for each other, one of them for a lock; else ``unknown``."""
     return Plan.STOP if finding.remedy == _REMEDY_CIRCLE else Plan.UNKNOWN
 
 
-def _is_named_otherwise(finding: Finding, others: Findings) -> bool:
-    """What a rank does under a lock is the better answer where a cause tells it."""
+def _is_explained(finding: Finding, others: Findings) -> bool:
+    """Whether another cause explains what the holder does under the lock, which is the better answer."""
     if finding.remedy != _REMEDY_WORK:
         return False
     generic = ("file-lock", "rank-behind", "timeout-misuse")
-    named = (other for rule, other in others.every if rule.name not in generic)
-    told = {rank for other in named if other.confidence is not Confidence.POSSIBLE for rank in other.ranks}
-    return told.issuperset(finding.ranks)
+    specific = (other for rule, other in others.every if rule.name not in generic)
+    explained = {rank for other in specific if other.confidence is not Confidence.POSSIBLE for rank in other.ranks}
+    return explained.issuperset(finding.ranks)
 
 
-@hang_rule(after="at-breakpoint", superseded=_is_named_otherwise, plan=_plan)
+@hang_rule(after="at-breakpoint", superseded=_is_explained, plan=_plan)
 def file_lock(view: Timeline) -> Iterator[Finding]:
     """A rank waits for the lock on a file, and others wait for that rank.
 
@@ -82,7 +82,7 @@ def file_lock(view: Timeline) -> Iterator[Finding]:
     circles: set[tuple[int, ...]] = set()
     outside: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, wait in sorted(view.lock_waits.items()):
-        path = [rank, *chain(view.lock_waits, rank)]
+        path = [rank, *lock_chain(view.lock_waits, rank)]
         root = path[-1]
         if root in path[:-1]:
             circles.add(tuple(sorted(path[path.index(root) : -1])))
@@ -92,19 +92,19 @@ def file_lock(view: Timeline) -> Iterator[Finding]:
         elif wait.holder == root:
             roots[root].add(rank)
     yield from (_circle(view, ranks) for ranks in sorted(circles))
-    yield from (_held(view, holder, tuple(sorted(ranks))) for holder, ranks in sorted(roots.items()))
+    yield from (_held_by_rank(view, holder, tuple(sorted(ranks))) for holder, ranks in sorted(roots.items()))
     yield from (_held_outside(view, tuple(ranks)) for ranks in outside.values())
 
 
 def _circle(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    """Each holds the lock that another one waits for."""
-    lines = (f"{_waits_words(view, (rank,))} {standing(view, rank)}" for rank in ranks)
+    """Each of these ranks holds the lock that another one waits for."""
+    lines = (f"{_waits_words(view, (rank,))} {where_words(view, rank)}" for rank in ranks)
     text = f"{'; '.join(lines)}: none of them can go on{while_others_wait(view, ranks)}."
     return finding(view, ranks, text, remedy=_REMEDY_CIRCLE)
 
 
-def _held(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Finding:
-    """A rank of the job holds it, or has started the process that does."""
+def _held_by_rank(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Finding:
+    """A rank of the job holds the lock, or started the process that does."""
     wait = view.lock_waits[ranks[0]]
     if holder not in view.facts:
         text = f"{_waits_words(view, ranks)} and rank {holder} does not answer{while_others_wait(view, ranks)}."
@@ -114,23 +114,25 @@ def _held(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Finding:
         is_own = wait.process is None
         whose = "" if wait.process is None else f" (process {wait.process.pid}, which it has started)"
         words = "holds|hold a file lock" if is_own else "keeps|keep a file lock"
-        return held_up(view, (holder,), f"{words}{whose}", evidence=evidence, remedy=_REMEDY_WORK)
+        return straggler_finding(view, (holder,), f"{words}{whose}", evidence=evidence, remedy=_REMEDY_WORK)
     needs = any(group.oldest.get(holder) and not {*ranks}.isdisjoint(group.behind) for group in view.groups)
     whose = "" if wait.process is None else f"process {wait.process.pid} of "
     awaits = f"{whose}rank {holder} holds it, and rank {holder} waits in {wait_words(view, holder)}"
     end = f" for {ranks_words(ranks)}: none of them can go on" if needs else ""
     path = wait.lock.path
-    text = f"{clause(ranks, 'waits|wait')} in line for the lock on {path}, {standing(view, ranks[0])}; {awaits}{end}."
-    # Never certain: the kernel names the process, and another thread of it may hold the lock, and let go of it.
+    text = (
+        f"{clause(ranks, 'waits|wait')} in line for the lock on {path}, {where_words(view, ranks[0])}; {awaits}{end}."
+    )
+    # Never certain: the kernel names only the process, and another of its threads may hold the lock and release it.
     return finding(view, ranks, text, evidence=evidence, remedy=_REMEDY_CIRCLE)
 
 
 def _held_outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    """A process of a rank itself holds it, one that is none of the job's, or nobody knows who."""
-    last = view.lock_waits[(*ranks[:1], *chain(view.lock_waits, ranks[0]))[-1]]
-    text = f"{_waits_words(view, ranks)} {standing(view, ranks[0])}; {last.holder_words}"
-    others = _REMEDY_UNKNOWN if last.process is None else _REMEDY_OTHERS
-    remedy = others if last.holder is None else _REMEDY_OWN
+    """A process outside of the job holds the lock, or a process of the waiting rank itself, or it is unknown which."""
+    last = view.lock_waits[(*ranks[:1], *lock_chain(view.lock_waits, ranks[0]))[-1]]
+    text = f"{_waits_words(view, ranks)} {where_words(view, ranks[0])}; {last.holder_words}"
+    remedy_outside = _REMEDY_UNKNOWN if last.process is None else _REMEDY_OTHERS
+    remedy = remedy_outside if last.holder is None else _REMEDY_OWN
     return finding(view, ranks, f"{text}{while_others_wait(view, ranks)}.", remedy=remedy)
 
 

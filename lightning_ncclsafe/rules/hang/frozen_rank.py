@@ -1,4 +1,4 @@
-"""The cause frozen-rank: a rank does not answer, and nothing tells what keeps it from answering."""
+"""The cause frozen-rank: a rank does not answer, and nothing shows why."""
 
 from collections.abc import Iterable, Iterator
 
@@ -30,7 +30,7 @@ _ALIVE = "Look at process {pid} on its host, e.g. with py-spy dump --native --pi
 _UNSEEN = "Look at this rank's host, at the network to it and at the rank's own output."
 
 
-# Ranks that are in no call of the Trainer have no guard that would answer.
+# Ranks outside of the Trainer have no guard that would answer.
 @hang_rule(after="wrong-interface", unless=(alone_in_trainer,))
 def frozen_rank(view: Timeline) -> Iterator[Finding]:
     """A rank seems to exist but does not answer, and nothing shows why.
@@ -77,13 +77,14 @@ def _unseen(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         text,
         confidence=Confidence.POSSIBLE,
-        evidence=(Evidence(source="process", text=known), *_reached(view, ranks)),
+        evidence=(Evidence(source="process", text=known), *_host_evidence(view, ranks)),
         remedy=_UNSEEN,
         location="",
     )
 
 
-def _reached(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
+def _host_evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
+    """The hosts of these ranks that answer on the network."""
     for host in view.job.silent_hosts:
         if host.answers and not {*host.ranks}.isdisjoint(ranks):
             text = f"From {host.seen_from}, {host.host} was tried at {host.address}: {host.tried}."

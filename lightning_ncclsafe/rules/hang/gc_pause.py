@@ -1,4 +1,4 @@
-"""The cause gc-pause: Python's garbage collector holds a rank up."""
+"""The cause gc-pause: Python's garbage collector delays a rank."""
 
 from collections.abc import Iterator
 
@@ -12,16 +12,16 @@ from lightning_ncclsafe.rules.kit import (
     deepest_user_frame,
     duration_words,
     hang_rule,
-    held_up,
     how_we_know,
     is_starved,
     is_swapped_out,
     place_words,
     silent_finding,
     silent_processes,
+    straggler_finding,
 )
 
-# Shorter pauses hold nobody up for as long as ranks are asked after.
+# Shorter pauses cannot explain a wait for which an incident is opened.
 _LONG_S = 1.0
 _SHARE = 0.5
 _REMEDY = (
@@ -61,19 +61,19 @@ def gc_pause(view: Timeline) -> Iterator[Finding]:
             rank,
             process,
             f"in Python's garbage collector{at}",
-            # Looking at all objects is slow for want of a core or of memory, too.
+            # Scanning all objects is also slow for lack of a core or of memory.
             confidence=Confidence.LIKELY if is_starved(process) or is_swapped_out(process) else Confidence.CERTAIN,
         )
     for rank in view.working(view.stragglers):
         garbage = view.facts[rank].machine.garbage
-        if _is_held_up(view.facts[rank]):
+        if _is_delayed(view.facts[rank]):
             evidence = (_evidence(rank, garbage), *how_we_know(view, (rank,)))
             remedy = _REMEDY_FINALIZER if garbage.running_s else _REMEDY
-            yield held_up(view, (rank,), _words(garbage), evidence=evidence, remedy=remedy)
+            yield straggler_finding(view, (rank,), _words(garbage), evidence=evidence, remedy=remedy)
 
 
-def _is_held_up(facts: RankFacts) -> bool:
-    """It collects, or has just done, for most of the time that it stands still."""
+def _is_delayed(facts: RankFacts) -> bool:
+    """Whether it collects garbage, or just did, for most of the time without progress."""
     garbage, idle_s = facts.machine.garbage, facts.progress.idle_s
     within = max(idle_s, _LONG_S)
     just_now = garbage.longest_s if garbage.ended_ago_s <= within else 0.0
@@ -82,7 +82,7 @@ def _is_held_up(facts: RankFacts) -> bool:
 
 def _words(garbage: GarbageFacts) -> str:
     if garbage.running_s:
-        # The collector itself lets no other thread run: who answers is in what it has called.
+        # The collector itself lets no other thread run: a rank that answers is in a finalizer.
         return (
             f"has been in Python's garbage collector for {duration_words(garbage.running_s)}, in a finalizer that it "
             "has called"

@@ -20,7 +20,7 @@ _REMEDY = (
     "gil_scoped_release, ctypes.CDLL instead of PyDLL), or call it in another process. Which function it is: py-spy "
     "dump --native --pid {pid}."
 )
-# Whose main thread gets this share of a core and more has not merely been too slow to answer.
+# A main thread that gets at least this share of a core is not merely too slow to answer.
 _GETS_A_CORE = 0.5
 
 
@@ -52,20 +52,20 @@ def gil_held(view: Timeline) -> Iterator[Finding]:
             remedy=_REMEDY.format(
                 pid=process.pid, line="this line" if _is_running(process) else "this line, or another thread,"
             ),
-            # What sleeps, or gets few turns, may also be a guard that was late to answer on a host that is overloaded.
+            # A process that sleeps or gets little CPU time may also have a guard that is late on an overloaded host.
             confidence=Confidence.CERTAIN
             if _is_running(process) and (process.ran_share or 0.0) >= _GETS_A_CORE
             else Confidence.LIKELY,
         )
-    # What it has answered since is of a moment at which nobody waited for it any more.
+    # The rank has answered since, when no other rank waited for it any more.
     if not view.stragglers and not view.behind and not view.raised:
         for process in view.job.witnessed:
             if process.rank in view.facts and process.gil_held and deepest_user_frame(process.stack):
-                yield _let_go(view, process)
+                yield _released(view, process)
 
 
-def _let_go(view: Timeline, process: ProcessFacts) -> Finding:
-    """A signal asks for the stack: it ends sleep() and calls like it, and the native code comes back."""
+def _released(view: Timeline, process: ProcessFacts) -> Finding:
+    """The signal that asked for the stack ended the native call, as it ends sleep() and the like."""
     words = f"back since a signal asked for its stack, and was {_words(process)}"
     return silent_finding(
         view, process.rank, process, words, remedy=_REMEDY.format(pid=process.pid, line="this line, or another thread,")

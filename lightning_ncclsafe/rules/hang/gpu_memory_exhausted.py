@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     batch_words,
     clause,
+    exception_evidence,
     exception_place,
     finding,
     hang_rule,
@@ -21,9 +22,9 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     short_location,
     size_words,
-    standing,
     unless_caught,
     verb,
+    where_words,
     while_others_wait,
 )
 
@@ -39,7 +40,7 @@ _RUN_OUT = {
 # "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free."
 _AMOUNTS = re.compile(r"Tried to allocate (?P<wanted>[\d.]+ \w+).*?of which (?P<free>[\d.]+ \w+) is free", re.DOTALL)
 _LISTED = 8
-# Where every rank of a large job raises at another line, one of these explains the others.
+# If every rank of a large job raises at a different line, one of the first explains the others.
 _MOST = 16
 _FULL_SHARE = 0.02
 _ROOM_SHARE = 0.1
@@ -91,7 +92,7 @@ def _is_out_of_memory(facts: RankFacts) -> bool:
 
 
 def _confidence(facts: RankFacts) -> Confidence:
-    """cuBLAS and cuDNN say so of their own handles, which fail after an error in an earlier kernel, too."""
+    """How sure it is: allocations of cuBLAS and cuDNN also fail after an error in an earlier kernel."""
     message = facts.exception.message if facts.exception else ""
     is_of_library = bool(_OF_LIBRARY.search(message)) and "out of memory" not in message
     return Confidence.LIKELY if is_of_library else Confidence.CERTAIN
@@ -114,14 +115,11 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
         severity=Severity.ERROR,
         confidence=unless_caught(view, confidence),
         location=location_of(frame),
-        evidence=(*(item for rank in ranks[:_LISTED] for item in _said(view.facts[rank])), *_evidence(view)),
+        evidence=(
+            *(item for rank in ranks[:_LISTED] for item in exception_evidence(view.facts[rank])),
+            *_evidence(view),
+        ),
     )
-
-
-def _said(facts: RankFacts) -> Iterator[Evidence]:
-    if facts.exception is not None:
-        text = f"{facts.exception.type}: {facts.exception.message}"
-        yield Evidence(source="exception", rank=facts.rank, text=text)
 
 
 def _free_share(facts: RankFacts) -> float | None:
@@ -132,27 +130,27 @@ def _free_share(facts: RankFacts) -> float | None:
 
 
 def _is_full(view: Timeline, rank: int) -> bool:
-    """Its GPU has next to nothing left, and those of the others have."""
+    """Whether its GPU has next to no memory left, and the GPUs of the others have."""
     own = _free_share(view.facts[rank])
     if own is None or own >= _FULL_SHARE:
         return False
-    others = [share for other in view.held_up((rank,)) if (share := _free_share(view.facts[other])) is not None]
+    others = [share for other in view.waiting_besides((rank,)) if (share := _free_share(view.facts[other])) is not None]
     return bool(others) and min(others) > _ROOM_SHARE
 
 
 def _full(view: Timeline, rank: int) -> Finding:
     text = (
-        f"The memory of rank {rank}'s GPU is full, and those of the others' are not: the rank may be busy freeing and "
-        f"asking again for memory, {standing(view, rank)}{while_others_wait(view, (rank,))}."
+        f"The memory of rank {rank}'s GPU is full, and those of the others are not: the rank may be busy freeing and "
+        f"asking again for memory, {where_words(view, rank)}{while_others_wait(view, (rank,))}."
     )
-    # A cache that holds all memory is full as well, and holds nobody up.
+    # torch's cache may also hold all memory, which delays nothing.
     return finding(
         view, (rank,), text, confidence=Confidence.POSSIBLE, evidence=(*_evidence(view), *how_we_know(view, (rank,)))
     )
 
 
 def _evidence(view: Timeline) -> Iterator[Evidence]:
-    """The memory of all GPUs, so that one that differs is seen."""
+    """The memory of all GPUs, which shows one that differs."""
     for rank, facts in sorted(view.facts.items())[:_LISTED]:
         gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
         if gpu is not None and gpu.free_bytes is not None and gpu.total_bytes is not None:

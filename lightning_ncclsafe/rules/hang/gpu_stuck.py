@@ -1,4 +1,4 @@
-"""The cause gpu-stuck: a rank has called what all have called, and its GPU does not come forward."""
+"""The cause gpu-stuck: a rank has called the same collective as all others, and its GPU does not complete it."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -25,10 +25,10 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     silent_finding,
     silent_processes,
-    standing,
     uses_gpus,
     verb,
     wait_of,
+    where_words,
     while_others_wait,
 )
 
@@ -36,7 +36,7 @@ from lightning_ncclsafe.rules.kit import (
 def _plan(view: Timeline, finding: Finding) -> Plan:
     """``restart-without-host`` if the driver hangs or reports a fault of the GPU; ``unknown`` otherwise."""
     answering = [view.facts[rank] for rank in finding.ranks if rank in view.facts]
-    # Of a rank that does not answer, its process has been seen to wait in the driver.
+    # A rank in this finding that does not answer waits in the driver.
     return Plan.RESTART_WITHOUT_HOST if all(map(ailment, answering)) else Plan.UNKNOWN
 
 
@@ -68,16 +68,16 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
         Which kernel runs on the GPU. Whether a collective has started is recorded only with TORCH_NCCL_ENABLE_TIMING or
         a newer NCCL back end; without it, all ranks look alike (all-joined).
     """
-    yield from _in_the_driver(view)
+    yield from _in_driver(view)
     if view.raised:
         return
-    found = tuple(_behind_on_device(view))
-    yield from found
-    if not found:
-        yield from _in_a_sync(view)
+    behind = tuple(_behind_on_device(view))
+    yield from behind
+    if not behind:
+        yield from _in_device_sync(view)
 
 
-def _in_the_driver(view: Timeline) -> Iterator[Finding]:
+def _in_driver(view: Timeline) -> Iterator[Finding]:
     for rank, process in silent_processes(view, Reason.BLOCKED):
         if wait_of(process.wait_channel) is Wait.DRIVER:
             yield silent_finding(
@@ -93,7 +93,7 @@ def _behind_on_device(view: Timeline) -> Iterator[Finding]:
 
 
 class _Odd(Enum):
-    """What it does on the few GPUs that differ, and on the others."""
+    """What the collective does on the few GPUs that differ, and on the others."""
 
     NOT_STARTED = ("has not started", "has started")
     NOT_ENDED = ("has not ended", "has ended")
@@ -101,7 +101,7 @@ class _Odd(Enum):
 
 
 def _odd_ones(view: Timeline, pending: Pending) -> tuple[tuple[int, ...], _Odd]:
-    """The few that differ from the others on the device, and how."""
+    """The minority whose GPUs differ from the others, and how; empty if there is none."""
     few = len(pending.calls) // 2
     if pending.not_started and len(pending.not_started) <= few and not _waits_elsewhere(view, pending):
         return pending.not_started, _Odd.NOT_STARTED
@@ -112,7 +112,7 @@ def _odd_ones(view: Timeline, pending: Pending) -> tuple[tuple[int, ...], _Odd]:
 
 
 def _waits_elsewhere(view: Timeline, pending: Pending) -> bool:
-    """Something that was called before it, in another group or to one peer, may be what these devices wait in."""
+    """Whether these devices may wait in an earlier call, in another group or with one peer."""
     for rank in pending.not_started:
         called_ns = pending.calls[rank].created_ns
         for entry in view.facts[rank].collectives:
@@ -156,16 +156,16 @@ def _waits_for_device(facts: RankFacts) -> bool:
     return in_driver or (bool(facts.stack) and looks_like_device_sync(facts.stack[-1]))
 
 
-def _in_a_sync(view: Timeline) -> Iterator[Finding]:
-    """A rank that others wait for reads a value from its GPU, on which nothing of NCCL's is outstanding."""
+def _in_device_sync(view: Timeline) -> Iterator[Finding]:
+    """Ranks that others wait for and that wait for their own GPU, without an outstanding collective."""
     if not view.waiting or not uses_gpus(view):
         return
     for rank in view.working(view.stragglers):
         facts = view.facts[rank]
         if _waits_for_device(facts):
             text = (
-                f"Rank {rank} waits for its own GPU, {standing(view, rank)}: what was queued on it before has not ended"
-                f"{while_others_wait(view, (rank,))}."
+                f"Rank {rank} waits for its own GPU, {where_words(view, rank)}: what was queued on it before has not "
+                f"ended{while_others_wait(view, (rank,))}."
             )
             yield finding(
                 view,

@@ -1,4 +1,4 @@
-"""The cause host-starved: a rank has work to do, and its host does not let it: no core, no quota, no memory."""
+"""The cause host-starved: a rank has work to do, but lacks a core, CPU quota or memory of its host."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -12,26 +12,26 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     duration_words,
     hang_rule,
-    held_up,
     how_we_know,
     is_starved,
     is_swapped_out,
     memory_evidence,
     silent_finding,
     silent_processes,
+    straggler_finding,
     waits_for_memory,
 )
 
-# Shares of the time, from which on a rank is slow because of them and not merely a little slower.
+# Above these shares of the time, a rank is late because of them, and not merely a little slower.
 _QUEUED = 0.5
 _THROTTLED = 0.5
 _STALLED = 0.3
-# Less says nothing.
+# A shorter measurement shows nothing.
 _SHORTEST_S = 1.0
 
 
 class _Need(Enum):
-    """What a rank lacks: the end of "Rank 3 …", and what to do."""
+    """What a rank lacks: words that follow "Rank 3", and what to do."""
 
     def __init__(self, words: str, remedy: str) -> None:
         self.words = words
@@ -90,11 +90,11 @@ def host_starved(view: Timeline) -> Iterator[Finding]:
         ranks = tuple(alike)
         evidence = (*(item for rank in ranks[:8] for item in _evidence(view.facts[rank])), *how_we_know(view, ranks))
         amount = _amount(view.facts[ranks[0]], need)
-        yield held_up(view, ranks, need.words, amount, evidence=evidence, remedy=need.remedy)
+        yield straggler_finding(view, ranks, need.words, amount, evidence=evidence, remedy=need.remedy)
 
 
 def _starved(view: Timeline) -> Iterator[tuple[int, ProcessFacts]]:
-    """Silent ranks that lack a core or memory; collecting garbage takes long for want of these as well."""
+    """Silent ranks that lack a core or memory, including those that collect garbage slowly for that reason."""
     yield from silent_processes(view, Reason.STARVED)
     for rank, process in silent_processes(view, Reason.COLLECTING):
         if is_starved(process) or (process.state == "disk-sleep" and is_swapped_out(process)):
@@ -113,11 +113,11 @@ def _needs(facts: RankFacts) -> Iterator[_Need]:
 
 
 def _queued_s(thread: MainThreadFacts) -> float:
-    """For how long it waited for a core. The kernel counts a wait when it is over: one that goes on is found here."""
-    told_s = thread.queued_s or 0.0
+    """Seconds that it waited for a core, including the present wait, which the kernel does not count before its end."""
+    counted_s = thread.queued_s or 0.0
     always_ready = thread.looks > 1 and thread.running_looks == thread.looks
     waited_s = thread.over_s - thread.ran_s if always_ready and thread.ran_s is not None else 0.0
-    return min(max(told_s, waited_s), thread.over_s)
+    return min(max(counted_s, waited_s), thread.over_s)
 
 
 def _is_throttled(pressure: PressureFacts) -> bool:
@@ -143,8 +143,8 @@ def _evidence(facts: RankFacts) -> Iterator[Evidence]:
         yield Evidence(
             source="process", rank=facts.rank, text=f"In the last {thread.over_s:.0f} s its main thread {text}."
         )
-    if pressure is not None and (told := list(_pressure_words(pressure))):
-        yield Evidence(source="host", rank=facts.rank, text=f"In the last {pressure.over_s:.0f} s {'; '.join(told)}.")
+    if pressure is not None and (words := list(_pressure_words(pressure))):
+        yield Evidence(source="host", rank=facts.rank, text=f"In the last {pressure.over_s:.0f} s {'; '.join(words)}.")
     if host.load_1min is not None and host.cores:
         text = f"The load average of its host is {host.load_1min:.1f}; it may run on {host.cores} cores."
         yield Evidence(source="host", rank=facts.rank, text=text)

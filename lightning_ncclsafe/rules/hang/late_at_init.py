@@ -1,4 +1,4 @@
-"""The cause late-at-init: a rank has not come to where the others wait before the first batch."""
+"""The cause late-at-init: a rank has not reached the place where the others wait before the first batch."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,14 @@ from lightning_ncclsafe.rules.kit import (
     Kind,
     Timeline,
     alone_in_trainer,
-    begins,
     capitalised,
     clause,
     deepest_user_frame,
     finding,
     hang_rule,
     how_we_know,
-    is_unborn,
+    is_before_first_batch,
+    is_before_trainer,
     location_of,
     memory_clause,
     memory_evidence,
@@ -26,12 +26,12 @@ from lightning_ncclsafe.rules.kit import (
     memory_words,
     place_words,
     ranks_words,
-    standing,
     swaps,
     used_up_words,
     verb,
-    waiting_outside,
+    waiting_outside_trainer,
     waits_in_init,
+    where_words,
     while_others_wait,
 )
 
@@ -69,20 +69,20 @@ def late_at_init(view: Timeline) -> Iterator[Finding]:
     late = tuple(rank for rank in view.working(view.stragglers) if _is_late(view, rank))
     if late and view.waiting:
         yield _finding(view, late)
-    apart = waiting_outside(view)
-    unborn = tuple(rank for rank in view.silent if is_unborn(view, rank) and rank not in apart)
-    if unborn and view.awaits_joining:
-        yield _not_joined(view, unborn)
-    elif unborn and view.waiting and not alone_in_trainer(view):
-        yield _outside(view, unborn)
+    waiting = waiting_outside_trainer(view)
+    outside = tuple(rank for rank in view.silent if is_before_trainer(view, rank) and rank not in waiting)
+    if outside and view.awaits_joining:
+        yield _not_joined(view, outside)
+    elif outside and view.waiting and not alone_in_trainer(view):
+        yield _outside(view, outside)
 
 
 def _is_late(view: Timeline, rank: int) -> bool:
-    return begins(view.facts[rank].progress) and view.activities[rank].kind not in _OTHER_RULES
+    return is_before_first_batch(view.facts[rank].progress) and view.activities[rank].kind not in _OTHER_RULES
 
 
 def _outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    """No guard is there that would say what they do; where their stacks cannot be had, they may wait for the others."""
+    """Ranks without a guard that could answer; if their stacks are unknown, they may wait for the others as well."""
     seen = [process for rank in ranks if (process := view.witnesses.get(rank)) is not None]
     frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
     does = place_words(frame) if frame else "at work or in a collective that the others do not call"
@@ -107,12 +107,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     swapping = any(swaps(view.facts[rank].host_facts) for rank in ranks)
     processes = [other.host_facts for other in view.facts.values() if other.host == facts.host]
-    told = memory_clause(
+    memory = memory_clause(
         memory_words(facts.host_facts),
         "its host is swapping" if swapping else "",
         used_up_words(facts.host_facts, processes),
     )
-    summary = f"{clause(ranks, 'is|are late: still')} {standing(view, ranks[0])}{told}"
+    summary = f"{clause(ranks, 'is|are late: still')} {where_words(view, ranks[0])}{memory}"
     amounts = (item for rank in ranks[:8] for item in memory_evidence(view.facts[rank]))
     return finding(
         view,
@@ -124,13 +124,13 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 
 def _not_joined(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    """Ranks that have not joined the process group, as the others see them that wait for them there."""
+    """Ranks that have not joined the process group, as the ranks that wait for them see their processes."""
     seen = [process for rank in ranks if (process := view.witnesses.get(rank))]
     frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
     swapping = any(process.swap_bytes or process.state == "disk-sleep" for process in seen)
     at = f", and {verb(ranks, 'is', 'are')} {place_words(frame)}" if frame else ""
-    told = memory_clause(memory_words(seen[0]), _used_up_before_joining(view, seen)) if seen else ""
-    text = f"{clause(ranks, 'has|have not joined the process group')}{at}{told}"
+    memory = memory_clause(memory_words(seen[0]), _used_up_before_joining(view, seen)) if seen else ""
+    text = f"{clause(ranks, 'has|have not joined the process group')}{at}{memory}"
     remedy = memory_remedy(swapping, seen) or _REMEDY
     return finding(
         view,
@@ -148,7 +148,7 @@ def _used_up_before_joining(view: Timeline, seen: Sequence[ProcessFacts]) -> str
     host = bisect_right(firsts, seen[0].rank)
     if host == 0:
         return ""
-    # Ranks of a host follow one another.
+    # Ranks on a host are consecutive.
     first = firsts[host - 1]
     witness = next(facts for facts in view.facts.values() if facts.rank - facts.local_rank == first)
     answering = [facts.host_facts for facts in view.facts.values() if facts.host == witness.host]

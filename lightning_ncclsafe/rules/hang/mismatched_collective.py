@@ -1,55 +1,55 @@
-"""The cause mismatched-collective: ranks called the same collective with other sizes or types."""
+"""The cause mismatched-collective: ranks called the same collective with different sizes, types or roots."""
 
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import UNEVEN
 from lightning_ncclsafe.rules.kit import (
     Confidence,
+    DifferentRoots,
     Divergence,
     Finding,
-    OtherRoots,
     Plan,
     Severity,
     Timeline,
-    aborted,
+    aborted_by_gloo,
+    aborted_elsewhere,
+    aborted_model_run,
     alone_in_trainer,
-    as_gloo_does,
-    broken_off,
-    broken_off_alone,
+    beyond_try,
     call_by_size,
     call_evidence,
+    call_location,
     called_at,
     called_by_threads,
-    calls_location,
     calls_words,
     capitalised,
     collective_words,
     condition_evidence,
-    conditioned,
-    ended_first,
+    continued_before_abort,
+    different_roots,
+    ended_process_evidence,
     finding,
     gathering_alone,
-    gone_evidence,
+    gloo_abort_words,
     group_words,
     hang_rule,
     is_in,
     is_of_fsdp,
     joined,
-    last_of_gloo,
+    last_gloo_call,
     location_of,
     numel,
     odd_sizes,
-    other_roots,
     others_wait,
-    overrun_in,
-    overrun_of,
-    past_aborted,
+    out_of_data_first,
+    overrun_bytes,
+    overrun_ranks,
     place_words,
     ranks_words,
     same_purpose,
     signal_of,
     skipped_words,
-    skips_handled,
+    under_rank_condition,
     units_of,
     verb,
     where_evidence,
@@ -77,7 +77,7 @@ _DECIDES = (
 @hang_rule(
     after="failed-rank",
     follows=("different-trainer-settings", "stopped-early"),
-    unless=(alone_in_trainer, called_by_threads, ended_first, gathering_alone),
+    unless=(alone_in_trainer, called_by_threads, out_of_data_first, gathering_alone),
     plan=Plan.STOP,
     is_mutual=True,
 )
@@ -102,66 +102,67 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     split = view.divergence or view.lost_divergence
     if view.raised:
         return
-    if found := other_roots(view):
-        yield _roots_finding(view, found)
+    if roots := different_roots(view):
+        yield _roots_finding(view, roots)
     elif split is None:
-        ended = aborted(view)
-        is_told = broken_off_alone(view) or broken_off(view) or past_aborted(view) or call_by_size(view)
-        if ended and not is_told:
+        ended = aborted_by_gloo(view)
+        is_explained = aborted_model_run(view) or aborted_elsewhere(view) or continued_before_abort(view)
+        if ended and not is_explained and call_by_size(view) is None:
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
-        if alike is not False and not _other_units(view, split):
+        if alike is not False and not _are_different_units(view, split):
             yield _finding(view, split, is_alike=bool(alike))
 
 
-def _roots_finding(view: Timeline, found: OtherRoots) -> Finding:
+def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
     by_root: dict[int, list[int]] = {}
-    for rank, root in found.roots.items():
+    for rank, root in different.roots.items():
         by_root.setdefault(root, []).append(rank)
-    call = found.calls[min(found.calls)]
+    call = different.calls[min(different.calls)]
     named = ", ".join(f"{ranks_words([root])} on {ranks_words(ranks)}" for root, ranks in sorted(by_root.items()))
     most = max(by_root.values(), key=len)
-    has_majority = 2 * len(most) > len(found.roots)
-    ranks = tuple(sorted(rank for rank in found.roots if not has_majority or rank not in most))
+    has_majority = 2 * len(most) > len(different.roots)
+    ranks = tuple(sorted(rank for rank in different.roots if not has_majority or rank not in most))
     text = (
-        f"{ranks_words(sorted(found.calls))} have called {collective_words(call)} of {group_words(found.group)} with "
-        f"different roots: {named}. It can never complete: {others_wait(view, ())}."
+        f"{ranks_words(sorted(different.calls))} have called {collective_words(call)} of "
+        f"{group_words(different.group)} with different roots: {named}. It can never complete: {others_wait(view, ())}."
     )
     return finding(
         view,
         ranks,
         capitalised(text),
         confidence=Confidence.CERTAIN,
-        location=calls_location(view, ranks),
-        evidence=(*condition_evidence(view, ranks), *where_evidence(view, found.calls)),
+        location=call_location(view, ranks),
+        evidence=(*condition_evidence(view, ranks), *where_evidence(view, different.calls)),
         remedy=_REMEDY_ROOTS,
     )
 
 
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
-    sent = {rank: call for rank, facts in sorted(view.facts.items()) if (call := last_of_gloo(facts))}
+    sent = {rank: call for rank, facts in sorted(view.facts.items()) if (call := last_gloo_call(facts))}
     other = min(sent or view.facts)
     was = f"was in {collective_words(sent[other])}" if sent else "had already moved on"
     own, others = called_at(view, ended[0]), called_at(view, other)
     left = tuple(sorted(sent or view.facts))
-    decided = conditioned(view, sorted((*ended, *left)))
-    # Of two that differ nobody can say which is wrong, unless something tells; several that agree are right.
+    decided = under_rank_condition(view, sorted((*ended, *left)))
+    # If both sides are equally large, nothing shows which is wrong; otherwise the majority is right.
     few = min(ended, left, key=len)
-    # Each sends each other as much as it likes: who has been sent too much has done nothing odd.
+    # In these, each rank sends as much as it likes: the one that received too much did nothing wrong.
     is_theirs = any(is_in(UNEVEN, view.witnesses[rank].stack) for rank in ended)
-    is_told = len(ended) != len(left) and not is_theirs
-    ranks = tuple(decided) or (few if is_told else tuple(sorted((*ended, *left))))
-    is_known = _is_gloos(view, ended) and not is_theirs
+    has_majority = len(ended) != len(left) and not is_theirs
+    ranks = tuple(decided) or (few if has_majority else tuple(sorted((*ended, *left))))
+    has_aborted = _is_gloo_abort(view, ended)
+    is_known = has_aborted and not is_theirs
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
-        f"the process of {ranks_words(ended)} {'aborted itself (SIGABRT)' if _is_gloos(view, ended) else 'is gone'}"
-        f"{f' {place_words(own)}' if own else ''}, {as_gloo_does(view, ended)}, while "
+        f"the process of {ranks_words(ended)} {'aborted itself (SIGABRT)' if has_aborted else 'is gone'}"
+        f"{f' {place_words(own)}' if own else ''}, {gloo_abort_words(view, ended)}, while "
         f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
     )
     why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
     why = why or ("Who sent that is not recorded." if is_theirs else "")
-    beyond, skipped = skips_handled(view, sorted({*view.facts, *ended}))
+    beyond, skipped = beyond_try(view, sorted({*view.facts, *ended}))
     if skipped is not None and other in beyond:
         text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))
     return finding(
@@ -170,29 +171,33 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
         joined((capitalised(text), why)),
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
-        location=calls_location(view, ranks) if decided else location_of(own or others),
-        evidence=(*gone_evidence(view, ended), *condition_evidence(view, ranks), *where_evidence(view, [other])),
+        location=call_location(view, ranks) if decided else location_of(own or others),
+        evidence=(
+            *ended_process_evidence(view, ended),
+            *condition_evidence(view, ranks),
+            *where_evidence(view, [other]),
+        ),
         remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" confirms this.',
     )
 
 
-def _is_gloos(view: Timeline, ended: tuple[int, ...]) -> bool:
-    """Whether processes that are gone are known to have ended themselves, or what gloo says then was said."""
+def _is_gloo_abort(view: Timeline, ended: tuple[int, ...]) -> bool:
+    """Whether these processes are known to have aborted themselves, or gloo's message about it is known."""
     have_aborted = bool(ended) and all(signal_of(view, rank) == "SIGABRT" for rank in ended)
-    return have_aborted or any(overrun_of(view, rank) for rank in ended)
+    return have_aborted or any(overrun_bytes(view, rank) for rank in ended)
 
 
-def _other_units(view: Timeline, split: Divergence) -> bool:
-    """Ranks gather different parts of the model: it is not the sizes that differ, but what they compute."""
+def _are_different_units(view: Timeline, split: Divergence) -> bool:
+    """Whether ranks gather different parts of the model: then they compute different things."""
     units = units_of(view, split)
     return len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
 
 
 def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
-    overrun = overrun_in(view, split)
+    overrun = overrun_ranks(view, split)
     ranks = odd_sizes(view, split)
     confidence = (
-        Confidence.CERTAIN if is_alike else Confidence.LIKELY if _is_gloos(view, overrun) else Confidence.POSSIBLE
+        Confidence.CERTAIN if is_alike else Confidence.LIKELY if _is_gloo_abort(view, overrun) else Confidence.POSSIBLE
     )
     gone = (
         f"Gloo ended the process of {ranks_words(overrun)}, which {verb(overrun, 'was', 'were')} sent more than "
@@ -207,9 +212,9 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
         joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
         severity=Severity.ERROR if overrun else None,
         confidence=confidence,
-        # The odd one may have gone on, and the others have not.
-        location=calls_location(view, [*ranks, *overrun, *split.calls]),
-        evidence=(*call_evidence(split), *gone_evidence(view, overrun), *where_evidence(view, split.calls)),
+        # The deviating rank may have moved on; the others have not.
+        location=call_location(view, [*ranks, *overrun, *split.calls]),
+        evidence=(*call_evidence(split), *ended_process_evidence(view, overrun), *where_evidence(view, split.calls)),
         remedy=_REMEDY if confidence is Confidence.CERTAIN else _REMEDY + _DECIDES,
     )
 

@@ -56,51 +56,51 @@ def network_cut(view: Timeline) -> Iterator[Finding]:
         Which cable it was; on a single host, who closed the connections. For a host that does not answer at all see
         unreachable-host; for a process that is gone, dead-rank.
     """
-    told = {rank: text for rank, facts in view.facts.items() if (text := lost_words(facts))}
+    messages = {rank: text for rank, facts in view.facts.items() if (text := lost_words(facts))}
     where = view.hosts
-    # After ranks have called what cannot complete together, gloo closes connections by itself.
-    if not _all_alive(view) or any(map(has_given_up, view.facts.values())) or (told and view.lost_divergence):
+    # Gloo closes connections by itself after ranks have called different collectives.
+    if not _all_alive(view) or any(map(has_given_up, view.facts.values())) or (messages and view.lost_divergence):
         return
-    if told:
-        yield _finding(view, told, where)
+    if messages:
+        yield _finding(view, messages, where)
     elif cut := tuple(one for one in view.job.tried if one.answers is False):
         yield from _silently_cut(view, cut, where)
 
 
 def _all_alive(view: Timeline) -> bool:
-    """Nobody is silent, has failed by itself, or has finished and left its connections."""
+    """Whether every rank answers and has neither failed by itself nor finished."""
     finished = any(facts.progress.phase is Phase.FINISHED for facts in view.facts.values())
     return not view.silent and not view.raised and not finished
 
 
-def _finding(view: Timeline, told: dict[int, str], where: dict[int, str]) -> Finding:
+def _finding(view: Timeline, messages: dict[int, str], where: dict[int, str]) -> Finding:
     several = len({*where.values()}) > 1
-    host = _common_host(view, told, where) if several else ""
+    host = _common_host(view, messages, where) if several else ""
     there = tuple(sorted(rank for rank, name in where.items() if name == host)) if host else ()
-    ranks = there or tuple(sorted(told))
+    ranks = there or tuple(sorted(messages))
     to = f"to {host} ({ranks_words(there)})" if host else f"between {'hosts' if several else 'ranks of one host'}"
     facts = view.facts[ranks[0]]
     text = (
-        f"Connections {to} were lost, {batch_words(facts.progress)}: {ranks_words(told)} "
-        f"{verb(tuple(told), 'reports', 'report')} it, and the processes of all {len(view.facts)} ranks are alive."
+        f"Connections {to} were lost, {batch_words(facts.progress)}: {ranks_words(messages)} "
+        f"{verb(tuple(messages), 'reports', 'report')} it, and the processes of all {len(view.facts)} ranks are alive."
     )
     return finding(
         view,
         ranks,
         text,
         severity=Severity.ERROR,
-        evidence=_evidence(view, told),
+        evidence=_evidence(view, messages),
         remedy=_REMEDY if several else _REMEDY_ONE_HOST,
         location="",
     )
 
 
 def _silently_cut(view: Timeline, cut: tuple[TriedAddress, ...], where: dict[int, str]) -> Iterator[Finding]:
-    """Packets are dropped and nobody is told: all have joined, and a host is not reached where its data should go."""
+    """Packets are dropped silently: all ranks have joined a collective, and a host cannot be reached at its address."""
     joined = next((calls for group in view.groups if (calls := view.joined(group))), None)
     if not view.waiting or view.stragglers or joined is None:
         return
-    # Where no other host is reached, it is this one that is cut off.
+    # If no other host is reached, this one is cut off.
     is_own = len(cut) == len(view.job.tried) > 1
     names = [cut[0].seen_from] if is_own else [one.host for one in cut]
     ranks = tuple(sorted(rank for rank, host in where.items() if host in names))
@@ -114,27 +114,27 @@ def _silently_cut(view: Timeline, cut: tuple[TriedAddress, ...], where: dict[int
         view,
         ranks,
         text,
-        confidence=Confidence.LIKELY if _tells(view.job.tried, cut) else Confidence.POSSIBLE,
-        evidence=(*(_tried(one) for one in view.job.tried[:_LISTED]), *_interfaces(view)),
+        confidence=Confidence.LIKELY if _is_conclusive(view.job.tried, cut) else Confidence.POSSIBLE,
+        evidence=(*(_probe_evidence(one) for one in view.job.tried[:_LISTED]), *_interfaces(view)),
         location="",
     )
 
 
-def _tells(tried: tuple[TriedAddress, ...], cut: tuple[TriedAddress, ...]) -> bool:
-    """A firewall may drop what is tried and let data pass; not where others answer, or the network says no."""
+def _is_conclusive(tried: tuple[TriedAddress, ...], cut: tuple[TriedAddress, ...]) -> bool:
+    """Whether it is not merely a firewall that drops the probe: other hosts answer, or there is no route."""
     return any(one.answers for one in tried) or any(_NO_ROUTE.search(one.tried) for one in cut)
 
 
-def _tried(one: TriedAddress) -> Evidence:
+def _probe_evidence(one: TriedAddress) -> Evidence:
     text = f"From {one.seen_from}, {one.host} was tried at {one.address}: {one.tried}."
     return Evidence(source="network", text=text)
 
 
-def _common_host(view: Timeline, told: dict[int, str], where: dict[int, str]) -> str:
-    """The host that most of those on other hosts have lost, where no other one is named as often."""
+def _common_host(view: Timeline, messages: dict[int, str], where: dict[int, str]) -> str:
+    """The host that most ranks on other hosts have lost, if no other is named as often; else empty."""
     owners = dict(_addresses(view)) | {name: name for name in where.values()}
     lost: Counter[str] = Counter()
-    for rank, text in told.items():
+    for rank, text in messages.items():
         named = {owners[address] for address in _NAMED.findall(text) if address in owners}
         lost.update(named - {where.get(rank, "")})
     most = lost.most_common(2)
@@ -143,7 +143,7 @@ def _common_host(view: Timeline, told: dict[int, str], where: dict[int, str]) ->
 
 
 def _addresses(view: Timeline) -> Iterator[tuple[str, str]]:
-    """Addresses and the host that each belongs to; one that several hosts have, as a bridge's, belongs to none."""
+    """Addresses and their hosts, without addresses that several hosts have, such as a bridge's."""
     owners: dict[str, set[str]] = {}
     for facts in view.facts.values():
         interface = facts.machine.interface
@@ -153,8 +153,8 @@ def _addresses(view: Timeline) -> Iterator[tuple[str, str]]:
     return ((address, next(iter(names))) for address, names in owners.items() if len(names) == 1)
 
 
-def _evidence(view: Timeline, told: dict[int, str]) -> Iterator[Evidence]:
-    for rank, text in sorted(told.items())[:_LISTED]:
+def _evidence(view: Timeline, messages: dict[int, str]) -> Iterator[Evidence]:
+    for rank, text in sorted(messages.items())[:_LISTED]:
         yield Evidence(source="exception", rank=rank, text=text)
     yield Evidence(source="process", text=f"Every rank has answered: {ranks_words(view.facts)}.")
     yield from _interfaces(view)

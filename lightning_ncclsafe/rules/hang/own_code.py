@@ -1,4 +1,4 @@
-"""The cause own-code: this package itself holds a rank up."""
+"""The cause own-code: this package itself delays a rank."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,14 +11,14 @@ from lightning_ncclsafe.rules.kit import (
     Kind,
     Timeline,
     clause,
+    delayed_by_machine,
     finding,
     hang_rule,
-    held_up_by_machine,
     location_of,
     phase_evidence,
     place_words,
     recorder_evidence,
-    standing,
+    where_words,
     while_others_wait,
 )
 
@@ -48,23 +48,23 @@ def own_code(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Code of this package that waits in code of others: a logger, a dataset, a file system.
     """
-    held = tuple(rank for rank in view.working(view.stragglers) if _is_held(view, rank))
-    if ranks := held or _left_alone(view):
+    working = tuple(rank for rank in view.working(view.stragglers) if _is_in_own_code(view, rank))
+    if ranks := working or _left_alone(view):
         yield _finding(view, ranks)
 
 
-def _presented(view: Timeline, rank: int) -> str:
-    """The action of comparing loaders that a rank is in; empty if it is in none."""
+def _comparison_of(view: Timeline, rank: int) -> str:
+    """The comparison of loaders that a rank is in, by the name of its action; empty if it is in none."""
     names = (action.name for action in view.facts[rank].progress.actions)
     return next((name for name in names if name.startswith(AGREEMENT)), "")
 
 
-def _is_held(view: Timeline, rank: int) -> bool:
+def _is_in_own_code(view: Timeline, rank: int) -> bool:
     return view.activities[rank].kind is Kind.LIGHTNING and _own_frame(view.facts[rank].stack) is not None
 
 
 def _own_frame(stack: tuple[Frame, ...]) -> Frame | None:
-    """The deepest frame of this package, where below it there is nothing but Python's own library."""
+    """The deepest frame of this package, if there is only Python's own library below it."""
     for frame in reversed(stack):
         if frame.mark:
             return frame
@@ -74,8 +74,8 @@ def _own_frame(stack: tuple[Frame, ...]) -> Frame | None:
 
 
 def _left_alone(view: Timeline) -> tuple[int, ...]:
-    """Ranks in a comparison of loaders that all others have left, without them: nobody has to present any more."""
-    inside = {rank: action for rank in view.facts if (action := _presented(view, rank))}
+    """Ranks that are still in a comparison of loaders which all others have left."""
+    inside = {rank: action for rank in view.facts if (action := _comparison_of(view, rank))}
     others = [view.facts[rank].progress.last_action for rank in view.facts.keys() - inside.keys()]
     return tuple(sorted(inside)) if inside and others and {*inside.values()} == {*others} else ()
 
@@ -87,17 +87,17 @@ def _places(view: Timeline, ranks: tuple[int, ...]) -> Iterable[tuple[int, str]]
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     rank = ranks[0]
-    # Where a rank is held up whatever it does, our line is where it happened to be.
-    is_held_up = not set(ranks).isdisjoint(held_up_by_machine(view))
+    # If its machine delays a rank, the line of this package is merely where it happens to be.
+    is_machine = not set(ranks).isdisjoint(delayed_by_machine(view))
     frame = _own_frame(view.facts[rank].stack)
     at = place_words(frame)
-    held_up = clause(ranks, "is|are held up by lightning_ncclsafe itself")
-    text = f"{held_up}{at and f' {at}'}, {standing(view, rank)}{while_others_wait(view, ranks)}."
+    who = clause(ranks, "is|are held up by lightning_ncclsafe itself")
+    text = f"{who}{at and f' {at}'}, {where_words(view, rank)}{while_others_wait(view, ranks)}."
     return finding(
         view,
         ranks,
         text,
-        confidence=Confidence.CERTAIN if view.behind and view.waiting and not is_held_up else Confidence.LIKELY,
+        confidence=Confidence.CERTAIN if view.behind and view.waiting and not is_machine else Confidence.LIKELY,
         location=location_of(frame),
         evidence=(
             *(Evidence(source="stack", rank=one, text=f"Is at {place}.") for one, place in _places(view, ranks)),

@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
 )
 
-# Object broadcasts and barriers of the start; later on, other things break as well.
+# The object broadcasts and barriers of the start; a later collective has other reasons as well.
 _FIRST = 8
 
 
@@ -58,22 +58,20 @@ def p2p_blocked(view: Timeline) -> Iterator[Finding]:
     for pending in pending_on_nccl(view):
         there = {where.get(rank, "") for rank in pending.calls}
         is_first = pending.first.seq <= _FIRST and not pending.completed and not pending.not_started
-        if is_first and len(there) == 1 and "" not in there and not _is_off(view, pending):
+        if is_first and len(there) == 1 and "" not in there and not _is_p2p_off(view, pending):
             yield _finding(view, pending)
 
 
 def _has_worked(view: Timeline) -> bool:
-    """Whether anything has ever ended on NCCL: then transfers work."""
+    """Whether any collective has ever completed on NCCL, so that transfers work."""
     entries = (entry for facts in view.facts.values() for entry in facts.collectives)
     return any(entry.completed and entry.backend.startswith("nccl") for entry in entries)
 
 
-def _is_off(view: Timeline, pending: Pending) -> bool:
-    settings = [view.facts[rank].machine.settings for rank in pending.calls]
-    levels = (found.get("NCCL_P2P_LEVEL", "") for found in settings)
-    return any(found.get("NCCL_P2P_DISABLE", "0") not in ("", "0") for found in settings) or any(
-        level in ("LOC", "0") for level in levels
-    )
+def _is_p2p_off(view: Timeline, pending: Pending) -> bool:
+    every = [view.facts[rank].machine.settings for rank in pending.calls]
+    is_disabled = any(settings.get("NCCL_P2P_DISABLE", "0") not in ("", "0") for settings in every)
+    return is_disabled or any(settings.get("NCCL_P2P_LEVEL", "") in ("LOC", "0") for settings in every)
 
 
 def _finding(view: Timeline, pending: Pending) -> Finding:

@@ -1,4 +1,4 @@
-"""The cause rank-behind: the others wait for a rank, and no better-known cause fits."""
+"""The cause rank-behind: the others wait for a rank, and no more specific cause fits."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ from lightning_ncclsafe.rules.kit import (
     Findings,
     Kind,
     Timeline,
+    blocked_at_one_line,
     clause,
     finding,
     hang_rule,
-    held_at_one_line,
-    held_up,
     location_of,
     others_wait,
     positions,
     ranks_words,
-    standing,
+    straggler_finding,
+    where_words,
 )
 
 _REMEDY = (
@@ -39,8 +39,8 @@ _REMEDY_UNKNOWN = "Compare the ranks' stacks below: the one that differs is the 
 
 
 def is_named_otherwise(finding: Finding, others: Findings) -> bool:
-    """That a rank is behind is no news once a cause names this rank, or explains why nobody stands out."""
-    # Why ranks gave up waiting does not tell for whom they waited.
+    """Whether another cause names these ranks, or explains why no rank stands out."""
+    # Why ranks gave up waiting does not show which rank they waited for.
     better = [other for _, other in others.every if other.rule not in ("rank-behind", "timeout-misuse")]
     if not better:
         return False
@@ -67,7 +67,7 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
     """
     is_awaited = bool(view.waiting) or all(facts.inspection is None for facts in view.facts.values())
     if view.stragglers and is_awaited:
-        # Another rank may have a better-known cause of its own, and this one would be hidden behind it.
+        # One finding per place: another rank's more specific cause would otherwise hide this rank.
         for ranks in _by_place(view):
             yield _finding(view, ranks)
     elif view.behind:
@@ -79,20 +79,20 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
 
 
 def _each_by_itself(view: Timeline) -> Finding:
-    """No rank is in a collective, and none works; whether one of them is awaited by the others, nothing tells."""
+    """No rank is in a collective, and none works; whether the others wait for one of them is unknown."""
     ranks = tuple(sorted(view.facts))
-    text = f"{clause(ranks, 'waits|wait')} by themselves, {standing(view, ranks[0])}: no rank is in a collective."
+    text = f"{clause(ranks, 'waits|wait')} by themselves, {where_words(view, ranks[0])}: no rank is in a collective."
     return finding(view, ranks, text, confidence=Confidence.POSSIBLE, remedy=_REMEDY_ALONE)
 
 
 def _by_place(view: Timeline) -> list[tuple[int, ...]]:
-    """Those that stand at one place together; of many places, the last ones together as well."""
-    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
-    shared = held_at_one_line(view)
+    """The stragglers grouped by place; beyond a few places, the rest as one group."""
+    by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
+    shared = blocked_at_one_line(view)
     for rank in view.stragglers:
         doing = view.activities[rank]
-        alike["" if rank in shared else doing.hook, location_of(doing.place)].append(rank)
-    listed = sorted(map(tuple, alike.values()))
+        by_place["" if rank in shared else doing.hook, location_of(doing.place)].append(rank)
+    listed = sorted(map(tuple, by_place.values()))
     rest = tuple(sorted(rank for ranks in listed[_PLACES - 1 :] for rank in ranks))
     return [*listed[: _PLACES - 1], *([rest] if rest else [])]
 
@@ -100,9 +100,9 @@ def _by_place(view: Timeline) -> list[tuple[int, ...]]:
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     is_over = view.activities[ranks[0]].kind is Kind.FINISHED
     waits_alone = all(view.activities[rank].waits_alone for rank in ranks)
-    # The recorder has it that the others wait for them; who waits as well may do so for one of these.
+    # The recorder shows that the others wait for them; a rank that waits as well may wait for one of these.
     is_certain = bool(view.behind) and set(ranks) <= set(view.stragglers)
-    return held_up(
+    return straggler_finding(
         view,
         ranks,
         "will not come" if is_over else "is|are behind",
@@ -112,13 +112,13 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 
 def _nobody_stands_out(view: Timeline) -> Finding:
-    """Everyone waits and the facts name nobody: the ranks that are furthest behind are the best guess."""
+    """All ranks wait and no rank stands out: those furthest behind are the best guess."""
     places = positions(view)
     least = min(places.values())
     behind = tuple(rank for rank, place in places.items() if place == least)
     ranks = behind if len(behind) < len(places) else ()
     who = f"; {clause(ranks, 'is|are furthest behind')}, " if ranks else ""
-    who += standing(view, ranks[0]) if ranks else ""
+    who += where_words(view, ranks[0]) if ranks else ""
     text = f"{others_wait(view, ())}, and no rank was found that keeps them waiting{who}."
     return finding(
         view,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import ELSE
 from lightning_ncclsafe.rules.kit import (
-    BrokenOff,
+    AbortedModelRun,
     Confidence,
     Evidence,
     Finding,
@@ -12,30 +12,30 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Severity,
     Timeline,
+    aborted_model_run,
     batch_words,
-    begins,
-    broken_off_alone,
+    blocked_at_one_line,
     call_evidence,
     clause,
     condition_evidence,
     condition_words,
+    delayed_by_machine,
     finding,
     gathering_alone,
     hang_rule,
-    held_at_one_line,
-    held_up_by_machine,
     how_we_know,
+    is_before_first_batch,
     location_of,
-    missed_thread,
     place_words,
     ranks_words,
     recorder_evidence,
     signal_of,
-    standing,
+    thread_exception,
     verb,
     wait_words,
     waits_for_thread,
     where_evidence,
+    where_words,
     while_others_wait,
 )
 
@@ -94,50 +94,50 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     """
     if gathering := gathering_alone(view):
         yield _gathering(view, gathering)
-    elif broken := broken_off_alone(view):
-        yield _broken_off(view, broken)
+    elif aborted := aborted_model_run(view):
+        yield _aborted(view, aborted)
     working = tuple(rank for rank in view.working(view.suspects) if _works(view, rank))
     if not working or not (view.waiting or view.each_waits_alone):
         return
-    shared = held_at_one_line(view)
+    shared = blocked_at_one_line(view)
     conditioned = tuple(rank for rank in working if _is_of_few(view, rank) and rank not in shared)
-    # Without a condition, what Lightning calls on all ranks has kept this one: it is merely late, unless it is the one
-    # that mostly works for all.
-    merely = (rank for rank in working if rank == 0 and view.waiting and _in_hook_of_its_own(view, rank))
-    alone = conditioned or tuple(merely)
-    # Work that most ranks do is not the work of a few: those that wait are then merely faster.
+    # Without a condition, a rank is merely late in a hook that Lightning calls on all ranks, except for rank 0, which
+    # usually does the work for all.
+    in_hook = (rank for rank in working if rank == 0 and view.waiting and _in_hook_of_its_own(view, rank))
+    alone = conditioned or tuple(in_hook)
+    # Work that most ranks do is not the work of a few: the waiting ranks are merely faster.
     if alone and 2 * len(alone) <= len(view.facts):
-        is_seen = conditioned and view.waiting
-        yield _finding(view, alone, Confidence.CERTAIN if is_seen else _confidence_without(view, alone))
+        is_certain = conditioned and view.waiting
+        yield _finding(view, alone, Confidence.CERTAIN if is_certain else _confidence_without(view, alone))
 
 
 def _works(view: Timeline, rank: int) -> bool:
-    """Whether it does anything by itself."""
+    """Whether it does work of its own that no other rule covers."""
     return view.activities[rank].kind not in _OTHER_RULES
 
 
 def _is_of_few(view: Timeline, rank: int) -> bool:
-    """Under a condition on the rank, and not in what is left to all ranks for which it does not hold."""
+    """Whether it is under a condition on the rank that holds for a few, and not in the else branch for all others."""
     condition = view.activities[rank].rank_condition
     return bool(condition) and not (condition.startswith(ELSE) and rank != 0)
 
 
 def _confidence_without(view: Timeline, alone: tuple[int, ...]) -> Confidence:
-    """Without a condition the others may have done the same work, in less time where nothing held them up."""
-    return Confidence.LIKELY if set(alone).isdisjoint(held_up_by_machine(view)) else Confidence.POSSIBLE
+    """The confidence without a condition: the others may have done the same work in less time if a machine is slow."""
+    return Confidence.LIKELY if set(alone).isdisjoint(delayed_by_machine(view)) else Confidence.POSSIBLE
 
 
 def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
-    """In a hook outside the step that none of the waiting ranks is in; before the first batch it is merely late.
+    """Whether it is in a hook outside of the step that no waiting rank is in, after the first batch has begun.
 
-    Who waits for a thread that has ended does no work; from outside nobody sees whether it has.
+    A rank that waits for a thread that has ended does no work; an inspection does not see whether the thread has ended.
     """
     doing, facts = view.activities[rank], view.facts[rank]
-    if waits_for_thread(facts) and (facts.inspection is not None or missed_thread(facts) is not None):
+    if waits_for_thread(facts) and (facts.inspection is not None or thread_exception(facts) is not None):
         return False
     if doing.kind is not Kind.USER or not doing.hook or doing.hook.endswith(_STEP_HOOKS):
         return False
-    if begins(facts.progress) or "_batch_" in doing.hook:
+    if is_before_first_batch(facts.progress) or "_batch_" in doing.hook:
         return False
     return all(view.activities[other].hook != doing.hook for other in view.waiting)
 
@@ -146,22 +146,22 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     doing = view.activities[ranks[0]]
     condition = f" under {condition_words(doing.rank_condition)}" if doing.rank_condition else ""
     who = f"{clause(ranks, 'is|are working alone')}{condition}"
-    # Who looks for what these make is in no collective.
+    # A rank that waits for a file of these is in no collective.
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
-    text = f"{who} {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    text = f"{who} {where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     if not view.waiting:
-        text = f"{text[:-1]}, while {clause(others, 'waits|wait')} by themselves {standing(view, others[0])}."
+        text = f"{text[:-1]}, while {clause(others, 'waits|wait')} by themselves {where_words(view, others[0])}."
     return finding(
         view, ranks, text, confidence=confidence, evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks))
     )
 
 
 def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    """It waits itself: what it runs alone is gathered from all ranks, and these are elsewhere."""
+    """The ranks that run a sharded model alone wait as well: its shards are gathered from ranks that are elsewhere."""
     rank = ranks[0]
     condition = condition_words(view.activities[rank].rank_condition)
     text = (
-        f"{clause(ranks, 'runs|run the model alone under')} {condition} {standing(view, rank)}, "
+        f"{clause(ranks, 'runs|run the model alone under')} {condition} {where_words(view, rank)}, "
         f"and {verb(ranks, 'waits', 'wait')} there in {wait_words(view, rank)}, which needs all ranks"
         f"{_others_words(view, ranks)}."
     )
@@ -181,22 +181,22 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     )
 
 
-def _broken_off(view: Timeline, told: BrokenOff) -> Finding:
-    """Gloo does not wait where sizes differ: it ends the process to which more is sent than it has room for."""
-    rank, ended, condition = told.rank, told.ended, condition_words(told.condition)
+def _aborted(view: Timeline, run: AbortedModelRun) -> Finding:
+    """Gloo does not wait if sizes differ: it aborts the process that receives more than it has room for."""
+    rank, ended, condition = run.rank, run.ended, condition_words(run.condition)
     batch = f", {batch_words(view.facts[rank].progress)}" if rank in view.facts else ""
     text = (
-        f"Rank {rank} ran the model alone under {condition} {place_words(told.frame)}{batch}, which needs all ranks: "
+        f"Rank {rank} ran the model alone under {condition} {place_words(run.frame)}{batch}, which needs all ranks: "
         f"gloo ended the process of {ranks_words(ended)}, which was sent something other than what it waited for"
         f"{while_others_wait(view, (rank,))}."
     )
-    text_of_condition = f"{condition} encloses {location_of(told.condition_frame)}."
+    text_of_condition = f"{condition} encloses {location_of(run.condition_frame)}."
     return finding(
         view,
         (rank,),
         text,
         severity=Severity.ERROR,
-        location=location_of(told.frame),
+        location=location_of(run.frame),
         evidence=(
             Evidence(source="source code", rank=rank, text=text_of_condition),
             *(Evidence(source="process", rank=one, text=_end_words(view, one)) for one in ended[:8]),

@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     batch_words,
+    exception_evidence,
     finding,
     hang_rule,
     how_we_know,
@@ -19,8 +20,8 @@ from lightning_ncclsafe.rules.kit import (
     says_shm_is_full,
     shm_is_full,
     size_words,
-    standing,
     unless_caught,
+    where_words,
     while_others_wait,
 )
 
@@ -65,9 +66,9 @@ def shm_exhausted(view: Timeline) -> Iterator[Finding]:
 
 
 def _confidence(facts: RankFacts) -> Confidence | None:
-    """How sure its exception makes us; None if that is about something else."""
+    """How sure a rank's exception makes it; None if it is about something else."""
     if says_shm_is_full(facts):
-        # Of a bus error torch only says that this is possible: a mapped file that was cut short is another reason.
+        # torch only suggests this for a bus error: a memory-mapped file that was truncated is another reason.
         return Confidence.LIKELY if is_bus_error(facts) and not shm_is_full(facts) else Confidence.CERTAIN
     return Confidence.POSSIBLE if is_bus_error(facts) else None
 
@@ -85,31 +86,25 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
         f"Shared memory (/dev/shm) {_USED_UP[confidence]} on {ranks_words(ranks)}{_room(facts)}, "
         f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     )
-    told = (view.facts[rank] for rank in ranks[:_LISTED])
+    listed = (view.facts[rank] for rank in ranks[:_LISTED])
     return finding(
         view,
         ranks,
         text,
         severity=Severity.ERROR,
         confidence=unless_caught(view, confidence),
-        evidence=tuple(item for facts in told for item in (*_said(facts), *_evidence(facts))),
+        evidence=tuple(item for facts in listed for item in (*exception_evidence(facts), *_evidence(facts))),
         location="",
     )
-
-
-def _said(facts: RankFacts) -> Iterator[Evidence]:
-    if facts.exception is not None:
-        text = f"{facts.exception.type}: {facts.exception.message}"
-        yield Evidence(source="exception", rank=facts.rank, text=text)
 
 
 def _waits(view: Timeline, rank: int) -> Finding:
     facts = view.facts[rank]
     text = (
         f"Rank {rank} waits for batches, and /dev/shm, which its workers hand them over in, is full{_room(facts)}: "
-        f"{standing(view, rank)}{while_others_wait(view, (rank,))}."
+        f"{where_words(view, rank)}{while_others_wait(view, (rank,))}."
     )
-    # Whoever finds no room there raises; that it is full may be meant, as of a dataset that is kept there.
+    # A worker that finds no room raises an exception; a dataset may be kept there on purpose.
     return finding(
         view, (rank,), text, confidence=Confidence.POSSIBLE, evidence=(*_evidence(facts), *how_we_know(view, (rank,)))
     )
@@ -117,7 +112,7 @@ def _waits(view: Timeline, rank: int) -> Finding:
 
 def _room(facts: RankFacts) -> str:
     total, free = facts.machine.shm_total_bytes, facts.machine.shm_free_bytes
-    # By the time that ranks are asked, the worker that has filled it may have left.
+    # The worker that filled it may be gone by now.
     return "" if total is None or free is None else f" ({size_words(free)} of its {size_words(total)} are free now)"
 
 

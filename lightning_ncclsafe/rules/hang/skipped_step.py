@@ -1,4 +1,4 @@
-"""The cause skipped-step: a rank left out the backward pass of a batch, in which its peers wait for it."""
+"""The cause skipped-step: a rank skipped the backward pass of a batch, in which its peers wait for it."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from lightning_ncclsafe.code.libraries import BACKWARD
 from lightning_ncclsafe.facts import Phase, RankFacts, StepFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
+    DifferentCounts,
     Evidence,
     Finding,
-    OtherCounts,
     Plan,
     Severity,
     Timeline,
@@ -17,17 +17,17 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     capitalised,
     clause,
+    different_counts,
     exception_place,
     finding,
     hang_rule,
     how_we_know,
     is_in,
     location_of,
-    other_counts,
     phase_evidence,
     ranks_words,
-    standing,
     verb,
+    where_words,
     while_others_wait,
 )
 
@@ -80,33 +80,33 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, refused, Confidence.CERTAIN)
     elif view.waiting and not view.raised and not alone_in_trainer(view):
         skipped = _skipped_more(view)
-        other = other_counts(view)
+        other = different_counts(view)
         if skipped:
             yield _finding(view, skipped, Confidence.LIKELY)
         elif other is not None and not other.is_more:
             yield _counts_finding(view, other)
-        elif other is None and (ahead := _gone_past(view)):
-            yield _seen_finding(view, ahead)
+        elif other is None and (ahead := _in_a_later_batch(view)):
+            yield _inspected_finding(view, ahead)
 
 
-def _gone_past(view: Timeline) -> tuple[int, ...]:
-    """Ranks seen from outside in a later batch of their epoch than that in whose backward pass all others wait."""
+def _in_a_later_batch(view: Timeline) -> tuple[int, ...]:
+    """Inspected ranks in a later batch of the epoch than the one in whose backward pass all others wait."""
     now = {rank: facts.progress for rank, facts in sorted(view.facts.items())}
     passes = {rank: now[rank].batch_idx for rank in view.waiting if is_in(BACKWARD, view.facts[rank].stack)}
     ahead = tuple(rank for rank in now if rank not in passes)
-    are_seen = all(facts.inspection is not None for facts in view.facts.values())
+    are_inspected = all(facts.inspection is not None for facts in view.facts.values())
     is_one_epoch = len({each.epoch for each in now.values()} | {-1}) == 2
     are_training = all(each.phase is Phase.TRAIN for each in now.values())
-    if not (are_seen and passes and is_one_epoch and are_training) or {*view.waiting} != {*now} or view.silent:
+    if not (are_inspected and passes and is_one_epoch and are_training) or {*view.waiting} != {*now} or view.silent:
         return ()
-    # Gradients that accumulate are exchanged with the last batch, of whoever has no more.
+    # Accumulated gradients are also exchanged in a rank's last batch.
     if any(now[rank].is_last_batch for rank in passes):
         return ()
     is_past = len({*passes.values()}) == 1 and all(now[rank].batch_idx > max(passes.values()) >= 0 for rank in ahead)
     return ahead if is_past else ()
 
 
-def _seen_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+def _inspected_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
     there, here = (view.facts[some[0]].progress for some in (ranks, others))
     return finding(
@@ -123,56 +123,56 @@ def _seen_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     )
 
 
-def _counts_finding(view: Timeline, found: OtherCounts) -> Finding:
-    ranks = found.ranks
-    # Ranks need one another for what a step is made of, and not for the step.
+def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
+    ranks = counts.ranks
+    # Ranks need each other for backward passes, but not for an optimizer's step.
     so = "so gradients of different passes have been reduced together since then"
-    if not found.are_exchanged:
+    if not counts.are_exchanged:
         so = "so their weights are no longer the same"
     text = (
-        f"Ranks have made different numbers of {found.what} in {found.at} ({found.words}), {so}; {ranks_words(ranks)} "
-        f"{verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+        f"Ranks have made different numbers of {counts.what} in {counts.at} ({counts.words}), {so}; "
+        f"{clause(ranks, 'is|are now')} {where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
-    ways = _ways_around(view, found)
-    accumulates = _accumulates_at(view) if found.is_accumulation else ()
+    ways = _ways_around(view, counts)
+    accumulates = _accumulates_at(view) if counts.is_accumulation else ()
     places = ways or accumulates or view.facts[ranks[0]].steps.passes_at
-    # A condition stands around the pass, which is named; a jump stands elsewhere.
+    # A condition is around the pass, whose line is named; a jump is at a line of its own.
     is_around = len(ways) == 1 and any(ways[0] in facts.steps.conditions_around for facts in view.facts.values())
     return finding(
         view,
         ranks,
         text,
-        confidence=Confidence.LIKELY if found.are_exchanged else Confidence.POSSIBLE,
-        location=places[0] if len(places) == 1 and not is_around else found.left_out or found.called_at,
+        confidence=Confidence.LIKELY if counts.are_exchanged else Confidence.POSSIBLE,
+        location=places[0] if len(places) == 1 and not is_around else counts.skipped_at or counts.called_at,
         decided_at=ways[0] if is_around else "",
         evidence=(
-            Evidence(source="steps", text=f"{capitalised(found.what)} in {found.at}: {found.words}."),
-            *_call_evidence(found.left_out, ways),
+            Evidence(source="steps", text=f"{capitalised(counts.what)} in {counts.at}: {counts.words}."),
+            *_call_evidence(counts.skipped_at, ways),
             *(
                 Evidence(source="source code", text=f"How many batches accumulate is set at {at}.")
                 for at in accumulates
             ),
             *how_we_know(view, ranks),
         ),
-        remedy=_REMEDY_PASSES if found.are_exchanged else _REMEDY_STEPS,
+        remedy=_REMEDY_PASSES if counts.are_exchanged else _REMEDY_STEPS,
     )
 
 
-def _ways_around(view: Timeline, found: OtherCounts) -> tuple[str, ...]:
-    """What may have led around the call that was left out, by the source."""
-    known = (facts.steps.led_around.get(found.left_out, ()) for facts in view.facts.values())
+def _ways_around(view: Timeline, counts: DifferentCounts) -> tuple[str, ...]:
+    """The lines of the source that may have led around the skipped call."""
+    known = (facts.steps.led_around.get(counts.skipped_at, ()) for facts in view.facts.values())
     return next(filter(None, known), ())
 
 
 def _accumulates_at(view: Timeline) -> tuple[str, ...]:
-    """Where the user's code sets over how many batches gradients accumulate."""
+    """Where the user's code sets the number of batches over which gradients accumulate."""
     return tuple(dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.accumulates_at))
 
 
-def _call_evidence(left_out: str, ways: tuple[str, ...]) -> Iterator[Evidence]:
-    if left_out:
+def _call_evidence(skipped_at: str, ways: tuple[str, ...]) -> Iterator[Evidence]:
+    if skipped_at:
         around = f"; these lines may have skipped it: {', '.join(map(_line, ways))}" if ways else ""
-        yield Evidence(source="source code", text=f"The skipped pass is called at {_line(left_out)}{around}.")
+        yield Evidence(source="source code", text=f"The skipped pass is called at {_line(skipped_at)}{around}.")
 
 
 def _is_refused(facts: RankFacts) -> bool:
@@ -180,17 +180,17 @@ def _is_refused(facts: RankFacts) -> bool:
 
 
 def _skipped_more(view: Timeline) -> tuple[int, ...]:
-    """Ranks that have left out more backward passes than others; none where nothing tells of these passes."""
+    """Ranks that have skipped more backward passes than others; empty if the passes are unknown."""
     steps = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
     if not steps or not all(known.with_backward for known in steps.values()):
         return ()
-    # A rank that is some batches ahead may have skipped as many more as all do.
+    # A rank that is some batches ahead may have skipped more that the others will skip, too.
     least = min(steps.values(), key=lambda known: (known.skipped, -known.with_backward))
     return tuple(rank for rank, known in steps.items() if known.skipped - least.skipped > _may_be_ahead(known, least))
 
 
 def _may_be_ahead(steps: StepFacts, of: StepFacts) -> int:
-    """How many of the batches that one rank has skipped another may not have come to."""
+    """How many of the batches that one rank has skipped the other may not have reached."""
     last = (steps.skipped_epoch, steps.skipped_batch)
     if min(last) >= 0 and last <= (of.passes_epoch, of.passes_batch):
         return 0
@@ -202,7 +202,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     steps = facts.steps
     batch = f"batch {steps.skipped_batch} of epoch {steps.skipped_epoch}" if steps.skipped_batch >= 0 else "a batch"
     raised = f", which Lightning refuses with several ranks ({facts.exception.type})" if facts.exception else ""
-    now = "" if raised else f", and {verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}"
+    now = "" if raised else f", and {verb(ranks, 'is', 'are')} now {where_words(view, ranks[0])}"
     text = (
         f"{clause(ranks, 'has|have skipped')} {batch}: its training_step returned without a "
         f"backward pass{_at(facts)}{raised}{now}{while_others_wait(view, ranks)}."
@@ -219,12 +219,13 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
 
 
 def _skipped_at(view: Timeline, steps: StepFacts) -> str:
-    """Of several lines that return nothing, the only one that leads around what the others call; else that call."""
+    """The line that returns nothing: of several, the only one that leads around the others' call; else the call."""
     ways = {way for facts in view.facts.values() for known in facts.steps.led_around.values() for way in known}
     leading = [place for place in steps.returns_nothing if place in ways] or [*ways]
     called = {place for facts in view.facts.values() for made in facts.steps.passes_from for place in made if place}
-    told = [leading] if len(leading) == 1 else [steps.returns_nothing[:1], called if len(called) == 1 else ()]
-    return next(itertools.chain(*told), "")
+    if len(leading) == 1:
+        return leading[0]
+    return next(itertools.chain(steps.returns_nothing[:1], called if len(called) == 1 else ()), "")
 
 
 def _at(facts: RankFacts) -> str:

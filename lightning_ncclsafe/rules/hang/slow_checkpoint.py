@@ -1,4 +1,4 @@
-"""The cause slow-checkpoint: a rank is held up while it writes a checkpoint."""
+"""The cause slow-checkpoint: the others wait for a rank that writes a checkpoint."""
 
 from collections.abc import Iterator
 
@@ -11,9 +11,9 @@ from lightning_ncclsafe.rules.kit import (
     directories,
     directory_words,
     hang_rule,
-    held_up,
     how_we_know,
     storage_evidence,
+    straggler_finding,
 )
 
 
@@ -45,7 +45,7 @@ def slow_checkpoint(view: Timeline) -> Iterator[Finding]:
         return
     places = ", ".join(map(directory_words, directories(view.facts[ranks[0]], of_checkpoints=True)))
     storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=True))
-    yield held_up(
+    yield straggler_finding(
         view,
         ranks,
         "is|are writing a checkpoint",

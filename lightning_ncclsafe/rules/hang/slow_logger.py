@@ -1,4 +1,4 @@
-"""The cause slow-logger: a rank is held up in a logger's write or flush."""
+"""The cause slow-logger: the others wait for a rank that is in a logger's write or flush."""
 
 from collections.abc import Iterator
 
@@ -16,13 +16,13 @@ from lightning_ncclsafe.rules.kit import (
     directory_words,
     duration_words,
     hang_rule,
-    held_up,
     how_we_know,
     size_words,
     storage_evidence,
+    straggler_finding,
 )
 
-# Whose methods these files hold: what a user calls, above what a library does to get it done.
+# Files of classes that users call, and the names of these classes.
 _OWNERS = ((SUMMARY_WRITER, "SummaryWriter"), (WANDB_RUN, "wandb.Run"), (MLFLOW_CLIENT, "MlflowClient"))
 _OFFLOAD = "LoggerOffload"
 
@@ -55,9 +55,9 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
     if not ranks:
         return
     places = ", ".join(map(directory_words, directories(view.facts[ranks[0]], of_checkpoints=False)))
-    spent = (item for rank in ranks[:8] for item in _spent(view.facts[rank]))
+    spent = (item for rank in ranks[:8] for item in _logger_evidence(view.facts[rank]))
     storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=False))
-    yield held_up(
+    yield straggler_finding(
         view,
         ranks,
         "is|are held up in a logger",
@@ -67,8 +67,8 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
     )
 
 
-def _spent(facts: RankFacts) -> Iterator[Evidence]:
-    """How long in which call, to where; and what offloaded loggers of this rank say."""
+def _logger_evidence(facts: RankFacts) -> Iterator[Evidence]:
+    """How long a rank has been in which call, and the state of its offloaded loggers."""
     call = _call(facts)
     places = " and ".join(directory_words(entry) for entry in directories(facts, of_checkpoints=False))
     if call:
@@ -80,7 +80,7 @@ def _spent(facts: RankFacts) -> Iterator[Evidence]:
 
 
 def _call(facts: RankFacts) -> str:
-    """The outermost call of a logging library, ``"SummaryWriter.flush"``; empty if there is none that we know."""
+    """The outermost call of a logging library, ``"SummaryWriter.flush"``; empty if none is known."""
     for frame in facts.stack:
         if frame.mark == Mark.LOGGER and not frame.function.startswith("_"):
             return f"{_OFFLOAD}.{frame.function}"

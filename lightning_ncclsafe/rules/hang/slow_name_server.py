@@ -1,13 +1,13 @@
-"""The cause slow-name-server: a rank waits for the answer to the name of a host or of an address."""
+"""The cause slow-name-server: a rank waits for a name server to resolve a name or an address."""
 
 import re
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import NAME_LOOKUPS
 from lightning_ncclsafe.facts import RankFacts
-from lightning_ncclsafe.rules.kit import Evidence, Finding, Plan, Timeline, hang_rule, held_up, how_we_know
+from lightning_ncclsafe.rules.kit import Evidence, Finding, Plan, Timeline, hang_rule, how_we_know, straggler_finding
 
-# Of functions in C there is no frame, but the line that calls them. torch asks for a name of each connection's address.
+# C functions have no frame, but the line that calls them. torch resolves the address of each connection.
 _CALLS = re.compile(
     r"\b(?:TCPStore|rendezvous|getaddrinfo|gethostby\w+|getnameinfo|getfqdn|create_connection|urlopen)\("
 )
@@ -46,19 +46,19 @@ def slow_name_server(view: Timeline) -> Iterator[Finding]:
         return
     asked = sorted({server for rank in ranks for server in view.facts[rank].machine.name_servers})
     servers = f"the name server {asked[0]}" if len(asked) == 1 else f"the name servers {', '.join(asked[:_LISTED])}"
-    questions = (_question(rank, view.facts[rank]) for rank in ranks[:_LISTED])
-    evidence = (*questions, *how_we_know(view, ranks))
-    yield held_up(view, ranks, "is|are waiting for an answer from", f" {servers}", evidence=evidence)
+    queries = (_query_evidence(rank, view.facts[rank]) for rank in ranks[:_LISTED])
+    evidence = (*queries, *how_we_know(view, ranks))
+    yield straggler_finding(view, ranks, "is|are waiting for an answer from", f" {servers}", evidence=evidence)
 
 
 def _looks_up(facts: RankFacts) -> bool:
-    """A question is open, and the main thread is where such questions are asked: it may be another thread's."""
+    """Whether a query is unanswered and the main thread is where it may have made it: another thread may have, too."""
     if not facts.machine.name_servers or not facts.stack:
         return False
     inner = facts.stack[-1]
     return NAME_LOOKUPS.has(inner.file, inner.function) or _CALLS.search(inner.code) is not None
 
 
-def _question(rank: int, facts: RankFacts) -> Evidence:
+def _query_evidence(rank: int, facts: RankFacts) -> Evidence:
     servers = ", ".join(facts.machine.name_servers)
     return Evidence(source="network", rank=rank, text=f"A question to {servers}, port 53, has no answer yet.")

@@ -1,4 +1,4 @@
-"""The cause stopped-early: a rank has left the training loop alone, and not because its data ended."""
+"""The cause stopped-early: a rank left the training loop alone, and not because its data ended."""
 
 from collections.abc import Iterator
 
@@ -13,11 +13,11 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     capitalised,
     clause,
-    ended_first,
     finding,
     hang_rule,
     joined,
     others_wait,
+    out_of_data_first,
     ranks_words,
     recorder_evidence,
     verb,
@@ -76,18 +76,18 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Who set trainer.should_stop; loops of the user's own.
     """
-    early = ended_first(view)
-    told = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
+    early = out_of_data_first(view)
+    trainers = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(early))
-    if not early or told.keys() != view.facts.keys():
+    if not early or trainers.keys() != view.facts.keys():
         return
-    ends = {told[rank].end for rank in early}
-    if validation := _validation(view, early, others, told):
+    ends = {trainers[rank].end for rank in early}
+    if validation := _validation(view, early, others, trainers):
         yield _finding(view, early, others, validation[0], Confidence.LIKELY, validation[1])
-    elif ends == {LoopEnd.SHOULD_STOP} and not any(told[rank].end in ends for rank in others):
+    elif ends == {LoopEnd.SHOULD_STOP} and not any(trainers[rank].end in ends for rank in others):
         how = f"stopped training: trainer.should_stop is set there, and not on {ranks_words(others)}"
         yield _finding(view, early, others, how, Confidence.CERTAIN, _REMEDIES[LoopEnd.SHOULD_STOP])
-    elif changes := _other_changes(told, early, others):
+    elif changes := _changes(trainers, early, others):
         how = f"stopped training: {changes}"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDY_CHANGED)
     elif ends == {LoopEnd.MAX_STEPS}:
@@ -95,55 +95,57 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS])
     elif (
         ends == {LoopEnd.UNKNOWN}
-        and all(_is_cut_short(told[rank]) for rank in early)
+        and all(_is_cut_short(trainers[rank]) for rank in early)
         and not _have_begun_another_epoch(view, early, others)
     ):
         how = "left its epoch early, although neither its data nor its steps are at an end and nothing asked it to stop"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.UNKNOWN])
     elif ends == {LoopEnd.DATA} and (batches := _batches_left(view, early, others)):
-        # A loader may give fewer batches than it says.
+        # A loader may yield fewer batches than its length.
         how = f"left an epoch of {batches} batches before its end"
         yield _finding(view, early, others, how, Confidence.POSSIBLE, _REMEDIES[LoopEnd.UNKNOWN])
 
 
 def _validation(
-    view: Timeline, early: tuple[int, ...], others: tuple[int, ...], told: dict[int, TrainerFacts]
+    view: Timeline, early: tuple[int, ...], others: tuple[int, ...], trainers: dict[int, TrainerFacts]
 ) -> tuple[str, str] | None:
-    """What ranks do that validate within an epoch, or have not validated, and the remedy; None if they do neither."""
+    """What the early ranks did, and the remedy, if they validate within an epoch or have not validated; else None."""
     if without_validation(view, early, others):
         return f"gone on without the validation that {clause(others, 'is|are in')}", _REMEDY_WITHOUT
     if any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in early):
         return None
-    if all(told[rank].validates_by_clock for rank in early):
+    if all(trainers[rank].validates_by_clock for rank in early):
         return "begun to validate by its own clock", _REMEDY_CLOCK
-    are_within = all(told[rank].end is LoopEnd.UNKNOWN and _is_cut_short(told[rank]) for rank in early)
-    are_past = min(told[rank].batches_begun for rank in others) > max(told[rank].batches_begun for rank in early)
-    are_alike = len({trainer.batches for trainer in told.values()}) == 1
+    are_within = all(trainers[rank].end is LoopEnd.UNKNOWN and _is_cut_short(trainers[rank]) for rank in early)
+    are_past = min(trainers[rank].batches_begun for rank in others) > max(
+        trainers[rank].batches_begun for rank in early
+    )
+    are_alike = len({trainer.batches for trainer in trainers.values()}) == 1
     return ("begun to validate within its epoch", _REMEDY_VALIDATION) if are_within and are_past and are_alike else None
 
 
 def _batches_left(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> int:
-    """As many batches as every rank's epoch has, if some are in the next one before the others have made them; else 0.
+    """The number of batches of the epoch that inspected ranks left early, if some are in the next epoch; else 0.
 
-    Only from outside: else what a rank's epoch ended for is known.
+    If ranks answer themselves, it is known why an epoch ended.
     """
     now = {rank: facts.progress for rank, facts in view.facts.items()}
-    counts = {_told(view, rank).batches for rank in now}
+    counts = {_trainer(view, rank).batches for rank in now}
     epochs = {now[rank].epoch for rank in others}
-    are_seen = all(facts.inspection is not None for facts in view.facts.values())
+    are_inspected = all(facts.inspection is not None for facts in view.facts.values())
     are_training = all(each.phase is Phase.TRAIN for each in now.values())
     are_next = all({now[rank].epoch - 1} == epochs for rank in early)
     batches = counts.pop() if len(counts) == 1 else None
     is_left = batches is not None and all(now[rank].batch_idx < batches - 1 for rank in others)
-    return batches if are_seen and are_training and are_next and is_left and batches is not None else 0
+    return batches if are_inspected and are_training and are_next and is_left and batches is not None else 0
 
 
-def _other_changes(told: dict[int, TrainerFacts], early: tuple[int, ...], others: tuple[int, ...]) -> str:
-    """What has been changed on the ranks that have ended, and not on the others: ``"max_epochs is 2 there, was 6"``."""
-    first = told[early[0]]
-    if any(told[rank].changed != first.changed for rank in early):
+def _changes(trainers: dict[int, TrainerFacts], early: tuple[int, ...], others: tuple[int, ...]) -> str:
+    """The settings that only the early ranks have changed: ``"max_epochs is 2 there …, and was 6"``; may be empty."""
+    first = trainers[early[0]]
+    if any(trainers[rank].changed != first.changed for rank in early):
         return ""
-    changes = [name for name in first.changed if all(name not in told[rank].changed for rank in others)]
+    changes = [name for name in first.changed if all(name not in trainers[rank].changed for rank in others)]
     words = (_change_words(name, first.changed[name], first.settings.get(name, "None")) for name in changes)
     return ", ".join(words)
 
@@ -155,7 +157,7 @@ def _change_words(name: str, now: str, before: str) -> str:
 
 
 def _have_begun_another_epoch(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    """Whether they have gone on from a validation that all others are in: their epoch is not at its end."""
+    """Whether they have left a validation that all others are in, so that their epoch continues."""
     phases = {rank: facts.progress.phase for rank, facts in view.facts.items()}
     is_over = all(phases[rank] is Phase.FINISHED for rank in early)
     return not is_over and all(phases[rank] is Phase.VALIDATE for rank in others)
@@ -187,27 +189,27 @@ def _finding(
     )
 
 
-def _told(view: Timeline, rank: int) -> TrainerFacts:
+def _trainer(view: Timeline, rank: int) -> TrainerFacts:
     trainer = view.facts[rank].trainer
     assert trainer is not None
     return trainer
 
 
 def _places(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> list[str]:
-    """Lines that may have made these go on."""
+    """The lines that may have let these ranks continue."""
     if without_validation(view, early, others):
-        return [*dict.fromkeys(place for rank in early for place in _told(view, rank).validates_at)]
-    return [*dict.fromkeys(place for rank in early for place in _told(view, rank).ended_at)]
+        return [*dict.fromkeys(place for rank in early for place in _trainer(view, rank).validates_at)]
+    return [*dict.fromkeys(place for rank in early for place in _trainer(view, rank).ended_at)]
 
 
 def _may_be_callback(view: Timeline, early: tuple[int, ...]) -> bool:
-    """Whether one of Lightning's own callbacks may have set should_stop, whatever else sets it."""
-    told = (_told(view, rank) for rank in early)
-    return any(one.end is LoopEnd.SHOULD_STOP and _STOPPING.intersection(one.callbacks) for one in told)
+    """Whether one of Lightning's own callbacks may have set should_stop."""
+    trainers = (_trainer(view, rank) for rank in early)
+    return any(one.end is LoopEnd.SHOULD_STOP and _STOPPING.intersection(one.callbacks) for one in trainers)
 
 
 def _at(view: Timeline, rank: int) -> str:
-    trainer = _told(view, rank)
+    trainer = _trainer(view, rank)
     if not trainer.batches_begun:
         words = batch_words(view.facts[rank].progress)
         return f"and is {words if words.startswith(('in ', 'before ')) else f'in {words}'}"
@@ -217,7 +219,7 @@ def _at(view: Timeline, rank: int) -> str:
 def _evidence(view: Timeline, early: tuple[int, ...], places: list[str]) -> Iterator[Evidence]:
     alike: dict[str, list[int]] = {}
     for rank in sorted(view.facts, key=lambda rank: rank not in early):
-        trainer = _told(view, rank)
+        trainer = _trainer(view, rank)
         stopping = sorted(_STOPPING.intersection(trainer.callbacks))
         can = f"; its {' and '.join(stopping)} can stop it" if stopping else ""
         alike.setdefault(f"{batch_words(view.facts[rank].progress)}, {_at(view, rank)}{can}", []).append(rank)

@@ -43,13 +43,13 @@ def stopped_process(view: Timeline) -> Iterator[Finding]:
         Who stopped it; a process on a host where no rank answers.
     """
     for rank, process in silent_processes(view, Reason.STOPPED):
-        words, remedy = _told(process)
+        words, remedy = _words_and_remedy(process)
         yield silent_finding(
             view, rank, process, words, remedy=remedy.format(pid=process.pid), confidence=Confidence.CERTAIN
         )
 
 
-def _told(process: ProcessFacts) -> tuple[str, str]:
+def _words_and_remedy(process: ProcessFacts) -> tuple[str, str]:
     if process.state == "tracing-stop":
         return "stopped by a debugger", _DEBUGGER
     if process.state == "stopped":

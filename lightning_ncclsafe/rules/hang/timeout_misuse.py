@@ -1,4 +1,4 @@
-"""The cause timeout-misuse: a wait was given up by another, shorter timeout than the one that was configured."""
+"""The cause timeout-misuse: a wait ended by a shorter timeout than the one that was configured."""
 
 import re
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Severity,
     Timeline,
-    calls_location,
+    call_location,
     clause,
     duration_words,
+    exception_evidence,
     finding,
     group_words,
     hang_rule,
@@ -20,11 +21,11 @@ from lightning_ncclsafe.rules.kit import (
     while_others_wait,
 )
 
-# Gloo, the store, NCCL's watchdog and monitored_barrier, in this order.
-_SAID = re.compile(
+# Messages of gloo, the store, NCCL's watchdog and monitored_barrier, in this order.
+_EXPIRED = re.compile(
     r"Timed out waiting (\d+)\s?ms|[Ww]ait timeout after (\d+)\s?ms|Timeout\(ms\)=(\d+)|monitoredBarrier in (\d+)\s?ms"
 )
-# What people set in the hope that it is a timeout.
+# Variables that users set as timeouts and that nothing reads.
 _UNREAD = ("NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "NCCL_COMM_TIMEOUT", "TORCH_NCCL_TIMEOUT", "GLOO_TIMEOUT")
 _LISTED = 8
 _RECENT = 16
@@ -54,31 +55,31 @@ def timeout_misuse(view: Timeline) -> Iterator[Finding]:
     """
     if view.job.incident.kind is IncidentKind.RECORDED or view.job.incident.timeout_s <= 0:
         return
-    given_up = {rank: found for rank, facts in view.facts.items() if (found := _given_up_ms(facts))}
+    expired = {rank: timeout_ms for rank, facts in view.facts.items() if (timeout_ms := _expired_ms(facts))}
     usual = _usual_ms(view)
     limit_ms = view.job.incident.timeout_s * 1000
-    short = {rank: found for rank, found in sorted(given_up.items()) if found < limit_ms and found not in usual}
+    short = {rank: timeout for rank, timeout in sorted(expired.items()) if timeout < limit_ms and timeout not in usual}
     if short:
-        yield _given_up(view, short, Confidence.CERTAIN if usual else Confidence.LIKELY)
+        yield _has_expired(view, short, Confidence.CERTAIN if usual else Confidence.LIKELY)
     elif pending := _pending(view):
-        yield _to_come(view, pending)
+        yield _will_expire(view, pending)
 
 
 def _usual_ms(view: Timeline) -> set[int]:
-    """Timeouts of the default group, which follow the strategy's limits from phase to phase."""
-    # Those of other groups may be many, as with a sharded model.
+    """The timeouts of the default group, which follow the strategy's limits from phase to phase."""
+    # Other groups may have many recent calls, as with a sharded model.
     of_default = ([call for call in facts.collectives if call.group == "0"] for facts in view.facts.values())
     return {call.timeout_ms for calls in of_default for call in calls[-_RECENT:]}
 
 
-def _given_up_ms(facts: RankFacts) -> int:
-    """After how long a wait of this rank was given up, by what it raised; 0 where that says nothing."""
-    found = _SAID.search(facts.exception.message) if facts.exception is not None else None
-    return next((int(number) for number in found.groups() if number), 0) if found else 0
+def _expired_ms(facts: RankFacts) -> int:
+    """The timeout after which this rank's wait ended, by its exception; 0 if unknown."""
+    match = _EXPIRED.search(facts.exception.message) if facts.exception is not None else None
+    return next((int(number) for number in match.groups() if number), 0) if match else 0
 
 
 def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
-    """Group and timeout, in milliseconds, of what each rank waits in, where that is shorter than the strategy's."""
+    """Group and timeout in milliseconds of what each rank waits in, if it is shorter than the strategy's."""
     ours = {group.name for facts in view.facts.values() for group in facts.groups if group.description in VOTE_GROUPS}
     waits = {rank: view.activities[rank].collective for rank in view.waiting}
     limit_ms, usual = view.job.incident.timeout_s * 1000, _usual_ms(view)
@@ -90,7 +91,7 @@ def _pending(view: Timeline) -> dict[int, tuple[str, int]]:
     }
 
 
-def _given_up(view: Timeline, short: dict[int, int], confidence: Confidence) -> Finding:
+def _has_expired(view: Timeline, short: dict[int, int], confidence: Confidence) -> Finding:
     ranks, first = tuple(short), next(iter(short.values()))
     text = (
         f"{ranks_words(ranks)} gave up waiting after {duration_words(first / 1000)}, although the strategy's timeout "
@@ -101,7 +102,7 @@ def _given_up(view: Timeline, short: dict[int, int], confidence: Confidence) -> 
 
 
 def _owner(view: Timeline, rank: int, waited_ms: int) -> str:
-    """The group with that very timeout among the rank's last collectives, in words."""
+    """The group with this timeout among the rank's last collectives, in words."""
     facts = view.facts[rank]
     calls = reversed(facts.collectives)
     name = next((call.group for call in calls if call.timeout_ms == waited_ms), None)
@@ -111,7 +112,7 @@ def _owner(view: Timeline, rank: int, waited_ms: int) -> str:
     return group_words(name) + (f" ({described})" if described not in ("", "undefined", "default_pg") else "")
 
 
-def _to_come(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding:
+def _will_expire(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding:
     ranks = tuple(sorted(pending))
     name, timeout_ms = pending[ranks[0]]
     text = (
@@ -132,17 +133,17 @@ def _finding(
         text,
         severity=severity,
         confidence=confidence,
-        location=calls_location(view, ranks),
+        location=call_location(view, ranks),
         evidence=_evidence(view, ranks, unread),
         remedy=_REMEDY + (_REMEDY_UNREAD.format(name=unread.partition("=")[0]) if unread else ""),
     )
 
 
 def _unread(view: Timeline) -> str:
-    """``"NCCL_TIMEOUT=7200"`` where a rank has such a variable set."""
+    """``"NCCL_TIMEOUT=7200"`` if a rank has such a variable set; else empty."""
     set_here = (facts.machine.settings for facts in view.facts.values())
-    found = (f"{name}={settings[name]}" for settings in set_here for name in _UNREAD if name in settings)
-    return next(found, "")
+    unread = (f"{name}={settings[name]}" for settings in set_here for name in _UNREAD if name in settings)
+    return next(unread, "")
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...], unread: str) -> Iterator[Evidence]:
@@ -150,8 +151,7 @@ def _evidence(view: Timeline, ranks: tuple[int, ...], unread: str) -> Iterator[E
     yield Evidence(source="settings", text=f"The timeout that applies is {applies}.")
     for rank in ranks[:_LISTED]:
         facts = view.facts[rank]
-        if facts.exception is not None:
-            yield Evidence(source="exception", rank=rank, text=f"{facts.exception.type}: {facts.exception.message}")
+        yield from exception_evidence(facts)
         call = view.activities[rank].collective
         if call is not None and call.timeout_ms:
             text = f"Waits in {call.op} of {group_words(call.group)}, whose timeout is {call.timeout_ms / 1000:g} s."

@@ -15,17 +15,17 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     capitalised,
     clause,
-    ended_first,
     finding,
     hang_rule,
     joined,
     left_loop,
     location_of,
     others_wait,
+    out_of_data_first,
     positions,
     ranks_words,
     recorder_evidence,
-    users_line,
+    user_location,
     verb,
     where_evidence,
 )
@@ -70,19 +70,19 @@ def uneven_batches(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Lengths of loaders that have none; then only the position of each rank is known.
     """
-    if short := ended_first(view):
+    if short := out_of_data_first(view):
         yield _finding(view, short)
     elif left := left_loop(view):
-        yield _past_loop(view, left)
+        yield _loop_finding(view, left)
 
 
 def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in set(short))
     lengths = _lengths(view)
     is_stopped = _is_stopped(view, short)
-    is_outside = any(facts.inspection is not None for facts in view.facts.values())
-    is_seen = _have_fewer(view, short) if is_outside else len(set(lengths.values())) > 1
-    confidence = Confidence.CERTAIN if is_seen else Confidence.LIKELY
+    is_inspected = any(facts.inspection is not None for facts in view.facts.values())
+    is_certain = _have_fewer(view, short) if is_inspected else len(set(lengths.values())) > 1
+    confidence = Confidence.CERTAIN if is_certain else Confidence.LIKELY
     is_known = all(_is_known(view, rank) for rank in short)
     how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} training"
     where = batch_words(view.facts[others[0]].progress)
@@ -97,14 +97,14 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
         severity=_severity(view, short),
         confidence=confidence if is_known and _is_decided(view, short) else Confidence.POSSIBLE,
-        location=users_line(view, others),
+        location=user_location(view, others),
         evidence=(*_evidence(view), *recorder_evidence(view)),
         remedy=_REMEDY_STOPPED if is_stopped else _REMEDY,
     )
 
 
-def _past_loop(view: Timeline, left: LeftLoop) -> Finding:
-    """Of a program without a Trainer nobody counts the batches; the source tells which loop it is in."""
+def _loop_finding(view: Timeline, left: LeftLoop) -> Finding:
+    """Without a Trainer no batches are counted; the source shows the loop that ranks are in."""
     others = tuple(rank for rank in sorted(view.facts) if rank not in left.ranks)
     loop, where = f"`{left.loop.code}` (line {left.loop.line})", f"{location_of(left.loop)}."
     text = (
@@ -127,10 +127,10 @@ def _past_loop(view: Timeline, left: LeftLoop) -> Finding:
 
 
 def _is_decided(view: Timeline, short: tuple[int, ...]) -> bool:
-    """Whether these have too few batches, and not the others too many: seen from outside, only their number tells.
+    """Whether these ranks have too few batches, and not the others too many.
 
-    There, others that are still in validation may have left something else out, and if the epochs of all are as long,
-    something else may have ended one.
+    For inspected ranks, only the minority decides: others that are still in validation may have skipped something else,
+    and if all epochs are equally long, something else may have ended one.
     """
     if all(facts.inspection is None for facts in view.facts.values()):
         return True
@@ -142,7 +142,7 @@ def _is_decided(view: Timeline, short: tuple[int, ...]) -> bool:
 
 
 def _have_fewer(view: Timeline, short: tuple[int, ...]) -> bool:
-    """Whether the others are in batches that these do not have, as the numbers of all say."""
+    """Whether the others are in batches that these ranks do not have, by the numbers of batches of all ranks."""
     lengths = _lengths(view)
     if lengths.keys() != view.facts.keys():
         return False
@@ -151,21 +151,21 @@ def _have_fewer(view: Timeline, short: tuple[int, ...]) -> bool:
 
 
 def _is_known(view: Timeline, rank: int) -> bool:
-    """Whether anything is known of its batches."""
+    """Whether anything is known about its batches."""
     facts = view.facts[rank]
     is_placed = facts.progress.batch_idx >= 0 and facts.progress.epoch >= 0
     return is_placed or facts.trainer is not None or rank in _lengths(view)
 
 
 def _is_stopped(view: Timeline, short: tuple[int, ...]) -> bool:
-    """Whether all loaders are known to have as many batches: then something else has ended the Trainer there."""
+    """Whether all loaders have equally many batches, so that something else ended the Trainer on these ranks."""
     lengths = _lengths(view)
     have_finished = all(view.facts[rank].progress.phase is Phase.FINISHED for rank in short)
     return have_finished and lengths.keys() == view.facts.keys() and len({*lengths.values()}) == 1
 
 
 def _severity(view: Timeline, short: tuple[int, ...]) -> Severity | None:
-    """A rank that has finished will call nothing any more; the others wait in vain."""
+    """An error if a rank has finished: it will make no more calls, and the others wait in vain."""
     is_final = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in short)
     return Severity.ERROR if is_final else None
 
@@ -176,16 +176,16 @@ def _ended(view: Timeline, rank: int) -> str:
     is_in_another = progress.epoch > min(facts.progress.epoch for facts in view.facts.values())
     if progress.phase not in _TRAINING or (is_in_another and not is_counted):
         return f"it is at {batch_words(progress)}"
-    # A loader may give fewer than it has said.
+    # A loader may yield fewer batches than its length.
     count = _lengths(view).get(rank, progress.batch_idx + 1) if is_counted else progress.batch_idx + 1
     of_epoch = f" of epoch {progress.epoch}" if progress.epoch >= 0 else ""
     return f"after {count} batches{of_epoch}" if count > 0 else batch_words(progress)
 
 
 def _lengths(view: Timeline) -> dict[int, int]:
-    """Number of batches of each rank's first loader, where it has a length and is the one for training.
+    """The number of batches of each rank's first loader, if it has a length and is the one for training.
 
-    Seen from outside, as many as the Trainer counts on.
+    For inspected ranks, the number that the Trainer expects.
     """
     if any(facts.inspection is not None for facts in view.facts.values()):
         trainers = ((facts.rank, facts.trainer) for facts in view.facts.values())

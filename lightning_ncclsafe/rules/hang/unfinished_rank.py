@@ -1,4 +1,4 @@
-"""The cause unfinished-rank: all other ranks have finished, and one works on at the end of the Trainer's function."""
+"""The cause unfinished-rank: one rank still works at the end of the Trainer's function, all others have finished."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     hang_rule,
-    in_its_data,
+    has_batches_left,
     in_trainer_again,
     is_gone,
     left_in_order,
@@ -24,8 +24,8 @@ from lightning_ncclsafe.rules.kit import (
     place_words,
     ranks_words,
     stack_evidence,
-    standing,
     verb,
+    where_words,
 )
 
 _AT_END = (".on_fit_end", ".on_train_end", ".on_test_end", ".on_predict_end", ".on_predict_epoch_end", "teardown")
@@ -64,10 +64,10 @@ def unfinished_rank(view: Timeline) -> Iterator[Finding]:
         return
     finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
     ranks = view.working(view.facts)
-    # One that still has data to go through will wait for those that have left: that is another matter.
-    if not ranks or len(finished) + len(ranks) < len(view.facts) or in_its_data(view, ranks):
+    # A rank that still has batches will wait for those that have left: that is a different cause.
+    if not ranks or len(finished) + len(ranks) < len(view.facts) or has_batches_left(view, ranks):
         return
-    text = f"{clause(ranks, 'has|have not finished')}: {standing(view, ranks[0])}"
+    text = f"{clause(ranks, 'has|have not finished')}: {where_words(view, ranks[0])}"
     if not finished:
         if gone := _gone_before_the_end(view, ranks):
             ended = f"the {'process' if len(gone) == 1 else 'processes'} of {ranks_words(gone)}"
@@ -90,7 +90,7 @@ def unfinished_rank(view: Timeline) -> Iterator[Finding]:
 
 
 def _gone_before_the_end(view: Timeline, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Ranks whose processes are gone, seen from outside, while these are in hooks at the end of the Trainer's call."""
+    """Ranks whose processes have exited while these inspected ranks are in hooks at the end of the Trainer's call."""
     if not all(facts.inspection is not None and _is_at_end(facts) for facts in map(view.facts.__getitem__, ranks)):
         return ()
     gone = tuple(rank for rank in view.silent if rank in view.witnesses and is_gone(view, rank))

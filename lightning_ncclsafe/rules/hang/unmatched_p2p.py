@@ -1,4 +1,4 @@
-"""The cause unmatched-p2p: ranks wait for sends and receives of which none fits another."""
+"""The cause unmatched-p2p: ranks wait for sends and receives that do not match each other."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     place_words,
     ranks_words,
-    receives_alone,
-    send_and_receive,
+    send_recv_pairs,
+    sole_receiver,
     stack_evidence,
     verb,
     wait_words,
@@ -54,38 +54,38 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         that receives from anybody. A wait() of another library that is written in C looks the same.
     """
     sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
-    # With a rank that is still at work, or with one that is gone, there may be another side yet.
+    # A rank that still works, or one that is gone, may be the other side.
     if set(view.waiting) != set(view.facts) or view.silent or view.raised:
         return
     if len(sides) > 1:
         yield _finding(view, sides)
-    elif pairs := send_and_receive(view):
-        yield _not_what_is_sent(view, pairs)
-    elif alone := _left_alone(view):
-        yield _left(view, alone)
-    elif (rank := receives_alone(view)) is not None:
-        yield _sent_too_rarely(view, rank)
+    elif pairs := send_recv_pairs(view):
+        yield _different_messages(view, pairs)
+    elif peers := _peers_in_collectives(view):
+        yield _peers_moved_on(view, peers)
+    elif (rank := sole_receiver(view)) is not None:
+        yield _no_sender(view, rank)
 
 
 def _waits_for_peer(view: Timeline, rank: int) -> bool:
-    """In a wait() of C++ code, with all of its groups' collectives at an end, and all of them recorded."""
+    """Whether a rank is in a wait() of C++ code although all collectives are recorded and none is outstanding."""
     facts, doing = view.facts[rank], view.activities[rank]
     is_wait = doing.kind is Kind.COLLECTIVE and doing.call == "wait" and doing.collective is None
     return is_wait and not facts.unrecorded and facts.exception is None
 
 
-def _left_alone(view: Timeline) -> dict[int, int]:
-    """Ranks that send or receive, with the peer: one that waits in a collective, and so is not the other side.
+def _peers_in_collectives(view: Timeline) -> dict[int, int]:
+    """Ranks that send or receive, each with its peer, if the peer waits in a collective and not in the other side.
 
-    Where the recorder shows who is behind in that collective, the two wait for each other in a circle.
+    If the recorder shows that such a rank is behind in that collective, the two wait in a circle instead.
     """
-    found = {}
+    peers = {}
     for rank in view.waiting:
         doing, peer = view.activities[rank], view.facts[rank].steps.peer
         exchanges = doing.kind is Kind.COLLECTIVE and doing.collective is None and rank not in view.behind
         if exchanges and peer in view.facts and _is_in_collective(view, peer):
-            found[rank] = peer
-    return found
+            peers[rank] = peer
+    return peers
 
 
 def _is_in_collective(view: Timeline, rank: int) -> bool:
@@ -93,7 +93,7 @@ def _is_in_collective(view: Timeline, rank: int) -> bool:
     return doing.kind is Kind.COLLECTIVE and doing.collective is not None and view.facts[rank].steps.peer < 0
 
 
-def _not_what_is_sent(view: Timeline, pairs: dict[int, int]) -> Finding:
+def _different_messages(view: Timeline, pairs: dict[int, int]) -> Finding:
     receiving = [rank for rank in pairs if view.activities[rank].call == "recv"]
     parts = [
         f"rank {rank} waits in recv for rank {pairs[rank]}, which waits in send for rank {rank} "
@@ -111,23 +111,23 @@ def _not_what_is_sent(view: Timeline, pairs: dict[int, int]) -> Finding:
     )
 
 
-def _left(view: Timeline, alone: dict[int, int]) -> Finding:
+def _peers_moved_on(view: Timeline, peers: dict[int, int]) -> Finding:
     parts = [
         f"rank {rank} waits in {wait_words(view, rank)} for rank {peer}, which waits in {wait_words(view, peer)}"
-        for rank, peer in alone.items()
+        for rank, peer in peers.items()
     ]
-    batch = batch_words(view.facts[next(iter(alone))].progress)
-    frames = {location_of(view.activities[rank].frame) for rank in alone}
+    batch = batch_words(view.facts[next(iter(peers))].progress)
+    frames = {location_of(view.activities[rank].frame) for rank in peers}
     return finding(
         view,
-        tuple(sorted({*alone, *alone.values()})),
+        tuple(sorted({*peers, *peers.values()})),
         f"{capitalised(', '.join(parts))}, {batch}: one side sends or receives more often than the other.",
         location=frames.pop() if len(frames) == 1 else "",
-        evidence=tuple(stack_evidence(view, (*alone,))),
+        evidence=tuple(stack_evidence(view, (*peers,))),
     )
 
 
-def _sent_too_rarely(view: Timeline, rank: int) -> Finding:
+def _no_sender(view: Timeline, rank: int) -> Finding:
     frame = view.activities[rank].frame
     others = tuple(other for other in view.waiting if other != rank)
     text = (
@@ -162,7 +162,7 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
 
 
 def _others(view: Timeline, sides: tuple[int, ...]) -> str:
-    others = view.held_up(sides)
+    others = view.waiting_besides(sides)
     return f"{capitalised(ranks_words(others))} {verb(others, 'waits', 'wait')} for them." if others else ""
 
 

@@ -1,4 +1,4 @@
-"""The cause unpresented-loader: some ranks have made their dataloaders, others are somewhere else."""
+"""The cause unpresented-loader: some ranks have created their dataloaders, others are elsewhere."""
 
 from collections.abc import Iterator
 
@@ -21,10 +21,10 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     short_location,
     stack_evidence,
-    standing,
-    users_line,
+    user_location,
     verb,
     wait_words,
+    where_words,
 )
 
 
@@ -53,7 +53,7 @@ def unpresented_loader(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Why the others are where they are; only where that is.
     """
-    presenting = {rank: stage for rank, facts in view.facts.items() if (stage := _presents(facts))}
+    presenting = {rank: stage for rank, facts in view.facts.items() if (stage := _presented_stage(facts))}
     elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised) - _has_left(view, presenting)))
     if presenting and elsewhere:
         alone = tuple(rank for rank in sorted(presenting) if condition_of(view, rank))
@@ -64,31 +64,32 @@ def unpresented_loader(view: Timeline) -> Iterator[Finding]:
         )
 
 
-def _presents(facts: RankFacts) -> str:
+def _presented_stage(facts: RankFacts) -> str:
+    """The stage whose loaders a rank presents; empty if it presents none."""
     names = (action.name for action in facts.progress.actions)
     return next((name.removeprefix(AGREEMENT) for name in names if name.startswith(AGREEMENT)), "")
 
 
 def _has_left(view: Timeline, presenting: dict[int, str]) -> set[int]:
-    """Ranks that come from this very comparison, which they have given up: it is not they who are missed there."""
+    """Ranks that were in this comparison and have given it up: the others do not wait for them."""
     left = {f"{AGREEMENT}{stage}" for stage in presenting.values()}
     return {rank for rank, facts in view.facts.items() if facts.progress.last_action in left}
 
 
 def _asked_at(view: Timeline, presenting: dict[int, str]) -> Frame | None:
-    """The user's line that has asked for the loaders, where it was not Lightning itself."""
+    """The user's line that asked for the loaders; None if Lightning did."""
     places = (view.activities[rank].place for rank in sorted(presenting))
     return next((place for place in places if place is not None and place.user), None)
 
 
 def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> Finding:
-    """Those that present stand under a condition on the rank, so the others will never come there."""
+    """The presenting ranks are under a condition on the rank, so the others will never come."""
     ranks, asked = tuple(sorted(presenting)), _asked_at(view, presenting)
     at = f" at {short_location(asked)}" if asked else ""
     text = (
         f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at}, under "
         f"{condition_words(condition_of(view, ranks[0]))}, which all ranks must do; {ranks_words(elsewhere)} "
-        f"{verb(elsewhere, 'is', 'are')} {standing(view, elsewhere[0])}."
+        f"{verb(elsewhere, 'is', 'are')} {where_words(view, elsewhere[0])}."
     )
     return finding(
         view,
@@ -109,7 +110,7 @@ def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, .
         f"{clause(elsewhere, 'has|have not presented a')} {next(iter(presenting.values()))}, "
         f"for which {ranks_words(presenting)} {verb(tuple(presenting), 'waits', 'wait')}"
         f"{f', asked for at {short_location(asked)}' if asked else ''}; "
-        f"{verb(elsewhere, 'it is', 'they are')} {standing(view, rank)}{waits}."
+        f"{verb(elsewhere, 'it is', 'they are')} {where_words(view, rank)}{waits}."
     )
     return finding(
         view,
@@ -117,6 +118,6 @@ def _finding(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, .
         text,
         severity=Severity.ERROR if stuck else None,
         confidence=Confidence.CERTAIN if stuck else Confidence.LIKELY,
-        location=location_of(asked) or users_line(view, elsewhere),
+        location=location_of(asked) or user_location(view, elsewhere),
         evidence=(*how_we_know(view, elsewhere), *stack_evidence(view, sorted(presenting)[:1])),
     )

@@ -1,4 +1,4 @@
-"""The cause unreachable-host: no rank of a host answers, nor does the host itself."""
+"""The cause unreachable-host: neither a host nor any of its ranks answers."""
 
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -74,7 +74,7 @@ def _names(hosts: tuple[SilentHost, ...]) -> str:
 
 
 def _since(job: JobFacts) -> str:
-    """When those who wait last made progress, and so heard from all others."""
+    """When the waiting ranks last made progress, and so heard from all others."""
     idle_s = min((facts.progress.idle_s for facts in job.ranks), default=job.incident.idle_s)
     taken_s = max((facts.taken_ns / 1e9 for facts in job.ranks), default=job.incident.opened_ns / 1e9)
     last = datetime.fromtimestamp(taken_s - idle_s, tz=timezone.utc)

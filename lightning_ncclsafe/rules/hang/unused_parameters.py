@@ -1,4 +1,4 @@
-"""The cause unused-parameters: a part of the model took no part in one rank's step, and its peers wait for it."""
+"""The cause unused-parameters: one rank's step did not use a part of the model, and its peers wait for it."""
 
 from collections.abc import Iterator
 
@@ -13,22 +13,23 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     alone_in_trainer,
     batch_words,
-    calls_location,
+    call_location,
     clause,
     culprits,
-    ended_first,
+    different_counts,
+    exception_evidence,
     finding,
     gathering_alone,
     hang_rule,
     how_we_know,
-    other_counts,
+    out_of_data_first,
     ranks_words,
     sent_words,
     signature,
-    standing,
     unit_of,
     units_of,
     verb,
+    where_words,
     while_others_wait,
 )
 
@@ -74,27 +75,27 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
     if refused:
         yield _refusal(view, refused)
     elif not view.raised and not gathering_alone(view) and not alone_in_trainer(view):
-        left_out = _left_out(view)
-        if left_out:
-            yield _incomplete(view, left_out)
-        elif view.divergence is not None and not ended_first(view) and _gather_others(view, view.divergence):
-            yield _other_unit(view, view.divergence)
+        incomplete = _with_incomplete_pass(view)
+        if incomplete:
+            yield _incomplete(view, incomplete)
+        elif _gather_different_units(view) and view.divergence is not None:
+            yield _different_units(view, view.divergence)
 
 
 def _is_refused(facts: RankFacts) -> bool:
     return facts.exception is not None and facts.exception.message.startswith(_REFUSED)
 
 
-def _left_out(view: Timeline) -> tuple[int, ...]:
-    """Ranks that have left the very backward pass in which peers wait in a bucket's all-reduce, and not called that.
+def _with_incomplete_pass(view: Timeline) -> tuple[int, ...]:
+    """Ranks that have left the backward pass in which peers wait for a bucket's all-reduce, without calling it.
 
-    They have gone through as many backward passes as those have begun, or lack gradients that those have.
+    They have made as many backward passes as the peers have begun, or lack gradients that the peers have.
     """
     awaited = {rank: call for rank in view.waiting if (call := _bucket_call(view, rank)) is not None}
     past = [rank for rank in sorted(view.facts.keys() - awaited.keys()) if _is_past(view.facts[rank], awaited)]
     if not past:
         return ()
-    known = other_counts(view)
+    known = different_counts(view)
     if known is not None and known.are_exchanged:
         return ()
     begun = max(view.facts[rank].steps.with_backward for rank in awaited)
@@ -108,7 +109,7 @@ def _left_out(view: Timeline) -> tuple[int, ...]:
 
 
 def _is_past(facts: RankFacts, awaited: dict[int, Collective]) -> bool:
-    """Whether a rank is in no backward pass, and has not called what others wait in under any number."""
+    """Whether a rank is not in a backward pass and has not called what others wait in, under any number."""
     call = next(iter(awaited.values()), None)
     if call is None or any(action.name.endswith(".backward") for action in facts.progress.actions):
         return False
@@ -117,26 +118,29 @@ def _is_past(facts: RankFacts, awaited: dict[int, Collective]) -> bool:
 
 
 def _unused_by_peers(view: Timeline) -> set[str]:
-    """Parameters without a gradient on ranks that wait in a bucket's all-reduce, and so have all that they will get."""
+    """Parameters without a gradient on ranks that wait in a bucket's all-reduce, whose gradients are complete."""
     waiting = (view.facts[rank].steps for rank in view.waiting if _bucket_call(view, rank) is not None)
     return {name for steps in waiting for name in steps.without_gradient}
 
 
 def _lacks(view: Timeline, rank: int) -> tuple[str, ...]:
-    """Parameters without a gradient on this rank that have one on those."""
+    """Parameters without a gradient on this rank that have one on the waiting peers."""
     everywhere = _unused_by_peers(view)
     return tuple(name for name in view.facts[rank].steps.without_gradient if name not in everywhere)
 
 
 def _bucket_call(view: Timeline, rank: int) -> Collective | None:
-    """The all-reduce of a DDP bucket that a rank waits in; None where it waits in something else."""
+    """The all-reduce of a DDP bucket that a rank waits in; None if it waits in something else."""
     call = view.activities[rank].collective
     unit = unit_of(call, view.facts[rank]) if call is not None else None
     return call if unit is not None and unit.kind is UnitKind.DDP_BUCKET else None
 
 
-def _gather_others(view: Timeline, split: Divergence) -> bool:
-    """All ranks gather in the same batch, each a unit of the model, and not the same."""
+def _gather_different_units(view: Timeline) -> bool:
+    """Whether all ranks gather a unit of the model in the same batch, and not the same unit."""
+    split = view.divergence
+    if split is None or out_of_data_first(view):
+        return False
     units = units_of(view, split)
     places = {(view.facts[rank].progress.epoch, view.facts[rank].progress.batch_idx) for rank in split.calls}
     return len(places) == 1 and len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
@@ -169,19 +173,19 @@ def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     text = (
         f"{clause(ranks, 'has|have left the backward pass in which')} "
         f"{verb(ranks, 'its', 'their')} peers wait, without a gradient for {which}, and "
-        f"{verb(ranks, 'is', 'are')} now {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+        f"{verb(ranks, 'is', 'are')} now {where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, None)
 
 
-def _other_unit(view: Timeline, split: Divergence) -> Finding:
+def _different_units(view: Timeline, split: Divergence) -> Finding:
     ranks = culprits(view, split)
     rank = ranks[0]
     other = next(peer for peer in split.calls if sent_words(view, split, peer) != sent_words(view, split, rank))
     text = (
         f"{clause(ranks, 'waits|wait in')} {sent_words(view, split, rank)}, and "
         f"{ranks_words([other])} in {sent_words(view, split, other)}, both as number {split.seq}: they run "
-        f"different parts of the model, {standing(view, rank)}."
+        f"different parts of the model, {where_words(view, rank)}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP + _DECIDES, None, split)
 
@@ -201,14 +205,14 @@ def _finding(
         text,
         severity=severity,
         confidence=confidence,
-        location=_location(view, ranks[0]) or (calls_location(view, ranks) if split is not None else ""),
+        location=_location(view, ranks[0]) or (call_location(view, ranks) if split is not None else ""),
         evidence=(*_evidence(view, ranks), *how_we_know(view, ranks)),
         remedy=remedy,
     )
 
 
 def _location(view: Timeline, rank: int) -> str:
-    """The line that has left the part out, where only one may have; else the one that uses it, if that is known."""
+    """The line that left the part out, if only one may have; else the line that uses it, if known."""
     steps = view.facts[rank].steps
     lines = steps.frozen_at if steps.frozen else steps.leaves_at
     return lines[0] if len(lines) == 1 else "" if steps.frozen else steps.unused_at
@@ -217,8 +221,7 @@ def _location(view: Timeline, rank: int) -> str:
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
     for rank in ranks[:8]:
         facts = view.facts[rank]
-        if facts.exception is not None:
-            yield Evidence(source="exception", rank=rank, text=f"{facts.exception.type}: {facts.exception.message}")
+        yield from exception_evidence(facts)
         if facts.steps.with_backward:
             text = f"Has gone through {facts.steps.with_backward} backward passes."
             yield Evidence(source="steps", rank=rank, text=text)

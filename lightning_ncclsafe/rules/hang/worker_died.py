@@ -1,4 +1,4 @@
-"""The cause worker-died: a process that works for a rank was killed or has failed, and the rank waits for it."""
+"""The cause worker-died: a process that works for a rank was killed or failed, and the rank waits for it."""
 
 import itertools
 import re
@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     clause,
     duration_words,
+    exception_evidence,
     finding,
     hang_rule,
     how_we_know,
@@ -24,20 +25,20 @@ from lightning_ncclsafe.rules.kit import (
     memory_evidence,
     says_shm_is_full,
     short_of_memory,
-    standing,
     unless_caught,
+    where_words,
     while_others_wait,
 )
 
-# As torch's loader says it, and Python's pool of processes.
+# Messages of torch's loader and of Python's process pool.
 _DIED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) "
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly)"
     r"|process pool was terminated abruptly"
 )
-# Where a process waits for what another one sends it.
+# Code that waits for data from another process.
 _WAITS = WAITS_FOR_PROCESSES | DATALOADER
-# What a rank gets in place of a batch whose maker dies while it hands it over, and where.
+# What a rank raises if a worker dies while it hands over a batch.
 _BROKEN = ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError")
 _KILLS = ("SIGKILL", "Killed")
 _ENDS = ("SIGTERM", "Terminated", "SIGINT", "Interrupt", "SIGHUP", "Hangup")
@@ -64,11 +65,11 @@ _REMEDY_ENDED = (
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
     """``restart`` if something else killed or ended it; ``unknown`` for lack of memory, a crash or an exit."""
-    told = [view.facts[rank] for rank in finding.ranks]
-    said = {(found["signal"] or "").strip() for facts in told if (found := _died(facts))}
-    signals = said | {child.signal for facts in told for child in facts.machine.ended if child.signal}
+    named = [view.facts[rank] for rank in finding.ranks]
+    in_messages = {(match["signal"] or "").strip() for facts in named if (match := _worker_message(facts))}
+    signals = in_messages | {child.signal for facts in named for child in facts.machine.ended if child.signal}
     is_from_outside = bool(signals) and signals <= {*_KILLS, *_ENDS}
-    return Plan.RESTART if is_from_outside and not any(facts.host_facts.oom_kills for facts in told) else Plan.UNKNOWN
+    return Plan.RESTART if is_from_outside and not any(facts.host_facts.oom_kills for facts in named) else Plan.UNKNOWN
 
 
 @hang_rule(after="shm-exhausted", reads_exceptions=True, plan=_plan)
@@ -94,10 +95,10 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
     alike: dict[tuple[str, Confidence], dict[int, str]] = defaultdict(dict)
     for rank in view.raised:
         facts = view.facts[rank]
-        if (found := _died(facts)) and not says_shm_is_full(facts):
-            alike[(found["signal"] or "").strip(), Confidence.CERTAIN][rank] = found["pids"] or ""
-        elif _breaks_off(facts):
-            signal, confidence, pid = _broken_off(facts)
+        if (match := _worker_message(facts)) and not says_shm_is_full(facts):
+            alike[(match["signal"] or "").strip(), Confidence.CERTAIN][rank] = match["pids"] or ""
+        elif _lost_worker(facts):
+            signal, confidence, pid = _killed_worker(facts)
             alike[signal, confidence][rank] = pid
     for (signal, confidence), pids in alike.items():
         yield _raised(view, pids, signal, confidence)
@@ -107,21 +108,21 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
             yield _waits_in_vain(view, rank)
 
 
-def _died(facts: RankFacts) -> re.Match[str] | None:
+def _worker_message(facts: RankFacts) -> re.Match[str] | None:
     return _DIED.search(facts.exception.message) if facts.exception is not None else None
 
 
-def _breaks_off(facts: RankFacts) -> bool:
-    """Whether its loader's worker was gone before a batch of its had been handed over."""
+def _lost_worker(facts: RankFacts) -> bool:
+    """Whether a worker of its loader disappeared while it handed over a batch."""
     exception = facts.exception
     if exception is None or exception.type not in _BROKEN:
         return False
     return is_in(HANDING_OVER, exception.stack) and is_in(DATALOADER, exception.stack)
 
 
-def _broken_off(facts: RankFacts) -> tuple[str, Confidence, str]:
-    """The signal that killed its worker, how sure that is, and the worker's process id."""
-    # The others are asked to end, and do so with code 0.
+def _killed_worker(facts: RankFacts) -> tuple[str, Confidence, str]:
+    """The signal that killed its worker, the confidence, and the worker's process id."""
+    # The loader asks the other workers to exit, which they do with code 0.
     killed = next((child for child in facts.machine.ended if child.signal), None)
     return (killed.signal, Confidence.CERTAIN, str(killed.pid)) if killed else ("", Confidence.LIKELY, "")
 
@@ -130,8 +131,8 @@ def _waits_for_a_process(facts: RankFacts) -> bool:
     return is_in(_WAITS, facts.stack[-4:])
 
 
-def _waits_for_its_own(facts: RankFacts) -> bool:
-    """Whether it waits for a process of the user's; torch's loader looks after its own, and raises once one is dead."""
+def _waits_for_users_process(facts: RankFacts) -> bool:
+    """Whether it waits for a process of the user's; torch's loader watches its own workers and raises if one dies."""
     inner = itertools.takewhile(lambda frame: not frame.user, reversed(facts.stack))
     return _waits_for_a_process(facts) and not is_in(DATALOADER, inner)
 
@@ -144,23 +145,17 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     killer = _killer(facts, signal or _KILLS[0])
     waiting = while_others_wait(view, ranks)
     text = f"{whose if len(ranks) == 1 else 'Workers'} of {how}{killer}, {batch_words(facts.progress)}{waiting}."
-    told = (view.facts[rank] for rank in ranks[:_LISTED])
+    listed = (view.facts[rank] for rank in ranks[:_LISTED])
     return finding(
         view,
         ranks,
         text,
         severity=Severity.ERROR,
         confidence=unless_caught(view, confidence),
-        evidence=tuple(item for facts in told for item in (*_said(facts), *_evidence(facts))),
+        evidence=tuple(item for facts in listed for item in (*exception_evidence(facts), *_evidence(facts))),
         remedy=_remedy(facts, signal),
         location="",
     )
-
-
-def _said(facts: RankFacts) -> Iterator[Evidence]:
-    if facts.exception is not None:
-        text = f"{facts.exception.type}: {facts.exception.message}"
-        yield Evidence(source="exception", rank=facts.rank, text=text)
 
 
 def _waits_in_vain(view: Timeline, rank: int) -> Finding:
@@ -168,11 +163,11 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     ended = facts.machine.ended
     killed = tuple(child for child in ended if child.signal)
     chosen = (killed or ended)[0]
-    is_own = _waits_for_its_own(facts)
+    is_own = _waits_for_users_process(facts)
     waits = "waits for another process" if is_own else "waits for its dataloader"
     text = (
         f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}"
-        f"{_killer(facts, chosen.signal)}: {standing(view, rank)}{while_others_wait(view, (rank,))}."
+        f"{_killer(facts, chosen.signal)}: {where_words(view, rank)}{while_others_wait(view, (rank,))}."
     )
     return finding(
         view,
@@ -185,7 +180,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
 
 
 def _confidence(facts: RankFacts, *, is_own: bool) -> Confidence:
-    """Which process a rank waits for nobody knows, unless its loader has fewer left than it has started."""
+    """How sure it is that the rank waits for a dead process: certain if its loader lacks one of its workers."""
     if is_own:
         return Confidence.LIKELY
     killed = any(child.signal for child in facts.machine.ended)

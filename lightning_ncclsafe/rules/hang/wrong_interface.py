@@ -1,4 +1,4 @@
-"""The cause wrong-interface: the network interfaces that ranks have chosen do not lead to each other."""
+"""The cause wrong-interface: the network interfaces that ranks use do not reach each other."""
 
 import re
 from collections import defaultdict
@@ -19,7 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     waits_in_init,
 )
 
-# Bridges and tunnels that containers and virtual machines make, and that end on the host.
+# Bridges and tunnels of containers and virtual machines, which end on the host.
 _BRIDGE = re.compile(r"(?:docker|br-|veth|virbr|cni|cbr|lxc|lxd|podman|vmnet|vboxnet)")
 _LISTED = 8
 _REMEDY = (
@@ -54,16 +54,18 @@ def wrong_interface(view: Timeline) -> Iterator[Finding]:
         Firewalls, and routes between different networks; the interface of a rank that does not answer.
     """
     where = view.hosts
-    taken = {rank: found for rank, facts in view.facts.items() if (found := facts.machine.interface) is not None}
-    if not taken or not _spans_hosts(view, where) or not _stands_at_the_start(view):
+    taken = {
+        rank: interface for rank, facts in view.facts.items() if (interface := facts.machine.interface) is not None
+    }
+    if not taken or not _spans_hosts(view, where) or not _waits_at_start(view):
         return
-    problems = [*_loopback(taken), *_same_address(taken, where), *_bridges(taken), *_apart(taken, where)]
+    problems = [*_loopback(taken), *_same_address(taken, where), *_bridges(taken), *_different_networks(taken)]
     for problem in problems[:1]:
         yield _finding(view, taken, problem, () if _are_several(where) else _unseen(view))
 
 
 def _spans_hosts(view: Timeline, where: dict[int, str]) -> bool:
-    """There are several hosts, or ranks that nobody sees from here."""
+    """Whether there are several hosts, or ranks that no other rank sees."""
     return _are_several(where) or bool(_unseen(view))
 
 
@@ -72,14 +74,14 @@ def _are_several(where: dict[int, str]) -> bool:
 
 
 def _unseen(view: Timeline) -> tuple[int, ...]:
-    """The ranks that may run on another host; none where all were to be started on one."""
+    """The ranks that may run on another host; empty if all should run on one."""
     if any(facts.local_world_size == view.job.world_size for facts in view.facts.values()):
         return ()
     return tuple(rank for rank in view.silent if rank not in view.witnesses)
 
 
-def _stands_at_the_start(view: Timeline) -> bool:
-    """Everyone waits, or has given up waiting, and no collective has ever ended."""
+def _waits_at_start(view: Timeline) -> bool:
+    """Whether all ranks wait, or gave up waiting, and no collective has ever completed."""
     waits = view.waiting or [rank for rank, facts in view.facts.items() if waits_in_init(facts)]
     if not waits or view.raised or view.stragglers:
         return False
@@ -92,7 +94,7 @@ def _stands_at_the_start(view: Timeline) -> bool:
 
 
 def _loopback(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
-    ranks = tuple(sorted(rank for rank, found in taken.items() if found.is_loopback))
+    ranks = tuple(sorted(rank for rank, interface in taken.items() if interface.is_loopback))
     if ranks:
         text = clause(ranks, "uses|use the loopback interface, which reaches no other host")
         yield _Problem(ranks, text, Confidence.LIKELY)
@@ -100,8 +102,8 @@ def _loopback(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
 
 def _same_address(taken: dict[int, InterfaceFacts], where: dict[int, str]) -> Iterator[_Problem]:
     users: dict[str, list[int]] = defaultdict(list)
-    for rank, found in sorted(taken.items()):
-        users[found.address].append(rank)
+    for rank, interface in sorted(taken.items()):
+        users[interface.address].append(rank)
     for address, ranks in users.items():
         if address and len({where.get(rank, "") for rank in ranks}) > 1:
             name = taken[ranks[0]].name
@@ -110,19 +112,19 @@ def _same_address(taken: dict[int, InterfaceFacts], where: dict[int, str]) -> It
 
 
 def _bridges(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
-    ranks = tuple(sorted(rank for rank, found in taken.items() if _BRIDGE.match(found.name)))
+    ranks = tuple(sorted(rank for rank, interface in taken.items() if _BRIDGE.match(interface.name)))
     if ranks:
         name = taken[ranks[0]].name
         text = f"{clause(ranks, 'uses|use')} {name}, a bridge that mostly ends on its own host"
         yield _Problem(ranks, text, Confidence.LIKELY)
 
 
-def _apart(taken: dict[int, InterfaceFacts], where: dict[int, str]) -> Iterator[_Problem]:
+def _different_networks(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
     """Different networks: a route may lead from one to the other."""
     networks: dict[str, list[int]] = defaultdict(list)
-    for rank, found in sorted(taken.items()):
-        if found.network:
-            networks[found.network].append(rank)
+    for rank, interface in sorted(taken.items()):
+        if interface.network:
+            networks[interface.network].append(rank)
     if len(networks) > 1:
         fewest = min(networks.values(), key=len)
         listed = ", ".join(f"{ranks_words(ranks)} in {network}" for network, ranks in [*networks.items()][:4])
@@ -130,13 +132,13 @@ def _apart(taken: dict[int, InterfaceFacts], where: dict[int, str]) -> Iterator[
 
 
 def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem, unseen: tuple[int, ...]) -> Finding:
-    """The finding; with ranks that may be on another host, or on this one and not started, it is a guess."""
+    """The finding; only possible if ranks may be on another host, or were not started on this one."""
     backend = taken[problem.ranks[0]].backend
     waits = clause(tuple(view.facts), "waits|wait")
     return finding(
         view,
         problem.ranks,
-        f"{problem.text}, and no collective has ever come through: {waits} at the start{_if_apart(unseen)}.",
+        f"{problem.text}, and no collective has ever come through: {waits} at the start{_condition_words(unseen)}.",
         confidence=Confidence.POSSIBLE if unseen else problem.confidence,
         evidence=_evidence(taken),
         remedy=_REMEDY.format(variable="NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"),
@@ -144,14 +146,14 @@ def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem
     )
 
 
-def _if_apart(unseen: tuple[int, ...]) -> str:
-    """What decides: on one host any interface will do."""
+def _condition_words(unseen: tuple[int, ...]) -> str:
+    """Under which condition this is the cause: on a single host, any interface works."""
     runs = f"{ranks_words(unseen)}, of which nothing is known, {verb(unseen, 'runs', 'run')} on another host"
     return f"; it is this if {runs}" if unseen else ""
 
 
 def _evidence(taken: dict[int, InterfaceFacts]) -> Iterator[Evidence]:
-    for rank, found in sorted(taken.items())[:_LISTED]:
-        others = f"; its host also has {', '.join(found.others[:4])}" if found.others else ""
-        text = f"{found.backend} takes {found.name or 'no interface'} {found.network or found.address}"
-        yield Evidence(source="network", rank=rank, text=f"{text} ({found.chosen_by}){others}.")
+    for rank, interface in sorted(taken.items())[:_LISTED]:
+        others = f"; its host also has {', '.join(interface.others[:4])}" if interface.others else ""
+        text = f"{interface.backend} takes {interface.name or 'no interface'} {interface.network or interface.address}"
+        yield Evidence(source="network", rank=rank, text=f"{text} ({interface.chosen_by}){others}.")

@@ -1,4 +1,4 @@
-"""What a rank's main thread is doing, read from its stack, its Lightning actions and its outstanding collectives."""
+"""What a rank's main thread is doing, according to its stack, its Lightning actions and its outstanding collectives."""
 
 import re
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import VOTE_GROUPS, Action, Collective, Frame, NotRecorded, Phase, RankFacts
 
 AGREEMENT = "agreement:"
-"""What the name of an action begins with in which a rank presents its loaders; the hook that gave them follows."""
+"""Prefix of the name of an action in which a rank presents its loaders; the hook that returned them follows."""
 
 PAUSE = "pause:"
-"""What the name of an action begins with for which a rank has announced that it will stand still; why follows."""
+"""Prefix of the name of an action that is a pause a rank has announced; the reason follows."""
 
-# Share of the time in which a main thread runs, or waits for a core, that does not wait for others.
+# A main thread that runs, or waits for a core, for this share of the time does not wait for others.
 _COMPUTES = 0.2
 _WRAPPERS = ("run_training_epoch", "run_training_batch")
 
@@ -40,12 +40,12 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Landmark:
-    """What a frame says about everything below it.
+    """What a known frame shows about everything below it.
 
     Attributes:
-        kind: What a main thread is in there.
-        call: The function, or for code of ours what it is for.
-        weak: Whether it counts only with a collective outstanding and no user code below it, as its C++ code both
+        kind: What the main thread is in.
+        call: The function; for code of this package, its purpose.
+        weak: Whether it counts only with a collective outstanding and no user code below it, because its C++ code both
             computes and waits.
         exempt: Whether Lightning waits there without limit on purpose.
     """
@@ -59,7 +59,7 @@ class _Landmark:
 _COLLECTIVE, _STORE = _Landmark(Kind.COLLECTIVE), _Landmark(Kind.STORE)
 _LOADER, _LOGGER, _CHECKPOINT = _Landmark(Kind.LOADER), _Landmark(Kind.LOGGER), _Landmark(Kind.CHECKPOINT)
 
-# The first that fits decides, so exceptions stand before their file's general line.
+# The first match decides, so exceptions come before the general entry of their file.
 _BY_CODE = (
     (libraries.INFINITE_BARRIER, _Landmark(Kind.STORE, exempt=True)),
     (libraries.OBJECT_PICKLING, _Landmark(Kind.USER)),
@@ -85,12 +85,12 @@ _BY_MARK = {
     Mark.LOGGER.value: _LOGGER,
 }
 
-# Reading a device's result in Python waits for everything queued on it, collectives included.
+# Reading a device's result in Python waits for everything queued on the device, including collectives.
 _SYNC = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|synchronize\(|\.to\(|\bfloat\(|\bint\(|\bbool\(")
 
 
 def _landmark(frame: Frame) -> _Landmark | None:
-    """What this frame says about the frames below it; None for one that says nothing, as most of the user's own."""
+    """What this frame shows about the frames below it; None if nothing, as for most of the user's own code."""
     if frame.user:
         return _LOGGER if libraries.HOOKS_OF_LOGGERS.has(frame.file, frame.function) else None
     return _known_landmark(frame.file, frame.function, frame.mark)
@@ -99,11 +99,11 @@ def _landmark(frame: Frame) -> _Landmark | None:
 @lru_cache(maxsize=4096)
 def _known_landmark(file: str, function: str, mark: str) -> _Landmark | None:
     if libraries.is_top_level(function):
-        # Who imports what has collectives is in none.
+        # Importing a file that has collectives calls none.
         return None
     by_code = (landmark for code, landmark in _BY_CODE if code.has(file, function))
-    found = _BY_MARK.get(mark) if mark else next(by_code, None)
-    return replace(found, call=found.call or function) if found is not None else None
+    landmark = _BY_MARK.get(mark) if mark else next(by_code, None)
+    return replace(landmark, call=landmark.call or function) if landmark is not None else None
 
 
 def looks_like_device_sync(frame: Frame) -> bool:
@@ -112,7 +112,7 @@ def looks_like_device_sync(frame: Frame) -> bool:
 
 
 def starts_trainer(frame: Frame) -> bool:
-    """Whether the Trainer starts to run in this frame."""
+    """Whether this frame is where a Trainer starts to run."""
     return libraries.TRAINER_RUN.has(frame.file, frame.function)
 
 
@@ -123,18 +123,18 @@ class Activity:
     Attributes:
         kind: What its main thread is in.
         frame: Deepest frame of the user's own code; None if there is none.
-        place: The frame that tells most: the user's below the Trainer, else the one that ``kind`` was read from.
+        place: The most specific frame: the user's below the Trainer, else the one that ``kind`` was derived from.
         hook: The innermost Lightning action in words, ``"Net.on_train_epoch_end"``; empty between hooks.
         hook_for_s: Seconds since that action began; since the last progress where there is none.
         collective: The oldest outstanding collective (point-to-point operations aside); None if there is none.
         call: The function or barrier in which it waits, ``"broadcast"``, ``"barrier 'post_setup'"``; may be empty.
         on_device: Whether a collective is outstanding on a device while the main thread is free to do something else.
         exempt: Whether Lightning itself lets this rank wait without limit (``prepare_data``).
-        waits_alone: Whether the user's code waits by itself: on a queue, a lock, a pool, or as its main thread, which
-            hardly runs, shows.
+        waits_alone: Whether the user's code waits, but not for other ranks: for a queue, a lock or a pool, or its main
+            thread hardly runs.
         waits_for_holder: Whether it waits for a file lock that another rank of the job holds.
-        rank_condition: Condition on the rank under which the work is done, in words; empty if there is none.
-        condition_frame: The frame in which that condition stands.
+        rank_condition: The condition on the rank under which the work is done, with its line; empty if there is none.
+        condition_frame: The frame that contains this condition.
     """
 
     kind: Kind
@@ -153,7 +153,7 @@ class Activity:
 
     @property
     def waits_for_peers(self) -> bool:
-        """Whether this rank cannot go on before other ranks do something."""
+        """Whether this rank cannot continue until other ranks do something."""
         is_in_wait = self.kind in (Kind.COLLECTIVE, Kind.STORE) or self.waits_for_holder
         return is_in_wait or (self.on_device and self.kind is not Kind.FINISHED)
 
@@ -166,22 +166,23 @@ class Activity:
 def activity(facts: RankFacts) -> Activity:
     """What this rank is doing."""
     inside = facts.stack[trainer_start(facts.stack) :]
-    mark, outer = _innermost_landmark(inside)
+    landmark, outer = _innermost_landmark(inside)
     collective = outstanding_collective(facts)
-    kind, call = _kind(facts, mark, collective)
+    kind, call = _kind(facts, landmark, collective)
     action = _hook_action(facts.progress.actions)
     condition, frame = _rank_condition(outer)
     return Activity(
         kind=kind,
         frame=deepest_user_frame(facts.stack),
-        place=deepest_user_frame(inside) or (inside[len(outer)] if mark else None),
+        place=deepest_user_frame(inside) or (inside[len(outer)] if landmark else None),
         hook=hook_words(action.name) if action else "",
         hook_for_s=action.for_s if action else facts.progress.idle_s,
         collective=collective,
         call=call,
         on_device=collective is not None and collective.backend.startswith("nccl"),
-        exempt=mark is not None and mark.exempt,
-        waits_alone=kind is Kind.USER and (is_in(libraries.WAITS_FOR_OTHERS, _below_user(inside)) or _rests(facts)),
+        exempt=landmark is not None and landmark.exempt,
+        waits_alone=kind is Kind.USER
+        and (is_in(libraries.WAITS_FOR_OTHERS, _below_user(inside)) or _is_known_to_rest(facts)),
         rank_condition=condition,
         condition_frame=frame,
     )
@@ -190,8 +191,8 @@ def activity(facts: RankFacts) -> Activity:
 def outstanding_collective(facts: RankFacts) -> Collective | None:
     """The oldest collective that this rank has called and that has not completed.
 
-    A vote on the next batch may be on its way while the rank does something else; where the rank waits for it, it
-    counts.
+    A vote on the next batch may be in flight while the rank does something else; it counts only if the rank waits for
+    it.
     """
     votes = {group.name for group in facts.groups if group.description in VOTE_GROUPS}
     in_vote = any(frame.mark == Mark.VOTE for frame in facts.stack)
@@ -205,18 +206,18 @@ def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
 
 
 def _below_user(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """What the user's innermost line has called."""
+    """The frames below the user's innermost line."""
     last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
     return stack[last + 1 :]
 
 
 def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:
-    """The condition on the rank under which this stack's work is done, and its frame; empty, and None, without one."""
+    """The condition on the rank under which this stack's work is done, and its frame; empty and None if none is."""
     return _rank_condition(_innermost_landmark(stack[trainer_start(stack) :])[1])
 
 
 def hook_words(name: str) -> str:
-    """An action's name for people: ``"[Callback]Early{'mode': 'min'}.setup"`` becomes ``"Early.setup"``."""
+    """The readable name of an action: ``"[Callback]Early{'mode': 'min'}.setup"`` becomes ``"Early.setup"``."""
     if name.startswith("barrier:"):
         return f"barrier {name.removeprefix('barrier:')!r}"
     if name.startswith(AGREEMENT):
@@ -236,33 +237,37 @@ def _hook_action(actions: tuple[Action, ...]) -> Action | None:
 
 
 def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[_Landmark | None, tuple[Frame, ...]]:
-    """What the deepest telling frame says, and the frames around that frame."""
+    """The deepest landmark, and the frames around it; None and all frames if there is none."""
     below_user = in_hook = False
     for depth in range(len(inside) - 1, -1, -1):
-        found = _landmark(inside[depth])
-        # What a hook of the user's does while a checkpoint is put together is none of its writing.
+        landmark = _landmark(inside[depth])
+        # A user's hook that is called while a checkpoint is assembled is not part of writing it.
         in_hook = in_hook or (below_user and is_in(libraries.PUTTING_CHECKPOINT_TOGETHER, inside[depth : depth + 1]))
-        is_around = found is not None and found.kind is Kind.CHECKPOINT and in_hook
-        if found and not (found.weak and below_user) and not is_around:
-            return found, inside[:depth]
+        is_around = landmark is not None and landmark.kind is Kind.CHECKPOINT and in_hook
+        if landmark and not (landmark.weak and below_user) and not is_around:
+            return landmark, inside[:depth]
         below_user = below_user or inside[depth].user
     return None, inside
 
 
 def trainer_start(stack: tuple[Frame, ...]) -> int:
-    """What lies outside the Trainer (a sweep agent, ``if rank != -1: main()``) says nothing about what goes on."""
+    """Index of the frame in which the Trainer starts to run; 0 if there is none.
+
+    The frames outside of it (a sweep agent, ``if rank != -1: main()``) show nothing about what the rank is doing.
+    """
     return next((index for index, frame in enumerate(stack) if starts_trainer(frame)), 0)
 
 
-def _kind(facts: RankFacts, mark: _Landmark | None, collective: Collective | None) -> tuple[Kind, str]:
+def _kind(facts: RankFacts, landmark: _Landmark | None, collective: Collective | None) -> tuple[Kind, str]:
+    """What the main thread is in, and in which call it waits."""
     if facts.progress.phase is Phase.FINISHED:
         return Kind.FINISHED, ""
     action = facts.progress.actions[-1].name if facts.progress.actions else ""
-    if mark is not None and not (mark.weak and collective is None and not _may_wait_unseen(facts)):
-        named = hook_words(action) if action.startswith(("barrier:", AGREEMENT)) else mark.call
-        # What is saved of a prediction is no checkpoint.
-        is_result = mark.kind is Kind.CHECKPOINT and facts.progress.phase is Phase.PREDICT
-        return (Kind.USER if is_result else mark.kind), named
+    if landmark is not None and not (landmark.weak and collective is None and not _may_wait_unrecorded(facts)):
+        call = hook_words(action) if action.startswith(("barrier:", AGREEMENT)) else landmark.call
+        # Saving predictions is not saving a checkpoint.
+        is_prediction = landmark.kind is Kind.CHECKPOINT and facts.progress.phase is Phase.PREDICT
+        return (Kind.USER if is_prediction else landmark.kind), call
     return _kind_without_landmark(facts, action, collective)
 
 
@@ -284,28 +289,28 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
 
 
 def _waits_in_c(facts: RankFacts) -> bool:
-    """Whether it is in a wait() of C++ code: that for a collective of which no recorder tells, or a send or receive.
+    """Whether it is in a wait() of C++ code: for a collective that no recorder has, or for a send or receive.
 
-    Gloo records neither those nor their waits. A wait of Python's own has frames of its library below.
+    Gloo records neither sends and receives nor their waits. A wait() of Python's library has further frames below.
     """
     deepest = facts.stack[-1]
     if ".wait(" not in deepest.code:
         return False
-    return _may_wait_unseen(facts) or (deepest.user and bool(facts.groups) and hardly_runs(facts))
+    return _may_wait_unrecorded(facts) or (deepest.user and bool(facts.groups) and hardly_runs(facts))
 
 
-def _may_wait_unseen(facts: RankFacts) -> bool:
-    """Whether it may wait in a collective of which no recorder tells: the main thread then hardly runs."""
+def _may_wait_unrecorded(facts: RankFacts) -> bool:
+    """Whether it may wait in a collective that no recorder has: its main thread hardly runs."""
     return any(group.why is not NotRecorded.LOST for group in facts.unrecorded) and hardly_runs(facts)
 
 
 def hardly_runs(facts: RankFacts) -> bool:
     """Whether the main thread has hardly run of late, as far as that is known."""
     thread = facts.machine.main_thread
-    return thread is None or thread.ran_s is None or _rests(facts)
+    return thread is None or thread.ran_s is None or _is_known_to_rest(facts)
 
 
-def _rests(facts: RankFacts) -> bool:
+def _is_known_to_rest(facts: RankFacts) -> bool:
     """Whether the main thread is known to have hardly run, or waited for a core, since this rank made progress."""
     thread = facts.machine.main_thread
     if thread is None or thread.ran_s is None:
@@ -314,14 +319,17 @@ def _rests(facts: RankFacts) -> bool:
 
 
 def _blocked_by(collective: Collective, stack: tuple[Frame, ...]) -> bool:
-    """Device collectives block the main thread wherever it reads a result; those of gloo only where it waits."""
+    """Whether the main thread is blocked by this collective: on a device where it reads a result, on gloo in wait()."""
     if not stack or ".wait(" in stack[-1].code:
         return True
     return collective.backend.startswith("nccl") and (looks_like_device_sync(stack[-1]) or not stack[-1].user)
 
 
 def _rank_condition(outer: tuple[Frame, ...]) -> tuple[str, Frame | None]:
-    """Only conditions around the work count, and decorators on the user's code: Lightning's loggers have their own."""
+    """The innermost condition on the rank around some work, and its frame.
+
+    A decorator counts only on the user's code: Lightning's loggers have decorators of their own.
+    """
     for frame in reversed(outer):
         if frame.user and frame.rank_condition:
             return frame.rank_condition, frame
@@ -332,23 +340,24 @@ def _rank_condition(outer: tuple[Frame, ...]) -> tuple[str, Frame | None]:
 
 
 def is_in(code: Code, stack: Iterable[Frame]) -> bool:
-    """Whether any of these frames is in some code."""
+    """Whether any of these frames is in this code."""
     return any(code.has(frame.file, frame.function) for frame in stack)
 
 
 def is_in_wait(stack: tuple[Frame, ...]) -> bool:
-    """Whether this stack is that of a wait for other ranks, below the user's deepest line."""
-    mark, outer = _innermost_landmark(stack)
+    """Whether this stack waits for other ranks, below the user's deepest line."""
+    landmark, outer = _innermost_landmark(stack)
     last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
-    return mark is not None and not mark.weak and mark.kind in (Kind.COLLECTIVE, Kind.STORE) and len(outer) > last
+    is_wait = landmark is not None and not landmark.weak and landmark.kind in (Kind.COLLECTIVE, Kind.STORE)
+    return is_wait and len(outer) > last
 
 
-def is_telling(frame: Frame) -> bool:
-    """Whether a frame of others' code says what everything below it is about."""
+def is_landmark(frame: Frame) -> bool:
+    """Whether a frame is known code that shows what everything below it is about."""
     return _landmark(frame) is not None
 
 
 def is_save(stack: tuple[Frame, ...]) -> bool:
-    """Whether a frame of Lightning's or torch's in this stack saves a checkpoint; to decide about one is no save."""
-    marks = (_landmark(frame) for frame in stack if not libraries.BEFORE_SAVING.has(frame.file, frame.function))
-    return any(mark is not None and mark.kind is Kind.CHECKPOINT for mark in marks)
+    """Whether a frame of Lightning's or torch's in this stack saves a checkpoint, and does not only decide on one."""
+    landmarks = (_landmark(frame) for frame in stack if not libraries.BEFORE_SAVING.has(frame.file, frame.function))
+    return any(landmark is not None and landmark.kind is Kind.CHECKPOINT for landmark in landmarks)

@@ -1,4 +1,4 @@
-"""What ranks present of their data: who presents what, who deviates, and in which words that is told."""
+"""The view that agreement rules read: what each rank presents about its data, which ranks deviate, and in words."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -15,38 +15,38 @@ _T = TypeVar("_T")
 _X = TypeVar("_X")
 
 TRAIN = "train_dataloader"
-"""The stage in which ranks train."""
+"""The name of the stage for training."""
 
-PREDICT = "predict_dataloader"
-"""The stage in which ranks predict."""
+_PREDICT = "predict_dataloader"
+"""The name of the stage for prediction."""
 
 _EVALUATION = ("val_dataloader", "test_dataloader")
 
 CONTENTS = {"paths", "values", "items"}
-"""The kinds of fingerprints that are equal only where the data is; ``"paths"`` between ranks of one host."""
+"""The kinds of fingerprints that are equal only if the data is; ``"paths"`` only between ranks of one host."""
 
-TELLING = ("indices", "files", "batches", "values", "names", "counts")
-"""The kinds of fingerprints that are equal wherever the data is, also where another host keeps it elsewhere."""
+# The kinds of fingerprints that are equal whenever the data is, even if another host keeps it elsewhere.
+_EQUAL_FOR_COPIES = ("indices", "files", "batches", "values", "names", "counts")
 
 
 @dataclass(frozen=True, slots=True)
 class Groups(Generic[_T]):
-    """Ranks by what they answer to one question.
+    """Ranks grouped by one value of each.
 
     Attributes:
-        parts: Each answer with the ranks that give it, ascending: the most frequent answer first, then by lowest rank.
+        parts: Each value with its ranks, ascending: the most frequent value first, then by lowest rank.
     """
 
     parts: tuple[tuple[_T, tuple[int, ...]], ...]
 
     @property
     def differ(self) -> bool:
-        """Whether there is more than one answer."""
+        """Whether there is more than one value."""
         return len(self.parts) > 1
 
     @property
     def deviating(self) -> tuple[int, ...]:
-        """The ranks that answer otherwise than more than half do; all of them where there is no such majority."""
+        """The ranks whose value is not that of more than half; all of them if there is no such majority."""
         counts = [len(ranks) for _, ranks in self.parts]
         first = 1 if counts and 2 * counts[0] > sum(counts) else 0
         return tuple(sorted(rank for _, ranks in self.parts[first:] for rank in ranks))
@@ -54,10 +54,10 @@ class Groups(Generic[_T]):
 
 def grouped(values: Mapping[int, _T]) -> Groups[_T]:
     """Ranks by value; the ranks have to come in ascending order."""
-    alike: dict[_T, list[int]] = defaultdict(list)
+    by_value: dict[_T, list[int]] = defaultdict(list)
     for rank, value in values.items():
-        alike[value].append(rank)
-    parts = ((value, tuple(ranks)) for value, ranks in alike.items())
+        by_value[value].append(rank)
+    parts = ((value, tuple(ranks)) for value, ranks in by_value.items())
     return Groups(tuple(sorted(parts, key=lambda part: (-len(part[1]), part[1]))))
 
 
@@ -66,30 +66,30 @@ Differences = dict[str, Groups[object]]
 
 
 def differences(values: Mapping[int, _X], questions: Questions[_X]) -> Differences:
-    """The questions, by their names, to which ranks answer differently."""
+    """The questions to which ranks have different answers, by name, with the ranks grouped by answer."""
     answers = {name: grouped({rank: ask(value) for rank, value in values.items()}) for name, ask in questions.items()}
     return {name: groups for name, groups in answers.items() if groups.differ}
 
 
-def goes_alone(data: DataFacts) -> bool:
-    """Whether each rank goes through the stage for itself, so that ranks may have different numbers of batches.
+def runs_independently(data: DataFacts) -> bool:
+    """Whether each rank runs the stage independently, so that ranks may have different numbers of batches.
 
-    Lightning calls no collective per batch where it does not train. A step of the user's may, which nobody knows before
-    it hangs: only who has asked for a comparison, or for a policy, is not trusted to evaluate uneven data.
+    Lightning calls no collective per batch except in training. The user's step may, which is unknown until it hangs: so
+    users who set ``on_mismatch`` or ``on_uneven`` get uneven evaluation data reported, others do not.
     """
-    if data.stage == PREDICT:
+    if data.stage == _PREDICT:
         return not data.forward_communicates
-    return evaluates_alone(data) and _all_have_some(data)
+    return evaluates_independently(data) and _all_have_some(data)
 
 
-def evaluates_alone(data: DataFacts) -> bool:
-    """Whether ranks may evaluate different numbers of batches, as long as they call no collective meanwhile."""
+def evaluates_independently(data: DataFacts) -> bool:
+    """Whether ranks may evaluate different numbers of batches, as long as they call no collective in between."""
     is_default = data.on_mismatch == "raise_on_hang" and data.on_uneven == "raise"
     return data.stage in _EVALUATION and is_default and not data.forward_communicates
 
 
 def _all_have_some(data: DataFacts) -> bool:
-    """Whether all lengths are known; of one that is 0 Lightning has this rank alone raise an error."""
+    """Whether all lengths are known and none is 0, for which Lightning raises an error on this rank alone."""
     return all(loader.length for loader in data.loaders)
 
 
@@ -98,8 +98,8 @@ class JobLoader:
 
     Attributes:
         index: The position, from 0.
-        data: What each rank presents.
-        facts: What each rank presents there.
+        data: What each rank presents about the stage.
+        facts: What each rank presents at this position.
     """
 
     def __init__(self, index: int, data: dict[int, DataFacts]) -> None:
@@ -108,12 +108,12 @@ class JobLoader:
         self.facts = {rank: one.loaders[index] for rank, one in data.items()}
 
     def by(self, ask: Callable[[LoaderFacts], _T]) -> Groups[_T]:
-        """Ranks by what this loader's facts answer."""
+        """Ranks grouped by a value of this loader's facts."""
         return grouped({rank: ask(facts) for rank, facts in self.facts.items()})
 
     @cached_property
     def name(self) -> str:
-        """Where Lightning has it from, as most ranks call it."""
+        """Its name in Lightning, as on most ranks."""
         return self.by(lambda facts: facts.name).parts[0][0] or f"loader {self.index}"
 
     @cached_property
@@ -124,7 +124,7 @@ class JobLoader:
 
     @cached_property
     def replicated(self) -> bool:
-        """Whether all ranks must hold the same data, as a sampler splits it among them; else ranks have their own."""
+        """Whether all ranks must hold the same data because a sampler splits it; otherwise each has its own."""
         return self.split and not self._split_in_groups
 
     @cached_property
@@ -134,19 +134,21 @@ class JobLoader:
 
     @cached_property
     def _split_in_groups(self) -> bool:
-        """Whether groups of ranks, those of a host for instance, have data of their own and split it completely."""
+        """Whether groups of ranks, such as those of a host, each have their own data and split it completely."""
         if not self.split_among_fewer:
             return False
-        groups = self.by(self._told)
+        groups = self.by(self._identity)
         return groups.differ and all(self._takes_each_share_once(ranks) for _, ranks in groups.parts)
 
     def _replicas(self, rank: int) -> int:
         sampler = self.facts[rank].sampler
         return (sampler.replicas or 0) if sampler is not None else 0
 
-    def _told(self, facts: LoaderFacts) -> tuple[object, ...]:
-        """What tells data apart; samples may differ by their augmentation and are asked where nothing else is known."""
-        kinds = [kind for kind in self.kinds if kind in TELLING] or [kind for kind in self.kinds if kind == "items"]
+    def _identity(self, facts: LoaderFacts) -> tuple[object, ...]:
+        """What distinguishes data; samples, which augmentation changes, count only if nothing else is known."""
+        kinds = [kind for kind in self.kinds if kind in _EQUAL_FOR_COPIES] or [
+            kind for kind in self.kinds if kind == "items"
+        ]
         return facts.samples, *(facts.fingerprints[kind] for kind in kinds)
 
     def _takes_each_share_once(self, ranks: tuple[int, ...]) -> bool:
@@ -160,12 +162,12 @@ class JobLoader:
 
     @cached_property
     def batches(self) -> Groups[int | None]:
-        """Ranks by number of batches."""
+        """Ranks grouped by number of batches."""
         return self.by(lambda facts: facts.batches)
 
     @cached_property
     def samples(self) -> Groups[int | None]:
-        """Ranks by number of samples."""
+        """Ranks grouped by number of samples."""
         return self.by(lambda facts: facts.samples)
 
     @cached_property
@@ -184,7 +186,7 @@ _TOTALS = {"max_size_cycle": max, "max_size": max, "min_size": min}
 
 
 def epoch_batches(data: DataFacts) -> object:
-    """What the number of batches of an epoch depends on, by the way in which Lightning combines a stage's loaders."""
+    """The number of batches of an epoch, as Lightning combines a stage's loaders; all numbers if that is unknown."""
     counts = [loader.batches for loader in data.loaders]
     known = [count for count in counts if count is not None]
     if len(known) < len(counts) or data.mode not in _TOTALS:
@@ -193,7 +195,7 @@ def epoch_batches(data: DataFacts) -> object:
 
 
 class JobData(View):
-    """What the ranks of a job present before one stage. A job of one rank has nothing to compare and presents nothing.
+    """What the ranks of a job present before one stage; nothing for a job of one rank, which has nothing to compare.
 
     Attributes:
         data: What each rank presents, in ascending order of rank.
@@ -209,27 +211,27 @@ class JobData(View):
         self.hosts: dict[int, str] = {facts.rank: facts.host for facts in several}
 
     def by(self, ask: Callable[[DataFacts], _T]) -> Groups[_T]:
-        """Ranks by what their data answers."""
+        """Ranks grouped by a value of their data."""
         return grouped({rank: ask(data) for rank, data in self.data.items()})
 
     @cached_property
     def stages(self) -> Groups[str]:
-        """Ranks by stage."""
+        """Ranks grouped by stage."""
         return self.by(lambda data: data.stage)
 
     @property
     def stage(self) -> str:
-        """The stage that most ranks are about to start; empty where nothing is presented."""
+        """The stage that most ranks are about to start; empty if nothing is presented."""
         return next((stage for stage, _ in self.stages.parts), "")
 
     @cached_property
-    def goes_alone(self) -> bool:
-        """Whether each rank goes through the stage for itself, so that ranks may have different numbers of batches."""
-        return all(map(goes_alone, self.data.values()))
+    def runs_independently(self) -> bool:
+        """Whether each rank runs the stage independently, so that ranks may have different numbers of batches."""
+        return all(map(runs_independently, self.data.values()))
 
     @cached_property
     def loaders(self) -> tuple[JobLoader, ...]:
-        """The positions that all ranks have; none where they are about to start different stages."""
+        """The positions that all ranks have; empty if ranks are about to start different stages."""
         if self.stages.differ:
             return ()
         count = min((len(data.loaders) for data in self.data.values()), default=0)
@@ -237,9 +239,9 @@ class JobData(View):
 
     @cached_property
     def policy(self) -> str:
-        """What the user has set for uneven data; that ranks raise where they do not agree on it."""
-        set_ = self.by(lambda data: data.on_uneven)
-        return "raise" if set_.differ else set_.parts[0][0]
+        """The user's setting ``on_uneven``; ``"raise"`` if it differs between ranks."""
+        policies = self.by(lambda data: data.on_uneven)
+        return "raise" if policies.differ else policies.parts[0][0]
 
 
 _LISTED = 4
@@ -247,7 +249,7 @@ _EVIDENCE = 8
 
 
 def value_words(value: object) -> str:
-    """A value as its owner writes it: ``"1234"``, ``"none"``, ``"Subset of ImageFolder"``, ``"DistributedSampler"``."""
+    """A value as its owner would write it: ``"1234"``, ``"none"``, ``"Subset of ImageFolder"``."""
     if value is None or value in ("", ()):
         return "none"
     if isinstance(value, tuple):
@@ -255,21 +257,21 @@ def value_words(value: object) -> str:
     return str(value)
 
 
-def spread(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> str:
-    """``"20 on ranks 0-2, 22 on rank 3"``; many values are cut and counted."""
+def spread_words(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> str:
+    """``"20 on ranks 0-2, 22 on rank 3"``; a long list is cut and counted."""
     listed = [f"{words(value)} on {ranks_words(ranks)}" for value, ranks in groups.parts[:_LISTED]]
     more = len(groups.parts) - _LISTED
     return ", ".join([*listed, *([f"{more:,} more values on other ranks"] if more > 0 else [])])
 
 
-def counted(unit: str) -> Callable[[int | None], str]:
-    """Words of a number in this unit: ``"1,250 batches"``."""
+def count_words(unit: str) -> Callable[[int | None], str]:
+    """A function that writes a number in this unit: ``"1,250 batches"``."""
     many = f"{unit}es" if unit.endswith("h") else f"{unit}s"
     return lambda count: f"no {many}" if count is None else f"{count:,} {unit if count == 1 else many}"
 
 
-def told(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> tuple[Evidence, ...]:
-    """One line for each value and the ranks that have it."""
+def value_evidence(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> tuple[Evidence, ...]:
+    """One line for each value, with its ranks."""
     return tuple(
         Evidence(
             source="loader",
@@ -280,30 +282,30 @@ def told(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> tuple[
     )
 
 
-def differing_words(found: Differences) -> str:
+def differing_words(differing: Differences) -> str:
     """``"batch_size is 32 on ranks 0-2, 16 on rank 3; drop_last is …"``."""
-    return "; ".join(f"{name} is {spread(groups)}" for name, groups in found.items())
+    return "; ".join(f"{name} is {spread_words(groups)}" for name, groups in differing.items())
 
 
-def differing_evidence(found: Differences) -> tuple[Evidence, ...]:
-    """One line for each attribute, value and the ranks that have it."""
+def differing_evidence(differing: Differences) -> tuple[Evidence, ...]:
+    """One line for each attribute and value, with its ranks."""
     return tuple(
         item
-        for name, groups in found.items()
-        for item in told(groups, lambda value, name=name: f"{name} {value_words(value)}")  # type: ignore[misc]
+        for name, groups in differing.items()
+        for item in value_evidence(groups, lambda value, name=name: f"{name} {value_words(value)}")  # type: ignore[misc]
     )
 
 
 def deviating(groups: Iterable[Groups[_T]]) -> tuple[int, ...]:
-    """The ranks that deviate in any of these, ascending."""
+    """The ranks that deviate in any of these groupings, ascending."""
     return tuple(sorted({rank for group in groups for rank in group.deviating}))
 
 
 def batches_words(loader: JobLoader) -> str:
-    """What a difference leads to, as a sentence: the different numbers of batches; empty where these are equal."""
+    """That the numbers of batches differ as well, as a sentence; empty if they are equal."""
     if not loader.batches.differ:
         return ""
-    return f"The numbers of batches differ with that: {spread(loader.batches, counted('batch'))}."
+    return f"The numbers of batches differ with that: {spread_words(loader.batches, count_words('batch'))}."
 
 
 def disagreement(
@@ -315,7 +317,7 @@ def disagreement(
     confidence: Confidence = Confidence.CERTAIN,
     remedy: str = "",
 ) -> Finding:
-    """What a rule about data has found; its name, and its remedy where that is always the same, are those it declares.
+    """Builds an agreement rule's finding; the rule's name, and its remedy if none is given, come from the declaration.
 
     Args:
         ranks: The ranks that deviate.
@@ -323,7 +325,7 @@ def disagreement(
         evidence: How we know.
         severity: How bad it is for the run.
         confidence: How sure this is.
-        remedy: What to do, where that depends on what was found.
+        remedy: What to do, if that depends on the facts.
     """
     return Finding(
         rule="",

@@ -1,4 +1,7 @@
-"""Ranks that called different collectives: who deviates, what each called, and for what."""
+"""Ranks that called different collectives, according to the Flight Recorder: which deviate, and what each called.
+
+What stacks show of ranks that wait in different calls is in ``waits``.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -11,19 +14,32 @@ from lightning_ncclsafe.rules.kit.activity import (
     condition_around,
     deepest_user_frame,
     is_in,
-    is_telling,
+    is_landmark,
     starts_trainer,
     trainer_start,
 )
-from lightning_ncclsafe.rules.kit.apart import condition_of, conditioned, out_of_step
-from lightning_ncclsafe.rules.kit.caught import caught_by, has_gone_on, raised_at, skipped_words, skips_handled
-from lightning_ncclsafe.rules.kit.lines import stack_of
-from lightning_ncclsafe.rules.kit.meaning import unit_of, unit_words
-from lightning_ncclsafe.rules.kit.overruns import aborted, bytes_at_once, few_by_site, is_gone, overrun_of, size_bytes
+from lightning_ncclsafe.rules.kit.caught_exceptions import (
+    beyond_try,
+    caught_by,
+    continued_after_exception,
+    raised_at,
+    skipped_words,
+)
+from lightning_ncclsafe.rules.kit.gloo_aborts import (
+    aborted_by_gloo,
+    bytes_at_once,
+    minority_by_site,
+    overrun_bytes,
+    size_bytes,
+)
+from lightning_ncclsafe.rules.kit.purpose import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.sentences import phase_evidence, place_words, stack_evidence, standing
+from lightning_ncclsafe.rules.kit.sentences import phase_evidence, place_words, stack_evidence, where_words
 from lightning_ncclsafe.rules.kit.shifts import shift
+from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature
+from lightning_ncclsafe.rules.kit.user_lines import stack_of
+from lightning_ncclsafe.rules.kit.waits import condition_of, out_of_step, under_rank_condition
 from lightning_ncclsafe.rules.kit.wording import (
     call_words,
     capitalised,
@@ -36,7 +52,7 @@ from lightning_ncclsafe.rules.kit.wording import (
     verb,
 )
 
-_CALLERS = (
+_CALLING_CODE = (
     (LOGGED_VALUES, "in the reduction of a logged value"),
     (MODEL_CHECKPOINT, "in ModelCheckpoint"),
     (BACKWARD, "in the backward pass"),
@@ -47,28 +63,30 @@ _LISTED = 8
 
 
 def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """Those of whom something says that they are out of step, else the minority; all of them where nothing decides.
+    """The ranks that are out of step for a known reason, else the minority; all of them if nothing decides.
 
-    A condition on the rank comes first. Of as many on both sides, those are next that went on after an exception.
+    A condition on the rank decides first; if both sides are equally large, next an exception decides.
     """
-    every = called_or_ended(view, split)
+    every = callers_and_aborted(view, split)
     ended = len(every) > len(split.calls)
     ranks = split.deviating
-    gone_on = has_gone_on(view, ranks) or skips_handled(view, ranks)[0] if len(ranks) == len(split.calls) else ()
-    few = (_few_by_room(view, split) or few_by_site(view, every)) if ended else ()
-    return tuple(conditioned(view, every)) or gone_on or tuple(out_of_step(view, every)) or few or ranks
+    continued = (
+        continued_after_exception(view, ranks) or beyond_try(view, ranks)[0] if len(ranks) == len(split.calls) else ()
+    )
+    few = (_few_by_room(view, split) or minority_by_site(view, every)) if ended else ()
+    return tuple(under_rank_condition(view, every)) or continued or tuple(out_of_step(view, every)) or few or ranks
 
 
 def _few_by_room(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """The minority, to which those count that gloo has ended: there was room for what they had called, as it says."""
-    different = variants(split.calls)
+    """The minority, counting ranks that gloo aborted: the size they had room for shows what they had called."""
+    different = _variants(split.calls)
     called = [[*ranks] for _, ranks in different]
-    for rank in aborted(view):
-        told = overrun_of(view, rank)
+    for rank in aborted_by_gloo(view):
+        sizes = overrun_bytes(view, rank)
         fits = [
             number
             for number, (call, _) in enumerate(different)
-            if told is not None and told[1] in bytes_at_once(call, view.job.world_size)
+            if sizes is not None and sizes[1] in bytes_at_once(call, view.job.world_size)
         ]
         if len(fits) != 1:
             return ()
@@ -78,8 +96,8 @@ def _few_by_room(view: Timeline, split: Divergence) -> tuple[int, ...]:
     return tuple(sorted(rank for few in others for rank in few)) if is_most else ()
 
 
-def overrun_in(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """Members whose process is gone where the back end is gloo, which ends one that receives too much."""
+def overrun_ranks(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """Members on gloo whose process is gone: gloo aborts a process that receives more than it has room for."""
     group = next((group for group in view.groups if group.name == split.group), None)
     if group is None or not all(call.backend == "gloo" for call in split.calls.values()):
         return ()
@@ -87,8 +105,8 @@ def overrun_in(view: Timeline, split: Divergence) -> tuple[int, ...]:
 
 
 def odd_sizes(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """The minority, in which a rank that received too much counts for the smallest call."""
-    different, overrun = variants(split.calls), overrun_in(view, split)
+    """The minority, counting ranks that received too much as callers of the smallest call."""
+    different, overrun = _variants(split.calls), overrun_ranks(view, split)
     if not overrun or len(different) != 2:
         return culprits(view, split)
     smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
@@ -97,18 +115,20 @@ def odd_sizes(view: Timeline, split: Divergence) -> tuple[int, ...]:
 
 @once
 def called_by_threads(view: Timeline) -> dict[int, Frame]:
-    """The line at which each rank has called a collective in a thread of its own, where collectives do not fit.
+    """The line at which each rank calls a collective in another thread, if ranks have called different collectives.
 
-    That thread's calls and those of the main thread come in another order on each rank. Where the recorder knows from
-    where the call was made that does not fit, it has to be that thread's.
+    The calls of that thread and of the main thread interleave differently on each rank. If the recorder has the stack
+    of the differing call, it has to be that thread's.
     """
     split = view.divergence or view.lost_divergence
     calls = split.calls if split is not None else {}
-    told = {rank: facts.thread_stack for rank, facts in view.facts.items() if _may_be_of_thread(calls.get(rank), facts)}
-    told |= {rank: view.witnesses[rank].thread_stack for rank in aborted(view)}
-    if split is None and not aborted(view):
+    stacks = {
+        rank: facts.thread_stack for rank, facts in view.facts.items() if _may_be_of_thread(calls.get(rank), facts)
+    }
+    stacks |= {rank: view.witnesses[rank].thread_stack for rank in aborted_by_gloo(view)}
+    if split is None and not aborted_by_gloo(view):
         return {}
-    lines = {rank: deepest_user_frame(stack) for rank, stack in sorted(told.items()) if stack}
+    lines = {rank: deepest_user_frame(stack) for rank, stack in sorted(stacks.items()) if stack}
     return {rank: line for rank, line in lines.items() if line is not None}
 
 
@@ -117,14 +137,14 @@ def _may_be_of_thread(call: Collective | None, facts: RankFacts) -> bool:
     return call is None or not call.site or all((frame.file, frame.line) in places for frame in call.stack)
 
 
-def called_or_ended(view: Timeline, split: Divergence) -> tuple[int, ...]:
-    """The ranks that have called something, and those that gloo has ended in what is known of their last words."""
-    ended = (rank for rank in aborted(view) if view.witnesses[rank].stack)
+def callers_and_aborted(view: Timeline, split: Divergence) -> tuple[int, ...]:
+    """The ranks with a call at this number, and those that gloo aborted and whose last traceback is known."""
+    ended = (rank for rank in aborted_by_gloo(view) if view.witnesses[rank].stack)
     return tuple(sorted({*split.calls, *ended}))
 
 
-def variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
-    """What was called, and by which ranks, the most frequent first."""
+def _variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
+    """The different calls, each with the ranks that made it, the most frequent first."""
     alike: dict[object, list[int]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
         alike[signature(call)].append(rank)
@@ -133,10 +153,10 @@ def variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]
 
 def calls_words(view: Timeline, split: Divergence) -> str:
     """``"ranks 0-2 called all_reduce (8 elements) and rank 3 called barrier"``."""
-    different = variants(split.calls)
+    different = _variants(split.calls)
     listed = [f"{ranks_words(who)} called {_call_words(view, call, who[0])}" for call, who in different[:_VARIANTS]]
     more = len(different) - _VARIANTS
-    return " and ".join(listed) + (f" and {more} other variants" if more > 0 else "")
+    return " and ".join(listed) + (f" and {more} other _variants" if more > 0 else "")
 
 
 def _call_words(view: Timeline, call: Collective, rank: int) -> str:
@@ -144,14 +164,14 @@ def _call_words(view: Timeline, call: Collective, rank: int) -> str:
 
 
 def call_evidence(split: Divergence) -> Iterator[Evidence]:
-    """One line for each variant: the collective with its number."""
-    for call, who in variants(split.calls)[:_LISTED]:
+    """One line for each different call, with its number."""
+    for call, who in _variants(split.calls)[:_LISTED]:
         text = f"{capitalised(ranks_words(who))} called {collective_words(call)}."
         yield Evidence(source="flight recorder", rank=who[0] if len(who) == 1 else None, text=text)
 
 
 def condition_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
-    """The conditions on the rank under which these ranks stand where they do."""
+    """The conditions on the rank around the present lines of these ranks."""
     for rank in sorted(ranks)[:_LISTED]:
         condition, frame = condition_around(stack_of(view, rank))
         if condition:
@@ -160,14 +180,14 @@ def condition_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidenc
 
 
 def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
-    """Where the first of these ranks stand."""
+    """Where the first of these ranks are: stack and phase."""
     listed = sorted(ranks)[:_WHERE]
     yield from stack_evidence(view, listed)
     yield from phase_evidence(view, listed)
 
 
 def units_of(view: Timeline, split: Divergence) -> dict[int, ModelUnit]:
-    """The FSDP unit that each rank's call sends, as far as its size tells."""
+    """The FSDP unit that each rank's call sends, as far as its size shows it."""
     units = {rank: unit_of(call, view.facts[rank]) for rank, call in split.calls.items()}
     return {rank: unit for rank, unit in units.items() if unit is not None and unit.kind is UnitKind.FSDP_UNIT}
 
@@ -178,10 +198,10 @@ def sent_words(view: Timeline, split: Divergence, rank: int) -> str:
 
 
 def same_purpose(view: Timeline, split: Divergence) -> bool | None:
-    """Whether ranks called all this for one purpose: for parts of the model of one kind, or from one line.
+    """Whether ranks made these calls for one purpose: for parts of the model of one kind, or from one line.
 
-    None where that cannot be told: what a stack says holds for the last call that its rank has made, only, and of two
-    calls in one function a rank may have skipped the first. What the user's own code calls, Lightning does not.
+    None if unknown: a stack shows the purpose of its rank's last call only, and of two calls in one function a rank may
+    have skipped the first. A call by the user's code and a call by Lightning's have different purposes.
     """
     sites = {call.site for call in split.calls.values()}
     if "" not in sites:
@@ -194,52 +214,52 @@ def same_purpose(view: Timeline, split: Divergence) -> bool | None:
     if len(known) < len(purposes):
         stacks = [stack_of(view, rank) for rank, call in split.calls.items() if _is_present(view, rank, call)]
         are_users = {deepest_user_frame(stack[trainer_start(stack) :]) is not None for stack in stacks}
-        is_told = len(stacks) == len(split.calls) and all(stacks)
-        return False if is_told and len(are_users) > 1 else None
+        all_known = len(stacks) == len(split.calls) and all(stacks)
+        return False if all_known and len(are_users) > 1 else None
     if len({purpose[:2] for purpose in known}) > 1:
         return False
     return True if len({*known}) == 1 else None
 
 
 def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str, int] | None:
-    """File, function and line that have called this; or "unit" and what of the model it is."""
+    """File, function and line of the caller; or "unit" and the part of the model that it sends."""
     facts = view.facts[rank]
     unit = unit_of(call, facts)
     if unit is not None:
-        # Buckets are reduced one after the other: another one under one number is another call.
+        # Buckets are reduced in order: a different bucket under the same number is a different call.
         return "unit", unit.kind.value + (unit.name if unit.kind is UnitKind.DDP_BUCKET else ""), 0
     return _caller(stack_of(view, rank)) if _is_present(view, rank, call) else None
 
 
 def _is_present(view: Timeline, rank: int, call: Collective) -> bool:
-    """Whether a rank's stack says where this was called: it is the last, and the rank waits, or did until it raised."""
+    """Whether a rank's stack shows where this was called: it is the last call, and the rank waits or raised in it."""
     facts = view.facts[rank]
     is_last = not any(later.group == call.group and later.seq > call.seq for later in facts.collectives)
     return is_last and (view.activities[rank].kind is Kind.COLLECTIVE or facts.exception is not None)
 
 
 def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
-    """The deepest line below the Trainer's start that is not part of a collective itself; None where it tells nothing.
+    """The deepest line below the Trainer that is not part of a collective itself; None if it is not specific.
 
-    Below FSDP's code one line of forward calls for many parts of the model.
+    FSDP gathers many parts of the model from one line of forward.
     """
     inside = stack[trainer_start(stack) :]
     for frame in reversed(inside):
         if FSDP.has(frame.file, frame.function) or starts_trainer(frame):
             return None
-        if frame.user or (not is_telling(frame) and not DISTRIBUTED.has(frame.file, frame.function)):
+        if frame.user or (not is_landmark(frame) and not DISTRIBUTED.has(frame.file, frame.function)):
             return frame.file, frame.function, frame.line
     return None
 
 
-def why_it_went_on(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> tuple[Frame | None, str]:
-    """Where an exception took these ranks past what the others called, and what is said of it; None without one."""
+def continuation(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> tuple[Frame | None, str]:
+    """The line of an exception that took these ranks past what the others called, and a sentence about it; or None."""
     if condition_of(view, ranks[0]) or len(ranks) == len(split.calls):
         return None, ""
     caught = next((one for one in caught_by(view, ranks[0]) if not one.thread), None)
-    if caught is not None and has_gone_on(view, ranks[:1]):
+    if caught is not None and continued_after_exception(view, ranks[:1]):
         return raised_at(caught), ""
-    beyond, frame = skips_handled(view, split.calls)
+    beyond, frame = beyond_try(view, split.calls)
     if frame is None or not set(ranks) <= set(beyond):
         return None, ""
     others = [rank for rank in split.calls if rank not in beyond]
@@ -247,20 +267,20 @@ def why_it_went_on(view: Timeline, split: Divergence, ranks: tuple[int, ...]) ->
 
 
 def is_at_words(view: Timeline, rank: int) -> str:
-    """Where a rank is, or was until the connections broke."""
+    """Where a rank is, or was until its connections broke: ``"is in Net.on_fit_end at …"``."""
     is_there = rank in view.facts and view.facts[rank].exception is None
-    return f"is {standing(view, rank)}" if is_there else f"was {was_at_words(view, rank)}"
+    return f"is {where_words(view, rank)}" if is_there else f"was {was_at_words(view, rank)}"
 
 
 def was_at_words(view: Timeline, rank: int) -> str:
-    """The user's line, or what of Lightning's and DDP's it was in."""
+    """The user's line that a rank was at, or what of Lightning or DDP it was in."""
     stack = stack_of(view, rank)
-    known = (words for code, words in _CALLERS if is_in(code, stack))
+    known = (words for code, words in _CALLING_CODE if is_in(code, stack))
     return place_words(deepest_user_frame(stack[trainer_start(stack) :])) or next(known, "in Lightning's own code")
 
 
 def silent_words(view: Timeline) -> str:
-    """What is known of ranks that do not answer; empty without any."""
+    """Sentences about the ranks that do not answer; empty if all answer."""
     gone = tuple(rank for rank in view.silent if is_gone(view, rank))
     outside = tuple(rank for rank in view.silent if rank not in gone)
     ended = f" The process of {ranks_words(gone)} has ended." if gone else ""

@@ -1,4 +1,4 @@
-"""What ranks have found on their hosts before training: who runs where, who shares what, who is alike."""
+"""The view that preflight checks read: which rank runs on which host, and what ranks found there before training."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -14,8 +14,8 @@ from lightning_ncclsafe.rules.kit.wording import ranks_words
 _T = TypeVar("_T")
 _FEW = 3
 
-Facts = Mapping[int, PreflightFacts]
-"""What each of some ranks has found, in ascending order of rank."""
+PreflightByRank = Mapping[int, PreflightFacts]
+"""What some ranks have found, in ascending order of rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Host:
 
     Attributes:
         facts: What each of them has found.
-        names: Each one's host name: containers on one machine have their own.
+        names: The host name of each rank: containers on one machine have their own.
     """
 
-    facts: Facts
+    facts: PreflightByRank
     names: Mapping[int, str]
 
     @property
@@ -35,15 +35,15 @@ class Host:
         """The ranks on it, ascending."""
         return tuple(self.facts)
 
-    def parts(self, ask: Callable[[PreflightFacts], Hashable] = lambda facts: None) -> list[Facts]:
-        """Ranks of one container that give one answer: a control group, a mount or a mask that they share."""
+    def parts(self, ask: Callable[[PreflightFacts], Hashable] = lambda facts: None) -> list[PreflightByRank]:
+        """The ranks of each container, grouped by a value: a control group, a mount or a mask that they share."""
         alike: dict[Hashable, dict[int, PreflightFacts]] = defaultdict(dict)
         for rank, facts in self.facts.items():
             alike[self.names[rank], ask(facts)][rank] = facts
         return list(alike.values())
 
 
-class Checked(View):
+class JobHosts(View):
     """What the ranks of a job have found on their hosts.
 
     Attributes:
@@ -60,7 +60,7 @@ class Checked(View):
 
     @cached_property
     def hosts(self) -> tuple[Host, ...]:
-        """The machines, by lowest rank. A rank that does not say where it runs has one of its own."""
+        """The machines, by lowest rank. A rank whose machine is unknown counts as one of its own."""
         machines = {self.names[rank]: one.capacity.machine for rank, one in self.facts.items() if one.capacity.machine}
         alike: dict[Hashable, dict[int, PreflightFacts]] = defaultdict(dict)
         for rank, facts in self.facts.items():
@@ -70,15 +70,15 @@ class Checked(View):
 
     @property
     def several(self) -> bool:
-        """Whether ranks have to reach each other over a network."""
+        """Whether there are several hosts, so that ranks have to reach each other over a network."""
         return len(self.hosts) > 1
 
     def by(self, ask: Callable[[PreflightFacts], _T]) -> Groups[_T]:
-        """Ranks by what they answer."""
+        """Ranks grouped by a value of what they found."""
         return grouped({rank: ask(facts) for rank, facts in self.facts.items()})
 
     def known(self, ask: Callable[[PreflightFacts], _T | None]) -> Groups[_T]:
-        """Ranks by what they answer, those that cannot tell (None, or an empty text) left out."""
+        """The same without ranks whose value is unknown (None or empty)."""
         answers = {rank: ask(facts) for rank, facts in self.facts.items()}
         return grouped({rank: value for rank, value in answers.items() if value is not None and value != ""})
 
@@ -106,12 +106,12 @@ def most(values: Iterable[_T | None], default: _T) -> _T:
 
 
 def in_flight_bytes(facts: PreflightFacts) -> int:
-    """Memory of the batches that a rank's workers hold ready; 0 where that is not known."""
+    """Memory of the batches that a rank's workers hold ready; 0 if unknown."""
     return (facts.load.batches_in_flight or 0) * (facts.load.batch_bytes or 0)
 
 
 def core_pools(host: Host) -> list[tuple[int, ...]]:
-    """Ranks that run on the same cores under the same quotas: they share what they have. Unbound ranks are one pool."""
+    """Ranks that share the same cores under the same quotas; ranks that are not bound are one pool."""
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for rank, facts in host.facts.items():
         alike[frozenset(_quotas(host, rank)), facts.capacity.cpus].append(rank)
@@ -119,10 +119,10 @@ def core_pools(host: Host) -> list[tuple[int, ...]]:
 
 
 def core_shares(host: Host) -> dict[int, float]:
-    """Each rank's share of the cores: of every core that it may run on, one part among the ranks that may.
+    """Each rank's share of the cores: every core is divided among the ranks that may run on it.
 
-    Its part of each quota of its control group and of those above is the most. Ranks that do not know their cores are
-    left out.
+    A share is at most the rank's part of each quota of its control group and of the groups above. Ranks whose cores are
+    unknown are left out.
     """
     users = Counter(cpu for facts in host.facts.values() for cpu in facts.capacity.cpus)
     members = Counter(group for rank in host.facts for group in _quotas(host, rank))
@@ -137,10 +137,10 @@ def core_shares(host: Host) -> dict[int, float]:
 
 
 def threads(facts: PreflightFacts, share: float) -> int:
-    """Cores' worth of threads that a rank needs besides its workers.
+    """How many busy threads a rank has besides its workers.
 
-    A pool of threads no larger than the rank's share is what torch and Lightning set by themselves and works in
-    bursts; with a GPU it has next to nothing to do. Both count as the main thread alone.
+    A pool of threads no larger than the rank's share is what torch and Lightning set by default, and works in bursts;
+    with a GPU it has next to nothing to do. In both cases only the main thread counts.
     """
     pool = facts.load.omp_threads or 1
     return 1 if facts.is_cuda or pool <= max(share, 1.0) else pool
@@ -165,13 +165,13 @@ _NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", 
     "wekafs",
 }
 
-Tried = dict[int, DirectoryFacts]
-"""What each of some ranks has found of one directory."""
+CheckedDirectory = dict[int, DirectoryFacts]
+"""What some ranks have found about one directory."""
 
 
-def tried(view: Checked) -> list[Tried]:
-    """The directories that ranks have tried out, by role and path, each with what its ranks have found."""
-    found: dict[tuple[str, str], Tried] = defaultdict(dict)
+def checked_directories(view: JobHosts) -> list[CheckedDirectory]:
+    """The directories that ranks have checked, by role and path, each with what its ranks found."""
+    found: dict[tuple[str, str], CheckedDirectory] = defaultdict(dict)
     for rank, facts in view.facts.items():
         for directory in facts.directories:
             found[directory.role, directory.path][rank] = directory

@@ -1,7 +1,7 @@
-"""What a rank's machine has to do with it: kernel functions, memory, storage, GPUs; in questions and in words."""
+"""A rank's machine: what the kernel lets it wait for, memory, storage and GPUs, as conditions and in words."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,7 +12,7 @@ from lightning_ncclsafe.rules.kit.wording import duration_words, size_words
 
 
 class Wait(Enum):
-    """What it waits for."""
+    """What a process waits for in the kernel."""
 
     FREEZER = "its control group to be thawed"
     """``docker pause``, or a scheduler that suspends jobs."""
@@ -23,7 +23,7 @@ class Wait(Enum):
     UNKNOWN = ""
 
 
-# The first that fits decides. Names are those of Linux 4 to 6; file systems prefix theirs.
+# The first match decides. The names are those of Linux 4 to 6; file systems have prefixes of their own.
 _CHANNELS = (
     (Wait.FREEZER, r"__refrigerator|do_freezer_trap|get_signal"),
     (Wait.DRIVER, r"_?nv(?!me)|uvm_|os_acquire|amdgpu|kfd_|rm_"),
@@ -44,7 +44,7 @@ _COMPILED = tuple((wait, re.compile(names)) for wait, names in _CHANNELS)
 
 
 def wait_of(channel: str) -> Wait:
-    """What a process waits for that sleeps in this function of the kernel.
+    """What a process that sleeps in this kernel function waits for.
 
     Args:
         channel: Name of the function (``/proc/PID/wchan``); empty where unknown.
@@ -52,17 +52,17 @@ def wait_of(channel: str) -> Wait:
     return next((wait for wait, names in _COMPILED if names.match(channel)), Wait.UNKNOWN) if channel else Wait.UNKNOWN
 
 
-# A host that has read back less than this since the start is not held up by swapping.
+# A host that has read back less than this since the start is not delayed by swapping.
 _SWAPPED_IN = 100_000_000
 _SCARCE = 0.05
-# Share of the time in which all tasks of the host wait for memory, and pages that a rank waits for.
+# Share of the time in which all tasks of the host wait for memory, and rate of pages that a rank waits for.
 _STALLED = 0.3
 _FAULTS_PER_S = 100
 # A process that does not load data allocates and frees less than this in a second.
 _GROWS_BYTES_PER_S = 1_000_000
-# Python, torch and its libraries alone: one that has less may still be importing them.
+# Python, torch and its libraries alone: a process with less may still be importing them.
 _IMPORTED_BYTES = 1_000_000_000
-# So long ranks wait for one another at a start, unless the program says otherwise: what is further off says nothing.
+# Ranks wait for each other this long at a start, unless the program sets another limit: later is irrelevant.
 _SOON_S = 1800.0
 TOO_LITTLE_MEMORY = (
     "This host has too little memory: load the dataset lazily or memory-mapped instead of whole in every rank, use a "
@@ -78,12 +78,12 @@ _REMEDY_GROWS = (
 
 
 def swaps(host: HostFacts) -> bool:
-    """Whether swapping slows this rank: it has been swapped out in part, or the host reads much back from swap."""
+    """Whether swapping slows this rank: part of it is swapped out, and that or what the host reads back is large."""
     return bool(host.process_swap_bytes) and (host.process_swap_bytes or 0) + (host.swapped_in_bytes or 0) > _SWAPPED_IN
 
 
 def waits_for_memory(facts: RankFacts) -> bool:
-    """Whether its host reads back from swap, or from files, what it had no memory for, for much of the time."""
+    """Whether a lack of memory slows this rank: its host stalls on memory, and it swaps or has many page faults."""
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
     if pressure is None or (pressure.memory_stalled or 0.0) < _STALLED:
         return False
@@ -101,13 +101,13 @@ def short_of_memory(host: HostFacts) -> bool:
 
 
 def growth_bytes_per_s(facts: HostFacts | ProcessFacts) -> int:
-    """How fast a process takes up memory, what is swapped out of it included; 0 where it does not, or nobody knows."""
+    """How fast a process grows, including what is swapped out; 0 if it does not grow, or that is unknown."""
     grows = (facts.memory_growth_bytes_per_s or 0) + (facts.swap_growth_bytes_per_s or 0)
     return grows if grows >= _GROWS_BYTES_PER_S else 0
 
 
 def memory_words(facts: HostFacts | ProcessFacts) -> str:
-    """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty where nobody knows."""
+    """``"with 3.4 GB resident, growing by 210.0 MB/s, 1.1 GB swapped out (+60.0 MB/s)"``; empty if unknown."""
     swapped = facts.process_swap_bytes if isinstance(facts, HostFacts) else facts.swap_bytes
     grows, swaps_out = facts.memory_growth_bytes_per_s or 0, facts.swap_growth_bytes_per_s or 0
     words = [f"{size_words(facts.rss_bytes)} resident"] if facts.rss_bytes is not None else []
@@ -119,11 +119,11 @@ def memory_words(facts: HostFacts | ProcessFacts) -> str:
 
 
 def used_up_words(host: HostFacts, ranks: Sequence[HostFacts | ProcessFacts]) -> str:
-    """``"the host's last 2.1 GB are used up in about 10 s"``; empty where nothing grows, or it takes half an hour.
+    """``"the host's last 2.1 GB are used up in about 10 s"``; empty if nothing grows, or it takes half an hour.
 
     Args:
         host: The host's memory, as a rank on it sees it.
-        ranks: All ranks on it that anybody knows of.
+        ranks: All known ranks on it.
     """
     grows_bytes_per_s = sum(map(growth_bytes_per_s, ranks))
     left = list(_left(host, sum(facts.rss_bytes or 0 for facts in ranks)))
@@ -131,23 +131,20 @@ def used_up_words(host: HostFacts, ranks: Sequence[HostFacts | ProcessFacts]) ->
         return ""
     left_bytes, whose = min(left)
     left_s = left_bytes / grows_bytes_per_s
-    return (
-        f"{whose} last {size_words(left_bytes)} are used up in about {duration_words(left_s)}"
-        if left_s < _SOON_S
-        else ""
-    )
+    text = f"{whose} last {size_words(left_bytes)} are used up in about {duration_words(left_s)}"
+    return text if left_s < _SOON_S else ""
 
 
 def _left(host: HostFacts, resident_bytes: int) -> Iterator[tuple[int, str]]:
     if host.memory_available_bytes is not None:
         yield host.memory_available_bytes, "the host's"
-    # A limit that the ranks exceed together is that of each of them; what each has left is not known of all.
+    # If the ranks together exceed the limit, each has a limit of its own, and not all of these are known.
     if host.memory_limit_bytes is not None and host.memory_limit_bytes > resident_bytes:
         yield host.memory_limit_bytes - resident_bytes, "the control group's"
 
 
 def memory_evidence(facts: RankFacts) -> Iterator[Evidence]:
-    """Memory and swap of a rank's process and host; nothing where the host does not say."""
+    """Memory and swap of a rank's process and host; nothing if the host does not report them."""
     host = facts.host_facts
     amounts = (
         (host.rss_bytes, "{} resident"),
@@ -164,13 +161,13 @@ def memory_evidence(facts: RankFacts) -> Iterator[Evidence]:
 
 
 def memory_clause(*parts: str) -> str:
-    """What is known of memory as the middle of a sentence: the first part after a comma, the others set off."""
+    """Words about memory for the middle of a sentence: the first part after a comma, the others after semicolons."""
     first, *others = parts
     return (f", {first}" if first else "") + "".join(f"; {part}" for part in others if part)
 
 
 def memory_remedy(swapping: bool, processes: Iterable[HostFacts | ProcessFacts]) -> str:
-    """What to do about the memory of processes that swap, or still grow; empty where they do neither."""
+    """What to do about the memory of processes that swap or still grow; empty if they do neither."""
     if swapping:
         return TOO_LITTLE_MEMORY
     large = (process for process in processes if (process.rss_bytes or 0) >= _IMPORTED_BYTES)
@@ -178,7 +175,7 @@ def memory_remedy(swapping: bool, processes: Iterable[HostFacts | ProcessFacts])
 
 
 def directories(facts: RankFacts, *, of_checkpoints: bool) -> tuple[StorageFacts, ...]:
-    """Directories of the checkpoint callbacks, or of everything else, which is the loggers."""
+    """The directories of checkpoint callbacks, or those of everything else, which is loggers."""
     return tuple(entry for entry in facts.storage if ("Checkpoint" in entry.owner) == of_checkpoints)
 
 
@@ -188,22 +185,22 @@ def directory_words(entry: StorageFacts) -> str:
 
 
 def storage_evidence(facts: RankFacts, *, of_checkpoints: bool) -> Iterator[Evidence]:
-    """One line per directory: who writes there, and what file system it is on."""
+    """One line per directory: what writes there, and its file system."""
     for entry in directories(facts, of_checkpoints=of_checkpoints):
         text = f"{entry.owner} writes to {directory_words(entry)}."
         yield Evidence(source="storage", rank=facts.rank, text=text)
 
 
-# Far longer than an exchange of messages takes, far shorter than any sensible suspect_after.
+# Far longer than a collective takes to connect its ranks, far shorter than any sensible suspect_after.
 _MOMENT_NS = 1_000_000_000
-# Here some ranks may be done before others have begun: the root has sent, or not been waited for.
+# In these, some ranks may complete before others have begun: the root has sent, or does not wait.
 _ROOTED = ("broadcast", "scatter", "gather", "reduce", "send", "recv")
 _SYMMETRIC = ("reduce_scatter", "_reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A collective that all members of a group have called on NCCL, and that has not ended on all of them.
+    """A collective on NCCL that all members of a group have called, and that has not completed on all of them.
 
     Attributes:
         group: The group.
@@ -215,45 +212,50 @@ class Pending:
 
     @property
     def first(self) -> Collective:
-        """What a member that still waits has called."""
+        """The call of a member on which it has not completed."""
         return self.calls[self.pending[0]]
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Ranks on which it has not ended."""
+        """Ranks on which it has not completed."""
         return tuple(rank for rank, call in sorted(self.calls.items()) if not call.completed)
 
     @property
     def completed(self) -> tuple[int, ...]:
-        """Ranks on which it has ended."""
+        """Ranks on which it has completed."""
         return tuple(rank for rank, call in sorted(self.calls.items()) if call.completed)
 
     @property
     def not_started(self) -> tuple[int, ...]:
-        """Ranks whose device has not come to it, where others' have; none where nobody's is known to have."""
+        """Ranks whose device has not started it; empty unless it is known to have started on another."""
         begun = [rank for rank, call in self.calls.items() if call.started or call.completed]
         waiting = tuple(rank for rank in self.pending if not self.calls[rank].started)
         return waiting if begun else ()
 
     @property
     def is_rooted(self) -> bool:
-        """Whether one rank may be done with it before the others are."""
+        """Whether it may complete on one rank before it does on the others."""
         op = self.first.op
         return not op.startswith(("all_", "_all", "all", *_SYMMETRIC)) and any(word in op for word in _ROOTED)
 
 
 def pending_on_nccl(view: Timeline) -> Iterator[Pending]:
-    """Each such collective; those that a rank has called only just now are left out, as they may end yet."""
+    """Every such collective, without those that a rank has called only just now, as they may complete yet."""
     for group in view.groups:
         calls = view.joined(group)
         on_nccl = all(call.backend.startswith("nccl") for call in calls.values())
-        just_now = any(_came_just_now(view.facts[rank], call) for rank, call in calls.items())
-        if len(calls) > 1 and on_nccl and not just_now and any(not call.completed for call in calls.values()):
+        if (
+            len(calls) > 1
+            and on_nccl
+            and not has_just_called(view, calls)
+            and any(not call.completed for call in calls.values())
+        ):
             yield Pending(group, calls)
 
 
-def _came_just_now(facts: RankFacts, call: Collective) -> bool:
-    return 0 < facts.taken_ns < call.created_ns + _MOMENT_NS
+def has_just_called(view: Timeline, calls: Mapping[int, Collective]) -> bool:
+    """Whether a rank made its call only a moment before its facts were taken: the collective may complete yet."""
+    return any(0 < view.facts[rank].taken_ns < call.created_ns + _MOMENT_NS for rank, call in calls.items())
 
 
 def uses_gpus(view: Timeline) -> bool:
@@ -262,7 +264,7 @@ def uses_gpus(view: Timeline) -> bool:
 
 
 def ailment(facts: RankFacts) -> str:
-    """What its driver says is wrong with a rank's GPU, in words; empty where nothing is known to be."""
+    """What the driver reports to be wrong with a rank's GPU, in words; empty if nothing."""
     state = facts.machine.gpu
     if state is None:
         return ""
@@ -271,15 +273,15 @@ def ailment(facts: RankFacts) -> str:
     gpu = state.gpu
     if gpu is None:
         return ""
-    told = [f"the kernel's log has Xid {', '.join(gpu.xids)}"] if gpu.xids else []
-    told += [f"NVML wants it to be recovered ({gpu.recovery_action})"] if gpu.recovery_action else []
-    told += [f"{gpu.ecc_errors} uncorrected ECC errors"] if gpu.ecc_errors else []
-    told += ["memory rows wait to be remapped"] if gpu.pending_repair else []
-    return "; ".join(told)
+    faults = [f"the kernel's log has Xid {', '.join(gpu.xids)}"] if gpu.xids else []
+    faults += [f"NVML wants it to be recovered ({gpu.recovery_action})"] if gpu.recovery_action else []
+    faults += [f"{gpu.ecc_errors} uncorrected ECC errors"] if gpu.ecc_errors else []
+    faults += ["memory rows wait to be remapped"] if gpu.pending_repair else []
+    return "; ".join(faults)
 
 
 def gpu_evidence(facts: RankFacts) -> Iterator[Evidence]:
-    """What a rank's GPU does at this moment, and what is wrong with it."""
+    """What a rank's GPU does now, and what is wrong with it."""
     state = facts.machine.gpu
     if state is None:
         return

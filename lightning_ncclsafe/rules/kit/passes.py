@@ -1,4 +1,4 @@
-"""How many passes each rank has made in a batch, compared between ranks."""
+"""How many backward passes and optimizer steps ranks have made in each batch, compared between ranks."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,19 +9,19 @@ from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 _MADE = ("backward passes", "backward passes that reduce nothing")
-# What an automatic optimization makes of a batch, if its optimizer does not ask for the loss again.
-_USUAL = 1
-# Among so many batches before one it is looked for how they take turns.
+# Backward passes per batch with automatic optimization, unless the optimizer evaluates the loss again.
+_USUAL_PASSES = 1
+# The number of earlier batches that are searched for a recurring pattern.
 _TURNS = 64
 
 
-class Made(NamedTuple):
-    """One batch, as a rank has made it.
+class BatchCounts(NamedTuple):
+    """How many backward passes and optimizer steps a rank has made in one batch.
 
     Attributes:
         counts: Backward passes, those that reduce nothing, and the steps of each optimizer.
-        is_over: Whether that is all of it.
-        called: Where its backward passes were called, as far as that is known.
+        is_over: Whether the batch is over, so that these counts are final.
+        called: Where its backward passes were called, as far as known.
     """
 
     counts: tuple[int, ...] = ()
@@ -29,34 +29,34 @@ class Made(NamedTuple):
     called: tuple[str, ...] = ()
 
     def of(self, kind: int) -> int:
-        """How many of a kind."""
+        """The count of one kind."""
         return self.counts[kind] if kind < len(self.counts) else 0
 
 
-class OtherCounts(NamedTuple):
-    """What ranks have made in different numbers.
+class DifferentCounts(NamedTuple):
+    """Different numbers of backward passes or optimizer steps that ranks have made in one batch.
 
     Attributes:
         batch: Epoch and index of the batch.
-        kind: Of what: backward passes, those that reduce nothing, steps of the first optimizer, ….
-        made: What each rank has made in it; without ranks that may make more.
-        before: What each of them had made in the batch before, or where batches have taken turns in the one that this
-            one is like, as far as that is known.
+        kind: What is counted, as an index of ``BatchCounts.counts``.
+        made: The counts of each rank; without ranks that may make more.
+        before: The counts of these ranks in the batch before, or in the last similar one if the counts recur in turns,
+            as far as known.
     """
 
     batch: tuple[int, ...]
     kind: int
-    made: dict[int, Made]
-    before: dict[int, Made]
+    made: dict[int, BatchCounts]
+    before: dict[int, BatchCounts]
 
     @property
     def is_accumulation(self) -> bool:
-        """Whether ranks have gone through passes without exchanging their gradients, as while these accumulate."""
+        """Whether the passes that reduce nothing differ, as with accumulated gradients."""
         return self.kind == 1
 
     @property
     def are_exchanged(self) -> bool:
-        """Whether ranks need one another for it: not for an optimizer's step."""
+        """Whether ranks need each other for it: not for an optimizer's step."""
         return self.kind < len(_MADE)
 
     @property
@@ -76,9 +76,9 @@ class OtherCounts(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The few; of as many those that have made another number than in the batch before, if others have not.
+        """The minority. If there is none, the ranks whose number differs from the batch before, if others' do not.
 
-        Else those that made fewer; all of them where each has asked for the loss as often as it liked.
+        Else those that made fewer; all of them if each optimizer may have evaluated the loss as often as it liked.
         """
         by_count = self._by_count()
         few = min(by_count, key=lambda count: (len(by_count[count]), count))
@@ -93,14 +93,14 @@ class OtherCounts(NamedTuple):
 
     @property
     def is_more(self) -> bool:
-        """Whether these have not left out anything, but made something that others have not."""
+        """Whether these ranks have made more than others, rather than skipped something."""
         least = min(self._by_count())
         is_more = any(self.made[rank].of(self.kind) > least for rank in self.ranks)
         return self.kind == 0 and (is_more or self._is_searched)
 
     @property
     def location(self) -> str:
-        """Where they have made what the others have not; a line that they call again is of theirs, too."""
+        """A line from which they have made a call more than others, or more often; empty if unknown."""
         usual = Counter[str]()
         for rank, made in (*self.made.items(), *self.before.items()):
             if rank not in self.ranks or made is not self.made[rank]:
@@ -109,8 +109,8 @@ class OtherCounts(NamedTuple):
         return next(filter(None, own), "")
 
     @property
-    def left_out(self) -> str:
-        """The call that these have left out, where another rank has made it; empty where that is not known."""
+    def skipped_at(self) -> str:
+        """Where another rank made the call that these have skipped; empty if unknown."""
         few = self.made[self.ranks[0]]
         own = (*few.called, *[""] * (few.of(self.kind) - len(few.called)))
         for made in self.made.values():
@@ -121,62 +121,62 @@ class OtherCounts(NamedTuple):
 
     @property
     def called_at(self) -> str:
-        """The only line from which all have called their passes in this batch; empty if there are several, or none."""
+        """The only line from which all have called their passes in this batch; empty if several, or unknown."""
         places = {place for made in self.made.values() for place in made.called}
         are_known = all(len(made.called) == made.of(0) for made in self.made.values())
         return next(iter(places)) if len(places) == 1 and are_known else ""
 
     @property
     def _is_searched(self) -> bool:
-        """Whether an optimizer may have asked for the loss as often as its search took: all have several passes."""
-        are_by_hand = any(made.called[:1] not in ((), ("",)) for made in self.made.values())
-        return self.kind == 0 and min(self._by_count()) > _USUAL and not are_by_hand
+        """Whether optimizers may have evaluated the loss as often as their search took: all have several passes."""
+        are_manual = any(made.called[:1] not in ((), ("",)) for made in self.made.values())
+        return self.kind == 0 and min(self._by_count()) > _USUAL_PASSES and not are_manual
 
     def _by_count(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        ranks: dict[int, list[int]] = {}
         for rank, made in self.made.items():
-            found.setdefault(made.of(self.kind), []).append(rank)
-        return found
+            ranks.setdefault(made.of(self.kind), []).append(rank)
+        return ranks
 
 
 @once
-def other_counts(view: Timeline) -> OtherCounts | None:
-    """The first batch in which ranks have made different numbers of something, and of what first."""
-    steps = {facts.rank: facts.steps for facts in sorted(view.job.ranks, key=lambda facts: facts.rank)}
-    if len(steps) < 2 or not all(known.passes or known.under_way for known in steps.values()):
+def different_counts(view: Timeline) -> DifferentCounts | None:
+    """The first batch in which ranks made different numbers of passes or steps; None if there is none."""
+    by_rank = {facts.rank: facts.steps for facts in sorted(view.job.ranks, key=lambda facts: facts.rank)}
+    if len(by_rank) < 2 or not all(steps.passes or steps.under_way for steps in by_rank.values()):
         return None
-    since = max((known.passes or (known.under_way,))[0][:2] for known in steps.values())
-    changes = {run[:2] for known in steps.values() for run in known.passes} | {since}
-    changes |= {known.under_way[:2] for known in steps.values() if known.under_way}
+    since = max((steps.passes or (steps.under_way,))[0][:2] for steps in by_rank.values())
+    changes = {run[:2] for steps in by_rank.values() for run in steps.passes} | {since}
+    changes |= {steps.under_way[:2] for steps in by_rank.values() if steps.under_way}
     for batch in sorted(change for change in changes if change >= since):
-        made = {rank: _made_in(known, batch) for rank, known in steps.items()}
+        made = {rank: _made_in(steps, batch) for rank, steps in by_rank.items()}
         for kind in range(max(len(one.counts) for one in made.values())):
-            if told := _told(made, kind):
-                like = _batch_alike(steps[next(iter(told))], batch)
-                before = {rank: found for rank in told if (found := _made_before(steps[rank], like)) is not None}
-                return OtherCounts(batch, kind, told, before)
+            if final := _final_counts(made, kind):
+                similar = _similar_batch(by_rank[next(iter(final))], batch)
+                before = {rank: counts for rank in final if (counts := _made_up_to(by_rank[rank], similar)) is not None}
+                return DifferentCounts(batch, kind, final, before)
         if not all(one.is_over for one in made.values()):
             return None
     return None
 
 
-def _told(made: dict[int, Made], kind: int) -> dict[int, Made]:
-    """Ranks that have made fewer than others and will not make more, and what the others have made; or nothing."""
-    if kind == 1 and (told := _exchanged_fewer(made)):
-        return told
+def _final_counts(made: dict[int, BatchCounts], kind: int) -> dict[int, BatchCounts]:
+    """The ranks that have made fewer than others and will not make more, and those others; empty if there are none."""
+    if kind == 1 and (reducing := _reducing_counts(made)):
+        return reducing
     most = max(one.of(kind) for one in made.values())
     begun = [one for one in made.values() if one.of(kind) == most]
     final = {rank for rank, one in made.items() if one.is_over or (kind == 0 and _has_stepped(one, begun))}
     if not any(made[rank].of(kind) < most for rank in final):
         return {}
-    told = {rank: one for rank, one in made.items() if rank in final or one.of(kind) == most}
-    # Ranks do not need one another for a pass more of which they exchange nothing.
-    is_alone = kind < len(_MADE) and len({one.of(0) - one.of(1) for one in told.values()}) == 1
-    return {} if is_alone else told
+    counts = {rank: one for rank, one in made.items() if rank in final or one.of(kind) == most}
+    # Ranks do not need each other for extra passes that reduce nothing.
+    is_harmless = kind < len(_MADE) and len({one.of(0) - one.of(1) for one in counts.values()}) == 1
+    return {} if is_harmless else counts
 
 
-def _exchanged_fewer(made: dict[int, Made]) -> dict[int, Made]:
-    """The same of passes whose gradients are reduced: who is still in one of these will not make it another one."""
+def _reducing_counts(made: dict[int, BatchCounts]) -> dict[int, BatchCounts]:
+    """The same for passes that reduce gradients: a rank that is still in such a pass counts with it."""
     reduced = {rank: one.of(0) - one.of(1) for rank, one in made.items()}
     most = max(reduced.values())
     final = [rank for rank, one in made.items() if one.is_over]
@@ -185,39 +185,43 @@ def _exchanged_fewer(made: dict[int, Made]) -> dict[int, Made]:
     return {rank: one for rank, one in made.items() if rank in final or reduced[rank] == most}
 
 
-def _has_stepped(one: Made, begun: list[Made]) -> bool:
-    """Whether it has made its optimizers' step after fewer passes than those that have made none yet."""
+def _has_stepped(one: BatchCounts, begun: list[BatchCounts]) -> bool:
+    """Whether it has already made an optimizer step, while the ranks with the most passes have made none."""
     return sum(one.counts[len(_MADE) :]) > 0 and all(sum(other.counts[len(_MADE) :]) == 0 for other in begun)
 
 
-def _made_in(steps: StepFacts, batch: tuple[int, ...]) -> Made:
+def _made_in(steps: StepFacts, batch: tuple[int, ...]) -> BatchCounts:
     if batch > (steps.passes_epoch, steps.passes_batch):
         is_this = steps.under_way[:2] == batch
-        return Made(steps.under_way[2:], called=_called(steps, len(steps.passes))) if is_this else Made()
-    found = [index for index, run in enumerate(steps.passes) if run[:2] <= batch]
-    return Made(steps.passes[found[-1]][2:], True, _called(steps, found[-1])) if found else Made(is_over=True)
+        return BatchCounts(steps.under_way[2:], called=_called(steps, len(steps.passes))) if is_this else BatchCounts()
+    return _last_counts(steps, [run[:2] <= batch for run in steps.passes]) or BatchCounts(is_over=True)
 
 
-def _batch_alike(steps: StepFacts, batch: tuple[int, ...]) -> tuple[int, ...]:
-    """The batch of this epoch that should be as this one is, as all before it have taken turns; else the one before."""
+def _similar_batch(steps: StepFacts, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """The last batch of the same kind if the counts of the batches before recur in turns; else the batch before."""
     epoch, index = batch
     counts = [_run_of(steps, (epoch, number))[2:] for number in range(max(index - _TURNS, 0), index)]
-    turns = range(1, len(counts) // 2 + 1)
-    turn = next((turn for turn in turns if counts[turn:] == counts[:-turn]), 1)
-    return epoch, index - turn
+    periods = range(1, len(counts) // 2 + 1)
+    period = next((period for period in periods if counts[period:] == counts[:-period]), 1)
+    return epoch, index - period
 
 
 def _run_of(steps: StepFacts, batch: tuple[int, ...]) -> tuple[int, ...]:
     return next((run for run in reversed(steps.passes) if run[:2] <= batch), ())
 
 
-def _made_before(steps: StepFacts, batch: tuple[int, ...]) -> Made | None:
-    found = [index for index, run in enumerate(steps.passes) if run[:2] <= batch]
-    return Made(steps.passes[found[-1]][2:], True, _called(steps, found[-1])) if found else None
+def _made_up_to(steps: StepFacts, batch: tuple[int, ...]) -> BatchCounts | None:
+    return _last_counts(steps, [run[:2] <= batch for run in steps.passes])
+
+
+def _last_counts(steps: StepFacts, is_earlier: list[bool]) -> BatchCounts | None:
+    """The counts of the last of these runs of equal batches."""
+    index = max((index for index, earlier in enumerate(is_earlier) if earlier), default=None)
+    return None if index is None else BatchCounts(steps.passes[index][2:], True, _called(steps, index))
 
 
 def _called(steps: StepFacts, index: int) -> tuple[str, ...]:
-    """From where the passes of a run were called; of long ago, from where all later ones with the same numbers were."""
+    """Where the passes of a run were called; if unknown, where all known runs with the same counts were."""
     known = steps.passes_from[index] if index < len(steps.passes_from) else ()
     if known or index >= len(steps.passes):
         return known

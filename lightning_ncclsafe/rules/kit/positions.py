@@ -1,28 +1,27 @@
-"""How far each rank has come through its data, compared between ranks."""
+"""How far each rank is in its data, compared between ranks: which ran out of data first, and which left a loop."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Frame, LoggedKey, Phase, Progress, RankFacts
 from lightning_ncclsafe.rules.kit.activity import hook_words, is_in
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
-from lightning_ncclsafe.rules.kit.apart import conditioned, waits_apart
-from lightning_ncclsafe.rules.kit.lines import in_own_call
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.user_lines import in_own_call, loop_left
+from lightning_ncclsafe.rules.kit.waits import different_waits, under_rank_condition
 
 _EXCHANGE_OF_GRADIENTS = BACKWARD | DDP | FSDP
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
-# Callbacks that look at a value which is to be logged.
+# Callbacks that monitor a logged value.
 _MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
 _PAST_BATCHES = tuple(f"on_{loop}_epoch_end" for loop in ("train", "validation", "test", "predict"))
 
 
 class Position(NamedTuple):
-    """A rank's place in the run; the later in the run, the greater.
+    """A rank's position in the run; later positions compare greater.
 
     Attributes:
         epoch: Current epoch.
@@ -38,20 +37,20 @@ class Position(NamedTuple):
 
 @once
 def positions(view: Timeline) -> dict[int, Position]:
-    """Where each answering rank stands in its data."""
+    """The position of each answering rank in its data."""
     return {rank: _position(facts) for rank, facts in sorted(view.facts.items())}
 
 
-def begins(progress: Progress) -> bool:
-    """Whether a rank has not come to the first batch yet; it may have fetched data, or made its loaders."""
+def is_before_first_batch(progress: Progress) -> bool:
+    """Whether a rank has not reached its first batch; it may have created its loaders and fetched data."""
     if progress.phase is Phase.TRAIN:
         is_known = bool(progress.actions or progress.last_action)
         return is_known and progress.batch_idx < 0 and progress.epoch == 0 and progress.global_step == 0
     return progress.phase is Phase.INIT
 
 
-def in_its_data(view: Timeline, ranks: Iterable[int]) -> bool:
-    """Whether one of these ranks stands in a batch that is not its last, or in its loader for the next one."""
+def has_batches_left(view: Timeline, ranks: Iterable[int]) -> bool:
+    """Whether one of these ranks is in a batch that is not its last, or fetches the next one."""
     progresses = (view.facts[rank].progress for rank in ranks)
     return any(now.phase in _LOOPS and not _past_last_batch(now) and _is_in_loop(now) for now in progresses)
 
@@ -67,53 +66,53 @@ def _position(facts: RankFacts) -> Position:
     if progress.phase in (Phase.INIT, Phase.SANITY_CHECK):
         return Position(-1, -1, progress.batch_idx)
     stage = 2 if progress.phase is Phase.VALIDATE else 0
-    # Its last batch may have been no last one of its data: a StopIteration ends an epoch, too.
+    # This may not have been the last batch of its data: a StopIteration ends an epoch, too.
     is_past = (_past_last_batch(progress) and not _raised_in_batch(facts)) or (stage == 0 and _ends_epoch(facts))
     return Position(progress.epoch, stage + is_past, progress.batch_idx)
 
 
 def _raised_in_batch(facts: RankFacts) -> bool:
-    """Whether an exception has taken a rank out of its batch: it has left all actions since, and not its data."""
+    """Whether an exception was raised within a batch: the rank has left all actions since, but not its data."""
     return facts.exception is not None and is_in(BATCH, facts.exception.stack)
 
 
 def _ends_epoch(facts: RankFacts) -> bool:
-    """Whether a rank is in what Lightning does between its training epochs."""
+    """Whether a rank is in what Lightning does at the end of a training epoch."""
     return is_in(END_OF_EPOCH, facts.stack)
 
 
 def _past_last_batch(progress: Progress) -> bool:
     hooks = [hook_words(action.name) for action in progress.actions]
-    # Of data of unknown length nobody knows before that a batch is the last one.
+    # If the length of the data is unknown, nobody knows in advance that a batch is the last one.
     is_past = any(hook.endswith(_PAST_BATCHES) for hook in hooks)
     return is_past or (progress.is_last_batch and not any(hook.endswith(_IN_BATCH) for hook in hooks))
 
 
 @once
-def ended_first(view: Timeline) -> tuple[int, ...]:
-    """Ranks that ran out of data before others did, ascending; empty where that does not explain why ranks wait.
+def out_of_data_first(view: Timeline) -> tuple[int, ...]:
+    """Ranks that ran out of data before others did, ascending; empty if that does not explain why ranks wait.
 
-    A rank that works (in user code, the loader, a logger) explains the wait by itself, as does one that runs a spread
-    model alone or is in a call of the Trainer that the others have not made, and ranks that all have joined one
-    collective do not wait for the end of anybody's data.
+    A rank that works (in user code, the loader, a logger) explains the wait by itself, as does one that runs a sharded
+    model alone or is in a call of the Trainer that the others have not made. Ranks that have all joined one collective
+    do not wait because of data.
     """
     if len(view.facts) < 2 or view.raised or _is_explained(view):
         return ()
     places = {rank: (place.epoch, place.stage) for rank, place in positions(view).items()}
     first, last = min(places.values()), max(places.values())
-    # Somebody must still be in batches. Within one epoch's, a rank that is a batch ahead has skipped a collective.
+    # Some rank must still be in batches. A rank that is a batch ahead in the same epoch has skipped a collective.
     if first == last or first[1] not in (0, 2):
         return _an_epoch_ahead(view, first[0])
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
-    # Who waits in its batch under a condition on the rank does not wait for the end of anybody's data.
-    is_alone = not conditioned(view, view.facts).keys().isdisjoint(still)
+    # A rank that waits in its batch under a condition on the rank does not wait because of data.
+    is_alone = not under_rank_condition(view, view.facts).keys().isdisjoint(still)
     is_even = _equally_many(view, ended, still) or _validated_it(view, ended, still)
     return () if is_alone or is_even or _may_be_left_behind(view, ended, still) else ended
 
 
 class LeftLoop(NamedTuple):
-    """Ranks that are past a loop of the user's in which the others still train.
+    """Ranks that are past a loop in which the others still train.
 
     Attributes:
         ranks: These ranks, ascending.
@@ -126,41 +125,25 @@ class LeftLoop(NamedTuple):
 
 @once
 def left_loop(view: Timeline) -> LeftLoop | None:
-    """Who has left the loop that the others are in, of ranks without a Trainer that are seen from outside."""
-    apart = waits_apart(view)
-    if apart is None or apart.why or any(facts.progress.phase is not Phase.UNKNOWN for facts in view.facts.values()):
+    """Which of inspected ranks without a Trainer have left the loop that the others are in; None if unknown."""
+    waits = different_waits(view)
+    if waits is None or waits.why or any(facts.progress.phase is not Phase.UNKNOWN for facts in view.facts.values()):
         return None
     still = [rank for rank in view.waiting if is_in(_EXCHANGE_OF_GRADIENTS, view.facts[rank].stack)]
     past = tuple(rank for rank in view.waiting if rank not in still)
-    loops = {_loop_left(view.facts[one].stack, view.facts[other].stack) for one in past for other in still}
+    loops = {loop_left(view.facts[one].stack, view.facts[other].stack) for one in past for other in still}
     loop = loops.pop() if len(loops) == 1 else None
     return LeftLoop(past, loop) if loop is not None else None
 
 
-def _loop_left(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> Frame | None:
-    """The outermost loop that one stack is past, further down in the same function, and another is in."""
-    for depth, (own, others) in enumerate(zip(one, other, strict=False)):
-        if (own.file, own.function) != (others.file, others.function):
-            return None
-        if own.line != others.line:
-            inside = (frame for frame in other[depth:] if frame.user and frame.loop and frame.loop != own.loop)
-            return next(map(_first_line, inside), None) if own.user and own.line > others.line else None
-    return None
-
-
-def _first_line(frame: Frame) -> Frame:
-    code, _, line = frame.loop.rpartition("  (line ")
-    return replace(frame, line=int(line.rstrip(")")), code=code)
-
-
 def _may_be_left_behind(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """Whether those past their batches may be an epoch behind the others, which have left out a call of the user's.
+    """Whether the ranks past their batches may be an epoch behind the others, which have skipped a call of the user's.
 
-    Epochs are not seen from outside. Who is past its first batch has not begun an epoch that the others have not.
+    An inspection does not see epochs. A rank past its first batch has not just begun an epoch.
     """
-    are_seen = waits_apart(view) is not None
+    are_seen = different_waits(view) is not None
     is_early = all(view.facts[rank].progress.batch_idx < 1 for rank in still)
-    # Not all need have this callback, or the value that it looks at.
+    # Not every rank needs to have this callback, or the value that it monitors.
     return are_seen and is_early and all(in_own_call(view, rank) or _votes_on_stopping(view, rank) for rank in ended)
 
 
@@ -170,78 +153,78 @@ def _votes_on_stopping(view: Timeline, rank: int) -> bool:
 
 def _is_explained(view: Timeline) -> bool:
     working = view.working(view.facts)
-    # For a rank that has left nobody waits; those that go on will do so in vain.
-    is_left = any(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and not view.waiting
-    is_at_work = bool(working) and not (is_left and in_its_data(view, working))
+    # No rank waits for one that has finished yet; those that continue will wait in vain.
+    has_left = any(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and not view.waiting
+    is_at_work = bool(working) and not (has_left and has_batches_left(view, working))
     is_alone = bool(gathering_alone(view) or alone_in_trainer(view) or in_trainer_again(view))
     return is_at_work or _all_joined(view) or is_alone
 
 
 def _an_epoch_ahead(view: Timeline, first: float) -> tuple[int, ...]:
-    """Ranks that have finished all epochs while others, between batches, have more than one left to begin."""
+    """Ranks that have finished all epochs while others, between batches, have more than one epoch left."""
     places = ((rank, facts.progress) for rank, facts in sorted(view.facts.items()))
-    # When they have finished, Lightning counts one epoch more than it does in the last one.
+    # After the end, Lightning's epoch counter is one higher than in the last epoch.
     return tuple(rank for rank, now in places if now.phase is Phase.FINISHED and now.epoch > first + 1)
 
 
 def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """All have come to one batch, the last one of all as far as is known: they differ in what they do."""
+    """Whether all are in the same batch, for all the last one as far as known: they do not differ in their data."""
     loops = {view.facts[rank].progress.phase for rank in still}
     facts = [view.facts[rank] for rank in (*ended, *still)]
-    # Who has gone on from validation to the next epoch tells no more how many batches it had there.
+    # A rank that has left validation for the next epoch no longer shows how many batches it had there.
     if Phase.VALIDATE in loops:
         facts = [each for each in facts if each.progress.phase is Phase.VALIDATE]
-    both = [each.progress for each in facts]
-    is_one_loop = len({now.phase is Phase.VALIDATE for now in both}) == 1 and len(facts) > len(still)
-    may_be_last = all(now.is_last_batch for now in both) or not any(map(_is_of_known_length, facts))
-    is_one_batch = len({(now.epoch, now.batch_idx) for now in both}) == 1 and both[0].batch_idx >= 0
+    progress = [each.progress for each in facts]
+    is_one_loop = len({now.phase is Phase.VALIDATE for now in progress}) == 1 and len(facts) > len(still)
+    may_be_last = all(now.is_last_batch for now in progress) or not any(map(_has_known_length, facts))
+    is_one_batch = len({(now.epoch, now.batch_idx) for now in progress}) == 1 and progress[0].batch_idx >= 0
     return is_one_loop and may_be_last and is_one_batch
 
 
 def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """Whether those that have gone on from validation have validated the batch, too, in which the others wait."""
+    """Whether the ranks that have left validation have also completed the batch in which the others wait."""
     if any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in still):
         return False
     if without_validation(view, ended, still):
         return False
-    gone_on = [rank for rank in ended if view.facts[rank].progress.phase is not Phase.VALIDATE]
+    left = [rank for rank in ended if view.facts[rank].progress.phase is not Phase.VALIDATE]
     validated = {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
-    if len(gone_on) < len(ended) or not validated.keys() >= {*ended, *still}:
+    if len(left) < len(ended) or not validated.keys() >= {*ended, *still}:
         return False
     return min(validated[rank] for rank in ended) > max(validated[rank] for rank in still)
 
 
-def without_validation(view: Timeline, gone_on: tuple[int, ...], still: tuple[int, ...]) -> bool:
-    """Whether those that have gone on have left out the whole validation that the others are in."""
+def without_validation(view: Timeline, continued: tuple[int, ...], still: tuple[int, ...]) -> bool:
+    """Whether the ranks that continue with training have skipped the whole validation that the others are in."""
     validating = {rank for rank, facts in view.facts.items() if facts.progress.phase is Phase.VALIDATE}
     trainers = {rank: view.facts[rank].trainer for rank in still}
-    if validating != {*still} or not gone_on:
+    if validating != {*still} or not continued:
         return False
-    made = {view.facts[rank].steps.validated for rank in gone_on}
-    # Those of the validation that they are in; the batch that a rank is in need not count as made.
+    made = {view.facts[rank].steps.validated for rank in continued}
+    # Batches of the present validation; the batch that a rank is in may not be counted as completed.
     now = {(view.facts[rank].steps.validated, one.validated) for rank, one in trainers.items() if one is not None}
     more = [(begun - before, over) for begun, over in now for before in made]
     return None not in trainers.values() and all(max(over, 1) <= count <= over + 1 for count, over in more)
 
 
-def _is_of_known_length(facts: RankFacts) -> bool:
+def _has_known_length(facts: RankFacts) -> bool:
     of_epoch = facts.trainer.batches if facts.trainer is not None else None
     return of_epoch is not None or any(loader.batches is not None for loader in facts.loaders[:1])
 
 
 def _all_joined(view: Timeline) -> bool:
-    held = [group for group in view.groups if group.seq is not None]
-    return bool(held) and all(view.joined(group) for group in held)
+    pending = [group for group in view.groups if group.seq is not None]
+    return bool(pending) and all(view.joined(group) for group in pending)
 
 
-def monitored_apart(view: Timeline) -> tuple[LoggedKey, tuple[int, ...], tuple[int, ...]] | None:
+def monitored_on_some(view: Timeline) -> tuple[LoggedKey, tuple[int, ...], tuple[int, ...]] | None:
     """A key at which a callback looks in which some ranks wait; those, and the others, which have not logged it.
 
     None if there is no such key, or if a rank is at work or has raised.
     """
     inside = {rank for rank in view.waiting if is_in(_MONITORS, view.facts[rank].stack)}
     outside = view.facts.keys() - inside
-    if not inside or not outside or view.raised or view.working(view.facts) or ended_first(view):
+    if not inside or not outside or view.raised or view.working(view.facts) or out_of_data_first(view):
         return None
     logged = {rank: {key.name for key in facts.steps.monitored} for rank, facts in view.facts.items()}
     common = set.intersection(*(logged[rank] for rank in inside))

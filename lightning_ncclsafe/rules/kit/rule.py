@@ -1,8 +1,8 @@
-"""What a rule is: its declaration, its place among the others, and the view of a job that it is asked about.
+"""What a rule is: its declaration, its place among the other rules, and the view of a job that it reads.
 
-A rule is a function named after its cause that takes a view of a job and yields findings. What it has to say about
-itself stands in its decorator, once: what it comes after, what to do, what makes it needless, and of what it is a mere
-consequence. Order and precedence are computed from that.
+A rule is a function named after its cause that takes a view of a job and yields findings. Its decorator declares the
+rest once: which rule it comes after, what to do, what makes it needless, and which causes it merely follows from. Order
+and precedence are computed from that.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +25,11 @@ _P = ParamSpec("_P")
 
 
 class View:
-    """What rules ask about one job: answers are worked out once and kept for as long as the job is judged.
+    """A job as rules see it. Each answer is computed once and kept while the job is judged.
 
     Attributes:
         job: The job.
-        answers: What has been asked so far, by the question and its arguments: see :func:`once`.
+        answers: The answers so far, by function and arguments: see :func:`once`.
     """
 
     def __init__(self, job: JobFacts) -> None:
@@ -41,14 +41,14 @@ V = TypeVar("V", bound=View)
 
 
 def once(ask: Callable[Concatenate[V, _P], _T]) -> Callable[Concatenate[V, _P], _T]:
-    """A question that is answered once for each job, whoever asks it again; its arguments have to be hashable."""
+    """Computes a function of a view once per job and keeps the result; its arguments have to be hashable."""
 
     def answer(view: V, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         key = (ask, *args, *kwargs.items())
         if key not in view.answers:
             view.answers[key] = ask(view, *args, **kwargs)
-        found: _T = view.answers[key]
-        return found
+        known: _T = view.answers[key]
+        return known
 
     update_wrapper(answer, ask)
     return answer
@@ -68,54 +68,54 @@ class _Same:
 
 
 def view_of(kind: type[V], job: JobFacts) -> V:
-    """The view of this kind of a job; consecutive calls for one job give the same object."""
+    """This kind of view of a job; consecutive calls for one job return the same object."""
     views = _views(_Same(job))
     if kind not in views:
         views[kind] = kind(job)
-    found: V = views[kind]
-    return found
+    view: V = views[kind]
+    return view
 
 
 @lru_cache(maxsize=1)
-def _views(same: _Same) -> dict[type[View], Any]:
+def _views(_: _Same) -> dict[type[View], Any]:
     return {}
 
 
 def forget() -> None:
-    """Lets the last job go, so that its facts do not stay in memory while training goes on."""
+    """Drops the last job, so that its facts do not stay in memory while training continues."""
     _views.cache_clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What all rules have found in one job, for one that asks whether it has still anything to say."""
+    """What all rules have found in one job, for a rule that may be superseded by others."""
 
     every: Sequence[tuple["Rule[Any]", Finding]]
 
     def likely(self, names: Iterable[str]) -> list[Finding]:
-        """Findings of these names that are at least likely."""
+        """The findings of these rules that are at least likely."""
         wanted = {*names}
-        found = (finding for _, finding in self.every if finding.rule in wanted)
-        return [finding for finding in found if finding.confidence is not Confidence.POSSIBLE]
+        named = (finding for _, finding in self.every if finding.rule in wanted)
+        return [finding for finding in named if finding.confidence is not Confidence.POSSIBLE]
 
     @property
     def of_exceptions(self) -> list[Finding]:
-        """Findings of rules that read what an exception says."""
+        """The findings of rules that read an exception's message."""
         return [finding for rule, finding in self.every if rule.reads_exceptions]
 
 
 Superseded = Callable[[Finding, Findings], bool]
 PlanFor = Callable[[V, Finding], Plan]
-"""What follows from a finding where that depends on what was seen; its docstring says on what, in one sentence."""
+"""Chooses the plan for a finding where it depends on the facts; its docstring says on which, in one sentence."""
 
 
 class Hangs(Enum):
-    """Whether ranks that start all the same would wait for one another for ever."""
+    """Whether the job would hang if it started with this finding."""
 
     NO = "no"
-    IF_UNEVEN = "where one rank's data end first, which a vote on each batch prevents"
+    IF_UNEVEN = "when one rank's data ends first, which a vote on each batch prevents"
     LATER = "sooner or later, and no vote prevents it"
-    AT_ONCE = "with their next collectives, which differ"
+    AT_ONCE = "at the next collectives, which differ"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -125,19 +125,18 @@ class Rule(Generic[V]):
     Attributes:
         name: The name of the cause: ``"rank-zero-only-work"``.
         ask: The function.
-        kind: The view that it asks.
-        remedy: What to do; empty where each finding has its own.
-        after: The name of the rule behind which it stands: between findings of equal confidence the earlier rule comes
-            first.
-        unless: Questions; where one of them is answered by anything but nothing, the rule has nothing to say.
-        follows: Names of causes of which this one is a mere consequence: it is left out where one is at least likely.
-        superseded: Whether a finding of it is no news beside those of others.
-        reads_exceptions: Whether it reads what an exception says, so that this need not be told again.
-        is_of_machine: Whether it is about ranks that their machine holds up, whatever line they have come to.
-        is_mutual: Whether it compares what ranks call, so that those it does not name may be the ones that diverged.
-        hangs: Whether ranks that start with it would hang, where it is asked before they train.
-        plan: What the next start is to do about it: `stop` where only the code, its settings or its data can be wrong,
-            `restart` where they cannot be.
+        kind: The kind of view that it takes.
+        remedy: What to do; empty if each finding has its own.
+        after: The name of the rule that it comes after: among findings of equal confidence, the earlier rule is first.
+        unless: Functions of the view; if one of them returns anything true, the rule finds nothing.
+        follows: Names of causes that this one merely follows from: it is left out if one of them is at least likely.
+        superseded: Whether its finding adds nothing to the findings of other rules.
+        reads_exceptions: Whether it reads an exception's message, so that failed-rank need not report it again.
+        is_of_machine: Whether it is about ranks that their machine delays, whatever line they are at.
+        is_mutual: Whether it compares what ranks call, so that the ranks it does not name may be the diverging ones.
+        hangs: Whether a job that starts with it would hang; for rules that are asked before training.
+        plan: What the next start should do about it: `stop` if only the code, its settings or its data can be wrong,
+            `restart` if they cannot be.
     """
 
     name: str
@@ -158,26 +157,26 @@ class Rule(Generic[V]):
         return f"Rule({self.name!r})"
 
     def __call__(self, view: V) -> tuple[Finding, ...]:
-        """What it finds in a job; worked out once."""
-        return _found(view, self)
+        """Its findings; computed once per job."""
+        return _findings(view, self)
 
     def findings(self, job: JobFacts) -> tuple[Finding, ...]:
-        """What it finds in a job."""
+        """Its findings about a job."""
         return self(view_of(self.kind, job))
 
     def is_superseded(self, finding: Finding, others: Findings) -> bool:
-        """Whether a finding of its own is no news beside those of others."""
+        """Whether its finding adds nothing to those of other rules."""
         if others.likely(self.follows):
             return True
         return self.superseded is not None and self.superseded(finding, others)
 
     def plan_for(self, view: V, finding: Finding) -> Plan:
-        """What the next start is to do about a finding of its own."""
+        """What the next start should do about its finding."""
         return self.plan if isinstance(self.plan, Plan) else self.plan(view, finding)
 
     @cached_property
     def plan_words(self) -> str:
-        """What the next start is to do about it, and on what that depends."""
+        """What the next start should do about it, and on what that depends."""
         if isinstance(self.plan, Plan):
             return self.plan.value
         return " ".join(cleandoc(self.plan.__doc__ or "").split("\n\n")[0].split())
@@ -202,26 +201,25 @@ class Rule(Generic[V]):
 
 
 @once
-def _found(view: V, rule: Rule[V]) -> tuple[Finding, ...]:
-    if any(question(view) for question in rule.unless):
+def _findings(view: V, rule: Rule[V]) -> tuple[Finding, ...]:
+    if any(excludes(view) for excludes in rule.unless):
         return ()
-    found = rule.ask(view)
-    named = (replace(one, rule=rule.name, remedy=one.remedy or rule.remedy) for one in found)
+    named = (replace(one, rule=rule.name, remedy=one.remedy or rule.remedy) for one in rule.ask(view))
     return tuple(replace(one, plan=rule.plan_for(view, one)) for one in named)
 
 
 def named_by(view: V, *rules: Rule[V], least: Confidence = Confidence.POSSIBLE) -> frozenset[int]:
-    """The ranks that these rules name, by findings that are at least so sure."""
+    """The ranks that these rules name, in findings of at least this confidence."""
     enough = [*Confidence][: [*Confidence].index(least) + 1]
-    found = (finding for rule in rules for finding in rule(view))
-    return frozenset(rank for finding in found if finding.confidence in enough for rank in finding.ranks)
+    findings = (finding for rule in rules for finding in rule(view))
+    return frozenset(rank for finding in findings if finding.confidence in enough for rank in finding.ranks)
 
 
 class Rules(Generic[V]):
-    """Rules of one kind, which take their places as their modules are imported: there is no list to be kept.
+    """The rules of one kind. Each is registered when its module is imported: there is no list to maintain.
 
     Args:
-        kind: The view that they ask.
+        kind: The kind of view that they take.
     """
 
     def __init__(self, kind: type[V]) -> None:
@@ -242,10 +240,10 @@ class Rules(Generic[V]):
         hangs: Hangs = Hangs.NO,
         plan: Plan | PlanFor[V] = Plan.UNKNOWN,
     ) -> Callable[[Callable[[V], Iterable[Finding]]], Rule[V]]:
-        """Makes a rule of a function, which is named after its cause; the arguments are attributes of :class:`Rule`.
+        """Makes a rule of a function named after its cause; the arguments are attributes of :class:`Rule`.
 
         Raises:
-            ValueError: If another module declares a rule of that name.
+            ValueError: If another module declares a rule of the same name.
         """
 
         def register(ask: Callable[[V], Iterable[Finding]]) -> Rule[V]:
@@ -279,7 +277,7 @@ class Rules(Generic[V]):
         return iter([*self._by_name.values()])
 
     def of(self, package: str, path: Iterable[str]) -> tuple[Rule[V], ...]:
-        """Imports all modules of a package, and gives the rules in their order.
+        """Imports all modules of a package and returns the rules in order.
 
         Args:
             package: Name of the package.
@@ -291,27 +289,27 @@ class Rules(Generic[V]):
 
 
 def in_order(rules: Iterable[Rule[V]]) -> tuple[Rule[V], ...]:
-    """Rules so that each stands behind the one that it comes after, as closely as others allow.
+    """The rules, each as close as possible behind the one that it comes after.
 
-    Of several that come after one, those of which fewer come after in turn stand first, then the alphabet decides.
+    Of several that come after the same rule, the one with the fewest successors is first, then the alphabet decides.
 
     Raises:
-        ValueError: If a rule comes after one that there is not, or after itself by way of others.
+        ValueError: If a rule comes after one that does not exist, or after itself by way of others.
     """
     by_name = {rule.name: rule for rule in rules}
-    behind: dict[str, list[str]] = {name: [] for name in ("", *by_name)}
+    successors: dict[str, list[str]] = {name: [] for name in ("", *by_name)}
     for rule in by_name.values():
-        if rule.after not in behind:
+        if rule.after not in successors:
             raise ValueError(f"the rule {rule.name} comes after {rule.after!r}, and there is no rule of that name")
-        behind[rule.after].append(rule.name)
-    placed = [*_placed("", behind)][1:]
-    if circle := sorted(by_name.keys() - {*placed}):
+        successors[rule.after].append(rule.name)
+    ordered = [*_with_successors("", successors)][1:]
+    if circle := sorted(by_name.keys() - {*ordered}):
         raise ValueError(f"these rules come after one another in a circle: {', '.join(circle)}")
-    return tuple(by_name[name] for name in placed)
+    return tuple(by_name[name] for name in ordered)
 
 
-def _placed(name: str, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _with_successors(name: str, successors: Mapping[str, Sequence[str]]) -> Iterator[str]:
     yield name
-    parts = sorted((tuple(_placed(other, behind)) for other in behind[name]), key=lambda part: (len(part), part))
-    for part in parts:
-        yield from part
+    chains = (tuple(_with_successors(other, successors)) for other in successors[name])
+    for chain in sorted(chains, key=lambda chain: (len(chain), chain)):
+        yield from chain

@@ -1,14 +1,14 @@
-"""The parts that findings are built of: where a rank stands, what the others wait in, and how we know."""
+"""The parts of findings: where a rank is, what the others wait in, and how we know."""
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind, Phase, Progress, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import Kind
-from lightning_ncclsafe.rules.kit.errors import has_given_up
-from lightning_ncclsafe.rules.kit.meaning import begins_another_forward, meaning
+from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame
+from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
+from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import (
@@ -48,7 +48,7 @@ def finding(
     evidence: Iterable[Evidence] | None = None,
     remedy: str = "",
 ) -> Finding:
-    """What a rule has found; its name, and its remedy where that is always the same, are those of its declaration.
+    """Builds a rule's finding; the rule's name, and its remedy if none is given, come from the declaration.
 
     Args:
         view: The job.
@@ -56,10 +56,10 @@ def finding(
         summary: The answer in a sentence; its first letter becomes a capital one.
         confidence: How sure this is.
         severity: How bad it is; by default a warning as long as the run may go on, an error once its time is up.
-        location: Where to look; by default the user's line that the first of these ranks is in.
-        decided_at: What may have led ranks to that line or around it, if it is known.
+        location: Where to look; by default the user's line that the first of these ranks is at.
+        decided_at: The branch that may have led ranks to that line or around it, if known.
         evidence: How we know; by default stack, phase and recorder.
-        remedy: What to do, where that depends on what was found.
+        remedy: What to do, if that depends on the facts.
     """
     is_over = view.job.incident.kind in (IncidentKind.TIMEOUT, IncidentKind.RECORDED)
     return Finding(
@@ -68,7 +68,7 @@ def finding(
         confidence=confidence,
         summary=capitalised(summary),
         ranks=ranks,
-        location=users_line(view, ranks) if location is None else location,
+        location=user_location(view, ranks) if location is None else location,
         decided_at=decided_at,
         evidence=how_we_know(view, ranks) if evidence is None else tuple(evidence),
         remedy=remedy,
@@ -76,12 +76,12 @@ def finding(
 
 
 def unless_caught(view: Timeline, confidence: Confidence) -> Confidence:
-    """How sure an exception makes us: one that stands in a log may have been caught."""
+    """The confidence in an exception: one that was read from a log may have been caught, so it is at most likely."""
     is_doubtful = view.job.incident.kind is IncidentKind.RECORDED and confidence is Confidence.CERTAIN
     return Confidence.LIKELY if is_doubtful else confidence
 
 
-def held_up(
+def straggler_finding(
     view: Timeline,
     ranks: tuple[int, ...],
     words: str,
@@ -92,12 +92,14 @@ def held_up(
     evidence: Iterable[Evidence] | None = None,
     remedy: str = "",
 ) -> Finding:
-    """The finding that most rules make: ``"Rank 3 is …, in Net.training_step at train.py:12 in step, batch 7 of epoch
-    0, for 41 s, while ranks 0-2 wait in …."``
+    """The finding that most rules make, about ranks that others wait for.
+
+    ``"Rank 3 is …, in Net.training_step at train.py:12 in step, batch 7 of epoch 0, for 41 s, while ranks 0-2 wait in
+    …."``
 
     Args:
         view: The job.
-        ranks: The ranks that hold the others up.
+        ranks: The ranks that the others wait for.
         words: What they do, for one and for many: ``"is|are paused in a debugger"``; see :func:`clause`.
         then: What follows these words.
         confidence: How sure this is.
@@ -105,12 +107,12 @@ def held_up(
         evidence: How we know.
         remedy: What to do.
     """
-    summary = f"{clause(ranks, words)}{then}, {standing(view, ranks[0])}{while_others_wait(view, ranks)}."
+    summary = f"{clause(ranks, words)}{then}, {where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     return finding(view, ranks, summary, confidence=confidence, location=location, evidence=evidence, remedy=remedy)
 
 
 def batch_words(progress: Progress) -> str:
-    """``"batch 118 of epoch 2"``, with the stage where it is not training; Lightning's own numbers, from 0."""
+    """``"batch 118 of epoch 2"``, with the stage unless it is training; numbered from 0, as Lightning does."""
     stage = _STAGES.get(progress.phase, "")
     if progress.phase is Phase.UNKNOWN:
         return "at an unknown batch"
@@ -126,8 +128,8 @@ def place_words(frame: Frame | None) -> str:
     return f"at {short_location(frame)}" if frame is not None else ""
 
 
-def standing(timeline: Timeline, rank: int) -> str:
-    """Where a rank stands: ``"in Net.on_fit_end at train.py:73 in evaluate, batch 11 of epoch 0, for 41 s"``."""
+def where_words(timeline: Timeline, rank: int) -> str:
+    """Where a rank is: ``"in Net.on_fit_end at train.py:73 in evaluate, batch 11 of epoch 0, for 41 s"``."""
     doing, progress = timeline.activities[rank], timeline.facts[rank].progress
     span = _span_words(timeline, rank)
     if doing.kind is Kind.FINISHED:
@@ -135,20 +137,20 @@ def standing(timeline: Timeline, rank: int) -> str:
         return f"past the end of the Trainer{after}, {span}"
     hook = f"in {doing.hook}" if doing.hook else ""
     where = " ".join(part for part in (hook, place_words(doing.place)) if part)
-    # A program without a Trainer has no batches that anybody knows of.
-    batch = batch_words(progress) if not _is_outside(timeline, rank) else ""
+    # The batches of a program without a Trainer are unknown.
+    batch = batch_words(progress) if not _has_no_trainer(timeline, rank) else ""
     return ", ".join(filter(None, (where or f"in {doing.kind.value}", batch, span)))
 
 
 def _span_words(timeline: Timeline, rank: int) -> str:
-    """For how long; who looks from outside knows only for how long it has looked."""
+    """For how long a rank has been there; an inspection knows only for how long it has looked."""
     facts = timeline.facts[rank]
     if facts.inspection is None:
         return f"for {duration_words(timeline.activities[rank].hook_for_s)}"
     return "and moves" if facts.inspection.moved else f"for at least {duration_words(facts.inspection.idle_s)}"
 
 
-def _is_outside(timeline: Timeline, rank: int) -> bool:
+def _has_no_trainer(timeline: Timeline, rank: int) -> bool:
     facts = timeline.facts[rank]
     return facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN
 
@@ -158,15 +160,15 @@ def wait_words(timeline: Timeline, rank: int) -> str:
     doing = timeline.activities[rank]
     if doing.kind is Kind.LOCK:
         return doing.call
-    means = meaning(doing.collective, timeline.facts[rank])
+    means = purpose_words(doing.collective, timeline.facts[rank])
     if doing.collective is None:
         return means or doing.call or doing.kind.value
     return collective_words(doing.collective, means)
 
 
 def others_wait(timeline: Timeline, ranks: Iterable[int] = ()) -> str:
-    """``"ranks 1-3 wait in …"``, like waits together; empty if nobody waits but these ranks."""
-    # Of many silent ranks each may be a finding of its own, and for all of them the same ranks wait.
+    """``"ranks 1-3 wait in …"``, equal waits together; empty if no other ranks than these wait."""
+    # Each of many silent ranks may be a finding of its own, and the same ranks wait for all of them.
     return _others_wait(timeline, frozenset(rank for rank in ranks if rank in timeline.facts))
 
 
@@ -175,13 +177,13 @@ def _others_wait(timeline: Timeline, ranks: frozenset[int]) -> str:
     variants: dict[str, list[int]] = defaultdict(list)
     lost: list[int] = []
     gave_up: list[int] = []
-    for rank in timeline.held_up(ranks):
+    for rank in timeline.waiting_besides(ranks):
         facts = timeline.facts[rank]
         ended = gave_up if has_given_up(facts) else lost
-        alike = ended if facts.exception else variants[wait_words(timeline, rank)]
-        alike.append(rank)
+        same = ended if facts.exception else variants[wait_words(timeline, rank)]
+        same.append(rank)
     ordered = sorted(variants.items(), key=lambda item: (-len(item[1]), item[1]))
-    parts = [f"{clause(who, 'waits|wait in')} {what}{_ahead(timeline, who)}" for what, who in ordered[:_VARIANTS]]
+    parts = [f"{clause(who, 'waits|wait in')} {what}{_ahead_words(timeline, who)}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:
         parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:])} more wait elsewhere")
     if gave_up:
@@ -191,11 +193,11 @@ def _others_wait(timeline: Timeline, ranks: frozenset[int]) -> str:
     return "; ".join(parts)
 
 
-def _ahead(timeline: Timeline, ranks: list[int]) -> str:
-    """What is easily missed where a run seems to fail "when saving": these ranks are not saving at all."""
+def _ahead_words(timeline: Timeline, ranks: list[int]) -> str:
+    """That these ranks are not saving, which is easily missed where a run seems to fail "when saving"."""
     rank = ranks[0]
     begins = begins_another_forward(timeline.activities[rank].collective, timeline.facts[rank])
-    # Where all are in the same batch, the others are merely late for the same pass.
+    # If all are in the same batch, the others are merely late for the same pass.
     all_progress = [facts.progress for facts in timeline.facts.values()]
     places = {(progress.phase, progress.epoch, progress.batch_idx) for progress in all_progress}
     if not begins or len(places) == 1:
@@ -204,19 +206,19 @@ def _ahead(timeline: Timeline, ranks: list[int]) -> str:
 
 
 def while_others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
-    """The same as the tail of a sentence: ``", while ranks 1-3 wait in …"``; empty if nobody waits."""
+    """The same as the end of a sentence: ``", while ranks 1-3 wait in …"``; empty if no rank waits."""
     waiting = others_wait(timeline, ranks)
     return f", while {waiting}" if waiting else ""
 
 
-def users_line(timeline: Timeline, ranks: Iterable[int]) -> str:
-    """The deepest line in the user's own code on the first of these ranks that has one."""
+def user_location(timeline: Timeline, ranks: Iterable[int]) -> str:
+    """The location of the deepest user line of the first of these ranks that has one."""
     frames = (timeline.activities[rank].frame for rank in ranks if rank in timeline.activities)
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
 
 def stack_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
-    """One line per rank: in what its main thread is, and at which line."""
+    """One line per rank: what its main thread is in, and at which line."""
     evidence = []
     for rank in list(ranks)[:_LISTED]:
         doing = timeline.activities[rank]
@@ -247,11 +249,11 @@ def phase_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     """One line per rank: phase, hook and batch."""
     known = (rank for rank in ranks if timeline.facts[rank].progress.phase is not Phase.UNKNOWN)
     listed = list(known)[:_LISTED]
-    return [Evidence(source="phase", rank=rank, text=f"Is {standing(timeline, rank)}.") for rank in listed]
+    return [Evidence(source="phase", rank=rank, text=f"Is {where_words(timeline, rank)}.") for rank in listed]
 
 
 def recorder_evidence(timeline: Timeline) -> list[Evidence]:
-    """One line per group that is held up: how far its ranks have come."""
+    """One line per group with ranks that are behind: how many collectives they have called."""
     evidence = []
     for group in timeline.groups:
         if group.seq is not None and group.behind:
@@ -265,8 +267,8 @@ def recorder_evidence(timeline: Timeline) -> list[Evidence]:
     return evidence
 
 
-def lock_evidence(timeline: Timeline) -> list[Evidence]:
-    """One line per rank that waits for the lock on a file: at which line, and who holds it."""
+def _lock_evidence(timeline: Timeline) -> list[Evidence]:
+    """One line per rank that waits for a file lock: at which line, and who holds it."""
     listed = list(timeline.lock_waits.values())[:_LISTED]
     return [
         Evidence(
@@ -280,26 +282,32 @@ def lock_evidence(timeline: Timeline) -> list[Evidence]:
 
 
 def how_we_know(timeline: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
-    """Stack, phase and recorder on the ranks in question: what nearly every finding rests on."""
+    """The evidence of nearly every finding: stack, phase, recorder and file locks of these ranks."""
     listed = list(ranks)
     return (
         *stack_evidence(timeline, listed),
         *phase_evidence(timeline, listed),
         *recorder_evidence(timeline),
-        *lock_evidence(timeline),
+        *_lock_evidence(timeline),
     )
 
 
+def exception_evidence(facts: RankFacts) -> Iterator[Evidence]:
+    """A rank's exception, if it raised one."""
+    if facts.exception is not None:
+        text = f"{facts.exception.type}: {facts.exception.message}"
+        yield Evidence(source="exception", rank=facts.rank, text=text)
+
+
 def exit_status(exception: ExceptionFacts) -> int | None:
-    """The status with which ``sys.exit`` ends a process,; None for an exception that is no such exit."""
+    """The status with which ``sys.exit`` ends the process; None if the exception is not from ``sys.exit``."""
     if exception.type not in _EXITS:
         return None
     message = exception.message
-    # Python prints any other text, and ends with 1.
+    # Python prints any other text and exits with 1.
     return 0 if message in ("", "None", "False") else int(message) if _WHOLE.fullmatch(message) else 1
 
 
 def exception_place(facts: RankFacts) -> Frame | None:
-    """The deepest line in the user's code at which this rank's exception was raised."""
-    stack = facts.exception.stack if facts.exception else ()
-    return next((frame for frame in reversed(stack) if frame.user), None)
+    """The deepest user line at which this rank's exception was raised."""
+    return deepest_user_frame(facts.exception.stack) if facts.exception else None

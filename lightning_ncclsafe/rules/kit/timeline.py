@@ -1,4 +1,4 @@
-"""Questions that all rules share: who waits, who is behind in a group, where ranks diverged, who is silent."""
+"""The view that hang rules read: which ranks wait, work, are behind in a group or silent, and where calls diverged."""
 
 import math
 from collections import Counter, defaultdict
@@ -18,15 +18,15 @@ from lightning_ncclsafe.facts import (
     RankFacts,
 )
 from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity
-from lightning_ncclsafe.rules.kit.errors import with_consequence
-from lightning_ncclsafe.rules.kit.locks import LockWait, lock_waits, with_lock
+from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
+from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
 from lightning_ncclsafe.rules.kit.rule import View, once, view_of
 from lightning_ncclsafe.rules.kit.wording import numel
 
-# Only the recorder's recent past is compared: older entries have long been overwritten on ranks that ran ahead.
+# Only the recorder's recent entries are compared: ranks that ran ahead have overwritten older ones.
 _WINDOW = 64
 
-# Here inputs may differ from rank to rank by design.
+# Inputs of these may differ between ranks by design.
 _ASYMMETRIC = ("gather", "scatter", "send", "recv", "all_to_all", "alltoall", "_coalesced", "coalesced")
 _EXCHANGES = ("all_to_all", "alltoall")
 _SYMMETRIC = ("all_gather", "allgather", "_all_gather", "_allgather", "reduce_scatter", "_reduce_scatter")
@@ -35,7 +35,7 @@ Signature = tuple[str, int, tuple[str, ...]]
 
 
 def signature(collective: Collective) -> Signature:
-    """What has to be the same on all ranks for a collective to complete: operation, elements and types."""
+    """What must be equal on all ranks for a collective to complete: operation, number of elements and types."""
     op = collective.op
     if op.startswith(_EXCHANGES):
         # Each has as many tensors as it has for others.
@@ -67,12 +67,12 @@ class GroupView:
 
     @property
     def seq(self) -> int | None:
-        """The sequence number at which the group stands; None if nothing is outstanding."""
+        """The oldest outstanding sequence number; None if nothing is outstanding."""
         return min(self.oldest.values(), default=None)
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """Answering members that have not called what others wait in. A rank that merely ran ahead less is not one."""
+        """Answering members that have not called what others wait in; not those that merely have called fewer."""
         seq = self.seq
         return () if seq is None else tuple(sorted(rank for rank, last in self.enqueued.items() if last < seq))
 
@@ -93,7 +93,7 @@ class Divergence:
 
     @property
     def deviating(self) -> tuple[int, ...]:
-        """The ranks that called something else than most; all of them where there is no majority."""
+        """The ranks that called something else than most did; all of them if there is no majority."""
         counts = Counter(signature(call) for call in self.calls.values()).most_common()
         if len(counts) > 1 and counts[0][1] == counts[1][1]:
             return tuple(sorted(self.calls))
@@ -101,7 +101,7 @@ class Divergence:
 
 
 class Timeline(View):
-    """The shared answers about one job; each is worked out once, when first asked for."""
+    """A job that waits: what each rank does and has called, and who waits for whom. Computed once, when first read."""
 
     def __init__(self, job: JobFacts) -> None:
         super().__init__(job)
@@ -111,21 +111,21 @@ class Timeline(View):
     @cached_property
     def activities(self) -> dict[int, Activity]:
         """What each answering rank is doing."""
-        doings = {rank: activity(facts) for rank, facts in self.facts.items()}
-        return {rank: with_lock(doing, self.lock_waits.get(rank)) for rank, doing in doings.items()}
+        without_locks = {rank: activity(facts) for rank, facts in self.facts.items()}
+        return {rank: with_lock(doing, self.lock_waits.get(rank)) for rank, doing in without_locks.items()}
 
     @cached_property
     def lock_waits(self) -> dict[int, LockWait]:
-        """Ranks that wait for the lock on a file, and who holds it."""
+        """The ranks that wait for a file lock, and who holds it."""
         return lock_waits(self.facts)
 
     @cached_property
     def witnesses(self) -> dict[int, ProcessFacts]:
-        """What other processes say of a rank's process."""
+        """Ranks' processes as other processes see them."""
         by_peers = (peer for facts in self.job.ranks for peer in facts.peers if peer.rank >= 0)
         seen: dict[int, ProcessFacts] = {}
         for process in (*by_peers, *self.job.witnessed):
-            # Not every rank could read what one that has ended had written.
+            # Not every rank could read what a process wrote before it ended.
             if process.ended_by or process.rank not in seen or not seen[process.rank].ended_by:
                 seen[process.rank] = process
         return seen
@@ -145,22 +145,24 @@ class Timeline(View):
         members = known or tuple(range(self.job.world_size))
         enqueued = {rank: group.last_enqueued for rank, group in by_rank.items()}
         for rank in members:
-            if rank not in enqueued and rank in self.facts and not self.waits(rank) and not self._is_dark(rank, name):
+            is_unlisted = rank not in enqueued and rank in self.facts
+            if is_unlisted and not self.waits(rank) and not self._is_unrecorded(rank, name):
                 enqueued[rank] = 0
         for rank, group in by_rank.items():
-            # The recorder's ring may have lost the entry, its counters have not.
-            if rank not in oldest and group.last_enqueued > max(group.last_completed, 0) and self._lost(rank, name):
+            # The recorder's ring may have lost the entry, but not its counters.
+            is_outstanding = group.last_enqueued > max(group.last_completed, 0)
+            if rank not in oldest and is_outstanding and self._has_no_entry(rank, name):
                 oldest[rank] = max(group.last_completed, 0) + 1
         return GroupView(name, members, enqueued, oldest)
 
-    def _is_dark(self, rank: int, name: str | None = None) -> bool:
-        """Whether no recorder tells what the rank has called, in any group or that of this name."""
+    def _is_unrecorded(self, rank: int, name: str | None = None) -> bool:
+        """Whether no recorder shows what the rank has called in this group; without a name, in some group."""
         unrecorded = self.facts[rank].unrecorded
         if name is None:
             return any(group.why is not NotRecorded.LOST for group in unrecorded)
         return any(group.name == name for group in unrecorded)
 
-    def _lost(self, rank: int, name: str) -> bool:
+    def _has_no_entry(self, rank: int, name: str) -> bool:
         return not any(entry.group == name and not entry.is_p2p for entry in self.facts[rank].collectives)
 
     def _oldest(self) -> dict[str, dict[int, int]]:
@@ -172,7 +174,7 @@ class Timeline(View):
         return oldest
 
     def waits(self, rank: int) -> bool:
-        """Whether this rank waits for peers, or did until the transport told it that one is gone."""
+        """Whether this rank waits for peers, or did until the transport reported that one is gone."""
         exception = self.facts[rank].exception
         if exception is not None:
             return exception.is_consequence
@@ -185,17 +187,15 @@ class Timeline(View):
 
     @cached_property
     def each_waits_alone(self) -> bool:
-        """Whether every rank has answered and waits by itself, some outside of their loaders, and no process of theirs
-        works.
-        """
+        """Whether every rank has answered, none waits for peers or works, and some wait outside of their loaders."""
         doing = self.activities.values()
-        rest = all(one.waits_alone or one.waits_for_data for one in doing) and any(one.waits_alone for one in doing)
-        works = any(worker.state == "running" for facts in self.facts.values() for worker in facts.workers)
-        return rest and not works and not self.silent and not self.raised
+        all_wait = all(one.waits_alone or one.waits_for_data for one in doing) and any(one.waits_alone for one in doing)
+        a_worker_runs = any(worker.state == "running" for facts in self.facts.values() for worker in facts.workers)
+        return all_wait and not a_worker_runs and not self.silent and not self.raised
 
     @cached_property
     def awaits_joining(self) -> bool:
-        """Whether some rank waits in ``init_process_group`` for others to come."""
+        """Whether a rank waits for others in ``init_process_group``."""
         names = (action.name for facts in self.facts.values() for action in facts.progress.actions)
         return "init_process_group" in names
 
@@ -207,9 +207,9 @@ class Timeline(View):
 
     @cached_property
     def raised_outside(self) -> dict[int, ExceptionFacts]:
-        """What has left the programs of silent ranks, outside of the Trainer, as they have written it."""
-        told = {rank: process.raised for rank, process in self.witnesses.items() if rank in self.silent}
-        return {rank: raised for rank, raised in told.items() if raised is not None and not raised.is_consequence}
+        """Exceptions that ended the programs of silent ranks, outside of the Trainer."""
+        raised = {rank: process.raised for rank, process in self.witnesses.items() if rank in self.silent}
+        return {rank: error for rank, error in raised.items() if error is not None and not error.is_consequence}
 
     @cached_property
     def behind(self) -> tuple[int, ...]:
@@ -218,42 +218,43 @@ class Timeline(View):
 
     @cached_property
     def stragglers(self) -> tuple[int, ...]:
-        """Answering ranks for which others wait and which do not wait themselves, ascending."""
-        lagging = self._free(self.behind)
-        if lagging:
-            return lagging
-        # Without a recorder, at the store or after a transport error only the stacks tell.
-        unexplained = any(self.activities[rank].collective is None for rank in self.waiting)
-        return self._free(self.facts if unexplained else filter(self._is_dark, self.facts))
+        """Answering ranks that others wait for and that do not wait themselves, ascending."""
+        behind = self._not_waiting(self.behind)
+        if behind:
+            return behind
+        # Without a recorder, at the store or after a transport error, only the stacks show who is awaited.
+        by_stacks = any(self.activities[rank].collective is None for rank in self.waiting)
+        return self._not_waiting(self.facts if by_stacks else filter(self._is_unrecorded, self.facts))
 
-    def _free(self, ranks: Iterable[int]) -> tuple[int, ...]:
+    def _not_waiting(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Those that neither wait for peers nor raised, ascending."""
         return tuple(sorted(rank for rank in ranks if not self.waits(rank) and self.facts[rank].exception is None))
 
     @cached_property
     def awaited(self) -> tuple[int, ...]:
-        """The stragglers that are at work while others wait: what these do holds the job up."""
+        """The stragglers that work while others wait: what they do delays the job."""
         return self.working(self.stragglers) if self.waiting else ()
 
     @cached_property
     def hosts(self) -> dict[int, str]:
-        """The host of each rank, as far as ranks have said so, or another rank has seen them on its own host."""
-        seen = {peer.rank: facts.host for facts in self.job.ranks for peer in facts.peers}
-        lost = {rank: host.host for host in self.job.silent_hosts for rank in host.ranks}
-        said = {facts.rank: facts.host for facts in self.job.ranks}
-        return {rank: host for rank, host in (seen | lost | said).items() if host}
+        """The host of each rank, as far as the rank itself or another rank on that host has reported it."""
+        by_peers = {peer.rank: facts.host for facts in self.job.ranks for peer in facts.peers}
+        silent = {rank: host.host for host in self.job.silent_hosts for rank in host.ranks}
+        own = {facts.rank: facts.host for facts in self.job.ranks}
+        return {rank: host for rank, host in (by_peers | silent | own).items() if host}
 
     @cached_property
     def suspects(self) -> tuple[int, ...]:
-        """The stragglers; where nobody waits for anybody, all answering ranks, as each holds itself up."""
-        return self.stragglers if self.waiting else self._free(self.facts)
+        """The stragglers; if no rank waits for peers, all answering ranks, as each delays only itself."""
+        return self.stragglers if self.waiting else self._not_waiting(self.facts)
 
     def working(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Those of these ranks that neither wait for peers, nor raised, nor have finished."""
-        return tuple(rank for rank in self._free(ranks) if self.activities[rank].kind is not Kind.FINISHED)
+        return tuple(rank for rank in self._not_waiting(ranks) if self.activities[rank].kind is not Kind.FINISHED)
 
-    def held_up(self, by: Iterable[int]) -> tuple[int, ...]:
-        """The ranks that wait, those in ``by`` aside."""
-        excluded = set(by)
+    def waiting_besides(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that wait, without these."""
+        excluded = set(ranks)
         return tuple(rank for rank in self.waiting if rank not in excluded)
 
     @cached_property
@@ -263,20 +264,20 @@ class Timeline(View):
 
     @cached_property
     def lost_divergence(self) -> Divergence | None:
-        """The same in groups in which nothing is outstanding any more, as the connection to a member broke."""
+        """The same in groups in which nothing is outstanding any more, because the connection to a member broke."""
         lost = (group for group in self.groups if group.seq is None and any(map(self._is_cut_off, group.enqueued)))
         return self._first_divergence(lost)
 
     def _first_divergence(self, groups: Iterable[GroupView]) -> Divergence | None:
-        found = [split for group in groups if (split := self._diverged(group))]
-        return min(found, key=lambda split: min(call.created_ns for call in split.calls.values()), default=None)
+        splits = [split for group in groups if (split := self._diverged(group))]
+        return min(splits, key=lambda split: min(call.created_ns for call in split.calls.values()), default=None)
 
     def _is_cut_off(self, rank: int) -> bool:
         exception = self.facts[rank].exception
         return exception is not None and exception.is_consequence
 
     def _diverged(self, group: GroupView) -> Divergence | None:
-        calls = self._calls(group)
+        calls = self._calls(group.name)
         for seq in sorted(calls):
             if len({signature(call) for call in calls[seq].values()}) > 1:
                 return Divergence(group.name, seq, calls[seq])
@@ -284,20 +285,17 @@ class Timeline(View):
 
     @cached_property
     def _is_counted(self) -> bool:
-        """Whether ranks have counted their calls themselves; of dumps and logs parts may be missing."""
+        """Whether ranks have counted their calls themselves; dumps and logs may be incomplete."""
         return self.job.incident.kind is not IncidentKind.RECORDED
 
-    def _calls(self, group: GroupView) -> dict[int, dict[int, Collective]]:
-        return self._calls_in(group.name)
-
     @once
-    def _calls_in(self, name: str) -> dict[int, dict[int, Collective]]:
-        """By sequence number and rank."""
+    def _calls(self, name: str) -> dict[int, dict[int, Collective]]:
+        """The recent calls in a group, by sequence number and rank."""
         group = next(group for group in self.groups if group.name == name)
         first = max((group.seq or 0) - _WINDOW, 0)
         calls: dict[int, dict[int, Collective]] = defaultdict(dict)
         for rank in self.facts.keys() & group.enqueued.keys():
-            # What is beyond was called in a group that was destroyed, and whose name this one has got.
+            # Later entries were called in a destroyed group whose name this one has taken over.
             last = group.enqueued[rank] if self._is_counted else math.inf
             for entry in self.facts[rank].collectives:
                 if first <= entry.seq <= last and entry.group == group.name and not entry.is_p2p:
@@ -305,16 +303,16 @@ class Timeline(View):
         return calls
 
     def sequences(self, name: str) -> dict[int, list[Collective]]:
-        """What each answering member has called in a group, in order, as far as the recorder's recent past goes."""
-        group = next((group for group in self.groups if group.name == name), None)
-        found: dict[int, list[Collective]] = defaultdict(list)
-        for _, calls in sorted(self._calls(group).items() if group is not None else ()):
+        """What each answering member has called in a group recently, in order."""
+        is_known = any(group.name == name for group in self.groups)
+        by_rank: dict[int, list[Collective]] = defaultdict(list)
+        for _, calls in sorted(self._calls(name).items() if is_known else ()):
             for rank, call in calls.items():
-                found[rank].append(call)
-        return dict(found)
+                by_rank[rank].append(call)
+        return dict(by_rank)
 
     def with_stack(self, call: Collective) -> Collective:
-        """A collective with where it was called: of several that were called there, one has it."""
+        """The same collective with its stack, which is recorded only with the newest of several calls at one site."""
         return replace(call, stack=self._stacks.get(call.site, ())) if call.site and not call.stack else call
 
     @cached_property
@@ -323,14 +321,14 @@ class Timeline(View):
         return {call.site: call.stack for call in calls}
 
     def joined(self, group: GroupView) -> dict[int, Collective]:
-        """What each member has called at the group's place, if all have called the same; else nothing."""
+        """What each member has called at the group's oldest outstanding number; empty unless all called the same."""
         if group.seq is None or len(group.enqueued) < len(group.members):
             return {}
-        calls = self._calls(group).get(group.seq, {})
+        calls = self._calls(group.name).get(group.seq, {})
         same = len({signature(call) for call in calls.values()}) == 1
         return calls if same and len(calls) == len(group.members) else {}
 
 
 def timeline(job: JobFacts) -> Timeline:
-    """The shared answers about this job; consecutive calls for one job give the same object."""
+    """The view of this job; consecutive calls for one job return the same object."""
     return view_of(Timeline, job)

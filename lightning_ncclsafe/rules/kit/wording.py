@@ -1,4 +1,4 @@
-"""Ranks, durations, sizes and places in words: the vocabulary that all findings and reports share."""
+"""Ranks, durations, sizes and locations in words, for all findings and reports."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from lightning_ncclsafe.facts import Collective, Frame
 
 _UNITS = ((1_000_000_000_000, "TB"), (1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB"))
 _MAX_RUNS = 12
-# "is|are": a word for one rank and for many.
+# "is|are": singular and plural.
 _FORMS = re.compile(r"([\w']+)\|([\w']+)")
 
 
@@ -34,18 +34,18 @@ def _runs(numbers: Sequence[int]) -> list[str]:
 
 
 def verb(ranks: Sequence[int], one: str, many: str) -> str:
-    """The verb's form for this many ranks."""
+    """The form of a verb for this number of ranks."""
     return one if len(ranks) == 1 else many
 
 
 def clause(ranks: Sequence[int], words: str) -> str:
-    """These ranks as the subject of a clause: ``clause((3,), "is|are late")`` is ``"rank 3 is late"``."""
+    """A clause with these ranks as its subject: ``clause((3,), "is|are late")`` is ``"rank 3 is late"``."""
     form = r"\1" if len(ranks) == 1 else r"\2"
     return f"{ranks_words(ranks)} {_FORMS.sub(form, words)}"
 
 
 def capitalised(text: str) -> str:
-    """The text with its first letter in upper case, and nothing else changed."""
+    """The text with its first letter in upper case, otherwise unchanged."""
     return text[:1].upper() + text[1:]
 
 
@@ -71,23 +71,23 @@ def size_words(count: int) -> str:
 
 
 def condition_words(condition: str) -> str:
-    """A condition on the rank, on one line and marked as code: ``"`if rank == 0:` (line 41)"``."""
+    """A condition with its line number, on one line and marked as code: ``"`if rank == 0:` (line 41)"``."""
     code, mark, line = " ".join(condition.split()).rpartition(" (line ")
     return f"`{code}` (line {line}" if mark else f"`{line}`"
 
 
 def location_of(frame: Frame | None) -> str:
-    """``"path:line in function"`` with the path as Python names it; empty without a frame."""
+    """``"path:line in function"`` with the path as Python has it; empty without a frame."""
     return "" if frame is None else f"{frame.file}:{frame.line} in {frame.function}"
 
 
 def short_location(frame: Frame) -> str:
-    """``"train.py:42 in evaluate"``: for sentences, where the full path is given elsewhere."""
+    """``"train.py:42 in evaluate"``: for sentences, if the full path is given elsewhere."""
     return f"{PurePath(frame.file).name}:{frame.line} in {frame.function}"
 
 
 def numel(collective: Collective) -> int:
-    """Number of elements this collective takes in, or gives out where it takes none in."""
+    """Number of elements of this collective's inputs, or of its outputs if it has no inputs."""
     return _elements(collective.input_sizes) or _elements(collective.output_sizes)
 
 
@@ -102,9 +102,9 @@ def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def collective_words(collective: Collective, meaning: str = "") -> str:
-    """``"all_reduce (sequence number 345, 1,024 elements of float32)"``; a group other than the default is named.
+    """``"all_reduce (sequence number 345, 1,024 elements of float32)"``; names the group unless it is the default.
 
-    What the collective is for comes first where it is known: ``"DDP's gradient all-reduce (all_reduce, …)"``.
+    The collective's purpose comes first if it is given: ``"DDP's gradient all-reduce (all_reduce, …)"``.
     """
     parts = [*([collective.op] if meaning else ()), f"sequence number {collective.seq}", *_amount(collective)]
     if collective.group not in ("", "0"):
@@ -113,7 +113,7 @@ def collective_words(collective: Collective, meaning: str = "") -> str:
 
 
 def call_words(collective: Collective) -> str:
-    """The operation and its size alone, ``"all_reduce (1,024 elements of float32)"``."""
+    """Only the operation and its size, ``"all_reduce (1,024 elements of float32)"``."""
     return " ".join([collective.op, *(f"({amount})" for amount in _amount(collective))])
 
 
@@ -129,5 +129,5 @@ def group_words(name: str) -> str:
 
 
 def joined(sentences: Iterable[str]) -> str:
-    """Sentences side by side, the empty ones left out."""
+    """Sentences in one paragraph, without the empty ones."""
     return " ".join(sentence for sentence in sentences if sentence)

@@ -1,8 +1,8 @@
-"""Ranks that have too few cores for what they start, or not those that were meant."""
+"""Ranks that have too few cores for their workers, or not the intended ones."""
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.rules.kit import Checked, Host, Severity, core_pools, core_shares, threads, total
+from lightning_ncclsafe.rules.kit import Host, JobHosts, Severity, core_pools, core_shares, threads, total
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _ERROR_ABOVE = 2.0
@@ -16,7 +16,7 @@ _ROUNDING = 1e-6  # shares are sums of fractions
         "more cores (--cpus-per-task); LoaderTuner allows at most four per core."
     ),
 )
-def too_many_workers(view: Checked) -> Iterator[Problem]:
+def too_many_workers(view: JobHosts) -> Iterator[Problem]:
     """All ranks of a host together have more workers and threads than cores that they may run on.
 
     Symptom:
@@ -63,7 +63,7 @@ def _problem(ranks: tuple[int, ...], workers: int, busy: int, cores: float) -> P
         "since Slurm 22.05 srun does not take sbatch's --cpus-per-task), torchrun --numa-binding, mpirun --bind-to."
     ),
 )
-def cores_mismatch(view: Checked) -> Iterable[Problem]:
+def cores_mismatch(view: JobHosts) -> Iterable[Problem]:
     """A rank may run on fewer cores than Slurm gave it, on a single one, or on some of those of another rank.
 
     Symptom:
@@ -91,7 +91,7 @@ def _too_few(host: Host) -> Iterator[Problem]:
 
 
 def _single(host: Host) -> Iterator[Problem]:
-    """On a host with a single core there is no other way."""
+    """Ranks that are bound to one core, unless the host has only one."""
     cores = {cpu for facts in host.facts.values() for cpu in facts.capacity.cpus}
     for rank, facts in host.facts.items():
         if len(facts.capacity.cpus) == 1 and len(cores) > 1 and not (facts.capacity.slurm_cpus_per_task or 0) > 1:

@@ -3,10 +3,19 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts
-from lightning_ncclsafe.rules.kit import WRITTEN, Checked, Severity, Tried, most, path_words, size_words, tried
+from lightning_ncclsafe.rules.kit import (
+    WRITTEN,
+    CheckedDirectory,
+    JobHosts,
+    Severity,
+    checked_directories,
+    most,
+    path_words,
+    size_words,
+)
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
-# How the probe puts it where it ran out of time, so that the directory may answer yet, and where there is no directory.
+# Words of the probe if its time was up, so that the directory may still answer, and if there is no directory.
 _UNANSWERED = ("no answer", "without an answer")
 _NOT_TRIED = "not tried"
 
@@ -18,7 +27,7 @@ _NOT_TRIED = "not tried"
     ),
     source="storage",
 )
-def unusable_directory(view: Checked) -> Iterable[Problem]:
+def unusable_directory(view: JobHosts) -> Iterable[Problem]:
     """A directory for logs, checkpoints or data failed the check.
 
     Symptom:
@@ -35,7 +44,7 @@ def unusable_directory(view: Checked) -> Iterable[Problem]:
     """
     problems = (
         _problem(rank, one)
-        for directory in tried(view)
+        for directory in checked_directories(view)
         for rank, one in directory.items()
         if one.problem.strip() and _NOT_TRIED not in one.problem
     )
@@ -53,7 +62,7 @@ _LEAST_BYTES = 2**30
 _LEAST_FILES = 1_000
 # While a checkpoint is written, the one that it replaces is still there.
 _CHECKPOINTS = 2
-# The others make their inodes as they need them and may say that there is none.
+# Other file systems create inodes on demand and may report none.
 _COUNTS_INODES = ("ext", "xfs", "tmpfs", "overlay")
 
 
@@ -62,7 +71,7 @@ _COUNTS_INODES = ("ext", "xfs", "tmpfs", "overlay")
     remedy="Free space there, raise the quota, or write elsewhere (default_root_dir, dirpath); keep fewer checkpoints.",
     source="storage",
 )
-def full_directory(view: Checked) -> Iterable[Problem]:
+def full_directory(view: JobHosts) -> Iterable[Problem]:
     """A directory for logs or checkpoints has less room than the run is about to need.
 
     Symptom:
@@ -80,7 +89,7 @@ def full_directory(view: Checked) -> Iterable[Problem]:
     model = most((facts.load.parameter_bytes for facts in view.facts.values()), 0)
     problems = (
         Problem(ranks=(rank,), text=text, badness=-float(one.free_bytes or 0))
-        for directory in tried(view)
+        for directory in checked_directories(view)
         for rank, one in directory.items()
         if one.role in WRITTEN
         for text in _room_words(one, model)
@@ -98,7 +107,7 @@ def _room_words(one: DirectoryFacts, model: int) -> Iterator[str]:
         yield f"only {files:,} more files can be created for {path_words(one)}"
 
 
-# A logger that appends once a step may take this long before steps of 100 ms show it.
+# A logger that appends once per step may take this long before steps of 100 ms are noticeably slower.
 _APPEND_S = 0.010
 _WORST_S = 0.200
 _FSYNC_S = 0.500
@@ -113,7 +122,7 @@ _READ_S = 0.050
     ),
     source="storage",
 )
-def slow_directory(view: Checked) -> Iterable[Problem]:
+def slow_directory(view: JobHosts) -> Iterable[Problem]:
     """Appending to or syncing a directory, or reading from one, takes longer than a training step should wait for it.
 
     Symptom:
@@ -128,11 +137,11 @@ def slow_directory(view: Checked) -> Iterable[Problem]:
     Cannot see:
         How it is under load, and caches that make the check's small files faster than the run's.
     """
-    problems = (problem for directory in tried(view) for problem in _problems(directory))
+    problems = (problem for directory in checked_directories(view) for problem in _problems(directory))
     return problems
 
 
-def _problems(directory: Tried) -> Iterator[Problem]:
+def _problems(directory: CheckedDirectory) -> Iterator[Problem]:
     slow = {rank: slowness for rank, one in directory.items() if (slowness := _slowness(one)) > 1.0}
     if slow:
         worst = max(slow, key=lambda rank: slow[rank])
@@ -142,7 +151,7 @@ def _problems(directory: Tried) -> Iterator[Problem]:
 
 
 def _slowness(one: DirectoryFacts) -> float:
-    """The largest of its times, as a multiple of what it may be."""
+    """The largest of its times, as a multiple of the allowed time."""
     return max((seconds / allowed for _, seconds, allowed in _times(one)), default=0.0)
 
 
@@ -157,7 +166,7 @@ def _speed_words(one: DirectoryFacts) -> list[str]:
 def _times(one: DirectoryFacts) -> Iterator[tuple[str, float, float]]:
     times = (("append", one.append_s, _APPEND_S), ("slowest append", one.append_worst_s, _WORST_S))
     written = (*times, ("fsync", one.fsync_s, _FSYNC_S))
-    asked = written if one.role in WRITTEN else (("opening and reading 4 KiB", one.read_s, _READ_S),)
-    for what, seconds, allowed in asked:
+    relevant = written if one.role in WRITTEN else (("opening and reading 4 KiB", one.read_s, _READ_S),)
+    for what, seconds, allowed in relevant:
         if seconds is not None:
             yield what, seconds, allowed

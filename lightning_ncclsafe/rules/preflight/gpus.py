@@ -1,13 +1,13 @@
-"""GPUs that lack memory, are unwell, or have to be shared."""
+"""GPUs that lack memory, have errors, or are shared."""
 
 from collections.abc import Iterable, Iterator
 from statistics import median_high
 
 from lightning_ncclsafe.facts import GpuFacts
-from lightning_ncclsafe.rules.kit import Checked, Plan, Severity, size_words
+from lightning_ncclsafe.rules.kit import JobHosts, Plan, Severity, size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
-# Of the GPU's memory, below the median of its peers: more than a CUDA context or two take (some 0.5 GB each).
+# Share of the GPU's memory below the median of its peers: more than two CUDA contexts take (some 0.5 GB each).
 _OUTLIER = 0.1
 
 
@@ -18,7 +18,7 @@ _OUTLIER = 0.1
         "use a lower precision, or larger GPUs."
     ),
 )
-def gpu_memory_short(view: Checked) -> Iterable[Problem]:
+def gpu_memory_short(view: JobHosts) -> Iterable[Problem]:
     """The model does not fit into the free memory of a GPU, or one GPU has much less free memory than its peers.
 
     Symptom:
@@ -36,7 +36,7 @@ def gpu_memory_short(view: Checked) -> Iterable[Problem]:
     return (*_too_short(view), *_outliers(view))
 
 
-def _too_short(view: Checked) -> Iterator[Problem]:
+def _too_short(view: JobHosts) -> Iterator[Problem]:
     for rank, facts in view.facts.items():
         free, need = facts.gpu.free_bytes if facts.gpu is not None else None, facts.load.replica_bytes
         if free is not None and need is not None and need > free:
@@ -44,7 +44,7 @@ def _too_short(view: Checked) -> Iterator[Problem]:
             yield Problem(ranks=(rank,), text=text, badness=float(need - free), severity=Severity.ERROR)
 
 
-def _outliers(view: Checked) -> Iterator[Problem]:
+def _outliers(view: JobHosts) -> Iterator[Problem]:
     for _, ranks in view.known(lambda facts: (facts.gpu.name, facts.gpu.total_bytes) if facts.gpu else None).parts:
         gpus = [(rank, gpu) for rank in ranks if (gpu := view.facts[rank].gpu) is not None]
         yield from _of_one_kind([(rank, gpu, gpu.free_bytes) for rank, gpu in gpus if gpu.free_bytes is not None])
@@ -69,7 +69,7 @@ _LISTED = 3
     ),
     plan=Plan.RESTART_WITHOUT_HOST,
 )
-def gpu_unhealthy(view: Checked) -> Iterator[Problem]:
+def gpu_unhealthy(view: JobHosts) -> Iterator[Problem]:
     """The driver reports memory errors, a pending repair, throttled clocks, Xid errors or a recovery action.
 
     Symptom:
@@ -106,7 +106,7 @@ def _words(gpu: GpuFacts) -> Iterator[str]:
 
 
 def _badness(gpu: GpuFacts) -> int:
-    """What ends runs comes before what slows them."""
+    """Errors that end runs come before those that slow them."""
     return 2 * bool(gpu.recovery_action or gpu.xids) + bool(gpu.ecc_errors or gpu.pending_repair)
 
 
@@ -117,7 +117,7 @@ def _badness(gpu: GpuFacts) -> int:
         "and end the other processes, which may be left over from an earlier run, or take other GPUs."
     ),
 )
-def gpu_shared(view: Checked) -> Iterable[Problem]:
+def gpu_shared(view: JobHosts) -> Iterable[Problem]:
     """Two ranks use one GPU, or processes that are not ranks of this job use it.
 
     Symptom:
@@ -135,13 +135,13 @@ def gpu_shared(view: Checked) -> Iterable[Problem]:
     return (*_among_ranks(view), *_with_others(view))
 
 
-def _among_ranks(view: Checked) -> Iterator[Problem]:
+def _among_ranks(view: JobHosts) -> Iterator[Problem]:
     for uuid, ranks in view.known(lambda facts: facts.gpu.uuid if facts.gpu is not None else None).parts:
         if len(ranks) > 1:
             yield Problem(ranks=ranks, text=f"one GPU for {len(ranks):,} ranks ({uuid})", badness=float(len(ranks)))
 
 
-def _with_others(view: Checked) -> Iterator[Problem]:
+def _with_others(view: JobHosts) -> Iterator[Problem]:
     for rank, facts in view.facts.items():
         others = facts.gpu.foreign_processes if facts.gpu is not None else ()
         if others:

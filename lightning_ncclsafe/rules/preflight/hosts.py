@@ -1,10 +1,10 @@
-"""Ranks that do not answer, and hosts whose limits or clocks are not as they should be."""
+"""Ranks that do not answer, and hosts with wrong limits or clocks."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.rules.kit import Checked, duration_words
+from lightning_ncclsafe.rules.kit import JobHosts, duration_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 
@@ -17,7 +17,7 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
     ),
     source="process",
 )
-def silent_at_preflight(view: Checked) -> Iterable[Problem]:
+def silent_at_preflight(view: JobHosts) -> Iterable[Problem]:
     """Some ranks did not take part in the check of the hosts.
 
     Symptom:
@@ -36,10 +36,10 @@ def silent_at_preflight(view: Checked) -> Iterable[Problem]:
 
 
 def _problems(job: JobFacts) -> Iterator[Problem]:
-    seen = {process.rank: process.state for process in job.witnessed}
+    states = {process.rank: process.state for process in job.witnessed}
     by_state: dict[str, list[int]] = defaultdict(list)
     for rank in job.silent:
-        by_state[seen.get(rank, "")].append(rank)
+        by_state[states.get(rank, "")].append(rank)
     for state, ranks in by_state.items():
         there = f", {'its process is' if len(ranks) == 1 else 'their processes are'} {state}" if state else ""
         text = f"no answer, {len(job.ranks):,} of {job.world_size:,} ranks answered{there}"
@@ -61,7 +61,7 @@ _MANY_WORKERS = 8
         "container), or call torch.multiprocessing.set_sharing_strategy('file_system')."
     ),
 )
-def too_few_open_files(view: Checked) -> Iterator[Problem]:
+def too_few_open_files(view: JobHosts) -> Iterator[Problem]:
     """The soft limit of open files is below what workers and their batches need, or below 4,096 with many workers.
 
     Symptom:
@@ -96,7 +96,7 @@ _APART_S = 1.0
     after="slow-directory",
     remedy="Synchronise the clocks of all hosts (chronyc tracking, timedatectl), with the same server.",
 )
-def clocks_apart(view: Checked) -> Iterator[Problem]:
+def clocks_apart(view: JobHosts) -> Iterator[Problem]:
     """A host's clock is more than a second ahead of or behind rank 0's.
 
     Symptom:

@@ -3,11 +3,21 @@
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.rules.kit import Checked, Facts, Host, Severity, in_flight_bytes, least, most, size_words, total
+from lightning_ncclsafe.rules.kit import (
+    Host,
+    JobHosts,
+    PreflightByRank,
+    Severity,
+    in_flight_bytes,
+    least,
+    most,
+    size_words,
+    total,
+)
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 DOCKER_DEFAULT_BYTES = 64 * 2**20
-"""What a container gets unless it is told otherwise (docker run --shm-size)."""
+"""The size that a container gets without docker run --shm-size."""
 
 
 @check(
@@ -18,7 +28,7 @@ DOCKER_DEFAULT_BYTES = 64 * 2**20
         "prefetch_factor of the loaders."
     ),
 )
-def shm_too_small(view: Checked) -> Iterable[Problem]:
+def shm_too_small(view: JobHosts) -> Iterable[Problem]:
     """/dev/shm, through which workers and NCCL hand over data, has less room than the batches in flight need.
 
     Symptom:
@@ -38,7 +48,7 @@ def shm_too_small(view: Checked) -> Iterable[Problem]:
     return problems
 
 
-def _problems(facts: Facts) -> Iterator[Problem]:
+def _problems(facts: PreflightByRank) -> Iterator[Problem]:
     free = least(one.capacity.shm_free_bytes for one in facts.values())
     size = least(one.capacity.shm_total_bytes for one in facts.values())
     need = sum(in_flight_bytes(one) for one in facts.values())
@@ -51,7 +61,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
         yield Problem(ranks=tuple(facts), text=f"/dev/shm has only {size_words(size)}{_default_words(size)}")
 
 
-def _need_words(facts: Facts, need: int) -> str:
+def _need_words(facts: PreflightByRank, need: int) -> str:
     counts = [one.load.batches_in_flight for one in facts.values() if in_flight_bytes(one)]
     batches, ranks = total(counts), f" of {len(counts)} ranks" if len(counts) > 1 else ""
     return f"{batches:,} {'batch' if batches == 1 else 'batches'} in flight{ranks}, {size_words(need)}"
@@ -61,13 +71,13 @@ def _default_words(size: int | None) -> str:
     return " (Docker's default of 64 MB)" if size == DOCKER_DEFAULT_BYTES else ""
 
 
-def _uses(facts: Facts) -> bool:
-    """Whether anything goes through it: batches of workers, or what NCCL hands over between GPUs of a host."""
+def _uses(facts: PreflightByRank) -> bool:
+    """Whether anything uses it: workers that pass batches, or NCCL between GPUs of a host."""
     values = facts.values()
     return any(one.load.loader_workers for one in values) or (len(facts) > 1 and any(one.is_cuda for one in values))
 
 
-# As in rules.memory: less than this share left is short, whatever is asked for.
+# If less than this share is left, memory is short, whatever the run requires.
 _SCARCE = 0.05
 
 
@@ -78,7 +88,7 @@ _SCARCE = 0.05
         "(memory-mapped files); or raise the memory limit (--mem, resources.limits.memory)."
     ),
 )
-def memory_short(view: Checked) -> Iterable[Problem]:
+def memory_short(view: JobHosts) -> Iterable[Problem]:
     """The batches that workers prefetch, and a model on the CPU, need more memory than is left.
 
     Symptom:
@@ -110,7 +120,7 @@ def _of_groups(host: Host) -> Iterator[Problem]:
 
 
 def _lefts(facts: PreflightFacts) -> dict[str, int]:
-    """What each control group with a limit leaves, by its path."""
+    """The memory left in each control group with a limit, by its path."""
     capacity = facts.capacity
     if capacity.memory_left_bytes or capacity.memory_limit_bytes is None or capacity.memory_used_bytes is None:
         return capacity.memory_left_bytes
@@ -126,7 +136,7 @@ def _of_host(host: Host) -> Iterator[Problem]:
 
 
 def _of_ranks(host: Host) -> Iterator[Problem]:
-    """A process's own limit, which its worker processes inherit and do not share."""
+    """Limits of single processes, which worker processes inherit but do not share."""
     for rank, one in host.facts.items():
         limit, replica = one.capacity.process_limit_bytes, _replica(one)
         if limit is not None and replica > limit:
@@ -134,7 +144,7 @@ def _of_ranks(host: Host) -> Iterator[Problem]:
             yield Problem(ranks=(rank,), text=text, badness=replica - limit, severity=Severity.ERROR)
 
 
-def _problem(facts: Facts, left: int, size: int, left_words: str) -> Iterator[Problem]:
+def _problem(facts: PreflightByRank, left: int, size: int, left_words: str) -> Iterator[Problem]:
     batches = sum(in_flight_bytes(one) for one in facts.values())
     replicas = sum(_replica(one) for one in facts.values())
     need = batches + replicas
@@ -148,7 +158,7 @@ def _problem(facts: Facts, left: int, size: int, left_words: str) -> Iterator[Pr
 
 
 def _replica(facts: PreflightFacts) -> int:
-    """What a model on the CPU will need besides its parameters, which are there already; 0 on a GPU."""
+    """The memory that a model on the CPU will need besides its parameters, which exist already; 0 on a GPU."""
     if facts.is_cuda:
         return 0
     return max((facts.load.replica_bytes or 0) - (facts.load.parameter_bytes or 0), 0)
@@ -160,7 +170,7 @@ def _replica(facts: PreflightFacts) -> int:
         "Put swap space on a local disk, or switch it off (swapoff), and reduce memory use so that it is not needed."
     ),
 )
-def swap_on_network(view: Checked) -> Iterator[Problem]:
+def swap_on_network(view: JobHosts) -> Iterator[Problem]:
     """Swap space is on a network file system or device.
 
     Symptom:
@@ -185,7 +195,7 @@ def swap_on_network(view: Checked) -> Iterator[Problem]:
 
 
 _USED_ABOVE = 0.01
-# Single pages are moved on healthy hosts too.
+# Single pages are swapped on healthy hosts, too.
 _MOVED_ABOVE = 1_000_000
 
 
@@ -197,7 +207,7 @@ _MOVED_ABOVE = 1_000_000
         "rid of what is in it."
     ),
 )
-def swap_in_use(view: Checked) -> Iterator[Problem]:
+def swap_in_use(view: JobHosts) -> Iterator[Problem]:
     """Swap space is in use for more than 1 % of the host's memory, or pages were swapped while the check ran.
 
     Symptom:
@@ -236,7 +246,7 @@ _ABOVE = 0.1
         "fewer workers and load less at once."
     ),
 )
-def host_under_pressure(view: Checked) -> Iterator[Problem]:
+def host_under_pressure(view: JobHosts) -> Iterator[Problem]:
     """By the kernel's pressure metrics (PSI), tasks of the host waited for more than a tenth of the check's time.
 
     Symptom:

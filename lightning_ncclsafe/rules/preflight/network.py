@@ -1,15 +1,15 @@
-"""Interfaces by which hosts do not reach each other, or not as fast as they could."""
+"""Interfaces through which hosts cannot reach each other, or not as fast as possible."""
 
 import ipaddress
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.rules.kit import Checked, Confidence, Severity, spread
+from lightning_ncclsafe.rules.kit import Confidence, JobHosts, Severity, spread_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 from lightning_ncclsafe.rules.preflight.settings import switched_on
 
-# How much of two addresses has to be equal for them to be taken for neighbours; the real mask is not known.
+# Addresses with this many equal bits count as one network; the real mask is unknown.
 _IPV4_PREFIX = 16
 _IPV6_PREFIX = 48
 _LOOPBACK = ("lo", "lo0")
@@ -22,7 +22,7 @@ _LOOPBACK = ("lo", "lo0")
         "(ip route get ADDRESS_OF_ANOTHER_HOST shows which one it is; '^docker,lo' leaves some out)."
     ),
 )
-def unreachable_interface(view: Checked) -> Iterable[Problem]:
+def unreachable_interface(view: JobHosts) -> Iterable[Problem]:
     """A named interface does not exist; hosts have none, or the same address, different networks or different speeds.
 
     Symptom:
@@ -41,13 +41,17 @@ def unreachable_interface(view: Checked) -> Iterable[Problem]:
         Firewalls, and routes between different networks, over which hosts may well reach each other.
     """
     misnamed = tuple(_misnamed(view))
-    told = {rank for problem in misnamed for rank in problem.ranks}
-    between = (*_absent(view, told), *_same(view), *_apart(view), *_slower(view)) if view.several else ()
+    reported = {rank for problem in misnamed for rank in problem.ranks}
+    between = (
+        (*_absent(view, reported), *_same_address(view), *_different_networks(view), *_slower(view))
+        if view.several
+        else ()
+    )
     return (*misnamed, *(replace(problem, confidence=Confidence.LIKELY) for problem in between))
 
 
-def _misnamed(view: Checked) -> Iterator[Problem]:
-    """On a single host, too: a back end looks for its interface before it knows where the others are."""
+def _misnamed(view: JobHosts) -> Iterator[Problem]:
+    """Variables that name a missing interface; on a single host, too, as a back end looks for it at once."""
     for rank, facts in view.facts.items():
         names = ", ".join(line.partition(" ")[0] for line in facts.network.interfaces) or "only loopback"
         for setting in facts.network.misnamed:
@@ -58,16 +62,16 @@ def _misnamed(view: Checked) -> Iterator[Problem]:
 
 
 def _severity(setting: str, facts: PreflightFacts) -> Severity | None:
-    """An error for the back end that the run uses; gloo is a second one beside NCCL for some runs."""
+    """How bad it is, by the back end that the run uses; some runs use gloo beside NCCL. None for an unused one."""
     if setting.startswith("NCCL"):
         return Severity.ERROR if facts.is_cuda else None
-    # From the shell it is not known what a run would use: without a GPU, gloo.
+    # From the shell it is unknown what a run would use: without a GPU, gloo.
     return Severity.WARNING if facts.is_cuda and facts.gpu is not None else Severity.ERROR
 
 
-def _absent(view: Checked, told: Collection[int]) -> Iterator[Problem]:
+def _absent(view: JobHosts, reported: Collection[int]) -> Iterator[Problem]:
     without = tuple(
-        rank for rank, facts in view.facts.items() if not facts.network.default_interface and rank not in told
+        rank for rank, facts in view.facts.items() if not facts.network.default_interface and rank not in reported
     )
     if without and len(without) < len(view.facts):
         yield Problem(ranks=without, text="no interface by which other hosts could be reached", badness=3.0)
@@ -78,11 +82,11 @@ def _absent(view: Checked, told: Collection[int]) -> Iterator[Problem]:
 
 
 def _is_loopback(facts: PreflightFacts) -> bool:
-    """By itself: where a variable says so, it is told of as a harmful setting."""
+    """Whether the back end would choose loopback by itself: set by a variable, it is a harmful setting."""
     return facts.network.default_interface in _LOOPBACK and not facts.network.chosen_by.endswith("_SOCKET_IFNAME")
 
 
-def _same(view: Checked) -> Iterator[Problem]:
+def _same_address(view: JobHosts) -> Iterator[Problem]:
     for address, ranks in view.known(_address).parts:
         hosts = [host for host in view.hosts if set(host.ranks) & set(ranks)]
         if len(hosts) > 1:
@@ -90,22 +94,22 @@ def _same(view: Checked) -> Iterator[Problem]:
             yield Problem(ranks=ranks, text=text, badness=2.0)
 
 
-def _apart(view: Checked) -> Iterator[Problem]:
+def _different_networks(view: JobHosts) -> Iterator[Problem]:
     groups = view.known(lambda facts: _network(_address(facts)))
     if groups.differ:
         names = {rank: facts.network.default_interface for rank, facts in view.facts.items()}
-        text = f"addresses are in different networks: {spread(groups)} (interface {names[groups.deviating[0]]})"
+        text = f"addresses are in different networks: {spread_words(groups)} (interface {names[groups.deviating[0]]})"
         yield Problem(ranks=groups.deviating, text=text, badness=1.0)
 
 
-def _slower(view: Checked) -> Iterator[Problem]:
+def _slower(view: JobHosts) -> Iterator[Problem]:
     groups = view.known(_speed)
     if groups.differ:
-        yield Problem(ranks=groups.deviating, text=f"interfaces have different speeds: {spread(groups)}")
+        yield Problem(ranks=groups.deviating, text=f"interfaces have different speeds: {spread_words(groups)}")
 
 
 def _words(facts: PreflightFacts) -> list[str]:
-    """The words of the line on the interface that would be taken: its name, speed, unit and address."""
+    """The words of the default interface's line: its name, speed, unit and address."""
     name = facts.network.default_interface
     return next((words for line in facts.network.interfaces if (words := line.split()) and words[0] == name), [])
 
@@ -135,7 +139,7 @@ def _speed(facts: PreflightFacts) -> str | None:
         "ports active (ibstat), locked memory unlimited (ulimit -l); NCCL_DEBUG=INFO on one rank shows what it uses."
     ),
 )
-def socket_fallback(view: Checked) -> Iterable[Problem]:
+def socket_fallback(view: JobHosts) -> Iterable[Problem]:
     """Active InfiniBand ports are not used, or hosts have different numbers of them.
 
     Symptom:
@@ -154,16 +158,16 @@ def socket_fallback(view: Checked) -> Iterable[Problem]:
     return (*_unused(view), *_unequal(view)) if view.several else ()
 
 
-def _unused(view: Checked) -> Iterator[Problem]:
+def _unused(view: JobHosts) -> Iterator[Problem]:
     for rank, facts in view.facts.items():
         network = facts.network
-        # Where the variable says so, it is told of as what it is: a harmful setting.
+        # Switched off by a variable, it is reported as a harmful setting.
         if network.infiniband_active > 0 and network.infiniband_off and not switched_on(facts, "NCCL_IB_DISABLE"):
             text = f"NCCL would not use {_ports(network.infiniband_active)}: {network.infiniband_off.rstrip('.')}"
             yield Problem(ranks=(rank,), text=text, badness=1.0)
 
 
-def _unequal(view: Checked) -> Iterator[Problem]:
+def _unequal(view: JobHosts) -> Iterator[Problem]:
     groups = view.by(lambda facts: facts.network.infiniband_active)
     usual = groups.parts[0][0] if groups.parts else 0
     for count, ranks in groups.parts[1:]:

@@ -1,4 +1,4 @@
-"""A check of hosts: what it finds on single ranks or hosts is put together to one finding, however many they are."""
+"""A check of hosts: the problems that it finds on ranks and hosts become one finding."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import wraps
 
 from lightning_ncclsafe.rules.kit import (
-    Checked,
     Confidence,
     Evidence,
     Finding,
+    JobHosts,
     Plan,
     Rule,
     Severity,
@@ -25,14 +25,14 @@ _CONFIDENCES = tuple(Confidence)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is wrong on some ranks.
+    """A problem on some ranks.
 
     Attributes:
         ranks: The ranks, ascending.
-        text: What was seen there and what was expected, in words that follow a colon; no full stop.
-        badness: The higher, the earlier it is told.
+        text: What was found and what was expected, in words that follow a colon, without a full stop.
+        badness: Higher values are listed first.
         severity: How bad it is for the run.
-        confidence: How sure the facts make us.
+        confidence: How sure it is.
     """
 
     ranks: tuple[int, ...]
@@ -42,26 +42,26 @@ class Problem:
     confidence: Confidence = Confidence.CERTAIN
 
 
-Check = Callable[[Checked], Iterable[Problem]]
+Check = Callable[[JobHosts], Iterable[Problem]]
 
 
 def check(
     *, after: str = "", remedy: str, source: str = "host", plan: Plan = Plan.UNKNOWN
-) -> Callable[[Check], Rule[Checked]]:
-    """Makes a rule of a function that gives problems: all of them are one finding, the worst first.
+) -> Callable[[Check], Rule[JobHosts]]:
+    """Makes a rule of a function that yields problems: all of them are one finding, the worst first.
 
     Args:
-        after: The check behind which it stands.
+        after: The check that it comes after.
         remedy: What to do.
         source: Where the evidence comes from.
-        plan: What the next start is to do about it.
+        plan: What the next start should do about it.
     """
 
-    def register(ask: Check) -> Rule[Checked]:
+    def register(ask: Check) -> Rule[JobHosts]:
         @wraps(ask)
-        def together(view: Checked) -> Iterator[Finding]:
-            if told := _merged(ask(view)):
-                yield _finding(view, told, source)
+        def together(view: JobHosts) -> Iterator[Finding]:
+            if problems := _merged(ask(view)):
+                yield _finding(view, problems, source)
 
         return preflight_rule(after=after, remedy=remedy, plan=plan)(together)
 
@@ -69,10 +69,10 @@ def check(
 
 
 def _merged(problems: Iterable[Problem]) -> list[Problem]:
-    """Problems in the same words as one, the worst first."""
-    alike: dict[str, list[Problem]] = defaultdict(list)
+    """Problems with the same text merged, the worst first."""
+    by_text: dict[str, list[Problem]] = defaultdict(list)
     for problem in problems:
-        alike[problem.text].append(problem)
+        by_text[problem.text].append(problem)
     merged = [
         Problem(
             ranks=tuple(sorted({rank for problem in same for rank in problem.ranks})),
@@ -81,33 +81,33 @@ def _merged(problems: Iterable[Problem]) -> list[Problem]:
             severity=min((problem.severity for problem in same), key=_SEVERITIES.index),
             confidence=min((problem.confidence for problem in same), key=_CONFIDENCES.index),
         )
-        for text, same in alike.items()
+        for text, same in by_text.items()
     ]
     return sorted(merged, key=lambda one: (_SEVERITIES.index(one.severity), -one.badness, one.ranks))
 
 
-def _finding(view: Checked, told: list[Problem], source: str) -> Finding:
-    more = [f"{len(told) - _LISTED:,} more in the evidence"] if len(told) > _LISTED else []
+def _finding(view: JobHosts, problems: list[Problem], source: str) -> Finding:
+    more = [f"{len(problems) - _LISTED:,} more in the evidence"] if len(problems) > _LISTED else []
     return Finding(
         rule="",
-        severity=told[0].severity,
-        confidence=min((problem.confidence for problem in told), key=_CONFIDENCES.index),
-        summary=capitalised("; ".join([*_parts(view, told[:_LISTED]), *more])) + ".",
-        ranks=tuple(sorted({rank for problem in told for rank in problem.ranks})),
-        evidence=tuple(_evidence(view, problem, source) for problem in told[:_EVIDENCE]),
+        severity=problems[0].severity,
+        confidence=min((problem.confidence for problem in problems), key=_CONFIDENCES.index),
+        summary=capitalised("; ".join([*_parts(view, problems[:_LISTED]), *more])) + ".",
+        ranks=tuple(sorted({rank for problem in problems for rank in problem.ranks})),
+        evidence=tuple(_evidence(view, problem, source) for problem in problems[:_EVIDENCE]),
         remedy="",
     )
 
 
-def _parts(view: Checked, told: list[Problem]) -> Iterator[str]:
-    """Each problem after the place where it is, which is not repeated."""
+def _parts(view: JobHosts, problems: list[Problem]) -> Iterator[str]:
+    """Each problem after its place, which is not repeated."""
     before: tuple[int, ...] = ()
-    for problem in told:
+    for problem in problems:
         yield problem.text if problem.ranks == before else f"{view.where(problem.ranks)}: {problem.text}"
         before = problem.ranks
 
 
-def _evidence(view: Checked, problem: Problem, source: str) -> Evidence:
+def _evidence(view: JobHosts, problem: Problem, source: str) -> Evidence:
     return Evidence(
         source=source,
         rank=problem.ranks[0] if len(problem.ranks) == 1 else None,

@@ -1,9 +1,9 @@
-"""Versions and environment variables: different between ranks, harmful, or read by nothing."""
+"""Versions and environment variables that differ between ranks, are harmful, or are read by nothing."""
 
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.rules.kit import Checked, Groups, Host, Severity, core_shares, spread
+from lightning_ncclsafe.rules.kit import Groups, Host, JobHosts, Severity, core_shares, spread_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _OFF = {"", "0", "false", "no", "n", "off"}
@@ -15,11 +15,11 @@ def switched_on(facts: PreflightFacts, name: str) -> bool:
 
 
 def value_of(facts: PreflightFacts, name: str) -> str:
-    """A variable's value in upper case, as NCCL and torch compare it; empty where it is not set."""
+    """A variable's value in upper case, as NCCL and torch compare it; empty if it is not set."""
     return facts.settings.get(name, "").strip().upper()
 
 
-# Between major versions of these the wire format or the order of collectives changes.
+# Major versions of these differ in wire format or order of collectives.
 _TOGETHER = ("torch", "nccl")
 
 
@@ -30,7 +30,7 @@ _TOGETHER = ("torch", "nccl")
         "module loads, and the same driver on all hosts."
     ),
 )
-def different_versions(view: Checked) -> Iterator[Problem]:
+def different_versions(view: JobHosts) -> Iterator[Problem]:
     """Versions of torch, NCCL, CUDA, the driver, Lightning or Python, or the models of the GPUs, differ between ranks.
 
     Symptom:
@@ -48,17 +48,16 @@ def different_versions(view: Checked) -> Iterator[Problem]:
     for name, groups in versions_of(view).items():
         if groups.differ:
             severity = Severity.ERROR if _incompatible(name, groups) else Severity.WARNING
-            yield Problem(ranks=groups.deviating, text=f"{name} is {spread(groups)}", severity=severity)
+            yield Problem(ranks=groups.deviating, text=f"{name} is {spread_words(groups)}", severity=severity)
 
 
-def versions_of(view: Checked) -> dict[str, Groups[str]]:
-    """Ranks by version, for everything that any rank tells of; the model of the GPU and its driver are among it."""
-    told = {rank: _told(facts) for rank, facts in view.facts.items()}
-    names = dict.fromkeys(name for versions in told.values() for name in versions)
-    return {name: view.known(lambda facts, name=name: _told(facts).get(name)) for name in names}  # type: ignore[misc]
+def versions_of(view: JobHosts) -> dict[str, Groups[str]]:
+    """Ranks grouped by version, for everything that any rank reports, including the GPU's model and driver."""
+    names = dict.fromkeys(name for facts in view.facts.values() for name in _versions(facts))
+    return {name: view.known(lambda facts, name=name: _versions(facts).get(name)) for name in names}  # type: ignore[misc]
 
 
-def _told(facts: PreflightFacts) -> dict[str, str]:
+def _versions(facts: PreflightFacts) -> dict[str, str]:
     gpu = {"GPU": facts.gpu.name, "driver": facts.gpu.driver} if facts.gpu is not None else {}
     return gpu | facts.versions
 
@@ -68,9 +67,9 @@ def _incompatible(name: str, groups: Groups[str]) -> bool:
     return name.lower() in _TOGETHER and len(majors) > 1
 
 
-# What decides how ranks talk to each other: NCCL, torch, gloo, CUDA and the libraries below them.
+# Variables of NCCL, torch, gloo, CUDA and the libraries below them.
 _READ = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "UCX_", "UCC_", "FI_")
-# Which devices this rank takes, and where and how much this rank alone writes: of each rank's own.
+# Each rank's own: which devices it uses, and where and how much it logs.
 _OF_RANKS = {
     "CUDA_VISIBLE_DEVICES",
     "NCCL_COMM_ID",
@@ -84,7 +83,7 @@ _OF_RANKS = {
     "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
 }
-# What the hardware of a host is called: may differ between hosts.
+# Names of a host's hardware, which may differ between hosts.
 _OF_HOSTS = {
     "GLOO_SOCKET_IFNAME",
     "NCCL_GRAPH_FILE",
@@ -104,7 +103,7 @@ _UNSET = "not set"
         "or in the container image; check ~/.bashrc and /etc/nccl.conf of the hosts that differ."
     ),
 )
-def different_settings(view: Checked) -> Iterator[Problem]:
+def different_settings(view: JobHosts) -> Iterator[Problem]:
     """A variable that NCCL, gloo or torch.distributed reads differs between ranks.
 
     Symptom:
@@ -121,26 +120,26 @@ def different_settings(view: Checked) -> Iterator[Problem]:
         /etc/nccl.conf, and what was changed after the check.
     """
     for name, groups in differing_settings(view).items():
-        yield Problem(ranks=groups.deviating, text=f"{name} is {spread(groups)}")
+        yield Problem(ranks=groups.deviating, text=f"{name} is {spread_words(groups)}")
 
 
-def differing_settings(view: Checked) -> dict[str, Groups[str]]:
-    """Ranks by value, for each variable that has to be the same and is not."""
+def differing_settings(view: JobHosts) -> dict[str, Groups[str]]:
+    """Ranks grouped by value, for each variable that should be the same on all ranks and is not."""
     every = {name for facts in view.facts.values() for name in facts.settings}
     names = sorted(name for name in every - _OF_RANKS if name.startswith(_READ))
-    found = {name: view.by(lambda facts, name=name: facts.settings.get(name, _UNSET)) for name in names}  # type: ignore[misc]
-    return {name: groups for name, groups in found.items() if groups.differ and not _may_differ(view, name)}
+    values = {name: view.by(lambda facts, name=name: facts.settings.get(name, _UNSET)) for name in names}  # type: ignore[misc]
+    return {name: groups for name, groups in values.items() if groups.differ and not _may_differ(view, name)}
 
 
-def _may_differ(view: Checked, name: str) -> bool:
-    """Names of a host's own hardware have to be the same on its ranks only."""
+def _may_differ(view: JobHosts, name: str) -> bool:
+    """Whether a variable names a host's hardware and is the same on all ranks of each host."""
     if name not in _OF_HOSTS:
         return False
     values = ({facts.settings.get(name, _UNSET) for facts in host.facts.values()} for host in view.hosts)
     return all(len(found) == 1 for found in values)
 
 
-# What these do: NCCL's user guide, "Environment Variables", and torch.distributed's documentation, "Debugging".
+# Effects according to NCCL's user guide, "Environment Variables", and torch.distributed's documentation, "Debugging".
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait for every kernel",
     "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
@@ -161,7 +160,7 @@ _LOOPBACK = {"lo", "=lo"}
         "variables stay set. For thread pools, set OMP_NUM_THREADS to a rank's cores minus its workers."
     ),
 )
-def harmful_settings(view: Checked) -> Iterator[Problem]:
+def harmful_settings(view: JobHosts) -> Iterator[Problem]:
     """Variables are set that disable fast paths, log a lot, or check every call.
 
     Symptom:
@@ -198,7 +197,7 @@ def _of_host(facts: PreflightFacts, host: Host) -> Iterator[str]:
         yield from _switched_on(facts, _SLOW_BETWEEN_GPUS)
 
 
-def _of_job(facts: PreflightFacts, view: Checked, verbose: int) -> Iterator[str]:
+def _of_job(facts: PreflightFacts, view: JobHosts, verbose: int) -> Iterator[str]:
     if verbose > _FEW_RANKS and value_of(facts, "NCCL_DEBUG") == "INFO":
         yield f"NCCL_DEBUG=INFO on {verbose:,} ranks writes hundreds of lines each; WARN is enough, or INFO on one rank"
     if view.several and facts.network.infiniband_active > 0:
@@ -235,7 +234,7 @@ _RENAMED = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_TRACE_CPP_STACK": "TORCH_FR_CPP_STACK",
 }
-# Names that exist with the other prefix only: torch's own (the same header) and NCCL's own (its user guide).
+# Names that exist only with the other prefix: torch's own (the same header) and NCCL's own (its user guide).
 _WRONG_PREFIX = {
     "NCCL_AVOID_RECORD_STREAMS": "TORCH_NCCL_AVOID_RECORD_STREAMS",
     "NCCL_DUMP_ON_TIMEOUT": "TORCH_NCCL_DUMP_ON_TIMEOUT",
@@ -278,7 +277,7 @@ _IGNORED = {
 
 
 @check(after="harmful-settings", remedy="Remove the variable, or use what the finding names instead.")
-def ignored_settings(view: Checked) -> Iterator[Problem]:
+def ignored_settings(view: JobHosts) -> Iterator[Problem]:
     """A variable is set that has no effect, or is read only under an old name.
 
     Symptom:

@@ -19,8 +19,8 @@ from lightning_ncclsafe.rules.kit import (
     deepest_user_frame,
     duration_words,
     group_words,
-    meaning,
     numel,
+    purpose_words,
     ranks_words,
     short_location,
     verb,
@@ -103,7 +103,7 @@ def call_site(call: Collective | None) -> Frame | None:
 
 def described(call: Collective) -> str:
     """The collective with its purpose, if its stack shows it, and its line."""
-    means = meaning(call, replace(_NOBODY, stack=call.stack)) if call.stack else ""
+    means = purpose_words(call, replace(_NOBODY, stack=call.stack)) if call.stack else ""
     site = call_site(call)
     return collective_words(call if call.op else replace(call, op=UNKNOWN_CALL), means) + (
         f" at {short_location(site)}" if site else ""

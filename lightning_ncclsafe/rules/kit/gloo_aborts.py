@@ -1,4 +1,4 @@
-"""Processes that gloo has ended, as it does with one to which more is sent than it has room for."""
+"""Processes that gloo has aborted: it aborts a process that receives more bytes than it has room for."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -22,59 +22,67 @@ from lightning_ncclsafe.facts import Collective, Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import condition_around, deepest_user_frame, is_in, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
+from lightning_ncclsafe.rules.kit.silent_ranks import is_gone, signal_of
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import numel
 
-# Frames of torch's between the caller's line and the collective.
+# torch's frames between the caller's line and the collective.
 _NEAR = 8
 _LISTED = 4
-# Calls that a rank may have made by the time at which gloo ends another.
+# Calls that a rank may have made before gloo aborts another.
 _RECENT = 8
 _MOST_OF_SEGMENT = 1 << 20
-# As torch's recorder names types.
+# Types as torch's recorder names them.
 _ITEM_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1} | {
     "Byte": 1,
     "Bool": 1,
 }
-# In whose C++ code, too, collectives are waited for.
+# Code whose C++ part also waits for collectives.
 _COLLECTIVES = C10D | BACKWARD | DDP | SHARDING
-# What calls collectives on its own account.
-_CALLERS = (MODEL_CHECKPOINT, EARLY_STOPPING, LOGGED_VALUES, LENGTH_CHECK, SIGTERM_BROADCAST, DDP_BUFFERS, BACKWARD)
-# What gloo says then: the bytes that have come, and those that there is room for.
+# Code of Lightning and DDP that calls collectives by itself.
+_CALLING_CODE = (
+    MODEL_CHECKPOINT,
+    EARLY_STOPPING,
+    LOGGED_VALUES,
+    LENGTH_CHECK,
+    SIGTERM_BROADCAST,
+    DDP_BUFFERS,
+    BACKWARD,
+)
+# gloo's message: the bytes received, and the bytes that there is room for.
 _OVERRUN = re.compile(r"op\.preamble\.length <= op\.nbytes\D+(\d+) vs (\d+)")
 
 
 @once
-def aborted(view: Timeline) -> tuple[int, ...]:
-    """Ranks that gloo has ended, as they say, or may have, while what the others were in sends something of the user's.
+def aborted_by_gloo(view: Timeline) -> tuple[int, ...]:
+    """Ranks that gloo has aborted, by their stderr, or may have aborted, as the others were in a call that sends data.
 
-    Of several that are gone and write to one file, each may be the one that has said it.
+    If several that are gone write to one file, each of them may be the one whose message it is.
     """
-    gone = tuple(rank for rank in view.silent if is_gone(view, rank) and _has_aborted(view, rank))
-    if any(overrun_of(view, rank) for rank in gone):
+    gone = tuple(rank for rank in view.silent if is_gone(view, rank) and _may_have_aborted(view, rank))
+    if any(overrun_bytes(view, rank) for rank in gone):
         return gone
-    # The others may have gone on by the time that it is ended; what it was in itself is known by what it wrote.
+    # The others may have moved on before it is aborted; its own last traceback shows what it was in.
     known = tuple(rank for rank in gone if view.witnesses[rank].stack)
     in_collective = tuple(rank for rank in known if _ended_in_collective(view, rank))
-    is_sent = any(map(last_of_gloo, view.facts.values()))
+    is_sent = any(map(last_gloo_call, view.facts.values()))
     may_be = tuple(rank for rank in gone if rank in in_collective or (is_sent and rank not in known))
     return () if any(facts.host_facts.oom_kills for facts in view.facts.values()) else may_be
 
 
-def overrun_of(view: Timeline, rank: int) -> tuple[int, int] | None:
-    """Bytes that were sent to a rank at once, and those that it had room for, by gloo's last word on its stderr."""
-    found = _OVERRUN.search(view.witnesses[rank].said) if rank in view.witnesses else None
-    return (int(found[1]), int(found[2])) if found else None
+def overrun_bytes(view: Timeline, rank: int) -> tuple[int, int] | None:
+    """Bytes that a rank received at once, and bytes that it had room for, by gloo's message on its stderr."""
+    match = _OVERRUN.search(view.witnesses[rank].said) if rank in view.witnesses else None
+    return (int(match[1]), int(match[2])) if match else None
 
 
-def _has_aborted(view: Timeline, rank: int) -> bool:
-    """As far as is known."""
+def _may_have_aborted(view: Timeline, rank: int) -> bool:
     process = view.witnesses[rank]
     return process.exit_code is None and process.raised is None and signal_of(view, rank) in ("", "SIGABRT")
 
 
 def _ended_in_collective(view: Timeline, rank: int) -> bool:
-    """Whether one of its threads was in a collective, below the last line of the user's own, on gloo."""
+    """Whether one of its threads was in a collective on gloo, below the user's deepest line."""
     process = view.witnesses[rank]
     called = _is_in_collective(process.stack) or _is_in_collective(process.thread_stack)
     return called and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
@@ -86,32 +94,33 @@ def _is_in_collective(stack: tuple[Frame, ...]) -> bool:
 
 
 @once
-def broken_off(view: Timeline) -> tuple[int, ...]:
-    """Ranks that gloo has ended in another call than the others were in, by the lines that both were at.
+def aborted_elsewhere(view: Timeline) -> tuple[int, ...]:
+    """Ranks that gloo has aborted in a different call from the one that the others were in, by the lines of both.
 
-    Others may have gone on from the same line of the user's to what Lightning calls itself, unless it is just this that
-    was sent; nobody comes from what Lightning calls itself to a line in which others still wait.
+    The others may have moved on from the same user line to a call of Lightning's, unless the size received is of that
+    call. No rank moves on from a call of Lightning's to a user line in which others still wait.
     """
-    ended = aborted(view)
+    ended = aborted_by_gloo(view)
     if not view.facts or not all(map(view.waits, view.facts)):
         return ()
     if not ended or not all(view.witnesses[rank].stack for rank in ended):
         return ()
     own = {_site(view.witnesses[rank].stack) for rank in ended}
     others = {_site(_stack(facts)) for facts in view.facts.values()}
-    may_have_gone_on = any(site.is_users for site in own) and not all(site.is_users for site in others)
-    told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
-    if told is not None and any(told[0] in _sent_at_once(facts, view.job.world_size) for facts in view.facts.values()):
-        may_have_gone_on = False
-    if told is not None and _sent_from_there(view, ended, told[0]):
+    may_have_moved_on = any(site.is_users for site in own) and not all(site.is_users for site in others)
+    sizes = _overrun_of_any(view, ended)
+    received = sizes[0] if sizes is not None else None
+    if any(received in _sent_at_once(facts, view.job.world_size) for facts in view.facts.values()):
+        may_have_moved_on = False
+    if received is not None and _sent_from_there(view, ended, received):
         return ()
-    return ended if own.isdisjoint(others) and not may_have_gone_on else ()
+    return ended if own.isdisjoint(others) and not may_have_moved_on else ()
 
 
 def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
-    """Whether others have sent as many bytes at once in a recent call from where a rank has ended: in the same call.
+    """Whether others have sent this many bytes in a recent call from a line that an aborted rank was in.
 
-    Not one of which only a helper of Lightning's is known, by which it reduces whatever there is.
+    Calls of which only a generic helper of Lightning's is known do not count.
     """
     places = {(frame.file, frame.function) for rank in ended for frame in view.witnesses[rank].stack}
     recent = (view.with_stack(call) for facts in view.facts.values() for call in facts.collectives[-_RECENT:])
@@ -124,13 +133,13 @@ def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
 
 
 class CallBySize(NamedTuple):
-    """What a rank that gloo has ended was in, as the room shows that it had, where it is not what it was sent.
+    """The call that an aborted rank was in, known by the room that it had, if it differs from what it was sent.
 
     Attributes:
         call: An earlier call from that line, with as much room.
         frame: The line.
-        sent: What others called last, of which as much is sent at once as came.
-        senders: These, ascending.
+        sent: The last call of the others, which sends as many bytes at once as were received.
+        senders: The ranks that made it, ascending.
     """
 
     call: Collective
@@ -141,18 +150,19 @@ class CallBySize(NamedTuple):
 
 @once
 def call_by_size(view: Timeline) -> CallBySize | None:
-    """The only line of the user's from which a call has as much room as an ended rank had, and not what came.
+    """The only user line with a call of as much room as an aborted rank had, if the sending line is another one.
 
-    Calls from one line may have different sizes: that it is another one is seen only if the line that has sent what
-    came is known as well.
+    Calls from one line may have different sizes, so both lines have to be known.
     """
-    ended, world_size = aborted(view), view.job.world_size
-    told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
+    ended, world_size = aborted_by_gloo(view), view.job.world_size
+    sizes = _overrun_of_any(view, ended)
     last = {rank: view.with_stack(facts.collectives[-1]) for rank, facts in view.facts.items() if facts.collectives}
-    if told is None or len(ended) > 1:
+    if sizes is None or len(ended) > 1:
         return None
-    came, room = told
-    sent = {rank: call for rank, call in sorted(last.items()) if call.site and came in bytes_at_once(call, world_size)}
+    received, room = sizes
+    sent = {
+        rank: call for rank, call in sorted(last.items()) if call.site and received in bytes_at_once(call, world_size)
+    }
     sites = {call.site for call in sent.values()}
     recent = (call for facts in view.facts.values() for call in facts.collectives[-_RECENT:] if call.site)
     fitting = {call.site: view.with_stack(call) for call in recent if room in bytes_at_once(call, world_size)}
@@ -161,13 +171,13 @@ def call_by_size(view: Timeline) -> CallBySize | None:
     call = next(iter(fitting.values()))
     stack = view.witnesses[ended[0]].stack
     frame, own = deepest_user_frame(call.stack), deepest_user_frame(stack[trainer_start(stack) :])
-    # It may have gone on to what Lightning calls while the call is under way.
+    # It may have moved on to a call of Lightning's while the call is in flight.
     is_there = own is None or frame is None or (own.file, own.line) == (frame.file, frame.line)
     return CallBySize(call, frame, next(iter(sent.values())), tuple(sent)) if frame and is_there else None
 
 
-def few_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Those of ranks that were not in the call that most of them were in, by their lines; none where none has most."""
+def minority_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
+    """The ranks that were not in the call that most of these were in, by their lines; empty if there is no majority."""
     by_site: dict[_Site, list[int]] = {}
     for rank in ranks:
         stack = _stack(view.facts[rank]) if rank in view.facts else view.witnesses[rank].stack
@@ -179,13 +189,13 @@ def few_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sent_at_once(facts: RankFacts, world_size: int) -> tuple[int, ...]:
-    """What `bytes_at_once` says of the last collective of a rank."""
+    """:func:`bytes_at_once` of the last collective of a rank."""
     last = next(reversed(facts.collectives), None)
     return () if last is None else bytes_at_once(last, world_size)
 
 
 def bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:
-    """Bytes that gloo sends at once for a collective: all of a tensor, or a segment of its ring."""
+    """The numbers of bytes that gloo may send at once for a collective: a whole tensor, or a segment of its ring."""
     if call.backend != "gloo":
         return ()
     size = size_bytes(call)
@@ -195,14 +205,14 @@ def bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:
 
 
 def size_bytes(call: Collective) -> int:
-    """Bytes that a rank gives to a collective."""
+    """The bytes of a rank's input to a collective."""
     return numel(call) * max((_ITEM_BYTES.get(kind, 4) for kind in call.dtypes), default=4)
 
 
 class _Site(NamedTuple):
-    """From where a rank has called a collective: a function of the user's own, or what of Lightning's and DDP's.
+    """Where a rank has called a collective: a function of the user's code, or a part of Lightning or DDP.
 
-    Two lines of one function may be branches that call the same, unless one is under a condition on the rank.
+    Two lines of one function may be branches with the same call, unless one is under a condition on the rank.
     """
 
     is_users: bool
@@ -214,25 +224,13 @@ def _site(stack: tuple[Frame, ...]) -> _Site:
     frame = deepest_user_frame(inside)
     if frame is not None:
         return _Site(True, (frame.file, frame.function, condition_around(stack)[0]))
-    return _Site(False, tuple(is_in(code, inside) for code in _CALLERS))
+    return _Site(False, tuple(is_in(code, inside) for code in _CALLING_CODE))
 
 
-def is_gone(view: Timeline, rank: int) -> bool:
-    """Whether a silent rank's process has been seen to be gone."""
-    return rank in view.witnesses and view.witnesses[rank].state in ("gone", "zombie")
+def last_gloo_call(facts: RankFacts) -> Collective | None:
+    """The collective that a rank waited in, if it sends data and was called by the user's code or by FSDP; else None.
 
-
-def signal_of(view: Timeline, rank: int) -> str:
-    """The signal that has ended a rank's process, as it has written itself, or as its parent knows."""
-    process = view.witnesses[rank]
-    children = (child for facts in view.facts.values() for child in facts.machine.ended)
-    return process.ended_by or next((child.signal for child in children if child.pid == process.pid), "")
-
-
-def last_of_gloo(facts: RankFacts) -> Collective | None:
-    """What a rank waited in, if that sends something and was called by the user's own code or by FSDP.
-
-    DDP has compared the model before it sends any of it.
+    DDP compares the model between ranks before it sends any of it.
     """
     last = next(reversed(facts.collectives), None)
     if last is None or last.backend != "gloo" or not numel(last) or (last.completed and facts.exception is None):
@@ -241,7 +239,7 @@ def last_of_gloo(facts: RankFacts) -> Collective | None:
 
 
 def is_of_fsdp(facts: RankFacts) -> bool:
-    """Whether FSDP has called what a rank waits in, or waited in until the connection broke."""
+    """Whether FSDP called the collective that a rank waits in, or waited in until the connection broke."""
     return is_in(FSDP, _near(facts))
 
 
@@ -253,16 +251,20 @@ def _stack(facts: RankFacts) -> tuple[Frame, ...]:
     return facts.exception.stack if facts.exception else facts.stack
 
 
-def as_gloo_does(view: Timeline, ended: Iterable[int]) -> str:
-    """``"as gloo ended it: it was sent 9,612 bytes at once and had room for 8"``; sizes if they are known."""
-    told = next((sizes for rank in ended if (sizes := overrun_of(view, rank))), None)
-    if told is None:
+def gloo_abort_words(view: Timeline, ended: Iterable[int]) -> str:
+    """``"as gloo ended it: it was sent 9,612 bytes at once and had room for 8"``, with the sizes if they are known."""
+    sizes = _overrun_of_any(view, ended)
+    if sizes is None:
         return "as gloo ends a process that is sent more than it has room for"
-    return f"as gloo ended it: it was sent {told[0]:,} bytes at once and had room for {told[1]:,}"
+    return f"as gloo ended it: it was sent {sizes[0]:,} bytes at once and had room for {sizes[1]:,}"
 
 
-def gone_evidence(view: Timeline, ended: Iterable[int]) -> Iterator[Evidence]:
-    """How the processes of these ranks have ended, and what was said last on their stderr."""
+def _overrun_of_any(view: Timeline, ended: Iterable[int]) -> tuple[int, int] | None:
+    return next((sizes for rank in ended if (sizes := overrun_bytes(view, rank))), None)
+
+
+def ended_process_evidence(view: Timeline, ended: Iterable[int]) -> Iterator[Evidence]:
+    """How the processes of these ranks have ended, and their last output on stderr."""
     for rank in [*ended][:_LISTED]:
         process, signal = view.witnesses[rank], signal_of(view, rank)
         text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."

@@ -1,4 +1,4 @@
-"""What a collective is for: a part of the model, by its size, or what the frames say that called it."""
+"""The purpose of a collective: the part of the model that has its size, or what the calling frames show."""
 
 import math
 import re
@@ -14,12 +14,12 @@ from lightning_ncclsafe.rules.kit.activity import is_in
 from lightning_ncclsafe.rules.kit.wording import numel, size_words
 
 _LISTED = 4
-# "model.layers.4" of "model.layers.4.attention.wq": a model's blocks are numbered.
+# "model.layers.4" of "model.layers.4.attention.wq": the blocks of a model are numbered.
 _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
 
 
-class Part(str, Enum):
-    """A part of a step, as a sentence ends with it."""
+class _Part(str, Enum):
+    """A part of a step, as the end of a sentence."""
 
     FORWARD = ", in forward"
     BACKWARD = ", in backward"
@@ -28,23 +28,23 @@ class Part(str, Enum):
     UNKNOWN = ""
 
 
-# The deepest frame that says something counts.
+# The deepest known frame decides.
 _PARTS = (
-    (libraries.STATE_GATHERING, Part.CHECKPOINT),
-    (libraries.BACKWARD, Part.BACKWARD),
-    (libraries.FSDP_BACKWARD, Part.BACKWARD),
-    (libraries.FSDP_FORWARD, Part.FORWARD),
+    (libraries.STATE_GATHERING, _Part.CHECKPOINT),
+    (libraries.BACKWARD, _Part.BACKWARD),
+    (libraries.FSDP_BACKWARD, _Part.BACKWARD),
+    (libraries.FSDP_FORWARD, _Part.FORWARD),
 )
 _PARTS_BY_ACTION = (
-    ("save_checkpoint", Part.CHECKPOINT),
-    (".backward", Part.BACKWARD),
-    (".optimizer_step", Part.OPTIMIZER),
-    ("_step", Part.FORWARD),
+    ("save_checkpoint", _Part.CHECKPOINT),
+    (".backward", _Part.BACKWARD),
+    (".optimizer_step", _Part.OPTIMIZER),
+    ("_step", _Part.FORWARD),
 )
 
 
 def matches(unit: ModelUnit, call: Collective) -> bool:
-    """Whether this collective may be one of those that send this unit."""
+    """Whether this collective may send this unit."""
     if unit.kind is UnitKind.METRIC:
         return True
     if unit.groups and call.group not in unit.groups:
@@ -52,7 +52,7 @@ def matches(unit: ModelUnit, call: Collective) -> bool:
     gives, takes = _elements(call.input_sizes), _elements(call.output_sizes)
     if _gathers(call):
         shards = unit.shard_elements
-        # Of a list of outputs gloo may record one.
+        # Gloo may record only one of a list of outputs.
         return shards > 0 and (takes == unit.elements if takes > gives else gives == shards)
     if call.op.startswith(("reduce_scatter", "_reduce_scatter")):
         return unit.shard_elements > 0 and gives == unit.elements
@@ -73,7 +73,7 @@ def _elements(sizes: Iterable[tuple[int, ...]]) -> int:
 
 
 def unit_words(call: Collective, facts: RankFacts) -> str:
-    """``"the all-gather of FSDP unit layers.3, in forward"``; empty where no unit of the model has this size."""
+    """``"the all-gather of FSDP unit layers.3, in forward"``; empty if no unit of the model has this size."""
     part = _part(call, facts)
     unit = unit_of(call, facts, part)
     if unit is None:
@@ -81,27 +81,27 @@ def unit_words(call: Collective, facts: RankFacts) -> str:
     if _gathers(call):
         return f"the all-gather of {_named(unit)}{part.value}"
     owner = "DDP's gradient all-reduce of" if unit.kind is UnitKind.DDP_BUCKET else "the reduction of the gradients of"
-    return f"{owner} {_named(unit)}{Part.BACKWARD.value}"
+    return f"{owner} {_named(unit)}{_Part.BACKWARD.value}"
 
 
 def begins_another_forward(call: Collective | None, facts: RankFacts) -> bool:
-    """Whether this gathers the root FSDP unit, as every forward pass does first; the very first one aside."""
+    """Whether this gathers the root FSDP unit, as every forward pass does first; not for the very first pass."""
     if call is None or not _gathers(call) or (facts.progress.batch_idx <= 0 and facts.progress.epoch == 0):
         return False
     part = _part(call, facts)
     unit = unit_of(call, facts, part)
-    return unit is not None and unit.is_root and part in (Part.FORWARD, Part.UNKNOWN)
+    return unit is not None and unit.is_root and part in (_Part.FORWARD, _Part.UNKNOWN)
 
 
-def unit_of(call: Collective, facts: RankFacts, part: Part = Part.UNKNOWN) -> ModelUnit | None:
-    """The unit of the model that this collective sends; None where no size fits, or units of several kinds."""
+def unit_of(call: Collective, facts: RankFacts, part: _Part = _Part.UNKNOWN) -> ModelUnit | None:
+    """The unit of the model that this collective sends; None if no size or several units fit."""
     fitting = [unit for unit in facts.units if unit.kind is not UnitKind.METRIC and matches(unit, call)]
-    # A state is gathered parameter by parameter; what is sent in a step is a unit, which may have but one.
-    wanted = [unit for unit in fitting if (unit.kind is UnitKind.PARAMETER) is (part is Part.CHECKPOINT)] or fitting
+    # A state is gathered parameter by parameter; a step sends units, which may have a single parameter.
+    wanted = [unit for unit in fitting if (unit.kind is UnitKind.PARAMETER) is (part is _Part.CHECKPOINT)] or fitting
     return wanted[0] if len(wanted) == 1 else None
 
 
-def metric_words(facts: RankFacts) -> str:
+def _metric_words(facts: RankFacts) -> str:
     """``"torchmetrics' sync of MulticlassAccuracy (val_acc)"``; empty unless one metric is being synchronised."""
     metrics = [unit for unit in facts.units if unit.kind is UnitKind.METRIC]
     if len(metrics) != 1 or metrics[0].alike > 1:
@@ -109,20 +109,20 @@ def metric_words(facts: RankFacts) -> str:
     return f"torchmetrics' sync of {metrics[0].type} ({metrics[0].name})"
 
 
-def _part(call: Collective, facts: RankFacts) -> Part:
-    """The stack tells of the present line: on a device, several collectives may be outstanding, called by others."""
+def _part(call: Collective, facts: RankFacts) -> _Part:
+    """The part of the step that the stack is in; unknown if earlier lines may have called this collective."""
     outstanding = [entry for entry in facts.collectives if not entry.completed and not entry.is_p2p]
     if call.backend.startswith("nccl") and len(outstanding) > 1:
-        return Part.UNKNOWN
+        return _Part.UNKNOWN
     for frame in reversed(facts.stack):
         if (part := _part_of(frame.file, frame.function)) is not None:
             return part
     names = (action.name for action in reversed(facts.progress.actions))
-    return next((part for name in names for ending, part in _PARTS_BY_ACTION if name.endswith(ending)), Part.UNKNOWN)
+    return next((part for name in names for ending, part in _PARTS_BY_ACTION if name.endswith(ending)), _Part.UNKNOWN)
 
 
 @lru_cache(maxsize=16_384)
-def _part_of(file: str, function: str) -> Part | None:
+def _part_of(file: str, function: str) -> _Part | None:
     return next((part for code, part in _PARTS if code.has(file, function)), None)
 
 
@@ -145,7 +145,7 @@ def _plain(name: str) -> str:
 
 
 def _contents(unit: ModelUnit) -> str:
-    """The modules whose parameters these are: all of them where they are few, else the first and the last."""
+    """The modules that own these parameters: all of them if they are few, else the first and the last."""
     modules = list(dict.fromkeys(_module(name) for name in unit.parameters))
     if len(unit.parameters) == unit.parameter_count and len(modules) <= _LISTED:
         return ", ".join(modules)
@@ -157,12 +157,12 @@ def _module(parameter: str) -> str:
     return block.group() if block else parameter.rpartition(".")[0] or parameter
 
 
-# So many elements fit a bucket or unit of the model by their number alone, whatever line the main thread has come to.
-_TELLING = 1024
+# A size of this many elements identifies a bucket or unit of the model, whatever line the main thread is at.
+_LARGE = 1024
 _METRIC = "a torchmetrics sync (gather_all_tensors)"
 _LOGGED = "the reduction of a logged value (self.log with sync_dist=True)"
 
-# The code that calls it, operations ("" for any), and what it is for.
+# The calling code, the operation ("" for any), and the purpose.
 _BY_CODE = (
     (libraries.SIGTERM_BROADCAST, "broadcast", "Lightning's per-batch SIGTERM broadcast"),
     (libraries.LENGTH_CHECK, "all_reduce", "Lightning's check that no rank's dataloader is empty"),
@@ -181,8 +181,8 @@ _BY_CODE = (
     (libraries.GRADIENT_NORM, "all_reduce", "the norm of all gradients (clip_grad_norm_)"),
     (libraries.SYNC_BATCH_NORM, "", "SyncBatchNorm's statistics of the batch"),
 )
-# What says less than the unit of the model that the collective's size belongs to.
-_BY_CODE_IN_GENERAL = (
+# Less specific than the unit of the model that has the collective's size.
+_BY_GENERAL_CODE = (
     (libraries.FSDP, "", "FSDP's parameter or gradient exchange"),
     (libraries.DTENSOR, "", "tensor parallelism's exchange of a DTensor"),
 )
@@ -190,24 +190,24 @@ _BY_MARK = {Mark.VOTE.value: "the vote on whether every rank has a next batch"}
 _Row = tuple[Code, str, str]
 
 
-def meaning(collective: Collective | None, facts: RankFacts) -> str:
-    """Lightning's own meaning of what this rank waits in; empty where unknown.
+def purpose_words(collective: Collective | None, facts: RankFacts) -> str:
+    """The purpose of what this rank waits in; empty if unknown.
 
-    The stack belongs to the rank's present moment, so the answer holds for the collective it is in, not for older ones.
+    The stack shows the rank's present call, so the answer holds for the collective it is in, not for older ones.
     """
     actions = facts.progress.actions
     if actions and actions[-1].name.startswith("barrier:"):
         return f"Lightning's barrier {actions[-1].name.removeprefix('barrier:')!r}"
     op = collective.op if collective is not None else ""
     unit = unit_words(collective, facts) if collective is not None else ""
-    if unit and collective is not None and numel(collective) >= _TELLING:
+    if unit and collective is not None and numel(collective) >= _LARGE:
         return unit
     found = _of_stack(facts, op, _BY_CODE)
     if found == _METRIC:
-        return metric_words(facts) or found
+        return _metric_words(facts) or found
     if found == _LOGGED and facts.steps.reducing:
         return f"the reduction of the logged value {facts.steps.reducing!r} (self.log with sync_dist=True)"
-    known = found or unit or _of_stack(facts, op, _BY_CODE_IN_GENERAL)
+    known = found or unit or _of_stack(facts, op, _BY_GENERAL_CODE)
     return known or (_of_collective(collective, facts) if collective is not None else "")
 
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for a lock, on a file or of their own threads: who holds it, as far as ranks see it together."""
+"""Ranks that wait for a file lock or a lock between threads, and who holds it, as far as ranks see it together."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,15 +18,14 @@ _REMEDY_AGAIN = "Take the lock once, in the outer function only, or make it a th
 
 @dataclass(frozen=True, slots=True)
 class LockWait:
-    """A rank that waits for the lock on a file.
+    """A rank that waits for a file lock.
 
     Attributes:
         rank: The rank.
         lock: The lock.
-        holder: The rank that holds it, or has started the process that does; None if it is none of the job's, or
-            unknown.
-        process: The process that holds it; None if it is a rank's own, or unknown.
-        is_inherited: Whether the rank's own process has taken it, and others have the file open, too.
+        holder: The rank that holds it, or that started the process which does; None if no rank does, or it is unknown.
+        process: The process that holds it; None if it is the process of a rank, or unknown.
+        is_inherited: Whether the rank's own process has taken it, and others have the file open as well.
     """
 
     rank: int
@@ -37,7 +36,7 @@ class LockWait:
 
     @property
     def is_for_peer(self) -> bool:
-        """Whether another rank of the job has to let go of it."""
+        """Whether another rank of the job has to release it."""
         return self.holder not in (None, self.rank)
 
     @property
@@ -65,14 +64,14 @@ class LockWait:
 
 
 def lock_waits(facts: Mapping[int, RankFacts]) -> dict[int, LockWait]:
-    """Ranks that wait for the lock on a file; who merely may wait does so if the holder is of the job.
+    """Ranks that wait for a file lock; if that is not certain, only those whose lock another rank holds.
 
-    Who computes most of the time takes many locks, each for a moment.
+    Ranks that compute most of the time are left out: they take many locks, each for a moment.
     """
     pids = {(one.host, peer.pid): peer.rank for one in facts.values() for peer in one.peers if peer.rank >= 0}
     pids |= {(one.host, one.pid): one.rank for one in facts.values()}
-    found = (_wait(one, facts, pids) for one in facts.values() if one.file_lock is not None and hardly_runs(one))
-    return {wait.rank: wait for wait in found if wait.lock.is_certain or wait.is_for_peer}
+    waits = (_wait(one, facts, pids) for one in facts.values() if one.file_lock is not None and hardly_runs(one))
+    return {wait.rank: wait for wait in waits if wait.lock.is_certain or wait.is_for_peer}
 
 
 def _wait(one: RankFacts, facts: Mapping[int, RankFacts], pids: Mapping[tuple[str, int], int]) -> LockWait:
@@ -85,19 +84,19 @@ def _wait(one: RankFacts, facts: Mapping[int, RankFacts], pids: Mapping[tuple[st
         is_inherited = own == one.rank and bool(others)
         return LockWait(one.rank, lock, own, others[0] if is_inherited else None, is_inherited)
     for holder in others:
-        family = (pids[one.host, pid] for pid in holder.parents if (one.host, pid) in pids)
-        return LockWait(one.rank, lock, next(family, None), holder)
-    return LockWait(one.rank, lock, _elsewhere(one, lock, facts))
+        parents = (pids[one.host, pid] for pid in holder.parents if (one.host, pid) in pids)
+        return LockWait(one.rank, lock, next(parents, None), holder)
+    return LockWait(one.rank, lock, _holder_on_another_host(one, lock, facts))
 
 
-def _elsewhere(one: RankFacts, lock: FileLockFacts, facts: Mapping[int, RankFacts]) -> int | None:
-    """The rank on another host that says itself that it holds the lock: that file is on storage that both share."""
+def _holder_on_another_host(one: RankFacts, lock: FileLockFacts, facts: Mapping[int, RankFacts]) -> int | None:
+    """The rank on another host that holds a lock on this path: the file is on storage that both share."""
     others = (other.rank for other in facts.values() if other.host != one.host and lock.path in other.held_locks)
     return next(others, None)
 
 
 def with_lock(doing: Activity, wait: LockWait | None) -> Activity:
-    """What a rank does, in view of the lock that it waits for."""
+    """A rank's activity, corrected by the file lock that it waits for."""
     if wait is None:
         return doing
     process = f"process {wait.process.pid} of " if wait.process is not None else ""
@@ -111,8 +110,8 @@ def with_lock(doing: Activity, wait: LockWait | None) -> Activity:
     )
 
 
-def chain(waits: Mapping[int, LockWait], rank: int) -> Iterator[int]:
-    """The ranks for which a rank waits, one behind the other; in a circle the last is this one again."""
+def lock_chain(waits: Mapping[int, LockWait], rank: int) -> Iterator[int]:
+    """The chain of ranks that a rank waits for; in a circle, the last rank appears twice."""
     seen: set[int] = set()
     while rank in waits and waits[rank].is_for_peer and rank not in seen:
         seen.add(rank)
@@ -123,29 +122,29 @@ def chain(waits: Mapping[int, LockWait], rank: int) -> Iterator[int]:
 
 
 def with_thread_locks(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
-    """The same findings; the first says which thread holds the lock that the rank waits for which it names."""
+    """The same findings; the first also names the thread that holds the lock its rank waits for."""
     locks = {facts.rank: facts.thread_lock for facts in job.ranks if facts.thread_lock is not None}
-    told = list(findings)
-    named = [rank for finding in told[:1] for rank in finding.ranks if rank in locks]
-    for rank in named[:1]:
-        lock, first = locks[rank], told[0]
-        stands = deepest_user_frame(lock.stack)
-        where = f"; it is at {short_location(stands)}" if stands is not None and not lock.is_own else ""
+    completed = list(findings)
+    waiting = [rank for finding in completed[:1] for rank in finding.ranks if rank in locks]
+    for rank in waiting[:1]:
+        lock, first = locks[rank], completed[0]
+        frame = deepest_user_frame(lock.stack)
+        where = f"; it is at {short_location(frame)}" if frame is not None and not lock.is_own else ""
         taken = f" at {short_location(lock.taken_at)}" if lock.taken_at is not None else ""
-        text = f"Rank {rank} waits there for `{lock.lock}`, which {_held(lock)}{taken}{where}."
-        told[0] = replace(
+        text = f"Rank {rank} waits there for `{lock.lock}`, which {_held_words(lock)}{taken}{where}."
+        completed[0] = replace(
             first,
             summary=joined((first.summary, text)),
-            evidence=(*first.evidence, *(_stands(rank, lock) if where else ())),
+            evidence=(*first.evidence, *(_thread_evidence(rank, lock) if where else ())),
             remedy=_REMEDY_AGAIN if lock.is_own else _REMEDY_THREADS,
         )
-    return told
+    return completed
 
 
-def _held(lock: ThreadLockFacts) -> str:
+def _held_words(lock: ThreadLockFacts) -> str:
     return "the same thread has already taken" if lock.is_own else f"its thread {lock.thread!r} has taken"
 
 
-def _stands(rank: int, lock: ThreadLockFacts) -> Iterator[Evidence]:
+def _thread_evidence(rank: int, lock: ThreadLockFacts) -> Iterator[Evidence]:
     frame = lock.stack[-1]
     yield Evidence(source="stack", rank=rank, text=f"Its thread {lock.thread!r} is in {short_location(frame)}.")

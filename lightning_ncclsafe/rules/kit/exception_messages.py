@@ -1,24 +1,25 @@
-"""What an exception says: whose fault it is, whether a connection, memory or storage is at an end, what to do."""
+"""What the message of an exception shows: whose fault it is, what is lost or exhausted, and what to do."""
 
 import re
 from dataclasses import replace
 
-from lightning_ncclsafe.facts import ExceptionFacts, RankFacts
+from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, RankFacts
+from lightning_ncclsafe.rules.kit.wording import capitalised
 
-# As the kernel, gloo, NCCL's sockets and its InfiniBand transport say it.
+# Messages of the kernel, gloo, NCCL's sockets and its InfiniBand transport.
 _LOST = re.compile(
     r"Connection reset|Connection (?:was )?closed by|[Ss]ocket error|No route to host|Network is (?:unreachable|down)"
     r"|Host is (?:unreachable|down)|Connection timed out|ncclRemoteError|remote process exited or there was a network"
     r"|status=12|transport retry counter|NET/(?:IB|Socket)|ibv_\w+|Broken pipe|Software caused connection abort"
 )
-# A limit that is over closes connections as well, and is no fault of theirs.
+# An expired timeout also closes connections, which are not at fault.
 _LIMIT = re.compile(
     r"Application timeout caused pair closure|collective operation timeout|Watchdog caught|Timed out waiting"
     r"|[Ww]ait timeout after|monitored_?[Bb]arrier|[Ss]ocket [Tt]imeout|timed out after"
 )
 
 
-# Of late peers only, though raised as any error may be; and what a back end raises of the rank's own call.
+# Errors that are only about late peers, whatever their type; and errors of a back end about the rank's own call.
 _OF_OTHERS = re.compile(r"monitoredBarrier|Watchdog caught collective operation timeout")
 _OF_ITS_OWN = re.compile(
     r"Duplicate GPU detected|Address already in use|EADDRINUSE|no socket interface found"
@@ -28,7 +29,7 @@ _OF_ITS_OWN = re.compile(
 
 
 def with_consequence(facts: RankFacts) -> RankFacts:
-    """The same rank; an exception of late peers only, or of its own call, is marked so, whatever its type says."""
+    """The same rank with ``is_consequence`` of its exception corrected by the message, whatever its type."""
     exception = facts.exception
     if exception is None:
         return facts
@@ -40,51 +41,51 @@ def with_consequence(facts: RankFacts) -> RankFacts:
 
 
 def lost_words(facts: RankFacts) -> str:
-    """What a rank was told of its connections, be it that they are lost or that a limit is over; empty if nothing."""
-    message = _told(facts)
+    """The message of a lost connection or an expired timeout; empty if there is none."""
+    message = _consequence_message(facts)
     return message if _LOST.search(message) or _LIMIT.search(message) else ""
 
 
 def has_given_up(facts: RankFacts) -> bool:
-    """Whether a limit has ended a rank's wait: that says nothing of whether its peers are there."""
-    return bool(_LIMIT.search(_told(facts)))
+    """Whether a timeout ended a rank's wait, which does not show whether its peers are alive."""
+    return bool(_LIMIT.search(_consequence_message(facts)))
 
 
-def _told(facts: RankFacts) -> str:
+def _consequence_message(facts: RankFacts) -> str:
     exception = facts.exception
     return exception.message if exception is not None and exception.is_consequence else ""
 
 
-# As torch's allocators say it: "Tried to allocate more than 1EB memory", "… 8589934592.00 GiB", that of CPUs in bytes.
+# Messages of torch's allocators: "Tried to allocate more than 1EB memory", "… 8589934592.00 GiB"; on CPUs in bytes.
 _WANTED = re.compile(r"allocate (?:more than )?(?P<count>\d+(?:\.\d+)?) ?(?P<unit>EB|EiB|PiB|TiB|GiB|bytes)")
 _BYTES = {"EB": 10**18, "EiB": 2**60, "PiB": 2**50, "TiB": 2**40, "GiB": 2**30, "bytes": 1}
-# No host and no GPU has as much.
+# No host and no GPU has this much.
 _ABSURD_BYTES = 10**14
 
 
 def is_garbled(error: ExceptionFacts) -> bool:
-    """Whether it has tried to allocate what nobody has: the size was no size."""
-    found = _WANTED.search(error.message)
-    return found is not None and float(found["count"]) * _BYTES[found["unit"]] >= _ABSURD_BYTES
+    """Whether it tried to allocate an absurd amount: the size was other data."""
+    amount = _WANTED.search(error.message)
+    return amount is not None and float(amount["count"]) * _BYTES[amount["unit"]] >= _ABSURD_BYTES
 
 
 _FULL_SHARE = 0.02
-# Of torch's shared tensors, its workers' bus errors, and NCCL's segments.
-_SAYS_SO = re.compile(
+# Messages about torch's shared tensors, bus errors of its workers, and NCCL's segments.
+_SHM_FULL = re.compile(
     r"unable to (?:write to|open|mmap|resize|allocate|create) [^\n]*(?:</?torch_|shared memory)"
     r"|out of shared memory|insufficient shared memory|shared memory limit"
     r"|(?:/dev/shm|</?torch_|/nccl-)[^\n]*No space left|No space left[^\n]*(?:/dev/shm|/torch_|/nccl-)"
     r"|Error while creating shared memory segment",
     re.IGNORECASE,
 )
-# What the kernel says where it is not room in /dev/shm that is lacking: a limit on open files, on mappings, rights.
+# Messages about something other than room in /dev/shm: a limit on open files or mappings, missing permissions.
 _OTHER_LIMIT = re.compile(
     r"Too many open files|Permission denied|Operation not permitted|No such file|File exists|Cannot allocate memory"
     r"|Resource temporarily unavailable",
     re.IGNORECASE,
 )
 _NO_SPACE = re.compile(r"No space left on device|Bus error", re.IGNORECASE)
-# torch says after every bus error that shared memory may be used up; where there is much of it, that is a guess.
+# After every bus error torch says that shared memory may be used up; if much of it is free, that is a guess.
 _BUS_ERROR = re.compile(r"Bus error", re.IGNORECASE)
 _MUCH_BYTES = 4_000_000_000
 _ROOM_SHARE = 0.5
@@ -97,15 +98,15 @@ def shm_is_full(facts: RankFacts) -> bool:
 
 
 def says_shm_is_full(facts: RankFacts) -> bool:
-    """Whether its exception says so; that there is no space left says so only where /dev/shm is full."""
+    """Whether its exception says so; "No space left" alone counts only if /dev/shm is full."""
     message = facts.exception.message if facts.exception is not None else ""
     if _OTHER_LIMIT.search(message) or (_BUS_ERROR.search(message) and _has_much(facts)):
         return False
-    return bool(_SAYS_SO.search(message)) or bool(_NO_SPACE.search(message) and shm_is_full(facts))
+    return bool(_SHM_FULL.search(message)) or bool(_NO_SPACE.search(message) and shm_is_full(facts))
 
 
 def is_bus_error(facts: RankFacts) -> bool:
-    """Whether its exception tells of a bus error, which shared memory that is used up is one reason for."""
+    """Whether its exception is about a bus error, which exhausted shared memory may cause."""
     return facts.exception is not None and bool(_BUS_ERROR.search(facts.exception.message))
 
 
@@ -114,7 +115,7 @@ def _has_much(facts: RankFacts) -> bool:
     return total is not None and free is not None and total > _MUCH_BYTES and free > _ROOM_SHARE * total
 
 
-# Of the text of what was raised, and what to do.
+# Part of a message, and what to do.
 _KNOWN = (
     ("No space left", "free space there, or keep fewer checkpoints (save_top_k)"),
     ("Disk quota exceeded", "free space there, or ask for a larger quota"),
@@ -127,7 +128,7 @@ _KNOWN = (
 _MESSAGE = 200
 
 
-def said(error: ExceptionFacts) -> str:
+def error_words(error: ExceptionFacts | CaughtException) -> str:
     """``"OSError: No space left on device"``, the message's first line, cut to 200 characters."""
     lines = [line.strip() for line in error.message.splitlines() if line.strip()]
     line = lines[0].rstrip(".") if lines else ""
@@ -136,6 +137,5 @@ def said(error: ExceptionFacts) -> str:
 
 
 def advice(error: ExceptionFacts) -> str:
-    """What to do about it, as a sentence begins; ``"Correct it"`` where nothing better is known."""
-    found = next((advice for text, advice in _KNOWN if text in error.message), "correct it")
-    return found[:1].upper() + found[1:]
+    """What to do about it, without a full stop; ``"Correct it"`` if nothing better is known."""
+    return capitalised(next((advice for text, advice in _KNOWN if text in error.message), "correct it"))

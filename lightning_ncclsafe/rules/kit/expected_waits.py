@@ -1,10 +1,10 @@
-"""Whether ranks wait for something of which it is known that it takes long, so that a standstill is no surprise yet."""
+"""Whether ranks wait for something that usually takes long, so that it is too early to report."""
 
 from collections.abc import Callable, Iterable
 
 from lightning_ncclsafe.code.libraries import COMPILATION, TUNING
 from lightning_ncclsafe.facts import Frame, IncidentKind, JobFacts, RankFacts
-from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind, phase_kind_of
+from lightning_ncclsafe.facts.phase_kinds import LONG_S, phase_kind_of
 from lightning_ncclsafe.rules.kit.activity import PAUSE, Kind, is_in
 from lightning_ncclsafe.rules.kit.rule import forget
 from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
@@ -14,11 +14,11 @@ _COMPILES = COMPILATION | TUNING
 
 
 def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
-    """For how many seconds more the ranks' standstill is to be expected; 0 if it is not.
+    """For how many more seconds it is normal that ranks make no progress; 0 if it is not.
 
-    It is, for five minutes, while every rank that others wait for compiles, writes a checkpoint, or is in the first
-    batch of a loop; or half of a hard limit that applies if that is less. An exception, the hard limit, or a rank that
-    does not answer is never to be expected.
+    It is normal for five minutes, or half of the hard limit if that is less, while every rank that others wait for
+    compiles, writes a checkpoint, or is in the first batch of a loop. An exception, the hard limit, or a rank that does
+    not answer is never normal.
 
     Args:
         job: The facts of all ranks that answered.
@@ -30,20 +30,20 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     line = timeline(job)
     try:
         awaited = tuple(_awaited(line))
-        # Where all wait and none is behind, it is the collective itself that takes long: the first one connects.
-        held_up = awaited or line.waiting
-        left = [_left_s(line, line.facts[rank], limit_s, is_awaited=bool(awaited)) for rank in held_up]
+        # If all wait and none is behind, the collective itself takes long: the first one connects.
+        slow = awaited or line.waiting
+        left = [_left_s(line, line.facts[rank], limit_s, is_awaited=bool(awaited)) for rank in slow]
     finally:
         forget()
-    # However often what they wait for has moved meanwhile, nobody waits for longer than that without a word.
+    # No wait goes unreported for longer than this, whatever progress the awaited ranks make.
     waited_left_s = min(LONG_S, incident.timeout_s / 2) - incident.idle_s
     return max(min([*left, waited_left_s]), 0.0) if left else 0.0
 
 
 def announced_for_s(job: JobFacts) -> float:
-    """For how many seconds more ranks wait without a word for those that have announced a pause; 0 if for others, too.
+    """For how many more seconds no report is needed because ranks wait only for announced pauses; 0 if it is needed.
 
-    Until they are asked again a minute later, as the pause may be over by then, or until the hard limit.
+    It is a minute, as the pause may be over by then, or the time until the hard limit.
 
     Args:
         job: The facts of all ranks that answered.
@@ -59,10 +59,10 @@ def announced_for_s(job: JobFacts) -> float:
 
 
 def busy_for_s(job: JobFacts) -> float:
-    """For how many seconds more it is nobody's concern that the rank which asks waits by itself; 0 if it is.
+    """For how many more seconds no report is needed although the rank that opened the incident waits, or 0.
 
-    It is once no rank has made progress for as long as is suspicious, and others wait for that one, or each of them
-    waits by itself.
+    That rank waits for something other than ranks. A report is needed once no rank has made progress for the suspicion
+    threshold, and others wait for that rank, or no rank waits for another.
 
     Args:
         job: The facts of all ranks that answered.
@@ -108,9 +108,9 @@ def _left_s(line: Timeline, facts: RankFacts, limit_s: Callable[[str], float], *
     is_busy = is_compiling(facts.stack) or line.activities[facts.rank].kind is Kind.CHECKPOINT
     if not phase_kind.is_long and not (is_awaited and is_busy):
         return 0.0
-    return min(LONG_S, limit_s(phase_kind.limit_name) / 2) - _for_s(facts, phase_kind)
+    return min(LONG_S, limit_s(phase_kind.limit_name) / 2) - _idle_or_saving_s(facts)
 
 
-def _for_s(facts: RankFacts, phase_kind: PhaseKind) -> float:
+def _idle_or_saving_s(facts: RankFacts) -> float:
     saves = (action.for_s for action in facts.progress.actions if action.name.startswith("save_checkpoint"))
     return max([facts.progress.idle_s, *saves])

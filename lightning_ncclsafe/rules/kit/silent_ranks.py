@@ -1,4 +1,4 @@
-"""Ranks that do not answer and whose process is seen to be there: what keeps it from answering."""
+"""Ranks that do not answer: what keeps their process from answering, or how it ended."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -13,7 +13,7 @@ from lightning_ncclsafe.rules.kit.wording import location_of, size_words
 
 _DEAD = ("gone", "zombie")
 _ALIVE = ("running", "sleeping", "disk-sleep")
-# A guard needs some 0.1 s of processor time to answer; with a larger share of a core than this it can in time.
+# A guard needs some 0.1 s of CPU time to answer; with a larger share of a core than this, it can in time.
 _STARVED = 0.08
 _SWAPPED = 100_000_000
 
@@ -30,31 +30,30 @@ class Reason(Enum):
 
 
 def silent_processes(view: Timeline, reason: Reason) -> Iterator[tuple[int, ProcessFacts]]:
-    """Silent ranks whose process is there and does not answer for this reason, by rank.
+    """Silent ranks whose process exists and does not answer for this reason, each with its process.
 
-    Ranks that have not come to their Trainer yet have nothing that could answer, and are left out where they may be
-    at work.
+    Ranks that have not reached their Trainer have no guard that could answer; they are left out if they may be working.
 
     Args:
         view: The job.
-        reason: The reason asked for.
+        reason: The reason.
     """
     for rank in view.silent:
         process = view.witnesses.get(rank)
-        if process is None or process.state in _DEAD or is_unborn(view, rank) or rank in view.raised_outside:
+        if process is None or process.state in _DEAD or is_before_trainer(view, rank) or rank in view.raised_outside:
             continue
         if reason_of(process) is reason:
             yield rank, process
 
 
 def reason_of(process: ProcessFacts) -> Reason:
-    """What keeps this process from answering, as far as can be seen from outside."""
+    """What keeps this process from answering, as far as visible from outside."""
     if process.state in ("stopped", "tracing-stop") or wait_of(process.wait_channel) is Wait.FREEZER:
         return Reason.STOPPED
     if process.stack and process.stack[-1].file == COLLECTOR:
         return Reason.COLLECTING
     if process.state == "disk-sleep":
-        # What is swapped out is waited for in the kernel's memory management, not in a network file system.
+        # A process waits for swapped-out pages in the kernel's memory management, not in a network file system.
         on_network = wait_of(process.wait_channel) is Wait.NETWORK_STORAGE
         return Reason.STARVED if is_swapped_out(process) and not on_network else Reason.BLOCKED
     if is_starved(process):
@@ -63,12 +62,12 @@ def reason_of(process: ProcessFacts) -> Reason:
 
 
 def is_swapped_out(process: ProcessFacts) -> bool:
-    """Whether enough of it is swapped out to hold it up."""
+    """Whether enough of it is swapped out to delay it."""
     return (process.swap_bytes or 0) > _SWAPPED
 
 
 def is_starved(process: ProcessFacts) -> bool:
-    """Whether it could run, and did not get a core."""
+    """Whether it was ready to run, but did not get a core."""
     ran, queued = process.ran_share, process.queued_share
     if ran is None or ran >= _STARVED:
         return False
@@ -90,9 +89,9 @@ def silent_finding(
         view: The job.
         rank: The rank.
         process: Its process.
-        words: What it is, after "Rank 3 is".
+        words: What it is, following "Rank 3 is".
         confidence: How sure this is.
-        remedy: What to do, where that depends on what was found.
+        remedy: What to do, if that depends on the facts.
     """
     return finding(
         view,
@@ -100,13 +99,13 @@ def silent_finding(
         f"Rank {rank} is {words}{while_others_wait(view, (rank,))}.",
         confidence=confidence,
         location=location_of(deepest_user_frame(process.stack)),
-        evidence=(process_evidence(rank, process),),
+        evidence=(_process_evidence(rank, process),),
         remedy=remedy,
     )
 
 
-def process_evidence(rank: int, process: ProcessFacts) -> Evidence:
-    """State, kernel function, processor time and memory of a process, as its neighbour sees it."""
+def _process_evidence(rank: int, process: ProcessFacts) -> Evidence:
+    """State, kernel function, CPU time and memory of a process, as another process sees it."""
     observed = [f"Process {process.pid} is {process.state or 'alive'}"]
     observed += [f"kernel function {process.wait_channel}"] if process.wait_channel else []
     observed += [f"{process.cpu_s:.1f} s of CPU time used"] if process.cpu_s is not None else []
@@ -115,31 +114,48 @@ def process_evidence(rank: int, process: ProcessFacts) -> Evidence:
     return Evidence(source="process", rank=rank, text=", ".join(observed) + ".")
 
 
+def is_gone(view: Timeline, rank: int) -> bool:
+    """Whether another process has seen that a silent rank's process is gone."""
+    return rank in view.witnesses and view.witnesses[rank].state in _DEAD
+
+
+def signal_of(view: Timeline, rank: int) -> str:
+    """The signal that ended a rank's process, by its own last output or its parent; empty if unknown."""
+    process = view.witnesses[rank]
+    children = (child for facts in view.facts.values() for child in facts.machine.ended)
+    return process.ended_by or next((child.signal for child in children if child.pid == process.pid), "")
+
+
+def left_in_order(process: ProcessFacts) -> bool:
+    """Whether a process that is gone may have exited normally: no signal and no status other than 0 is known."""
+    return not process.ended_by and not process.exit_code
+
+
 def waits_in_init(facts: RankFacts) -> bool:
-    """Whether a rank waits for all others to join."""
+    """Whether a rank waits in ``init_process_group`` for the others to join."""
     return any(action.name == "init_process_group" for action in facts.progress.actions)
 
 
-def is_unborn(view: Timeline, rank: int) -> bool:
-    """Whether a silent rank has not come to its Trainer yet, as far as is known, and is at work.
+def is_before_trainer(view: Timeline, rank: int) -> bool:
+    """Whether a silent rank has not reached its Trainer, as far as known, and may be working.
 
-    The others wait in ``init_process_group``, which no rank leaves before all have come; or they have called the
-    Trainer once more, and it is outside of it.
+    The others wait in ``init_process_group``, which no rank leaves before all have joined; or they have called the
+    Trainer once more, and this rank has not.
     """
     process = view.witnesses.get(rank)
-    may_work = process is None or (process.state in _ALIVE and not process.gil_held and not _is_held(process))
+    may_work = process is None or (process.state in _ALIVE and not process.gil_held and not _is_blocked(process))
     if rank in view.raised_outside:
         return False
     return may_work and (view.awaits_joining or rank in view.job.absent)
 
 
-def waiting_outside(view: Timeline) -> dict[int, tuple[Frame, ...]]:
-    """Ranks that have not come to this call of the Trainer, and wait in a collective of the program's own; where."""
+def waiting_outside_trainer(view: Timeline) -> dict[int, tuple[Frame, ...]]:
+    """Ranks that wait in a collective of the program's own before this call of the Trainer, with their stacks."""
     stacks = {rank: view.witnesses[rank].stack for rank in view.job.absent if rank in view.witnesses}
-    return {rank: stack for rank, stack in stacks.items() if is_unborn(view, rank) and is_in_wait(stack)}
+    return {rank: stack for rank, stack in stacks.items() if is_before_trainer(view, rank) and is_in_wait(stack)}
 
 
-def _is_held(process: ProcessFacts) -> bool:
-    """Its control group is frozen, or it waits for storage on a network, where that is not what it swaps to."""
+def _is_blocked(process: ProcessFacts) -> bool:
+    """Whether its control group is frozen, or it waits for network storage other than swap space."""
     wait = wait_of(process.wait_channel)
     return wait is Wait.FREEZER or (wait is Wait.NETWORK_STORAGE and not process.swap_bytes)

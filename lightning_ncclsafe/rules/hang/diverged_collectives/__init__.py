@@ -1,0 +1,98 @@
+"""The cause diverged-collectives: ranks called different collectives under the same number.
+
+What shows that is divided by where it is seen: ``trainer`` has calls of the Trainer, ``reasons`` a reason among the
+facts, ``calls`` the Flight Recorder's entries, ``aborts`` a process that gloo has aborted, ``waits`` the stacks alone.
+"""
+
+from collections.abc import Iterator
+
+from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
+from lightning_ncclsafe.rules.hang.diverged_collectives.aborts import after_abort
+from lightning_ncclsafe.rules.hang.diverged_collectives.calls import mismatch
+from lightning_ncclsafe.rules.hang.diverged_collectives.reasons import known_reason
+from lightning_ncclsafe.rules.hang.diverged_collectives.trainer import called_alone, called_before
+from lightning_ncclsafe.rules.hang.diverged_collectives.waits import inspected_waits, waits_elsewhere, waits_for_none
+from lightning_ncclsafe.rules.kit import (
+    Finding,
+    Plan,
+    Timeline,
+    alone_in_trainer,
+    gathering_alone,
+    hang_rule,
+    is_garbled,
+    left_loop,
+    out_of_data_first,
+    out_of_step,
+    waiting_in_circle,
+    waiting_outside_trainer,
+    with_decision,
+)
+
+
+@hang_rule(
+    after="diverged-log-keys",
+    remedy=remedies.SAME_CALLS,
+    follows=(
+        "different-trainer-settings",
+        "stopped-early",
+        "checkpoint-skipped-barrier",
+        "crossed-groups",
+        "diverged-log-keys",
+        "mismatched-collective",
+        "skipped-step",
+        "unfinished-rank",
+        "unused-parameters",
+    ),
+    reads_exceptions=True,
+    plan=Plan.STOP,
+    is_mutual=True,
+)
+def diverged_collectives(view: Timeline) -> Iterator[Finding]:
+    """Ranks of a process group called different collectives, so none of them can complete.
+
+    Symptom:
+        A timeout in which ranks report different OpType or NumelIn for the same SeqNum, "Detected mismatch between
+        collectives on ranks", or a hang without any message.
+
+    Cause:
+        A collective under a condition that holds on some ranks only: on the rank, on the data, in an except block; or
+        in a thread of its own, whose calls interleave with those of the training.
+
+    Remedy:
+        Make every rank call the same collectives in the same order.
+
+    Cannot see:
+        Calls that the recorder has overwritten, or whose stack it did not keep, and all but the present ones where a
+        job is only inspected: then the current line of each rank is known, and no more. Which of several conditions or
+        jumps led a rank around a call, or that a value which a function returned did. Before Python 3.12, an exception
+        that the user's code caught without logging it and that did not come out of a collective or a hook.
+    """
+    return (with_decision(view, finding) for finding in _findings(view))
+
+
+def _findings(view: Timeline) -> Iterator[Finding]:
+    if conditions := alone_in_trainer(view):
+        yield called_alone(view, tuple(sorted(conditions)), next(iter(conditions.values())))
+    elif stacks := waiting_outside_trainer(view):
+        yield called_before(view, stacks)
+    elif reason := known_reason(view):
+        yield reason
+    elif not _is_other_cause(view):
+        if view.divergence is not None:
+            yield mismatch(view, view.divergence)
+        elif circle := waiting_in_circle(view):
+            yield waits_elsewhere(view, tuple(out_of_step(view, view.waiting)) or circle)
+        elif finding := after_abort(view) or waits_for_none(view) or inspected_waits(view):
+            yield finding
+
+
+def _is_other_cause(view: Timeline) -> bool:
+    """Whether another rule explains it: uneven data, one rank that runs a sharded model alone, or an exception."""
+    is_explained = out_of_data_first(view) or left_loop(view) or gathering_alone(view)
+    return bool(is_explained) or not all(_is_garbled(view, rank) for rank in view.raised)
+
+
+def _is_garbled(view: Timeline, rank: int) -> bool:
+    """Whether a rank raised because it took another collective's data for the size of its objects."""
+    error = view.facts[rank].exception
+    return error is not None and is_garbled(error)

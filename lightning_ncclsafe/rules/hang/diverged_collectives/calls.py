@@ -1,0 +1,89 @@
+"""Diverged collectives that the Flight Recorder shows: different calls under one number."""
+
+from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Divergence,
+    Finding,
+    Severity,
+    Shift,
+    Timeline,
+    call_evidence,
+    call_location,
+    callers_and_aborted,
+    calls_words,
+    capitalised,
+    condition_evidence,
+    continuation,
+    culprits,
+    deepest_user_frame,
+    divergence_location,
+    ended_process_evidence,
+    finding,
+    gloo_abort_words,
+    group_words,
+    is_at_words,
+    is_gone,
+    joined,
+    location_of,
+    out_of_step,
+    ranks_words,
+    shift,
+    under_rank_condition,
+    where_evidence,
+)
+
+
+def mismatch(view: Timeline, split: Divergence) -> Finding:
+    """Ranks called different collectives under one number; with the first call that only some made, if it is known."""
+    every, ended = callers_and_aborted(view, split), tuple(rank for rank in view.silent if is_gone(view, rank))
+    if not ended and (first := shift(view, split.group)) is not None:
+        return _shifted(view, split, first)
+    ranks, why = culprits(view, split), out_of_step(view, every)
+    text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
+    gone = f"The process of {ranks_words(ended)} has ended, {gloo_abort_words(view, ended)}." if ended else ""
+    where = f"{capitalised(ranks_words(ranks[:1]))} {is_at_words(view, ranks[0])}"
+    # The difference is observed. Which side is out of step is concluded, unless the source shows it; so is the line, if
+    # these ranks' call is not made by the user's code.
+    called = [call for rank, call in split.calls.items() if rank in ranks]
+    is_line_concluded = any(call.site and deepest_user_frame(call.stack) is None for call in called)
+    is_concluded = bool(ended) or (bool(why or is_line_concluded) and not under_rank_condition(view, every))
+    went_on, skipped = continuation(view, split, ranks)
+    is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
+    return finding(
+        view,
+        ranks,
+        joined(
+            (
+                f"{capitalised(text)}: these can never complete together.",
+                gone,
+                f"{where}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
+                skipped,
+            )
+        ),
+        severity=Severity.ERROR if ended else None,
+        confidence=Confidence.LIKELY if is_concluded or is_guess else Confidence.CERTAIN,
+        location=location_of(went_on) or divergence_location(view, split, ranks) or call_location(view, ranks),
+        evidence=(
+            *call_evidence(split),
+            *ended_process_evidence(view, ended),
+            *condition_evidence(view, ranks),
+            *where_evidence(view, split.calls),
+        ),
+        remedy=remedies.same_calls(view),
+    )
+
+
+def _shifted(view: Timeline, split: Divergence, first: Shift) -> Finding:
+    """The recorder still has the first call that only some ranks have made."""
+    later = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
+    return finding(
+        view,
+        first.ranks,
+        joined((f"{capitalised(first.words())}.", f"{capitalised(later)}: these can never complete together.")),
+        # What follows is the same again, and shows how far they are first.
+        confidence=Confidence.CERTAIN if first.count and first.is_decided and first.frame else Confidence.LIKELY,
+        location=location_of(first.frame) or call_location(view, first.ranks),
+        evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
+        remedy=remedies.same_calls(view),
+    )

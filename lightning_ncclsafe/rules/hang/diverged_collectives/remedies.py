@@ -1,0 +1,40 @@
+"""What to do about diverged collectives, by their reason."""
+
+from lightning_ncclsafe.code.libraries import MODEL_CHECKPOINT
+from lightning_ncclsafe.rules.kit import Timeline, is_in, stack_of
+
+SAME_CALLS = (
+    "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
+    "all_gather, barrier, trainer.log_dir or save_checkpoint under a condition on the rank or on the data, the same "
+    "keys in log_dict on all ranks, and the same branches of the model in forward."
+)
+_MODEL_CHECKPOINT = (
+    "ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
+    "not under a condition."
+)
+MONITORED_KEY = f"{_MODEL_CHECKPOINT} So does EarlyStopping."
+PASSES = (
+    "Make the same number of backward passes on all ranks in every batch: agree before one rank repeats or divides a "
+    "batch, and use no optimizer that evaluates the loss as often as each rank's own values require (LBFGS). Training "
+    "since that batch has mixed gradients."
+)
+THREADS = (
+    "Call collectives only in the thread that trains: let the other thread pass its numbers to a hook, which reduces "
+    "them on all ranks after the same batch. If it must be another thread, give it its own process group "
+    "(torch.distributed.new_group, on all ranks), and call the same collectives there on all ranks."
+)
+EXCEPT_BLOCK = (
+    "Make no call that needs all ranks while an exception of one rank is handled. Let it end the rank, which ends the "
+    "others, too; or let all ranks agree on it first: reduce a flag that shows which rank has failed, on all ranks in "
+    "the same place."
+)
+TRAINER = (
+    "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
+    "alone, make a Trainer of its own with devices=1 and no distributed strategy, once the other ranks have left."
+)
+
+
+def same_calls(view: Timeline) -> str:
+    """The general remedy, with a note on ModelCheckpoint if a rank is in it."""
+    in_checkpoint = any(is_in(MODEL_CHECKPOINT, stack_of(view, rank)) for rank in view.facts)
+    return f"{SAME_CALLS} {_MODEL_CHECKPOINT}" if in_checkpoint else SAME_CALLS

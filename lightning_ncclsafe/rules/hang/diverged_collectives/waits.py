@@ -1,0 +1,116 @@
+"""Diverged collectives that only the stacks show: ranks wait in different places."""
+
+from collections.abc import Iterable
+
+from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    call_location,
+    called_at,
+    capitalised,
+    clause,
+    condition_evidence,
+    different_call_sites,
+    different_waits,
+    finding,
+    finished_early,
+    how_we_know,
+    in_own_call,
+    joined,
+    line_passed,
+    location_of,
+    others_wait,
+    out_of_step,
+    place_words,
+    positions,
+    ranks_words,
+    wait_words,
+    waiting_for_finished,
+    where_evidence,
+    where_words,
+)
+
+_CALLS = 4
+_FEWER_BATCHES = "Fewer batches on some ranks than on others would look the same: compare the loaders' lengths."
+
+
+def waits_elsewhere(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    """These ranks wait in a different place from the others."""
+    why = out_of_step(view, view.waiting).get(ranks[0], "")
+    text = f"{clause(ranks, 'waits|wait in a different place from the others')}{f', {why}' if why else ''}"
+    return _finding(view, ranks, text, location=call_location(view, ranks))
+
+
+def waits_for_none(view: Timeline) -> Finding | None:
+    """The places where ranks wait show that they do not wait for each other."""
+    if conditioned := waiting_for_finished(view):
+        return waits_elsewhere(view, conditioned)
+    if finished := finished_early(view):
+        where = place_words(called_at(view, view.waiting[0]))
+        return _finding(
+            view,
+            finished,
+            f"{clause(finished, 'has|have finished without')} what is called {where}",
+            location=call_location(view, view.waiting),
+            evidence=(*condition_evidence(view, view.waiting), *how_we_know(view, view.facts)),
+        )
+    if ranks := different_call_sites(view):
+        text = f"{ranks_words(ranks)} joined the same collective from a different place than the other ranks"
+        return _finding(view, ranks, f"{text}, {where_words(view, ranks[0])}")
+    return None
+
+
+def _finding(
+    view: Timeline,
+    ranks: tuple[int, ...],
+    text: str,
+    *,
+    location: str | None = None,
+    evidence: Iterable[Evidence] | None = None,
+) -> Finding:
+    return finding(
+        view,
+        ranks,
+        f"{capitalised(text)}: {others_wait(view, ())}.",
+        location=location,
+        evidence=where_evidence(view, view.facts) if evidence is None else evidence,
+    )
+
+
+def inspected_waits(view: Timeline) -> Finding | None:
+    """Ranks inspected from outside all wait, and not in the same call."""
+    waits = different_waits(view)
+    if waits is None:
+        return None
+    calls = "; ".join(
+        f"{clause(who, 'waits|wait in')} {wait_words(view, who[0])} "
+        f"{place_words(view.activities[who[0]].place)}".rstrip()
+        for who in waits.calls[:_CALLS]
+    )
+    more = sum(map(len, waits.calls[_CALLS:]))
+    why = f"{capitalised(clause(waits.ranks, 'is|are'))} {waits.why}." if waits.why else ""
+    is_in_loop = any(position.stage >= 0 for position in positions(view).values())
+    lengths = [facts.trainer.batches if facts.trainer is not None else None for facts in view.facts.values()]
+    are_even = None not in lengths and len({*lengths}) == 1
+    frame = waits.frame or line_passed(view, waits)
+    in_own = [rank for rank in (*waits.ranks, *view.waiting) if in_own_call(view, rank)]
+    return finding(
+        view,
+        waits.ranks,
+        joined(
+            (
+                f"no rank that was seen is at work, and they wait in different calls: {calls}"
+                f"{f'; {more} more wait elsewhere' if more else ''}.",
+                why,
+                _FEWER_BATCHES if is_in_loop and not waits.why and not are_even else "",
+            )
+        ),
+        # After a lost connection, some ranks have left a call that others are still in.
+        confidence=Confidence.LIKELY if waits.why and not view.job.elsewhere else Confidence.POSSIBLE,
+        location=location_of(frame) or call_location(view, in_own or waits.ranks),
+        evidence=(*condition_evidence(view, waits.ranks), *where_evidence(view, view.facts)),
+        remedy=remedies.EXCEPT_BLOCK if waits.frame is not None else remedies.same_calls(view),
+    )

@@ -1,0 +1,218 @@
+"""Exceptions that did not end a rank but may explain what it does: caught by its code, or ending another thread."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from lightning_ncclsafe.code.libraries import PROCESSES, WAITS_FOR_THREADS
+from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
+from lightning_ncclsafe.facts.findings import Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, hook_words, is_in, trainer_start
+from lightning_ncclsafe.rules.kit.exception_messages import error_words
+from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
+from lightning_ncclsafe.rules.kit.rule import Rule, once
+from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.wording import condition_words, duration_words, joined, location_of, short_location
+
+# An exception that was raised this often is part of how the code works: it is listed, but explains nothing.
+_USUAL = 8
+# The rank has made progress since an older exception.
+_BEFORE_S = 60.0
+_MOMENTS_S = 10.0
+# Frames of a queue, a pool or a lock below the line that waits.
+_INNER = 4
+_LISTED = 4
+_REMEDY_THREAD = (
+    "Correct the {error}, and report it to whoever waits: catch it in the thread and put it into the queue, use a "
+    "concurrent.futures executor, whose result() raises it, or wait with a timeout and check the thread."
+)
+_OF_LIVE_RANKS = (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT, IncidentKind.INSPECTED)
+
+
+def caught_by(view: Timeline, rank: int) -> tuple[CaughtException, ...]:
+    """Exceptions that this rank caught shortly before it stopped making progress, or since, and most others did not.
+
+    The newest is first. Exceptions that ended its other threads are among them.
+    """
+    facts = view.facts.get(rank)
+    own = [error for error in facts.caught if _is_recent(error, facts) and _is_own(view, error)] if facts else []
+    return tuple(sorted(own, key=lambda error: (not error.is_held, error.ago_s)))
+
+
+def handling_exception(view: Timeline, ranks: Iterable[int]) -> dict[int, CaughtException]:
+    """Those of these ranks that are still in an ``except`` block, with the exception that it handles."""
+    held = {rank: next((error for error in caught_by(view, rank) if error.is_held), None) for rank in ranks}
+    return {rank: error for rank, error in held.items() if error is not None and not error.is_consequence}
+
+
+def thread_exception(facts: RankFacts) -> CaughtException | None:
+    """The last exception that ended another thread of a rank that waits for a thread; None if it was long ago."""
+    ended = (error for error in facts.caught if error.thread and _is_recent(error, facts))
+    return min(ended, key=lambda error: error.ago_s, default=None) if waits_for_thread(facts) else None
+
+
+def _thread_remedy(facts: RankFacts) -> str:
+    """What to do about the exception that ended a thread which a rank waits for; empty if there is none."""
+    error = thread_exception(facts)
+    return _REMEDY_THREAD.format(error=error.type) if error is not None else ""
+
+
+def waits_for_thread(facts: RankFacts) -> bool:
+    """Whether a rank's main thread waits for another of its threads."""
+    inner = facts.stack[-_INNER:]
+    # In a pool's frames it waits for processes, or for threads that pass on what they raise.
+    return is_in(WAITS_FOR_THREADS, inner) and not is_in(PROCESSES, inner)
+
+
+def continued_after_exception(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Those of these ranks that caught an exception and continued, so that they may have skipped a call."""
+    return tuple(rank for rank in ranks if any(not error.thread and _is_rare(error) for error in caught_by(view, rank)))
+
+
+def beyond_try(view: Timeline, ranks: Iterable[int]) -> tuple[tuple[int, ...], Frame | None]:
+    """Those of these ranks that are past a ``try`` in which the others wait, and the line where these wait.
+
+    The ``try`` catches exceptions: no exception is known, but without one these ranks would have reached that line.
+    A rank whose process is gone may be among the others, according to its last traceback.
+    """
+    every = tuple(ranks)
+    inside = {rank: frame for rank in every if (frame := _frame_in_try(view, rank)) is not None}
+    beyond = tuple(rank for rank in every if rank not in inside and rank in view.facts)
+    if not inside or not beyond or len({(frame.file, frame.handler) for frame in inside.values()}) > 1:
+        return (), None
+    return beyond, next(iter(inside.values()))
+
+
+@once
+def continued_before_abort(view: Timeline) -> tuple[int, ...]:
+    """Ranks that caught an exception moments before gloo aborted another rank: they may have skipped its call."""
+    continued = continued_after_exception(view, sorted(view.facts)) if aborted_by_gloo(view) else ()
+    return tuple(rank for rank in continued if _has_just_caught(view, rank))
+
+
+def _has_just_caught(view: Timeline, rank: int) -> bool:
+    idle_s = view.facts[rank].progress.idle_s
+    # A broken connection is a consequence of the abort.
+    own = (error for error in caught_by(view, rank) if not (error.thread or error.is_consequence))
+    return any(error.ago_s <= idle_s + _MOMENTS_S and _is_rare(error) for error in own)
+
+
+def raised_at(error: CaughtException) -> Frame | None:
+    """The deepest line of the user's code at which it was raised."""
+    return deepest_user_frame(error.stack)
+
+
+def with_caught(findings: Iterable[tuple[Rule[Any], Finding]], job: JobFacts) -> list[Finding]:
+    """The same findings, with evidence of what their ranks caught; the first one also mentions it in its summary."""
+    if job.incident.kind not in _OF_LIVE_RANKS:
+        return [finding for _, finding in findings]
+    view = timeline(job)
+    completed: list[Finding] = []
+    for index, (rule, finding) in enumerate(findings):
+        ranks = _ranks_concerned(view, rule, finding)
+        caught = [(rank, error) for rank in ranks for error in caught_by(view, rank)][:_LISTED]
+        evidence = tuple(Evidence(source="exception", rank=rank, text=_sentence(error, "It")) for rank, error in caught)
+        new = [(rank, error) for rank, error in caught if _is_rare(error) and error_words(error) not in finding.summary]
+        sentence = _sentence(new[0][1], f"Rank {new[0][0]}") if new and index == 0 else ""
+        summary = joined((finding.summary, sentence))
+        remedies = (_thread_remedy(view.facts[rank]) for rank in finding.ranks if rank in view.facts)
+        remedy = next(filter(None, remedies), finding.remedy) if index == 0 else finding.remedy
+        completed.append(replace(finding, summary=summary, evidence=(*finding.evidence, *evidence), remedy=remedy))
+    return completed
+
+
+def _ranks_concerned(view: Timeline, rule: Rule[Any], finding: Finding) -> Iterator[int]:
+    """The first ranks that a finding names, and those that may have diverged from them.
+
+    If the named ranks are gone, those that caught an exception which may have ended the named ones.
+    """
+    yield from finding.ranks[:_LISTED]
+    if rule.is_mutual:
+        yield from itertools.islice((rank for rank in sorted(view.facts) if rank not in finding.ranks), _LISTED)
+    elif finding.ranks and set(finding.ranks) <= set(view.silent):
+        survived = (rank for rank, facts in sorted(view.facts.items()) if any(map(_left_a_call, facts.caught)))
+        yield from itertools.islice(survived, _LISTED)
+
+
+def _left_a_call(error: CaughtException) -> bool:
+    """Whether it left an earlier call of the Trainer."""
+    return error.passed.startswith("Trainer.")
+
+
+def _sentence(error: CaughtException, who: str) -> str:
+    at = _at(error)
+    ago = f", {duration_words(error.ago_s)} before this report"
+    if error.thread:
+        whose = "its" if who == "It" else f"{who}'s"
+        return f"{whose[:1].upper()}{whose[1:]} thread {error.thread!r} ended with {error_words(error)}{at}{ago}."
+    if error.is_held:
+        return f"{who} is {except_block_words(error)}."
+    times = f" {error.count} times" if error.count > 1 else ""
+    though = ", although the guard ends the others when one rank raises" if _left_a_call(error) else ""
+    return f"{who} caught {error_words(error)}{_out_of(error)}{at}{times}{ago}, and continued{though}."
+
+
+def except_block_words(error: CaughtException) -> str:
+    """``"in the `except` block (line 7) that caught OSError: No space left on device, raised at train.py:5"``."""
+    within = f" (line {error.caught_at.line})" if error.caught_at is not None else ""
+    raised = f", raised{_at(error)}" if raised_at(error) is not None else ""
+    return f"in the `except` block{within} that caught {error_words(error)}{_out_of(error)}{raised}"
+
+
+def _at(error: CaughtException) -> str:
+    frame = raised_at(error)
+    return f" at {short_location(frame)}" if frame is not None else ""
+
+
+def _out_of(error: CaughtException) -> str:
+    return f" out of {hook_words(error.passed)}" if error.passed else ""
+
+
+def _is_recent(error: CaughtException, facts: RankFacts) -> bool:
+    """Whether it was raised shortly before its rank stopped making progress, or since."""
+    return error.is_held or _left_a_call(error) or error.ago_s <= facts.progress.idle_s + _BEFORE_S
+
+
+def _is_rare(error: CaughtException) -> bool:
+    return error.is_held or error.count < _USUAL
+
+
+def _is_own(view: Timeline, error: CaughtException) -> bool:
+    """Whether most other ranks caught nothing like it: what all ranks do alike makes none of them diverge."""
+    others = len(view.facts) - 1
+    return error.is_held or not others or 2 * (_ranks_by_kind(view)[_kind(error)] - 1) < others
+
+
+@once
+def _ranks_by_kind(view: Timeline) -> Counter[tuple[str, str]]:
+    """On how many ranks each kind of exception was caught."""
+    return Counter(kind for facts in view.facts.values() for kind in {*map(_kind, facts.caught)})
+
+
+def _kind(error: CaughtException) -> tuple[str, str]:
+    return error.type, location_of(raised_at(error))
+
+
+def _frame_in_try(view: Timeline, rank: int) -> Frame | None:
+    """The innermost user frame below the Trainer that is within a ``try`` whose exceptions are caught."""
+    facts, witness = view.facts.get(rank), view.witnesses.get(rank)
+    stack = witness.stack if facts is None and witness is not None else ()
+    if facts is not None:
+        stack = facts.exception.stack if facts.exception is not None else facts.stack
+    inside = stack[trainer_start(stack) :]
+    return next((frame for frame in reversed(inside) if frame.user and frame.handler), None)
+
+
+def skipped_words(frame: Frame, others: str) -> str:
+    """What an exception may have skipped, where none is known.
+
+    Args:
+        frame: The line within the ``try``.
+        others: The ranks that have reached it, and what they do, ``"rank 0 waits"``.
+    """
+    return (
+        f"The line {short_location(frame)}, where {others}, is in a `try`: an exception there is caught by "
+        f"{condition_words(frame.handler)}, and the rest of it is skipped."
+    )

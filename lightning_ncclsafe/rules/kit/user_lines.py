@@ -1,0 +1,309 @@
+"""Which line of the user's code a finding names: that of a call, and the branch that led ranks to it or around it.
+
+The line of a call that only some ranks have reached is observed. The branch that led them there, or others around it,
+is concluded from the source of the functions on the way, which is among the facts: it is in the innermost function that
+both sides were in, after the last call that both have made, and before their present lines.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame
+from lightning_ncclsafe.facts.findings import Evidence, Finding
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.kit.rule import once
+from lightning_ncclsafe.rules.kit.shifts import usual_sites
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature
+from lightning_ncclsafe.rules.kit.wording import capitalised, condition_words, joined, location_of, short_location
+
+# A reader of the code would look at the first of these first.
+_RANKED = (Decides.RANK, Decides.VALUE, Decides.PASSES, Decides.EXCEPTION)
+_LISTED = 4
+
+_Stack = tuple[Frame, ...]
+
+
+def stack_of(view: Timeline, rank: int) -> tuple[Frame, ...]:
+    """A rank's stack, or that of its exception, or the last one of its process if that is gone; may be empty."""
+    if rank not in view.facts:
+        return view.witnesses[rank].stack if rank in view.witnesses else ()
+    facts = view.facts[rank]
+    return facts.exception.stack if facts.exception is not None else facts.stack
+
+
+def in_own_call(view: Timeline, rank: int) -> bool:
+    """Whether the user's code, below the Trainer, made the call that a rank is in."""
+    return called_at(view, rank) is not None
+
+
+def called_at(view: Timeline, rank: int) -> Frame | None:
+    """The deepest line of the user's code below the Trainer on a rank's stack; see :func:`stack_of`."""
+    stack = stack_of(view, rank)
+    return deepest_user_frame(stack[trainer_start(stack) :])
+
+
+def call_location(view: Timeline, ranks: Iterable[int]) -> str:
+    """The location of the deepest user line of the first of these ranks that has one, preferably below the Trainer."""
+    stacks = [stack_of(view, rank) for rank in ranks]
+    frames = (deepest_user_frame(part) for part in (*(stack[trainer_start(stack) :] for stack in stacks), *stacks))
+    return next((location_of(frame) for frame in frames if frame is not None), "")
+
+
+def divergence_location(view: Timeline, split: Divergence, ranks: Iterable[int]) -> str:
+    """The user's line to look at, according to the recorder; empty if unknown.
+
+    If the call of these ranks has been made at this place before, by any rank, or the others have called what has
+    always come next, these ranks have not made an extra call: they have skipped the call of the others.
+    """
+    own = [call for rank, call in split.calls.items() if rank in {*ranks}]
+    others = [call for rank, call in split.calls.items() if rank not in {*ranks}]
+    sequences = view.sequences(split.group).values()
+    earlier = {c.site for calls in sequences for c in calls if c.seq < split.seq}
+    before = max(([c for c in calls if c.seq < split.seq] for calls in sequences), key=len, default=[])
+    usual = usual_sites(before, len(before))
+    is_skipped = bool(usual) and {c.site for c in others} == usual and usual.isdisjoint(c.site for c in own)
+    calls = [*others, *own] if is_skipped else sorted([*own, *others], key=lambda call: call.site in earlier)
+    frames = (deepest_user_frame(call.stack) for call in calls if call.site)
+    return next((location_of(frame) for frame in frames if frame is not None), "")
+
+
+def depth_passed(own: _Stack, other: _Stack) -> int | None:
+    """Depth of the user's function in which one stack is further down than another, reached by the same calls; or None.
+
+    The first rank is past the line that the other one is at.
+    """
+    for depth, (one, two) in enumerate(zip(own, other, strict=False)):
+        if (one.file, one.function) != (two.file, two.function):
+            return None
+        if one.line != two.line:
+            return depth if one.user and one.line > two.line else None
+    return None
+
+
+def loop_left(own: _Stack, other: _Stack) -> Frame | None:
+    """The outermost loop, at its first line, that one stack is past and another is in; None if there is none."""
+    depth = depth_passed(own, other)
+    if depth is None:
+        return None
+    common = _loops_around(own[depth])
+    for frame in other[depth:]:
+        if frame.user and (loops := [loop for loop in _loops_around(frame) if loop not in common]):
+            code = loops[-1].test.rpartition("  (line ")[0]
+            return replace(frame, line=loops[-1].line, code=code)
+    return None
+
+
+def _loops_around(frame: Frame) -> list[Branch]:
+    """The loops around a frame's line whose number of passes may differ between ranks, from outside in."""
+    return [branch for branch in frame.branches if branch.on is Decides.PASSES and not branch.jump]
+
+
+@dataclass(frozen=True, slots=True)
+class DecidingBranches:
+    """The branches that may have led some ranks to a call, and others around it.
+
+    Attributes:
+        at: The line of the call.
+        branches: Each with the frame of its function, from outside in; only those that a reader would look at first.
+            Conditions on the rank come before conditions on data, these before the number of passes of a loop, and
+            these before exceptions.
+    """
+
+    at: Frame
+    branches: tuple[tuple[Frame, Branch], ...]
+
+    @property
+    def decided_at(self) -> str:
+        """``"file:line in function"`` of the only one; empty if there are several."""
+        if len(self.branches) != 1:
+            return ""
+        frame, branch = self.branches[0]
+        return f"{frame.file}:{branch.line} in {frame.function}"
+
+    def words(self) -> str:
+        """``"The call at train.py:44 in check may have been skipped by `return` (line 43), under …."``
+
+        Empty if there are several. A condition on the rank is mentioned elsewhere in the finding.
+        """
+        if len(self.branches) != 1 or self.branches[0][1].on is Decides.RANK:
+            return ""
+        frame, branch = self.branches[0]
+        call = f"the call at {short_location(self.at)}"
+        words = f"{_branch_words(branch)}{f' in {frame.function}' if frame.function != self.at.function else ''}"
+        if branch.jump:
+            return f"{capitalised(call)} may have been skipped by {words}."
+        what = "How often" if branch.on is Decides.PASSES else "Whether"
+        return f"{what} {call} is made may be decided by {words}."
+
+    def evidence(self) -> Iterator[Evidence]:
+        """All of them in one line, if there are several."""
+        if len(self.branches) > 1:
+            last = self.branches[-_LISTED:]
+            listed = (f"{short_location(_at(frame, branch))}: {_branch_words(branch)}" for frame, branch in last)
+            text = f"What may have led around {short_location(self.at)}: {'; '.join(listed)}."
+            yield Evidence(source="source code", text=text)
+
+
+def with_decision(view: Timeline, finding: Finding) -> Finding:
+    """The same finding; if its line is a call that only some ranks have reached, with what may have led around it."""
+    deciding = decision(view, finding.location)
+    if deciding is None:
+        return finding
+    return replace(
+        finding,
+        summary=joined((finding.summary, deciding.words())),
+        decided_at=deciding.decided_at,
+        evidence=(*finding.evidence, *deciding.evidence()),
+    )
+
+
+@once
+def decision(view: Timeline, location: str) -> DecidingBranches | None:
+    """The branches that may have led to a call that only some ranks have made; None if none is known.
+
+    Args:
+        view: The job.
+        location: The user's line from which some ranks call it, or have called it.
+    """
+    if not location:
+        return None
+    stacks = {rank: _user_frames(stack_of(view, rank)) for rank in (*view.facts, *view.witnesses)}
+    there = {rank for rank, stack in stacks.items() if _is_at(stack, location)}
+    made = _made(view, location)
+    to_call = max((*(stacks[rank] for rank in there), made.stack), key=len)
+    # If the recorder shows no difference, the ranks that are elsewhere now.
+    others = made.fewer or (stacks.keys() - there if there else frozenset())
+    instead = {stacks[rank]: None for rank in sorted(others - there) if rank in stacks}
+    branches = leading_branches(branches_around(to_call, before=made.before, instead=instead)) if others else ()
+    return DecidingBranches(to_call[-1], branches) if branches else None
+
+
+def _user_frames(stack: Iterable[Frame]) -> _Stack:
+    """The user's frames of a stack, below the Trainer."""
+    frames = tuple(stack)
+    return tuple(frame for frame in frames[trainer_start(frames) :] if frame.user)
+
+
+def leading_branches(branches: Iterable[tuple[Frame, Branch]]) -> tuple[tuple[Frame, Branch], ...]:
+    """Those that a reader would look at first, without those that all ranks decide alike."""
+    every = tuple(branches)
+    by_kind = (tuple((frame, branch) for frame, branch in every if branch.on is kind) for kind in _RANKED)
+    return next(filter(None, by_kind), ())
+
+
+def branches_around(
+    to_call: _Stack, *, before: _Stack = (), instead: Iterable[_Stack] = ()
+) -> list[tuple[Frame, Branch]]:
+    """Each branch that may have led around a call, with the frame of its function, from outside in.
+
+    Args:
+        to_call: The user's frames that led to it, outermost first.
+        before: The frames that led to the last call that both sides have made.
+        instead: The present frames of the ranks that have not made it.
+    """
+    kept = [list(frame.branches) for frame in to_call]
+
+    def split_at(depth: int, inside: list[Branch]) -> None:
+        """Both sides have reached this function, so branches around its call did not separate them."""
+        for outer in range(depth):
+            kept[outer] = []
+        kept[depth] = inside
+
+    for depth, frame in enumerate(to_call):
+        passed = _line_in(frame, before)
+        if passed is not None and (inside := _behind(frame, to_call[depth + 1 :], before, passed)) is not None:
+            split_at(depth, inside)
+    for stack in instead:
+        for depth, frame in enumerate(to_call):
+            line = _line_in(frame, stack)
+            if line is not None:
+                split_at(depth, _not_around(kept[depth], frame, line))
+    return [(frame, branch) for frame, branches in zip(to_call, kept, strict=True) for branch in branches]
+
+
+def _behind(frame: Frame, inner: _Stack, before: _Stack, line: int) -> list[Branch] | None:
+    """The branches of a function after a line that both sides have passed; None if they passed it in another call."""
+    if line < frame.line:
+        return [branch for branch in frame.branches if branch.line > line]
+    if line > frame.line:
+        return None
+    loops = [index for index, branch in enumerate(frame.branches) if branch.on is Decides.PASSES and not branch.jump]
+    if loops:
+        return list(frame.branches[loops[0] :])
+    # Both have gone through this line to what it calls.
+    is_further_in = any((passed := _line_in(deeper, before)) is not None and passed < deeper.line for deeper in inner)
+    return [] if is_further_in else None
+
+
+def _not_around(branches: list[Branch], frame: Frame, line: int) -> list[Branch]:
+    """The branches that may separate a call from ranks at another line of the same function.
+
+    Those ranks have not returned, and are inside of every block that holds both lines. At the very line of the call,
+    they have passed every branch before it.
+    """
+    if line == frame.line:
+        return []
+    return [branch for branch in branches if branch.jump != "return" and not branch.line <= line <= branch.until]
+
+
+def _line_in(frame: Frame, stack: _Stack) -> int | None:
+    """Where another stack is in a frame's function; None if it is not."""
+    lines = (other.line for other in reversed(stack) if (other.file, other.function) == (frame.file, frame.function))
+    return next(lines, None)
+
+
+class _Made(NamedTuple):
+    """What the recorder shows about the calls from one line.
+
+    Attributes:
+        stack: The user's frames that led to one of them.
+        before: The user's frames that led to the last call that all members of its group made at the same place.
+        fewer: Ranks that have made fewer of these calls than others.
+    """
+
+    stack: _Stack = ()
+    before: _Stack = ()
+    fewer: Set[int] = frozenset()
+
+
+def _made(view: Timeline, location: str) -> _Made:
+    calls = (call for facts in view.facts.values() for call in facts.collectives if call.stack and not call.is_p2p)
+    # One line may be reached through several callers.
+    by_site = {call.site: call for call in calls if _is_at(_user_frames(call.stack), location)}
+    every = [_made_from(view, call) for call in by_site.values()]
+    return next((made for made in every if made.fewer), every[0] if every else _Made())
+
+
+def _made_from(view: Timeline, call: Collective) -> _Made:
+    sequences = {rank: made for rank, made in view.sequences(call.group).items() if made}
+    # From the oldest number that all recorders still have.
+    start = max((made[0].seq for made in sequences.values()), default=0)
+    aligned = {rank: [one for one in made if one.seq >= start] for rank, made in sequences.items()}
+    counts = {rank: sum(one.site == call.site for one in made) for rank, made in aligned.items()}
+    fewer = {rank for rank, count in counts.items() if count < max(counts.values())}
+    return _Made(_user_frames(call.stack), _user_frames(_last_alike(aligned.values())), fewer)
+
+
+def _last_alike(sequences: Iterable[Sequence[Collective]]) -> _Stack:
+    """The stack of the last call that all have made at the same place, before they diverged."""
+    last: _Stack = ()
+    for calls in zip(*sequences, strict=False):
+        if len({call.site for call in calls}) == 1:
+            last = calls[0].stack
+        elif len({signature(call) for call in calls}) > 1:
+            break
+    return last
+
+
+def _is_at(users: _Stack, location: str) -> bool:
+    return bool(users) and location_of(users[-1]) == location
+
+
+def _at(frame: Frame, branch: Branch) -> Frame:
+    return Frame(file=frame.file, line=branch.line, function=frame.function)
+
+
+def _branch_words(branch: Branch) -> str:
+    test = condition_words(branch.test)
+    return f"`{branch.jump}` (line {branch.line}), under {test}" if branch.jump else test

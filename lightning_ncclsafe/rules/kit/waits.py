@@ -1,0 +1,299 @@
+"""Ranks that wait in different calls, according to their stacks: in which, and which ranks are out of step.
+
+What the Flight Recorder shows of different calls is in ``divergences``.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
+from lightning_ncclsafe.facts import Collective, Frame
+from lightning_ncclsafe.rules.kit.activity import (
+    Kind,
+    condition_around,
+    deepest_user_frame,
+    is_in,
+    is_landmark,
+    trainer_start,
+)
+from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
+from lightning_ncclsafe.rules.kit.rule import once
+from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, signature
+from lightning_ncclsafe.rules.kit.user_lines import depth_passed, in_own_call, stack_of
+from lightning_ncclsafe.rules.kit.wording import call_words, condition_words
+
+_P2P_CALLS = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+# Conditions on the rank that hold on all ranks of a distributed job.
+_HOLDS_ON_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
+# A call belongs to every step if a rank has made it in this many of its last steps.
+FEW_STEPS, _STEPS = 2, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferentWaits:
+    """Ranks inspected from outside that all wait, without moving, in different calls.
+
+    Attributes:
+        calls: The ranks in each call, those in the most frequent call first.
+        ranks: The ranks that are out of step; all of them if nothing decides.
+        why: Why these are; empty if they are only the minority, or the ones in a call of the user's own.
+        frame: The line that led them there; None if it is the line of their call.
+    """
+
+    calls: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    why: str = ""
+    frame: Frame | None = None
+
+
+@once
+def different_waits(view: Timeline) -> DifferentWaits | None:
+    """In which calls inspected ranks wait; None if they wait in the same one, or one works, moves or is silent."""
+    inspections = [facts.inspection for facts in view.facts.values()]
+    if view.silent or view.raised or len(view.waiting) < len(inspections):
+        return None
+    if any(inspection is None or inspection.moved is not False for inspection in inspections):
+        return None
+    by_path: dict[object, list[int]] = defaultdict(list)
+    for rank in view.waiting:
+        by_path[_path_to_wait(view.facts[rank].stack)].append(rank)
+    if len(by_path) < 2:
+        return None
+    calls = tuple(sorted(map(tuple, by_path.values()), key=lambda ranks: (-len(ranks), ranks)))
+    handling = handling_exception(view, view.waiting)
+    if handling and len(handling) < len(view.waiting):
+        first = handling[min(handling)]
+        why = except_block_words(first)
+        return DifferentWaits(calls=calls, ranks=tuple(sorted(handling)), why=why, frame=raised_at(first))
+    if in_p2p := tuple(rank for rank in view.waiting if view.activities[rank].call in _P2P_CALLS):
+        # Each side is under a condition of its own, and no stack shows the peer; with two ranks it is the other one.
+        return DifferentWaits(calls=calls, ranks=view.waiting if view.job.world_size == 2 else in_p2p)
+    if under := under_rank_condition(view, view.waiting):
+        return DifferentWaits(calls=calls, ranks=tuple(sorted(under)), why=next(iter(under.values())))
+    own = tuple(rank for rank in view.waiting if in_own_call(view, rank))
+    few = view.waiting if len(calls[0]) == len(calls[1]) else tuple(sorted(sum(calls[1:], ())))
+    return DifferentWaits(calls=calls, ranks=own if own and 2 * len(own) <= len(view.waiting) else few)
+
+
+def _path_to_wait(stack: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
+    """The lines within the Trainer that lead to the wait, without the collective's own code."""
+    inside = [*stack[trainer_start(stack) :]]
+    while len(inside) > 1 and not inside[-1].user and _is_of_wait(inside[-1]):
+        inside.pop()
+    return tuple((frame.file, frame.function, frame.line) for frame in inside)
+
+
+def _is_of_wait(frame: Frame) -> bool:
+    return is_landmark(frame) or DISTRIBUTED.has(frame.file, frame.function)
+
+
+@once
+def send_recv_pairs(view: Timeline) -> dict[int, int]:
+    """Ranks that wait in a send and its peer's receive, each with its peer."""
+    calls = {rank: view.activities[rank].call for rank in view.waiting if view.activities[rank].collective is None}
+    peers = {rank: view.facts[rank].steps.peer for rank in calls}
+    return {
+        rank: peer
+        for rank, peer in peers.items()
+        if peers.get(peer) == rank and {calls[rank], calls[peer]} == {"send", "recv"}
+    }
+
+
+def line_passed(view: Timeline, waits: DifferentWaits) -> Frame | None:
+    """The line at which the others wait and which the ranks out of step are past, in the same function; else None."""
+    others = [rank for rank in view.waiting if rank not in waits.ranks]
+    if not others or waits.why:
+        return None
+    own, other = ((stack := stack_of(view, rank))[trainer_start(stack) :] for rank in (waits.ranks[0], others[0]))
+    depth = depth_passed(own, other)
+    return deepest_user_frame(other[depth:]) if depth is not None else None
+
+
+class DifferentRoots(NamedTuple):
+    """A collective in which ranks wait and name different sources or destinations.
+
+    Attributes:
+        group: Name of the group.
+        calls: The call by rank.
+        roots: Global rank of the source or destination, by rank.
+    """
+
+    group: str
+    calls: dict[int, Collective]
+    roots: dict[int, int]
+
+
+@once
+def different_roots(view: Timeline) -> DifferentRoots | None:
+    """The first such collective; None if there is none, or not all roots are known."""
+    for group in view.groups:
+        calls = view.joined(group)
+        roots = {rank: view.facts[rank].steps.root for rank in calls if rank in view.waiting}
+        members = sorted(group.members)
+        if len({*roots.values()}) > 1 and roots.keys() == calls.keys() and min(roots.values()) >= 0:
+            return DifferentRoots(group.name, calls, {rank: members[root] for rank, root in roots.items()})
+    return None
+
+
+@once
+def sole_receiver(view: Timeline) -> int | None:
+    """The only rank that waits in ``recv``, from any or an unknown rank, while all others wait in collectives; or None.
+
+    A condition on the rank around it explains nothing: both a send and its receive are under one.
+    """
+    if {*view.waiting} != {*view.facts} or view.silent or view.raised:
+        return None
+    alone = [rank for rank in view.waiting if view.activities[rank].collective is None]
+    facts = view.facts[alone[0]] if len(alone) == 1 else None
+    if facts is None or facts.inspection is not None or facts.steps.peer >= 0:
+        return None
+    return alone[0] if view.activities[alone[0]].call == "recv" else None
+
+
+def condition_of(view: Timeline, rank: int) -> str:
+    """The condition on the rank around this rank's present line; empty if there is none."""
+    return condition_around(stack_of(view, rank))[0]
+
+
+def out_of_step(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
+    """Of ranks that wait in different calls, those that are where the others do not come, and why, in words.
+
+    A condition on the rank decides; if there is none, and both sides have equally many ranks, the call that Lightning
+    makes on every rank is the right one.
+    """
+    every = tuple(sorted(ranks))
+    return under_rank_condition(view, every) or _in_calls_of_their_own(view, every)
+
+
+def under_rank_condition(view: Timeline, ranks: Iterable[int]) -> dict[int, str]:
+    """Those of these ranks that are where only some ranks come, under a condition or in a hook, and why, in words.
+
+    Empty if all of them are.
+    """
+    every = tuple(ranks)
+    under = {rank: why for rank in every if (why := _why_only_some(view, rank))}
+    if 2 * len(under) > len(every):
+        under = {rank: why for rank, why in under.items() if not _HOLDS_ON_ALL.search(condition_of(view, rank))}
+    return under if len(under) < len(every) else {}
+
+
+def _why_only_some(view: Timeline, rank: int) -> str:
+    """Why only some ranks come to where this one is; empty if nothing shows that."""
+    if condition := condition_of(view, rank):
+        return f"under {condition_words(condition)}"
+    actions = view.facts[rank].progress.actions if rank in view.facts else ()
+    in_prepare_data = any(action.name.endswith(".prepare_data") for action in actions)
+    return "in prepare_data, which Lightning calls on one rank of each host" if in_prepare_data else ""
+
+
+def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, str]:
+    """The ranks in a call of their own, if equally many are in what Lightning calls on every rank, and why.
+
+    A call that Lightning makes depending on a rank's own values counts as the rank's own. If the others have skipped
+    what they called in every step before, they are the ones.
+    """
+    inside = {rank: (stack := stack_of(view, rank))[trainer_start(stack) :] for rank in ranks}
+    own = {rank: why for rank, stack in inside.items() if (why := _own_call(stack))}
+    others = tuple(rank for rank in ranks if rank not in own)
+    if not own or len(own) != len(others) or not all(map(inside.__getitem__, others)):
+        return {}
+    # Each rank has logged by itself what is reduced there.
+    if any(is_in(LOGGED_VALUES, inside[rank]) for rank in others):
+        return {}
+    skipped = {rank: call_and_steps for rank in others if (call_and_steps := skipped_call(view, rank))}
+    if not skipped:
+        return own
+    if skipped.keys() != {*others} or any(steps < FEW_STEPS for _, steps in skipped.values()):
+        return {}
+    words = "after skipping {}, which it called in every step before"
+    return {rank: words.format(call_words(call)) for rank, (call, _) in skipped.items()}
+
+
+def _own_call(stack: tuple[Frame, ...]) -> str:
+    if is_in(MODEL_CHECKPOINT, stack):
+        return "in ModelCheckpoint, which saves where the value that it monitors says so on its rank"
+    if deepest_user_frame(stack) is not None:
+        return "in a call of the user's own, while the others are in what Lightning calls on all ranks"
+    return ""
+
+
+def skipped_call(view: Timeline, rank: int, *, of_any_group: bool = False) -> tuple[Collective, int] | None:
+    """The collective that a rank has called in each of its last steps, but not in this one; and in how many steps.
+
+    A step lasts from one call of the collective that the rank is in to the next.
+
+    Args:
+        view: The job.
+        rank: The rank.
+        of_any_group: Whether calls in groups other than the one that it waits in count as well.
+    """
+    if rank not in view.facts:
+        return None
+    entries = [entry for entry in view.facts[rank].collectives if not entry.is_p2p]
+    present = view.activities[rank].collective or next(reversed(entries), None)
+    if present is None:
+        return None
+    steps: list[dict[tuple[str, Signature], Collective]] = [{}]
+    for entry in entries:
+        if entry.group != present.group and not of_any_group:
+            continue
+        if entry.group != present.group or entry.seq <= present.seq:
+            if (entry.group, signature(entry)) == (present.group, signature(present)):
+                steps.append({})
+            else:
+                steps[-1][entry.group, signature(entry)] = entry
+    # The first is not a whole step; the last has only begun with the present call.
+    *before, last = steps[1:-1] or [{}]
+    before = before[-_STEPS:]
+    missing = [call for kind, call in (before[-1].items() if before else ()) if kind not in last]
+    usual = (call for call in missing if all((call.group, signature(call)) in step for step in before))
+    return next(((call, len(before)) for call in usual), None)
+
+
+def waiting_in_circle(view: Timeline) -> tuple[int, ...]:
+    """Ranks that others wait for and that wait elsewhere themselves: the ranks wait in a circle."""
+    if view.working(view.facts) or any(facts.exception for facts in view.facts.values()):
+        return ()
+    if sole_receiver(view) is not None:
+        return ()
+    return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)
+
+
+def waiting_for_finished(view: Timeline) -> tuple[int, ...]:
+    """Ranks that wait under a condition on the rank for ranks that have all finished."""
+    have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
+    return tuple(rank for rank in view.waiting if condition_of(view, rank)) if view.behind and have_finished else ()
+
+
+def finished_early(view: Timeline) -> tuple[int, ...]:
+    """The minority that has finished while all others wait at one line of the user's code."""
+    have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
+    if not have_finished or 2 * len(view.behind) >= len(view.facts) or {*view.behind, *view.waiting} != {*view.facts}:
+        return ()
+    inside = (view.facts[rank].stack[trainer_start(view.facts[rank].stack) :] for rank in view.waiting)
+    lines = {deepest_user_frame(stack) for stack in inside}
+    return view.behind if len(lines) == 1 and None not in lines else ()
+
+
+def different_call_sites(view: Timeline) -> tuple[int, ...]:
+    """Ranks that called the same collective from a different function than most did."""
+    sites: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank in view.waiting:
+        doing = view.activities[rank]
+        # With several outstanding, the stack shows nothing about the oldest.
+        if doing.kind is not Kind.COLLECTIVE or doing.frame is None or not _has_one_outstanding(view, rank):
+            return ()
+        sites[(doing.frame.file, doing.frame.function)].append(rank)
+    if len(sites) < 2 or not any(view.joined(group) for group in view.groups):
+        return ()
+    most = max(sites.values(), key=len)
+    few = tuple(rank for who in sites.values() if who is not most for rank in who)
+    return tuple(sorted(few if len(few) < len(most) else (*few, *most)))
+
+
+def _has_one_outstanding(view: Timeline, rank: int) -> bool:
+    pending = [entry for entry in view.facts[rank].collectives if not entry.completed and not entry.is_p2p]
+    return len(pending) == 1 and not view.activities[rank].on_device
