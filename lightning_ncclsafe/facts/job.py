@@ -86,7 +86,7 @@ class RankFacts:
         peers: Other ranks of the same host, as seen from this rank.
         workers: Child processes of this rank that run the loader's code.
         file_lock: The lock on a file that its main thread waits for; None if it waits for none.
-        thread_lock: The lock between threads that its main thread waits for; None if none is known.
+        thread_lock: The thread lock that its main thread waits for; None if none is known.
         held_locks: Paths of the files on which its process holds a lock.
         loaders: Dataloaders of the current loop.
         data: The dataloaders of a stage, for comparison; None if the incident is not about data.

@@ -91,13 +91,13 @@ class FileLockFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadLockFacts:
-    """The lock between threads that a rank's main thread waits for, and the thread that holds it.
+    """The thread lock that a rank's main thread waits for, and the thread that holds it.
 
     Attributes:
         lock: The lock as the source names it, ``"self.lock"``.
         thread: Name of the thread that holds it.
         is_own: Whether that is the main thread itself.
-        taken_at: The line at which it was taken; None if that is not known.
+        taken_at: The line that acquired it; None if unknown.
         stack: Where that thread is now, outermost frame first.
     """
 
@@ -125,11 +125,11 @@ class SampledActivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadPlace:
-    """Where a thread besides the main one is in the user's own code.
+    """Where a thread other than the main one is in the user's code.
 
     Attributes:
         name: Name of the thread.
-        frame: Its deepest frame of the user's own code.
+        frame: Its deepest frame in the user's code.
     """
 
     name: str
@@ -148,7 +148,7 @@ class InspectionFacts:
             unknown.
         whereabouts: What it was doing, the most frequent first.
         native: Native functions below its last Python frame, outermost first; empty if they were not read.
-        threads: Its other threads that are in the user's own code; the first 4.
+        threads: Its other threads that are in the user's code; the first 4.
         group: The process group whose collective it waited in, by name and members; None if unknown.
     """
 

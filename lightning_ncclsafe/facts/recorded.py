@@ -87,8 +87,8 @@ class RecordFacts:
         is_empty: Whether the dump is empty because the recorder was off.
         is_blank: Whether the recorder was on and the rank had called nothing.
         is_moving: Whether a collective had just completed on the device when the dump was written.
-        has_lost: Whether the ring no longer has all that is outstanding.
-        is_doubtful: Whether the dump may be of an earlier run, or the clock of the host wrong: all its calls were long
+        has_lost: Whether the ring buffer has lost entries that are outstanding.
+        is_doubtful: Whether the dump may be of an earlier run, or the host's clock wrong: all its calls were long
             before those of the others.
         has_log: Whether lines of the rank were read in a log.
         group_known: Whether the log has the process group of its collectives, as torch writes it since 2.3.

@@ -75,7 +75,7 @@ def _earlier(looks: deque[MemoryLook], now_s: float) -> MemoryLook | None:
 
 
 def growth_between(before: MemoryLook | None, now: MemoryLook) -> tuple[int | None, int | None]:
-    """Growth of resident and swapped memory, bytes per second; None where it is unknown."""
+    """Growth of resident and swapped memory, bytes per second; None if unknown."""
     span_s = now.at_s - before.at_s if before is not None else 0.0
     if before is None or span_s <= 0:
         return None, None

@@ -1,7 +1,7 @@
-"""The lock between threads that this process's main thread waits for, and which of its threads holds it.
+"""The thread lock that this process's main thread waits for, and which of its threads holds it.
 
-Python does not say who holds a lock. It is looked for in the source: a thread in the block of a ``with`` statement
-holds the lock that the statement's expression names, and the expression is followed without running anything.
+Python does not record which thread holds a lock, so the source shows it: a thread in the block of a ``with`` statement
+holds the lock that the statement's expression names. The expression is evaluated without running any code.
 """
 
 import ast
@@ -21,18 +21,18 @@ from lightning_ncclsafe.probes.process.stacks import is_user_code, main_thread_f
 
 _KINDS = (type(threading.Lock()), type(threading.RLock()))
 _TAKES = ("acquire", "__enter__")
-# Asked of a line before the whole file is parsed.
+# Checked on a line before the whole file is parsed.
 _TAKES_ONE = re.compile(r"\bwith\b|\.acquire\(|\.__enter__\(")
 _OWNER = re.compile(r" owner=(\d+) ")
 
 
 class _LockUse(NamedTuple):
-    """A place in a source file at which a lock is taken.
+    """A place in a source file at which a lock is acquired.
 
     Attributes:
         lock: The expression that names it.
-        first: The first line of what takes it.
-        last: The last line of that.
+        first: The first line of the expression or call that acquires it.
+        last: The last line of that expression or call.
         end: The last line of the block in which it is held; 0 without one.
     """
 
@@ -66,7 +66,7 @@ def waited_for() -> ThreadLockFacts | None:
 
 
 def _text(use: _LockUse, frame: FrameType) -> str:
-    """The expression as the user has written it: the caller's, where a class of threading's takes its own lock."""
+    """The expression in the user's code; the caller's, if a class of threading acquires its own lock."""
     if frame.f_code.co_filename != threading.__file__ or frame.f_back is None:
         return ast.unparse(use.lock)
     line = frame.f_back.f_lineno
@@ -75,13 +75,13 @@ def _text(use: _LockUse, frame: FrameType) -> str:
 
 
 def _holder(lock: Any) -> tuple[int | None, Frame | None]:
-    """The thread that holds a lock, and where it took it, as far as each is known."""
+    """The thread that holds a lock, and where it acquired it, as far as each is known."""
     owner = _OWNER.search(repr(lock))
     known = sys._current_frames()
     asked = [ident for ident in known if owner is None or ident == int(owner[1])]
     for ident in asked:
         frames = traceback.walk_stack(known[ident])
-        # Libraries hold theirs for a moment, and are long to read.
+        # Libraries hold their locks only briefly, and parsing them takes long.
         for frame, line in ((frame, line) for frame, line in frames if is_user_code(frame.f_code.co_filename)):
             for use in _uses(frame.f_code.co_filename):
                 if use.last < line <= use.end and _named(use.lock, frame) is lock:
@@ -95,7 +95,7 @@ def _is_held(lock: Any) -> bool:
 
 
 def _named(name: ast.expr, frame: FrameType) -> Any:
-    """What an expression of names and attributes stands for; of a condition its lock; None for all else."""
+    """The value of an expression of names and attributes; for a condition, its lock; None for anything else."""
     found = _value(name, frame)
     return getattr(found, "_lock", None) if isinstance(found, threading.Condition) else found
 

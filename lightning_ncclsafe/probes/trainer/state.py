@@ -190,11 +190,11 @@ class TrainerProbe:
         return {name: str(value) for name, value in found.items() if value is not None}
 
     def _first_epoch(self) -> int:
-        """The number that the first epoch of this call has, or would have if the counter had always been as now."""
+        """The number that the first epoch of this call has, or would have if nothing had set the counter since."""
         return int(getattr(self._trainer, "current_epoch", 0)) - (self._epochs() - self._epochs_before)
 
     def _epochs(self) -> int:
-        """Epochs that have been trained, whatever number the current one has."""
+        """The number of completed training epochs, whatever the current epoch's number is."""
         progress = getattr(getattr(self._trainer, "fit_loop", None), "epoch_progress", None)
         return progress.total.processed if progress is not None else 0
 
@@ -220,9 +220,9 @@ class TrainerProbe:
         return batches.total.processed == self._processed_before or self._is_between_epochs()
 
     def _is_between_epochs(self) -> bool:
-        """Whether an epoch of training has begun whose batches are not counted yet: its first hooks are called.
+        """Whether a training epoch's first hooks run, before its batches are counted.
 
-        Lightning resets the counts of the epoch before only after these.
+        Lightning resets the previous epoch's counts only after these hooks.
         """
         if not getattr(self._trainer, "training", False):
             return False
@@ -292,7 +292,7 @@ def _lines_that_set(trainer: Any, attributes: Iterable[str]) -> Iterator[str]:
 
 
 def _own_sources(trainer: Any) -> list[HookSource]:
-    """Of the functions of the user's own module and callbacks."""
+    """The sources of the functions of the user's own module and callbacks."""
     kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
     return [source for kind in kinds for source in map(HookSource, own_functions(kind))]
 

@@ -133,10 +133,10 @@ def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
 
 
 class CallBySize(NamedTuple):
-    """The call that an aborted rank was in, known by the room that it had, if it differs from what it was sent.
+    """The call that an aborted rank was in, as its buffer's size shows, if it differs from what the rank received.
 
     Attributes:
-        call: An earlier call from that line, with as much room.
+        call: An earlier call from that line, with a buffer of the same size.
         frame: The line.
         sent: The last call of the others, which sends as many bytes at once as were received.
         senders: The ranks that made it, ascending.

@@ -38,13 +38,13 @@ def signature(collective: Collective) -> Signature:
     """What must be equal on all ranks for a collective to complete: operation, number of elements and types."""
     op = collective.op
     if op.startswith(_EXCHANGES):
-        # Each has as many tensors as it has for others.
+        # The sizes depend on how much a rank has for each of the others.
         return op, 0, tuple(sorted(set(collective.dtypes)))
     return (op, numel(collective), collective.dtypes) if has_one_size(collective) else (op, 0, ())
 
 
 def has_one_size(collective: Collective) -> bool:
-    """Whether all ranks have to give it the same number of elements."""
+    """Whether all ranks must pass the same number of elements to a collective."""
     op = collective.op
     return op.startswith(_SYMMETRIC) or not any(word in op for word in _ASYMMETRIC)
 
