@@ -96,7 +96,7 @@ class CSVBackend:
         values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in pairs}
         self._writer.metrics.append({**values, "step": step})
         # The text of a value is made now, if it is neither text nor a number.
-        row = {
+        row: dict[str, Any] = {
             str(name): value if value is None or isinstance(value, (str, Real)) else str(value)
             for name, value in values.items()
         }

@@ -176,12 +176,12 @@ def _parts(holder: Any) -> Iterable[tuple[str, Any]]:
     """What an object holds, each with its path from there."""
     if issubclass(type(holder), dict):
         # Not by a method that a subclass may override; the same below.
-        items = islice(dict.items(holder), _MOST_ITEMS)
-        return ((f"[{repr(key) if type(key) in (str, int) else '…'}]", value) for key, value in items)
+        pairs = islice(dict.items(holder), _MOST_ITEMS)
+        return ((f"[{repr(key) if type(key) in (str, int) else '…'}]", value) for key, value in pairs)
     if issubclass(type(holder), types.MethodType):
         return ((".__self__", holder.__self__),)
     kind = next((kind for kind in _ITEMED if issubclass(type(holder), kind)), None)
-    items = () if kind is None else islice(kind.__iter__(holder), _MOST_ITEMS)
+    items: Iterable[Any] = () if kind is None else islice(kind.__iter__(holder), _MOST_ITEMS)
     return chain(
         ((f"[{index}]", value) for index, value in enumerate(items)),
         ((f".{name}", value) for name, value in _attributes(holder).items()),
