@@ -26,7 +26,7 @@ _TAKES_ONE = re.compile(r"\bwith\b|\.acquire\(|\.__enter__\(")
 _OWNER = re.compile(r" owner=(\d+) ")
 
 
-class _Use(NamedTuple):
+class _Taking(NamedTuple):
     """A place in a source file at which a lock is taken.
 
     Attributes:
@@ -65,7 +65,7 @@ def waited_for() -> ThreadLockFacts | None:
     )
 
 
-def _text(use: _Use, frame: FrameType) -> str:
+def _text(use: _Taking, frame: FrameType) -> str:
     """The expression as the user has written it: the caller's, where a class of threading's takes its own lock."""
     if frame.f_code.co_filename != threading.__file__ or frame.f_back is None:
         return ast.unparse(use.lock)
@@ -109,19 +109,19 @@ def _value(name: ast.expr, frame: FrameType) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _uses(file: str) -> tuple[_Use, ...]:
+def _uses(file: str) -> tuple[_Taking, ...]:
     try:
         return tuple(_found(ast.parse("".join(linecache.getlines(file)))))
     except (SyntaxError, ValueError, RecursionError):
         return ()
 
 
-def _found(tree: ast.Module) -> Iterator[_Use]:
+def _found(tree: ast.Module) -> Iterator[_Taking]:
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             end = node.end_lineno or 0
             for item in node.items:
                 lock = item.context_expr
-                yield _Use(lock, lock.lineno, lock.end_lineno or lock.lineno, end)
+                yield _Taking(lock, lock.lineno, lock.end_lineno or lock.lineno, end)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TAKES:
-            yield _Use(node.func.value, node.lineno, node.end_lineno or node.lineno)
+            yield _Taking(node.func.value, node.lineno, node.end_lineno or node.lineno)
