@@ -222,9 +222,10 @@ def _skipped_at(view: Timeline, steps: StepFacts) -> str:
     """Of several lines that return nothing, the only one that leads around what the others call; else that call."""
     ways = {way for facts in view.facts.values() for known in facts.steps.led_around.values() for way in known}
     leading = [place for place in steps.returns_nothing if place in ways] or [*ways]
+    if len(leading) == 1:
+        return leading[0]
     called = {place for facts in view.facts.values() for made in facts.steps.passes_from for place in made if place}
-    told = [leading] if len(leading) == 1 else [steps.returns_nothing[:1], called if len(called) == 1 else ()]
-    return next(itertools.chain(*told), "")
+    return next(iter(steps.returns_nothing), "") or (called.pop() if len(called) == 1 else "")
 
 
 def _at(facts: RankFacts) -> str:
