@@ -196,7 +196,7 @@ class TrainerProbe:
     def _epochs(self) -> int:
         """The number of completed training epochs, whatever the current epoch's number is."""
         progress = getattr(getattr(self._trainer, "fit_loop", None), "epoch_progress", None)
-        return progress.total.processed if progress is not None else 0
+        return int(progress.total.processed) if progress is not None else 0
 
     def _validation_s(self) -> float | None:
         """Lightning's own name: there is no other for a ``val_check_interval`` that is a time (from 2.6 on)."""
@@ -217,7 +217,7 @@ class TrainerProbe:
             return True
         if not getattr(trainer, "training", False):
             return False
-        return batches.total.processed == self._processed_before or self._is_between_epochs()
+        return bool(batches.total.processed == self._processed_before) or self._is_between_epochs()
 
     def _is_between_epochs(self) -> bool:
         """Whether a training epoch's first hooks run, before its batches are counted.

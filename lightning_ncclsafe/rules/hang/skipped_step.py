@@ -222,10 +222,10 @@ def _skipped_at(view: Timeline, steps: StepFacts) -> str:
     """The line that returns nothing: of several, the only one that leads around the others' call; else the call."""
     ways = {way for facts in view.facts.values() for known in facts.steps.led_around.values() for way in known}
     leading = [place for place in steps.returns_nothing if place in ways] or [*ways]
-    called = {place for facts in view.facts.values() for made in facts.steps.passes_from for place in made if place}
     if len(leading) == 1:
         return leading[0]
-    return next(itertools.chain(steps.returns_nothing[:1], called if len(called) == 1 else ()), "")
+    called = {place for facts in view.facts.values() for made in facts.steps.passes_from for place in made if place}
+    return next(iter(steps.returns_nothing), "") or (called.pop() if len(called) == 1 else "")
 
 
 def _at(facts: RankFacts) -> str:
