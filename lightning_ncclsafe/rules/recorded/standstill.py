@@ -348,10 +348,13 @@ class _Standstill(Calls):
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
             named = in_circle(at_heads) or in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
             both = tuple(sorted(named))
-            # If several pairs of the circle wait for each other, any of them may be the one that does not match.
+            # If several pairs of the circle wait for each other, any of them may be the one that does not match; a rank
+            # that is in all of them has called too much or too little.
             waits = {frozenset((one, other)) for one in ranks for other in self.edges.get(one, ()) if other in inside}
-            sure = len(waits) == 1 and self.lost.isdisjoint(ranks)
-            return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
+            common = tuple(frozenset.intersection(*waits)) if len(waits) > 1 else ()
+            sure = (len(waits) == 1 or len(common) == 1) and self.lost.isdisjoint(ranks)
+            who = common if len(common) == 1 else both
+            return Root(cause=RootCause.UNMATCHED, ranks=who, held=held, ops=tuple(ops), circle=both, is_sure=sure)
         ops = sorted(ops, key=self._most)
         first = [self.open[rank][0] for rank in ranks]
         own = {(call.group, call.seq) for call in first if not call.is_p2p}
