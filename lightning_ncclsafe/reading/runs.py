@@ -58,9 +58,9 @@ def apart(dumps: Dumps) -> Apart:
         for ranks, reason in find({rank: facts for rank, facts in dumps.items() if rank not in left_out}):
             found[find] |= set(ranks)
             reasons.append(reason)
-    left_out: frozenset[int] = frozenset(rank for ranks in found.values() for rank in ranks)
-    doubtful = _early({rank: facts for rank, facts in dumps.items() if rank not in left_out})
-    return Apart(left_out, tuple(sorted(found[_older])), frozenset(doubtful), tuple(reasons))
+    excluded = frozenset(rank for ranks in found.values() for rank in ranks)
+    doubtful = _early({rank: facts for rank, facts in dumps.items() if rank not in excluded})
+    return Apart(excluded, tuple(sorted(found[_older])), frozenset(doubtful), tuple(reasons))
 
 
 def latest_ns(facts: RankFacts) -> int:
