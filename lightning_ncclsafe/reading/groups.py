@@ -45,13 +45,13 @@ class Places:
         config = {str(key): mapping(value) for key, value in mapping(dump.get("pg_config")).items()}
         members = {text(name): ranks(one.get("ranks")) for name, one in config.items()}
         names = {number: (text(name), text(about)) for number, (name, about) in recorder.names.items()}
+        about = {text(name): text(one.get("desc")) for name, one in config.items()}
         known = {name for name, _ in names.values()}
         # Gloo registers a group before it has a name.
         only = members.pop("", ()) if len(known) == 1 else ()
         if "0" in recorder.positions and DEFAULT_GROUP[0] not in known:
             # The default group is the first that a process makes; a dump of active entries may have none of it.
-            names.setdefault("0", DEFAULT_GROUP)
-        about = {text(name): text(one.get("desc")) for name, one in config.items()}
+            names.setdefault("0", (DEFAULT_GROUP[0], about.get(DEFAULT_GROUP[0]) or DEFAULT_GROUP[1]))
         places = cls(names, members, about, recorder.positions, only)
         places._complete()
         return places

@@ -58,9 +58,9 @@ def apart(dumps: Dumps) -> Apart:
         for ranks, reason in find({rank: facts for rank, facts in dumps.items() if rank not in left_out}):
             found[find] |= set(ranks)
             reasons.append(reason)
-    left_out = frozenset().union(*found.values())
-    doubtful = _early({rank: facts for rank, facts in dumps.items() if rank not in left_out})
-    return Apart(left_out, tuple(sorted(found[_older])), frozenset(doubtful), tuple(reasons))
+    excluded = frozenset(rank for ranks in found.values() for rank in ranks)
+    doubtful = _early({rank: facts for rank, facts in dumps.items() if rank not in excluded})
+    return Apart(excluded, tuple(sorted(found[_older])), frozenset(doubtful), tuple(reasons))
 
 
 def latest_ns(facts: RankFacts) -> int:
@@ -154,7 +154,8 @@ def _early(dumps: Dumps) -> set[int]:
 
 def _fit(dumps: Dumps, early: set[int]) -> bool:
     """Whether these and the others have called what the respective others have completed."""
-    of_early, of_others = defaultdict(list), defaultdict(list)
+    of_early: dict[_Key, list[Group]] = defaultdict(list)
+    of_others: dict[_Key, list[Group]] = defaultdict(list)
     for rank, facts in dumps.items():
         for group in facts.groups:
             if group.last_enqueued and not group.is_mixed and _is_one(group):

@@ -194,3 +194,19 @@ def test_a_device_that_others_have_overtaken_is_only_possibly_at_fault(tmp_path:
     level = dump(enqueued=61, completed=61)
     first, _ = first_of(write(tmp_path / "b", {0: level, 1: held, 2: level, 3: level}))
     assert (first.rule, first.ranks, first.confidence) == ("gpu-stuck", (1,), Confidence.LIKELY)
+
+
+@pytest.mark.parametrize(("moving", "confidence"), [(1, Confidence.LIKELY), (2, Confidence.POSSIBLE)])
+def test_while_several_ranks_move_a_device_is_only_possibly_at_fault(
+    moving: int, confidence: Confidence, tmp_path: Path
+) -> None:
+    """Their number 61 has just ended, and they have called the next; a stuck watchdog leaves the same on one rank."""
+
+    def passed(*, retired: bool) -> Made:
+        calls = entry(60), entry(61, retired=retired), entry(62, state="scheduled")
+        return dump(*calls, enqueued=62, completed=60 + retired, world=8)
+
+    made = {rank: passed(retired=rank >= 2 + moving) for rank in range(2, 8)} | {0: passed(retired=True)}
+    made[1] = dump(entry(60), entry(61, state="scheduled"), enqueued=61, completed=60, world=8)
+    first, _ = first_of(write(tmp_path, made))
+    assert (first.rule, first.ranks, first.confidence) == ("gpu-stuck", (1,), confidence)

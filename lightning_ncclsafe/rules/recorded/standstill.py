@@ -156,7 +156,7 @@ class _Standstill(Calls):
         sure = not ops or any(
             self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
         )
-        sure = sure and not self._is_overtaken(rank) and not self._is_of_another_moment(rank)
+        sure = sure and not (self._is_overtaken(rank) or self._is_of_another_moment(rank) or self._do_several_move)
         if not ops:
             # Its sends and receives were counted against those of its peer.
             sure = sure and self.lost.isdisjoint({rank, *self.passed_by(rank)})
@@ -166,6 +166,12 @@ class _Standstill(Calls):
         """Whether its dump may be older: something had just ended, or its calls were long before those of others."""
         record = self.view.facts[rank].record
         return record is not None and (record.is_moving or record.is_doubtful)
+
+    @cached_property
+    def _do_several_move(self) -> bool:
+        """Whether something had just ended on several ranks, which all wait once a device has failed."""
+        records = (facts.record for facts in self.view.facts.values())
+        return sum(record is not None and record.is_moving for record in records) > 1
 
     def _is_overtaken(self, rank: int) -> bool:
         """Whether others have completed what this rank has not called, so that its dump may be older."""
@@ -273,8 +279,8 @@ class _Standstill(Calls):
         is_blank = record is not None and record.is_blank
         is_sure = not is_blank and is_absent and len(held) * 2 >= len(self.open) - len(held)
         # It may have reached the end of the program together with other idle ranks.
-        is_sure = is_sure and not self._is_of_another_moment(rank)
-        is_sure = is_sure and (bool(ops) or bool(self.view.silent) or not self._is_level_with_idle(rank))
+        is_known = bool(ops) or bool(self.view.silent) or not self._is_level_with_idle(rank)
+        is_sure = is_sure and is_known and not self._is_of_another_moment(rank)
         return Root(cause=RootCause.HOST, ranks=(rank,), held=held, ops=ops, is_sure=is_sure)
 
     def _is_level_with_idle(self, rank: int) -> bool:
@@ -348,16 +354,17 @@ class _Standstill(Calls):
             at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
             named = in_circle(at_heads) or in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
             both = tuple(sorted(named))
-            # If several pairs of the circle wait for each other, any of them may be the one that does not match.
+            # Of several pairs, any may not match; a rank that is in all of them has called too much or too little.
             waits = {frozenset((one, other)) for one in ranks for other in self.edges.get(one, ()) if other in inside}
-            sure = len(waits) == 1 and self.lost.isdisjoint(ranks)
-            return Root(cause=RootCause.UNMATCHED, ranks=both, held=held, ops=tuple(ops), circle=both, is_sure=sure)
+            common = tuple(frozenset.intersection(*waits)) if len(waits) > 1 else ()
+            sure = (len(waits) == 1 or len(common) == 1) and self.lost.isdisjoint(ranks)
+            who = common if len(common) == 1 else both
+            return Root(cause=RootCause.UNMATCHED, ranks=who, held=held, ops=tuple(ops), circle=both, is_sure=sure)
         ops = sorted(ops, key=self._most)
         first = [self.open[rank][0] for rank in ranks]
         own = {(call.group, call.seq) for call in first if not call.is_p2p}
         ops = [op for op in ops if op in own] or ops
-        odd = self._odd_ones(ranks, ops)
-        sure = self.lost.isdisjoint(ranks)
+        odd, sure = self._odd_ones(ranks, ops), self.lost.isdisjoint(ranks)
         return Root(cause=RootCause.ORDER, ranks=odd, held=held, ops=tuple(ops), circle=ranks, is_sure=sure)
 
     def _core(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
