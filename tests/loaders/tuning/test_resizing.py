@@ -224,7 +224,7 @@ def test_order_and_random_streams_are_stocks_whenever_workers_are_changed(kind: 
 
     def maybe_resize() -> None:
         seen.add(tuned.workers)
-        if chance.random() < 0.18:
+        if chance.random() < 0.25:
             tuned.resize(chance.choice([0, 1, 3]), chance.choice([1, 2, 4]))
 
     assert read(loader, tuned.begin, maybe_resize) == expected
