@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,17 @@ def programs(
     """The outcomes of all programs that the selected tests of a file are marked with, by their arguments.
 
     The file says with ``run_program(warm, folder, *arguments)`` how they are run, each once, and with ``FIRST``
-    the arguments of those that take longest; ``AT_ONCE`` is how many may run.
+    the arguments of those that take longest; ``AT_ONCE`` is how many may run, and ``NEEDS`` names fixtures that
+    ``run_program`` is given, too.
     """
     wanted = dict.fromkeys(mark.args for mark in marks)
     first = [arguments for arguments in request.module.FIRST if arguments in wanted]
+    needs = {name: request.getfixturevalue(name) for name in getattr(request.module, "NEEDS", ())}
+    run = partial(request.module.run_program, **needs)
     pool = ThreadPoolExecutor(getattr(request.module, "AT_ONCE", AT_ONCE))
     try:
         yield {
-            arguments: pool.submit(request.module.run_program, warm, tmp_path_factory.mktemp("program"), *arguments)
+            arguments: pool.submit(run, warm, tmp_path_factory.mktemp("program"), *arguments)
             for arguments in dict.fromkeys([*first, *wanted])
         }
     finally:

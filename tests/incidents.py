@@ -1,5 +1,6 @@
 """Incidents as they are recorded, of any number of ranks: deep stacks, many collectives, hosts, workers, loaders."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
@@ -236,6 +237,24 @@ MARKUP = (
 )
 ESCAPES = "\x00\x07\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u2066\u061c\u2028\ud800\r\n"
 HOSTILE = f"{MARKUP}{ESCAPES}`{{{{ 7 * 7 }}}}{{% raw %}}"
+
+
+def before_training(
+    kind: IncidentKind,
+    world: int,
+    told: Callable[[int], Mapping[str, Any]],
+    *,
+    per_host: int = PER_HOST,
+    silent: tuple[int, ...] = (),
+    **more: Any,
+) -> JobFacts:
+    """A job before its first step, in which each rank has told something, but for the silent ones."""
+    ranks = tuple(
+        RankFacts(rank=rank, host=f"node-{rank // per_host}", progress=Progress(phase=Phase.INIT), **told(rank))
+        for rank in range(world)
+        if rank not in silent
+    )
+    return JobFacts(incident=Incident(number=1, kind=kind, opened_by=0), world_size=world, ranks=ranks, **more)
 
 
 def poisoned(facts: Any, text: str = HOSTILE) -> Any:

@@ -11,6 +11,7 @@ from lightning_ncclsafe.guard.ending import EXIT_CODE
 
 DOCS = Path(__file__).parents[1] / "docs"
 LIMIT_S = 100
+FIRST = [(True,)]
 # Of the program on the page: what is to be deleted, so that it trains.
 MISTAKE = re.compile(r"\n    def on_train_epoch_end.*?\n\n\n", re.DOTALL)
 
@@ -35,11 +36,14 @@ def test_the_cause_that_is_added_is_there(block: str, file: str) -> None:
     assert block.strip() in (DOCS.parent / file).read_text()
 
 
-def trained(warm: Warm, folder: Path, program: str) -> tuple[list[int], str]:
-    """The exit codes of two ranks, and what they said."""
+def run_program(warm: Warm, folder: Path, has_mistake: bool) -> tuple[list[int], str, Path]:
+    """The exit codes of two ranks of the program on the first page, what they said, and where."""
+    program = blocks("start.md", "python")[0]
+    mended, count = MISTAKE.subn("\n\n", program)
+    assert count == 1 and len(program.splitlines()) - len(mended.splitlines()) == 7
     path = folder / "train.py"
-    path.write_text(program)
-    return warm.run([str(path)], folder, timeout_s=LIMIT_S, envs=ranks_of(2))
+    path.write_text(program if has_mistake else mended)
+    return *warm.run([str(path)], folder, timeout_s=LIMIT_S, envs=ranks_of(2)), folder
 
 
 def said(output: str) -> str:
@@ -49,22 +53,21 @@ def said(output: str) -> str:
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_the_program_of_the_first_page_hangs_and_says_why(warm: Warm, tmp_path: Path) -> None:
-    codes, output = trained(warm, tmp_path, blocks("start.md", "python")[0])
+@pytest.mark.program(True)
+def test_the_program_of_the_first_page_hangs_and_says_why(outcome: tuple[list[int], str, Path]) -> None:
+    codes, output, folder = outcome
     # In what the other rank waits depends on Lightning.
     shown, waits, _ = said(blocks("start.md", "text")[0]).partition(", while rank 1 waits in ")
     assert waits and shown + waits in said(output), output
     assert codes == [EXIT_CODE, EXIT_CODE]
-    assert {path.name for path in tmp_path.glob("ncclsafe/*/*")} >= {"report.html", "report.json", "report.txt"}
+    assert {path.name for path in folder.glob("ncclsafe/*/*")} >= {"report.html", "report.json", "report.txt"}
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_without_its_mistake_it_trains_and_one_line_is_ours(warm: Warm, tmp_path: Path) -> None:
-    program = blocks("start.md", "python")[0]
-    mended, count = MISTAKE.subn("\n\n", program)
-    assert count == 1 and len(program.splitlines()) - len(mended.splitlines()) == 7
-    codes, output = trained(warm, tmp_path, mended)
+@pytest.mark.program(False)
+def test_without_its_mistake_it_trains_and_one_line_is_ours(outcome: tuple[list[int], str, Path]) -> None:
+    codes, output, folder = outcome
     assert codes == [0, 0], output
     ours = [line for line in output.splitlines() if "[ncclsafe]" in line]
     assert len(ours) == 1 and ours[0].startswith("[ncclsafe] watching 2 ranks"), output
-    assert not (tmp_path / "ncclsafe").exists()
+    assert not (folder / "ncclsafe").exists()

@@ -2,7 +2,8 @@
 
 What such a program starts itself, as the launchers do, it starts as ever. It has its own session, directory,
 environment and arguments, is ``__main__``, and ends as a program of its own would: with its threads, what it has
-registered with ``atexit``, the interpreter's own end, and its exit code.
+registered with ``atexit``, the interpreter's own end, and its exit code. That end leaves alone what was imported for
+the program.
 
 Run as a program itself, with the number of a listening socket and the modules to import: each connection to it asks for
 one program.
@@ -22,11 +23,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+import huge_pages
 
 # What the programs import, or what is imported for them while they train.
 PRELOADED = (
@@ -36,6 +40,17 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "rich.console",
     "rich.text",
+)
+# Of what was imported for programs: what the end of each takes apart, as it may hold what the program has made. All
+# else is left as it is, as to free memory is to copy it first, which takes longer than many a small training.
+TAKEN_APART = (
+    "builtins",
+    "sys",
+    "threading",
+    "concurrent",
+    "multiprocessing",
+    "torch.distributed",
+    "lightning_ncclsafe",
 )
 # Until a program is there: includes all imports, on a machine that is busy.
 START_S = 50
@@ -226,6 +241,12 @@ def watched(connection: socket.socket) -> dict[str, Any]:
     return order
 
 
+def leave(names: Iterable[str]) -> None:
+    """Keeps modules from the end of the interpreter: what is no longer in the list is not taken apart."""
+    modules = {name: sys.modules.pop(name, None) for name in names}
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+
+
 def become(order: dict[str, Any]) -> None:
     """Runs a program as Python does."""
     # After the end of the interpreter, that of torch's libraries is left out: to free memory is to copy it first.
@@ -256,12 +277,19 @@ def become(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    left: list[str] = []
+    # Registered before all others, it is called after them.
+    atexit.register(leave, left)
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    for each in [*weakref.finalize._registry]:
+        each.atexit = False
     # So that the end of each program does not look at everything that was imported.
     gc.freeze()
+    huge_pages.use()
     order = serve(socket.socket(fileno=int(sys.argv[1])))
     if order is not None:
+        left += [name for name in sys.modules if not name.startswith(("__main__", *TAKEN_APART))]
         become(order)
 
 

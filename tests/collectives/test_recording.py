@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from recorder_entries import BEGAN_NS, MS, Recorder, entry, nccl
+from warm import Warm
 
 from lightning_ncclsafe._torch import build, process_groups, recorders
 from lightning_ncclsafe.collectives import recording as recording_module
@@ -355,13 +356,13 @@ dist.destroy_process_group()
 """
 
 
-def test_the_recorder_of_a_real_group(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "1000"}
-    done = subprocess.run(
-        [sys.executable, "-c", REAL], capture_output=True, text=True, timeout=50, env=environment, check=True
-    )
+def test_the_recorder_of_a_real_group(warm: Warm, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(REAL)
+    envs = [{"TORCH_FR_BUFFER_SIZE": "1000"}]
+    codes, output = warm.run([str(tmp_path / "program.py")], tmp_path, timeout_s=50, envs=envs)
+    assert codes == [0], output
     # Before them stands what torch 2.8 says of gloo's connections.
-    calls, told = done.stdout.splitlines()[-2:]
+    calls, told = output.splitlines()[-2:]
     assert calls == str(
         [
             ("default_pg", "all_reduce", 1, 40),

@@ -1,5 +1,6 @@
 """What exchanges do when what they stand on is gone."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -10,6 +11,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -29,27 +32,30 @@ from lightning_ncclsafe.exchange.over_another import MISSES_ALLOWED
 
 # No process has this number.
 NOBODY = (1 << 22) + 1
-STORE_HOST = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+_FORK = multiprocessing.get_context("fork")
+StoreHost = tuple[ForkProcess, int]
+
+
+def host_store(tell_port: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    tell_port.send(store.port)
+    signal.pause()
 
 
 @pytest.fixture
-def store_host() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", STORE_HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    yield process, int(process.stdout.readline())
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    assert process.stdin is not None
-    process.stdin.close()
+def store_host() -> Iterator[StoreHost]:
+    """A process that hosts a store, and the port of that."""
+    receiver, sender = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=host_store, args=(sender,), daemon=True)
+    process.start()
+    try:
+        assert receiver.poll(30), "it has not begun"
+        yield process, receiver.recv()
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+        sender.close()
 
 
 def exchange_with(port: int) -> TcpStoreExchange:
@@ -57,14 +63,15 @@ def exchange_with(port: int) -> TcpStoreExchange:
     return TcpStoreExchange(store, deadline_s=0.5)
 
 
-def stop(process: subprocess.Popen[str]) -> None:
+def stop(process: ForkProcess) -> None:
     """Stops a process, and waits until it is: its threads may answer for a while after ``kill`` has returned."""
-    process.send_signal(signal.SIGSTOP)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
 
 
 def test_a_store_whose_host_is_stopped_is_given_up_after_some_deadlines(
-    store_host: tuple[subprocess.Popen[str], int],
+    store_host: StoreHost,
 ) -> None:
     process, port = store_host
     exchange = exchange_with(port)
@@ -82,7 +89,7 @@ def test_a_store_whose_host_is_stopped_is_given_up_after_some_deadlines(
     assert not own_threads("store")
 
 
-def test_a_store_that_misses_one_deadline_is_used_again(store_host: tuple[subprocess.Popen[str], int]) -> None:
+def test_a_store_that_misses_one_deadline_is_used_again(store_host: StoreHost) -> None:
     process, port = store_host
     exchange = exchange_with(port)
     exchange.set("key", b"value")
@@ -97,11 +104,11 @@ def test_a_store_that_misses_one_deadline_is_used_again(store_host: tuple[subpro
     assert not own_threads("store")
 
 
-def test_a_store_whose_host_is_killed_is_given_up_at_once(store_host: tuple[subprocess.Popen[str], int]) -> None:
+def test_a_store_whose_host_is_killed_is_given_up_at_once(store_host: StoreHost) -> None:
     process, port = store_host
     exchange = exchange_with(port)
     process.kill()
-    process.wait()
+    process.join()
     with pytest.raises(ExchangeError, match="store"):
         exchange.set("key", b"value")
     assert exchange.lost
@@ -109,15 +116,13 @@ def test_a_store_whose_host_is_killed_is_given_up_at_once(store_host: tuple[subp
     assert not own_threads("store")
 
 
-def test_ranks_go_on_in_the_directory_when_the_store_is_lost(
-    store_host: tuple[subprocess.Popen[str], int], tmp_path: Path
-) -> None:
+def test_ranks_go_on_in_the_directory_when_the_store_is_lost(store_host: StoreHost, tmp_path: Path) -> None:
     process, port = store_host
     ranks = [FallbackExchange(exchange_with(port), DirectoryExchange(tmp_path / "x")) for _ in range(2)]
     ranks[0].set("before", b"1")
     assert not (tmp_path / "x").exists()
     process.kill()
-    process.wait()
+    process.join()
     ranks[0].set("after", b"2")
     assert ranks[1].get_many(["before", "after"]) == {"after": b"2"}
     assert "store" in ranks[0].lost
@@ -321,7 +326,7 @@ def test_one_that_was_never_used_has_no_thread_and_one_miss_is_forgiven() -> Non
         exchange.get_many(["k"])
 
 
-def test_a_closed_exchange_gives_its_connection_back(store_host: tuple[subprocess.Popen[str], int]) -> None:
+def test_a_closed_exchange_gives_its_connection_back(store_host: StoreHost) -> None:
     """At once, though what has used it is still there, or is not collected as garbage yet."""
     process, port = store_host
     open_files = Path(f"/proc/{process.pid}/fd")

@@ -4,11 +4,11 @@ import fcntl
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from polling import until
 from test_inspection import SITE, look, rank, user
 
 from lightning_ncclsafe.facts import FileLockFacts, LockHolder
@@ -42,11 +42,10 @@ def test_a_process_that_waits_for_a_lock_of_ours_is_seen_to(tmp_path: Path) -> N
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with subprocess.Popen([sys.executable, "-S", "-c", WAITS, str(path)]) as process:
-            ends_s, found = time.monotonic() + 30, None
-            while found is None and time.monotonic() < ends_s:
-                found = awaited_lock(process.pid)
-            process.kill()
-    assert found is not None
+            try:
+                found = until(lambda: awaited_lock(process.pid))
+            finally:
+                process.kill()
     assert (found.path, [holder.pid for holder in found.holders]) == (str(path), [os.getpid()])
 
 

@@ -4,15 +4,16 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from polling import until
 from warm import Warm, ranks_of
 
+from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.inspecting.inspection import inspect
 from lightning_ncclsafe.inspecting.looks import StackReader
 from lightning_ncclsafe.inspecting.ranks import SeenProcess, python_processes
@@ -59,21 +60,27 @@ MOVING = """
 """
 
 
-def wait_for(path: Path, deadline_s: float = 30.0) -> None:
-    ends_s = time.monotonic() + deadline_s
-    while not path.exists():
-        assert time.monotonic() < ends_s, "it did not begin"
-        time.sleep(0.02)
-
-
 @contextmanager
-def started(command: list[str], env: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
-    process = subprocess.Popen(command, env=os.environ | env)
+def started(text: str, folder: Path, **env: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A program that has said that it has begun."""
+    program, begun = folder / "train.py", folder / "begun"
+    program.write_text(dedent(text))
+    process = subprocess.Popen([sys.executable, "-S", str(program), str(begun)], env=os.environ | env)
     try:
+        until(begun.exists)
         yield process
     finally:
         process.kill()
         process.wait(10)
+
+
+def diagnosis_of(text: str, folder: Path) -> Diagnosis:
+    """What is said of a program that is the only rank of its job, found by its environment."""
+    with started(text, folder, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="1") as process:
+        (seen,) = (one for one in python_processes() if one.pid == process.pid)
+        (diagnosis,) = inspect(looks=3, over_s=0.5, processes=lambda: [seen]).diagnoses
+        assert process.poll() is None, "whoever looks does not disturb it"
+    return diagnosis
 
 
 def test_the_reader_of_stacks_is_installed() -> None:
@@ -91,7 +98,7 @@ def test_a_plain_script_that_hangs_is_explained(warm: Warm, tmp_path: Path) -> N
             for env in envs
         ]
         try:
-            wait_for(begun)
+            until(begun.exists)
             # In a fork of a warm process the environment is not that of its start.
             seen = [SeenProcess(pid=one.pid, environment=env) for one, env in zip(running, envs, strict=True)]
             (diagnosis,) = inspect([one.pid for one in running], looks=3, over_s=1.0, processes=lambda: seen).diagnoses
@@ -107,28 +114,14 @@ def test_a_plain_script_that_hangs_is_explained(warm: Warm, tmp_path: Path) -> N
 
 
 def test_a_process_that_moves_is_found_by_its_environment_and_said_to_move(tmp_path: Path) -> None:
-    program, begun = tmp_path / "moving.py", tmp_path / "begun"
-    program.write_text(dedent(MOVING))
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
-    with started([sys.executable, "-S", str(program), str(begun)], env) as process:
-        wait_for(begun)
-        (seen,) = (one for one in python_processes() if one.pid == process.pid)
-        (diagnosis,) = inspect(looks=3, over_s=0.5, processes=lambda: [seen]).diagnoses
-        assert process.poll() is None
+    diagnosis = diagnosis_of(MOVING, tmp_path)
     (facts,) = diagnosis.job.ranks
     assert facts.inspection is not None and facts.inspection.moved
     assert diagnosis.findings == () and facts.stack[-1].function == "work"
 
 
 def test_an_exception_that_has_left_the_program_is_read_while_a_function_of_atexit_waits(tmp_path: Path) -> None:
-    program, begun = tmp_path / "train.py", tmp_path / "begun"
-    program.write_text(dedent(FAILED))
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
-    with started([sys.executable, "-S", str(program), str(begun)], env) as process:
-        wait_for(begun)
-        (seen,) = (one for one in python_processes() if one.pid == process.pid)
-        (diagnosis,) = inspect(looks=3, over_s=0.5, processes=lambda: [seen]).diagnoses
-    (facts,) = diagnosis.job.ranks
+    (facts,) = diagnosis_of(FAILED, tmp_path).job.ranks
     assert facts.stack[-1].function == "meet" and facts.exception is not None
     assert (facts.exception.type, facts.exception.message) == ("KeyError", "'caption'")
     assert (facts.exception.stack[-1].function, facts.exception.stack[-1].code) == (
@@ -147,10 +140,7 @@ def test_one_look_shows_no_movement(arguments: list[str]) -> None:
 def test_the_command_writes_what_diagnose_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning_ncclsafe.cli import main
 
-    program, begun = tmp_path / "moving.py", tmp_path / "begun"
-    program.write_text(dedent(MOVING))
-    with started([sys.executable, "-S", str(program), str(begun)], {}) as process:
-        wait_for(begun)
+    with started(MOVING, tmp_path) as process:
         folder = tmp_path / "evidence"
         options = ["--looks", "2", "--seconds", "0.3", "--format", "json", "--output", str(folder)]
         assert main(["inspect", "--pid", str(process.pid), *options]) == 0

@@ -7,7 +7,6 @@ import socketserver
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from polling import until
 from torch._C import _distributed_c10d
 from warm import Warm, ranks_of
 
@@ -249,13 +249,6 @@ PROGRAM = """
 """
 
 
-def wait_for(path: Path, deadline_s: float = 30.0) -> None:
-    ends_s = time.monotonic() + deadline_s
-    while not path.exists():
-        assert time.monotonic() < ends_s, "it did not begin"
-        time.sleep(0.02)
-
-
 @pytest.mark.skipif(
     "fr_trace_json" not in _distributed_c10d._get_handler_names(), reason="this PyTorch serves NCCL's recorder alone"
 )
@@ -269,7 +262,7 @@ def test_pytorchs_own_worker_server_tells_what_ranks_wait_in(warm: Warm, tmp_pat
             for env in envs
         ]
         try:
-            wait_for(begun)
+            until(begun.exists)
             seen = [
                 SeenProcess(pid=one.pid, environment={**env, "TORCH_WORKER_SERVER_SOCKET": f"{tmp_path}/{number}.sock"})
                 for number, (one, env) in enumerate(zip(running, envs, strict=True))

@@ -3,10 +3,10 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from polling import until
 
 from lightning_ncclsafe.inspecting.inspection import inspect
 from lightning_ncclsafe.inspecting.looks import StackReader, denied_words, native_in
@@ -53,10 +53,7 @@ def test_native_frames_of_a_process_are_read_and_told_if_it_may_be_stopped(may_s
     begun = tmp_path / "begun"
     with subprocess.Popen([sys.executable, "-c", WAITS, str(begun)]) as process:
         try:
-            ends_s = time.monotonic() + 30
-            while not begun.exists():
-                assert time.monotonic() < ends_s
-                time.sleep(0.02)
+            until(begun.exists)
             environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
             seen = [SeenProcess(pid=process.pid, environment=environment)]
             said: list[str] = []

@@ -3,7 +3,7 @@
 from pathlib import Path
 from textwrap import dedent
 
-from test_live import wait_for
+from polling import until
 from warm import Warm, environment
 
 from lightning_ncclsafe.facts import LoopEnd, Phase, Progress
@@ -64,7 +64,7 @@ def read(
             [str(program), str(begun), *arguments], output=output.fileno(), cwd=tmp_path, env=environment()
         )
         try:
-            wait_for(begun)
+            until(begun.exists)
             threads, _ = StackReader().read(one.pid)
             stack = next(thread.frames for thread in threads if thread.is_main)
             with Interpreter(one.pid) as interpreter:

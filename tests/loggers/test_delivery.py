@@ -208,15 +208,19 @@ def test_a_flush_waits_for_the_job_that_is_being_done(delivery: Delivery) -> Non
     assert delivery.flush(soon())
 
 
-def test_a_flush_does_not_wait_for_the_next_try(
-    store: Store, storage: Storage, delivery: Delivery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def refused_once(store: Store, storage: Storage, delivery: Delivery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One portion, which will be tried again long after the test."""
     monkeypatch.setattr(delivery_module, "_FIRST_RETRY_S", 10 * LONG_S)
     monkeypatch.setattr(delivery_module, "_LONGEST_RETRY_S", 10 * LONG_S)
     storage.refusals = [OSError("no")]
     stage(store, b"a")
     delivery.wake()
     wait_for(delivery, lambda: delivery.faults == 1)
+
+
+@pytest.mark.usefixtures("refused_once")
+def test_a_flush_does_not_wait_for_the_next_try(storage: Storage, delivery: Delivery) -> None:
     assert delivery.flush(soon())
     assert storage.bodies == [b"a"]
 
@@ -432,15 +436,8 @@ def test_closing_does_not_wait_for_a_storage_that_does_not_answer(
     assert own_threads("write") == []
 
 
-def test_closing_leaves_what_could_not_be_delivered_in_staging(
-    store: Store, storage: Storage, delivery: Delivery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delivery_module, "_FIRST_RETRY_S", 10 * LONG_S)
-    monkeypatch.setattr(delivery_module, "_LONGEST_RETRY_S", 10 * LONG_S)
-    storage.refusals = [OSError("no")]
-    stage(store, b"a")
-    delivery.wake()
-    wait_for(delivery, lambda: delivery.faults == 1)
+@pytest.mark.usefixtures("refused_once")
+def test_closing_leaves_what_could_not_be_delivered_in_staging(store: Store, delivery: Delivery) -> None:
     delivery.close()
     assert own_threads("write") == []
     portion = Store(store.folder).read()

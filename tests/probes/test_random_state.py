@@ -107,24 +107,22 @@ def test_another_generator_of_numpys_is_left_alone() -> None:
         np.random.set_bit_generator(own)
 
 
-def test_numpys_generator_is_given_back_even_if_it_was_not_loaded_before() -> None:
+def test_numpy_is_left_alone_until_it_is_loaded_and_then_given_back_as_it_was() -> None:
+    """And a process that has not seeded has drawn nothing."""
     script = (
+        "import os\n"
         "from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept, seed_all\n"
+        "if not (child := os.fork()):\n"
+        "    import numpy.random\n"
+        "    print([(state.name, state.drawn) for state in random_states()], flush=True)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
         "with random_states_kept():\n"
         "    import numpy.random\n"
         "    seed_all(1)\n"
         "    inside = random_states()[1].digest\n"
         "assert random_states()[1].name == 'numpy'\n"
         "assert random_states()[1].digest != inside\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
-def test_a_process_that_has_not_seeded_has_drawn_nothing() -> None:
-    script = (
-        "from lightning_ncclsafe.probes.data.random_state import random_states\n"
-        "import numpy.random\n"
-        "print([(state.name, state.drawn) for state in random_states()])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == str([("python", False), ("numpy", False), ("torch", False)])

@@ -1,4 +1,7 @@
-"""Real processes whose run is ended: nobody saves any more, whatever wakes them, and all are gone in time."""
+"""Real processes whose run is ended: nobody saves any more, whatever wakes them, and all are gone in time.
+
+What ranks do to be in the way of it is tried in two jobs, in each by all of its ranks at the same time.
+"""
 
 import _thread
 import atexit
@@ -6,7 +9,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,7 @@ from harness import ENDING, Ranks, all_reduce, run_ranks
 from lightning_ncclsafe.guard import ending, reporter
 from lightning_ncclsafe.guard.ending import EXIT_CODE
 
+Harm = Callable[[Path], None]
 GOOD, WRONG = {"weights": torch.zeros(3)}, {"weights": torch.full((3,), float("nan"))}
 # Long enough for a woken thread to do what it wants to.
 HARM_S = 1.0
@@ -24,11 +30,17 @@ HARM_S = 1.0
 WAIT = _thread.allocate_lock()
 
 
-def wake(_: float = 0.0) -> None:
-    """What an abort by somebody else does, as soon as the verdict is there."""
+# Of each rank: what its logs need.
+LOCKS: list[threading.Lock] = []
+
+
+def write_logs(_: float) -> None:
+    """What an abort by somebody else does, as soon as the verdict is there; and then what logs do."""
     if WAIT.locked():
         WAIT.release()
     time.sleep(HARM_S)
+    for lock in LOCKS:
+        lock.acquire()
 
 
 def wait_for_collective(group: dist.ProcessGroup | None = None) -> None:
@@ -37,31 +49,6 @@ def wait_for_collective(group: dist.ProcessGroup | None = None) -> None:
     work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
     WAIT.acquire()
     del work
-
-
-def end_at_limit(
-    harm: Callable[[Path], None], folder: Path, *, write_logs: Callable[[float], None] = wake
-) -> tuple[Ranks, dict[str, bytes]]:
-    """Rank 0 keeps the others waiting until the limit; then rank 1 is woken. What lies with the checkpoints after that.
-
-    Rank 2 waits as gloo lets it wait: that of rank 1 is recorded as if it could do something else meanwhile.
-    """
-    checkpoints = folder / "checkpoints"
-    checkpoints.mkdir()
-    torch.save(GOOD, checkpoints / "last.ckpt")
-    good = (checkpoints / "last.ckpt").read_bytes()
-
-    def body(rank: int) -> None:
-        all_reduce()
-        if rank == 0:
-            threading.Event().wait(60)
-        if rank == 2:
-            all_reduce()
-        harm(checkpoints)
-
-    ranks = run_ranks(3, body, folder, timeout_s=3, patience_s=20, write_logs=write_logs)
-    assert good == (checkpoints / "last.ckpt").read_bytes(), ranks.said
-    return ranks, {path.name: path.read_bytes() for path in checkpoints.iterdir() if path.name != "last.ckpt"}
 
 
 def save_after_it(checkpoints: Path) -> None:
@@ -126,71 +113,30 @@ def save_in_another_thread(checkpoints: Path) -> None:
     wait_for_collective()
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        save_after_it,
-        save_where_it_raises,
-        begin_to_save_before_it,
-        replace_after_it,
-        delete_after_it,
-        save_at_a_signal,
-        save_in_another_thread,
-    ],
-)
-def test_a_thread_that_is_woken_after_the_verdict_changes_no_checkpoint(
-    harm: Callable[[Path], None], tmp_path: Path
-) -> None:
-    ranks, others = end_at_limit(harm, tmp_path)
-    assert ranks.exit_codes == [EXIT_CODE] * 3, ranks.said
-    assert others == {}
+def train_in_another_thread(checkpoints: Path) -> None:
+    """As Ray does."""
+
+    def train() -> None:
+        ENDING.note_thread()
+        save_where_it_raises(checkpoints)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
 
 
-def test_a_trainer_in_another_thread_is_held_as_well(tmp_path: Path) -> None:
-    """As Ray runs it."""
-
-    def harm(checkpoints: Path) -> None:
-        def train() -> None:
-            ENDING.note_thread()
-            save_where_it_raises(checkpoints)
-
-        thread = threading.Thread(target=train)
-        thread.start()
-        thread.join()
-
-    ranks, others = end_at_limit(harm, tmp_path)
-    assert ranks.exit_codes == [EXIT_CODE] * 3, ranks.said
-    assert others == {}
-
-
-def abort_wakes() -> None:
-    WAIT.release()
-
-
-def abort_hangs() -> None:
-    threading.Event().wait()
-
-
-def abort_raises() -> None:
+def fail() -> None:
     raise RuntimeError("unhandled cuda error")
 
 
-@pytest.mark.parametrize("abort", [abort_wakes, abort_hangs, abort_raises])
-def test_whatever_an_abort_of_several_communicators_does_the_run_ends(
-    abort: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda *_: abort())
-    monkeypatch.setattr(dist.ProcessGroup, "abort", lambda _: abort())
-
-    def harm(checkpoints: Path) -> None:
-        groups = [dist.new_group([1], use_local_synchronization=True) for _ in range(3)]
-        dist.all_reduce(torch.ones(10), async_op=True)
-        wait_for_collective(groups[1])
-        torch.save(WRONG, checkpoints / "last.ckpt")
-
-    ranks, others = end_at_limit(harm, tmp_path)
-    assert ranks.exit_codes == [EXIT_CODE] * 3, ranks.said
-    assert others == {}
+def save_when_aborted(checkpoints: Path, abort: Callable[[], None]) -> None:
+    """With several communicators, one of which it waits for."""
+    dist.distributed_c10d._abort_process_group = lambda *_: abort()
+    dist.ProcessGroup.abort = lambda _: abort()  # type: ignore[method-assign]
+    groups = [dist.new_group([dist.get_rank()], use_local_synchronization=True) for _ in range(3)]
+    dist.all_reduce(torch.ones(10), async_op=True)
+    wait_for_collective(groups[1])
+    torch.save(WRONG, checkpoints / "last.ckpt")
 
 
 class BlocksWhenDeleted:
@@ -200,32 +146,105 @@ class BlocksWhenDeleted:
         threading.Event().wait()
 
 
-def test_nothing_at_the_end_of_a_process_holds_it_up(tmp_path: Path) -> None:
-    def harm(_: Path) -> None:
-        dist.group.WORLD.kept = BlocksWhenDeleted()  # type: ignore[union-attr]
-        atexit.register(threading.Event().wait)
-        threading.Thread(target=threading.Event().wait).start()
+def never_end(_: Path) -> None:
+    dist.group.WORLD.kept = BlocksWhenDeleted()  # type: ignore[union-attr]
+    atexit.register(threading.Event().wait)
+    threading.Thread(target=threading.Event().wait).start()
+    wait_for_collective()
+
+
+def hold_the_lock_of_the_logs(_: Path) -> None:
+    LOCKS.append(threading.Lock())
+    with LOCKS[0]:
         wait_for_collective()
 
-    began = time.monotonic()
-    ranks, _ = end_at_limit(harm, tmp_path)
-    assert ranks.exit_codes == [EXIT_CODE] * 3, ranks.said
-    assert time.monotonic() - began < 3 + 15
+
+WAKENED: tuple[Harm, ...] = (
+    save_after_it,
+    save_where_it_raises,
+    begin_to_save_before_it,
+    replace_after_it,
+    delete_after_it,
+    save_at_a_signal,
+    save_in_another_thread,
+    train_in_another_thread,
+)
+HELD_UP: dict[str, Harm] = {
+    "an abort that wakes": partial(save_when_aborted, abort=WAIT.release),
+    "an abort that hangs": partial(save_when_aborted, abort=threading.Event().wait),
+    "an abort that raises": partial(save_when_aborted, abort=fail),
+    "what never ends": never_end,
+    "a lock of the logs": hold_the_lock_of_the_logs,
+}
 
 
-def test_logs_whose_lock_the_held_thread_has_do_not_hold_up_the_end(tmp_path: Path) -> None:
-    lock = threading.Lock()
+@dataclass
+class Ended:
+    """How the ranks of a job have ended, and the files that lie with the checkpoints of each, but for the good one."""
 
-    def harm(_: Path) -> None:
-        with lock:
-            wait_for_collective()
+    ranks: Ranks
+    is_good: list[bool]
+    others: list[list[str]]
 
-    def write(_: float) -> None:
-        wake()
-        lock.acquire()
 
-    ranks, _ = end_at_limit(harm, tmp_path, write_logs=write)
-    assert ranks.exit_codes == [EXIT_CODE] * 3, ranks.said
+def end_at_limit(harms: Sequence[Harm], folder: Path) -> Ended:
+    """Rank 0 keeps the others waiting until the limit; then those after it are woken, each of which does its harm.
+
+    The last rank waits as gloo lets it wait: that of the others is recorded as if they could do something else
+    meanwhile.
+    """
+    folders = [folder / f"rank-{rank}" / "checkpoints" for rank in range(1, len(harms) + 1)]
+    for checkpoints in folders:
+        checkpoints.mkdir(parents=True)
+        torch.save(GOOD, checkpoints / "last.ckpt")
+    good = (folders[0] / "last.ckpt").read_bytes()
+
+    def body(rank: int) -> None:
+        all_reduce()
+        if rank == 0:
+            threading.Event().wait(60)
+        elif rank > len(harms):
+            all_reduce()
+        else:
+            harms[rank - 1](folders[rank - 1])
+
+    # A busy machine takes its time until so many ranks have met, and they have to before the limit.
+    ranks = run_ranks(len(harms) + 2, body, folder, timeout_s=6, patience_s=15, write_logs=write_logs)
+    lasts = [checkpoints / "last.ckpt" for checkpoints in folders]
+    return Ended(
+        ranks,
+        is_good=[last.exists() and last.read_bytes() == good for last in lasts],
+        others=[sorted({path.name for path in checkpoints.iterdir()} - {"last.ckpt"}) for checkpoints in folders],
+    )
+
+
+@pytest.fixture(scope="module")
+def woken(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return end_at_limit(WAKENED, tmp_path_factory.mktemp("woken"))
+
+
+@pytest.fixture(scope="module")
+def held_up(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return end_at_limit([*HELD_UP.values()], tmp_path_factory.mktemp("held-up"))
+
+
+@pytest.mark.parametrize("number", range(len(WAKENED)), ids=[harm.__name__ for harm in WAKENED])
+def test_a_thread_that_is_woken_after_the_verdict_changes_no_checkpoint(number: int, woken: Ended) -> None:
+    assert woken.is_good[number], woken.ranks.said
+    assert woken.others[number] == []
+
+
+@pytest.mark.parametrize("number", range(len(HELD_UP)), ids=[*HELD_UP])
+def test_no_checkpoint_is_changed_by_what_would_hold_up_the_end(number: int, held_up: Ended) -> None:
+    assert held_up.is_good[number], held_up.ranks.said
+    assert held_up.others[number] == []
+
+
+@pytest.mark.parametrize("job", ["woken", "held_up"])
+def test_all_ranks_end_by_themselves_and_in_time(job: str, request: pytest.FixtureRequest) -> None:
+    """Those that do not are killed by the test, which is another exit code."""
+    ended = request.getfixturevalue(job)
+    assert ended.ranks.exit_codes == [EXIT_CODE] * (len(ended.is_good) + 2), ended.ranks.said
 
 
 def test_a_report_that_cannot_be_written_does_not_hold_up_the_end(

@@ -3,16 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from incidents import before_training
+
 from lightning_ncclsafe.facts import (
     DataFacts,
     Frame,
-    Incident,
     IncidentKind,
     JobFacts,
     LoaderFacts,
-    Phase,
-    Progress,
-    RankFacts,
     SamplerFacts,
 )
 from lightning_ncclsafe.facts.findings import Diagnosis, Severity
@@ -49,18 +47,10 @@ def job(
     silent: tuple[int, ...] = (),
     stage: str = "train_dataloader",
 ) -> JobFacts:
-    ranks = tuple(
-        RankFacts(
-            rank=rank,
-            host=f"node-{rank // 4}",
-            progress=Progress(phase=Phase.INIT),
-            data=DataFacts(stage=stage, loaders=make(rank), data_rank=rank, data_ranks=world),
-        )
-        for rank in range(world)
-        if rank not in silent
-    )
-    incident = Incident(number=1, kind=IncidentKind.DATA, opened_by=0)
-    return JobFacts(incident=incident, world_size=world, ranks=ranks)
+    def told(rank: int) -> dict[str, object]:
+        return {"data": DataFacts(stage=stage, loaders=make(rank), data_rank=rank, data_ranks=world)}
+
+    return before_training(IncidentKind.DATA, world, told, per_host=4, silent=silent)
 
 
 def judged(facts: JobFacts) -> Diagnosis:

@@ -4,21 +4,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from incidents import before_training
 
 from lightning_ncclsafe.facts import (
     Capacity,
     DirectoryFacts,
     Frame,
     GpuFacts,
-    Incident,
     IncidentKind,
     JobFacts,
     LoadFacts,
     NetworkFacts,
-    Phase,
     PreflightFacts,
-    Progress,
-    RankFacts,
     SwapFacts,
 )
 from lightning_ncclsafe.facts.codec import decode, encode
@@ -54,13 +51,8 @@ def good(rank: int) -> PreflightFacts:
 
 
 def job(world: int, make: Make = good, silent: tuple[int, ...] = ()) -> JobFacts:
-    ranks = tuple(
-        RankFacts(rank=rank, host=f"node-{rank // 4}", progress=Progress(phase=Phase.INIT), preflight=make(rank))
-        for rank in range(world)
-        if rank not in silent
-    )
-    return JobFacts(
-        incident=Incident(number=1, kind=IncidentKind.PREFLIGHT, opened_by=0), world_size=world, ranks=ranks
+    return before_training(
+        IncidentKind.PREFLIGHT, world, lambda rank: {"preflight": make(rank)}, per_host=4, silent=silent
     )
 
 

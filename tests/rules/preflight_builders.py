@@ -4,19 +4,18 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
+from incidents import before_training
+
 from lightning_ncclsafe.facts import (
     Capacity,
     DirectoryFacts,
     GpuFacts,
-    Incident,
     IncidentKind,
     JobFacts,
     LoadFacts,
     NetworkFacts,
-    Phase,
     PreflightFacts,
     ProcessFacts,
-    Progress,
     RankFacts,
     SwapFacts,
 )
@@ -120,19 +119,13 @@ def checking(
     missing: tuple[str, ...] = (),
 ) -> JobFacts:
     """A job in which every rank has checked its host."""
-    ranks = tuple(
-        RankFacts(
-            rank=rank,
-            local_rank=rank % PER_HOST,
-            host=f"node-{rank // PER_HOST}",
-            progress=Progress(phase=Phase.INIT),
-            preflight=make(rank),
-        )
-        for rank in range(world)
-        if rank not in silent
+
+    def told(rank: int) -> dict[str, object]:
+        return {"local_rank": rank % PER_HOST, "preflight": make(rank)}
+
+    return before_training(
+        IncidentKind.PREFLIGHT, world, told, per_host=PER_HOST, silent=silent, witnessed=witnessed, missing=missing
     )
-    incident = Incident(number=1, kind=IncidentKind.PREFLIGHT, opened_by=0)
-    return JobFacts(incident=incident, world_size=world, ranks=ranks, witnessed=witnessed, missing=missing)
 
 
 def having(job: JobFacts, *only: int, part: str = "", **changes: object) -> JobFacts:

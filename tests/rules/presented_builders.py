@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from incidents import before_training
+
 from lightning_ncclsafe.facts import (
     DataFacts,
-    Incident,
     IncidentKind,
     JobFacts,
     LoaderFacts,
-    Phase,
     ProcessFacts,
-    Progress,
     RandomState,
-    RankFacts,
     SamplerFacts,
 )
 
@@ -83,18 +81,11 @@ def presenting(
     **more: object,
 ) -> JobFacts:
     """A job in which every rank presents what is made for it."""
-    ranks = tuple(
-        RankFacts(
-            rank=rank,
-            host=f"node-{rank // 8}",
-            progress=Progress(phase=Phase.INIT),
-            data=DataFacts(**_options(rank, world, make) | more),  # type: ignore[arg-type]
-        )
-        for rank in range(world)
-        if rank not in silent
-    )
-    incident = Incident(number=1, kind=IncidentKind.DATA, opened_by=0)
-    return JobFacts(incident=incident, world_size=world, ranks=ranks, witnessed=witnessed, missing=missing)
+
+    def told(rank: int) -> dict[str, object]:
+        return {"data": DataFacts(**_options(rank, world, make) | more)}  # type: ignore[arg-type]
+
+    return before_training(IncidentKind.DATA, world, told, silent=silent, witnessed=witnessed, missing=missing)
 
 
 def _options(rank: int, world: int, make: tuple[Callable[[int, int], LoaderFacts], ...]) -> dict[str, object]:

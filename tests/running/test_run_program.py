@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -53,34 +55,57 @@ def test_a_program_is_as_python_runs_it(program: list[str], end: str, installed:
     assert (ours.stderr, ours.returncode) == (plain.stderr, plain.returncode) and plain.returncode != 0
 
 
-def trained(warm: Warm, folder: Path, installed: Path, *arguments: str, **variables: str) -> tuple[int, str]:
-    """The exit code of a training, and what it has said."""
+STOCK = ("fork",)
+SUSPECTS = ("NCCLSAFE=1", "NCCLSAFE_SUSPECT_AFTER=77")
+FORKED, POPEN, OWN_SPAWN = ("fork", *SUSPECTS), ("popen", *SUSPECTS), ("own-spawn", *SUSPECTS)
+WITH_CALLBACKS = ("fork", "NCCLSAFE=1", "NCCLSAFE_CALLBACKS=recommended")
+# Its ranks are started each for itself, and the variable is there on the first one.
+ON_ONE_RANK = ("popen", "NCCLSAFE=1", "each")
+HANG = ("fork", "hang", "NCCLSAFE=1", "NCCLSAFE_SUSPECT_AFTER=1.5", "NCCLSAFE_TIMEOUT=4")
+FIRST = [OWN_SPAWN, POPEN, HANG]
+NEEDS = ("installed",)
+
+
+@dataclass
+class Outcome:
+    """The exit codes of a training, and what it has said."""
+
+    codes: list[int]
+    output: str
+
+    @property
+    def weights(self) -> list[str]:
+        return re.findall(r"weights [0-9a-f]{64}", self.output)
+
+
+Programs = dict[tuple[str, ...], "Future[Outcome]"]
+
+
+def run_program(warm: Warm, folder: Path, *arguments: str, installed: Path) -> Outcome:
+    variables = dict(one.split("=") for one in arguments if "=" in one)
+    argv = [str(PROGRAM), *(one for one in arguments if one != "each" and "=" not in one)]
     # Whoever is started from it starts as an installed Python does.
-    env = {"PYTHON": str(installed), **variables}
-    (code,), output = warm.run([str(PROGRAM), *arguments], folder, timeout_s=LIMIT_S, envs=[env])
-    return code, output
+    envs = [rank | {"PYTHON": str(installed)} for rank in (ranks_of(2) if "each" in arguments else [{}])]
+    envs[0] |= variables
+    return Outcome(*warm.run(argv, folder, timeout_s=LIMIT_S, envs=envs))
 
 
-def weights(output: str) -> list[str]:
-    return re.findall(r"weights [0-9a-f]{64}", output)
-
-
-@pytest.fixture(scope="module")
-def stock(warm: Warm, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The weights that come of it without us."""
-    code, output = trained(warm, tmp_path_factory.mktemp("stock"), installed, "fork")
-    assert code == 0 and "[ncclsafe]" not in output, output
-    assert len(weights(output)) == 1
-    return weights(output)
+def trained_as_stock(programs: Programs, program: tuple[str, ...]) -> str:
+    """What a training has said that has come to the same weights as the one without us."""
+    stock, outcome = programs[STOCK].result(), programs[program].result()
+    assert stock.codes == [0] and "[ncclsafe]" not in stock.output, stock.output
+    assert len(stock.weights) == 1
+    assert not any(outcome.codes) and outcome.weights == stock.weights, outcome.output
+    return outcome.output
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize("start", ["fork", "popen", "own-spawn"])
-def test_all_ranks_train_the_same_and_are_guarded(
-    start: str, stock: list[str], warm: Warm, installed: Path, tmp_path: Path
-) -> None:
-    code, output = trained(warm, tmp_path, installed, start, NCCLSAFE="1", NCCLSAFE_SUSPECT_AFTER="77")
-    assert code == 0 and weights(output) == stock, output
+@pytest.mark.program(*STOCK)
+@pytest.mark.parametrize(
+    "program", [pytest.param(one, marks=pytest.mark.program(*one), id=one[0]) for one in (FORKED, POPEN, OWN_SPAWN)]
+)
+def test_all_ranks_train_the_same_and_are_guarded(program: tuple[str, ...], programs: Programs) -> None:
+    output = trained_as_stock(programs, program)
     assert output.count("[ncclsafe] watching 2 ranks: reports a wait of 77 s") == output.count("[ncclsafe]") == 1
     assert sorted(re.findall(r"rank \d is guarded: (?:True|False)", output)) == [
         f"rank {rank} is guarded: True" for rank in range(2)
@@ -88,28 +113,26 @@ def test_all_ranks_train_the_same_and_are_guarded(
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_with_recommended_callbacks_too(stock: list[str], warm: Warm, installed: Path, tmp_path: Path) -> None:
-    code, output = trained(warm, tmp_path, installed, "fork", NCCLSAFE="1", NCCLSAFE_CALLBACKS="recommended")
-    assert code == 0 and weights(output) == stock, output
+@pytest.mark.program(*STOCK)
+@pytest.mark.program(*WITH_CALLBACKS)
+def test_with_recommended_callbacks_too(programs: Programs) -> None:
+    output = trained_as_stock(programs, WITH_CALLBACKS)
     assert "callbacks HostPreflight DatasetAgreement LoaderTuner LoggerOffload CollectiveTimer" in output
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_where_a_rank_is_without_all_are(stock: list[str], warm: Warm, installed: Path, tmp_path: Path) -> None:
+@pytest.mark.program(*STOCK)
+@pytest.mark.program(*ON_ONE_RANK)
+def test_where_a_rank_is_without_all_are(programs: Programs) -> None:
     """And train as ever."""
-    first, second = (rank | {"PYTHON": str(installed)} for rank in ranks_of(2))
-    envs = [first | {"NCCLSAFE": "1"}, second]
-    codes, output = warm.run([str(PROGRAM), "popen"], tmp_path, timeout_s=LIMIT_S, envs=envs)
-    assert codes == [0, 0] and weights(output) == stock, output
+    output = trained_as_stock(programs, ON_ONE_RANK)
     (_, line) = (line for line in output.splitlines() if "[ncclsafe]" in line)
     assert line.startswith("[ncclsafe] not all ranks have the guard, so it is off on all of them"), output
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_a_hang_is_told(warm: Warm, installed: Path, tmp_path: Path) -> None:
-    code, output = trained(
-        warm, tmp_path, installed, "fork", "hang", NCCLSAFE="1", NCCLSAFE_SUSPECT_AFTER="1.5", NCCLSAFE_TIMEOUT="4"
-    )
-    assert code != 0
-    assert "[ncclsafe] rank-zero-only-work: Rank 0 is working alone" in output, output
-    assert "stock_fit.py:" in output and weights(output) == []
+@pytest.mark.program(*HANG)
+def test_a_hang_is_told(outcome: Outcome) -> None:
+    assert outcome.codes != [0]
+    assert "[ncclsafe] rank-zero-only-work: Rank 0 is working alone" in outcome.output, outcome.output
+    assert "stock_fit.py:" in outcome.output and outcome.weights == []

@@ -1,9 +1,6 @@
 """PyTorch's Flight Recorder is on in every rank, with the size that is wanted, whoever has launched it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,8 +74,9 @@ def test_a_recorder_that_is_off_is_said_by_one_rank_in_one_line(outcome: Outcome
     assert "TORCH_FR_BUFFER_SIZE=2000" in line
 
 
-def test_the_size_that_a_timer_wants_is_there_although_the_guard_has_looked_before(tmp_path: Path) -> None:
-    program = f"""
+def test_the_size_that_a_timer_wants_is_there_although_the_guard_has_looked_before(warm: Warm, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    text = f"""
 import os, torch, torch.distributed as dist
 from types import SimpleNamespace
 from lightning_ncclsafe._torch import recorders
@@ -99,8 +97,7 @@ print([len(dump["entries"]) for dump in recorders.dumps(collectives=True) if dum
 print([name for name in os.environ if name in recorders._SIZES])
 dist.destroy_process_group()
 """
-    environment = {name: value for name, value in os.environ.items() if name not in recorders._SIZES}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True
-    )
-    assert done.stdout.splitlines()[-2:] == ["[7]", "[]"]
+    program.write_text(text)
+    codes, output = warm.run([str(program)], tmp_path, timeout_s=60)
+    assert codes == [0], output
+    assert output.splitlines()[-2:] == ["[7]", "[]"], output

@@ -4,8 +4,6 @@ import copy
 import json
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 from torch.nn.parallel import DistributedDataParallel
+from warm import Warm
 
 from lightning_ncclsafe import CollectiveTimeoutError, HostPreflight, SafeDDP, SafeFSDP, SafeModelParallel
 from lightning_ncclsafe._torch import recorders
@@ -306,23 +305,17 @@ def test_without_a_launcher_the_trainers_functions_are_watched_all_the_same(
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str]]:
+def outcomes(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str]]:
     """What ``one_device.py`` says, and what it prints to the user: with our strategy and, beside it, the stock one."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    processes = {
-        kind: subprocess.Popen(
-            [sys.executable, str(ONE_DEVICE), kind, str(tmp_path_factory.mktemp(kind))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for kind in ("safe", "stock")
-    }
-    ended = {kind: process.communicate(timeout=50) for kind, process in processes.items()}
-    assert all(process.returncode == 0 for process in processes.values()), ended
-    return {kind: (json.loads(output.splitlines()[-1]), said) for kind, (output, said) in ended.items()}
+
+    def outcome(kind: str) -> tuple[dict[str, Any], str]:
+        folder = tmp_path_factory.mktemp(kind)
+        codes, output = warm.run([str(ONE_DEVICE), kind, str(folder)], folder, timeout_s=50)
+        assert codes == [0], output
+        said, _, told = output.rstrip().rpartition("\n")
+        return json.loads(told), said
+
+    return {kind: outcome(kind) for kind in ("safe", "stock")}
 
 
 @pytest.fixture

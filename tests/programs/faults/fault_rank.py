@@ -1,21 +1,24 @@
-"""One rank of a case: ``python fault_rank.py CASE FOLDER STRATEGY SUSPECT_AFTER_S``."""
+"""One rank of a case: ``python fault_rank.py MODULE CASE FOLDER STRATEGY SUSPECT_AFTER_S``."""
 
 import os
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
-from catalogue import CASES
 from networks import move_to
 from training import Here, quick_patience, rank_of_environment
+from truths import all_cases
 
 from lightning_ncclsafe.probes.process import traceback_signal
 
 
 def main() -> None:
-    name, folder, strategy_name, suspect_after_s = sys.argv[1:]
-    case = CASES[name]
+    module, name, folder, strategy_name, suspect_after_s = sys.argv[1:]
+    # That of the scenario alone: all of them take longer to import than most take to go wrong.
+    import_module(module)
+    case = all_cases()[name]
     # The import of the package does it; a fork of a program that had imported it before it was a rank has to.
     traceback_signal.arm_early()
     root = Path(folder)

@@ -110,7 +110,7 @@ def _environments(case: Case) -> Iterator[list[dict[str, str]]]:
 
 
 def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], options: list[str], wait: Wait) -> Outcome:
-    argv = [str(PROGRAM), case.name, str(folder), *options]
+    argv = [str(PROGRAM), case.scenario.run.__module__, case.name, str(folder), *options]
     running: list[Running | Cold] = []
     left: list[Running | Cold] = []
     with (folder / "output").open("wb") as output:

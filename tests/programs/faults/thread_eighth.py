@@ -14,9 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from threads import goes_wrong, thread
-from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError, MetricTracker
-from training import BATCH_SIZE, BATCHES, Here, Net, first_tensor
+from training import Data, Here, Net, NormedNet, first_tensor
 from truths import Moment
 
 
@@ -60,14 +59,7 @@ def best_error_asked_for_by_the_plot(here: Here) -> None:
 def averaging_that_takes_an_epoch_more(here: Here) -> None:
     """One host's configuration averages weights, which needs an epoch more for the statistics of the norms."""
 
-    class Normed(Net):
-        def __init__(self, here: Here) -> None:
-            super().__init__(here)
-            self.norm = torch.nn.BatchNorm1d(8)
-
-        def loss(self, batch: Any) -> torch.Tensor:
-            return self.layers(self.norm(first_tensor(batch))).square().mean()
-
+    class Normed(NormedNet):
         def on_train_epoch_end(self) -> None:
             if self.current_epoch == 1:
                 here.begins()
@@ -350,12 +342,8 @@ def state_that_is_agreed_upon_when_it_is_read(here: Here) -> None:
     here.fit(net=Counted(here))
 
 
-class Downloading(L.LightningDataModule):
+class Downloading(Data):
     """Downloads, and lets nobody go on before that."""
-
-    def __init__(self, here: Here) -> None:
-        super().__init__()
-        self.here = here
 
     def download(self) -> None:
         (self.here.folder / "data").touch()
@@ -364,9 +352,6 @@ class Downloading(L.LightningDataModule):
     def prepare_data(self) -> None:
         self.here.begins()
         self.download()
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.rand(BATCHES * BATCH_SIZE * self.here.world_size, 8)), BATCH_SIZE)
 
 
 @thread(

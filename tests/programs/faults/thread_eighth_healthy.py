@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from threads import quiet
-from torch.utils.data import DataLoader, TensorDataset
-from training import BATCH_SIZE, BATCHES, Here, Net, first_tensor, rows
+from training import BATCH_SIZE, Data, Here, Net, NormedNet, rows
 from truths import Moment
 
 
@@ -23,15 +22,7 @@ from truths import Moment
 def averaging_with_an_epoch_for_the_norms(here: Here) -> None:
     """Weights are averaged on all ranks, with an epoch more for the statistics of the norms."""
 
-    class Normed(Net):
-        def __init__(self, here: Here) -> None:
-            super().__init__(here)
-            self.norm = torch.nn.BatchNorm1d(8)
-
-        def loss(self, batch: Any) -> torch.Tensor:
-            return self.layers(self.norm(first_tensor(batch))).square().mean()
-
-    here.fit(net=Normed(here), callbacks=[StochasticWeightAveraging(swa_lrs=0.01)])
+    here.fit(net=NormedNet(here), callbacks=[StochasticWeightAveraging(swa_lrs=0.01)])
 
 
 @quiet("https://github.com/patroni/patroni/pull/3413", world_size=3)
@@ -132,18 +123,11 @@ def ring_that_sends_before_it_receives(here: Here) -> None:
     here.fit(net=Ring(here))
 
 
-class Preparing(L.LightningDataModule):
+class Preparing(Data):
     """Prepares its data for three seconds."""
-
-    def __init__(self, here: Here) -> None:
-        super().__init__()
-        self.here = here
 
     def prepare_data(self) -> None:
         time.sleep(3.0)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.rand(BATCHES * BATCH_SIZE * self.here.world_size, 8)), BATCH_SIZE)
 
 
 @quiet("https://github.com/Lightning-AI/pytorch-lightning/issues/19266", world_size=3, moment=Moment.START)

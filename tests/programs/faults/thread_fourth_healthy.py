@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader, TensorDataset
-from training import BATCH_SIZE, BATCHES, Here, MeetingNet, Net, first_tensor, rows
+from training import BATCH_SIZE, BATCHES, Here, MeetingNet, Net, NormedNet, first_tensor, rows
 from truths import Moment, healthy
 
 
@@ -22,15 +22,7 @@ from truths import Moment, healthy
 def epoch_that_is_added_for_averaged_weights(here: Here) -> None:
     """Weight averaging runs one more epoch, without an optimizer, for the statistics of batch norm."""
 
-    class Normed(Net):
-        def __init__(self, here: Here) -> None:
-            super().__init__(here)
-            self.norm = torch.nn.BatchNorm1d(8)
-
-        def loss(self, batch: Any) -> torch.Tensor:
-            return self.layers(self.norm(first_tensor(batch))).square().mean()
-
-    here.fit(net=Normed(here), callbacks=[StochasticWeightAveraging(swa_lrs=0.001, swa_epoch_start=1)], max_epochs=3)
+    here.fit(net=NormedNet(here), callbacks=[StochasticWeightAveraging(swa_lrs=0.001, swa_epoch_start=1)], max_epochs=3)
 
 
 @healthy({Moment.VALIDATION: (3,)}, source="https://github.com/dmlc/dgl/pull/3169")

@@ -22,17 +22,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric
-from training import BATCH_SIZE, IN_THE_MIDDLE, Here, MeetingNet, Net, first_tensor, rows
+from training import BATCH_SIZE, IN_THE_MIDDLE, Here, MeetingNet, Net, NormedNet, finding_unused, first_tensor, rows
 from truths import Moment, healthy
 
 LIGHTNING = "https://github.com/Lightning-AI/pytorch-lightning"
-
-
-def finding_unused(here: Here) -> Any:
-    """As ``strategy="ddp_find_unused_parameters_true"``."""
-    strategy = here.strategy()
-    strategy._ddp_kwargs["find_unused_parameters"] = True
-    return strategy
 
 
 # A classifier on top that trains on what each rank has, in a `Join`: those that are through shadow the others.
@@ -137,14 +130,10 @@ def depth_drawn_by_each_rank(here: Here) -> None:
     source="https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html",
 )
 def averaged_weights_and_growing_accumulation(here: Here) -> None:
-    class Normed(Net):
-        def __init__(self, here: Here) -> None:
-            super().__init__(here)
-            self.norm = nn.BatchNorm1d(8)
-
+    class Normed(NormedNet):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             time.sleep(0.1 + 0.1 * here.rank)
-            return self.layers(self.norm(first_tensor(batch))).square().mean()
+            return self.loss(batch)
 
     averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     accumulation = GradientAccumulationScheduler(scheduling={0: 1, 1: 2, 2: 4})

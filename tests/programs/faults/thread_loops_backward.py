@@ -7,17 +7,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
-from training import IN_THE_MIDDLE, Here, Net, first_tensor, rows
+from training import IN_THE_MIDDLE, Here, Net, finding_unused, first_tensor, rows
 from truths import Moment, fault, odd_one_out
 
 LIGHTNING = "https://github.com/Lightning-AI/pytorch-lightning"
-
-
-def finding_unused(here: Here) -> Any:
-    """As ``strategy="ddp_find_unused_parameters_true"``, which adversarial trainings need."""
-    strategy = here.strategy()
-    strategy._ddp_kwargs["find_unused_parameters"] = True
-    return strategy
 
 
 # The discriminator is updated only while the generator's loss is low: a well-known trick, decided by each rank.

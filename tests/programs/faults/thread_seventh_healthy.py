@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from samples import in_order
 from threads import on_split_model, quiet
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from training import BATCH_SIZE, BATCHES, Here, MeetingNet, Net, first_tensor, rows
+from training import BATCH_SIZE, BATCHES, Here, LoggingNet, MeetingNet, Net, first_tensor, rows
 from truths import Moment
 
 
@@ -74,13 +74,7 @@ def outage_of_the_tracker_that_is_survived(here: Here) -> None:
         def log_hyperparams(self, *args: Any, **keywords: Any) -> None:
             pass
 
-    class Logging(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
-    here.fit(net=Logging(here), logger=Tracker())
+    here.fit(net=LoggingNet(here), logger=Tracker())
 
 
 @quiet("https://github.com/Lightning-AI/pytorch-lightning/pull/10610", world_size=2)

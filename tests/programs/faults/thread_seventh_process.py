@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from samples import in_order
 from threads import goes_wrong, thread
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
-from training import BATCH_SIZE, BATCHES, FOR_LONG_S, IN_THE_MIDDLE, Here, Net, first_tensor, rows
+from training import BATCH_SIZE, BATCHES, FOR_LONG_S, IN_THE_MIDDLE, Here, LoggingNet, Net, first_tensor, rows
 from truths import Moment
 
 
@@ -56,15 +56,6 @@ class Quiet(Logger):
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         pass
-
-
-class Logging(Net):
-    """Logs the loss of each step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
 
 
 @thread("https://github.com/Lightning-AI/litData/pull/846", "data-stall")
@@ -229,7 +220,7 @@ def tracker_whose_client_waits_longer_each_time(here: Here) -> None:
                 here.begins()
                 self.post(metrics)
 
-    here.fit(net=Logging(here), logger=Tracker())
+    here.fit(net=LoggingNet(here), logger=Tracker())
 
 
 class Stalling(MemoryFileSystem):
@@ -404,7 +395,7 @@ def run_locked_by_a_program_that_was_started(here: Here) -> None:
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             self.write(step or 0)
 
-    here.fit(net=Logging(here), logger=Tracker())
+    here.fit(net=LoggingNet(here), logger=Tracker())
 
 
 class Prefetched(IterableDataset[torch.Tensor]):

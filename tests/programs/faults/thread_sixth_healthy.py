@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from samples import in_order
 from threads import quiet
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from training import BATCH_SIZE, BATCHES, Here, MeetingNet, Net, first_tensor
+from training import BATCH_SIZE, BATCHES, Here, LoggingNet, MeetingNet, Net, first_tensor
 from truths import Moment
 
 
@@ -153,13 +153,7 @@ def tracker_that_lets_through_two_lines_a_second(here: Here) -> None:
         def log_hyperparams(self, *args: Any, **keywords: Any) -> None:
             pass
 
-    class Logging(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
-    here.fit(net=Logging(here), logger=Limited())
+    here.fit(net=LoggingNet(here), logger=Limited())
 
 
 @quiet("https://github.com/huggingface/picotron/pull/5", world_size=4)

@@ -118,11 +118,29 @@ class Here:
         return replace(self, **more)
 
 
+def finding_unused(here: Here) -> Any:
+    """As ``strategy="ddp_find_unused_parameters_true"``."""
+    strategy = here.strategy()
+    strategy._ddp_kwargs["find_unused_parameters"] = True
+    return strategy
+
+
 def rows(here: Here, batches: int = BATCHES, **keywords: Any) -> DataLoader[Any]:
     """So many batches for each rank, of data that a sampler splits."""
     count = batches * BATCH_SIZE * here.world_size
     values = torch.arange(8.0 * count).reshape(count, 8) / (8 * count)
     return DataLoader(TensorDataset(values), **({"batch_size": BATCH_SIZE} | keywords))
+
+
+class Data(L.LightningDataModule):
+    """As many random rows as `rows` has."""
+
+    def __init__(self, here: Here) -> None:
+        super().__init__()
+        self.here = here
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.rand(BATCHES * BATCH_SIZE * self.here.world_size, 8)), BATCH_SIZE)
 
 
 class Net(L.LightningModule):
@@ -176,6 +194,26 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+class NormedNet(Net):
+    """Has a norm before its layers."""
+
+    def __init__(self, here: Here) -> None:
+        super().__init__(here)
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.layers(self.norm(first_tensor(batch))).square().mean()
+
+
+class LoggingNet(Net):
+    """Logs the loss of each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
 
 
 class MeetingNet(Net):
