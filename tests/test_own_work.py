@@ -109,7 +109,6 @@ def test_so_is_the_beginning_of_an_epoch_of_a_loader_that_is_tuned(monkeypatch: 
 def test_what_a_logger_is_given_is_taken_in_by_us() -> None:
     """Where its queue is full, the caller may have to wait."""
     offload = Offload.__new__(Offload)
-    parts = {"intake": SimpleNamespace(put=work), "ledger": Ledger("CSVLogger", print), "is_forked": False}
-    vars(offload).update({f"_{name}": part for name, part in parts.items()})
+    vars(offload).update(_intake=SimpleNamespace(put=work), _is_forked=False, ledger=Ledger("CSVLogger", print))
     offload.put(MARKER)
     assert busy_ns() >= MS

@@ -397,7 +397,7 @@ def test_staging_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
         make_staging(tmp_path / "staging", manifest(tmp_path))
     assert list((tmp_path / "staging").iterdir()) == []
