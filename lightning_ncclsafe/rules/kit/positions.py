@@ -101,11 +101,11 @@ def ended_first(view: Timeline) -> tuple[int, ...]:
         return ()
     places = {rank: (place.epoch, place.stage) for rank, place in positions(view).items()}
     first, last = min(places.values()), max(places.values())
-    # Somebody must still be in batches. Within one epoch's, a rank that is a batch ahead has skipped a collective.
-    if first == last or first[1] not in (0, 2):
-        return _an_epoch_ahead(view, first[0])
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
+    # Somebody must still be in batches. Within one epoch's, a rank that is a batch ahead has skipped a collective.
+    if first == last or (first[1] not in (0, 2) and not without_validation(view, ended, still)):
+        return _an_epoch_ahead(view, first[0])
     # Who waits in its batch under a condition on the rank does not wait for the end of anybody's data.
     is_alone = not conditioned(view, view.facts).keys().isdisjoint(still)
     is_even = _equally_many(view, ended, still) or _validated_all(view, ended, still)
