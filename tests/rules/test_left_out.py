@@ -272,6 +272,12 @@ def test_who_has_gone_on_without_a_validation_has_left_it_out(made: int, rule: s
     has_left_out = "Rank 1 has gone on without the validation that rank 0 is in" in finding.summary
     assert has_left_out == (rule == "stopped-early")
     assert has_left_out == (finding.ranks == (1,))
+    # What is logged is reduced after the last batch.
+    last = replace(inside.progress, batch_idx=3, is_last_batch=True, actions=())
+    assert inside.trainer is not None
+    ended = replace(inside, progress=last, steps=StepFacts(validated=8), trainer=replace(inside.trainer, validated=4))
+    if has_left_out:
+        assert first(job(ended, gone_on, world=2)).rule == rule
 
 
 def test_who_has_finished_while_the_others_validate_has_stopped_early() -> None:

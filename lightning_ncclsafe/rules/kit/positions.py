@@ -100,11 +100,11 @@ def out_of_data_first(view: Timeline) -> tuple[int, ...]:
         return ()
     places = {rank: (place.epoch, place.stage) for rank, place in positions(view).items()}
     first, last = min(places.values()), max(places.values())
-    # Some rank must still be in batches. A rank that is a batch ahead in the same epoch has skipped a collective.
-    if first == last or first[1] not in (0, 2):
-        return _an_epoch_ahead(view, first[0])
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
+    # Some rank must still be in batches. A rank that is a batch ahead in the same epoch has skipped a collective.
+    if first == last or (first[1] not in (0, 2) and not without_validation(view, ended, still)):
+        return _an_epoch_ahead(view, first[0])
     # A rank that waits in its batch under a condition on the rank does not wait because of data.
     is_alone = not under_rank_condition(view, view.facts).keys().isdisjoint(still)
     is_even = _equally_many(view, ended, still) or _validated_it(view, ended, still)
