@@ -16,7 +16,7 @@ from lightning_ncclsafe.guard import stuck, thresholds
 from lightning_ncclsafe.guard.participation import Participation
 from lightning_ncclsafe.guard.shared import IncidentEntry, IncidentLog
 from lightning_ncclsafe.guard.stuck import StuckDetector
-from lightning_ncclsafe.rules.kit import expected
+from lightning_ncclsafe.rules.kit import expected_waits
 
 LONG_S = 1.5
 
@@ -25,7 +25,7 @@ LONG_S = 1.5
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes; nothing is learned here before there are batches, so the minute counts."""
     monkeypatch.setattr(thresholds, "UNKNOWN_S", 0.2)
-    monkeypatch.setattr(expected, "LONG_S", LONG_S)
+    monkeypatch.setattr(expected_waits, "LONG_S", LONG_S)
     monkeypatch.setattr(stuck, "LONG_S", LONG_S)
 
 
