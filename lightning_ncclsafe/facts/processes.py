@@ -5,6 +5,13 @@ from dataclasses import dataclass
 from lightning_ncclsafe.facts.collectives import Group
 from lightning_ncclsafe.facts.frames import ExceptionFacts, Frame
 
+GONE = "gone"
+"""The state of a process that no longer exists."""
+ENDED = (GONE, "zombie", "dead")
+"""States of a process that has ended."""
+ANSWERING = ("running", "sleeping", "idle")
+"""States in which a process can be asked for its stack."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:

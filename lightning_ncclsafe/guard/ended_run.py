@@ -3,11 +3,10 @@
 from collections.abc import Callable
 
 from lightning_ncclsafe.exchange import wait_for
-from lightning_ncclsafe.facts import IncidentKind
+from lightning_ncclsafe.facts import ENDED, IncidentKind
 from lightning_ncclsafe.guard.ending import end_frozen, end_run
 from lightning_ncclsafe.guard.reporter import hide_reported_errors
 from lightning_ncclsafe.guard.shared import GuardedRank
-from lightning_ncclsafe.probes.host.resources import ENDED
 
 Save = Callable[[str, bool], Callable[[], None]]
 """Begins to save the state of the run, together with the other ranks and within its own time limit. Takes why the run

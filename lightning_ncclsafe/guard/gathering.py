@@ -20,9 +20,9 @@ from lightning_ncclsafe.exchange import (
     wait_for,
     wait_for_keys,
 )
-from lightning_ncclsafe.facts import Incident, JobFacts, ProcessFacts, RankFacts, codec
+from lightning_ncclsafe.facts import ANSWERING, ENDED, Incident, JobFacts, ProcessFacts, RankFacts, codec
 from lightning_ncclsafe.guard.reporter import Verdict
-from lightning_ncclsafe.probes.host.resources import ANSWERING, ENDED, look_at
+from lightning_ncclsafe.probes.host.resources import look_at
 from lightning_ncclsafe.probes.rank import RankInfo, info_key
 from lightning_ncclsafe.rules.kit.wording import size_words
 

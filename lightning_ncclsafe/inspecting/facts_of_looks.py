@@ -14,6 +14,8 @@ from lightning_ncclsafe.code.libraries import ALL_OF_LIGHTNING
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import (
     COLLECTOR,
+    ENDED,
+    GONE,
     EndedProcess,
     FileLockFacts,
     Frame,
@@ -41,7 +43,6 @@ from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
-from lightning_ncclsafe.probes.host.resources import ENDED, GONE
 from lightning_ncclsafe.probes.machine_state import main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.growth import with_core_shares

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_ncclsafe.code.libraries import TRAINER_CALL
-from lightning_ncclsafe.facts import IncidentKind, JobFacts, Phase, RankFacts
+from lightning_ncclsafe.facts import ENDED, IncidentKind, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
-from lightning_ncclsafe.probes.host.resources import ENDED
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit import capitalised, clause, different_waits, forget, is_in, timeline, verb

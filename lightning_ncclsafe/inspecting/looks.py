@@ -18,10 +18,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.facts import ENDED, GONE, ProcessFacts
 from lightning_ncclsafe.inspecting.sources import is_users_file
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.host.resources import ENDED, GONE, look_at
+from lightning_ncclsafe.probes.host.resources import look_at
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread, slept_s, started_at
 
 _DEADLINE_S, _NATIVE_DEADLINE_S = 3.0, 15.0

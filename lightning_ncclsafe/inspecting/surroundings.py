@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.code.libraries import LOADING
-from lightning_ncclsafe.facts import EndedProcess, HostFacts, ProcessFacts, StorageFacts
+from lightning_ncclsafe.facts import GONE, EndedProcess, HostFacts, ProcessFacts, StorageFacts
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, frames_of
 from lightning_ncclsafe.inspecting.looks import Look, StackReader
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.sources import from_storage, remember_sources
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.host.resources import GONE, child_processes, filesystem_of, host_facts, look_at
+from lightning_ncclsafe.probes.host.resources import child_processes, filesystem_of, host_facts, look_at
 from lightning_ncclsafe.probes.network import name_servers_asked
 from lightning_ncclsafe.probes.process.growth import MemoryLook, growth_between
 from lightning_ncclsafe.probes.process.lock_waits import awaited_lock

@@ -14,6 +14,9 @@ import psutil
 from lightning_ncclsafe._torch import build
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import (
+    ANSWERING,
+    ENDED,
+    GONE,
     ExceptionFacts,
     HostFacts,
     LoggerFacts,
@@ -23,16 +26,7 @@ from lightning_ncclsafe.facts import (
     Straggler,
 )
 from lightning_ncclsafe.probes.gpu import gpu_state
-from lightning_ncclsafe.probes.host.resources import (
-    ANSWERING,
-    ENDED,
-    GONE,
-    HostProbe,
-    child_processes,
-    look_at,
-    own_memory,
-    signal_name,
-)
+from lightning_ncclsafe.probes.host.resources import HostProbe, child_processes, look_at, own_memory, signal_name
 from lightning_ncclsafe.probes.machine_state import GpuWatch, MachineProbe
 from lightning_ncclsafe.probes.network import taken_interface
 from lightning_ncclsafe.probes.process import flight_recorder, lock_waits, stacks, thread_locks, traceback_signal

@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_ncclsafe.facts import HostFacts
+from lightning_ncclsafe.facts import GONE, HostFacts
 from lightning_ncclsafe.probes.host.resources import (
-    GONE,
     HostProbe,
     child_processes,
     filesystem_of,

@@ -10,17 +10,10 @@ from typing import TypeVar
 
 import psutil
 
-from lightning_ncclsafe.facts import HostFacts, ProcessFacts
+from lightning_ncclsafe.facts import GONE, HostFacts, ProcessFacts
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 
 T = TypeVar("T")
-
-GONE = "gone"
-"""The state of a process that no longer exists."""
-ENDED = (GONE, "zombie", "dead")
-"""States of a process that has ended."""
-ANSWERING = ("running", "sleeping", "idle")
-"""States in which a process can be asked for its stack."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import Frame, ProcessFacts
-from lightning_ncclsafe.probes.host.resources import ANSWERING
+from lightning_ncclsafe.facts import ANSWERING, Frame, ProcessFacts
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 
 LEAST_S = 0.5
