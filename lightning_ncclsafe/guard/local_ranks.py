@@ -12,7 +12,7 @@ import psutil
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
-from lightning_ncclsafe.facts import codec
+from lightning_ncclsafe.facts import ENDED, codec
 from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.host import resources
 from lightning_ncclsafe.probes.rank import RankInfo, RankProbe, info_key
@@ -94,7 +94,7 @@ class LocalRanks:
         if len(self._early) < self._place.local_world_size - 1 or self._gone:
             self.search()
         for rank, peer in self._early.items():
-            is_gone = self._probe.look_at_peer(peer).state in resources.ENDED
+            is_gone = self._probe.look_at_peer(peer).state in ENDED
             self._gone[rank] = self._gone.get(rank, 0) + 1 if is_gone else 0
         self._gone = {rank: looks for rank, looks in self._gone.items() if looks}
         self.has_lost = any(looks >= _LOOKS_UNTIL_LOST for looks in self._gone.values())

@@ -510,6 +510,20 @@ def test_a_count_of_epochs_that_was_set_by_hand_is_a_change(tmp_path: Path) -> N
     assert facts.ended_at == (f"{__file__}:{lines_of('recounts')[0]} in on_train_start",)
 
 
+def test_in_the_hooks_at_the_end_of_an_epoch_no_setting_has_changed(tmp_path: Path) -> None:
+    class Look(Callback):
+        def on_train_epoch_end(self, *_: Any) -> None:
+            facts = probe.facts()
+            seen.append(None if facts is None else facts.changed)
+
+    seen: list[dict[str, str] | None] = []
+    trainer = make_trainer(tmp_path, Look(), max_epochs=2)
+    probe = TrainerProbe(trainer)
+    probe.started = True
+    trainer.fit(Net(), *LOADERS["fit"])
+    assert seen == [{}, {}]
+
+
 def test_what_ranks_have_to_have_alike_is_what_they_had_when_training_began(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, accumulate_grad_batches=3, precision="bf16-mixed", limit_train_batches=0.5)
     probe = TrainerProbe(trainer)

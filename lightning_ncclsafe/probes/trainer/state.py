@@ -41,7 +41,7 @@ _SETTINGS = (
 )
 # Those that decide when training ends: setting them during training affects this rank only.
 _ENDS = ("max_epochs", "max_steps", "limit_train_batches", "first epoch")
-# Attributes that set these under another name: the counter that ``current_epoch`` reads.
+# Attributes that set these under another name: the counter that ``current_epoch`` follows.
 _SET_BY = {"first epoch": ("processed",)}
 # Settings for the batch after which validation starts; Lightning computes the first from the second.
 _VALIDATES = ("val_check_batch", "val_check_interval")
@@ -190,13 +190,17 @@ class TrainerProbe:
         return {name: str(value) for name, value in found.items() if value is not None}
 
     def _first_epoch(self) -> int:
-        """The number that the first epoch of this call has, or would have if nothing had set the counter since."""
-        return int(getattr(self._trainer, "current_epoch", 0)) - (self._epochs() - self._epochs_before)
+        """The number that the first epoch of this call has, or would have if nothing had set the counter since.
+
+        By processed epochs: Lightning counts the completed ones, ``current_epoch``, only after the hooks of their end.
+        """
+        progress = getattr(getattr(self._trainer, "fit_loop", None), "epoch_progress", None)
+        return 0 if progress is None else progress.current.processed - (self._epochs() - self._epochs_before)
 
     def _epochs(self) -> int:
-        """The number of completed training epochs, whatever the current epoch's number is."""
+        """The number of processed training epochs, whatever the current epoch's number is."""
         progress = getattr(getattr(self._trainer, "fit_loop", None), "epoch_progress", None)
-        return int(progress.total.processed) if progress is not None else 0
+        return 0 if progress is None else progress.total.processed
 
     def _validation_s(self) -> float | None:
         """Lightning's own name: there is no other for a ``val_check_interval`` that is a time (from 2.6 on)."""

@@ -110,7 +110,7 @@ def _validation(
     view: Timeline, early: tuple[int, ...], others: tuple[int, ...], trainers: dict[int, TrainerFacts]
 ) -> tuple[str, str] | None:
     """What the early ranks did, and the remedy, if they validate within an epoch or have not validated; else None."""
-    if without_validation(view, early, others):
+    if _have_skipped_validation(view, early, others):
         return f"gone on without the validation that {clause(others, 'is|are in')}", _REMEDY_WITHOUT
     if any(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in early):
         return None
@@ -122,6 +122,13 @@ def _validation(
     )
     are_alike = len({trainer.batches for trainer in trainers.values()}) == 1
     return ("begun to validate within its epoch", _REMEDY_VALIDATION) if are_within and are_past and are_alike else None
+
+
+def _have_skipped_validation(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Whether they have skipped it otherwise than by a line of the user's that ends an epoch, which ends it as well."""
+    trainers = (_trainer(view, rank) for rank in early)
+    are_cut_short = all(one.end is LoopEnd.UNKNOWN and _is_cut_short(one) and one.ended_at for one in trainers)
+    return without_validation(view, early, others) and not are_cut_short
 
 
 def _batches_left(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> int:
@@ -197,7 +204,7 @@ def _trainer(view: Timeline, rank: int) -> TrainerFacts:
 
 def _places(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> list[str]:
     """The lines that may have let these ranks continue."""
-    if without_validation(view, early, others):
+    if _have_skipped_validation(view, early, others):
         return [*dict.fromkeys(place for rank in early for place in _trainer(view, rank).validates_at)]
     return [*dict.fromkeys(place for rank in early for place in _trainer(view, rank).ended_at)]
 

@@ -195,10 +195,15 @@ def _sent_at_once(facts: RankFacts, world_size: int) -> tuple[int, ...]:
 
 
 def bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:
-    """The numbers of bytes that gloo may send at once for a collective: a whole tensor, or a segment of its ring."""
+    """The numbers of bytes that gloo may send at once for a collective: a whole tensor, or a segment of its ring.
+
+    A broadcast is a tree, and has no segments (gloo/broadcast.cc).
+    """
     if call.backend != "gloo":
         return ()
     size = size_bytes(call)
+    if call.op == "broadcast":
+        return (size,)
     item = size // max(numel(call), 1)
     segment = min(-(-size // (2 * world_size)), _MOST_OF_SEGMENT)
     return size, -(-segment // max(item, 1)) * item
