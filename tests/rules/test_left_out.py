@@ -286,6 +286,15 @@ def test_who_has_finished_while_the_others_validate_has_stopped_early() -> None:
     others = [trained(GLOO.waiting(n, seq=61, phase=Phase.VALIDATE, batch=5), LoopEnd.DATA, begun=6) for n in (0, 2, 3)]
     finding = first(job(others[0], ended, *others[1:]))
     assert (finding.rule, finding.ranks, finding.location) == ("stopped-early", (1,), RETURN)
+    # It has validated nothing, and the others six batches: what ends an epoch ends it without its validation.
+    told = [(facts, facts.trainer) for facts in others]
+    counted = [
+        replace(facts, steps=StepFacts(validated=6), trainer=replace(trainer, validated=6))
+        for facts, trainer in told
+        if trainer is not None
+    ]
+    finding = first(job(counted[0], ended, *counted[1:]))
+    assert (finding.rule, finding.ranks, finding.location) == ("stopped-early", (1,), RETURN)
 
 
 def test_who_has_changed_when_it_ends_has_stopped_early() -> None:

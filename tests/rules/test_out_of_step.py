@@ -532,8 +532,11 @@ def _sized(world: int, room: int, *, at: tuple[Frame, ...] = (RUN, ENGINE), site
             replace(call, input_sizes=((size,),), site=sites[size == 8], stack=(line,) if size == 8 else ())
             for call, size in zip(calls, sizes, strict=True)
         ]
+        # A segment of it would fit as well, but a broadcast has none.
+        rebuilt = replace(told[0], op="broadcast", seq=told[0].seq - 1, input_sizes=((5,),), dtypes=("Int",), site="c")
         assert facts.exception is not None
-        return replace(facts, collectives=tuple(told), exception=replace(facts.exception, stack=(MAIN, RUN, ENGINE)))
+        lost = replace(facts.exception, stack=(MAIN, RUN, ENGINE))
+        return replace(facts, collectives=(rebuilt, *told), exception=lost)
 
     sent = 20 if world == 2 else 12
     said = f"what(): op.preamble.length <= op.nbytes. {sent} vs {room}"
