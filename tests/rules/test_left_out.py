@@ -90,7 +90,11 @@ def test_of_a_pass_that_was_left_out_long_ago_the_line_is_known_by_later_batches
     assert first(stepping(other, few)).location == ""
 
 
-@pytest.mark.parametrize(("made", "odd"), [([(1, 1), (1,)] * 2, 1), ([(1, 1)] * 5, 0)], ids=["in turns", "always"])
+@pytest.mark.parametrize(
+    ("made", "odd"),
+    [([(1, 1), (1,)] * 2, 1), ([(1, 1), (1,)], 1), ([(1, 1)] * 5, 0)],
+    ids=["in turns", "in turns, once", "always"],
+)
 def test_where_batches_take_turns_the_odd_one_is_out_of_turn(made: list[tuple[int, ...]], odd: int) -> None:
     """Gradients of two batches accumulate, until one rank's exchange comes a batch later; the call is the same one."""
     made = [*made, (1, 1)]

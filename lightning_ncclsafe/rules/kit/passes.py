@@ -201,8 +201,8 @@ def _similar_batch(steps: StepFacts, batch: tuple[int, ...]) -> tuple[int, ...]:
     """The last batch of the same kind if the counts of the batches before recur in turns; else the batch before."""
     epoch, index = batch
     counts = [_run_of(steps, (epoch, number))[2:] for number in range(max(index - _TURNS, 0), index)]
-    periods = range(1, len(counts) // 2 + 1)
-    period = next((period for period in periods if counts[period:] == counts[:-period]), 1)
+    # At least one batch has to confirm a period.
+    period = next((period for period in range(1, len(counts)) if counts[period:] == counts[:-period]), 1)
     return epoch, index - period
 
 

@@ -310,7 +310,7 @@ def features_cut_off_under_a_reader(here: Here) -> None:
     here.fit(data=in_order(here, Mapped()))
 
 
-@thread("https://github.com/NVlabs/nvdiffrec/issues/39", "rank-behind")
+@thread("https://github.com/NVlabs/nvdiffrec/issues/39", "rank-behind", "file-lock")
 def extension_whose_lock_was_left_behind(here: Here) -> None:
     """An extension is built when it is first used; a build that was killed has left its lock file on one host."""
     build = here.folder / f"extensions-{here.rank}"

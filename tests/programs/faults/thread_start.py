@@ -19,6 +19,7 @@ from truths import Moment, fault
 
 @fault(
     "late-at-init",
+    "file-lock",
     ranks=(2, 3),
     at={Moment.START: (4,)},
     source="https://github.com/pytorch/pytorch/issues/189245",
