@@ -2,7 +2,8 @@
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from time import time_ns
 from typing import Any, NamedTuple
 
@@ -10,7 +11,6 @@ import numpy as np
 
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.code.own_work import take_own_work
-from lightning_ncclsafe.collectives.sizes import size_bytes
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
 from lightning_ncclsafe.recorder.model import Recorder, WorkKind, recorded_once
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
@@ -29,6 +29,25 @@ Entry = dict[str, Any]
 
 # How long to wait for a duration on the device; a collective that takes longer is a hang.
 _PATIENCE_NS = 30_000_000_000
+# By the names of torch's ScalarType; other types count as one byte.
+_BYTES = {
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+    "Short": 2,
+    "Half": 2,
+    "BFloat16": 2,
+    "UInt16": 2,
+    "Int": 4,
+    "UInt32": 4,
+    "Float": 4,
+    "ComplexHalf": 4,
+    "Long": 8,
+    "UInt64": 8,
+    "Double": 8,
+    "ComplexFloat": 8,
+    "ComplexDouble": 16,
+}
 _KEPT_STARTS = 4096
 # A program may create groups for as long as it runs.
 _MOST_GROUPS = 10_000
@@ -281,3 +300,18 @@ def _totals(entries: list[Entry]) -> tuple[OpTotal, ...]:
         )
         for (group, op), (count, bytes_, duration_ns, timed) in sums.items()
     )
+
+
+def size_bytes(entry: dict[str, Any]) -> int:
+    """Bytes that this rank puts into a collective or, if it only receives, gets out of it."""
+    return _bytes(entry.get("input_sizes"), entry.get("input_dtypes")) or _bytes(
+        entry.get("output_sizes"), entry.get("output_dtypes")
+    )
+
+
+def _bytes(shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[str] | None) -> int:
+    if not shapes or not dtypes:
+        return 0
+    # The recorder keeps one type if all tensors have the same.
+    of_each = dtypes if len(dtypes) == len(shapes) else [dtypes[0]] * len(shapes)
+    return sum(prod(shape) * _BYTES.get(dtype, 1) for shape, dtype in zip(shapes, of_each, strict=True))

@@ -17,8 +17,7 @@ from warm import Warm
 
 from lightning_ncclsafe._torch import build, process_groups, recorders
 from lightning_ncclsafe.collectives import recording as recording_module
-from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
-from lightning_ncclsafe.collectives.sizes import size_bytes
+from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording, size_bytes
 from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase
 from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Clock, Window

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.collectives.sizes import size_bytes
+from lightning_ncclsafe.collectives.recording import size_bytes
 
 
 @pytest.mark.parametrize(
