@@ -56,16 +56,17 @@ class _Ends:
             self.ended.append(self._settled(self._running.pop(fd)))
         return bool(self._running)
 
-    def or_readable(self, fd: int) -> Callable[[float | None], bool]:
+    def or_readable(self, fd: int) -> Callable[[float | None], tuple[bool, bool]]:
         """A function, for one thread, that waits for a worker to end, or for the file descriptor.
 
-        Its argument is the longest wait in seconds; it returns whether there is something to read.
+        Its argument is the longest wait in seconds; it returns whether there is something to read, and whether a worker
+        has ended.
         """
         poll = _poll_of([fd, *self._fds])
 
-        def wait(within_s: float | None) -> bool:
-            found = poll.poll(None if within_s is None else max(0.0, within_s) * 1000)
-            return any(each == fd for each, _ in found)
+        def wait(within_s: float | None) -> tuple[bool, bool]:
+            found = {each for each, _ in poll.poll(None if within_s is None else max(0.0, within_s) * 1000)}
+            return fd in found, bool(found - {fd})
 
         return wait
 
@@ -122,18 +123,24 @@ def _give_up_cut_messages(connection: Any, ends: _Ends) -> None:
     file as this process has the pipe's other end open as well.
     """
     reader = connection.fileno()
-    is_readable = ends.or_readable(reader)
+    # Nobody else reads from it. Most messages have arrived whole, and reading them takes no poll.
+    os.set_blocking(reader, False)
+    wait = ends.or_readable(reader)
     is_cut = False
 
     def receive(size: int, read: Any = None) -> io.BytesIO:
         nonlocal is_cut
         received = io.BytesIO()
         while (missing := size - received.tell()) > 0:
-            is_cut = is_cut or not is_readable(None)
             if is_cut:
                 time.sleep(_CUT_POLL_S)  # torch's pin-memory thread retries
                 raise queue.Empty
-            piece = os.read(reader, missing)
+            try:
+                piece = os.read(reader, missing)
+            except BlockingIOError:
+                is_readable, _ = wait(None)
+                is_cut = not is_readable
+                continue
             if not piece:
                 raise EOFError
             received.write(piece)
@@ -156,7 +163,7 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
     ends: _Ends | None = None
     ended = ""
     is_asked_to_end = False
-    _wait: Callable[[float | None], bool] | None = None
+    _wait: Callable[[float | None], tuple[bool, bool]] | None = None
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if first_iter:
@@ -177,19 +184,7 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
     def _try_get_data(self, timeout: float | None = None) -> Any:
         until = time.monotonic() + (_LOOK_S if timeout is None else timeout)
         while True:
-            now = time.monotonic()
-            waits_s = min(_LOOK_S, max(0.0, until - now))
-            if self.silent_from is not None:
-                waits_s = min(waits_s, max(0.0, self.silent_from - now))
-            if self._wait is not None:
-                self._wait(waits_s)
-                waits_s = 0.0
-            try:
-                found = super()._try_get_data(waits_s)  # type: ignore[no-untyped-call]
-            except Exception as error:
-                self._raise_if_ended(error)
-                raise
-            self._raise_if_ended(None)
+            found = self._try_once(until)
             if found[0]:
                 return found
             now = time.monotonic()
@@ -197,6 +192,24 @@ class _Workers(dataloader._MultiProcessingDataLoaderIter):
                 raise WorkersSilent(f"no batch has arrived for {self.answers_s:.0f} s")
             if now >= until:
                 return found
+
+    def _try_once(self, until: float) -> Any:
+        now = time.monotonic()
+        waits_s = min(_LOOK_S, max(0.0, until - now))
+        if self.silent_from is not None:
+            waits_s = min(waits_s, max(0.0, self.silent_from - now))
+        may_have_ended = True
+        if self._wait is not None:
+            _, may_have_ended = self._wait(waits_s)
+            waits_s = 0.0
+        try:
+            found = super()._try_get_data(waits_s)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self._raise_if_ended(error)
+            raise
+        if may_have_ended:
+            self._raise_if_ended(None)
+        return found
 
     def _raise_if_ended(self, error: Exception | None) -> None:
         if self.ends is not None:
@@ -315,14 +328,14 @@ def begin_loading(loader: Any) -> Any:
 
 
 @contextmanager
-def answered_within(iterator: Any, within_s: float | None) -> Iterator[None]:
+def answered_within(iterator: Any, within_s: float) -> Iterator[None]:
     """Makes ``next()`` raise if the worker processes of a loader's iterator do not answer.
 
     Args:
         iterator: The iterator; one without workers always answers.
-        within_s: How long they may take, seconds; None for no limit.
+        within_s: How long they may take, seconds.
     """
-    if within_s is None or not isinstance(iterator, _Workers):
+    if not isinstance(iterator, _Workers):
         yield
         return
     iterator.answers_s, iterator.silent_from = within_s, time.monotonic() + within_s

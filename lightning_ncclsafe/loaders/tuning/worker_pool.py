@@ -8,7 +8,7 @@ what it has drawn and ends, and the next pool continues from there.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -300,8 +300,9 @@ class WorkerPool:
         return batch
 
     def _in_time(self) -> AbstractContextManager[None]:
-        within_s = self._deadlines.of_batch(is_first=self._is_first) if self.is_extra else None
-        return loading.answered_within(self.iterator, within_s)
+        if not self.is_extra:
+            return nullcontext()
+        return loading.answered_within(self.iterator, self._deadlines.of_batch(is_first=self._is_first))
 
     def handed(self) -> None:
         """Notes that it has handed out a batch."""

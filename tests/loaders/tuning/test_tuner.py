@@ -143,7 +143,7 @@ def test_ranks_begin_with_what_the_user_has_set_and_get_the_same_workers_from_an
     make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However long they may take to start here.
-    monkeypatch.setattr(Deadlines, "of_batch", lambda self, *, is_first: None)
+    monkeypatch.setattr(Deadlines, "of_batch", lambda self, *, is_first: 60.0)
     ranks = make(2, Capacity(machine="a", cpus=tuple(range(6))))
     loaders = [DataLoader(Numbers(40, 0), batch_size=4, num_workers=0) for _ in range(2)]
     tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]

@@ -155,6 +155,7 @@ def train(case: dict[str, Any], root: Path) -> dict[str, Any]:
         **case,
         "rate": clock.rate(case.get("from_epoch", 0)),
         "wall_s": ended - began,
+        "epochs_s": [end - start for start, end in zip(clock.began, [*clock.began[1:], ended], strict=True)],
         "cpu_s": sum(used[:4]) - sum(times[:4]),
         "most_workers": max((workers for _, workers in count.seen), default=0),
         "workers_at_end": max(
