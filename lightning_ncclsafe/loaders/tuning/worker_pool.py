@@ -278,7 +278,7 @@ class WorkerPool:
         """Begins another epoch with the same workers."""
         self.sampler.renew(indices)
         self._is_first = False
-        with self._in_time():
+        with self._in_time() if self.is_extra else nullcontext():
             self.iterator._reset(self._loader)  # type: ignore[attr-defined]
 
     def next_batch(self) -> Any:
@@ -290,7 +290,10 @@ class WorkerPool:
         """
         began_s = time.monotonic()
         try:
-            with self._in_time():
+            if self.is_extra:
+                with self._in_time():
+                    batch = next(self.iterator)
+            else:
                 batch = next(self.iterator)
         except loading.WorkersSilent:
             self._is_silent = True
@@ -300,8 +303,6 @@ class WorkerPool:
         return batch
 
     def _in_time(self) -> AbstractContextManager[None]:
-        if not self.is_extra:
-            return nullcontext()
         return loading.answered_within(self.iterator, self._deadlines.of_batch(is_first=self._is_first))
 
     def handed(self) -> None:
