@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
-from faults_host import BIND, mount
 from networks import LINK
+from scenarios.faults_host import BIND, mount
 from training import Here, Net, rows
 from truths import Moment, fault
 
