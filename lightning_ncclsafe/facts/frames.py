@@ -5,6 +5,8 @@ from enum import Enum
 
 ELSE = "else of "
 """Prefix of a rank condition if the line is in the branch for the ranks on which it does not hold."""
+PAST = "past "
+"""Prefix of a rank condition if the ranks on which it holds have left by a jump before the line."""
 
 
 class Decides(str, Enum):
@@ -54,7 +56,8 @@ class Frame:
         code: The source line, stripped; empty where the source cannot be read.
         user: Whether the file is the user's own code: neither the standard library, nor an installed package.
         rank_condition: The condition on the rank that encloses this line in the source, with its line number, such as
-            ``"if trainer.is_global_zero:  (line 41)"``, ``"else of if rank == 0:  (line 12)"``; empty if there is none.
+            ``"if trainer.is_global_zero:  (line 41)"`` or ``"else of if rank == 0:  (line 12)"``; after an early return
+            ``"past return under if rank != 0:  (line 12)"``. Empty if there is none.
         mark: What code of this package declares about itself, see :class:`~lightning_ncclsafe.code.marks.Mark`; empty
             for other code, and if the frame was not taken by a probe.
         handler: The clause that handles an exception in the ``try`` that encloses this line, with its line number, such

@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit.wording import (
     group_words,
     location_of,
     ranks_words,
+    under_words,
 )
 from lightning_ncclsafe.rules.recorded.questions import pending_p2p
 from lightning_ncclsafe.rules.recorded.telling import Words
@@ -299,7 +300,7 @@ def _stack_lines(stack: tuple[Frame, ...]) -> Iterator[str]:
         yield f"  … {len(stack) - _MOST_FRAMES} outer frames"
     for frame in stack[-_MOST_FRAMES:]:
         mark = ">" if frame.user else " "
-        condition = f"   [under {frame.rank_condition}]" if frame.rank_condition else ""
+        condition = f"   [{under_words(frame.rank_condition)}]" if frame.rank_condition else ""
         yield f"{mark} {location_of(frame)}" + (f": {frame.code}" if frame.code else "") + condition
 
 

@@ -59,7 +59,7 @@ def source(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("line", "condition"),
     [
-        (6, "if not is_master(args):  (line 4)"),
+        (6, "past return under if not is_master(args):  (line 4)"),
         (9, ""),
         (13, "if self.trainer.is_global_zero:  (line 10)"),
         (15, "else of if self.trainer.is_global_zero:  (line 10)"),

@@ -68,8 +68,9 @@ def test_a_condition_on_the_rank_outranks_a_majority() -> None:
     assert "under `if self.global_rank > 0:` (line 39)" in finding.summary
 
 
-def test_a_condition_that_holds_on_all_ranks_says_nothing() -> None:
-    line = user("training_step", 40, condition="if self.global_rank != -1:  (line 39)")
+@pytest.mark.parametrize("condition", ["if self.global_rank != -1:", "past return under if self.global_rank == -1:"])
+def test_a_condition_that_holds_on_all_ranks_says_nothing(condition: str) -> None:
+    line = user("training_step", 40, condition=f"{condition}  (line 39)")
     ranks = (GLOO.waiting(0, seq=61, world=3), *(calls(n, line, ALL_REDUCE, world=3) for n in (1, 2)))
     assert first(job(*ranks, world=3)).ranks == (0,)
 

@@ -2,15 +2,17 @@
 
 import pytest
 
-from lightning_ncclsafe.facts import Collective
+from lightning_ncclsafe.facts import Collective, Frame
 from lightning_ncclsafe.rules.kit.wording import (
     call_words,
     collective_words,
     condition_words,
     duration_words,
+    encloses_words,
     group_words,
     ranks_words,
     size_words,
+    under_words,
 )
 
 
@@ -69,3 +71,13 @@ def test_calls_and_groups() -> None:
 def test_conditions() -> None:
     assert condition_words("if rank == 0:  (line 41)") == "`if rank == 0:` (line 41)"
     assert condition_words("@rank_zero_only") == "`@rank_zero_only`"
+
+
+def test_a_line_is_under_a_condition_or_past_the_jump_of_the_other_ranks() -> None:
+    frame = Frame(file="/a/train.py", line=9, function="evaluate")
+    inside, past = "if rank == 0:  (line 4)", "past return under if rank != 0:  (line 4)"
+    assert under_words(inside) == "under `if rank == 0:` (line 4)"
+    assert encloses_words(inside, frame) == "`if rank == 0:` (line 4) encloses /a/train.py:9 in evaluate."
+    assert under_words(past) == "past the `return` under `if rank != 0:` (line 4)"
+    kept = "The `return` under `if rank != 0:` (line 4) keeps other ranks from /a/train.py:9 in evaluate."
+    assert encloses_words(past, frame) == kept

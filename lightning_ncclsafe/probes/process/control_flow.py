@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import ELSE, Branch, Decides
+from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
 
 # Names in conditions that hold on some ranks only, as Lightning, torch and common training scripts use them.
 _RANK_WORDS = re.compile(
@@ -104,7 +104,8 @@ class ControlFlow:
                 branches.append(branch)
                 # A jump after the line, which ends the loop around it, has let all ranks reach the line once.
                 is_before = not branch.jump or branch.line < line
-                rank_condition = branch.test if branch.on is Decides.RANK and is_before else rank_condition
+                if branch.on is Decides.RANK and is_before:
+                    rank_condition = f"{PAST}{branch.jump} under {branch.test}" if branch.jump else branch.test
         return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "")
 
     def _way(self, block: _Block, line: int) -> Iterator[Branch | _Arm]:

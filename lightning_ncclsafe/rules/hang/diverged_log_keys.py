@@ -20,7 +20,6 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     condition_of,
-    condition_words,
     ended_process_evidence,
     finding,
     gloo_abort_words,
@@ -35,6 +34,7 @@ from lightning_ncclsafe.rules.kit import (
     verb,
     where_evidence,
 )
+from lightning_ncclsafe.rules.kit.wording import under_words
 
 _LISTED = 8
 _REMEDY = (
@@ -246,7 +246,7 @@ def _is_in(facts: RankFacts, hook: str) -> bool:
 
 def _finding(view: Timeline, odd: _UncommonKey) -> Finding:
     key, ranks = odd.key, odd.ranks
-    under = f", under {condition_words(key.rank_condition)}" if key.rank_condition else ""
+    under = f", {under_words(key.rank_condition)}" if key.rank_condition else ""
     alone = set(ranks) >= set(odd.having)
     lacking = "" if alone else f", and {clause(ranks, 'does|do not')}"
     if odd.is_mutual:

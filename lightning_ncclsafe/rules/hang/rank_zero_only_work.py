@@ -18,8 +18,8 @@ from lightning_ncclsafe.rules.kit import (
     call_evidence,
     clause,
     condition_evidence,
-    condition_words,
     delayed_by_machine,
+    encloses_words,
     finding,
     gathering_alone,
     hang_rule,
@@ -38,6 +38,7 @@ from lightning_ncclsafe.rules.kit import (
     where_words,
     while_others_wait,
 )
+from lightning_ncclsafe.rules.kit.wording import under_words
 
 _OTHER_RULES = (Kind.LOCK, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _STEP_HOOKS = (
@@ -144,7 +145,7 @@ def _in_hook_of_its_own(view: Timeline, rank: int) -> bool:
 
 def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     doing = view.activities[ranks[0]]
-    condition = f" under {condition_words(doing.rank_condition)}" if doing.rank_condition else ""
+    condition = f" {under_words(doing.rank_condition)}" if doing.rank_condition else ""
     who = f"{clause(ranks, 'is|are working alone')}{condition}"
     # A rank that waits for a file of these is in no collective.
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
@@ -159,9 +160,9 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
 def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """The ranks that run a sharded model alone wait as well: its shards are gathered from ranks that are elsewhere."""
     rank = ranks[0]
-    condition = condition_words(view.activities[rank].rank_condition)
+    condition = under_words(view.activities[rank].rank_condition)
     text = (
-        f"{clause(ranks, 'runs|run the model alone under')} {condition} {where_words(view, rank)}, "
+        f"{clause(ranks, 'runs|run the model alone')} {condition} {where_words(view, rank)}, "
         f"and {verb(ranks, 'waits', 'wait')} there in {wait_words(view, rank)}, which needs all ranks"
         f"{_others_words(view, ranks)}."
     )
@@ -183,14 +184,14 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 def _aborted(view: Timeline, run: AbortedModelRun) -> Finding:
     """Gloo does not wait if sizes differ: it aborts the process that receives more than it has room for."""
-    rank, ended, condition = run.rank, run.ended, condition_words(run.condition)
+    rank, ended, condition = run.rank, run.ended, under_words(run.condition)
     batch = f", {batch_words(view.facts[rank].progress)}" if rank in view.facts else ""
     text = (
-        f"Rank {rank} ran the model alone under {condition} {place_words(run.frame)}{batch}, which needs all ranks: "
+        f"Rank {rank} ran the model alone {condition} {place_words(run.frame)}{batch}, which needs all ranks: "
         f"gloo ended the process of {ranks_words(ended)}, which was sent something other than what it waited for"
         f"{while_others_wait(view, (rank,))}."
     )
-    text_of_condition = f"{condition} encloses {location_of(run.condition_frame)}."
+    text_of_condition = encloses_words(run.condition, run.condition_frame)
     return finding(
         view,
         (rank,),

@@ -13,7 +13,6 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     condition_evidence,
     condition_of,
-    condition_words,
     finding,
     hang_rule,
     how_we_know,
@@ -26,6 +25,7 @@ from lightning_ncclsafe.rules.kit import (
     wait_words,
     where_words,
 )
+from lightning_ncclsafe.rules.kit.wording import under_words
 
 
 @hang_rule(
@@ -87,8 +87,8 @@ def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...
     ranks, asked = tuple(sorted(presenting)), _asked_at(view, presenting)
     at = f" at {short_location(asked)}" if asked else ""
     text = (
-        f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at}, under "
-        f"{condition_words(condition_of(view, ranks[0]))}, which all ranks must do; {ranks_words(elsewhere)} "
+        f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at}, "
+        f"{under_words(condition_of(view, ranks[0]))}, which all ranks must do; {ranks_words(elsewhere)} "
         f"{verb(elsewhere, 'is', 'are')} {where_words(view, elsewhere[0])}."
     )
     return finding(

@@ -45,9 +45,8 @@ from lightning_ncclsafe.rules.kit.wording import (
     capitalised,
     clause,
     collective_words,
-    condition_words,
+    encloses_words,
     joined,
-    location_of,
     ranks_words,
     verb,
 )
@@ -156,7 +155,7 @@ def calls_words(view: Timeline, split: Divergence) -> str:
     different = _variants(split.calls)
     listed = [f"{ranks_words(who)} called {_call_words(view, call, who[0])}" for call, who in different[:_VARIANTS]]
     more = len(different) - _VARIANTS
-    return " and ".join(listed) + (f" and {more} other _variants" if more > 0 else "")
+    return " and ".join(listed) + (f" and {more} other variants" if more > 0 else "")
 
 
 def _call_words(view: Timeline, call: Collective, rank: int) -> str:
@@ -175,8 +174,7 @@ def condition_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidenc
     for rank in sorted(ranks)[:_LISTED]:
         condition, frame = condition_around(stack_of(view, rank))
         if condition:
-            text = f"{condition_words(condition)} encloses {location_of(frame)}."
-            yield Evidence(source="source code", rank=rank, text=text)
+            yield Evidence(source="source code", rank=rank, text=encloses_words(condition, frame))
 
 
 def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:

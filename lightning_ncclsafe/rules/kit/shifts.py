@@ -9,12 +9,7 @@ from lightning_ncclsafe.facts import Collective, Frame
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
-from lightning_ncclsafe.rules.kit.wording import (
-    call_words,
-    condition_words,
-    ranks_words,
-    short_location,
-)
+from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words, short_location, under_words
 
 # A rank makes a few calls more or fewer, for one metric or one save; larger shifts would match any loop.
 _MAX_SHIFT = 8
@@ -55,7 +50,7 @@ class Shift:
         """``"rank 0 has called barrier at train.py:7 in save, which ranks 1-2 have not: …"``."""
         at = f" at {short_location(self.frame)}" if self.frame is not None else ""
         condition = _condition_of(self.call)
-        under = f", under {condition_words(condition)}" if condition else ""
+        under = f", {under_words(condition)}" if condition else ""
         distance = "one call" if self.count == 1 else f"{self.count} calls"
         since = f": since then they are {distance} apart" if self.count else ""
         callers, others = ranks_words(self.callers), ranks_words(self.others)

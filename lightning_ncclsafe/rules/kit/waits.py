@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Collective, Frame
+from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame
 from lightning_ncclsafe.rules.kit.activity import (
     Kind,
     condition_around,
@@ -23,11 +23,12 @@ from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, h
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, signature
 from lightning_ncclsafe.rules.kit.user_lines import depth_passed, in_own_call, stack_of
-from lightning_ncclsafe.rules.kit.wording import call_words, condition_words
+from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
 _P2P_CALLS = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 # Conditions on the rank that hold on all ranks of a distributed job.
 _HOLDS_ON_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
+_HOLDS_ON_NONE = re.compile(r"==\s*-1|<\s*0\b|is None")
 # A call belongs to every step if a rank has made it in this many of its last steps.
 FEW_STEPS, _STEPS = 2, 4
 
@@ -176,14 +177,19 @@ def under_rank_condition(view: Timeline, ranks: Iterable[int]) -> dict[int, str]
     every = tuple(ranks)
     under = {rank: why for rank in every if (why := _why_only_some(view, rank))}
     if 2 * len(under) > len(every):
-        under = {rank: why for rank, why in under.items() if not _HOLDS_ON_ALL.search(condition_of(view, rank))}
+        under = {rank: why for rank, why in under.items() if not _is_of_all(condition_of(view, rank))}
     return under if len(under) < len(every) else {}
+
+
+def _is_of_all(condition: str) -> bool:
+    """Whether all ranks of a distributed job come past it."""
+    return bool((_HOLDS_ON_NONE if condition.startswith((ELSE, PAST)) else _HOLDS_ON_ALL).search(condition))
 
 
 def _why_only_some(view: Timeline, rank: int) -> str:
     """Why only some ranks come to where this one is; empty if nothing shows that."""
     if condition := condition_of(view, rank):
-        return f"under {condition_words(condition)}"
+        return under_words(condition)
     actions = view.facts[rank].progress.actions if rank in view.facts else ()
     in_prepare_data = any(action.name.endswith(".prepare_data") for action in actions)
     return "in prepare_data, which Lightning calls on one rank of each host" if in_prepare_data else ""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import PurePath
 
-from lightning_ncclsafe.facts import Collective, Frame
+from lightning_ncclsafe.facts import PAST, Collective, Frame
 
 _UNITS = ((1_000_000_000_000, "TB"), (1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB"))
 _MAX_RUNS = 12
@@ -74,6 +74,28 @@ def condition_words(condition: str) -> str:
     """A condition with its line number, on one line and marked as code: ``"`if rank == 0:` (line 41)"``."""
     code, mark, line = " ".join(condition.split()).rpartition(" (line ")
     return f"`{code}` (line {line}" if mark else f"`{line}`"
+
+
+def under_words(condition: str) -> str:
+    """``"under `if rank == 0:` (line 41)"``, or ``"past the `return` under `if rank != 0:` (line 41)"``."""
+    jump, test = _jump_of(condition)
+    return f"past the `{jump}` under {condition_words(test)}" if jump else f"under {condition_words(condition)}"
+
+
+def encloses_words(condition: str, frame: Frame | None) -> str:
+    """How a condition on the rank decides who comes to a frame; a sentence."""
+    jump, test = _jump_of(condition)
+    if jump:
+        return f"The `{jump}` under {condition_words(test)} keeps other ranks from {location_of(frame)}."
+    return f"{condition_words(condition)} encloses {location_of(frame)}."
+
+
+def _jump_of(condition: str) -> tuple[str, str]:
+    """The jump past which a line is, and the condition of that jump; empty if it is not past one."""
+    if not condition.startswith(PAST):
+        return "", ""
+    jump, _, test = condition.removeprefix(PAST).partition(" under ")
+    return jump, test
 
 
 def location_of(frame: Frame | None) -> str:

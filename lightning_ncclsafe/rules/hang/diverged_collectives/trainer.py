@@ -10,7 +10,6 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     condition_evidence,
     condition_of,
-    condition_words,
     deepest_user_frame,
     finding,
     location_of,
@@ -25,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     where_words,
     while_others_wait,
 )
+from lightning_ncclsafe.rules.kit.wording import under_words
 
 
 def called_alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
@@ -35,7 +35,7 @@ def called_alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Find
     elsewhere = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
     text = (
         f"{clause(ranks, 'has|have called the Trainer alone')}"
-        f"{f' at {short_location(caller)}' if caller else ''}, under {condition_words(condition)}: "
+        f"{f' at {short_location(caller)}' if caller else ''}, {under_words(condition)}: "
         f"{others_wait(view, ()) or where_words(view, ranks[0])}.{elsewhere}{silent_words(view)}"
     )
     evidence = where_evidence(view, view.facts)
@@ -47,7 +47,7 @@ def called_before(view: Timeline, stacks: dict[int, tuple[Frame, ...]]) -> Findi
     ranks = tuple(sorted(stacks))
     frame = deepest_user_frame(stacks[ranks[0]])
     conditions = [condition for rank in ranks if (condition := condition_of(view, rank))]
-    under = f", under {condition_words(conditions[0])}" if conditions else ""
+    under = f", {under_words(conditions[0])}" if conditions else ""
     text = (
         f"{clause(ranks, 'waits|wait for all ranks')} {place_words(frame)}{under}, outside of the Trainer, which "
         f"the others have called{while_others_wait(view, ranks)}."
