@@ -37,10 +37,9 @@ from lightning_ncclsafe.facts import (
     ThreadPlace,
     UnrecordedGroup,
 )
-from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
-from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects, errors_of, has_failed
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
 from lightning_ncclsafe.probes.machine_state import main_thread_over
