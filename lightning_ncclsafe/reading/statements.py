@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_ncclsafe.facts import Statement, StatementKind
-from lightning_ncclsafe.reading.messages import Found, found_in, message
+from lightning_ncclsafe.reading.lines import Found, found_in, message
 from lightning_ncclsafe.reading.spanning import WORDS as SPANNING
 from lightning_ncclsafe.reading.spanning import Spanning
 from lightning_ncclsafe.reading.values import ranks, whole

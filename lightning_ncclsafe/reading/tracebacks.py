@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.reading.messages import found_in, message
+from lightning_ncclsafe.reading.lines import found_in, message
 from lightning_ncclsafe.reading.values import items, mapping, ranks, text, whole
 
 _MOST = 60
