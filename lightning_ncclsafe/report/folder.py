@@ -15,8 +15,7 @@ from typing import TypeVar
 from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, UnansweredError
 from lightning_ncclsafe.facts import Incident
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.json import report_json
-from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
+from lightning_ncclsafe.report.json import PLAN_FILE, plan_json, report_json
 from lightning_ncclsafe.report.text import render_text
 from lightning_ncclsafe.rules.planning import next_start
 
