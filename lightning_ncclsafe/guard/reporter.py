@@ -89,7 +89,6 @@ class Reporter:
         """Judges, writes and prints, unless the wait is unusual but expected according to the ranks' facts.
 
         Args:
-            job: The facts of all ranks that answered.
             known: The verdict on the same incident that a rank has already printed. Only what is new is printed; the
                 report is written in full.
         """

@@ -52,9 +52,6 @@ class InspectedRanks:
     """The ranks of this host under inspection, with all looks at them.
 
     Args:
-        ranks: The ranks.
-        reader: Reads their stacks.
-        pool: Reads several ranks at a time.
         say: Is called with each line for the user.
         facts: Makes the facts of the ranks of a job.
     """
@@ -83,7 +80,6 @@ class InspectedRanks:
         """Looks at all ranks.
 
         Args:
-            count: How many times.
             over_s: Seconds from the first look to the last.
             may_be_fewer: Whether two are enough if no rank has run for longer than a step takes, and three if they take
                 that long, as with many ranks on a busy host.
@@ -136,7 +132,6 @@ class InspectedRanks:
         """The same ranks with their Flight Recorders and native frames, if their job stands still.
 
         Args:
-            seen: The ranks.
             may_write: Whether a rank may be made to write its Flight Recorder to a file.
             may_stop: Whether ranks may be stopped for a moment, to read native frames.
         """
@@ -230,8 +225,6 @@ def seen_rank(one: RankProcess, looks: tuple[Look, ...], reader: StackReader, ra
     """A rank with its surroundings.
 
     Args:
-        one: The rank.
-        looks: The looks at it.
         reader: Reads stacks of its workers.
         ranks: All ranks of this host.
     """

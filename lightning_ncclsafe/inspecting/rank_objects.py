@@ -93,12 +93,7 @@ class TrainerCounters:
 
 
 def counters_of(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> TrainerCounters | None:
-    """The counters of the Trainer that a stack is in; None if it is not in ``fit``, or if they cannot be read.
-
-    Args:
-        interpreter: Of the process.
-        stack: Of its main thread.
-    """
+    """The counters of the Trainer that a stack is in; None if it is not in ``fit``, or if they cannot be read."""
     trainer = next((frame.addresses.get("self", 0) for frame in stack if FITTING.has(frame.file, frame.function)), 0)
     with suppress(LookupError, OSError, ValueError):
         # Lightning counts a batch only after the ranks have exchanged a signal before it.
@@ -206,7 +201,6 @@ def objects_of(pid: int, stack: Sequence[SeenFrame]) -> RankObjects | None:
     """Reads the objects of a rank that stands still; None if that fails, or if two readings differ.
 
     Args:
-        pid: Its process.
         stack: Of its main thread.
     """
     if not is_known():
@@ -249,12 +243,7 @@ def is_past_program(stack: Sequence[SeenFrame]) -> bool:
 
 
 def group_of(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Group | None:
-    """The group of the collective that a stack is in, with its members; None if it is in none or cannot be read.
-
-    Args:
-        interpreter: Of the process.
-        stack: Of its main thread.
-    """
+    """The group of the collective that a stack is in, with its members; None if it is in none or cannot be read."""
     inside = (frame.addresses.get("group", 0) for frame in reversed(stack) if C10D.has(frame.file, frame.function))
     with suppress(LookupError, OSError, ValueError):
         if group := next(filter(None, inside), 0):
@@ -286,7 +275,6 @@ def errors_of(
 
     Args:
         handled: The exceptions that its main thread handles, the latest first.
-        left: The exceptions that have left its program.
         stack: The stack of its main thread with its source, outermost frame first.
         since_s: Seconds for which it is known to have stood there.
     """

@@ -68,7 +68,6 @@ def recover(folder: Path, replay: Replay | None = None) -> Recovered:
     the calls that ``replay`` makes is made twice.
 
     Args:
-        folder: The folder of local staging.
         replay: Makes calls of the logger they were meant for. None: they are written to files next to its logs.
 
     Raises:

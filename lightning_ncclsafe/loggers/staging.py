@@ -317,7 +317,6 @@ def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
 
     Args:
         folder: The folder; created, for this user only.
-        claim: The claim on it, if there is one.
         manifest: The text of its manifest; empty if it had none.
 
     Raises:

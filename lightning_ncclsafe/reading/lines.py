@@ -72,7 +72,6 @@ def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda
     """The lines of a stream, in pieces if they are too long; the carriage returns of progress bars end lines, too.
 
     Args:
-        stream: The stream.
         most: After how many bytes to stop.
         wanted: Called with each block; the lines of blocks that it refuses are left out.
     """

@@ -70,7 +70,6 @@ class Log:
         """Reads a log.
 
         Args:
-            stream: Its bytes.
             most: After how many bytes to stop.
             rank: The rank in its name, which is ignored if a line says otherwise.
             start: Number of the start of the run with which it begins.

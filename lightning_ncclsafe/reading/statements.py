@@ -303,12 +303,7 @@ class Statements:
         return self._spanning.is_open
 
     def read(self, text: str, rank: int | None) -> Iterator[Statement]:
-        """The statements in this line, and those that it ends.
-
-        Args:
-            text: The line.
-            rank: The rank that wrote it; None if unknown.
-        """
+        """The statements in this line, and those that it ends."""
         for found in found_in(text, _MESSAGES):
             yield self._completed(_said(found), text, rank)
         if "Killing subprocess " in text:

@@ -185,12 +185,7 @@ class Alone(NamedTuple):
 
 
 def alone(text: str, *, is_of_rank: bool) -> Alone | None:
-    """The error in this line, without a traceback.
-
-    Args:
-        text: The line.
-        is_of_rank: Whether the rank that wrote it is known.
-    """
+    """The error in this line, without a traceback."""
     said = next(found_in(text, _STATED), None)
     if said is not None:
         kind = said.message.kind.format(**said.groups)

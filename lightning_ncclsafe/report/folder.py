@@ -63,9 +63,6 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
 def write_page(diagnosis: Diagnosis, folder: Path) -> str:
     """Writes ``report.html`` next to the report, if that does not take long; never raises.
 
-    Args:
-        folder: The result of :func:`write_report`.
-
     Returns:
         Why there is no page, in words; empty if there is one.
     """

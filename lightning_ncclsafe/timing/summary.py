@@ -104,7 +104,6 @@ def bandwidth(op: str, *, ranks: int, size_bytes: float, seconds: float) -> Band
 
     Args:
         op: The operation by PyTorch's name for it, e.g. ``"all_reduce"`` or ``"_all_gather_base"``.
-        ranks: Number of ranks that take part.
         size_bytes: Bytes that one rank puts in.
         seconds: Time that it takes once all ranks have arrived.
 

@@ -62,7 +62,6 @@ def value_words(name: str, value: Any) -> str:
 
     Args:
         name: Name of the field; its suffix is the unit.
-        value: Its value, of any type that facts have.
     """
     if value is None or value == "":
         return ""

@@ -85,8 +85,6 @@ def split_finding(view: Timeline, split: Divergence, why: str) -> Finding:
     """The finding.
 
     Args:
-        view: The job.
-        split: Where ranks differ.
         why: What follows from it, the end of a sentence.
     """
     ranks = split.deviating
@@ -108,8 +106,6 @@ def stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[Fi
     """The same where PyTorch or NCCL itself has compared the ranks; none where it has not.
 
     Args:
-        view: The job.
-        kind: The statements that are meant.
         why: What follows from it, the end of a sentence.
     """
     found = stated(view.job, kind)

@@ -59,9 +59,6 @@ def recorded(
     Args:
         ranks: The ranks that cause it; none if unknown.
         summary: The answer in a sentence; its first letter becomes a capital one.
-        evidence: How we know.
-        confidence: How sure this is.
-        location: Where to look.
         remedy: What to do, if that depends on the finding.
     """
     return Finding(
