@@ -81,11 +81,8 @@ def record_kinds(job: JobFacts) -> tuple[bool, bool]:
 
 def oldest_outstanding(facts: RankFacts, group: str) -> Collective | None:
     """The oldest collective of a group that this rank has called and that has not completed."""
-    return next((call for call in facts.collectives if _waits_in(call, group)), None)
-
-
-def _waits_in(call: Collective, group: str) -> bool:
-    return call.group == group and not call.completed and not call.is_p2p
+    open_calls = (call for call in facts.collectives if not call.completed and not call.is_p2p)
+    return next((call for call in open_calls if call.group == group), None)
 
 
 def last_call(facts: RankFacts, group: str) -> Collective | None:
