@@ -154,14 +154,14 @@ def different_data(view: JobData) -> Iterator[Finding]:
 
 def _differing_prints(loader: JobLoader) -> Differences:
     """The kinds of fingerprints that differ; not items alone if the data is the same: augmentation changes them."""
-    all_kinds = {
-        kind: grouped({rank: facts.fingerprints[kind] for rank, facts in loader.facts.items()})
-        for kind in loader.kinds
-        if kind not in _OWN_PRINTS
-    }
+    all_kinds = {kind: grouped(_prints(loader, kind)) for kind in loader.kinds if kind not in _OWN_PRINTS}
     same_source = any(kind in all_kinds and not all_kinds[kind].differ for kind in _SOURCES)
     differing: Differences = {kind: groups for kind, groups in all_kinds.items() if groups.differ}
     return {} if same_source and set(differing) == {"items"} else differing
+
+
+def _prints(loader: JobLoader, kind: str) -> dict[int, object]:
+    return {rank: facts.fingerprints[kind] for rank, facts in loader.facts.items()}
 
 
 def _different_data(view: JobData, loader: JobLoader, prints: Differences) -> Finding:
