@@ -133,11 +133,7 @@ _BATCHES, _EVALUATED = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_p
 
 
 class LoopCounters:
-    """The counters of the training loop and of those within it.
-
-    Args:
-        fit_loop: Lightning's training loop.
-    """
+    """The counters of the training loop and of those within it."""
 
     def __init__(self, fit_loop: Any) -> None:
         self._fit_loop = fit_loop

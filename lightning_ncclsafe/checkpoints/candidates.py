@@ -84,11 +84,7 @@ def _shard_key(rank: int) -> str:
 
 
 def savers(candidates: Iterable[Candidate], shards: Collection[str] = ("",)) -> list[Candidate]:
-    """The ranks that can save, in this order: those with the newest complete step, healthy ones first.
-
-    Args:
-        shards: All shards of the model.
-    """
+    """The ranks that can save, in this order: those with the newest complete step, healthy ones first."""
     able = [candidate for candidate in candidates if not candidate.why]
     for step in sorted({candidate.step for candidate in able}, reverse=True):
         there = [candidate for candidate in able if candidate.step == step]

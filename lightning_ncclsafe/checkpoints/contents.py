@@ -58,7 +58,6 @@ def contents(
     It contains the very tensors that are trained. The user's hooks for saving are called in the calling thread.
 
     Args:
-        boundary: What the weights belong to.
         weights: The state of the model.
         optimizer_state: Makes the state of an optimizer from it and the settings of its groups at the boundary.
 

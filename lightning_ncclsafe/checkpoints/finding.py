@@ -89,7 +89,6 @@ def agree_on_newest(
     """The newest complete checkpoint that all ranks see alike; empty if there is none. All ranks call it.
 
     Args:
-        folders: The folders to search.
         fits: Why this training cannot resume from a checkpoint, in words; empty if it can. Called on rank 0.
 
     Raises:

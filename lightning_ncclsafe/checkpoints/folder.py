@@ -67,7 +67,6 @@ class CheckpointFolder:
         """Writes a checkpoint to a temporary file, syncs it, reads it back, and only then renames it.
 
         Args:
-            write: Writes it to a file.
             may_finish: Called before the rename; if it raises, nothing is left behind.
 
         Returns:
@@ -234,10 +233,6 @@ def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> int:
 
 def check_lengths(folder: Path, files: Mapping[str, int]) -> None:
     """Checks that each file is as long as it was written.
-
-    Args:
-        folder: The folder of the files.
-        files: The length of each file, bytes.
 
     Raises:
         OSError: A file is missing, or has another length.

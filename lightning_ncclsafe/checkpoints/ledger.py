@@ -44,8 +44,6 @@ class StepLedger:
         parts: This rank's parts of a sharded model; None for a replica.
 
     Attributes:
-        counters: The counters of Lightning's loops.
-        weights: The weights that are watched.
         is_in_step: Whether the main thread is in the middle of an optimizer step, or right after it.
     """
 

@@ -132,7 +132,6 @@ def packed(value: Any, known: Known | None = None, used: Known | None = None) ->
     """Plain data with tensors as bytes: small values as JSON, long ones as they are in memory.
 
     Args:
-        value: The data.
         known: Mappings in it that were packed before.
         used: Receives the mappings in it, with their bytes.
 

@@ -29,9 +29,6 @@ class Resuming:
     """Makes Lightning resume where an earlier start has ended, and keeps the position for the next start.
 
     Lightning looks for its checkpoint after all ranks have joined, so they can agree on one.
-
-    Args:
-        local_ranks: The ranks of this host.
     """
 
     def __init__(
@@ -67,11 +64,7 @@ class Resuming:
         return left
 
     def positions_in_files(self, ranks: Iterable[int], step: int) -> dict[int, dict[str, Any]]:
-        """The positions of silent ranks of this host, if they follow this optimizer step.
-
-        Args:
-            ranks: The ranks that did not answer.
-        """
+        """The positions of silent ranks of this host, if they follow this optimizer step."""
         found = {rank: read_position(self._files[rank], step) for rank in ranks if rank in self._files}
         return {rank: one for rank, one in found.items() if one is not None and one.pop("step", None) == step}
 

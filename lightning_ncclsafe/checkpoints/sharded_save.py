@@ -96,11 +96,7 @@ def _dotted(name: Sequence[str | int]) -> str:
 
 
 def why_not_covered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Why these boxes do not cover a tensor exactly once, in words; empty if they do.
-
-    Args:
-        boxes: The boxes, in any order.
-    """
+    """Why these boxes do not cover a tensor exactly once, in words; empty if they do."""
     ordered, volume = sorted(boxes), 0
     active: list[Box] = []
     for offsets, sizes in ordered:
@@ -137,7 +133,6 @@ class ShardedSave:
     """One rank's part in such a checkpoint.
 
     Args:
-        folder: The folder of checkpoints.
         ranks: The ranks that write, the leader first.
         is_on_device: Whether tensors are on a device that the host runs ahead of.
         left_s: Gives the remaining time, seconds.
@@ -170,7 +165,6 @@ class ShardedSave:
         """Writes this rank's file, and publishes what is in it, or why there is none.
 
         Args:
-            state: Gives the state on this rank.
             words: Describes an exception in one line.
 
         Raises:

@@ -19,12 +19,11 @@ from lightning_ncclsafe.report.terminal import room_on_stderr, say_on_stderr, sa
 from lightning_ncclsafe.report.trace.collectives import write_trace
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.analysis import Analysis
-from lightning_ncclsafe.timing.bandwidth import bandwidth
 from lightning_ncclsafe.timing.history import LatenessHistory
 from lightning_ncclsafe.timing.lateness import Lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls
 from lightning_ncclsafe.timing.stragglers import LEAST_STEPS
-from lightning_ncclsafe.timing.summary import TimingSummary
+from lightning_ncclsafe.timing.summary import TimingSummary, bandwidth
 
 # MLflow accepts no other characters in the name of a metric.
 _REFUSED = re.compile(r"[^\w./\-: ]")

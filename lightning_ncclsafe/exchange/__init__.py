@@ -5,8 +5,15 @@
 """
 
 from lightning_ncclsafe.exchange.directory import DirectoryExchange
-from lightning_ncclsafe.exchange.interface import Exchange, ExchangeError, comes_first, first_rank, in_parts
-from lightning_ncclsafe.exchange.memory import MemoryExchange, SharedMemory
+from lightning_ncclsafe.exchange.interface import (
+    Exchange,
+    ExchangeError,
+    MemoryExchange,
+    SharedMemory,
+    comes_first,
+    first_rank,
+    in_parts,
+)
 from lightning_ncclsafe.exchange.over_another import FallbackExchange, InTimeExchange
 from lightning_ncclsafe.exchange.tcp_store import TcpStoreExchange
 from lightning_ncclsafe.exchange.waiting import keep_trying, poll_interval_s, wait_for, wait_for_keys

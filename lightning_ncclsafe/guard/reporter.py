@@ -11,7 +11,7 @@ from lightning_ncclsafe.facts import Incident, JobFacts, Phase, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.facts.frames import ExceptionFacts
 from lightning_ncclsafe.report.folder import write_page, write_report
-from lightning_ncclsafe.report.plan import plan_words
+from lightning_ncclsafe.report.json import plan_words
 from lightning_ncclsafe.report.text import render_news
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.expected_waits import announced_for_s, busy_for_s, expected_for_s
@@ -89,7 +89,6 @@ class Reporter:
         """Judges, writes and prints, unless the wait is unusual but expected according to the ranks' facts.
 
         Args:
-            job: The facts of all ranks that answered.
             known: The verdict on the same incident that a rank has already printed. Only what is new is printed; the
                 report is written in full.
         """

@@ -22,7 +22,7 @@ from lightning_ncclsafe.facts.findings import NextStart, Plan
 from lightning_ncclsafe.guard.ending import say_goodbye, wait_for_others
 from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.process.environment import JOB, launch_words
-from lightning_ncclsafe.report.plan import PLAN_FILE, plan_words, read_plan
+from lightning_ncclsafe.report.json import PLAN_FILE, plan_words, read_plan
 from lightning_ncclsafe.report.terminal import say_on_stderr
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 from lightning_ncclsafe.rules.planning import SAME_MOST, is_same

@@ -59,12 +59,7 @@ class IdleTimes:
         self._before: tuple[float, PhaseKind] | None = None
 
     def observe(self, idle_s: float, phase_kind: PhaseKind, *, batch_idx: int, now_s: float) -> None:
-        """Learns from a tick of the watchdog.
-
-        Args:
-            phase_kind: The kind of phase that the rank is in.
-            batch_idx: Index of the batch being worked on.
-        """
+        """Learns from a tick of the watchdog."""
         before, self._before = self._before, (idle_s, phase_kind)
         if before is not None and idle_s < before[0]:
             self._learn(*before, now_s)
@@ -120,12 +115,7 @@ class Thresholds:
         self._not_own_s = {round(limit_s + BACKSTOP_S, 3) for limit_s in every} | DEFAULT_TIMEOUTS_S
 
     def observe(self, idle_s: float, phase_kind: PhaseKind, batch_idx: int) -> None:
-        """Learns, at each tick of the watchdog, how long this rank usually makes no progress.
-
-        Args:
-            phase_kind: The kind of phase that the rank is in.
-            batch_idx: Index of the batch being worked on.
-        """
+        """Learns, at each tick of the watchdog, how long this rank usually makes no progress."""
         if idle_s < self._idle_s:
             self._looked_at_s = self._quiet_until_s = 0.0  # both are about a standstill which is over
         self._idle_s = idle_s
@@ -142,11 +132,7 @@ class Thresholds:
         return self._clock() < self._quiet_until_s
 
     def is_time_to_look(self, idle_s: float, phase_kind: PhaseKind, *, joined: bool) -> bool:
-        """Whether to look at what a rank does: when a limit has just been passed, and ever more rarely from then on.
-
-        Args:
-            phase_kind: The kind of phase that the rank is in.
-        """
+        """Whether to look at what a rank does: when a limit has just been passed, and ever more rarely from then on."""
         suspect_after_s = self.suspect_after_s(phase_kind, joined=joined)
         before_s = self._looked_at_s if self._looked_at_s <= idle_s else 0.0
         passed = any(before_s < limit_s <= idle_s for limit_s in (suspect_after_s, self.limit_s(phase_kind)))

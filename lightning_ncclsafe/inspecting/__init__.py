@@ -1,8 +1,8 @@
 """Inspects a job from outside that nobody has prepared: which processes are its ranks, and what they do.
 
 The entry point is ``inspection``. ``ranks`` finds the processes. ``inspected_ranks`` looks at them until it is clear
-whether one hangs: it asks ``looks`` for stacks, ``rank_objects`` for Python objects, ``surroundings`` for workers,
-files and host, and ``recorders`` for Flight Recorders. ``trainer_frames`` recognises Lightning's loops in stacks,
+whether one hangs, and at their workers, files and host: it asks ``looks`` for stacks, ``rank_objects`` for Python
+objects, and ``recorders`` for Flight Recorders. ``trainer_frames`` recognises Lightning's loops in stacks,
 ``facts_of_looks`` makes the facts that rules judge, and ``joining`` joins the hosts of a job. Nothing here changes a
 process: none is signalled or stopped and no code is injected, unless the caller allows it (``may_write``,
 ``may_stop``).

@@ -37,10 +37,9 @@ from lightning_ncclsafe.facts import (
     ThreadPlace,
     UnrecordedGroup,
 )
-from lightning_ncclsafe.inspecting.exceptions import errors_of, has_failed
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
-from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects, errors_of, has_failed
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
 from lightning_ncclsafe.probes.machine_state import main_thread_over
@@ -231,7 +230,7 @@ def _inspection(looks: Sequence[Look]) -> InspectionFacts:
     slept_s = looks[-1].slept_s if looks else None
     return InspectionFacts(
         looks=sum(not one.problem for one in looks),
-        over_s=round(_span_s(looks), 1),
+        over_s=round(looks[-1].at_s - looks[0].at_s, 1) if looks else 0.0,
         moved=_moved(looks),
         slept_s=round(slept_s, 1) if slept_s is not None else None,
     )
@@ -261,10 +260,6 @@ def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:
     if len(kept) > _MOST_FRAMES:
         kept = kept[: _MOST_FRAMES // 2] + kept[-_MOST_FRAMES // 2 :]
     return tuple(Frame(file=one.file, line=one.line, function=one.function, user=one.is_users) for one in kept)
-
-
-def _span_s(looks: Sequence[Look]) -> float:
-    return looks[-1].at_s - looks[0].at_s if looks else 0.0
 
 
 def _moved(looks: Sequence[Look]) -> bool | None:

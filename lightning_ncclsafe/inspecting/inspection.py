@@ -61,15 +61,12 @@ def inspect(
 
     Args:
         pids: Processes of the ranks; by default all ranks that are found.
-        looks: How many times to look.
         over_s: Seconds from the first look to the last. By default ``SECONDS``, less if no rank has run for longer than
             a step takes, and more while a rank stands still, until it has stood still for longer than a step takes.
         may_write: Whether a rank may be made to write its Flight Recorder to a file.
         may_stop: Whether ranks that stand still may be stopped for a moment, to read native frames.
         say: Is called with each line for the user.
         so_far: Is called with the diagnoses so far if it takes longer; returns whether it has shown them to the user.
-        processes: Gives the Python processes of this host.
-        reader: Reads their stacks.
     """
     reader, chosen = reader or StackReader(), [*pids]
     with ThreadPoolExecutor(_AT_ONCE) as pool:

@@ -34,9 +34,6 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)")
 class Memory:
     """The memory of a process, which runs while it is read.
 
-    Args:
-        pid: Process id.
-
     Raises:
         OSError: There is no such process, or no permission to read it.
     """

@@ -231,7 +231,6 @@ def denied_words(pid: int, *, yama: Path = _YAMA, own_id: int | None = None) -> 
     """Why this process may not read another, and what to do, in one line.
 
     Args:
-        pid: The other process.
         yama: The kernel's file with its policy.
         own_id: This process's user; by default its effective one.
     """
@@ -263,7 +262,6 @@ def threads_in(dump: bytes, pid: int) -> tuple[SeenThread, ...]:
     """The threads in the output of ``py-spy dump --json --locals``.
 
     Args:
-        dump: The output.
         pid: The process, whose main thread has the same number.
 
     Raises:
@@ -287,10 +285,6 @@ def threads_in(dump: bytes, pid: int) -> tuple[SeenThread, ...]:
 
 def native_in(dump: bytes, pid: int) -> tuple[str, ...]:
     """The native functions below the main thread's last Python frame in the output of ``py-spy dump --json --native``.
-
-    Args:
-        dump: The output.
-        pid: The process.
 
     Raises:
         ValueError, KeyError, TypeError, StopIteration: If it is something else.
@@ -328,9 +322,6 @@ def look(pid: int, reader: StackReader, at_s: float, *, started: int | None = No
     """One look at a process.
 
     Args:
-        pid: Process id.
-        reader: Reads its stacks.
-        at_s: The time.
         started: When it was started, by `started_at`; None for any process with this id.
     """
     process = look_at(pid)

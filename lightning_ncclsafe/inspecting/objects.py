@@ -41,9 +41,6 @@ class ReadException:
 class Interpreter:
     """The Python interpreter of another process.
 
-    Args:
-        pid: Process id.
-
     Attributes:
         is_same: Whether it is the same Python as this process's; if not, nothing can be read.
     """

@@ -118,11 +118,7 @@ class _Place:
 
 
 def python_processes(proc: Path = Path("/proc")) -> list[SeenProcess]:
-    """All Python processes of this user; of all users for root.
-
-    Args:
-        proc: Where procfs is mounted.
-    """
+    """All Python processes of this user; of all users for root."""
     own_id = os.geteuid()
     found = []
     for process in psutil.process_iter():
@@ -172,7 +168,6 @@ def find_ranks(processes: Iterable[SeenProcess], pids: Iterable[int] = ()) -> Fo
     """The ranks among processes.
 
     Args:
-        processes: All Python processes.
         pids: Take only these processes; by default all ranks.
     """
     by_pid = {process.pid: process for process in processes if not process.has_ended}

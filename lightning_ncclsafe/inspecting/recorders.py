@@ -61,8 +61,6 @@ def recorded(ranks: Iterable[RankProcess], pool: Executor, *, may_write: bool) -
     """Reads the Flight Recorders of ranks.
 
     Args:
-        ranks: The ranks.
-        pool: Reads several at a time.
         may_write: Whether ranks may be made to write a file.
     """
     answers = [*zip(given := [*ranks], pool.map(partial(_answer, may_write=may_write), given), strict=True)]

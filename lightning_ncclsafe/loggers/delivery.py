@@ -47,8 +47,6 @@ class Delivery:
     """Delivers what a store holds, in the background. A fault is retried, later each time, for as long as it lasts.
 
     Args:
-        sink: Where frames go.
-        name: Class name of the logger, for the thread's name.
         on_fault: Called with the first error of each series.
         on_lost: Called with the error of a job that is given up.
         after: Set before the first delivery may begin: the rest of an earlier offload for the same files comes first.
@@ -120,7 +118,6 @@ class Delivery:
         """Adds something to do on this thread, as it writes to the storage itself; once, if it is still waiting.
 
         Args:
-            call: What to do.
             data_bytes: Memory of its arguments.
         """
         with self._changed:

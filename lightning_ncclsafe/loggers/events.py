@@ -26,7 +26,6 @@ class CaughtFile(FileWriter):
     """torch's writer of one event file, which passes on its events instead of writing them.
 
     Args:
-        logdir: The directory of the file.
         take: Called with the directory and each serialised event.
         now: Wall-clock time of events without one, seconds since the epoch.
     """
@@ -74,7 +73,6 @@ class EventMaker(SummaryWriter):
     """Creates the events of ``add_…`` calls. Belongs to one thread.
 
     Args:
-        logdir: The logger's directory.
         settings: Attributes of the SummaryWriter whose calls it makes, such as its bins for histograms.
     """
 
@@ -90,8 +88,6 @@ class EventMaker(SummaryWriter):
 
         Args:
             name: The method, ``"add_image"`` for instance.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
             created: Time of the call, seconds since the epoch.
         """
         self._made, self._created = [], created

@@ -104,7 +104,6 @@ class FilesSink:
     rows. After a fault or a crash, what the file has beyond its anchor is not sent again.
 
     Args:
-        destination: The directory.
         anchors: State after earlier deliveries, by file; changed as files grow.
         note: Saves the anchors.
         reject: Called with the frames of a file that can never be written, and why; they are left out. None: they are

@@ -16,9 +16,6 @@ _LONG_WAIT_S = 5.0
 class Ledger:
     """Counts what is lost, and reports each kind of trouble once.
 
-    Args:
-        logger: Class name of the logger.
-
     Attributes:
         waited_s: How long training has waited, seconds.
         longest_wait_s: Its longest single wait, seconds.
@@ -55,7 +52,6 @@ class Ledger:
 
         Args:
             name: The method that was called, or the file.
-            error: Why.
             points: Scalar points in it.
             records: Everything else in it.
         """

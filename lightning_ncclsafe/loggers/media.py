@@ -21,7 +21,6 @@ class MediaProcess:
     """Encodes the large calls of one thread in a process of low priority, which the first of them starts.
 
     Args:
-        logdir: The logger's directory.
         settings: See :class:`~lightning_ncclsafe.loggers.events.EventMaker`.
     """
 

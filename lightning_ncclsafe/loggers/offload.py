@@ -69,16 +69,10 @@ class Backend(Encoder, Protocol):
 class Offload:
     """Takes a logger off the training thread, until it is finalized for the last time.
 
-    Args:
-        backend: How to handle this kind of logger.
-        name: Class name of the logger.
-        store: Its local staging.
-
     Attributes:
         ending: Whether the Trainer is ending, so that the next ``finalize`` is the last one.
         ended: Set once everything is delivered after that.
         is_closed: Whether nothing more is accepted.
-        ledger: Counts what is lost.
     """
 
     def __init__(
@@ -168,7 +162,6 @@ class Offload:
 
         Args:
             job: What to run; once, if it is already waiting.
-            data_bytes: Memory of its arguments.
         """
         if self._delivery.jobs_bytes + data_bytes > self._settings.memory_limit_bytes:
             self._intake.dropped_records += 1

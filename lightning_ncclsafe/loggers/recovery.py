@@ -11,13 +11,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.loggers.claim import Claim
 from lightning_ncclsafe.loggers.destinations import open_destination
 from lightning_ncclsafe.loggers.files import FilesSink
 from lightning_ncclsafe.loggers.segments import Portion, StagedFrame
 from lightning_ncclsafe.loggers.staging import (
     KINDS,
     MANIFEST,
+    Claim,
     Manifest,
     StagingError,
     is_alive,
@@ -68,7 +68,6 @@ def recover(folder: Path, replay: Replay | None = None) -> Recovered:
     the calls that ``replay`` makes is made twice.
 
     Args:
-        folder: The folder of local staging.
         replay: Makes calls of the logger they were meant for. None: they are written to files next to its logs.
 
     Raises:

@@ -33,15 +33,7 @@ class Encoder(Protocol):
 
 
 class Stager:
-    """Stages what arrives in an intake: one thread for points and short calls, one for media.
-
-    Args:
-        encoder: Turns entries into frames.
-        intake: Where they arrive.
-        delivery: Notified of what is staged.
-        ledger: Counts what cannot be staged.
-        name: Class name of the logger, for the threads' names.
-    """
+    """Stages what arrives in an intake: one thread for points and short calls, one for media."""
 
     def __init__(
         self,

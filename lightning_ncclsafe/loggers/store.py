@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_ncclsafe.loggers.claim import Claim
 from lightning_ncclsafe.loggers.segments import (
     Note,
     Portion,
@@ -22,7 +21,7 @@ from lightning_ncclsafe.loggers.segments import (
     read_small,
     write_note,
 )
-from lightning_ncclsafe.loggers.staging import MANIFEST, keep_staging, remove_staging
+from lightning_ncclsafe.loggers.staging import MANIFEST, Claim, keep_staging, remove_staging
 
 _SEGMENT_BYTES = 1 << 20
 # How long to wait before writing to a full disk again: what waits in memory may be large.

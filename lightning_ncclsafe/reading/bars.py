@@ -58,7 +58,6 @@ def works_on(bars: list[ProgressBar], limits_s: set[float]) -> str:
     """A bar that moved after a rank gave up, or that began when the rank began to wait; empty if there is none.
 
     Args:
-        bars: The bars seen after ranks had given up.
         limits_s: The timeouts of these ranks, seconds.
     """
     for bar in bars:

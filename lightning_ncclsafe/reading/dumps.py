@@ -71,9 +71,6 @@ class _RefusingUnpickler(pickle.Unpickler):
 def unpickled(data: bytes) -> Any:
     """The plain data in a pickle: lists, tuples, dictionaries, numbers, text.
 
-    Args:
-        data: The pickle.
-
     Raises:
         ReadingError: If it is damaged, asks for anything to be imported, or would need much memory.
     """
@@ -328,7 +325,6 @@ def from_json(data: bytes, most: int = MOST_CONTAINERS) -> object:
     """Plain data of JSON text, whatever it is.
 
     Args:
-        data: The text.
         most: How many lists and dictionaries it may hold.
 
     Raises:

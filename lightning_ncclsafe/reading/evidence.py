@@ -97,7 +97,6 @@ class Artifacts:
 
         Args:
             path: Its path; the name has the rank that wrote it.
-            dump: Its content.
 
         Raises:
             ReadingError: If the name does not say so.

@@ -131,10 +131,6 @@ def opened(source: Source) -> IO[bytes]:
 def content(source: Source, most: int) -> bytes:
     """All of a file, unpacked.
 
-    Args:
-        source: The file.
-        most: How many bytes it may have.
-
     Raises:
         ReadingError: If it has more, or is damaged.
         OSError: If it cannot be read.

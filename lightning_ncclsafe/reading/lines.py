@@ -1,9 +1,10 @@
-"""The lines of a log in bounded memory, without colours, and the prefixes that launchers add to them."""
+"""The lines of a log in bounded memory, without colours and the prefixes that launchers add, and messages in them."""
 
 import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, NamedTuple
+from dataclasses import dataclass
+from typing import IO, Generic, NamedTuple, TypeVar
 
 from lightning_ncclsafe.reading.values import MOST_RANKS
 
@@ -71,7 +72,6 @@ def lines(stream: IO[bytes], most: int, wanted: Callable[[bytes], bool] = lambda
     """The lines of a stream, in pieces if they are too long; the carriage returns of progress bars end lines, too.
 
     Args:
-        stream: The stream.
         most: After how many bytes to stop.
         wanted: Called with each block; the lines of blocks that it refuses are left out.
     """
@@ -140,3 +140,90 @@ def _stripped(text: str) -> Line:
 
 def _rank(said: str | None, otherwise: int | None) -> int | None:
     return int(said) if said and len(said) < 8 and int(said) < MOST_RANKS else otherwise
+
+
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(frozen=True, slots=True)
+class Message(Generic[_Kind]):
+    """Messages of one form.
+
+    Attributes:
+        kind: What it means.
+        word: A word in all of them, which is searched for before the pattern is tried.
+        pattern: The pattern, with named groups.
+        words: The details, with the groups: ``"rank {rank} has {count}"``.
+        code: The exit code that they stand for; None if a group gives it, or if it is unknown.
+    """
+
+    kind: _Kind
+    word: str
+    pattern: re.Pattern[str]
+    words: str = ""
+    code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[_Kind]):
+    """A message in a line: its details, and its groups, which are empty if absent."""
+
+    message: Message[_Kind]
+    words: str
+    groups: dict[str, str]
+
+    def of(self, *names: str) -> list[str]:
+        """The values of the groups of these names that are present."""
+        return [self.groups[name] for name in names if self.groups.get(name)]
+
+
+def message(kind: _Kind, word: str, pattern: str, words: str = "", code: int | None = None) -> Message[_Kind]:
+    """An entry of a table of messages."""
+    return Message(kind, word, re.compile(pattern), words, code)
+
+
+def found_in(text: str, messages: Iterable[Message[_Kind]]) -> Iterator[Found[_Kind]]:
+    """The messages of a table that a line holds."""
+    for one in messages:
+        found = one.pattern.search(text) if one.word in text else None
+        if found is not None:
+            groups = {name: (said or "").strip() for name, said in found.groupdict().items()}
+            yield Found(one, one.words.format(**groups), groups)
+
+
+class Unread:
+    """Lines that look like errors of unknown formats: their number, and some examples."""
+
+    _ALARM = re.compile(
+        r"\[[EF][ \d][^\]]{0,80}\.(?:cpp|hpp|cu):\d+\]|NCCL WARN|[RHX]CCL (?:WARN|ERROR)"
+        r"|Dist(?:Backend|Store|Network)Error|\[ERROR\].{0,80}(?:rank|device|collective)|terminated by signal|MPI_ABORT"
+        r"|libfabric|NET/\w+ .{0,80}error"
+    )
+    _SAYS_NO_MORE = re.compile(
+        r"Some NCCL operations|To avoid (?:data|this) inconsistency|Exception raised from|Stack trace of the failed"
+        r"|debug info|dump signal|Terminating the process|First PG on this rank|terminate called|ncclInvalidUsage"
+        r"|flight recorder|timed out in blocking wait|watchdog got stuck|NCCL (?:operations|error)"
+        r"|ProcessGroupNCCL\.cpp:\d+\] Rank \d+$|Failed to execute operation|Socket recv failed"
+        r"|Error encountered progressing|successfully reached|poll for socket"
+    )
+    _MOST = 3
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lines: dict[str, str] = {}
+
+    def add(self, text: str) -> None:
+        """Counts a line if it looks like an error; of lines that differ in numbers only, the first is an example."""
+        head = text[:1000]
+        if self._ALARM.search(head) and not self._SAYS_NO_MORE.search(text[:2000]):
+            self._count += 1
+            if len(self._lines) < self._MOST:
+                self._lines.setdefault(re.sub(r"\d+", "0", head[:80]), head.strip()[:160])
+
+    @property
+    def sentences(self) -> Iterable[str]:
+        """One sentence, or none."""
+        if self._count:
+            shown = "; ".join(f'"{line}"' for line in self._lines.values())
+            what = "1 line looks like an error" if self._count == 1 else f"{self._count:,} lines look like errors"
+            yield f"{what} in a format that is not known, such as: {shown}."

@@ -8,7 +8,7 @@ from lightning_ncclsafe.facts import ExceptionFacts, LogFacts, Statement, Statem
 from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
 from lightning_ncclsafe.reading.bars import LastBar, works_on
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
-from lightning_ncclsafe.reading.lines import Line, lines, parts, telling
+from lightning_ncclsafe.reading.lines import Line, Unread, lines, parts, telling
 from lightning_ncclsafe.reading.raising import Raising, RankException
 from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.starts import (
@@ -23,7 +23,6 @@ from lightning_ncclsafe.reading.starts import (
 )
 from lightning_ncclsafe.reading.statements import Statements, ended_child
 from lightning_ncclsafe.reading.tracebacks import frame
-from lightning_ncclsafe.reading.unread import Unread
 from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError
 
 # Every useful line has one of these words; most lines, and most megabytes, have none.
@@ -71,7 +70,6 @@ class Log:
         """Reads a log.
 
         Args:
-            stream: Its bytes.
             most: After how many bytes to stop.
             rank: The rank in its name, which is ignored if a line says otherwise.
             start: Number of the start of the run with which it begins.

@@ -70,8 +70,6 @@ class Raising:
         """Reads the next line; the exceptions that end with it, and whether the line is about an exception.
 
         Args:
-            line: The line.
-            rank: The rank that wrote it; None if unknown.
             text: The line, joined with what a terminal has broken off.
             has_numbers: Whether the number of a child is its rank.
         """

@@ -134,7 +134,7 @@ class RankLog:
             exception=self.exception,
             record=RecordFacts(
                 has_log=True,
-                group_known=not calls or all(self._is_known(call) for call in self.timeouts.values()),
+                group_known=not calls or all(call.seq in self.at for call in self.timeouts.values()),
                 waited_ms=max((call.ran_ms for call in self.timeouts.values()), default=0),
                 awaited=tuple(sorted(self.awaited)),
                 awaited_in=self.awaited_in,
@@ -144,9 +144,6 @@ class RankLog:
                 lines=tuple(self.lines),
             ),
         )
-
-    def _is_known(self, call: TimedOut) -> bool:
-        return call.seq in self.at
 
     def group_of(self, call: TimedOut) -> str:
         """Name of the group of a collective, which another line may give."""

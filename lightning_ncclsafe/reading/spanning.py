@@ -41,12 +41,7 @@ class Spanning:
         return any(one.is_open for one in self._readers)
 
     def read(self, text: str, rank: int | None) -> Iterator[Statement]:
-        """The statements that end with this line.
-
-        Args:
-            text: The line.
-            rank: The rank that wrote it; None if unknown.
-        """
+        """The statements that end with this line."""
         for one in self._readers:
             yield from one.read(text, rank)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_ncclsafe.facts import Statement, StatementKind
-from lightning_ncclsafe.reading.messages import Found, found_in, message
+from lightning_ncclsafe.reading.lines import Found, found_in, message
 from lightning_ncclsafe.reading.spanning import WORDS as SPANNING
 from lightning_ncclsafe.reading.spanning import Spanning
 from lightning_ncclsafe.reading.values import ranks, whole
@@ -303,12 +303,7 @@ class Statements:
         return self._spanning.is_open
 
     def read(self, text: str, rank: int | None) -> Iterator[Statement]:
-        """The statements in this line, and those that it ends.
-
-        Args:
-            text: The line.
-            rank: The rank that wrote it; None if unknown.
-        """
+        """The statements in this line, and those that it ends."""
         for found in found_in(text, _MESSAGES):
             yield self._completed(_said(found), text, rank)
         if "Killing subprocess " in text:

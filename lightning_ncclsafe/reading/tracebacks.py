@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.reading.messages import found_in, message
+from lightning_ncclsafe.reading.lines import found_in, message
 from lightning_ncclsafe.reading.values import items, mapping, ranks, text, whole
 
 _MOST = 60
@@ -185,12 +185,7 @@ class Alone(NamedTuple):
 
 
 def alone(text: str, *, is_of_rank: bool) -> Alone | None:
-    """The error in this line, without a traceback.
-
-    Args:
-        text: The line.
-        is_of_rank: Whether the rank that wrote it is known.
-    """
+    """The error in this line, without a traceback."""
     said = next(found_in(text, _STATED), None)
     if said is not None:
         kind = said.message.kind.format(**said.groups)

@@ -15,8 +15,7 @@ from typing import TypeVar
 from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, UnansweredError
 from lightning_ncclsafe.facts import Incident
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.json import report_json
-from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
+from lightning_ncclsafe.report.json import PLAN_FILE, plan_json, report_json
 from lightning_ncclsafe.report.text import render_text
 from lightning_ncclsafe.rules.planning import next_start
 
@@ -63,9 +62,6 @@ def write_report(diagnosis: Diagnosis, report_dir: Path, *, is_refused: bool = F
 
 def write_page(diagnosis: Diagnosis, folder: Path) -> str:
     """Writes ``report.html`` next to the report, if that does not take long; never raises.
-
-    Args:
-        folder: The result of :func:`write_report`.
 
     Returns:
         Why there is no page, in words; empty if there is one.

@@ -53,7 +53,6 @@ def shown(text: str, stream: TextIO, *, mark: str = "") -> str:
     Rich decides what the terminal can show, and honours NO_COLOR.
 
     Args:
-        stream: Where they will be written.
         mark: Prefix of each line.
     """
     width = width_of(stream)

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Finding
+from lightning_ncclsafe.report.json import plan_words
 from lightning_ncclsafe.report.lines import WIDTH, cut, safe, section, wrapped
-from lightning_ncclsafe.report.plan import plan_words
 from lightning_ncclsafe.report.ranks import (
     NOTHING,
     inspected_answer,

@@ -6,7 +6,6 @@ from itertools import islice
 import numpy as np
 
 from lightning_ncclsafe.facts import Straggler
-from lightning_ncclsafe.timing.bandwidth import bandwidth
 from lightning_ncclsafe.timing.history import (
     KEPT_NS,
     LatenessHistory,
@@ -18,7 +17,7 @@ from lightning_ncclsafe.timing.history import (
 from lightning_ncclsafe.timing.lateness import Lateness, Waits, lateness
 from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher, durations_known
 from lightning_ncclsafe.timing.stragglers import LEAST_LATE_NS, Step, Steps, Stragglers
-from lightning_ncclsafe.timing.summary import STEP_PHASES, OpSummary, RankSummary, StepPhase, TimingSummary
+from lightning_ncclsafe.timing.summary import STEP_PHASES, OpSummary, RankSummary, StepPhase, TimingSummary, bandwidth
 from lightning_ncclsafe.timing.windows import Clock, GroupMembers, Window
 
 Key = tuple[str, str]

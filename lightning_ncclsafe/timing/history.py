@@ -74,9 +74,6 @@ class RecentSpans:
 
     Args:
         limit: Most spans that are kept, all ranks together.
-
-    Attributes:
-        by_rank: The spans of each rank.
     """
 
     def __init__(self, limit: int) -> None:
@@ -167,12 +164,7 @@ class RecentCalls:
 
 
 class WorstMoments:
-    """Of the forgotten collectives, those with the largest skew, with the phases before them.
-
-    Args:
-        limit_bytes: Most bytes that are kept.
-        least_ns: Collectives with less skew are not kept.
-    """
+    """Of the forgotten collectives, those with the largest skew, with the phases before them."""
 
     def __init__(self, limit_bytes: int, *, least_ns: float) -> None:
         self._limit_bytes = limit_bytes

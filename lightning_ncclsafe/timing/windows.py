@@ -278,9 +278,6 @@ def limited(window: Window, most_calls: int) -> Window:
 
     Of more calls, every second, fourth, … run of 64 sequence numbers stays, so that ranks with equally many calls keep
     the same ones without communication. The calls that are left out are counted.
-
-    Args:
-        most_calls: Most calls of one rank in one group.
     """
     calls = window.calls
     most_spans = _SPANS_A_CALL * most_calls * max(len(window.clocks), 1)

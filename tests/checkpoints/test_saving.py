@@ -19,7 +19,7 @@ from lightning_ncclsafe.checkpoints.candidates import Candidate, savers, why_non
 from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, MemoryExchange
-from lightning_ncclsafe.exchange.memory import SharedMemory
+from lightning_ncclsafe.exchange.interface import SharedMemory
 from lightning_ncclsafe.settings import CheckpointSettings
 
 

@@ -27,7 +27,7 @@ from lightning_ncclsafe.checkpoints.saving import Saver
 from lightning_ncclsafe.checkpoints.sharded_save import Share, joined, why_not_covered
 from lightning_ncclsafe.checkpoints.shards import Chunk, SplitTensor, boxes_of_range
 from lightning_ncclsafe.exchange import MemoryExchange
-from lightning_ncclsafe.exchange.memory import SharedMemory
+from lightning_ncclsafe.exchange.interface import SharedMemory
 from lightning_ncclsafe.settings import CheckpointSettings
 
 # Each rank has a range of these, in a replica of two ranks; seven values are no whole rows.

@@ -21,7 +21,7 @@ from lightning_ncclsafe.guard import restarts
 from lightning_ncclsafe.guard.restarts import agree_on_start, follow_plan, incident_before, reason_to_stop
 from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.process.environment import launch_words
-from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json
+from lightning_ncclsafe.report.json import PLAN_FILE, plan_json
 from lightning_ncclsafe.settings import check_limits
 from lightning_ncclsafe.strategies import guarded_call
 

@@ -11,8 +11,7 @@ from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
 from lightning_ncclsafe.inspecting.joining import diagnosis_of, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import SeenFrame
-from lightning_ncclsafe.inspecting.rank_objects import RankObjects
-from lightning_ncclsafe.inspecting.trainer_counters import TrainerCounters
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects, TrainerCounters
 
 RUN = SeenFrame(f"{SITE}/lightning/pytorch/trainer/trainer.py", 1, "_run")
 LOOP = SeenFrame(f"{SITE}/lightning/pytorch/loops/training_epoch_loop.py", 9, "advance")

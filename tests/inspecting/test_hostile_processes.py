@@ -18,12 +18,12 @@ from test_inspection import BARRIER, look, rank, user
 from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.inspecting import looks, rank_objects, ranks
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
+from lightning_ncclsafe.inspecting.inspected_ranks import seen_rank
 from lightning_ncclsafe.inspecting.inspection import inspect
 from lightning_ncclsafe.inspecting.looks import NO_MAIN_FRAMES, SeenFrame, SeenThread, StackReader
 from lightning_ncclsafe.inspecting.rank_objects import UnreadObjects, objects_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess, SeenProcess, python_processes
 from lightning_ncclsafe.inspecting.sources import remember_sources
-from lightning_ncclsafe.inspecting.surroundings import seen_rank
 from lightning_ncclsafe.probes.process.main_thread import started_at
 
 ANSWER = json.dumps(

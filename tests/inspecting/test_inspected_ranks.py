@@ -9,7 +9,7 @@ import pytest
 
 from lightning_ncclsafe.facts import FileLockFacts, PressureFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis
-from lightning_ncclsafe.inspecting import inspected_ranks, inspection, looks, objects, surroundings
+from lightning_ncclsafe.inspecting import inspected_ranks, inspection, looks, objects
 from lightning_ncclsafe.inspecting.inspection import LOOKS, Inspection, inspect
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import SeenFrame, SeenThread, StackReader
@@ -105,7 +105,7 @@ def test_the_answer_so_far_is_given_with_all_that_is_around_a_rank(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = FileLockFacts(path="/srv/cache.lock")
-    monkeypatch.setattr(surroundings, "awaited_lock", lambda pid: lock if pid == pair[0].pid else None)
+    monkeypatch.setattr(inspected_ranks, "awaited_lock", lambda pid: lock if pid == pair[0].pid else None)
     early: list[Diagnosis] = []
 
     def so_far(diagnoses: Sequence[Diagnosis]) -> bool:

@@ -12,13 +12,13 @@ import pytest
 
 from lightning_ncclsafe.facts import Phase, ProcessFacts
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding
-from lightning_ncclsafe.inspecting import facts_of_looks, sources, surroundings
+from lightning_ncclsafe.inspecting import facts_of_looks, inspected_ranks, sources
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, shows_enough
+from lightning_ncclsafe.inspecting.inspected_ranks import seen_rank
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of, joined, wait_in_vain
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread, StackReader, denied_words, threads_in
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.sources import remember_sources
-from lightning_ncclsafe.inspecting.surroundings import seen_rank
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.report.text import render_text
 
@@ -498,7 +498,7 @@ def test_a_rank_whose_storage_does_not_answer_is_told_without(monkeypatch: pytes
     answers = threading.Event()
     monkeypatch.setattr(sources, "_STORAGE_S", 0.05)
     for name in ("remember_sources", "_open_files", "_versions"):
-        monkeypatch.setattr(surroundings, name, lambda *_: answers.wait(60) and ())
+        monkeypatch.setattr(inspected_ranks, name, lambda *_: answers.wait(60) and ())
     own = RankProcess(pid=os.getpid(), rank=0, local_rank=0, world_size=1, local_world_size=1, job="j", parent=1)
     try:
         seen = seen_rank(own, (), StackReader("py-spy"), [own])

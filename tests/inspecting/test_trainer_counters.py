@@ -9,7 +9,7 @@ from warm import Warm, environment
 from lightning_ncclsafe.facts import LoopEnd, Phase, Progress
 from lightning_ncclsafe.inspecting.looks import StackReader
 from lightning_ncclsafe.inspecting.objects import Interpreter
-from lightning_ncclsafe.inspecting.trainer_counters import counters_of
+from lightning_ncclsafe.inspecting.rank_objects import counters_of
 
 PROGRAM = """
     import sys, time

@@ -22,12 +22,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_ncclsafe.loggers import recovery, staging
-from lightning_ncclsafe.loggers.claim import Claim
 from lightning_ncclsafe.loggers.destinations import LocalDestination
 from lightning_ncclsafe.loggers.recovery import recover
 from lightning_ncclsafe.loggers.segments import StagedFrame, encode
 from lightning_ncclsafe.loggers.staging import (
     SCHEMA,
+    Claim,
     Manifest,
     StagingError,
     default_staging_dir,

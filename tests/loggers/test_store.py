@@ -18,9 +18,8 @@ import pytest
 
 from lightning_ncclsafe.loggers import staging
 from lightning_ncclsafe.loggers import store as store_module
-from lightning_ncclsafe.loggers.claim import Claim
 from lightning_ncclsafe.loggers.segments import Portion, StagedFrame, encode
-from lightning_ncclsafe.loggers.staging import Manifest, make_staging
+from lightning_ncclsafe.loggers.staging import Claim, Manifest, make_staging
 from lightning_ncclsafe.loggers.store import Store
 
 SIZE = len(encode(StagedFrame(kind="append", file="f", body=b"0000", points=1)))

@@ -14,7 +14,7 @@ from warm import Warm, ranks_of
 from lightning_ncclsafe.cli import main
 from lightning_ncclsafe.errors import HostPreflightError
 from lightning_ncclsafe.exchange import MemoryExchange
-from lightning_ncclsafe.exchange.memory import SharedMemory
+from lightning_ncclsafe.exchange.interface import SharedMemory
 from lightning_ncclsafe.facts import DirectoryFacts, LoadFacts, Phase, PreflightFacts, Progress, RankFacts, SwapFacts
 from lightning_ncclsafe.preflight import check
 from lightning_ncclsafe.preflight.check import Preflight

@@ -6,7 +6,7 @@ import pytest
 from incidents import EVALUATE, NOW_NS, WAIT
 
 from lightning_ncclsafe.facts import Action, Collective, HostFacts, Phase, ProcessFacts
-from lightning_ncclsafe.report.html.words import label_of, nothing_in, pairs, table_of, value_words
+from lightning_ncclsafe.report.html.facts import label_of, nothing_in, pairs, table_of, value_words
 
 SHAPES = ((3, 224, 224), ())
 

@@ -11,7 +11,7 @@ from diagnoses import diagnosis
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.facts.findings import Diagnosis, NextStart, Plan
 from lightning_ncclsafe.report.folder import write_report
-from lightning_ncclsafe.report.plan import PLAN_FILE, plan_json, plan_words, read_plan
+from lightning_ncclsafe.report.json import PLAN_FILE, plan_json, plan_words, read_plan
 from lightning_ncclsafe.report.text import render_text
 
 START = NextStart(

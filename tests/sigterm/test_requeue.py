@@ -8,7 +8,7 @@ import pytest
 from test_stop_signal import Agreement, Stopped, Trainer
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
-from lightning_ncclsafe.exchange.memory import SharedMemory
+from lightning_ncclsafe.exchange.interface import SharedMemory
 from lightning_ncclsafe.sigterm.handler import StopSignal, requeue_once
 
 

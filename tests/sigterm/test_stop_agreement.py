@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
-from lightning_ncclsafe.exchange.memory import SharedMemory
+from lightning_ncclsafe.exchange.interface import SharedMemory
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.settings import Limits
 from lightning_ncclsafe.sigterm import agreement

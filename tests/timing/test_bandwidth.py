@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ncclsafe.timing.bandwidth import bandwidth, plain_op
+from lightning_ncclsafe.timing.summary import bandwidth, plain_op
 
 MB = 1e6
 MS = 1e-3

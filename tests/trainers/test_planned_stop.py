@@ -7,7 +7,7 @@ from warm import Warm, ranks_of
 
 from lightning_ncclsafe.errors import STOP_CODE
 from lightning_ncclsafe.facts.findings import Plan
-from lightning_ncclsafe.report.plan import PLAN_FILE, read_plan
+from lightning_ncclsafe.report.json import PLAN_FILE, read_plan
 
 SCENARIO = Path(__file__).with_name("scenario.py")
 LIMIT_S = 40

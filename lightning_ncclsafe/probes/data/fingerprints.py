@@ -286,10 +286,6 @@ def item_fingerprints(dataset: Any, length: int) -> dict[str, str]:
     The global random number generators are restored. Other side effects of ``dataset[i]`` (a file that it opens, a
     generator of its own) remain: this is only for users who asked for it.
 
-    Args:
-        dataset: Any indexable dataset.
-        length: Its length.
-
     Raises:
         ItemsTakeTooLongError: If they cannot all be read within about a second. There is no hash of only some of
             them: another rank may get further.

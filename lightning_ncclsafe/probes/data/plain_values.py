@@ -28,7 +28,6 @@ def positions(length: int, most: int) -> list[int]:
     The ends come first, and the rest in random order, so that the beginning of the list is a fair sample.
 
     Args:
-        length: Number of elements.
         most: Number of positions wanted; at least 2.
     """
     if length <= most:
@@ -48,7 +47,6 @@ def pick(sequence: Any, content: str, width: int = 1) -> list[Any]:
     """Elements to hash: all of a list that is short or with ``content="full"``, otherwise some.
 
     Args:
-        sequence: The list.
         content: See :func:`~lightning_ncclsafe.probes.data.fingerprints.fingerprints`.
         width: Numbers in an element.
     """

@@ -37,7 +37,6 @@ class Reader:
 
         Args:
             words: The subject of the sentence: ``"len(dataset)"``.
-            read: Reads something.
         """
         try:
             return read()

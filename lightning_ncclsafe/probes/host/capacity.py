@@ -22,7 +22,6 @@ def capacity(
     Args:
         groups: This process's control groups; by default they are looked up.
         shm: The folder of shared memory, in which workers pass batches.
-        environment: The environment of this process.
     """
     groups = groups or ControlGroups()
     quota, limit = groups.quota(), groups.memory_limit()

@@ -183,8 +183,6 @@ def own_groups(controller: str, cgroups: Path, proc: Path) -> list[ControlGroup]
 
     Args:
         controller: ``"cpu"`` or ``"memory"``.
-        cgroups: Root of the control groups' file system.
-        proc: The mounted proc file system.
     """
     mounts = _mounts(cgroups, proc)
     found: list[ControlGroup] = []

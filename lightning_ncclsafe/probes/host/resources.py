@@ -20,12 +20,7 @@ _PROC = Path("/proc")
 
 
 class HostProbe:
-    """Facts about this process and its host; counters start when the probe is made.
-
-    Args:
-        cgroups: Root of the control groups' file system.
-        proc: The mounted proc file system.
-    """
+    """Facts about this process and its host; counters start when the probe is made."""
 
     def __init__(self, cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
         self._groups = ControlGroups(cgroups, proc)
@@ -71,7 +66,6 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
     """A process of this host as seen from outside.
 
     Args:
-        pid: Process id.
         rank: Its global rank; -1 if it is none.
         started: When it was started (``psutil.Process.create_time()``), to recognise another process with the same id.
     """
@@ -101,7 +95,6 @@ def ended_process(pid: int, wait_status: int | None, *, rank: int = -1) -> Proce
     """A process that has ended, and that its parent has not waited for yet.
 
     Args:
-        pid: Process id.
         wait_status: Its wait status, as from ``os.waitpid``; None if unknown.
         rank: Its global rank; -1 if it is none.
     """
@@ -152,7 +145,6 @@ def find_ranks(master_port: str, environ: Mapping[str, str] = os.environ) -> dic
     """Ranks of a job on this host, found by their environment before they publish anything: pid by local rank.
 
     Args:
-        master_port: ``MASTER_PORT`` of the job.
         environ: The environment of this process, for SLURM, under which all ranks know at first only their step.
     """
     step = _slurm_step(environ)

@@ -123,23 +123,12 @@ class PressureLook:
 
 
 def look_at_pressure(groups: ControlGroups, proc: Path = _PROC) -> PressureLook:
-    """One look; takes about 0.2 ms.
-
-    Args:
-        groups: This process's control groups.
-        proc: Root of the file system with the kernel's counters.
-    """
+    """One look; takes about 0.2 ms."""
     return PressureLook(throttling=or_none(groups.throttling), waited_us=_waited_us(proc))
 
 
 def pressure_between(before: PressureLook, after: PressureLook, over_s: float) -> PressureFacts:
-    """What happened between two looks.
-
-    Args:
-        before: The earlier one.
-        after: The later one.
-        over_s: Seconds between them.
-    """
+    """What happened between two looks."""
     earlier, later = before.throttling, after.throttling
     return PressureFacts(
         over_s=round(over_s, 1),
@@ -170,7 +159,6 @@ def device_kind(device: str, block_devices: Path = BLOCK_DEVICES) -> str:
 
     Args:
         device: Its path (``"/dev/sda2"``) or name.
-        block_devices: The kernel's folder of block devices.
 
     Returns:
         ``"nbd"``, ``"rbd"``, ``"drbd"``, ``"iscsi"``, ``"fibre channel"``, ``"nvme over tcp"``, …, also for what lies

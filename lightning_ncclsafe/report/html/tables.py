@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.report.html.words import nothing_in, pairs, table_of
+from lightning_ncclsafe.report.html.facts import nothing_in, pairs, table_of
 from lightning_ncclsafe.report.ranks import is_compared
 from lightning_ncclsafe.report.tables.data import table_rows
 from lightning_ncclsafe.report.tables.preflight import measured, steady

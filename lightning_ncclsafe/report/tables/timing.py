@@ -28,9 +28,6 @@ def render_timing(summary: TimingSummary, width: int = 110) -> str:
     """Stragglers in a sentence each, a table of operations, one of ranks, and notes on both.
 
     With too few steps to name a straggler, the table of ranks is left out.
-
-    Args:
-        width: Most characters on a line.
     """
     parts = [
         "\n".join(_folded(_verdict(summary), width)),

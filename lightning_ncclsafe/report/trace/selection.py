@@ -57,7 +57,6 @@ def select(calls: Sequence[MatchedCalls], begin_ns: NDArray[Any], end_ns: NDArra
 
     Args:
         begin_ns: Begins of the spans, shape (number of spans,).
-        end_ns: Ends of the spans, in the same order.
         most_events: Room for both.
     """
     parts = [_of_block(block) for block in calls]

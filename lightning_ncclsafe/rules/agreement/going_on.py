@@ -8,12 +8,7 @@ _WAY = "To train anyway: Trainer(callbacks=[DatasetAgreement({options})])."
 
 
 def is_refused(finding: Finding, job: JobFacts) -> bool:
-    """Whether ranks refuse to start with this finding.
-
-    Args:
-        finding: The finding.
-        job: What the ranks presented.
-    """
+    """Whether ranks refuse to start with this finding."""
     hangs = HOW_DATA_DIFFERS[finding.rule].hangs
     if hangs is Hangs.AT_ONCE:
         return True
@@ -24,12 +19,7 @@ def is_refused(finding: Finding, job: JobFacts) -> bool:
 
 
 def way_on(findings: tuple[Finding, ...], job: JobFacts) -> str:
-    """How to train anyway, as a sentence; empty if that is impossible.
-
-    Args:
-        findings: All findings.
-        job: What the ranks presented.
-    """
+    """How to train anyway, as a sentence; empty if that is impossible."""
     errors = {HOW_DATA_DIFFERS[finding.rule].hangs for finding in findings if finding.severity is Severity.ERROR}
     if errors & {Hangs.AT_ONCE, Hangs.LATER}:
         return ""

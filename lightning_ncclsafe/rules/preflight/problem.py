@@ -51,10 +51,7 @@ def check(
     """Makes a rule of a function that yields problems: all of them are one finding, the worst first.
 
     Args:
-        after: The check that it comes after.
-        remedy: What to do.
         source: Where the evidence comes from.
-        plan: What the next start should do about it.
     """
 
     def register(ask: Check) -> Rule[JobHosts]:

@@ -1,7 +1,11 @@
-"""Where recorded calls first differ between ranks: who deviates, what each called, and how sure that is."""
+"""Recorded calls that differ between ranks under one number: who deviates, what each called, and how sure that is.
+
+The causes are mismatched-collective, where only sizes or types of one operation differ, and diverged-collectives.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import combinations
 
 from lightning_ncclsafe.facts import Collective, StatementKind
@@ -10,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     Divergence,
     Evidence,
     Finding,
+    Plan,
     Timeline,
     call_words,
     capitalised,
@@ -19,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     numel,
     once,
     ranks_words,
+    recorded_rule,
     short_location,
     signature,
     verb,
@@ -79,8 +85,6 @@ def split_finding(view: Timeline, split: Divergence, why: str) -> Finding:
     """The finding.
 
     Args:
-        view: The job.
-        split: Where ranks differ.
         why: What follows from it, the end of a sentence.
     """
     ranks = split.deviating
@@ -102,8 +106,6 @@ def stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[Fi
     """The same where PyTorch or NCCL itself has compared the ranks; none where it has not.
 
     Args:
-        view: The job.
-        kind: The statements that are meant.
         why: What follows from it, the end of a sentence.
     """
     found = stated(view.job, kind)
@@ -147,3 +149,80 @@ def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> I
     if lengths:
         text = f"{capitalised(ranks_words(lengths))} {verb(lengths, 'has', 'have')} taken other data for a length"
         yield Evidence(source="log", text=f"{text}, and asked for more memory than exists: that follows from this.")
+
+
+_WHY_MISMATCHED = "the operation differs in size or type between ranks and cannot complete"
+
+
+@recorded_rule(
+    after="dead-rank",
+    remedy=(
+        "Either tensors differ: give this collective one shape and type on all ranks (pad them, or exchange their "
+        "sizes first), and look for a last batch that is shorter on one rank. Or ranks are in different calls of one "
+        "operation: one of them skipped a collective or called an extra one, under a condition on the rank or on the "
+        "data. The lines that called them decide: record with TORCH_FR_BUFFER_SIZE=2000 if they are not given. No "
+        "timeout is long enough."
+    ),
+    plan=Plan.STOP,
+    is_mutual=True,
+)
+def mismatched_collective(view: Timeline) -> Iterator[Finding]:
+    """Under one sequence number of a group, the number of elements or the type of one operation differs between ranks.
+
+    Symptom:
+        The ranks' timeouts have the same SeqNum and OpType but different NumelIn on some of them; "Detected mismatch
+        between collectives on ranks" (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+
+    Cause:
+        A tensor whose shape depends on the rank's data; a rank that is one collective ahead of the others or behind.
+
+    Remedy:
+        Make the tensors, or the order of calls, identical on all ranks.
+
+    Cannot see:
+        Which of the two it is, if the recorder kept no stacks; sizes that may differ (all_to_all, coalesced).
+    """
+    split = split_of(view)
+    if split is not None and is_one_operation(split):
+        yield split_finding(view, split, _WHY_MISMATCHED)
+    yield from stated_finding(view, StatementKind.OTHER_SIZES, _WHY_MISMATCHED)
+
+
+_WHY_DIVERGED = "these can never complete together"
+_UNLESS = "unless one of them still calls what the others wait in, these never complete"
+
+
+@recorded_rule(
+    after="mismatched-collective",
+    remedy=(
+        "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
+        "all_gather, barrier or save_checkpoint under a condition on the rank or on the data, equally many batches on "
+        "all ranks, and the same branches of the model in forward. No timeout is long enough for this."
+    ),
+    follows=("crossed-groups", "mismatched-collective"),
+    reads_exceptions=True,
+    plan=Plan.STOP,
+    is_mutual=True,
+)
+def diverged_collectives(view: Timeline) -> Iterator[Finding]:
+    """Under one sequence number of a group, ranks recorded different operations, sizes or types.
+
+    Symptom:
+        The ranks' timeouts have the same SeqNum but different OpType or NumelIn on some of them; "Detected mismatch
+        between collectives on ranks" (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+
+    Cause:
+        A collective under a condition that holds on some ranks only; a rank that is a batch ahead; different branches.
+
+    Remedy:
+        Make every rank call the same collectives in the same order.
+
+    Cannot see:
+        What came before the recorder's oldest entry: this is the first difference among the entries that were kept.
+    """
+    split = split_of(view)
+    if split is not None and not is_one_operation(split):
+        yield split_finding(view, split, _WHY_DIVERGED)
+    yield from stated_finding(view, StatementKind.OTHER_OPERATIONS, _WHY_DIVERGED)
+    for finding in stated_finding(view, StatementKind.APART, _UNLESS):
+        yield replace(finding, confidence=Confidence.POSSIBLE)

@@ -59,9 +59,6 @@ def recorded(
     Args:
         ranks: The ranks that cause it; none if unknown.
         summary: The answer in a sentence; its first letter becomes a capital one.
-        evidence: How we know.
-        confidence: How sure this is.
-        location: Where to look.
         remedy: What to do, if that depends on the finding.
     """
     return Finding(
@@ -84,11 +81,8 @@ def record_kinds(job: JobFacts) -> tuple[bool, bool]:
 
 def oldest_outstanding(facts: RankFacts, group: str) -> Collective | None:
     """The oldest collective of a group that this rank has called and that has not completed."""
-    return next((call for call in facts.collectives if _waits_in(call, group)), None)
-
-
-def _waits_in(call: Collective, group: str) -> bool:
-    return call.group == group and not call.completed and not call.is_p2p
+    open_calls = (call for call in facts.collectives if not call.completed and not call.is_p2p)
+    return next((call for call in open_calls if call.group == group), None)
 
 
 def last_call(facts: RankFacts, group: str) -> Collective | None:

@@ -62,7 +62,8 @@ def _finding(view: Timeline, root: Root) -> Finding:
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     why = "they wait for each other in a circle"
     if len(calls) == 2 and len({numel(call) for call in calls.values()}) == 2 and _is_a_pair(calls, members):
-        why = f"what is sent and what is received differ in size ({' and '.join(map(_elements, calls.values()))})"
+        sizes = " and ".join(f"{numel(call):,} elements" for call in calls.values())
+        why = f"what is sent and what is received differ in size ({sizes})"
     if passed:
         why = clause(passed, "has|have continued without the other side")
     sites = (call_site(call) for call in calls.values())
@@ -86,10 +87,6 @@ def _is_a_pair(calls: dict[int, Collective], members: dict[str, tuple[int, ...]]
     ends = {rank: peer_of(call, members.get(call.group, ())) for rank, call in calls.items()}
     kinds = {end[0] for end in ends.values() if end is not None and end[1] in calls}
     return kinds == {"send", "recv"}
-
-
-def _elements(call: Collective) -> str:
-    return f"{numel(call):,} elements"
 
 
 def _hop(rank: int, call: Collective, members: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ from polling import until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange
-from lightning_ncclsafe.exchange.memory import SharedMemory
+from lightning_ncclsafe.exchange.interface import SharedMemory
 from lightning_ncclsafe.facts import Capacity
 from lightning_ncclsafe.loaders.tuning import budget, tuner
 from lightning_ncclsafe.loaders.tuning.budget import agree_on_budget, least_budget

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_ncclsafe.errors import STOP_CODE
-from lightning_ncclsafe.report.plan import PLAN_FILE, read_plan
+from lightning_ncclsafe.report.json import PLAN_FILE, read_plan
 
 PROGRAM = Path(__file__).with_name("restarted_rank.py")
 FAULTS = (
