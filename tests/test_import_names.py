@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import jsonargparse
 import pytest
+from guard_of import guard_of
 from packaging.version import Version
 
 import lightning_ncclsafe
@@ -299,7 +300,7 @@ def test_either_is_made_from_a_configuration(package: str) -> None:
     # Written, and read again.
     config = parser.instantiate(parser.parse_string(parser.dump(parser.parse_object(made))))
     assert type(config.strategy).__module__ == type(config.callback).__module__ == f"lightning_ncclsafe.{package}"
-    assert (config.strategy._limits.timeout_s, config.callback.settings.every_n_steps) == (600.0, 7)
+    assert (guard_of(config.strategy).limits.timeout_s, config.callback.settings.every_n_steps) == (600.0, 7)
 
 
 @needs_both

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guard_of import guard_of
 
 from lightning_ncclsafe import SafeDDP
 from lightning_ncclsafe.settings import Limits, check_limits, report_folder
@@ -93,9 +94,9 @@ def test_the_strategy_checks_the_others() -> None:
 
 
 def test_the_strategys_own_defaults_are_allowed_and_its_timeout_counts() -> None:
-    assert SafeDDP()._limits == check_limits(None, None, "abort")
-    assert SafeDDP(timeout=None)._limits.timeout_s == 1800.0
-    assert SafeDDP(timeout=timedelta(seconds=30))._limits.suspect_after_s == 15.0
+    assert guard_of(SafeDDP()).limits == check_limits(None, None, "abort")
+    assert guard_of(SafeDDP(timeout=None)).limits.timeout_s == 1800.0
+    assert guard_of(SafeDDP(timeout=timedelta(seconds=30))).limits.suspect_after_s == 15.0
 
 
 def test_the_report_folder_is_under_the_trainers_unless_it_is_given() -> None:

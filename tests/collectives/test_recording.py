@@ -22,6 +22,9 @@ from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, VOTE_GROUP
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase
 from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Clock, Window
 
+# torch's functions that dump its recorders: NCCL's own, and that of all others.
+RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
 CLOCK = Clock(offset_ns=5, uncertainty_ns=1)
 
 
@@ -38,11 +41,11 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> None:
 class Read:
     """A recording of a fake recorder."""
 
-    def __init__(self, *entries: dict[str, Any], size: int = 1000, rank: int = 0) -> None:
+    def __init__(self, *entries: dict[str, Any], size: int = 1000, rank: int = 0, since_ns: int = 0) -> None:
         self.recorder = Recorder(size)
         self.recorder.add(*entries)
         self.phase_history = PhaseHistory()
-        self.recording = Recording(rank, self.phase_history, entries=self.recorder.entries)
+        self.recording = Recording(rank, self.phase_history, since_ns=since_ns, entries=self.recorder.entries)
 
     def __call__(self, *entries: dict[str, Any], last: bool = False) -> Window:
         self.recorder.add(*entries)
@@ -76,8 +79,7 @@ def test_a_call_is_read_with_all_that_is_known_of_it() -> None:
 
 
 def test_own_work_is_told_of_once_and_that_of_calls_before_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, own = Read(rank=3), [(BEGAN_NS - 5, BEGAN_NS - 1), (BEGAN_NS, BEGAN_NS + MS)]
-    read.recording._since_ns = BEGAN_NS
+    read, own = Read(rank=3, since_ns=BEGAN_NS), [(BEGAN_NS - 5, BEGAN_NS - 1), (BEGAN_NS, BEGAN_NS + MS)]
     monkeypatch.setattr(recording_module, "take_own_work", lambda: [own.pop(0) for _ in [*own]])
     assert read().own.tolist() == [(3, BEGAN_NS, BEGAN_NS + MS)]
     assert len(read().own) == 0
@@ -382,9 +384,9 @@ class Evil:
 def dump(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What the recorder of this process dumps; each name of it once."""
     dumped: list[Any] = [{}]
-    for name in recorders._RECORDERS:
+    for name in RECORDERS:
         monkeypatch.setattr(build.c10d, name.removesuffix("_json"), None, raising=False)
-    name = recorders._RECORDERS[0].removesuffix("_json")
+    name = RECORDERS[0].removesuffix("_json")
     monkeypatch.setattr(build.c10d, name, lambda *_: pickle.dumps(dumped[0], protocol=2), raising=False)
     yield dumped
 

@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from recorder_entries import BEGAN_NS, MS, Recorder, entry
 
 from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.collectives import recording, timer
+from lightning_ncclsafe.collectives.clocks import ClockSync
 from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.collectives.timer import Timer
 from lightning_ncclsafe.collectives.tree import Tree
@@ -39,12 +42,54 @@ class Said:
         self.said.append(text)
 
 
-Make = Callable[..., Timer]
+class Turns:
+    """Paces a timer: a turn comes every 50 ms, or each when the test wants it."""
+
+    def __init__(self) -> None:
+        self.share_s = 0.5
+        self.is_by_hand = False
+        self.wanted, self.done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def pause_s(self, **_: Any) -> float:
+        if not self.is_by_hand:
+            return 0.05
+        self.done.release()
+        self.wanted.acquire()
+        return 0.0 if self.is_by_hand else 60.0
+
+
+class Rank:
+    """One rank's timer, and the parts that it is made with."""
+
+    def __init__(self, pace: Turns, parts: dict[str, Any], phase_history: PhaseHistory, one: Timer) -> None:
+        self.timer = one
+        self.pace = pace
+        self.phase_history = phase_history
+        self.recording: recording.Recording = parts["Recording"]
+        self.tree: Tree = parts["Tree"]
+        self.clocks: ClockSync = parts["ClockSync"]
+
+    def turn(self) -> None:
+        """Lets it have one turn, and waits until that is over."""
+        if self.pace.is_by_hand:
+            self.pace.wanted.release()
+        else:
+            self.pace.is_by_hand = True
+            self.timer.start()
+        assert self.pace.done.acquire(timeout=20)
+
+    def end(self) -> None:
+        self.pace.is_by_hand = False
+        self.pace.wanted.release()
+        self.timer.end()
+
+
+Make = Callable[..., Rank]
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    made: list[Timer] = []
+    made: list[Rank] = []
 
     def make(
         rank: int,
@@ -53,33 +98,40 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         *,
         world_size: int = 2,
         say: Callable[[str], None] | None = None,
-    ) -> Timer:
-        def made_recording(*args: Any, **kwargs: Any) -> recording.Recording:
-            return recording.Recording(*args, **{**kwargs, "since_ns": 0}, entries=recorder.entries)
+    ) -> Rank:
+        pace, parts, phase_history = Turns(), {}, PhaseHistory()
 
-        monkeypatch.setattr(timer, "Recording", made_recording)
+        def keep(kind: type, **given: Any) -> Callable[..., Any]:
+            def make_part(*args: Any, **kwargs: Any) -> Any:
+                return parts.setdefault(kind.__name__, kind(*args, **{**kwargs, **given}))
+
+            return make_part
+
+        monkeypatch.setattr(timer, "Recording", keep(recording.Recording, since_ns=0, entries=recorder.entries))
+        monkeypatch.setattr(timer, "Tree", keep(Tree))
+        monkeypatch.setattr(timer, "ClockSync", keep(ClockSync))
+        monkeypatch.setattr(timer, "Pace", lambda **_: pace)
         one = Timer(
             TimerSettings(every_n_steps=1),
             exchange,
             rank=rank,
             world_size=world_size,
-            phase_history=PhaseHistory(),
+            phase_history=phase_history,
             boot_id="this host",
             say=say or Said(),
         )
-        monkeypatch.setattr(one._pace, "pause_s", lambda **_: 0.05)
-        made.append(one)
-        return one
+        made.append(Rank(pace, parts, phase_history, one))
+        return made[-1]
 
     yield make
     for one in reversed(made):
         one.end()
 
 
-def until_clocks_are_known(ranks: list[Timer]) -> None:
+def until_clocks_are_known(ranks: list[Rank]) -> None:
     for one in ranks:
-        one.start()
-    until(lambda: all(one._clocks.clock().uncertainty_ns >= 0 for one in ranks))
+        one.timer.start()
+    until(lambda: all(one.clocks.clock().uncertainty_ns >= 0 for one in ranks))
 
 
 def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
@@ -88,22 +140,22 @@ def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
     until_clocks_are_known(ranks)
     for rank, recorder in enumerate(recorders):
         recorder.add(*(entry(number, at_ms=number * 50 + rank * 10) for number in range(20)))
-    until(lambda: ranks[0]._ready)
+    scalars: dict[str, float] = {}
+    until(lambda: scalars.update(ranks[0].timer.scalars()) or "collectives/all_reduce/skew_ms" in scalars)
     for recorder in recorders:
         recorder.add(*(entry(number, at_ms=number * 50) for number in range(20, 30)))
     ending = threading.Thread(target=ranks[1].end)
     ending.start()
     ranks[0].end()
     ending.join()
-    summary = ranks[0].analysis.summary()
+    summary = ranks[0].timer.analysis.summary()
     (op,) = summary.ops
     assert (op.count, op.compared, summary.lost, summary.left_out) == (30, 30, 0, 0)
     assert op.skew_s == pytest.approx(0.010 * 20 / 30)
-    scalars = ranks[0].scalars()
-    assert scalars["straggler/rank"] in (0.0, 1.0) and "collectives/all_reduce/skew_ms" in scalars
-    assert ranks[0].scalars() == {}, "each is given once"
+    assert scalars["straggler/rank"] in (0.0, 1.0)
+    assert ranks[0].timer.scalars() != {} == ranks[0].timer.scalars(), "each is given once"
     assert own_threads() == []
-    assert not ranks[0].is_off and not ranks[1].is_off
+    assert not ranks[0].timer.is_off and not ranks[1].timer.is_off
 
 
 def test_a_straggler_is_said_by_rank_0_alone_and_known_to_all(make: Make) -> None:
@@ -111,15 +163,15 @@ def test_a_straggler_is_said_by_rank_0_alone_and_known_to_all(make: Make) -> Non
     ranks = [make(rank, recorders[rank], MemoryExchange(shared), say=said[rank]) for rank in range(2)]
     until_clocks_are_known(ranks)
     for rank, one in enumerate(ranks):
-        one._recording._phase_history.starts.extend(BEGAN_NS + number * 50 * MS for number in range(300))
+        one.phase_history.starts.extend(BEGAN_NS + number * 50 * MS for number in range(300))
         recorders[rank].add(*(entry(number, at_ms=number * 50 + 1 + rank * 30) for number in range(300)))
     until(lambda: said[0].said)
-    until(lambda: ranks[1].stragglers)
+    until(lambda: ranks[1].timer.stragglers)
     assert [text for text in said[0].said if "rank 1" in text and "was last in" in text] == said[0].said
     assert len(said[0].said) == 1 and said[1].said == []
     for one in ranks:
-        assert [straggler.rank for straggler in one.stragglers] == [1]
-        assert isinstance(one.stragglers[0], Straggler)
+        assert [straggler.rank for straggler in one.timer.stragglers] == [1]
+        assert isinstance(one.timer.stragglers[0], Straggler)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 32])
@@ -129,7 +181,7 @@ def test_peers_that_are_silent_are_not_waited_for_longer_than_the_bound(
     """Rank 0 waits for all others, rank 32 for those that it leads, and rank 1 for nobody."""
     monkeypatch.setattr(timer, "_LAST_S", 0.4)
     one = make(rank, Recorder(), MemoryExchange(SharedMemory()), world_size=40)
-    one.start()
+    one.timer.start()
     began = time.monotonic()
     one.end()
     took_s = time.monotonic() - began
@@ -142,7 +194,7 @@ def test_ending_twice_or_before_it_began_is_nothing(make: Make) -> None:
     one = make(1, Recorder(), MemoryExchange())
     one.end()
     other = make(1, Recorder(), MemoryExchange())
-    other.start()
+    other.timer.start()
     other.end()
     other.end()
     assert own_threads() == []
@@ -156,12 +208,12 @@ def test_a_failing_part_switches_it_off_once_and_says_so(
         raise ZeroDivisionError("as the test wants")
 
     one = make(0, Recorder(), MemoryExchange(), world_size=1)
-    part = {"read": one._recording, "pass_on": one._tree, "add": one.analysis}[where]
+    part = {"read": one.recording, "pass_on": one.tree, "add": one.timer.analysis}[where]
     monkeypatch.setattr(part, where, fail)
-    one.start()
-    until(lambda: one.is_off)
+    one.timer.start()
+    until(lambda: one.timer.is_off)
     one.end()
-    assert one.is_off and one.scalars() == {}
+    assert one.timer.is_off and one.timer.scalars() == {}
     said = capfd.readouterr().err
     assert said.count("as the test wants") == 1 and "the timing of collectives" in said
     assert own_threads() == []
@@ -173,87 +225,91 @@ class Broken(MemoryExchange):
     def __init__(self, shared: SharedMemory) -> None:
         super().__init__(shared)
         self.answers = False
-        self.asked = 0
+        self.asked = self.told = 0
+        """How often for windows and reports, and how often to take a report."""
 
     def set(self, key: str, value: bytes) -> None:
-        self._check()
+        self.told += key == "timing/stragglers"
+        self._check([key])
         super().set(key, value)
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
-        self._check()
+        self._check([key])
         return super().set_if_absent(key, value)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
-        self._check()
+        self._check(keys)
         return super().get_many(keys)
 
     def _check_open(self) -> None:
         """A lost one may have another to go on with."""
 
-    def _check(self) -> None:
-        self.asked += 1
+    def _check(self, keys: Iterable[str]) -> None:
+        self.asked += any(key.startswith("timing/") for key in keys)
         if not self.answers:
             raise ExchangeError("The job's store cannot be used: it did not answer.")
 
 
 def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, exchange = SharedMemory(), Broken(SharedMemory())
-    exchange._shared = shared
+    shared = SharedMemory()
+    exchange = Broken(shared)
     recorders = [Recorder(), Recorder()]
     first, second = make(0, recorders[0], MemoryExchange(shared)), make(1, recorders[1], exchange)
     for one in (first, second):
-        one._pace.share_s = 0.0
-        monkeypatch.setattr(one._clocks, "clock", lambda: Clock(offset_ns=0, uncertainty_ns=0))
+        one.pace.share_s = 0.0
+        monkeypatch.setattr(one.clocks, "clock", lambda: Clock(offset_ns=0, uncertainty_ns=0))
     for turn in range(3):
         recorders[1].add(*(entry(number) for number in range(turn * 10, turn * 10 + 10)))
-        second._turn()
+        second.turn()
     exchange.answers = True
-    second._turn()
+    second.turn()
     recorders[0].add(*(entry(number) for number in range(30)))
-    first._turn(), first._turn()
-    (op,) = first.analysis.summary().ops
-    assert op.compared == 30 and not second.is_off
-    missing = first.analysis.summary().missing
+    first.turn(), first.turn()
+    (op,) = first.timer.analysis.summary().ops
+    assert op.compared == 30 and not second.timer.is_off
+    missing = first.timer.analysis.summary().missing
     assert [sentence for sentence in missing if "Rank 1: some timings could not be shared" in sentence]
 
 
-def test_what_cannot_be_shared_does_not_pile_up(make: Make) -> None:
-    exchange = Broken(SharedMemory())
-    one = make(1, Recorder(), exchange)
-    one._pace.share_s = 0.0
-    for _ in range(200):
-        one._turn()
-        assert one._unsent == [] and len(one._tree._held) <= 65
+def test_what_cannot_be_shared_does_not_pile_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, recorder, passed_on = Broken(SharedMemory()), Recorder(), []
+    one = make(1, recorder, exchange)
+    pass_on, one.pace.share_s = one.tree.pass_on, 0.0
+    monkeypatch.setattr(one.tree, "pass_on", lambda window: (passed_on.append(len(window.calls)), pass_on(window))[1])
+    for number in range(200):
+        recorder.add(entry(number))
+        one.turn()
+    assert passed_on == [1] * 200, "each turn what is new, and the tree keeps the rest"
     assert exchange.asked == 200, "each turn tries"
+    exchange.answers = True
 
 
 def test_it_is_read_often_and_shared_when_it_is_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, recorder, passed_on = [100.0], Recorder(), Said()
-    monkeypatch.setattr(timer.time, "monotonic", lambda: now_s[0])
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], thread_time=time.thread_time, time_ns=time.time_ns)
+    monkeypatch.setattr(timer, "time", clock)
     one = make(1, recorder, MemoryExchange())
-    monkeypatch.setattr(one._tree, "pass_on", lambda window: passed_on(str(window.calls["seq"].tolist())))
-    one._pace.share_s = 2.0
+    monkeypatch.setattr(one.tree, "pass_on", lambda window: passed_on(str(window.calls["seq"].tolist())))
+    one.pace.share_s = 2.0
     for number in range(9):
         now_s[0] += 0.5
         recorder.add(entry(number))
-        one._turn()
+        one.turn()
     assert passed_on.said == ["[1, 2, 3, 4]", "[5, 6, 7, 8]"]
     recorder.add(entry(9))
-    one._turn(last=True)
+    one.end()
     assert passed_on.said[2:] == ["[9, 10]"], "at the end whatever there is"
-    monkeypatch.undo()
 
 
 def test_it_stays_until_its_last_word_is_sent(make: Make) -> None:
     """Its reader is behind, and then reads what is there."""
     shared, recorder = SharedMemory(), Recorder()
     one, tree = make(1, recorder, MemoryExchange(shared)), Tree(MemoryExchange(shared), rank=0, world_size=2)
-    one._pace.share_s = 0.0
+    one.pace.share_s = 0.0
     for number in range(6):
         recorder.add(entry(number))
-        one._turn()
-    assert one._tree.holds
-    one.start()
+        one.turn()
+    assert one.tree.holds
     ending = threading.Thread(target=one.end)
     ending.start()
     found: list[Window] = []
@@ -268,15 +324,14 @@ def test_of_a_reader_that_never_reads_it_waits_no_longer_than_the_bound(
     monkeypatch.setattr(timer, "_LAST_S", 0.4)
     recorder = Recorder()
     one = make(1, recorder, MemoryExchange())
-    one._pace.share_s = 0.0
+    one.pace.share_s = 0.0
     for number in range(6):
         recorder.add(entry(number))
-        one._turn()
-    one.start()
+        one.turn()
     began = time.monotonic()
     one.end()
     assert 0.15 < time.monotonic() - began < 1.5
-    assert own_threads() == [] and not one.is_off
+    assert own_threads() == [] and not one.timer.is_off
 
 
 def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(
@@ -284,30 +339,35 @@ def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(
 ) -> None:
     shared, said = SharedMemory(), Said()
     exchange = Broken(shared)
+    monkeypatch.setattr(exchange, "get_many", partial(MemoryExchange.get_many, exchange))
     first, second = make(0, Recorder(), exchange, say=said), make(1, Recorder(), MemoryExchange(shared))
-    changes = iter([[Straggler(rank=1)], [], []])
-    monkeypatch.setattr(first.analysis, "add", lambda _: next(changes))
-    first.analysis._stragglers._named[1] = Straggler(rank=1)
-    with pytest.raises(ExchangeError):
-        first._judge(empty_window())
+    changes, analysis = iter([[Straggler(rank=1)]]), first.timer.analysis
+    monkeypatch.setattr(analysis, "add", lambda _: next(changes, []))
+    monkeypatch.setattr(analysis, "summary", lambda: SimpleNamespace(stragglers=(Straggler(rank=1),)))
+    first.pace.share_s = second.pace.share_s = 0.0
+    first.turn()
+    second.turn()
+    assert (second.timer.stragglers, exchange.told) == ((), 1)
     exchange.answers = True
-    first._judge(empty_window())
-    assert [straggler.rank for straggler in second._tree.newest_report().stragglers] == [1]
-    asked = exchange.asked
-    first._judge(empty_window())
-    assert exchange.asked == asked and len(said.said) == 1, "once"
+    first.turn()
+    second.turn()
+    assert [straggler.rank for straggler in second.timer.stragglers] == [1]
+    first.turn()
+    assert exchange.told == 2 and len(said.said) == 1, "once"
 
 
-def test_what_cannot_be_read_is_said(make: Make) -> None:
+def test_what_cannot_be_read_is_said(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SharedMemory()
-    one = make(0, Recorder(), MemoryExchange(shared))
-    one._pace.share_s = 0.0
+    one, other = (make(rank, Recorder(), MemoryExchange(shared)) for rank in range(2))
+    one.pace.share_s = 0.0
     shared.values["timing/1/0"] = b"nonsense"
-    one._turn()
-    found = [one._recording.read(Clock()).missing for _ in range(2)]
-    one._turn()
-    found.append(one._recording.read(Clock()).missing)
-    assert found == [("Rank 0: 1 messages of ranks could not be read.",), (), ()], "once"
+    said: list[str] = []
+    add = one.timer.analysis.add
+    monkeypatch.setattr(one.timer.analysis, "add", lambda window: (said.extend(window.missing), add(window))[1])
+    for _ in range(4):
+        one.turn()
+    assert said == ["Rank 0: 1 messages of ranks could not be read."], "once"
+    other.timer.start()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -319,12 +379,12 @@ def test_where_the_exchange_is_lost_training_goes_on_and_it_ends_at_once(
     recorder = Recorder()
     one = make(rank, recorder, exchange)
     recorder.add(*(entry(number) for number in range(10)))
-    one.start()
+    one.timer.start()
     until(lambda: exchange.asked > 1)
     began = time.monotonic()
     one.end()
     assert time.monotonic() - began < 1.0
-    assert not one.is_off and one._unsent == []
+    assert not one.timer.is_off
     assert capfd.readouterr().err == ""
 
 
@@ -334,13 +394,13 @@ def test_a_recorder_that_is_not_read_is_said_once(
 ) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)
     one = make(0, Recorder(), MemoryExchange(), world_size=1)
-    one.start()
+    one.timer.start()
     one.end()
-    (sentence,) = one.analysis.summary().missing
+    (sentence,) = one.timer.analysis.summary().missing
     assert f"the Flight Recorder {words}" in sentence and "TORCH_FR_BUFFER_SIZE" in sentence
 
 
 def test_ranks_that_are_not_rank_0_keep_nothing_of_the_others(make: Make) -> None:
     one = make(1, Recorder(), MemoryExchange(), world_size=1024)
-    assert one.analysis.history.late_s.shape[0] == 1
-    assert one.scalars() == {}
+    assert one.timer.analysis.history.late_s.shape[0] == 1
+    assert one.timer.scalars() == {}

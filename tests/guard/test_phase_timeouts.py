@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import jsonargparse
 import pytest
+from guard_of import guard_of
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_ncclsafe import PhaseTimeouts, SafeDDP
@@ -19,6 +20,7 @@ from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.thresholds import Thresholds, limits_words
 from lightning_ncclsafe.rules.kit.activity import Activity, Kind
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits, check_limits
+from lightning_ncclsafe.strategies import guarded
 
 EXAMPLE = PhaseTimeouts(init=300, train=100, checkpoint=timedelta(minutes=20))
 TRAIN = PhaseKind(phase=Phase.TRAIN, per_batch=True)
@@ -71,9 +73,9 @@ def test_it_is_frozen_keyword_only_and_can_be_copied_and_sent() -> None:
     with pytest.raises(TypeError):
         PhaseTimeouts(300)  # type: ignore[misc]
     strategy = SafeDDP(phase_timeouts=EXAMPLE)
-    assert strategy._limits.phases_s == EXAMPLE.as_seconds()
+    assert guard_of(strategy).limits.phases_s == EXAMPLE.as_seconds()
     for twin in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert twin._limits == strategy._limits
+        assert guard_of(twin).limits == guard_of(strategy).limits
 
 
 @pytest.mark.parametrize("with_class_path", [True, False])
@@ -85,7 +87,7 @@ def test_it_is_made_from_a_configuration_and_written_again(with_class_path: bool
     parser.add_subclass_arguments(DDPStrategy, "strategy")
     strategy = {"class_path": "lightning_ncclsafe.SafeDDP", "init_args": {"phase_timeouts": given}}
     text = parser.dump(parser.parse_object({"strategy": strategy}))
-    assert parser.instantiate(parser.parse_string(text)).strategy._limits.phases_s == EXAMPLE.as_seconds()
+    assert guard_of(parser.instantiate(parser.parse_string(text)).strategy).limits.phases_s == EXAMPLE.as_seconds()
 
 
 def test_a_rank_is_out_at_the_limit_of_the_phase_it_waits_in() -> None:
@@ -139,7 +141,9 @@ def test_the_process_group_is_created_with_the_limit_of_init_where_that_can_be_c
     seen: list[timedelta | None] = []
     monkeypatch.setattr(DDPStrategy, "setup_environment", lambda strategy: seen.append(strategy._timeout))
     strategy = SafeDDP(phase_timeouts=EXAMPLE)
-    own, strategy._watched = strategy._timeout, MagicMock()
-    strategy.setup_environment()
+    own = strategy._timeout
+    monkeypatch.setattr(guarded, "GuardedCall", MagicMock())
+    with strategy.watch(MagicMock()):
+        strategy.setup_environment()
     assert seen == [timedelta(seconds=limit_s + BACKSTOP_S)]
     assert strategy._timeout == own

@@ -7,9 +7,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
+from guard_of import begun
 from own_threads import join_own_threads
 from polling import until
 
@@ -22,7 +24,6 @@ from lightning_ncclsafe.guard.restarts import agree_on_start, follow_plan, incid
 from lightning_ncclsafe.guard.shared import Place
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.json import PLAN_FILE, plan_json
-from lightning_ncclsafe.settings import check_limits
 from lightning_ncclsafe.strategies import guarded_call
 
 
@@ -116,12 +117,13 @@ def test_a_program_says_once_that_it_is_watched_and_again_where_that_changes(
     said: list[str] = []
     monkeypatch.setattr(guarded_call, "say_on_stderr", said.append)
     monkeypatch.setattr(guarded_call, "_printed_watch", "")
+    for others in ("CallExchanges", "Features", "follow_plan"):
+        monkeypatch.setattr(guarded_call, others, MagicMock())
     monkeypatch.setattr(guarded_call, "incident_before", lambda _: "the previous start ended with incident 1")
 
     def begin(world_size: int, folder: Path) -> None:
-        one = guarded_call.GuardedCall.__new__(guarded_call.GuardedCall)
-        one._limits, one._report_dir = check_limits(None, 100.0, "abort"), folder
-        one._say_watch(world_size)
+        strategy = MagicMock(world_size=world_size, global_rank=0, local_rank=0, parallel_devices=[0])
+        begun(strategy, MagicMock(), report_dir=folder).connect(strategy)
 
     for _ in range(3):
         begin(2, tmp_path)

@@ -102,6 +102,7 @@ class Job:
 
     folder: Path
     world_size: int = 3
+    local_ranks: tuple[int, ...] = (0, 1, 2)
     limits: Limits = field(default_factory=lambda: Limits(suspect_after_s=0.1, timeout_s=1000.0, on_timeout="abort"))
     incidents: list[IncidentNumbers] = field(default_factory=lambda: [IncidentNumbers() for _ in range(3)])
     said: list[str] = field(default_factory=list)
@@ -118,7 +119,10 @@ class Job:
 
     def start(self, *, without: int = -1) -> None:
         for rank in range(self.world_size):
-            place = Place(rank=rank, local_rank=rank, world_size=self.world_size, local_world_size=self.world_size)
+            local_rank = self.local_ranks[rank]
+            place = Place(
+                rank=rank, local_rank=local_rank, world_size=self.world_size, local_world_size=self.world_size
+            )
             guard = Guard(
                 place=place,
                 limits=self.limits,

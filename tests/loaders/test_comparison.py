@@ -36,15 +36,16 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 class Job:
     """Ranks that compare; ``run`` calls one function in each."""
 
-    def __init__(self, folder: Path, world_size: int, deadline_s: float = 20.0) -> None:
+    def __init__(self, folder: Path, world_size: int, deadline_s: float = 20.0, through: Any = MemoryExchange) -> None:
         self.shared = SharedMemory()
+        self.exchanges = [through(self.shared) for _ in range(world_size)]
         self.said: list[str] = []
         self.folder = folder
         self.incidents = [IncidentNumbers() for _ in range(world_size)]
         self.agreements = [self.agreement(rank, world_size, deadline_s) for rank in range(world_size)]
 
     def agreement(self, rank: int, world_size: int, deadline_s: float) -> Agreement:
-        exchange = MemoryExchange(self.shared)
+        exchange = self.exchanges[rank]
         say = self.said.append
         return Agreement(
             meeting=Meeting(exchange=exchange, rank=rank, world_size=world_size, deadline_s=deadline_s, say=say),
@@ -270,9 +271,7 @@ def test_rank_0_that_fails_lets_the_others_go(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_exchange_that_misses_a_deadline_is_asked_again(tmp_path: Path) -> None:
-    job = Job(tmp_path, 2)
-    for agreement in job.agreements:
-        agreement._meeting._exchange = Moody(agreement._meeting._exchange)  # type: ignore[arg-type]
+    job = Job(tmp_path, 2, through=Moody)
     assert job.compare(data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 2
 
 
@@ -281,8 +280,8 @@ class Moody:
 
     lost = ""
 
-    def __init__(self, exchange: Any) -> None:
-        self._exchange = exchange
+    def __init__(self, shared: SharedMemory) -> None:
+        self._exchange = MemoryExchange(shared)
         self._asked = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -297,7 +296,7 @@ class Moody:
 
 def test_an_exchange_that_is_lost_ends_the_comparison_at_once(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
-    job.agreements[1]._meeting._exchange.close()
+    job.exchanges[1].close()
     (error,) = job.compare(data(EQUAL), data(EQUAL), ranks=(1,))
     assert isinstance(error, ExchangeError)
 

@@ -15,6 +15,9 @@ from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedG
 from lightning_ncclsafe.probes.process import flight_recorder
 from lightning_ncclsafe.probes.process.stacks import call_site
 
+# torch's functions that dump its recorders: NCCL's own, and that of all others.
+RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
 # As torch 2.13 writes it (`_dump_fr_trace_json`), with 2 ranks, the second all_reduce outstanding.
 GLOO: dict[str, Any] = {
     "comm_lib_version": "",
@@ -162,7 +165,7 @@ def test_what_no_recorder_tells_is_not_read_as_if_nothing_had_been_called(
     monkeypatch.setattr(process_groups, "group_calls", lambda: [process_groups.GroupCalls("0", (backend,), called)])
     monkeypatch.setattr(recorders, "dumps", lambda **_: iter(dumps))
     if not dumps:
-        monkeypatch.delattr(build.c10d, recorders._RECORDER_OF["gloo"])
+        monkeypatch.delattr(build.c10d, RECORDERS[1])
     recorder = flight_recorder.FlightRecorder()
     groups, _ = recorder.read()
     assert [group.name for group in groups] == ([] if why else ["0"])
@@ -295,7 +298,7 @@ def test_entries_are_read_without_spoiling_the_capture_of_a_graph(
         seen.append(driver.mode)
         return pickle.dumps({}) if len(what) == 3 else b"{}"
 
-    for name in recorders._RECORDERS:
+    for name in RECORDERS:
         for each in (name, name.removesuffix("_json")):
             monkeypatch.setattr(build.c10d, each, dump, raising=False)
     assert [*recorders.dumps(collectives=True), *recorders.entries()] == [{}, {}, [], []]
@@ -314,7 +317,7 @@ def test_entries_are_not_read_while_the_driver_does_not_answer(driver: Driver, m
         assert not collectives
         return json.dumps({"pg_status": {}})
 
-    for name in recorders._RECORDERS:
+    for name in RECORDERS:
         for each in (name, name.removesuffix("_json")):
             monkeypatch.setattr(build.c10d, each, dump, raising=False)
     monkeypatch.setattr(process_groups, "group_calls", lambda: [process_groups.GroupCalls("0", ("nccl",), 4)])
@@ -341,7 +344,7 @@ def test_of_a_very_large_recorder_the_newest_entries_are_read(monkeypatch: pytes
         asked.append((entries, only_active))
         return json.dumps({"entries": [*range(30_000)]})
 
-    for name in recorders._RECORDERS:
+    for name in RECORDERS:
         monkeypatch.setattr(build.c10d, name, dump, raising=False)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "30000")
     assert [dump["entries"] for dump in recorders.dumps(collectives=True)] == [[*range(10_000, 30_000)]] * 2

@@ -20,6 +20,9 @@ from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.guard.ending import EXIT_CODE
 from lightning_ncclsafe.strategies.launchers import EXPLAIN_S
 
+# torch's functions that dump its recorders: NCCL's own, and that of all others.
+RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
 HERE = Path(__file__).name
 
 
@@ -245,7 +248,7 @@ def test_a_run_ends_at_its_limit_where_no_recorder_tells_anything(
     """In a backward pass the stack alone does not tell a wait for others."""
     if build == "off":
         monkeypatch.setattr(recorders, "dumps", lambda **_: iter([{"version": "2.9"}]))
-    for name in recorders._RECORDERS if build == "without a dump" else ():
+    for name in RECORDERS if build == "without a dump" else ():
         monkeypatch.delattr(recorders.c10d, name, raising=False)
 
     def body(rank: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from guard_of import guard_of
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import (
@@ -112,7 +113,7 @@ def test_an_instance_keeps_all_its_arguments() -> None:
     assert strategy._ddp_kwargs == {"find_unused_parameters": True, "static_graph": True}
     assert (strategy._ddp_comm_hook, strategy.cluster_environment) == (hook, environment)
     assert (strategy._process_group_backend, strategy._timeout) == ("gloo", timedelta(seconds=77))
-    assert strategy._limits.timeout_s == 77.0  # type: ignore[attr-defined]
+    assert guard_of(strategy).limits.timeout_s == 77.0
 
 
 @pytest.mark.parametrize(
@@ -143,14 +144,14 @@ def test_spawned_ranks_and_copies_have_it_too(kind: type, arguments: tuple[int, 
         file.seek(0)
         for other in (pickle.load(file), copy.copy(strategy), copy.deepcopy(strategy)):
             assert type(other) is type(strategy) and other is not strategy
-            assert other._limits == strategy._limits and other._start_method == "spawn"
+            assert guard_of(other).limits == guard_of(strategy).limits and other._start_method == "spawn"
             assert vars(other).keys() == vars(strategy).keys()
 
 
 def test_one_of_ours_is_left_as_it_is(said: Said) -> None:
     strategy = SafeDDP(suspect_after=33, start_method="fork")
     guard_trainer(trainer_with(strategy))
-    assert type(strategy) is SafeDDP and strategy._limits.suspect_after_s == 33.0
+    assert type(strategy) is SafeDDP and guard_of(strategy).limits.suspect_after_s == 33.0
     assert said() == []
 
 
@@ -159,9 +160,9 @@ def test_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(f"NCCLSAFE_{name}", value)
     strategy: Any = DDPStrategy(start_method="fork", timeout=timedelta(seconds=99))
     guard_trainer(trainer_with(strategy))
-    limits = strategy._limits
+    limits, report_dir, _ = guard_of(strategy)
     assert (limits.suspect_after_s, limits.timeout_s, limits.on_timeout) == (5.0, 50.0, "report")
-    assert strategy._report_dir == "here" and strategy._timeout == timedelta(seconds=50)
+    assert report_dir == "here" and strategy._timeout == timedelta(seconds=50)
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedStrategy, XLAStrategy, Strategy])

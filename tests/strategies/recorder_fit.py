@@ -17,6 +17,7 @@ from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.probes.process.flight_recorder import position
 from lightning_ncclsafe.strategies import guarded_call
 
+SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # So that the end of each process does not look at everything that was imported.
 gc.freeze()
 
@@ -34,7 +35,7 @@ class Net(L.LightningModule):
 
     def on_train_end(self) -> None:
         recorded = sum(len(dump.get("entries", ())) for dump in recorders.dumps(collectives=True))
-        sizes = {name: os.environ.get(name) for name in recorders._SIZES}
+        sizes = {name: os.environ.get(name) for name in SIZES}
         (self.folder / f"rank-{self.global_rank}").write_text(json.dumps([recorded, sizes]))
 
     def configure_optimizers(self) -> Any:
@@ -43,13 +44,13 @@ class Net(L.LightningModule):
 
 def look_early() -> None:
     """The recorder is asked before there is a process group, as the guard's thread may ask it."""
-    begin = guarded_call.GuardedCall._begin
+    begin = guarded_call.GuardedCall.begin
 
     def begin_and_look(call: guarded_call.GuardedCall, strategy: Any) -> None:
         begin(call, strategy)
         position()
 
-    guarded_call.GuardedCall._begin = begin_and_look  # type: ignore[method-assign]
+    guarded_call.GuardedCall.begin = begin_and_look  # type: ignore[method-assign]
 
 
 def main() -> None:

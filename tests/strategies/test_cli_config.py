@@ -9,6 +9,7 @@ from typing import Any
 import jsonargparse
 import pytest
 import yaml
+from guard_of import guard_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
@@ -79,8 +80,8 @@ def test_the_strategy_is_what_its_file_says(name: str) -> None:
     parser.add_subclass_arguments(Strategy, "strategy")
     strategy = parser.instantiate(parser.parse_object({"strategy": given})).strategy
     assert type(strategy) is CONFIGS[name]
-    assert strategy._limits.phases_s == PHASES_S
-    assert strategy._limits.timeout_s == 1800.0
+    assert (limits := guard_of(strategy).limits).phases_s == PHASES_S
+    assert limits.timeout_s == 1800.0
 
 
 @pytest.mark.parametrize("name", ["ddp", "model_parallel"])
@@ -104,14 +105,15 @@ def test_everything_is_made_from_the_file(name: str, program: ModuleType) -> Non
     ],
 )
 def test_one_field_is_overridden(argument: str, changed: dict[str, float], program: ModuleType) -> None:
-    strategy = strategy_of(program, f"--trainer.strategy.{argument}")
-    assert strategy._limits.phases_s == PHASES_S | changed
-    assert strategy._limits.timeout_s == 1800.0
+    limits = guard_of(strategy_of(program, f"--trainer.strategy.{argument}")).limits
+    assert limits.phases_s == PHASES_S | changed
+    assert limits.timeout_s == 1800.0
 
 
 @pytest.mark.parametrize(("value", "seconds"), [("20", 20.0), ("2.5", 2.5), ("0:00:45", 45.0)])
 def test_seconds_and_durations_are_given_alike(value: str, seconds: float, program: ModuleType) -> None:
-    assert strategy_of(program, f"--trainer.strategy.suspect_after={value}")._limits.suspect_after_s == seconds
+    strategy = strategy_of(program, f"--trainer.strategy.suspect_after={value}")
+    assert guard_of(strategy).limits.suspect_after_s == seconds
 
 
 @pytest.mark.parametrize(

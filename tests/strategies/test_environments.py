@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from guard_of import begun
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,
@@ -17,7 +19,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_ncclsafe import SafeDDP
 from lightning_ncclsafe.strategies.call_exchanges import meeting_place
-from lightning_ncclsafe.strategies.guarded_call import _place
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 ELASTIC = {"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
@@ -74,8 +75,8 @@ def test_the_place_is_that_of_lightnings_environment(
     kind: type[ClusterEnvironment], variables: dict[str, str], devices: int, place: tuple[int, int, int]
 ) -> None:
     strategy = strategy_of(kind(), devices)
-    strategy.set_world_ranks()
-    found = _place(strategy)
+    begun(strategy, guard := MagicMock())
+    found = guard.call_args.kwargs["place"]
     environment = strategy.cluster_environment
     assert environment is not None and environment.creates_processes_externally
     assert (found.rank, found.local_rank, found.world_size) == place

@@ -6,7 +6,6 @@ import pytest
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 from lightning_ncclsafe.strategies import launchers
-from lightning_ncclsafe.strategies.launchers import _GuardedFunction
 
 NOBODY = (1 << 22) + 1
 
@@ -41,15 +40,11 @@ def test_the_others_are_killed_once_they_have_had_time_to_tell(monkeypatch: pyte
     observer = _ChildProcessObserver(main_pid=NOBODY, child_processes=[EndedRank()])  # type: ignore[list-item]
     observer.run = lambda: (begun.wait(20), observer._run())  # type: ignore[assignment, func-returns-value]
     observer.start()
-    assert _GuardedFunction(OneTrainer().fit)() == "fitted"
-    assert _GuardedFunction(OneTrainer().fit)() == "fitted"
+    assert launchers.guarded(None).launch(OneTrainer().fit) == "fitted"
+    assert launchers.guarded(None).launch(OneTrainer().fit) == "fitted"
     begun.set()
     assert waits.wait(20)
     events.append("told")
     told.set()
     observer.join(20)
     assert events == ["told", "killed"]
-
-
-def test_lightnings_observer_is_what_we_take_it_for() -> None:
-    assert callable(getattr(_ChildProcessObserver(main_pid=NOBODY, child_processes=[]), launchers._END_ALL))

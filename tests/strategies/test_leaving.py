@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
+from guard_of import begun
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 from lightning_ncclsafe import CollectiveTimeoutError, DatasetMismatchError, HostPreflightError, SafeDDP
 from lightning_ncclsafe.errors import PlannedStopError
-from lightning_ncclsafe.strategies.guarded import refuse_saving
-from lightning_ncclsafe.strategies.guarded_call import GuardedCall
+from lightning_ncclsafe.strategies import guarded
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:31886. GLHF!")
 
@@ -26,13 +26,9 @@ def left(error: Exception) -> None:
 
         safely(strikes)
 
-    call = GuardedCall.__new__(GuardedCall)
-    call.features = SimpleNamespace(detach=detach, detach_timer=lambda: None)  # type: ignore[assignment]
-    call.tracker = SimpleNamespace(detach=lambda: None)  # type: ignore[assignment]
-    call._group_timeouts = SimpleNamespace(restore=lambda: None)  # type: ignore[assignment]
-    call._exchanges = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
-    call._guard, call._listens, call._leaves = None, False, False
-    call._leaving(lambda guard: None)
+    call = begun(MagicMock(world_size=1), MagicMock())
+    call.finish()
+    call.features.detach = detach  # type: ignore[method-assign]
     call.close()
 
 
@@ -60,18 +56,24 @@ def test_a_signal_that_strikes_meanwhile_is_no_failure_of_the_guard(
 )
 def test_what_stops_all_ranks_leaves_none_of_them(error: BaseException, leaves: bool) -> None:
     """Lightning's Tuner ends each of its fits with an exception, which never comes to the strategy."""
-    call = GuardedCall.__new__(GuardedCall)
-    call._guard = SimpleNamespace(leaves_jointly=False)  # type: ignore[assignment]
+    call = begun(MagicMock(world_size=1), MagicMock(return_value=MagicMock(leaves_jointly=False)))
     assert call.leaves_others(error) is leaves
+    call.close()
 
 
-def test_saving_that_was_refused_in_one_call_is_allowed_in_the_next(tmp_path: Path) -> None:
+def test_saving_that_was_refused_in_one_call_is_allowed_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a callback has raised as it heard of the exception, so that the strategy has not."""
     strategy = SafeDDP()
     trainer = L.Trainer(
         accelerator="cpu", devices=1, strategy=strategy, logger=False, barebones=True, default_root_dir=tmp_path
     )
-    strategy._refused = refuse_saving(trainer, 0, strategy._ending)
+    call = MagicMock()
+    call.failed.return_value = None
+    monkeypatch.setattr(guarded, "GuardedCall", lambda *_, **__: call)
+    with pytest.raises(ValueError, match="of one rank"), strategy.watch(trainer):
+        raise ValueError("of one rank")
     assert "save_checkpoint" in vars(trainer)
     with strategy.watch(trainer):
         assert "save_checkpoint" not in vars(trainer)

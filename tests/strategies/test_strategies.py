@@ -4,20 +4,21 @@ import copy
 import json
 import os
 import pickle
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import MagicMock
 
 import jsonargparse
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from guard_of import guard_of
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import (
@@ -37,8 +38,8 @@ from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.loaders.collecting import Stage
 from lightning_ncclsafe.loaders.iteration import replaceable
 from lightning_ncclsafe.settings import AgreementSettings, Limits
-from lightning_ncclsafe.strategies import features, guarded_call
-from lightning_ncclsafe.strategies.guarded import GuardedStrategy
+from lightning_ncclsafe.strategies import features, guarded, guarded_call
+from lightning_ncclsafe.strategies.guarded import GuardedStrategy, timer_of
 
 ONE_DEVICE = Path(__file__).with_name("one_device.py")
 
@@ -87,10 +88,11 @@ def test_it_is_made_from_plain_types(base: type) -> None:
         find_unused_parameters=True,
     )
     assert type(strategy) is SafeDDP
-    assert strategy._limits == Limits(suspect_after_s=30.0, timeout_s=600.0, on_timeout="report")
+    asked = guard_of(strategy)
+    assert asked.limits == Limits(suspect_after_s=30.0, timeout_s=600.0, on_timeout="report")
     assert strategy._timeout == timedelta(minutes=10)
     assert strategy._start_method == "fork"
-    assert os.fspath(strategy._report_dir) == "reports"
+    assert os.fspath(asked.report_dir or "") == "reports"
     # The parser fills in the defaults of torch's class, here as there.
     stock = configured(base, "lightning.pytorch.strategies.DDPStrategy", find_unused_parameters=True)
     assert strategy._ddp_kwargs == stock._ddp_kwargs
@@ -105,11 +107,11 @@ def test_a_duration_in_a_configuration(suspect_after: Any, seconds: float | None
         with pytest.raises(jsonargparse.ArgumentError, match="suspect_after"):
             configured(DDPStrategy, suspect_after=suspect_after)
     else:
-        assert configured(DDPStrategy, suspect_after=suspect_after)._limits.suspect_after_s == seconds
+        assert guard_of(configured(DDPStrategy, suspect_after=suspect_after)).limits.suspect_after_s == seconds
 
 
 def test_an_empty_configuration_is_the_default() -> None:
-    assert configured(DDPStrategy)._limits == SafeDDP()._limits
+    assert guard_of(configured(DDPStrategy)).limits == guard_of(SafeDDP()).limits
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_a_configuration_is_written_and_read_again() -> None:
     arguments = {"suspect_after": 30, "timeout": "0:10:00", "on_timeout": "report"}
     given = {"strategy": {"class_path": "lightning_ncclsafe.SafeDDP", "init_args": arguments}}
     text = parser.dump(parser.parse_object(given))
-    assert parser.instantiate(parser.parse_string(text)).strategy._limits == Limits(
+    assert guard_of(parser.instantiate(parser.parse_string(text)).strategy).limits == Limits(
         suspect_after_s=30.0, timeout_s=600.0, on_timeout="report"
     )
 
@@ -147,11 +149,8 @@ def test_a_strategy_that_has_not_begun_can_be_copied_and_sent(copied: Any) -> No
     strategy = SafeDDP(suspect_after=5, on_timeout="report", report_dir="here", find_unused_parameters=True)
     twin = copied(strategy)
     assert type(twin) is SafeDDP
-    assert (twin._limits, twin._report_dir, twin._ddp_kwargs) == (
-        strategy._limits,
-        strategy._report_dir,
-        strategy._ddp_kwargs,
-    )
+    assert guard_of(twin)[:2] == guard_of(strategy)[:2]
+    assert twin._ddp_kwargs == strategy._ddp_kwargs
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
@@ -164,7 +163,7 @@ def test_a_copy_of_one_that_a_trainer_has_is_guarded_and_has_a_gate_of_its_own(
     strategy = trainer.strategy
     io = strategy.checkpoint_io
     twin = copied(strategy)
-    strategy._ending.close(lambda: CollectiveTimeoutError("ended"))  # type: ignore[attr-defined]
+    guard_of(strategy).ending.close(lambda: CollectiveTimeoutError("ended"))
     with pytest.raises(CollectiveTimeoutError):
         io.save_checkpoint({}, tmp_path / "one.ckpt")
     twin.checkpoint_io.save_checkpoint({}, tmp_path / "two.ckpt")
@@ -179,7 +178,7 @@ def test_a_checkpoint_io_that_is_used_again_belongs_to_the_latest_strategy(tmp_p
     io = TorchCheckpointIO()
     ended, next_one = (SafeDDP(checkpoint_io=io) for _ in range(2))
     assert ended.checkpoint_io is io
-    ended._ending.close(lambda: CollectiveTimeoutError("ended"))
+    guard_of(ended).ending.close(lambda: CollectiveTimeoutError("ended"))
     next_one.checkpoint_io.save_checkpoint({}, tmp_path / "it.ckpt")
     next_one.checkpoint_io.remove_checkpoint(tmp_path / "it.ckpt")
     assert not [*tmp_path.iterdir()]
@@ -268,7 +267,7 @@ def test_arguments_by_position_are_the_parents(ours: Any, theirs: Any) -> None:
     values = (2, 1) if ours is SafeModelParallel else (None, None)
     names = ("_data_parallel_size", "_tensor_parallel_size") if ours is SafeModelParallel else ("_accelerator",)
     own, stock = ours(*values, suspect_after=5), theirs(*values)
-    assert own._limits.suspect_after_s == 5
+    assert guard_of(own).limits.suspect_after_s == 5
     assert all(getattr(own, name) == getattr(stock, name) for name in names)
 
 
@@ -385,11 +384,13 @@ def test_with_lightning_there_the_name_is_registered_and_the_others_are_as_they_
     assert registered["ddp"] == registered["ddp_find_unused_parameters_true"] == "DDPStrategy"
 
 
-def test_a_strategy_that_is_being_watched_can_be_sent_away() -> None:
+def test_a_strategy_that_is_being_watched_can_be_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a datamodule that knows its Trainer is, when a loader spawns its workers."""
+    monkeypatch.setattr(guarded, "GuardedCall", MagicMock())
     strategy = SafeDDP()
-    strategy._watched = cast("Any", threading.Lock())
-    assert pickle.loads(pickle.dumps(strategy))._watched is None
+    with strategy.watch(MagicMock()):
+        assert timer_of(strategy) is not None
+        assert timer_of(pickle.loads(pickle.dumps(strategy))) is None
 
 
 @pytest.mark.parametrize(("strategy", "communicates"), [(SafeDDP, False), (SafeFSDP, True), (SafeModelParallel, True)])
