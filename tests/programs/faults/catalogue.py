@@ -36,6 +36,9 @@ import thread_healthy_start
 import thread_loops
 import thread_loops_backward
 import thread_loops_groups
+import thread_ninth_data
+import thread_ninth_healthy_loops
+import thread_ninth_steps
 import thread_process
 import thread_rank_zero
 import thread_second
@@ -87,6 +90,9 @@ THEMES = (
     thread_loops,
     thread_loops_backward,
     thread_loops_groups,
+    thread_ninth_data,
+    thread_ninth_healthy_loops,
+    thread_ninth_steps,
     thread_process,
     thread_rank_zero,
     thread_second,
