@@ -168,8 +168,8 @@ class StepFacts:
             around it.
         conditions_around: Those of ``led_around`` that are conditions: the first 8.
         passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
-        returns_nothing: ``"file:line in training_step"`` of each line there that returns nothing; searched only if a
-            batch was skipped.
+        returns_nothing: ``"file:line in training_step"`` of each line there, and in decorators around it, that returns
+            nothing; searched only if a batch was skipped.
         without_graph: Batches with a backward pass of a loss that depends on no parameter, so that none gets a
             gradient.
         leaves_at: ``"file:line in training_step"`` of each line that creates such a loss; searched only then.

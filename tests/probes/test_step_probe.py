@@ -1,5 +1,6 @@
 """What a rank's steps leave out, what it logs and what failed to be saved, as its own Trainer shows it."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -115,6 +116,30 @@ def test_a_batch_without_a_backward_pass_is_noted() -> None:
     assert record.facts().returns_nothing == tuple(
         f"{HERE}:{line_of(mark)} in training_step" for mark in ("nothing", "bare")
     )
+
+
+def skipping(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def guarded(*args: Any) -> Any:
+        try:
+            return step(*args)
+        except RuntimeError:
+            return None  # <- by the decorator
+
+    return guarded
+
+
+class Decorated(Module):
+    training_step = skipping(lambda self, batch, batch_idx: batch)
+
+
+def test_a_decorator_may_return_nothing_in_place_of_the_step() -> None:
+    of, record = begun(Decorated())
+    for batch in range(3):
+        begin(of, batch=batch)
+        if batch != 1:
+            record.backward()
+    assert record.facts().returns_nothing == (place("by the decorator", "guarded"),)
 
 
 def test_backward_passes_are_counted_by_batch_and_told_where_their_number_changes() -> None:
@@ -352,6 +377,28 @@ def test_what_has_left_a_part_out_is_looked_for_where_the_part_is_called(missing
     names += ("last.weight", "tail.weight")
     module.parameters = {name: Parameter(grad=None if name in missing else 1) for name in names}
     assert StepRecord(trainer(module)).facts().unused_at == line
+
+
+class Stacked(Module):
+    """Names its blocks where it counts them, and calls them in another method."""
+
+    def __init__(self) -> None:
+        super().__init__(head_weight=Parameter(grad=1), blocks_weight=Parameter())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        chances = [1] * len(self.blocks)  # type: ignore[attr-defined]
+        return self.encode(batch, chances)
+
+    def encode(self, batch: Any, chances: list[int]) -> Any:
+        for block, chance in zip(self.blocks, chances, strict=True):  # type: ignore[attr-defined]
+            if not chance:
+                continue  # <- block left out
+            batch = block(batch)
+        return batch
+
+
+def test_a_part_is_left_out_where_it_is_called_and_not_where_it_is_named() -> None:
+    assert StepRecord(trainer(Stacked())).facts().unused_at == place("block left out", "encode")
 
 
 def test_parameters_that_ddp_names_by_number_are_told_by_name() -> None:

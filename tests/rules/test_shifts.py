@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from builders import BARRIER, GLOO, MAIN, RUN, SITE, job, user
+from builders import BARRIER, GLOO, MAIN, RUN, SITE, USER_FILE, job, user
+from call_scenes import RESULT
 from judged import first
 
-from lightning_ncclsafe.facts import Action, Collective, Frame, JobFacts, RankFacts
+from lightning_ncclsafe.facts import Action, Collective, Frame, JobFacts, LoggedKey, RankFacts, StepFacts
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
@@ -177,3 +178,30 @@ def test_one_operation_with_other_sizes_is_no_mismatch_after_a_call_that_was_lef
     finding = first(of("rgrgrsr", "rgrgrr", "rgrgrsr"))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
     assert finding.location.endswith("train.py:50 in step")
+
+
+def logging(number: int, letters: str) -> RankFacts:
+    """One of three that have all logged a key at z, and may reduce it now."""
+    facts, place = rank(number, letters, world=3), f"{USER_FILE}:60 in step"
+    is_reducing = letters.endswith("z")
+    stack = (MAIN, RUN, user("step", 60), RESULT, BARRIER) if is_reducing else facts.stack
+    key = LoggedKey(name="accuracy", hook="training_step", place=place)
+    steps = StepFacts(with_backward=3, logged=(key,), reducing=key.name if is_reducing else "")
+    return replace(facts, stack=stack, steps=steps)
+
+
+def test_a_value_that_all_have_logged_before_and_a_rank_skips_this_once() -> None:
+    finding = first(job(*(logging(n, letters) for n, letters in enumerate(("zrzrz", "zrzrz", "zrzrr"))), world=3))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-log-keys", (2,), Confidence.LIKELY)
+    assert finding.location == f"{USER_FILE}:60 in step"
+    assert "Ranks 0-1 log 'accuracy' with sync_dist=True in this step" in finding.summary
+
+
+def test_a_call_that_was_skipped_before_a_value_is_logged_is_the_cause() -> None:
+    ranks = (logging(n, letters) for n, letters in enumerate(("gzrgzrg", "gzrgzrg", "gzrgzrz")))
+    finding = first(job(*ranks, world=3))
+    assert (finding.rule, finding.ranks, finding.location) == (
+        "diverged-collectives",
+        (2,),
+        f"{USER_FILE}:40 in step",
+    )

@@ -58,14 +58,27 @@ class HookSource:
 
     def uses(self, attribute: str) -> int:
         """The first line that calls or names ``self.attribute``, or calls one of those in it; 0 if there is none."""
-        named = [node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute]
-        used = [node for node in named if isinstance(node.value, ast.Name)]
+        named = self._named(attribute)
+        return next(self._calls_of_each(named), 0) or next((node.lineno for node in named), 0)
+
+    def calls(self, attribute: str) -> bool:
+        """Whether it calls ``self.attribute``, or one of those in it, and does not only name it, as ``len`` does."""
+        named = self._named(attribute)
+        called = (node.func for node in _inside(self._body) if isinstance(node, ast.Call))
+        callees = (callee.value if isinstance(callee, ast.Subscript) else callee for callee in called)
+        return any(callee in named for callee in callees) or any(self._calls_of_each(named))
+
+    def _named(self, attribute: str) -> list[ast.Attribute]:
+        named = (node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute)
+        return [node for node in named if isinstance(node.value, ast.Name)]
+
+    def _calls_of_each(self, named: list[ast.Attribute]) -> Iterator[int]:
+        """The lines that call what loops take from these."""
         loops = (node for node in _inside(self._body) if isinstance(node, ast.For))
-        ours = [loop for loop in loops if any(node in used for node in ast.walk(loop.iter))]
+        ours = [loop for loop in loops if any(node in named for node in ast.walk(loop.iter))]
         names = {node.id for loop in ours for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
         calls = (node for loop in ours for node in _inside(loop.body) if isinstance(node, ast.Call))
-        each = (call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
-        return next(each, 0) or next((node.lineno for node in used), 0)
+        return (call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
 
     def leads_around(self, line: int) -> tuple[str, ...]:
         """The branches that may have led around a line: jumps before it, and conditions around it.
@@ -142,6 +155,15 @@ def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
 def source_of(module: Any, hook: str) -> HookSource:
     """The source of a hook in a module's class: while a strategy runs a step, the instance has another ``forward``."""
     return HookSource(getattr(type(module), hook, None))
+
+
+def sources_of(module: Any, hook: str) -> Iterator[HookSource]:
+    """The same, and those of the decorators around it, which may return in its place."""
+    yield source_of(module, hook)
+    function = getattr(type(module), hook, None)
+    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        yield HookSource(getattr(function, "__code__", None))
+        function = wrapped
 
 
 def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...]]) -> tuple[str, ...]:

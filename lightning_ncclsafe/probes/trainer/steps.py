@@ -33,7 +33,7 @@ from lightning_ncclsafe.probes.trainer.logged_keys import (
     unmonitored_keys,
 )
 from lightning_ncclsafe.probes.trainer.passes import Batch, BatchPasses
-from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource, lines_in, source_of
+from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, HookSource, lines_in, source_of, sources_of
 
 _BACKWARD = "manual_backward"
 _MOST_NAMES = 8
@@ -147,7 +147,7 @@ class StepRecord:
             skipped_epoch=last[0],
             skipped_batch=last[1],
             passes_at=step.calls_under_condition(_BACKWARD) if len(runs) > 1 else (),
-            returns_nothing=step.returns_nothing() if skipped else (),
+            returns_nothing=_returns_nothing(module) if skipped else (),
             without_graph=self._without_graph,
             leaves_at=lines_in([module], HookSource.makes_leaves) if self._without_graph else (),
             without_gradient=tuple(missing[:_MOST_NAMES]),
@@ -229,6 +229,11 @@ def _root() -> int:
 def _groups_under_condition() -> tuple[str, ...]:
     sources = (HookSource(frame.f_code) for frame in main_thread_frames())
     return tuple(place for source in sources for place in _makes_group(source))[:MOST_LINES]
+
+
+def _returns_nothing(module: Any) -> tuple[str, ...]:
+    """Where training_step, or a decorator around it, returns nothing."""
+    return tuple(place for source in sources_of(module, "training_step") for place in source.returns_nothing())
 
 
 def _makes_group(source: HookSource) -> tuple[str, ...]:

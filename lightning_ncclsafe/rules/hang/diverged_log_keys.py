@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Plan,
     Severity,
+    Shift,
     Timeline,
     aborted_elsewhere,
     call_evidence,
@@ -26,13 +27,16 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     is_in,
     joined,
+    location_of,
     others_wait,
     out_of_data_first,
     positions,
     ranks_words,
+    shift,
     stack_of,
     verb,
     where_evidence,
+    with_decision,
 )
 from lightning_ncclsafe.rules.kit.wording import under_words
 
@@ -85,9 +89,15 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
         return
     if not reducing or out_of_data_first(view):
         return
+    yield from _by_keys(view, reducing)
+
+
+def _by_keys(view: Timeline, reducing: tuple[int, ...]) -> Iterator[Finding]:
     odd = _odd_key(view, reducing)
     if odd is not None:
         yield _finding(view, odd)
+    elif skipped := _skipped_reduction(view, reducing):
+        yield _skipped_finding(view, skipped)
     elif len(reducing) < len(view.waiting) and not view.silent:
         yield _undecided(view, reducing)
 
@@ -258,6 +268,33 @@ def _finding(view: Timeline, odd: _UncommonKey) -> Finding:
         f"{text} with sync_dist=True in {key.hook}{under}{lacking}",
         key.place,
         Confidence.CERTAIN if _is_past(view, odd) else Confidence.LIKELY,
+    )
+
+
+def _skipped_reduction(view: Timeline, reducing: tuple[int, ...]) -> Shift | None:
+    """The reduction of a logged value in which these ranks wait, if it is the first call that others have left out.
+
+    The recorder has the line of each call, so that another call that was left out before would be seen.
+    """
+    split = view.divergence
+    first = shift(view, split.group) if split is not None and not view.silent else None
+    if first is None or first.count or not first.is_decided or first.callers != reducing:
+        return None
+    waiting_in = {call.seq for rank in reducing if (call := view.activities[rank].collective) is not None}
+    return first if waiting_in == {first.call.seq} else None
+
+
+def _skipped_finding(view: Timeline, skipped: Shift) -> Finding:
+    """All have logged the key before, and only some do in this step."""
+    callers = skipped.callers
+    name = view.facts[callers[0]].steps.reducing
+    what = repr(name) if name else "a value"
+    text = (
+        f"{clause(callers, 'logs|log')} {what} with sync_dist=True in this step, as all ranks did before, and "
+        f"{clause(skipped.others, 'has|have not')}"
+    )
+    return with_decision(
+        view, _logging_finding(view, skipped.ranks, text, location_of(skipped.frame), Confidence.LIKELY)
     )
 
 
