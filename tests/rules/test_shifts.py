@@ -177,3 +177,10 @@ def test_one_operation_with_other_sizes_is_no_mismatch_after_a_call_that_was_lef
     finding = first(of("rgrgrsr", "rgrgrr", "rgrgrsr"))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
     assert finding.location.endswith("train.py:50 in step")
+
+
+def test_a_barrier_of_one_rank_that_was_paired_with_another_barrier() -> None:
+    found = first(of("rgrzb", "rgrb", condition=ZERO))
+    assert (found.rule, found.ranks, found.confidence) == ("diverged-collectives", (0,), Confidence.CERTAIN)
+    assert ":60 in step" in found.location
+    assert "rank 1 did not: since then they are one call apart" in found.summary
