@@ -326,3 +326,17 @@ def test_a_page_break_is_no_line_and_a_line_without_end_tells_nothing() -> None:
 def test_of_what_is_no_source_nothing_is_known() -> None:
     assert ControlFlow("if rank == 0\n    work()\n").around(2) == Around()
     assert ControlFlow("work()\n").around(7) == Around()
+
+
+@pytest.mark.parametrize(
+    ("source", "test"),
+    [
+        ("main = rank == 0\nif main:\n    save()  # <-", "if main:  (line 2)"),
+        ("def first():\n    return get_rank() == 0\nif not first():\n    save()  # <-", "if not first():  (line 3)"),
+        ("self.main = not rank and on\nif x or self.main:\n    save()  # <-", "if x or self.main:  (line 2)"),
+        ("rows = load(rank)\nif rows:\n    save()  # <-", ""),
+        ("main = rank == 0\nmain = files\nif main:\n    save()  # <-", ""),
+    ],
+)
+def test_a_name_that_is_given_to_a_test_of_the_rank(source: str, test: str) -> None:
+    assert around(source).rank_condition == test

@@ -205,3 +205,10 @@ def test_a_call_that_was_skipped_before_a_value_is_logged_is_the_cause() -> None
         (2,),
         f"{USER_FILE}:40 in step",
     )
+
+
+def test_a_barrier_of_one_rank_that_was_paired_with_another_barrier() -> None:
+    found = first(of("rgrzb", "rgrb", condition=ZERO))
+    assert (found.rule, found.ranks, found.confidence) == ("diverged-collectives", (0,), Confidence.CERTAIN)
+    assert ":60 in step" in found.location
+    assert "rank 1 did not: since then they are one call apart" in found.summary

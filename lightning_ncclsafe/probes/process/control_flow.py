@@ -77,8 +77,9 @@ class ControlFlow:
         self._known: dict[int, Around] = {}
         try:
             self._body = ast.parse(source).body
+            self._of_rank = _names_of_rank(self._body)
         except (SyntaxError, ValueError, RecursionError):
-            self._body = []
+            self._body, self._of_rank = [], frozenset[str]()
 
     def around(self, line: int) -> Around:
         """What decides whether this line is reached."""
@@ -130,7 +131,7 @@ class ControlFlow:
     def _arms(self, statement: ast.stmt) -> Iterator[_Arm]:
         """The blocks of a statement."""
         if isinstance(statement, ast.If):
-            decides = _decides(statement.test)
+            decides = _decides(statement.test, self._of_rank)
             for block, without in ((statement.body, ""), (statement.orelse, ELSE)):
                 yield _Arm(block, self._head(statement.lineno, decides, block, without), is_condition=True)
         elif isinstance(statement, _LOOPS):
@@ -141,7 +142,7 @@ class ControlFlow:
         elif isinstance(statement, (ast.With, ast.AsyncWith)):
             yield _Arm(statement.body, self._suppressed(statement), is_tried=True)
         elif isinstance(statement, ast.Match):
-            decides = _decides(statement.subject)
+            decides = _decides(statement.subject, self._of_rank)
             heads = ((case.body, self._head(case.pattern.lineno, decides, case.body)) for case in statement.cases)
             yield from (_Arm(block, branch, is_condition=True) for block, branch in heads)
         elif isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
@@ -183,7 +184,7 @@ class ControlFlow:
             arms = {without: [call for value in node.values[1:] for call in _calls(value)]}
         calling = [without for without, calls in arms.items() if calls]
         others = len(_calls(whole)) - len(_calls(test)) - sum(map(len, arms.values()))
-        decides = _decides(test)
+        decides = _decides(test, self._of_rank)
         # The line does not show which of several calls on it runs.
         if calling and (decides is not Decides.RANK or (len(calling) == 1 and not others)):
             yield _branch(node.lineno, decides, _last(node), f"if {ast.unparse(test)}", calling[0])
@@ -229,11 +230,54 @@ def _branch(line: int, on: Decides, until: int, code: str, without: str = "") ->
     return Branch(line=line, test=f"{without}{code[:_MOST_CHARACTERS]}  (line {line})", on=on, until=until)
 
 
-def _decides(test: ast.expr) -> Decides:
-    """What a condition depends on: the rank if it names it; a counter or constant is the same on all ranks."""
-    if _RANK_WORDS.search(ast.unparse(test)):
+def _decides(test: ast.expr, of_rank: frozenset[str]) -> Decides:
+    """What a condition depends on: the rank if it names it, or is the name of a test that does; see _names_of_rank.
+
+    A counter or constant is the same on all ranks.
+    """
+    if _RANK_WORDS.search(ast.unparse(test)) or not of_rank.isdisjoint(_tested(test)):
         return Decides.RANK
     return Decides.COMMON if _is_counter(test) or _is_constant(test) else Decides.VALUE
+
+
+def _names_of_rank(body: _Block) -> frozenset[str]:
+    """The names that a file gives to nothing but tests of the rank: ``main = rank == 0``, or a function of it."""
+    given: dict[str, list[bool]] = {}
+    for node in _nodes(body):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                given.setdefault(_name_of(target), []).append(_tests_rank(node.value))
+        elif isinstance(node, _FUNCTIONS):
+            returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
+            tests = bool(returned) and all(value is not None and _tests_rank(value) for value in returned)
+            given.setdefault(node.name, []).append(tests)
+    return frozenset(name for name, tests in given.items() if name and all(tests))
+
+
+def _nodes(body: _Block) -> Iterator[ast.AST]:
+    return (node for statement in body for node in ast.walk(statement))
+
+
+def _tests_rank(value: ast.expr) -> bool:
+    """Whether it compares the rank or combines such comparisons: what else is computed from a rank may be anything."""
+    if isinstance(value, ast.BoolOp):
+        return any(map(_tests_rank, value.values))
+    if isinstance(value, ast.UnaryOp):
+        return isinstance(value.op, ast.Not) and bool(_RANK_WORDS.search(ast.unparse(value)))
+    return isinstance(value, ast.Compare) and bool(_RANK_WORDS.search(ast.unparse(value)))
+
+
+def _tested(test: ast.expr) -> set[str]:
+    """The names that a condition tests by themselves: ``main``, ``self.main`` and ``main()``, also negated."""
+    if isinstance(test, ast.BoolOp):
+        return {name for value in test.values for name in _tested(value)}
+    if isinstance(test, ast.UnaryOp):
+        return _tested(test.operand)
+    return {_name_of(test.func if isinstance(test, ast.Call) else test)} - {""}
+
+
+def _name_of(node: ast.expr) -> str:
+    return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
 def _of_all(around: tuple[Branch, ...]) -> Decides:

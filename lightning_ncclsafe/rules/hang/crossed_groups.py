@@ -38,6 +38,10 @@ _REMEDY_MADE = (
     "Call new_group on all ranks for every group, in the same order, even if this rank is not a member; only with "
     "use_local_synchronization=True may the members alone call it."
 )
+_REMEDY_P2P = (
+    "Let one side send first and the other receive first (for a ring: by the parity of the rank), or start all of them "
+    "at once with dist.batch_isend_irecv, and wait afterwards."
+)
 _HOPS = 4
 _LISTED = 8
 
@@ -214,6 +218,7 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
         location=call_location(view, callers),
         evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
+        remedy=_REMEDY_P2P if {name for name, _ in circle.values()} == {""} else "",
     )
 
 

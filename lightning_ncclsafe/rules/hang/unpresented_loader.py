@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     short_location,
     stack_evidence,
+    unnoticed_shift,
     user_location,
     verb,
     wait_words,
@@ -35,7 +36,7 @@ from lightning_ncclsafe.rules.kit.wording import under_words
         "estimate of steps (trainer.estimated_stepping_batches) under a condition on the rank, or a fit that some "
         "ranks skip."
     ),
-    unless=(alone_in_trainer,),
+    unless=(alone_in_trainer, unnoticed_shift),
 )
 def unpresented_loader(view: Timeline) -> Iterator[Finding]:
     """Some ranks wait for the others to present their dataloaders, but those do something else.

@@ -19,8 +19,8 @@ from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.silent_ranks import left_in_order
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
-# Conditions that hold on one rank only, unlike ``if rank != -1``, which holds on all.
-_OF_RANK_ZERO = re.compile(r"zero|is_main|master|==\s*0\b|not\s+[\w.]*rank", re.IGNORECASE)
+# Conditions that hold on one rank only, unlike ``if rank != -1``, which holds on all; a bare name is that of a test.
+_OF_RANK_ZERO = re.compile(r"zero|is_main|master|==\s*0\b|not\s+[\w.]*rank|^if\s+[\w.]+(?:\(\))?$", re.IGNORECASE)
 _SHARDED = (UnitKind.FSDP_UNIT, UnitKind.PARAMETER)
 _SHARDED_CODE = FSDP | DTENSOR
 

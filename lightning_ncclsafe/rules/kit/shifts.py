@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
 from lightning_ncclsafe.facts import Collective, Frame
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
 from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words, short_location, under_words
@@ -81,6 +81,22 @@ def shift(view: Timeline, group: str) -> Shift | None:
             if shift_here is not _BRANCH:
                 return shift_here
     return None
+
+
+@once
+def unnoticed_shift(view: Timeline) -> Shift | None:
+    """A shift by calls of the user's that were paired with other calls of the same kind, so that nothing diverged.
+
+    None unless all ranks wait: a rank that works may make the missing call yet.
+    """
+    if set(view.waiting) != set(view.facts) or view.silent:
+        return None
+    shifts = (shift(view, group.name) for group in view.groups)
+    return next((first for first in shifts if first is not None and first.count and _is_users(first.call)), None)
+
+
+def _is_users(call: Collective) -> bool:
+    return deepest_user_frame(call.stack[trainer_start(call.stack) :]) is not None
 
 
 def _condition_of(call: Collective) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.hang.diverged_collectives.aborts import after_abort
-from lightning_ncclsafe.rules.hang.diverged_collectives.calls import mismatch
+from lightning_ncclsafe.rules.hang.diverged_collectives.calls import mismatch, unnoticed
 from lightning_ncclsafe.rules.hang.diverged_collectives.reasons import known_reason
 from lightning_ncclsafe.rules.hang.diverged_collectives.trainer import called_alone, called_before
 from lightning_ncclsafe.rules.hang.diverged_collectives.waits import inspected_waits, waits_elsewhere, waits_for_none
@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.kit import (
     left_loop,
     out_of_data_first,
     out_of_step,
+    unnoticed_shift,
     waiting_in_circle,
     waiting_outside_trainer,
     with_decision,
@@ -77,13 +78,19 @@ def _findings(view: Timeline) -> Iterator[Finding]:
         yield called_before(view, stacks)
     elif reason := known_reason(view):
         yield reason
-    elif not _is_other_cause(view):
-        if view.divergence is not None:
-            yield mismatch(view, view.divergence)
-        elif circle := waiting_in_circle(view):
-            yield waits_elsewhere(view, tuple(out_of_step(view, view.waiting)) or circle)
-        elif finding := after_abort(view) or waits_for_none(view) or inspected_waits(view):
-            yield finding
+    elif not _is_other_cause(view) and (finding := _by_calls(view)) is not None:
+        yield finding
+
+
+def _by_calls(view: Timeline) -> Finding | None:
+    """What the recorder's entries show, else what the stacks show."""
+    if view.divergence is not None:
+        return mismatch(view, view.divergence)
+    if (first := unnoticed_shift(view)) is not None:
+        return unnoticed(view, first)
+    if circle := waiting_in_circle(view):
+        return waits_elsewhere(view, tuple(out_of_step(view, view.waiting)) or circle)
+    return after_abort(view) or waits_for_none(view) or inspected_waits(view)
 
 
 def _is_other_cause(view: Timeline) -> bool:

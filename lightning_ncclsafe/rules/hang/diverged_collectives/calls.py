@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     is_gone,
     joined,
     location_of,
+    others_wait,
     out_of_step,
     ranks_words,
     shift,
@@ -85,5 +86,19 @@ def _shifted(view: Timeline, split: Divergence, first: Shift) -> Finding:
         confidence=Confidence.CERTAIN if first.count and first.is_decided and first.frame else Confidence.LIKELY,
         location=location_of(first.frame) or call_location(view, first.ranks),
         evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
+        remedy=remedies.same_calls(view),
+    )
+
+
+def unnoticed(view: Timeline, first: Shift) -> Finding:
+    """Calls that only some ranks have made completed with other calls of the others, which are of the same kind."""
+    text = f"{first.words()}, and each call has completed with another one of its kind"
+    return finding(
+        view,
+        first.ranks,
+        f"{capitalised(text)}. {capitalised(others_wait(view))}.",
+        confidence=Confidence.CERTAIN if first.is_decided else Confidence.LIKELY,
+        location=location_of(first.frame),
+        evidence=where_evidence(view, view.facts),
         remedy=remedies.same_calls(view),
     )

@@ -6,12 +6,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from from_threads.round_8_data import LIGHTNING, Recordings
+from from_threads.round_8_steps import TwoPlayers
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from samples import in_order
-from thread_ninth_data import LIGHTNING, Recordings
-from thread_ninth_steps import TwoPlayers
 from threads import quiet
 from training import Here, LoggingNet, Net, finding_unused, rows
 

@@ -9,10 +9,10 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from from_threads.round_8_data import LIGHTNING, Recordings
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from samples import in_order
-from thread_ninth_data import LIGHTNING, Recordings
 from threads import goes_wrong, thread
 from torchmetrics import MeanMetric
 from training import FOR_LONG_S, Here, LoggingNet, Net, rows
