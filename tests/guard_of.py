@@ -37,6 +37,7 @@ def begun(strategy: Any, guard: Any, *, trainer: Any = None, report_dir: Path | 
         combined=object,
         sigterm_error=None,
     )
-    with patch.object(guarded_call, "Guard", guard):
+    # A probe is closed by its guard.
+    with patch.object(guarded_call, "Guard", guard), patch.object(guarded_call, "RankProbe"):
         call.begin(strategy)
     return call
