@@ -61,8 +61,8 @@ class Bandwidth(NamedTuple):
     bus: float
 
 
-# As nccl-tests defines them (its doc/PERFORMANCE.md), by the name that back ends give the operation: how often the input
-# of one rank is the size that counts, and the factor of the bus bandwidth, for n ranks.
+# As nccl-tests defines them (its doc/PERFORMANCE.md), by the name that back ends give the operation: how often the
+# input of one rank is the size that counts, and the factor of the bus bandwidth, for n ranks.
 _DEFINITIONS: dict[str, tuple[_Factor, _Factor]] = {
     "all_reduce": (lambda n: 1, lambda n: 2 * (n - 1) / n),
     "all_gather": (lambda n: n, lambda n: (n - 1) / n),
