@@ -34,11 +34,11 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     shift,
     stack_of,
+    under_words,
     verb,
     where_evidence,
     with_decision,
 )
-from lightning_ncclsafe.rules.kit.wording import under_words
 
 _LISTED = 8
 _REMEDY = (

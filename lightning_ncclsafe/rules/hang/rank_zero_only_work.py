@@ -31,6 +31,7 @@ from lightning_ncclsafe.rules.kit import (
     recorder_evidence,
     signal_of,
     thread_exception,
+    under_words,
     verb,
     wait_words,
     waits_for_thread,
@@ -38,7 +39,6 @@ from lightning_ncclsafe.rules.kit import (
     where_words,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.wording import under_words
 
 _OTHER_RULES = (Kind.LOCK, Kind.LOGGER, Kind.CHECKPOINT, Kind.FINISHED)
 _STEP_HOOKS = (

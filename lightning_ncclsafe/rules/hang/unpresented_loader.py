@@ -20,13 +20,13 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     short_location,
     stack_evidence,
+    under_words,
     unnoticed_shift,
     user_location,
     verb,
     wait_words,
     where_words,
 )
-from lightning_ncclsafe.rules.kit.wording import under_words
 
 
 @hang_rule(

@@ -19,12 +19,12 @@ from lightning_ncclsafe.rules.kit import (
     short_location,
     silent_words,
     trainer_start,
+    under_words,
     verb,
     where_evidence,
     where_words,
     while_others_wait,
 )
-from lightning_ncclsafe.rules.kit.wording import under_words
 
 
 def called_alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Finding:
