@@ -3,7 +3,6 @@
 What stacks show of ranks that wait in different calls is in ``waits``.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD, DISTRIBUTED, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
@@ -37,7 +36,7 @@ from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, place_words, stack_evidence, where_words
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline
 from lightning_ncclsafe.rules.kit.user_lines import stack_of
 from lightning_ncclsafe.rules.kit.waits import condition_of, out_of_step, under_rank_condition
 from lightning_ncclsafe.rules.kit.wording import (
@@ -78,7 +77,7 @@ def culprits(view: Timeline, split: Divergence) -> tuple[int, ...]:
 
 def _few_by_room(view: Timeline, split: Divergence) -> tuple[int, ...]:
     """The minority, counting ranks that gloo aborted: the size they had room for shows what they had called."""
-    different = _variants(split.calls)
+    different = split.variants
     called = [[*ranks] for _, ranks in different]
     for rank in aborted_by_gloo(view):
         sizes = overrun_bytes(view, rank)
@@ -105,7 +104,7 @@ def overrun_ranks(view: Timeline, split: Divergence) -> tuple[int, ...]:
 
 def odd_sizes(view: Timeline, split: Divergence) -> tuple[int, ...]:
     """The minority, counting ranks that received too much as callers of the smallest call."""
-    different, overrun = _variants(split.calls), overrun_ranks(view, split)
+    different, overrun = split.variants, overrun_ranks(view, split)
     if not overrun or len(different) != 2:
         return culprits(view, split)
     smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
@@ -142,17 +141,9 @@ def callers_and_aborted(view: Timeline, split: Divergence) -> tuple[int, ...]:
     return tuple(sorted({*split.calls, *ended}))
 
 
-def _variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
-    """The different calls, each with the ranks that made it, the most frequent first."""
-    alike: dict[object, list[int]] = defaultdict(list)
-    for rank, call in sorted(calls.items()):
-        alike[signature(call)].append(rank)
-    return [(calls[ranks[0]], ranks) for ranks in sorted(alike.values(), key=lambda who: (-len(who), who))]
-
-
 def calls_words(view: Timeline, split: Divergence) -> str:
     """``"ranks 0-2 called all_reduce (8 elements) and rank 3 called barrier"``."""
-    different = _variants(split.calls)
+    different = split.variants
     listed = [f"{ranks_words(who)} called {_call_words(view, call, who[0])}" for call, who in different[:_VARIANTS]]
     more = len(different) - _VARIANTS
     return " and ".join(listed) + (f" and {more} other variants" if more > 0 else "")
@@ -164,7 +155,7 @@ def _call_words(view: Timeline, call: Collective, rank: int) -> str:
 
 def call_evidence(split: Divergence) -> Iterator[Evidence]:
     """One line for each different call, with its number."""
-    for call, who in _variants(split.calls)[:_LISTED]:
+    for call, who in split.variants[:_LISTED]:
         text = f"{capitalised(ranks_words(who))} called {collective_words(call)}."
         yield Evidence(source="flight recorder", rank=who[0] if len(who) == 1 else None, text=text)
 

@@ -1,10 +1,11 @@
 """The view that hang rules read: which ranks wait, work, are behind in a group or silent, and where calls diverged."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from lightning_ncclsafe.facts import (
     Collective,
@@ -92,12 +93,20 @@ class Divergence:
     calls: dict[int, Collective]
 
     @property
+    def variants(self) -> list[tuple[Collective, list[int]]]:
+        """The different calls, each with the ranks that made it, the most frequent first."""
+        alike: dict[object, list[int]] = defaultdict(list)
+        for rank, call in sorted(self.calls.items()):
+            alike[signature(call)].append(rank)
+        return [(self.calls[ranks[0]], ranks) for ranks in sorted(alike.values(), key=lambda who: (-len(who), who))]
+
+    @property
     def deviating(self) -> tuple[int, ...]:
         """The ranks that called something else than most did; all of them if there is no majority."""
-        counts = Counter(signature(call) for call in self.calls.values()).most_common()
-        if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        made_by = [ranks for _, ranks in self.variants]
+        if len(made_by) > 1 and len(made_by[0]) == len(made_by[1]):
             return tuple(sorted(self.calls))
-        return tuple(sorted(rank for rank, call in self.calls.items() if signature(call) != counts[0][0]))
+        return tuple(sorted(chain.from_iterable(made_by[1:])))
 
 
 class Timeline(View):

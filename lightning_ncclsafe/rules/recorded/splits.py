@@ -3,7 +3,6 @@
 The causes are mismatched-collective, where only sizes or types of one operation differ, and diverged-collectives.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -88,7 +87,7 @@ def split_finding(view: Timeline, split: Divergence, why: str) -> Finding:
         why: What follows from it, the end of a sentence.
     """
     ranks = split.deviating
-    different = _variants(split.calls)
+    different = split.variants
     listed = [f"{ranks_words(who)} called {_words(call)}" for call, who in different[:3]]
     more = f" and {len(different) - 3:,} other variants" if len(different) > 3 else ""
     text = f"{' and '.join(listed)}{more} as number {split.seq:,} of {group_words(split.group)}"
@@ -127,13 +126,6 @@ def _is_certain(view: Timeline, split: Divergence) -> bool:
 def _words(call: Collective) -> str:
     site = call_site(call)
     return call_words(call) + (f" at {short_location(site)}" if site else "")
-
-
-def _variants(calls: dict[int, Collective]) -> list[tuple[Collective, list[int]]]:
-    alike: dict[object, list[int]] = defaultdict(list)
-    for rank, call in sorted(calls.items()):
-        alike[signature(call)].append(rank)
-    return [(calls[ranks[0]], ranks) for ranks in sorted(alike.values(), key=lambda who: (-len(who), who))]
 
 
 def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> Iterator[Evidence]:
