@@ -255,6 +255,17 @@ def test_a_child_that_its_pool_has_replaced_is_remembered() -> None:
     assert threading.active_count() == threads
 
 
+def test_a_child_that_ends_at_once_is_seen() -> None:
+    """A pool has replaced it before the next look would have come."""
+    watch = ChildWatch()
+    try:
+        watch.note()
+        with FORK.Pool(1, initializer=exit_badly, initargs=(7,)):
+            until(lambda: any(child.exit_code == 7 and child.is_replaced for child in watch.read(0.0)))
+    finally:
+        watch.close()
+
+
 def live_under(watch: ChildWatch, codes: list[int]) -> set[str]:
     """Children that the watch has seen, and their parent seen end with these codes; the pipes that it had to them."""
     gate = FORK.Event()

@@ -12,6 +12,7 @@ from multiprocessing import process as _multiprocessing
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import psutil
 
@@ -50,19 +51,27 @@ class ChildWatch:
         self._thread: threading.Thread | None = None
         self._ended: deque[tuple[float, EndedProcess]] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        _watches.add(self)
 
     def note(self) -> None:
         """Looks for new children, at most once a second; takes some 10 µs for each thread of this process."""
-        if time.monotonic() < self._next_s:
+        # A thread that forks does not wait for one that looks: that one has a next turn.
+        if time.monotonic() < self._next_s or not self._looking.acquire(blocking=False):
             return
-        self._next_s = time.monotonic() + _EVERY_S
-        with suppress(OSError, AttributeError):
-            children = {*_children(_PROC)}
-            for pid in children - self._known:
-                if len(self._fds) < _MOST:
-                    self._watch(pid)
-            self._known &= children
-            self._learn()
+        try:
+            self._next_s = time.monotonic() + _EVERY_S
+            self._look()
+        finally:
+            self._looking.release()
+
+    def forked(self) -> None:
+        """Looks at once: a pool replaces a child that ends early before the next second has come."""
+        if self._next_s < math.inf:
+            self._next_s = -math.inf
+            self.note()
+            # multiprocessing knows its new child only after the fork.
+            self._next_s = -math.inf
 
     def read(self, idle_s: float) -> tuple[EndedProcess, ...]:
         """Unreaped children, and those that ended during this rank's standstill, or shortly before."""
@@ -85,6 +94,17 @@ class ChildWatch:
                 os.write(self._wake[1], b"x")
             thread.join(1.0)
 
+    def _look(self) -> None:
+        with suppress(OSError, AttributeError):
+            children = {*_children(_PROC)}
+            for pid in children - self._known:
+                if len(self._fds) < _MOST:
+                    self._watch(pid)
+            self._known &= children
+            watched = {*self._fds.values()}
+            self._processes |= {one.pid: one for one in [*_children_of_multiprocessing] if one.pid in watched}
+            self._learn()
+
     def _watch(self, pid: int) -> None:
         fd = os.pidfd_open(pid)
         if self._poll is None:
@@ -94,7 +114,6 @@ class ChildWatch:
             self._thread.start()
         self._fds[fd] = pid
         self._known.add(pid)
-        self._processes |= {one.pid: one for one in [*_children_of_multiprocessing] if one.pid == pid}
         self._poll.register(fd, select.EPOLLIN)
 
     def _learn(self) -> None:
@@ -127,7 +146,9 @@ class ChildWatch:
     def _take(self, poll: "select.epoll", fd: int) -> None:
         # Before the close, as another file may get the number.
         pid = self._fds.pop(fd)
-        process = self._processes.pop(pid, None)
+        # One that has ended at once was not known to multiprocessing when it was found.
+        unknown = (one for one in [*_children_of_multiprocessing] if one.pid == pid)
+        process = self._processes.pop(pid, None) or next(unknown, None)
         if (child := _ended(fd, os.P_PIDFD)) is not None:
             self._ended.append((time.monotonic(), child))
         elif process is not None:
@@ -136,6 +157,18 @@ class ChildWatch:
         # Explicitly: a child that was forked meanwhile also has the descriptor, and keeps it in the poll.
         poll.unregister(fd)
         os.close(fd)
+
+
+_watches: WeakSet[ChildWatch] = WeakSet()
+
+
+def _look_after_fork() -> None:
+    for watch in [*_watches]:
+        watch.forked()
+
+
+# Not those that are started without os.fork(), as subprocess does; these are found within a second.
+os.register_at_fork(after_in_parent=_look_after_fork)
 
 
 def _exit_code(process: BaseProcess) -> int | None:

@@ -41,6 +41,10 @@ _ON_FILES = re.compile(
     r"|load|save\w*|dump|p?read\w*|p?write\w*|flush|to_csv|to_parquet|savez?\w*|memmap)\("
 )
 _OF_PROCESSES = PROCESSES | ALL_OF_TORCH
+_REMEDY_PIPE = (
+    "Look at the other end of that pipe or FIFO: the process that reads or writes it has ended, is late or is stuck "
+    "(lsof shows both ends). Open it with os.O_NONBLOCK, or start that process before."
+)
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
@@ -152,8 +156,10 @@ def _confidence_in_call(view: Timeline, facts: RankFacts, thread: MainThreadFact
 def _answering(view: Timeline, rank: int, confidence: Confidence) -> Finding:
     facts = view.facts[rank]
     thread = facts.machine.main_thread
-    channel = _channel_words(thread.wait_channel if thread else "")
-    text = f"Rank {rank} waits for storage{channel}: it is {where_words(view, rank)}"
+    channel = thread.wait_channel if thread else ""
+    is_pipe = wait_of(channel) is Wait.PIPE
+    waits = f"{Wait.PIPE.value} (kernel function {channel})" if is_pipe else f"storage{_channel_words(channel)}"
+    text = f"Rank {rank} waits for {waits}: it is {where_words(view, rank)}"
     checkpoints = view.activities[rank].kind is Kind.CHECKPOINT
     return finding(
         view,
@@ -163,8 +169,9 @@ def _answering(view: Timeline, rank: int, confidence: Confidence) -> Finding:
         evidence=(
             *([_evidence(rank, thread)] if thread else ()),
             *how_we_know(view, (rank,)),
-            *storage_evidence(facts, of_checkpoints=checkpoints),
+            *(() if is_pipe else storage_evidence(facts, of_checkpoints=checkpoints)),
         ),
+        remedy=_REMEDY_PIPE if is_pipe else "",
     )
 
 

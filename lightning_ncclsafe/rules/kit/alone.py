@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightning_ncclsafe.code.libraries import DTENSOR, FSDP
-from lightning_ncclsafe.facts import Frame, Phase, RankFacts, UnitKind
+from lightning_ncclsafe.facts import ELSE, PAST, Frame, Phase, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit.activity import (
     Kind,
     condition_around,
@@ -21,6 +21,8 @@ from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 # Conditions that hold on one rank only, unlike ``if rank != -1``, which holds on all; a bare name is that of a test.
 _OF_RANK_ZERO = re.compile(r"zero|is_main|master|==\s*0\b|not\s+[\w.]*rank|^if\s+[\w.]+(?:\(\))?$", re.IGNORECASE)
+# Conditions that hold on all others: past a jump under one of these, or in its `else`, is rank 0.
+_OF_OTHERS = re.compile(r"!=\s*0\b|>\s*0\b|>=\s*1\b|not\s+[\w.]*(?:zero|main|master)|if\s+[\w.]*rank$", re.IGNORECASE)
 _SHARDED = (UnitKind.FSDP_UNIT, UnitKind.PARAMETER)
 _SHARDED_CODE = FSDP | DTENSOR
 
@@ -165,8 +167,13 @@ def _calls_trainer_again(facts: RankFacts) -> Frame | None:
 def _around_trainer(facts: RankFacts) -> str:
     """The condition on rank 0 around the call of the Trainer; empty if there is none."""
     conditions = (frame.rank_condition for frame in reversed(_outside(facts)) if frame.rank_condition)
+    return next(filter(_is_of_rank_zero, conditions), "")
+
+
+def _is_of_rank_zero(condition: str) -> bool:
+    known = _OF_OTHERS if condition.startswith((ELSE, PAST)) else _OF_RANK_ZERO
     # The rest of its line, behind the colon, is not part of the condition.
-    return next((condition for condition in conditions if _OF_RANK_ZERO.search(condition.partition(":")[0])), "")
+    return known.search(condition.partition(":")[0]) is not None
 
 
 def _calls_of_trainer(facts: RankFacts) -> tuple[tuple[str, int], ...]:

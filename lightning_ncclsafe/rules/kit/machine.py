@@ -112,7 +112,7 @@ def memory_words(facts: HostFacts | ProcessFacts) -> str:
     grows, swaps_out = facts.memory_growth_bytes_per_s or 0, facts.swap_growth_bytes_per_s or 0
     words = [f"{size_words(facts.rss_bytes)} resident"] if facts.rss_bytes is not None else []
     words += [f"growing by {size_words(grows)}/s"] if words and grows >= _GROWS_BYTES_PER_S else []
-    if swapped is not None:
+    if swapped:
         words.append(f"{size_words(swapped)} swapped out")
         words[-1] += f" (+{size_words(swaps_out)}/s)" if swaps_out >= _GROWS_BYTES_PER_S else ""
     return f"with {', '.join(words)}" if words else ""
