@@ -176,6 +176,14 @@ def test_the_pipe_below_a_queue_is_no_file() -> None:
     assert rules_found(scenes.at_work(GLOO, user("training_step", 40), path, main_thread=waits)) == ["blocked-on-disk"]
 
 
+def test_what_waits_in_a_fifo_is_told_of_its_other_end_not_of_storage() -> None:
+    line = user("training_step", 40, code="pipe = open(path, 'w')")
+    finding = first(scenes.at_work(GLOO, line, main_thread=thread(wait_channel="wait_for_partner")))
+    assert "waits for the other end of a pipe (kernel function wait_for_partner)" in finding.summary
+    assert "lsof" in finding.remedy and "quotas" not in finding.remedy
+    assert "storage" not in finding.summary
+
+
 def test_where_the_kernel_does_not_say_the_line_alone_is_not_much() -> None:
     line = user("training_step", 40, code="np.save(path, everything)")
     finding = first(scenes.at_work(GLOO, line, main_thread=thread()))

@@ -102,7 +102,8 @@ class ChildWatch:
                     self._watch(pid)
             self._known &= children
             watched = {*self._fds.values()}
-            self._processes |= {one.pid: one for one in [*_children_of_multiprocessing] if one.pid in watched}
+            known = self._processes | {one.pid: one for one in [*_children_of_multiprocessing] if one.pid}
+            self._processes = {pid: one for pid, one in known.items() if pid in watched}
             self._learn()
 
     def _watch(self, pid: int) -> None:
