@@ -276,6 +276,7 @@ METRIC_GATHER = _in(_package("torchmetrics"), "utilities/distributed.py", functi
 # What multiprocessing runs first in a process that it has started.
 CHILD_PROCESS = _in(_PYTHON, "multiprocessing/process.py", functions="_bootstrap")
 PROCESSES = _in(_PYTHON, "multiprocessing/*", "concurrent/*", "subprocess.py", "selectors.py")
+SUBPROCESS = _in(_PYTHON, "subprocess.py")
 WAITS_FOR_PROCESSES = _in(
     _PYTHON,
     "multiprocessing/queues.py",

@@ -61,6 +61,27 @@ class ProcessFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChildProcess:
+    """A process that a rank's main thread waits for, or one that this one has started.
+
+    Attributes:
+        pid: Process id.
+        parent: Process id of the process that has started it.
+        command: Its program and what that runs: ``"python convert.py"``; empty if unreadable.
+        state: ``"sleeping"``, ``"running"``, …; empty if unknown.
+        wait_channel: Kernel function it sleeps in; empty where unknown.
+        age_s: Seconds since it was started; None if unknown.
+    """
+
+    pid: int
+    parent: int
+    command: str = ""
+    state: str = ""
+    wait_channel: str = ""
+    age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LockHolder:
     """A process that holds a file lock; if the lock is a file's existence, a process that has the file open.
 

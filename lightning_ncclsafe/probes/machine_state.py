@@ -27,7 +27,7 @@ from lightning_ncclsafe.probes.network import name_servers_asked
 from lightning_ncclsafe.probes.process.ended_children import ChildWatch
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook, look_at_main_thread
-from lightning_ncclsafe.probes.process.stacks import training_thread
+from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
 # How often to look; a look takes some 0.3 ms.
 _EVERY_S = 1.0
@@ -119,9 +119,7 @@ class MachineProbe:
         self._interface = or_none(self._find_interface)
 
     def _look(self) -> _Look:
-        thread = training_thread()
-        # After os.fork(), the main thread's `native_id` is still the parent's.
-        now = look_at_main_thread(thread=None if thread is threading.main_thread() else thread.native_id)
+        now = look_at_main_thread(thread=training_thread_number())
         return _Look(self._clock(), now, look_at_pressure(self._groups))
 
 

@@ -29,7 +29,14 @@ from lightning_ncclsafe.probes.gpu import gpu_state
 from lightning_ncclsafe.probes.host.resources import HostProbe, child_processes, look_at, own_memory, signal_name
 from lightning_ncclsafe.probes.machine_state import GpuWatch, MachineProbe
 from lightning_ncclsafe.probes.network import taken_interface
-from lightning_ncclsafe.probes.process import flight_recorder, lock_waits, stacks, thread_locks, traceback_signal
+from lightning_ncclsafe.probes.process import (
+    child_waits,
+    flight_recorder,
+    lock_waits,
+    stacks,
+    thread_locks,
+    traceback_signal,
+)
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
 from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
@@ -238,6 +245,7 @@ class RankProbe:
             "file_lock": lock_waits.waited_for,
             "thread_lock": thread_locks.waited_for,
             "held_locks": lock_waits.held,
+            "awaited": child_waits.waited_for,
             "storage": self._trainer.storage,
             "versions": build.versions,
         }

@@ -14,6 +14,7 @@ from lightning_ncclsafe.facts import (
     Branch,
     Capacity,
     CaughtException,
+    ChildProcess,
     Collective,
     DataFacts,
     Decides,
@@ -326,6 +327,7 @@ RANK = RankFacts(
     ),
     host_facts=HostFacts(**{field.name: 2 + n for n, field in enumerate(dataclasses.fields(HostFacts))}),
     peers=(WORKER,),
+    awaited=(ChildProcess(pid=712, parent=7, command="sh -c", state="sleeping", wait_channel="do_wait", age_s=61.5),),
     file_lock=FileLockFacts(
         path="/cache/x.lock",
         holders=(LockHolder(pid=708, command="python other.py", parents=(7, 1)),),

@@ -8,6 +8,7 @@ from builders import BARRIER, FETCH, GLOO, INIT_GROUP, MAIN, SITE, job, process,
 
 from lightning_ncclsafe.facts import (
     Action,
+    ChildProcess,
     ExceptionFacts,
     Frame,
     HostFacts,
@@ -239,3 +240,33 @@ def test_a_rank_outside_of_the_trainer_that_is_gone_is_dead() -> None:
     facts = replace(job(*others, world=3, witnessed=(process(0, "gone"),)), absent=(0,))
     assert judge(facts).findings[0].rule == "dead-rank"
     assert "late-at-init" not in {finding.rule for finding in judge(facts).findings}
+
+
+def test_who_is_in_prepare_data_is_not_told_to_go_there() -> None:
+    late_in_setup = scenes.late_in_setup(GLOO)
+    culprit, *others = late_in_setup.ranks
+    culprit = replace(culprit, host_facts=AVAILABLE)
+
+    def remedy(hook: str) -> str:
+        actions = (Action(name=f"[LightningDataModule]Data.{hook}", for_s=30),)
+        preparing = replace(culprit, progress=replace(culprit.progress, actions=actions))
+        return judge(replace(late_in_setup, ranks=(preparing, *others))).findings[0].remedy
+
+    assert "or in prepare_data" in remedy("setup")
+    assert "in a separate script" in remedy("prepare_data") and "or in prepare_data" not in remedy("prepare_data")
+
+
+def test_the_child_that_a_late_rank_waits_for_is_named() -> None:
+    late_in_setup = scenes.late_in_setup(GLOO)
+    culprit, *others = late_in_setup.ranks
+    shell = ChildProcess(pid=712, parent=7, command="sh -c", state="sleeping", wait_channel="do_wait", age_s=30.2)
+    ended = ChildProcess(pid=713, parent=712, state="zombie")
+    unknown = ChildProcess(pid=714, parent=713)
+    waits = replace(late_in_setup, ranks=(replace(culprit, awaited=(shell, ended, unknown)), *others))
+    told = [evidence.text for evidence in judge(waits).findings[0].evidence if "process 71" in evidence.text]
+    assert told == [
+        "Waits for its child process 712 (sh -c): sleeping in do_wait, started 30 s ago.",
+        "Process 712 has started process 713: "
+        "it has ended, and a process that it has started may keep its output open.",
+        "Process 713 has started process 714.",
+    ]

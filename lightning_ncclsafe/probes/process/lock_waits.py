@@ -2,7 +2,6 @@
 
 import os
 import platform
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,7 +15,8 @@ import psutil
 from lightning_ncclsafe.code.libraries import EXISTING_LOCK_FILES, FILE_LOCKS, PATHS_OF_FILE_LOCKS
 from lightning_ncclsafe.facts import FileLockFacts, LockHolder
 from lightning_ncclsafe.probes.absent import or_none
-from lightning_ncclsafe.probes.process.stacks import main_thread_frames, training_thread
+from lightning_ncclsafe.probes.process.main_thread import system_call
+from lightning_ncclsafe.probes.process.stacks import main_thread_frames
 
 _PROC = Path("/proc")
 _LOCKS = ("FLOCK", "POSIX", "OFDLCK")
@@ -59,7 +59,7 @@ def waited_for() -> FileLockFacts | None:
     owner = _library_lock()
     if owner is not None:
         return owner
-    call, *arguments = _system_call() or (-1,)
+    call, *arguments = system_call() or (-1,)
     machine = platform.machine()
     if call == _FLOCK.get(machine):
         return _in_call(arguments[0], ("FLOCK",))
@@ -168,10 +168,10 @@ def _holder(pid: int) -> LockHolder:
     if process is None:
         return LockHolder(pid=pid)
     parents = or_none(lambda: tuple(parent.pid for parent in process.parents())) or ()
-    return LockHolder(pid=pid, command=_command_words(or_none(process.cmdline) or []), parents=parents)
+    return LockHolder(pid=pid, command=command_words(or_none(process.cmdline) or []), parents=parents)
 
 
-def _command_words(arguments: list[str]) -> str:
+def command_words(arguments: list[str]) -> str:
     """The program and what it runs, without further arguments, which may be secrets."""
     if not arguments:
         return ""
@@ -237,12 +237,3 @@ def _links(pid: int, proc: Path = _PROC) -> Iterator[tuple[Path, str]]:
     for place in or_none(lambda: sorted((proc / str(pid) / "fd").iterdir())) or ():
         with suppress(OSError):
             yield place, os.readlink(place)
-
-
-def _system_call() -> tuple[int, ...] | None:
-    """The number and the arguments of the main thread's system call; None if it is in none, or that is unreadable."""
-    thread = training_thread()
-    # After os.fork(), the main thread's `native_id` is still the parent's.
-    number = os.getpid() if thread is threading.main_thread() else thread.native_id
-    words = or_none(lambda: (_PROC / "self" / "task" / str(number) / "syscall").read_text().split()) or []
-    return or_none(lambda: (int(words[0]), *(int(word, 16) for word in words[1:]))) if len(words) > 6 else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
 _PROC = Path("/proc")
 _BLOCKED, _RUNNING = "disk-sleep", "running"
@@ -75,6 +76,14 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
         preempted=or_none(lambda: _preempted(folder)),
         major_faults=or_none(lambda: int(fields[_MAJOR_FAULTS_FIELD])),
     )
+
+
+def system_call() -> tuple[int, ...]:
+    """The number and the arguments of the system call that the main thread is in; empty if it is in none."""
+    folder = _PROC / "self" / "task" / str(training_thread_number())
+    words = or_none(lambda: (folder / "syscall").read_text(encoding="utf-8").split()) or []
+    # "running" has no number.
+    return or_none(lambda: (int(words[0]), *(int(word, 16) for word in words[1:]))) or () if len(words) > 6 else ()
 
 
 def slept_s(pid: int, proc: Path = _PROC) -> float | None:

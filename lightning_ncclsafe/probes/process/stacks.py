@@ -213,6 +213,13 @@ def _serves_ours(file: str, function: str) -> bool:
     return is_library or ALL_OF_TORCH.has(file, function)
 
 
+def training_thread_number() -> int:
+    """The kernel's number of the main thread."""
+    thread = training_thread()
+    # After os.fork(), the main thread's `native_id` is still the parent's.
+    return os.getpid() if thread is threading.main_thread() else thread.native_id or 0
+
+
 def main_thread_frames(code: Code | None = None) -> Iterator[Any]:
     """The main thread's frames, innermost first; only those in there if that is given."""
     frame = sys._current_frames().get(training_thread().ident or 0)

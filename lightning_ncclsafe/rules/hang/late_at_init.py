@@ -42,6 +42,10 @@ _REMEDY = (
     "Do this work once and ahead of the job (a separate script that leaves its result on disk), or in prepare_data, "
     "for which Lightning lets the other ranks wait without limit."
 )
+_REMEDY_PREPARING = (
+    "Do this work once and ahead of the job, in a separate script that leaves its result on disk. Lightning lets the "
+    "other ranks wait for prepare_data without limit, but every start of the job waits as long."
+)
 _REMEDY_OUTSIDE = (
     "Look at the code before this call of the Trainer, above all under a condition on the rank: work there takes time, "
     "and trainer.save_checkpoint, barriers and gathers must be called by all ranks."
@@ -114,12 +118,16 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     )
     summary = f"{clause(ranks, 'is|are late: still')} {where_words(view, ranks[0])}{memory}"
     amounts = (item for rank in ranks[:8] for item in memory_evidence(view.facts[rank]))
+    is_preparing = all(
+        any(action.name.endswith(".prepare_data") for action in view.facts[rank].progress.actions) for rank in ranks
+    )
+    remedy = memory_remedy(swapping, [view.facts[rank].host_facts for rank in ranks])
     return finding(
         view,
         ranks,
         f"{summary}{while_others_wait(view, ranks)}.",
         evidence=(*amounts, *how_we_know(view, ranks)),
-        remedy=memory_remedy(swapping, [view.facts[rank].host_facts for rank in ranks]) or _REMEDY,
+        remedy=remedy or (_REMEDY_PREPARING if is_preparing else _REMEDY),
     )
 
 

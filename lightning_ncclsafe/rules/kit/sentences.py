@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import ExceptionFacts, Frame, IncidentKind, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import ChildProcess, ExceptionFacts, Frame, IncidentKind, Phase, Progress, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
@@ -281,14 +281,36 @@ def _lock_evidence(timeline: Timeline) -> list[Evidence]:
     ]
 
 
+def _child_evidence(timeline: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
+    """The child process that a rank waits for, and what this one has started."""
+    for facts in (timeline.facts[rank] for rank in [*ranks][:_LISTED] if rank in timeline.facts):
+        for child in facts.awaited:
+            is_awaited = child == facts.awaited[0]
+            who = "Waits for its child process" if is_awaited else f"Process {child.parent} has started process"
+            command = f" ({child.command})" if child.command else ""
+            words = ", ".join(_child_words(child))
+            text = f"{who} {child.pid}{command}{f': {words}' if words else ''}."
+            yield Evidence(source="process", rank=facts.rank, text=text)
+
+
+def _child_words(child: ChildProcess) -> Iterator[str]:
+    if child.state == "zombie":
+        yield "it has ended, and a process that it has started may keep its output open"
+    elif child.state:
+        yield f"{child.state} in {child.wait_channel}" if child.wait_channel else child.state
+    if child.age_s is not None:
+        yield f"started {duration_words(child.age_s)} ago"
+
+
 def how_we_know(timeline: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
-    """The evidence of nearly every finding: stack, phase, recorder and file locks of these ranks."""
+    """The evidence of nearly every finding: stack, phase, recorder, file locks and awaited processes of these ranks."""
     listed = list(ranks)
     return (
         *stack_evidence(timeline, listed),
         *phase_evidence(timeline, listed),
         *recorder_evidence(timeline),
         *_lock_evidence(timeline),
+        *_child_evidence(timeline, listed),
     )
 
 

@@ -1,0 +1,79 @@
+"""The child process that the main thread waits for."""
+
+import multiprocessing
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+import pytest
+from polling import until
+
+from lightning_ncclsafe.facts import ChildProcess
+from lightning_ncclsafe.probes.process.child_waits import waited_for
+
+SLEEP = ["sleep", "60"]
+
+
+def seen_during(wait: Callable[[], object], count: int = 1) -> tuple[ChildProcess, ...]:
+    """What a thread sees while the main thread waits; then the processes are ended."""
+    seen: list[tuple[ChildProcess, ...]] = []
+
+    def has_seen() -> bool:
+        seen.append(waited_for())
+        # Until it has become the program that it was forked for.
+        return len(seen[-1]) >= count and seen[-1][-1].state == "sleeping"
+
+    def look() -> None:
+        with suppress(AssertionError):
+            until(has_seen, within_s=10)
+        for child in psutil.Process().children(recursive=True):
+            if any(child.pid == one.pid for one in seen[-1]):
+                child.kill()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    wait()
+    thread.join()
+    return seen[-1]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda: subprocess.run(SLEEP, check=False),
+        lambda: subprocess.run(SLEEP, check=False, timeout=50),
+        lambda: subprocess.run(SLEEP, check=False, capture_output=True),
+        lambda: os.system("exec sleep 60"),
+    ],
+    ids=["wait", "wait with a limit", "output", "os.system"],
+)
+def test_a_program_that_is_waited_for(wait: Callable[[], object]) -> None:
+    (child,) = seen_during(wait)
+    assert (child.command, child.parent, child.state) == ("sleep 60", os.getpid(), "sleeping")
+    assert child.wait_channel and child.age_s is not None and child.age_s < 60
+
+
+def test_what_a_shell_has_started() -> None:
+    shell, program = seen_during(lambda: subprocess.run(["sh", "-c", "sleep 60; true"], check=False), 2)
+    assert shell.command == "sh -c"
+    assert (program.command, program.parent) == ("sleep 60", shell.pid)
+
+
+def test_a_process_that_is_joined() -> None:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process.start()
+    assert [child.pid for child in seen_during(process.join)] == [process.pid]
+    process.close()
+
+
+def test_a_child_that_nobody_waits_for() -> None:
+    child = subprocess.Popen(SLEEP)
+    try:
+        assert waited_for() == ()
+    finally:
+        child.kill()
+        child.wait()
