@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.code.own_work import take_own_work
-from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP
+from lightning_ncclsafe.facts import VOTE_AHEAD_GROUP, element_bytes
 from lightning_ncclsafe.recorder.model import Recorder, WorkKind, recorded_once
 from lightning_ncclsafe.timing.summary import STEP_PHASES, StepPhase, step_phase
 from lightning_ncclsafe.timing.windows import CALL, OWN, SPAN, UNKNOWN_NS, Clock, GroupMembers, OpTotal, Window
@@ -29,25 +29,6 @@ Entry = dict[str, Any]
 
 # How long to wait for a duration on the device; a collective that takes longer is a hang.
 _PATIENCE_NS = 30_000_000_000
-# By the names of torch's ScalarType; other types count as one byte.
-_BYTES = {
-    "Byte": 1,
-    "Char": 1,
-    "Bool": 1,
-    "Short": 2,
-    "Half": 2,
-    "BFloat16": 2,
-    "UInt16": 2,
-    "Int": 4,
-    "UInt32": 4,
-    "Float": 4,
-    "ComplexHalf": 4,
-    "Long": 8,
-    "UInt64": 8,
-    "Double": 8,
-    "ComplexFloat": 8,
-    "ComplexDouble": 16,
-}
 _KEPT_STARTS = 4096
 # A program may create groups for as long as it runs.
 _MOST_GROUPS = 10_000
@@ -314,4 +295,4 @@ def _bytes(shapes: Sequence[Sequence[int]] | None, dtypes: Sequence[str] | None)
         return 0
     # The recorder keeps one type if all tensors have the same.
     of_each = dtypes if len(dtypes) == len(shapes) else [dtypes[0]] * len(shapes)
-    return sum(prod(shape) * _BYTES.get(dtype, 1) for shape, dtype in zip(shapes, of_each, strict=True))
+    return sum(prod(shape) * element_bytes(dtype) for shape, dtype in zip(shapes, of_each, strict=True))

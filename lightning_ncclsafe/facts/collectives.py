@@ -10,6 +10,13 @@ VOTE_GROUP = "ncclsafe votes"
 VOTE_AHEAD_GROUP = "ncclsafe votes ahead"
 """The same for votes one batch ahead, which are under way while a rank trains."""
 VOTE_GROUPS = (VOTE_GROUP, VOTE_AHEAD_GROUP)
+# By the names of torch's ScalarType, which its recorder uses; Float8 and quantized types have one byte.
+_ELEMENT_BYTES = (
+    dict.fromkeys(("Short", "Half", "BFloat16", "UInt16"), 2)
+    | dict.fromkeys(("Int", "UInt32", "Float", "ComplexHalf", "QInt32"), 4)
+    | dict.fromkeys(("Long", "UInt64", "Double", "ComplexFloat"), 8)
+    | {"ComplexDouble": 16}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,3 +172,8 @@ class ModelUnit:
     type: str = ""
     alike: int = 1
     last: str = ""
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of a type that torch's recorder names: 4 for ``"Float"``."""
+    return _ELEMENT_BYTES.get(dtype, 1)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_ncclsafe.collectives.recording import size_bytes
+from lightning_ncclsafe.facts import element_bytes
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,26 @@ def test_of_a_rank_that_only_receives_the_output_counts(inputs: Any) -> None:
 @pytest.mark.parametrize("entry", [{}, {"input_sizes": [[3]]}, {"input_sizes": [], "output_sizes": []}])
 def test_where_nothing_is_known_it_is_nothing(entry: Any) -> None:
     assert size_bytes(entry) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.uint8, "Byte"),
+        (torch.int8, "Char"),
+        (torch.bool, "Bool"),
+        (torch.int16, "Short"),
+        (torch.float16, "Half"),
+        (torch.bfloat16, "BFloat16"),
+        (torch.int32, "Int"),
+        (torch.float32, "Float"),
+        (torch.complex32, "ComplexHalf"),
+        (torch.int64, "Long"),
+        (torch.float64, "Double"),
+        (torch.complex64, "ComplexFloat"),
+        (torch.complex128, "ComplexDouble"),
+        (torch.float8_e5m2, "Float8_e5m2"),
+    ],
+)
+def test_an_element_is_as_large_as_torch_says(dtype: torch.dtype, name: str) -> None:
+    assert element_bytes(name) == dtype.itemsize

@@ -18,7 +18,7 @@ from lightning_ncclsafe.code.libraries import (
     SHARDING,
     SIGTERM_BROADCAST,
 )
-from lightning_ncclsafe.facts import Collective, Frame, RankFacts
+from lightning_ncclsafe.facts import Collective, Frame, RankFacts, element_bytes
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import condition_around, deepest_user_frame, is_in, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
@@ -32,11 +32,6 @@ _LISTED = 4
 # Calls that a rank may have made before gloo aborts another.
 _RECENT = 8
 _MOST_OF_SEGMENT = 1 << 20
-# Types as torch's recorder names them.
-_ITEM_BYTES = {"Double": 8, "Long": 8, "ComplexFloat": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1} | {
-    "Byte": 1,
-    "Bool": 1,
-}
 # Code whose C++ part also waits for collectives.
 _COLLECTIVES = C10D | BACKWARD | DDP | SHARDING
 # Code of Lightning and DDP that calls collectives by itself.
@@ -211,7 +206,7 @@ def bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:
 
 def size_bytes(call: Collective) -> int:
     """The bytes of a rank's input to a collective."""
-    return numel(call) * max((_ITEM_BYTES.get(kind, 4) for kind in call.dtypes), default=4)
+    return numel(call) * max((element_bytes(dtype) for dtype in call.dtypes), default=4)
 
 
 class _Site(NamedTuple):
