@@ -111,9 +111,13 @@ def line_of(score: Score) -> str:
     checks = {"ranks": score.ranks_right, "line": score.line_right, "phase": score.phase_right}
     checks[f"plan ({score.plan}, the fault is of: {score.fault_of})"] = score.plan_right
     wrong = [name for name, right in checks.items() if right is False]
-    named = f"named {score.named or 'nothing'}, not {' or '.join(score.causes) or 'nothing'}"
-    told = [named] if score.cause_right is False or score.false_alarm else [f"{', '.join(wrong)} wrong"]
-    return f"{score.case}: {'; '.join(told)}: {score.answer}"
+    if score.false_alarm:
+        told = "not quiet"
+    elif score.cause_right is False:
+        told = f"named {score.named or 'nothing'}, not {' or '.join(score.causes)}"
+    else:
+        told = f"{', '.join(wrong)} wrong"
+    return f"{score.case}: {told}: {score.answer}"
 
 
 def chosen(names: list[str], strategy: str) -> list[Case]:

@@ -226,6 +226,7 @@ def test_what_is_wrong_is_told_in_a_line() -> None:
         "b: named slow-logger, not data-stall or rank-behind: Rank 0 …"
     )
     assert scoreboard.line_of(replace(RIGHT, line_right=False)) == "a: line wrong: "
+    assert ": not quiet: " in scoreboard.line_of(LOUD)
 
 
 def test_every_case_has_one_marked_line_and_fitting_ranks() -> None:
