@@ -232,6 +232,9 @@ EARLY_STOPPING = _in(_PYTORCH, "callbacks/early_stopping.py")
 PUTTING_CHECKPOINT_TOGETHER = _in(_PYTORCH, "trainer/connectors/checkpoint_connector.py", functions="dump_checkpoint")
 MODEL_CHECKPOINT = _in(_PYTORCH, "callbacks/model_checkpoint.py")
 LOGGED_VALUES = _in(_PYTORCH, "trainer/connectors/logger_connector/result.py")
+LOGGED_VALUES_READ = _in(
+    _PYTORCH, "trainer/trainer.py", functions="callback_metrics logged_metrics progress_bar_metrics"
+)
 LOGGING = (
     _in(_PYTORCH, "trainer/connectors/logger_connector/logger_connector.py", functions="log_metrics")
     | _in(_PYTORCH, "loggers/*")

@@ -46,6 +46,7 @@ from lightning_ncclsafe.facts import (
 RESULT = Frame(
     file=f"{SITE}/lightning/pytorch/trainer/connectors/logger_connector/result.py", line=248, function="compute"
 )
+READ = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1714, function="callback_metrics")
 SAVE = Frame(file=f"{SITE}/lightning/pytorch/trainer/trainer.py", line=1465, function="save_checkpoint")
 RECV = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=2793, function="recv", code="work.wait()")
 ALL_GATHER = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=4100, function="all_gather")
@@ -327,6 +328,16 @@ def key_of_one_rank(net: Backend) -> JobFacts:
     return ordered({1: alone} | others)
 
 
+def key_read_by_one_rank(net: Backend) -> JobFacts:
+    """Rank 1 reads `trainer.callback_metrics` in a callback, which reduces a key; the others are past it."""
+    line = user("on_validation_end", 77, code="best = trainer.callback_metrics['val_loss']")
+    facts = key_of_one_rank(net)
+    ranks = {one.rank: one for one in facts.ranks}
+    reading = ranks[1]
+    ranks[1] = replace(reading, stack=(*reading.stack[:1], line, READ, *(f for f in reading.stack[1:] if not f.user)))
+    return ordered(ranks)
+
+
 def key_that_one_rank_lacks(net: Backend) -> JobFacts:
     """Rank 2 has not logged what the others reduce, and has gone on to its backward pass."""
     options = {"op": "barrier", "sizes": (), "outstanding": 1, "phase": Phase.VALIDATE, "batch": 5, "last": True}
@@ -522,6 +533,13 @@ CALL_SCENES = (
     Scene("both receive", both_receive, "crossed-groups", (0, 1), f"{USER_FILE}:73 in exchange"),
     Scene("metric with a state fewer", metric_with_a_state_fewer, "diverged-log-keys", (0, 1)),
     Scene("generator left out once", generator_left_out_once, "skipped-step", (1,)),
+    Scene(
+        "key read by one rank",
+        key_read_by_one_rank,
+        "diverged-collectives",
+        (1,),
+        f"{USER_FILE}:77 in on_validation_end",
+    ),
     Scene("key of one rank", key_of_one_rank, "diverged-log-keys", (1,), f"{USER_FILE}:104 in validation_step"),
     Scene(
         "key that one rank lacks",

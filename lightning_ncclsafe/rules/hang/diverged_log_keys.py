@@ -3,9 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import EVALUATION_LOOPS, LOGGED_VALUES, METRIC_GATHER
+from lightning_ncclsafe.code.libraries import EVALUATION_LOOPS, LOGGED_VALUES, LOGGED_VALUES_READ, METRIC_GATHER
 from lightning_ncclsafe.facts import LoggedKey, MetricFacts, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -77,6 +78,9 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
         yield aborted
         return
     reducing = tuple(rank for rank in view.waiting if is_in(LOGGED_VALUES, view.facts[rank].stack))
+    # The line that reads them differs then, not what is logged.
+    if 0 < sum(_reads(view.facts[rank]) for rank in reducing) < len(view.facts):
+        return
     # A rank that works may still log it.
     syncing = reducing or tuple(rank for rank in view.waiting if is_in(METRIC_GATHER, view.facts[rank].stack))
     if not syncing or view.raised or view.working(view.facts):
@@ -90,6 +94,12 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
     if not reducing or out_of_data_first(view):
         return
     yield from _by_keys(view, reducing)
+
+
+def _reads(facts: RankFacts) -> bool:
+    """Whether the user's code reads logged values, as in ``trainer.callback_metrics``, which reduces them."""
+    below = takewhile(lambda frame: not frame.user, reversed(facts.stack))
+    return is_in(LOGGED_VALUES_READ, tuple(below))
 
 
 def _by_keys(view: Timeline, reducing: tuple[int, ...]) -> Iterator[Finding]:

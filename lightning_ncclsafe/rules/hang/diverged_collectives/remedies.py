@@ -5,8 +5,8 @@ from lightning_ncclsafe.rules.kit import Timeline, is_in, stack_of
 
 SAME_CALLS = (
     "Make every rank call the same collectives in the same order: no self.log(sync_dist=True), metric.compute(), "
-    "all_gather, barrier, trainer.log_dir or save_checkpoint under a condition on the rank or on the data, the same "
-    "keys in log_dict on all ranks, and the same branches of the model in forward."
+    "all_gather, barrier, trainer.log_dir, trainer.callback_metrics or save_checkpoint under a condition on the rank "
+    "or on the data, the same keys in log_dict on all ranks, and the same branches of the model in forward."
 )
 _MODEL_CHECKPOINT = (
     "ModelCheckpoint needs the value that it monitors on all ranks, and the same one: log it with sync_dist=True, and "
