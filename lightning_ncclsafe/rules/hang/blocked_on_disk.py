@@ -43,7 +43,7 @@ _ON_FILES = re.compile(
 _OF_PROCESSES = PROCESSES | ALL_OF_TORCH
 _REMEDY_PIPE = (
     "Look at the other end of that pipe or FIFO: the process that reads or writes it has ended, is late or is stuck "
-    "(lsof shows both ends). Open it with os.O_NONBLOCK, or start that process before."
+    "(lsof shows both ends). Open it with os.O_NONBLOCK, or start that process first."
 )
 
 
