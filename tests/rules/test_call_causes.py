@@ -563,3 +563,26 @@ def test_roots_that_nobody_knows_may_differ() -> None:
     told = found(job(_rooted(0, 0), _rooted(1, -1), world=2))["all-joined"]
     assert told.confidence is Confidence.POSSIBLE
     assert told.summary.endswith("unless ranks have named different sources or destinations.")
+
+
+def after_other_data(*called: Frame) -> Finding:
+    """Rank 1 raises after a broadcast that it called, as its last call, where the others called an all-reduce."""
+    culprit = GLOO.rank(1, user("training_step", 42), seq=60)
+    *before, last = culprit.collectives
+    mixed = replace(last, op="broadcast", completed=True, input_sizes=((24,),), dtypes=("Long",), stack=called)
+    culprit = raised(replace(culprit, collectives=(*before, mixed)), "IndexError", "index 4401 is out of bounds")
+    return found(job(*(GLOO.waiting(n, seq=61) for n in (0, 2, 3)), culprit))["failed-rank"]
+
+
+def test_who_raised_after_a_call_that_others_did_not_make_has_received_other_data() -> None:
+    finding = after_other_data(user("__iter__", 125))
+    assert "rank 1 called broadcast (24 elements of Long)" in finding.summary
+    assert "as number 60, rank 1 at train.py:125 in __iter__, so they received other data" in finding.summary
+    assert (finding.confidence, finding.location.rpartition("/")[2]) == (Confidence.LIKELY, "train.py:125 in __iter__")
+
+
+def test_what_is_called_after_an_exception_has_not_caused_it() -> None:
+    file = f"{SITE}/lightning/pytorch/trainer/call.py"
+    finding = after_other_data(Frame(file=file, line=78, function="_interrupt"), user("on_exception", 125))
+    assert "broadcast" not in finding.summary
+    assert (finding.confidence, finding.location) == (Confidence.CERTAIN, "")

@@ -4,9 +4,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
+from lightning_ncclsafe.code.libraries import AFTER_EXCEPTION
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
+    Divergence,
     Evidence,
     Finding,
     Findings,
@@ -14,12 +16,16 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     batch_words,
+    call_evidence,
+    calls_words,
     deepest_user_frame,
     exception_evidence,
     exception_place,
     exit_status,
     finding,
     hang_rule,
+    is_in,
+    joined,
     location_of,
     ranks_words,
     short_location,
@@ -117,16 +123,36 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     at = f" at {short_location(frame)}{_called_from(facts, frame)}" if frame else ""
     did = _raised_words(exception) if exception else ""
     text = f"{ranks_words(ranks)} {did}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+    split = _other_data(view, ranks)
+    mixed = _mixed_words(view, split, ranks[0]) if split is not None else ""
+    line = frame or (deepest_user_frame(split.calls[ranks[0]].stack) if split is not None else None)
     return finding(
         view,
         ranks,
-        text,
+        joined((text, mixed)),
         severity=Severity.ERROR,
-        confidence=Confidence.CERTAIN,
-        location=location_of(frame),
-        evidence=tuple(item for rank in ranks[:8] for item in exception_evidence(view.facts[rank])),
+        confidence=Confidence.CERTAIN if split is None else Confidence.LIKELY,
+        location=location_of(line),
+        evidence=(
+            *(item for rank in ranks[:8] for item in exception_evidence(view.facts[rank])),
+            *(call_evidence(split) if split is not None else ()),
+        ),
         remedy=_REMEDIES.get(name, f"Correct the {name}{at}; the other ranks are ended because of it."),
     )
+
+
+def _other_data(view: Timeline, ranks: tuple[int, ...]) -> Divergence | None:
+    """Different collectives that these ranks have completed with the others before they raised."""
+    split = view.divergence or view.lost_divergence
+    calls = [split.calls.get(rank) for rank in ranks] if split is not None else []
+    is_before = all(call is not None and call.completed and not is_in(AFTER_EXCEPTION, call.stack) for call in calls)
+    return split if is_before else None
+
+
+def _mixed_words(view: Timeline, split: Divergence, rank: int) -> str:
+    line = deepest_user_frame(split.calls[rank].stack)
+    at = f", rank {rank} at {short_location(line)}" if line else ""
+    return f"Before that, {calls_words(view, split)} as number {split.seq}{at}, so they received other data than meant."
 
 
 def _raised_words(exception: ExceptionFacts) -> str:
