@@ -270,3 +270,9 @@ def test_the_child_that_a_late_rank_waits_for_is_named() -> None:
         "it has ended, and a process that it has started may keep its output open.",
         "Process 713 has started process 714.",
     ]
+
+
+def test_a_host_that_does_not_swap_is_said_nothing_about_swap() -> None:
+    memory = HostFacts(rss_bytes=GB, process_swap_bytes=0, swap_used_bytes=0, swapped_in_bytes=0)
+    told = [evidence.text for evidence in late(memory).evidence if evidence.source == "host"]
+    assert told == ["1.0 GB resident."]

@@ -148,11 +148,11 @@ def memory_evidence(facts: RankFacts) -> Iterator[Evidence]:
     host = facts.host_facts
     amounts = (
         (host.rss_bytes, "{} resident"),
-        (host.process_swap_bytes, "{} of it swapped out"),
+        (host.process_swap_bytes or None, "{} of it swapped out"),
         (host.memory_available_bytes, "{} of memory available on the host"),
         (host.memory_limit_bytes, "{} is the limit of its control group"),
-        (host.swap_used_bytes, "{} of swap in use on the host"),
-        (host.swapped_in_bytes, "{} read back from swap since the start"),
+        (host.swap_used_bytes or None, "{} of swap in use on the host"),
+        (host.swapped_in_bytes or None, "{} read back from swap since the start"),
     )
     words = [text.format(size_words(amount)) for amount, text in amounts if amount is not None]
     words[1:1] = [f"growing by {size_words(rate)}/s in all"] if words and (rate := growth_bytes_per_s(host)) else []
