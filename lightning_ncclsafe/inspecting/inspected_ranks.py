@@ -37,6 +37,7 @@ from lightning_ncclsafe.probes.host.resources import child_processes, filesystem
 from lightning_ncclsafe.probes.host.swap import look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.machine_state import GpuWatch
 from lightning_ncclsafe.probes.network import name_servers_asked
+from lightning_ncclsafe.probes.process.child_waits import awaited_by
 from lightning_ncclsafe.probes.process.growth import MemoryLook, growth_between
 from lightning_ncclsafe.probes.process.lock_waits import awaited_lock
 from lightning_ncclsafe.probes.process.main_thread import started_at
@@ -249,6 +250,7 @@ def seen_rank(one: RankProcess, looks: tuple[Look, ...], reader: StackReader, ra
         ended=tuple(EndedProcess(pid=seen.pid, signal=seen.ended_by, exit_code=seen.exit_code) for seen in ended),
         storage=from_storage(lambda: tuple(_open_files(one.pid)), ()),
         name_servers=name_servers_asked(one.pid),
+        awaited=awaited_by(one.pid),
         file_lock=from_storage(partial(awaited_lock, one.pid), None),
         host_facts=_host_facts(one.pid, looks),
         versions=from_storage(partial(_versions, looks), {}),

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from polling import until
 
 from lightning_ncclsafe.facts import ChildProcess
-from lightning_ncclsafe.probes.process.child_waits import waited_for
+from lightning_ncclsafe.probes.process.child_waits import awaited_by, waited_for
 
 SLEEP = ["sleep", "60"]
 
@@ -77,3 +78,14 @@ def test_a_child_that_nobody_waits_for() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_what_another_process_waits_for() -> None:
+    program = "import os; os.waitpid(os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '60'), 0)"
+    with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
+        try:
+            (child,) = until(lambda: [one for one in awaited_by(process.pid) if one.command == "sleep 60"])
+        finally:
+            for one in [*psutil.Process(process.pid).children(), process]:
+                one.kill()
+    assert child.parent == process.pid

@@ -22,7 +22,19 @@ _MOST = 4
 
 def waited_for() -> tuple[ChildProcess, ...]:
     """The child process that the main thread waits for, then its descendants, at most 4; empty if it waits for none."""
-    pid = _pid_of_wait() or next(_pids_of_subprocess(), 0)
+    return _with_descendants(_pid_of_wait() or next(_pids_of_subprocess(), 0))
+
+
+def awaited_by(pid: int) -> tuple[ChildProcess, ...]:
+    """The same of another process, if it waits for a child's end; if it waits for a child's output, that is unknown.
+
+    Args:
+        pid: Process id.
+    """
+    return _with_descendants(_pid_of_wait(pid))
+
+
+def _with_descendants(pid: int) -> tuple[ChildProcess, ...]:
     process = or_none(lambda: psutil.Process(pid)) if pid > 0 else None
     if process is None:
         return ()
@@ -30,9 +42,9 @@ def waited_for() -> tuple[ChildProcess, ...]:
     return tuple(islice(map(_facts, chain([process], below)), _MOST))
 
 
-def _pid_of_wait() -> int:
+def _pid_of_wait(of: int | None = None) -> int:
     """The process in a call of waitpid(), also one of os.system() or Process.join(); 0 if it waits for any, or none."""
-    call, pid, *_ = (*system_call(), -1, 0)
+    call, pid, *_ = (*system_call(of), -1, 0)
     # The kernel shows registers: a negative number, which stands for several processes, is a large one.
     return pid if call == _WAIT4.get(platform.machine()) and 0 < pid < _SIGN else 0
 

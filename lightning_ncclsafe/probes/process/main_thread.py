@@ -78,9 +78,13 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
     )
 
 
-def system_call() -> tuple[int, ...]:
-    """The number and the arguments of the system call that the main thread is in; empty if it is in none."""
-    folder = _PROC / "self" / "task" / str(training_thread_number())
+def system_call(pid: int | None = None) -> tuple[int, ...]:
+    """The number and the arguments of the system call that the main thread is in; empty if it is in none.
+
+    Args:
+        pid: Process id of another process, which has to be readable as for a debugger; None for this one.
+    """
+    folder = _PROC / str(pid or "self") / "task" / str(pid or training_thread_number())
     words = or_none(lambda: (folder / "syscall").read_text(encoding="utf-8").split()) or []
     # "running" has no number.
     return or_none(lambda: (int(words[0]), *(int(word, 16) for word in words[1:]))) or () if len(words) > 6 else ()
