@@ -5,7 +5,7 @@ It parses the source and executes nothing.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -65,6 +65,18 @@ class _Arm(NamedTuple):
     is_function: bool = False
 
 
+class _RankNames(NamedTuple):
+    """Names that stand for the rank in a file.
+
+    Attributes:
+        tests: Those of tests of the rank: ``main = rank == 0``, or of a function that returns one.
+        ranks: Those of the rank itself: ``me = dist.get_rank()``.
+    """
+
+    tests: frozenset[str] = frozenset()
+    ranks: frozenset[str] = frozenset()
+
+
 class ControlFlow:
     """How control flows in one source file.
 
@@ -79,7 +91,7 @@ class ControlFlow:
             self._body = ast.parse(source).body
             self._of_rank = _names_of_rank(self._body)
         except (SyntaxError, ValueError, RecursionError):
-            self._body, self._of_rank = [], frozenset[str]()
+            self._body, self._of_rank = [], _RankNames()
 
     def around(self, line: int) -> Around:
         """What decides whether this line is reached."""
@@ -230,32 +242,51 @@ def _branch(line: int, on: Decides, until: int, code: str, without: str = "") ->
     return Branch(line=line, test=f"{without}{code[:_MOST_CHARACTERS]}  (line {line})", on=on, until=until)
 
 
-def _decides(test: ast.expr, of_rank: frozenset[str]) -> Decides:
-    """What a condition depends on: the rank if it names it, or is the name of a test that does; see _names_of_rank.
+def _decides(test: ast.expr, of_rank: _RankNames) -> Decides:
+    """What a condition depends on: the rank if it names it, or a name that stands for it; see _names_of_rank.
 
     A counter or constant is the same on all ranks.
     """
-    if _RANK_WORDS.search(ast.unparse(test)) or not of_rank.isdisjoint(_tested(test)):
+    if _RANK_WORDS.search(ast.unparse(test)) or not of_rank.tests.isdisjoint(_tested(test)):
+        return Decides.RANK
+    if not of_rank.ranks.isdisjoint(_compared(test)):
         return Decides.RANK
     return Decides.COMMON if _is_counter(test) or _is_constant(test) else Decides.VALUE
 
 
-def _names_of_rank(body: _Block) -> frozenset[str]:
-    """The names that a file gives to nothing but tests of the rank: ``main = rank == 0``, or a function of it."""
-    given: dict[str, list[bool]] = {}
+def _names_of_rank(body: _Block) -> _RankNames:
+    """What a file's names stand for, so far as each stands for nothing else."""
+    given: dict[str, list[ast.expr | None]] = {}
     for node in _nodes(body):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                given.setdefault(_name_of(target), []).append(_tests_rank(node.value))
+                given.setdefault(_name_of(target), []).append(node.value)
         elif isinstance(node, _FUNCTIONS):
             returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
-            tests = bool(returned) and all(value is not None and _tests_rank(value) for value in returned)
-            given.setdefault(node.name, []).append(tests)
-    return frozenset(name for name, tests in given.items() if name and all(tests))
+            given.setdefault(node.name, []).extend(returned or [None])
+    return _RankNames(_only(given, _tests_rank), _only(given, _is_rank))
+
+
+def _only(given: dict[str, list[ast.expr | None]], is_so: Callable[[ast.expr], bool]) -> frozenset[str]:
+    """The names that are given to nothing else."""
+    return frozenset(name for name, values in given.items() if name and all(one and is_so(one) for one in values))
 
 
 def _nodes(body: _Block) -> Iterator[ast.AST]:
     return (node for statement in body for node in ast.walk(statement))
+
+
+def _is_rank(value: ast.expr) -> bool:
+    """Whether it is the rank itself: ``self.global_rank``, ``dist.get_rank()``, ``int(os.environ["RANK"])``."""
+    if isinstance(value, ast.Call):
+        name = _name_of(value.func)
+        if name == "int" and len(value.args) == 1:
+            return _is_rank(value.args[0])
+        is_read = name in ("get_rank", "getenv") or (name == "get" and "environ" in ast.unparse(value.func))
+        return is_read and bool(_RANK_WORDS.search(ast.unparse(value)))
+    if isinstance(value, ast.Subscript):
+        return "environ" in ast.unparse(value.value) and bool(_RANK_WORDS.search(ast.unparse(value.slice)))
+    return bool(_RANK_WORDS.fullmatch(_name_of(value)))
 
 
 def _tests_rank(value: ast.expr) -> bool:
@@ -274,6 +305,12 @@ def _tested(test: ast.expr) -> set[str]:
     if isinstance(test, ast.UnaryOp):
         return _tested(test.operand)
     return {_name_of(test.func if isinstance(test, ast.Call) else test)} - {""}
+
+
+def _compared(test: ast.expr) -> set[str]:
+    """The names that a condition compares with something: ``me == 0``."""
+    comparisons = (node for node in ast.walk(test) if isinstance(node, ast.Compare))
+    return {_name_of(side) for node in comparisons for side in (node.left, *node.comparators)} - {""}
 
 
 def _name_of(node: ast.expr) -> str:

@@ -23,6 +23,8 @@ from lightning_ncclsafe.rules.kit.timeline import Timeline
 _OF_RANK_ZERO = re.compile(r"zero|is_main|master|==\s*0\b|not\s+[\w.]*rank|^if\s+[\w.]+(?:\(\))?$", re.IGNORECASE)
 # Conditions that hold on all others: past a jump under one of these, or in its `else`, is rank 0.
 _OF_OTHERS = re.compile(r"!=\s*0\b|>\s*0\b|>=\s*1\b|not\s+[\w.]*(?:zero|main|master)|if\s+[\w.]*rank$", re.IGNORECASE)
+# Calls that a rank may have made between running the model alone and the abort.
+_RECENT = 16
 _SHARDED = (UnitKind.FSDP_UNIT, UnitKind.PARAMETER)
 _SHARDED_CODE = FSDP | DTENSOR
 
@@ -72,10 +74,24 @@ def aborted_model_run(view: Timeline) -> AbortedModelRun | None:
     stacks |= {rank: view.witnesses[rank].stack for rank in ended}
     around = {rank: condition_around(stack) for rank, stack in stacks.items()}
     conditions = [(rank, condition, frame) for rank, (condition, frame) in around.items() if condition]
+    if not conditions:
+        return _earlier_model_run(view, ended) if any(map(_in_sharded_call, stacks.values())) else None
     if len(conditions) != 1 or not _in_sharded_call(stacks[conditions[0][0]]):
         return None
     rank, condition, frame = conditions[0]
     return AbortedModelRun(rank, condition, frame, deepest_user_frame(stacks[rank]), ended)
+
+
+def _earlier_model_run(view: Timeline, ended: tuple[int, ...]) -> AbortedModelRun | None:
+    """One whose calls were paired with those of another step, so that gloo aborted a process only after it."""
+    found: dict[int, AbortedModelRun] = {}
+    for rank, facts in view.facts.items():
+        for call in map(view.with_stack, facts.collectives[-_RECENT:]):
+            condition, frame = condition_around(call.stack)
+            # The recorder keeps no frames below the user's, by which FSDP would be known.
+            if condition and "all_gather" in call.op:
+                found[rank] = AbortedModelRun(rank, condition, frame, frame, ended)
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _is_out_of_step(view: Timeline) -> bool:
