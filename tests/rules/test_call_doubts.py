@@ -10,6 +10,7 @@ import scenes as scenes_of_all
 from builders import (
     ALL_REDUCE,
     BARRIER,
+    ENGINE,
     EPOCH_END,
     GLOO,
     NCCL,
@@ -172,6 +173,30 @@ def test_stacks_that_only_say_that_the_trainer_runs_tell_no_purpose() -> None:
     sizes = (((1,),), ((402_653_184,),))
     ranks = (NCCL.rank(n, BARRIER, seq=4176, outstanding=1, op="all_gather", sizes=sizes[n], world=2) for n in range(2))
     assert found(job(*ranks, world=2)) == {"diverged-collectives": CERTAIN, "mismatched-collective": POSSIBLE}
+
+
+def model_run_before_an_abort(*earlier: Frame, op: str = "all_gather") -> JobFacts:
+    """Rank 0 has gathered some calls ago at a line; gloo ends rank 1 in the backward pass, rank 0 is in forward."""
+    left = GLOO.rank(0, FORWARD, FSDP, GATHER, seq=61, outstanding=1, op="all_gather", sizes=WEIGHTS, world=2)
+    *before, old, last = left.collectives
+    site = replace(old, op=op, completed=True, site="a", stack=earlier)
+    left = replace(left, collectives=(*before, replace(site, seq=59, stack=()), site, last))
+    lost = raised(left, "RuntimeError", "Read error", RUN, FORWARD, FSDP, GATHER, consequence=True)
+    said = "op.preamble.length <= op.nbytes. 528 vs 34"
+    gone = process(1, "gone", ended_by="SIGABRT", said=said, stack=(RUN, ENGINE))
+    return job(lost, world=2, witnessed=(gone,))
+
+
+def test_a_model_that_one_rank_has_run_before_is_to_blame_for_a_later_abort() -> None:
+    finding = first(model_run_before_an_abort(EVALUATE, FORWARD))
+    assert (finding.rule, finding.ranks, finding.confidence) == ("rank-zero-only-work", (0,), LIKELY)
+    assert "Rank 0 ran the model alone under `if self.trainer.is_global_zero:` (line 70)" in finding.summary
+    assert finding.location.endswith("in evaluate")
+
+
+def test_other_calls_before_an_abort_say_nothing() -> None:
+    assert "rank-zero-only-work" not in found(model_run_before_an_abort(FORWARD))
+    assert "rank-zero-only-work" not in found(model_run_before_an_abort(EVALUATE, op="broadcast"))
 
 
 def test_sizes_below_fsdp_whose_units_are_not_known_are_only_possible() -> None:
