@@ -194,6 +194,15 @@ def test_a_model_that_one_rank_has_run_before_is_to_blame_for_a_later_abort() ->
     assert finding.location.endswith("in evaluate")
 
 
+def test_a_line_that_all_ranks_come_to_in_each_step_is_not_run_alone() -> None:
+    scene = model_run_before_an_abort(EVALUATE, FORWARD)
+    (facts,) = scene.ranks
+    site = facts.collectives[-2]
+    long_ago = tuple(replace(site, seq=number) for number in range(20, 40))
+    often = replace(facts, collectives=(*long_ago, *facts.collectives))
+    assert "rank-zero-only-work" not in found(replace(scene, ranks=(often,)))
+
+
 def test_other_calls_before_an_abort_say_nothing() -> None:
     assert "rank-zero-only-work" not in found(model_run_before_an_abort(FORWARD))
     assert "rank-zero-only-work" not in found(model_run_before_an_abort(EVALUATE, op="broadcast"))

@@ -79,6 +79,8 @@ def aborted_model_run(view: Timeline) -> AbortedModelRun | None:
     if len(conditions) != 1 or not _in_sharded_call(stacks[conditions[0][0]]):
         return None
     rank, condition, frame = conditions[0]
+    if _is_regular(view, rank, frame):
+        return None
     return AbortedModelRun(rank, condition, frame, deepest_user_frame(stacks[rank]), ended)
 
 
@@ -89,9 +91,16 @@ def _earlier_model_run(view: Timeline, ended: tuple[int, ...]) -> AbortedModelRu
         for call in map(view.with_stack, facts.collectives[-_RECENT:]):
             condition, frame = condition_around(call.stack)
             # The recorder keeps no frames below the user's, by which FSDP would be known.
-            if condition and "all_gather" in call.op:
+            if condition and "all_gather" in call.op and not _is_regular(view, rank, frame):
                 found[rank] = AbortedModelRun(rank, condition, frame, frame, ended)
     return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _is_regular(view: Timeline, rank: int, frame: Frame | None) -> bool:
+    """Whether this line has called collectives in steps before, too: then what it does there is not done alone."""
+    earlier = view.facts[rank].collectives[:-_RECENT] if rank in view.facts else ()
+    lines = {(one.file, one.line) for call in map(view.with_stack, earlier) for one in call.stack}
+    return frame is not None and (frame.file, frame.line) in lines
 
 
 def _is_out_of_step(view: Timeline) -> bool:
