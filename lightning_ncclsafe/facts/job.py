@@ -91,7 +91,7 @@ class RankFacts:
         machine: What may delay it besides its code: waits for a core, pressure, its GPU, its network.
         peers: Other ranks of the same host, as seen from this rank.
         workers: Child processes of this rank that run the loader's code.
-        awaited: The child process that its main thread waits for, and those that this one has started; empty if none.
+        awaited_processes: The child process that its main thread waits for, and those that this one has started.
         file_lock: The lock on a file that its main thread waits for; None if it waits for none.
         thread_lock: The thread lock that its main thread waits for; None if none is known.
         held_locks: Paths of the files on which its process holds a lock.
@@ -130,7 +130,7 @@ class RankFacts:
     machine: MachineFacts = field(default_factory=MachineFacts)
     peers: tuple[ProcessFacts, ...] = ()
     workers: tuple[ProcessFacts, ...] = ()
-    awaited: tuple[ChildProcess, ...] = ()
+    awaited_processes: tuple[ChildProcess, ...] = ()
     file_lock: FileLockFacts | None = None
     thread_lock: ThreadLockFacts | None = None
     held_locks: tuple[str, ...] = ()

@@ -250,7 +250,7 @@ def seen_rank(one: RankProcess, looks: tuple[Look, ...], reader: StackReader, ra
         ended=tuple(EndedProcess(pid=seen.pid, signal=seen.ended_by, exit_code=seen.exit_code) for seen in ended),
         storage=from_storage(lambda: tuple(_open_files(one.pid)), ()),
         name_servers=name_servers_asked(one.pid),
-        awaited=awaited_by(one.pid),
+        awaited_processes=awaited_by(one.pid),
         file_lock=from_storage(partial(awaited_lock, one.pid), None),
         host_facts=_host_facts(one.pid, looks),
         versions=from_storage(partial(_versions, looks), {}),

@@ -245,7 +245,7 @@ class RankProbe:
             "file_lock": lock_waits.waited_for,
             "thread_lock": thread_locks.waited_for,
             "held_locks": lock_waits.held,
-            "awaited": child_waits.waited_for,
+            "awaited_processes": child_waits.waited_for,
             "storage": self._trainer.storage,
             "versions": build.versions,
         }

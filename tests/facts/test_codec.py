@@ -327,7 +327,9 @@ RANK = RankFacts(
     ),
     host_facts=HostFacts(**{field.name: 2 + n for n, field in enumerate(dataclasses.fields(HostFacts))}),
     peers=(WORKER,),
-    awaited=(ChildProcess(pid=712, parent=7, command="sh -c", state="sleeping", wait_channel="do_wait", age_s=61.5),),
+    awaited_processes=(
+        ChildProcess(pid=712, parent=7, command="sh -c", state="sleeping", wait_channel="do_wait", age_s=61.5),
+    ),
     file_lock=FileLockFacts(
         path="/cache/x.lock",
         holders=(LockHolder(pid=708, command="python other.py", parents=(7, 1)),),

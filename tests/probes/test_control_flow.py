@@ -338,6 +338,8 @@ def test_of_what_is_no_source_nothing_is_known() -> None:
         ("me = os.environ.get('RANK', '0')\nif x and '0' == me:\n    save()  # <-", "if x and '0' == me:  (line 2)"),
         ("self.me = dist.get_rank()\nif self.me > 0:\n    save()  # <-", "if self.me > 0:  (line 2)"),
         ("me = trainer.global_rank\nif me in (0, 1):\n    save()  # <-", "if me in (0, 1):  (line 2)"),
+        ("main = trainer.is_global_zero\nif main and x:\n    save()  # <-", "if main and x:  (line 2)"),
+        ("main = is_main_process()\nif not main:\n    save()  # <-", "if not main:  (line 2)"),
         ("size = int(os.environ['WORLD_SIZE'])\nif size == 1:\n    save()  # <-", ""),
         ("me = seeds(rank)\nif me == 0:\n    save()  # <-", ""),
         ("me = rank\nme += 1\nme = names[0]\nif me == 0:\n    save()  # <-", ""),

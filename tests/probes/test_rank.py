@@ -32,7 +32,17 @@ from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 AMPLE_S = 20.0
 AFTER_HOST_FACTS = [
     *("peers", "workers", "loaders", "trainer", "loggers"),
-    *("steps", "failed_save", "caught", "file_lock", "thread_lock", "held_locks", "awaited", "storage", "versions"),
+    *(
+        "steps",
+        "failed_save",
+        "caught",
+        "file_lock",
+        "thread_lock",
+        "held_locks",
+        "awaited_processes",
+        "storage",
+        "versions",
+    ),
 ]
 
 

@@ -262,7 +262,7 @@ def test_the_child_that_a_late_rank_waits_for_is_named() -> None:
     shell = ChildProcess(pid=712, parent=7, command="sh -c", state="sleeping", wait_channel="do_wait", age_s=30.2)
     ended = ChildProcess(pid=713, parent=712, state="zombie")
     unknown = ChildProcess(pid=714, parent=713)
-    waits = replace(late_in_setup, ranks=(replace(culprit, awaited=(shell, ended, unknown)), *others))
+    waits = replace(late_in_setup, ranks=(replace(culprit, awaited_processes=(shell, ended, unknown)), *others))
     told = [evidence.text for evidence in judge(waits).findings[0].evidence if "process 71" in evidence.text]
     assert told == [
         "Waits for its child process 712 (sh -c): sleeping in do_wait, started 30 s ago.",

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
 
 # Names in conditions that hold on some ranks only, as Lightning, torch and common training scripts use them.
-_RANK_WORDS = re.compile(
-    r"\b(?:is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
-    r"|global_rank|local_rank|node_rank|get_rank|rank|LOCAL_RANK|RANK)\b"
-)
+_TESTS = "is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
+_RANKS = "global_rank|local_rank|node_rank|get_rank|rank|LOCAL_RANK|RANK"
+_TEST_NAME, _RANK_NAME = re.compile(_TESTS), re.compile(rf"\b(?:{_RANKS})\b")
+_RANK_WORDS = re.compile(rf"\b(?:{_TESTS}|{_RANKS})\b")
 # Counters that are equal on all ranks, so that conditions on them are, too.
 _COUNTED = frozenset(
     ("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step", "sanity_checking", "stage")
@@ -283,19 +283,21 @@ def _is_rank(value: ast.expr) -> bool:
         if name == "int" and len(value.args) == 1:
             return _is_rank(value.args[0])
         is_read = name in ("get_rank", "getenv") or (name == "get" and "environ" in ast.unparse(value.func))
-        return is_read and bool(_RANK_WORDS.search(ast.unparse(value)))
+        return is_read and bool(_RANK_NAME.search(ast.unparse(value)))
     if isinstance(value, ast.Subscript):
-        return "environ" in ast.unparse(value.value) and bool(_RANK_WORDS.search(ast.unparse(value.slice)))
-    return bool(_RANK_WORDS.fullmatch(_name_of(value)))
+        return "environ" in ast.unparse(value.value) and bool(_RANK_NAME.search(ast.unparse(value.slice)))
+    return bool(_RANK_NAME.fullmatch(_name_of(value)))
 
 
 def _tests_rank(value: ast.expr) -> bool:
-    """Whether it compares the rank or combines such comparisons: what else is computed from a rank may be anything."""
+    """Whether it is a test of the rank, or combines some: what else is computed from a rank may be anything."""
     if isinstance(value, ast.BoolOp):
         return any(map(_tests_rank, value.values))
     if isinstance(value, ast.UnaryOp):
         return isinstance(value.op, ast.Not) and bool(_RANK_WORDS.search(ast.unparse(value)))
-    return isinstance(value, ast.Compare) and bool(_RANK_WORDS.search(ast.unparse(value)))
+    if isinstance(value, ast.Compare):
+        return bool(_RANK_WORDS.search(ast.unparse(value)))
+    return bool(_TEST_NAME.fullmatch(_name_of(value.func if isinstance(value, ast.Call) else value)))
 
 
 def _tested(test: ast.expr) -> set[str]:

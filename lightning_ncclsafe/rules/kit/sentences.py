@@ -284,8 +284,8 @@ def _lock_evidence(timeline: Timeline) -> list[Evidence]:
 def _child_evidence(timeline: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     """The child process that a rank waits for, and what this one has started."""
     for facts in (timeline.facts[rank] for rank in [*ranks][:_LISTED] if rank in timeline.facts):
-        for child in facts.awaited:
-            is_awaited = child == facts.awaited[0]
+        for child in facts.awaited_processes:
+            is_awaited = child == facts.awaited_processes[0]
             who = "Waits for its child process" if is_awaited else f"Process {child.parent} has started process"
             command = f" ({child.command})" if child.command else ""
             words = ", ".join(_child_words(child))
