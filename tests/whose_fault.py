@@ -22,10 +22,7 @@ OF_DATA = {
     "same-shard",
     "sampler-disagreement",
     "sized-and-unsized",
-    "unequal-batches",
     "unequal-samples",
-    "uneven-end",
-    "validation-step",
 }
 """Of what ranks compare: wrong code as well, or its settings or data."""
 OF_MACHINE = {

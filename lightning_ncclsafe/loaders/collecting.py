@@ -71,6 +71,7 @@ class Stage:
             stage=self.name,
             mode=self.mode,
             loaders=loaders,
+            limit="" if limit is None else str(limit),
             val_check_batch=self._val_check_batch(trainer, loaders) if self.name == TRAIN else None,
             data_rank=int(share.get("rank", strategy.global_rank)),
             data_ranks=int(share.get("num_replicas", strategy.world_size)),

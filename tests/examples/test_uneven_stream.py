@@ -14,7 +14,7 @@ from warm import Warm
 
 SCRIPT = HANGS.parent / "uneven_stream.py"
 FILES_OF_RANK_0, FILES_OF_RANK_1 = 822, 616  # digits
-END = "uneven-end: The train_dataloader has ended on rank 1 after 20 batches, while rank 0 has had 21 and may have"
+END = "uneven-batches: The train_dataloader has ended on rank 1 after 20 batches, while rank 0 has had 21 and may have"
 _TRAINED = re.compile(r"rank (\d): (\d+) optimizer steps, (\d+) samples")
 
 # Forked ranks need not import torch again, which is most of the time. The errors of all ranks are seen with popen only.
@@ -52,7 +52,7 @@ def test_raise_names_the_rank_that_ended_on_all_ranks(outcome: Outcome) -> None:
     assert all(f"[rank{rank}]: lightning_ncclsafe.errors.UnevenDataError: {END}" in output for rank in range(2))
     assert trained(output) == {0: (19, 19 * 32), 1: (19, 19 * 32)}
     found = finding(folder)
-    assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-end", "error", [1])
+    assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-batches", "error", [1])
 
 
 @pytest.mark.program("--on-uneven", "stop_together", *FORK)
@@ -62,7 +62,7 @@ def test_stop_together_leaves_the_rest_of_the_longer_stream_out(outcome: Outcome
     assert trained(output) == {0: (20, FILES_OF_RANK_0 - 182), 1: (20, FILES_OF_RANK_1)}
     assert output.count(f"[ncclsafe] {END}") == 1
     found = finding(folder)
-    assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-end", "warning", [1])
+    assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-batches", "warning", [1])
 
 
 @pytest.mark.program("--on-uneven", "repeat", *FORK)
@@ -72,4 +72,4 @@ def test_repeat_begins_the_shorter_stream_again(outcome: Outcome) -> None:
     assert trained(output) == {0: (26, FILES_OF_RANK_0), 1: (26, FILES_OF_RANK_1 + 192)}
     assert output.count(f"[ncclsafe] {END}") == 1
     found = finding(folder)
-    assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-end", "warning", [1])
+    assert (found["rule"], found["severity"], found["ranks"]) == ("uneven-batches", "warning", [1])

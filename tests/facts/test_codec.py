@@ -147,6 +147,7 @@ DATA = DataFacts(
     stage="train_dataloader",
     loaders=(LOADER,),
     mode="max_size_cycle",
+    limit="0.5",
     val_check_batch=5,
     data_rank=3,
     data_ranks=4,

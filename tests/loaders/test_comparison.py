@@ -86,7 +86,7 @@ def test_the_verdict_is_the_same_on_all_ranks_with_one_report(tmp_path: Path) ->
     (text,) = {str(error) for error in errors}
     for part in ("4 batches on ranks 0, 2, 5 batches on rank 1", "node-1", "differs", "What to do: "):
         assert part in " ".join(text.split())
-    assert [finding.rule for finding in errors[2].findings] == ["unequal-batches"]
+    assert [finding.rule for finding in errors[2].findings] == ["uneven-batches"]
     (path,) = tmp_path.glob("*/report.json")
     report = read_report(path.read_bytes())
     assert report.findings[0].ranks == (1,)
@@ -121,7 +121,7 @@ def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
         ends = job.compare(data(EQUAL, on_mismatch="warn"), data(longer, on_mismatch="warn"))
         assert ends == [(EpochEnd(length=5, ends_at=4, lengths=(4, 6)),)] * 2
     (said,) = job.said
-    assert said.startswith("unequal-batches: ")
+    assert said.startswith("uneven-batches: ")
     assert "report: " in said
     (report,) = tmp_path.glob("*/report.json")
     assert report.parent.name.endswith("Z-incident-1")
@@ -183,7 +183,7 @@ def test_with_the_callback_other_data_does_not_start_and_the_error_says_how_it_w
 def test_what_would_hang_does_not_start_without_the_callback_either(tmp_path: Path) -> None:
     longer = replace(EQUAL, length=6, batches=6)
     errors = Job(tmp_path, 2).compare(*(data(its, on_mismatch="raise_on_hang") for its in (EQUAL, longer)))
-    assert [error.findings[0].rule for error in errors] == ["unequal-batches"] * 2
+    assert [error.findings[0].rule for error in errors] == ["uneven-batches"] * 2
     assert 'DatasetAgreement(on_mismatch="warn", on_uneven="stop_together")' in " ".join(str(errors[0]).split())
 
 
@@ -332,7 +332,7 @@ def test_an_uneven_end_that_is_allowed_is_said_once(tmp_path: Path, on_uneven: s
     for _ in range(3):
         job.run(lambda rank, agreement: agreement.uneven(presented, STREAM, readings))
     (said,) = job.said
-    assert said.startswith("uneven-end: The train_dataloader has ended on rank 0 after 3 batches")
+    assert said.startswith("uneven-batches: The train_dataloader has ended on rank 0 after 3 batches")
 
 
 class Gathered:

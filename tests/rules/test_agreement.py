@@ -108,28 +108,28 @@ SCENES = (
     Scene(
         "one rank's stream has ended",
         ended(41, 41, 40, shortest=40),
-        "uneven-end",
+        "uneven-batches",
         (2,),
         ("The train_dataloader has ended on rank 2 after 40 batches, while ranks 0-1 have had 41 and may have more.",),
     ),
     Scene(
         "all streams but one have ended after as many batches",
         ended(7, 7, 8, shortest=7),
-        "uneven-end",
+        "uneven-batches",
         (2,),
         ("has ended on ranks 0-1 after 7 batches, while rank 2 has had 8",),
     ),
     Scene(
         "as many streams have ended as go on",
         ended(7, 8, shortest=7),
-        "uneven-end",
+        "uneven-batches",
         (0,),
         ("has ended on rank 0 after 7 batches, while rank 1 has had 8",),
     ),
     Scene(
         "all streams but one have ended, and that is allowed",
         ended(7, 7, 8, shortest=7, on_uneven="repeat"),
-        "uneven-end",
+        "uneven-batches",
         (0, 1),
         ("has ended on ranks 0-1 after 7 batches, while rank 2 has had 8", "the short ones restart their data"),
         WARNING,
@@ -137,7 +137,7 @@ SCENES = (
     Scene(
         "one rank's stream has ended, and so does the epoch",
         ended(1, 0, shortest=0, on_uneven="stop_together"),
-        "uneven-end",
+        "uneven-batches",
         (1,),
         ("ends here for all of them",),
         WARNING,
@@ -184,7 +184,7 @@ SCENES = (
     Scene(
         "uneven shares to predict with, for a model that is split among ranks",
         with_data(uneven(presenting(3, own_loader, **PREDICTION), 0, count=5), forward_communicates=True),
-        "unequal-batches",
+        "uneven-batches",
         (0,),
         ("5 batches on rank 0",),
     ),
@@ -413,7 +413,7 @@ SCENES = (
     Scene(
         "nothing to repeat",
         with_loader(with_data(OWNED, on_uneven="repeat"), 2, samples=0, length=0, batches=0),
-        "unequal-batches",
+        "uneven-batches",
         (2,),
         ("With on_uneven='repeat' rank 2 has nothing to repeat.",),
     ),
@@ -449,21 +449,21 @@ SCENES = (
     Scene(
         "another step of validation",
         with_data(SHARED, 0, val_check_batch=10),
-        "validation-step",
+        "different-trainer-settings",
         (0,),
         ("20 batches on ranks 1-3, 10 batches on rank 0",),
     ),
     Scene(
         "uneven shards",
         uneven(OWNED, 3, samples=700),
-        "unequal-batches",
+        "uneven-batches",
         (3,),
         ("20 batches on ranks 0-2, 22 batches on rank 3",),
     ),
     Scene(
         "uneven shards that stop together",
         uneven(with_data(OWNED, on_uneven="stop_together"), 3, samples=700),
-        "unequal-batches",
+        "uneven-batches",
         (3,),
         ("all ranks stop when the first one runs out, after 20.",),
         WARNING,
@@ -471,7 +471,7 @@ SCENES = (
     Scene(
         "uneven shards that are repeated",
         uneven(with_data(OWNED, on_uneven="repeat"), 3, samples=700),
-        "unequal-batches",
+        "uneven-batches",
         (3,),
         ("restart their data until all have had 22.",),
         WARNING,
@@ -479,7 +479,7 @@ SCENES = (
     Scene(
         "uneven beside what is longer",
         with_loader(presenting(4, own_loader, own_loader), 1, batches=12, length=12),
-        "unequal-batches",
+        "uneven-batches",
         (1,),
         ("As loaders are combined in mode 'max_size_cycle', all ranks still end together.",),
         WARNING,
@@ -487,13 +487,13 @@ SCENES = (
     Scene(
         "uneven beside what is shorter",
         with_loader(presenting(4, own_loader, own_loader, mode="min_size"), 1, batches=12, length=12),
-        "unequal-batches",
+        "uneven-batches",
         (1,),
     ),
     Scene(
         "uneven one after the other",
         with_loader(presenting(4, own_loader, own_loader, mode="sequential"), 1, batches=12, length=12),
-        "unequal-batches",
+        "uneven-batches",
         (1,),
     ),
     Scene(
@@ -504,7 +504,7 @@ SCENES = (
             batches=12,
             length=12,
         ),
-        "unequal-batches",
+        "uneven-batches",
         (1,),
     ),
     Scene("another policy", with_data(OWNED, 1, on_uneven="repeat"), "settings-disagreement", (1,), ("on_uneven is",)),
@@ -768,7 +768,7 @@ def test_ranks_that_deviate_from_a_majority_are_named(counts: tuple[int, ...], d
     job = presenting(len(counts), own_loader)
     for rank, count in enumerate(counts):
         job = uneven(job, rank, count=count, samples=32 * count)
-    assert [(finding.rule, finding.ranks) for finding in found(job)] == [("unequal-batches", deviating)]
+    assert [(finding.rule, finding.ranks) for finding in found(job)] == [("uneven-batches", deviating)]
 
 
 # Reasons
@@ -843,13 +843,26 @@ def test_unequal_shards_are_the_reason() -> None:
     assert "shards" not in summary(with_loader(job, 0, shards=None))
 
 
-def test_the_trainers_limit_is_the_reason_where_all_loaders_are_as_long() -> None:
+def limited(job: JobFacts, **more: object) -> JobFacts:
+    """One rank's Trainer ends the epoch after its first batch."""
+    return with_loader(with_data(job, limit=lambda rank: "1" if rank == 1 else "1.0"), **more)
+
+
+def test_limits_that_differ_are_settings_of_the_trainer() -> None:
     job = with_data(uneven(SHARED, 1, count=1), random=states(0, differ="numpy"))
-    words = "All of these loaders have 20 batches: the Trainer's limit differs"
-    assert words in summary(with_loader(job, length=20))
-    assert "random state" not in summary(with_loader(job, length=20))
-    assert words not in summary(with_loader(job, length=lambda rank: 1 if rank == 1 else 20))
-    assert words not in summary(with_loader(job, length=None))
+    finding = found(limited(job, length=20))[0]
+    assert (finding.rule, finding.ranks) == ("different-trainer-settings", (1,))
+    assert "limit_train_batches is 1.0 on ranks 0, 2-3, 1 on rank 1 (" in finding.summary
+    assert "random state" not in finding.summary
+    for other in (with_loader(job, length=20), limited(job, length=lambda rank: 1 if rank == 1 else 20)):
+        assert {finding.rule for finding in found(other)} == {"uneven-batches"}
+
+
+def test_limits_that_differ_are_no_error_where_ranks_end_together() -> None:
+    job = limited(with_data(uneven(SHARED, 1, count=1), on_uneven="stop_together"), length=20)
+    assert [(one.rule, one.severity) for one in found(job)] == [("different-trainer-settings", WARNING)]
+    independent = limited(with_data(uneven(SHARED, 1, count=1), on_mismatch="raise_on_hang", **VALIDATION), length=20)
+    assert found(independent) == ()
 
 
 def tail(**more: object) -> JobFacts:
@@ -962,13 +975,13 @@ def test_uneven_data_that_ends_together_all_the_same_would_not_hang() -> None:
     ids=str,
 )
 def test_uneven_evaluation_is_said_to_who_has_asked_and_where_ranks_need_one_another(changes: dict[str, Any]) -> None:
-    assert [finding.rule for finding in found(with_data(UNEVEN_EVALUATION, **changes))] == ["unequal-batches"]
+    assert [finding.rule for finding in found(with_data(UNEVEN_EVALUATION, **changes))] == ["uneven-batches"]
 
 
 def test_a_rank_with_nothing_to_evaluate_is_said() -> None:
     """Lightning raises there, and the others wait."""
     nothing = uneven(UNEVEN_EVALUATION, 0, count=0)
-    assert [finding.rule for finding in found(nothing)] == ["unequal-batches"]
+    assert [finding.rule for finding in found(nothing)] == ["uneven-batches"]
 
 
 def test_a_length_that_only_some_ranks_know_is_an_error_in_evaluation_too() -> None:
@@ -983,7 +996,7 @@ def test_ranks_that_predict_each_for_itself_do_not_hang_on_uneven_data() -> None
 
 def test_loaders_that_all_ranks_have_are_compared_where_some_have_fewer() -> None:
     job = with_loader(first_only(two_validation_loaders(), 3), 1, batches=5, length=5, samples=160)
-    assert [finding.rule for finding in found(job)] == ["loader-count", "unequal-batches"]
+    assert [finding.rule for finding in found(job)] == ["loader-count", "uneven-batches"]
 
 
 def test_a_second_loader_is_compared() -> None:
@@ -998,7 +1011,7 @@ def test_all_that_differs_between_loaders_to_go_through_is_evidence() -> None:
 
 def test_an_unequal_step_of_validation_is_no_news_beside_its_cause() -> None:
     halfway = with_data(uneven(OWNED, 1), val_check_batch=lambda rank: 11 if rank == 1 else 10)
-    assert {finding.rule for finding in found(halfway)} == {"unequal-batches"}
+    assert {finding.rule for finding in found(halfway)} == {"uneven-batches"}
     other = with_data(SHARED, 1, mode="min_size", val_check_batch=5)
     assert {finding.rule for finding in found(other)} == {"loader-count"}
 
@@ -1008,9 +1021,9 @@ def test_with_a_policy_the_step_of_validation_is_agreed_on(on_uneven: str) -> No
     uneven_job = with_data(uneven(OWNED, 1, samples=700), on_uneven=on_uneven)
     earlier = with_data(uneven_job, val_check_batch=lambda rank: 11 if rank == 1 else 10)
     for job in (uneven_job, earlier, with_data(uneven_job, 0, val_check_batch=10)):
-        assert [(finding.rule, finding.severity) for finding in found(job)] == [("unequal-batches", WARNING)]
+        assert [(finding.rule, finding.severity) for finding in found(job)] == [("uneven-batches", WARNING)]
     even = with_data(OWNED, on_uneven=on_uneven)
-    assert [finding.rule for finding in found(with_data(even, 0, val_check_batch=10))] == ["validation-step"]
+    assert [finding.rule for finding in found(with_data(even, 0, val_check_batch=10))] == ["different-trainer-settings"]
 
 
 def test_data_of_hosts_that_their_ranks_do_not_split_alike_is_different() -> None:
@@ -1018,11 +1031,11 @@ def test_data_of_hosts_that_their_ranks_do_not_split_alike_is_different() -> Non
     assert {finding.rule for finding in found(unseeded)} == {"different-data", "sampler-disagreement"}
 
 
-def test_a_seed_that_may_be_meant_explains_no_unequal_batches() -> None:
+def test_a_seed_that_may_be_meant_explains_no_uneven_batches() -> None:
     job = uneven(with_sampler(with_sampler(SHARED, name="Mine"), 2, seed=1_234), 2)
     assert [(finding.rule, finding.severity) for finding in found(job)] == [
         ("sampler-disagreement", WARNING),
-        ("unequal-batches", ERROR),
+        ("uneven-batches", ERROR),
     ]
 
 
@@ -1030,7 +1043,7 @@ def test_more_workers_do_not_explain_that_there_is_nothing_to_repeat() -> None:
     job = with_loader(with_data(STREAMED, on_uneven="repeat"), 2, num_workers=3, length=0, batches=0)
     assert [(finding.rule, finding.severity) for finding in found(job)] == [
         ("loader-settings", WARNING),
-        ("unequal-batches", ERROR),
+        ("uneven-batches", ERROR),
     ]
 
 
@@ -1054,14 +1067,14 @@ def test_a_step_of_validation_counts_in_training_only() -> None:
 def test_ranks_that_disagree_on_a_policy_have_none() -> None:
     job = with_data(uneven(OWNED, 1, samples=700), 0, 2, 3, on_uneven="stop_together")
     assert [(finding.rule, finding.severity) for finding in found(job)] == [
-        ("unequal-batches", ERROR),
+        ("uneven-batches", ERROR),
         ("settings-disagreement", ERROR),
     ]
 
 
 def test_settings_do_not_explain_data_of_other_sizes() -> None:
     job = uneven(with_loader(OWNED, 1, batch_size=16), 1, samples=700)
-    assert {finding.rule for finding in found(job)} == {"loader-settings", "unequal-batches"}
+    assert {finding.rule for finding in found(job)} == {"loader-settings", "uneven-batches"}
 
 
 def test_a_certain_error_comes_before_a_likely_one() -> None:
@@ -1136,7 +1149,7 @@ def timed(job: JobFacts) -> float:
 
 def test_a_thousand_different_ranks_are_told_briefly() -> None:
     findings = found(many())
-    assert {"different-data", "unequal-batches", "sampler-disagreement", "unreadable-loader"} <= {
+    assert {"different-data", "uneven-batches", "sampler-disagreement", "unreadable-loader"} <= {
         finding.rule for finding in findings
     }
     for finding in findings:

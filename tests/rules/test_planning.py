@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_or_is_long_over_has_no_next_start(kind: IncidentKind
 def test_a_refused_start_has_one() -> None:
     facts = job(*(GLOO.waiting(rank, seq=61) for rank in range(2)), world=2)
     facts = replace(facts, incident=replace(facts.incident, kind=IncidentKind.DATA))
-    error = replace(found("unequal-batches", Plan.STOP), severity=Severity.ERROR)
+    error = replace(found("uneven-batches", Plan.STOP), severity=Severity.ERROR)
     start = next_start(Diagnosis(job=facts, findings=(found("same-shard", Plan.UNKNOWN), error)), is_refused=True)
     assert start is not None and start.plan is Plan.STOP
 

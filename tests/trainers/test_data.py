@@ -60,7 +60,7 @@ def assert_healthy(outcome: list[dict[str, Any]]) -> None:
 
 
 def test_raise_stops_all_ranks_before_the_same_batch_and_names_the_short_one(outcomes: Outcomes) -> None:
-    text = all_raised(outcomes["raise"], "UnevenDataError", "uneven-end")
+    text = all_raised(outcomes["raise"], "UnevenDataError", "uneven-batches")
     assert "The train_dataloader has ended on rank 1 after 3 batches, while ranks 0, 2 have had 4" in text
     for rank, outcome in enumerate(outcomes["raise"]):
         assert outcome["trained"] == batches(rank, 0, 1), "the vote is one batch ahead of Lightning, which is one ahead"
@@ -91,7 +91,7 @@ def test_gradient_accumulation_steps_alike_and_validation_ends_alike(outcomes: O
 
 
 def test_the_second_of_two_validation_streams_ends_unevenly(outcomes: Outcomes) -> None:
-    text = all_raised(outcomes["uneven-validation"], "UnevenDataError", "uneven-end")
+    text = all_raised(outcomes["uneven-validation"], "UnevenDataError", "uneven-batches")
     assert "The val_dataloader[1] has ended on rank 1 after 3 batches" in text
     for rank, outcome in enumerate(outcomes["uneven-validation"]):
         assert outcome["steps"] == 2
@@ -127,7 +127,7 @@ def test_loaders_that_are_read_side_by_side_end_together(outcomes: Outcomes) -> 
 
 
 def test_unequal_known_lengths_do_not_start(outcomes: Outcomes) -> None:
-    text = all_raised(outcomes["known-raise"], "DatasetMismatchError", "unequal-batches")
+    text = all_raised(outcomes["known-raise"], "DatasetMismatchError", "uneven-batches")
     assert "5 batches on rank 0, 3 batches on rank 1, 4 batches on rank 2" in text
     assert all(outcome["steps"] == 0 for outcome in outcomes["known-raise"])
 
@@ -140,11 +140,11 @@ def test_unequal_known_lengths_are_trained_on_as_the_policy_says(outcomes: Outco
 
 
 def test_who_was_only_warned_is_stopped_at_the_first_end(outcomes: Outcomes) -> None:
-    text = all_raised(outcomes["known-warn"], "UnevenDataError", "uneven-end")
+    text = all_raised(outcomes["known-warn"], "UnevenDataError", "uneven-batches")
     assert "has ended on rank 1 after 3 batches" in text
     for rank, outcome in enumerate(outcomes["known-warn"]):
         assert outcome["trained"] == batches(rank, 0, 1, 2)
-    assert "[ncclsafe] unequal-batches: " in outcomes["printed"][0]["text"]
+    assert "[ncclsafe] uneven-batches: " in outcomes["printed"][0]["text"]
 
 
 def test_a_length_that_only_some_ranks_know(outcomes: Outcomes) -> None:
@@ -193,12 +193,12 @@ def test_ranks_that_read_the_same_stream_are_warned_without_the_callback(outcome
 
 
 def test_loaders_are_compared_again_when_they_are_made_anew(outcomes: Outcomes) -> None:
-    all_raised(outcomes["reloaded"], "DatasetMismatchError", "unequal-batches")
+    all_raised(outcomes["reloaded"], "DatasetMismatchError", "uneven-batches")
     assert all((outcome["steps"], outcome["epochs"]) == (3, 1) for outcome in outcomes["reloaded"])
 
 
 def test_ranks_that_would_validate_at_different_steps_do_not_start(outcomes: Outcomes) -> None:
-    all_raised(outcomes["validates-elsewhere"], "DatasetMismatchError", "validation-step")
+    all_raised(outcomes["validates-elsewhere"], "DatasetMismatchError", "different-trainer-settings")
     assert all(outcome["trained"] == [] for outcome in outcomes["validates-elsewhere"])
 
 

@@ -1,4 +1,4 @@
-"""Ranks that have different numbers of loaders, samples or batches."""
+"""Ranks that have different numbers of loaders or batches, or end at different ones."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,10 @@ from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.settings import setting_errors
 from lightning_ncclsafe.rules.agreement.shares import sampler_errors
 from lightning_ncclsafe.rules.kit import (
+    TRAIN,
     Evidence,
     Finding,
+    Groups,
     Hangs,
     JobData,
     JobLoader,
@@ -41,7 +43,6 @@ _QUESTIONS: Questions[DataFacts] = {
 
 
 @agreement_rule(
-    after="uneven-end",
     remedy=(
         "Return the same loaders in the same order and mode from the hook on every rank, an empty one where a rank has "
         "no data, and call the Trainer's methods in the same order on all ranks; look for a condition on the rank "
@@ -126,40 +127,44 @@ def _words(value: tuple[str, str]) -> str:
     return f"{sized} ({value_words(dataset)})" if dataset else sized
 
 
+_BATCHES = count_words("batch")
 _POLICIES = {
     "stop_together": "With on_uneven='stop_together' all ranks stop when the first one runs out, after {least:,}.",
     "repeat": "With on_uneven='repeat' the ranks that run out restart their data until all have had {most:,}.",
 }
 
 
-@agreement_rule(
-    after="validation-step",
-    remedy=(
-        "Give every rank the same number of batches: seed every split alike, pack and filter before sharding, cut or "
-        "pad shards to one length, or set drop_last=True. If that is not possible, on_uneven='stop_together' ends the "
-        "epoch on all ranks with the first that runs out, and on_uneven='repeat' with the last."
-    ),
-    plan=Plan.STOP,
-    hangs=Hangs.IF_UNEVEN,
+_REMEDY = (
+    "Give every rank the same number of batches: seed every split alike, pack and filter before sharding, cut or pad "
+    "shards to one length, use the same number of loader workers, or set drop_last=True. If that is not possible, "
+    "DatasetAgreement(on_uneven='stop_together') ends each epoch on all ranks with the first that runs out, and "
+    "on_uneven='repeat' with the last."
 )
-def unequal_batches(view: JobData) -> Iterator[Finding]:
-    """A loader has different numbers of batches on different ranks.
+
+
+@agreement_rule(after="different-trainer-settings", remedy=_REMEDY, plan=Plan.STOP, hangs=Hangs.IF_UNEVEN)
+def uneven_batches(view: JobData) -> Iterator[Finding]:
+    """A loader has different numbers of batches on different ranks, or has ended on some of them only.
 
     Symptom:
-        The run hangs at the end of the epoch, or "when saving": the ranks that have more batches wait for those that
-        are done.
+        The run hangs at the end of an epoch, or "when saving": the ranks that have more batches wait for those that
+        are done. Or ranks drift apart by an epoch.
 
     Cause:
-        Splits without a common seed, packing or filtering after sharding, uneven shards of an IterableDataset.
+        Splits without a common seed, packing or filtering after sharding, uneven shards of an IterableDataset, samples
+        that are dropped while they are read.
 
     Remedy:
         Give every rank the same number of batches, or set a policy for uneven data.
 
     Cannot see:
-        Numbers of batches of loaders without a length, and batches that a dataset skips while it is read.
+        How many batches data of unknown length has: only that it has ended on some ranks.
     """
-    for loader in view.loaders if not view.runs_independently else ():
-        if is_uneven(loader) and not _is_explained(view, loader):
+    for loader in view.loaders:
+        ended = tuple(rank for rank, facts in loader.facts.items() if facts.ended)
+        if ended and len(ended) < len(loader.facts):
+            yield _ended_unevenly(view, loader, ended)
+        elif not view.runs_independently and is_uneven(loader) and not _is_explained(view, loader):
             yield _different_batches(view, loader)
 
 
@@ -177,7 +182,7 @@ def ends_unevenly(view: JobData, loader: JobLoader) -> bool:
 
 def _is_explained(view: JobData, loader: JobLoader) -> bool:
     """Whether another finding names the cause of these numbers."""
-    if differing_classes(loader) or loader.unequal_samples or peer_differences(view, loader):
+    if differing_classes(loader) or loader.unequal_samples or peer_differences(view, loader) or _is_limited(loader):
         return True
     return not loader.samples.differ and bool(setting_errors(view, loader) or sampler_errors(loader))
 
@@ -188,21 +193,21 @@ def _empty(view: JobData, loader: JobLoader) -> tuple[int, ...]:
 
 
 def _different_batches(view: JobData, loader: JobLoader) -> Finding:
-    words = count_words("batch")
+    counts = spread_words(loader.batches, _BATCHES)
+    text = f"The {loader.name} differs in the number of batches between ranks: {counts}."
+    return _uneven(view, loader, text, reason(view, loader))
+
+
+def _uneven(view: JobData, loader: JobLoader, text: str, why: str = "") -> Finding:
+    """The finding that numbers of batches differ: an error where ranks would then wait for each other."""
     empty = _empty(view, loader)
     harmless = not ends_unevenly(view, loader)
+    policy = _nothing_to_repeat(empty) if empty else _harmless(view, loader) if harmless else ""
     return disagreement(
         loader.batches.deviating,
-        joined(
-            (
-                f"The {loader.name} differs in the number of batches between ranks: "
-                f"{spread_words(loader.batches, words)}.",
-                _nothing_to_repeat(empty) if empty else _harmless(view, loader) if harmless else "",
-                reason(view, loader),
-            )
-        ),
+        joined((text, policy, why)),
         severity=Severity.WARNING if harmless else Severity.ERROR,
-        evidence=value_evidence(loader.batches, words),
+        evidence=value_evidence(loader.batches, _BATCHES),
     )
 
 
@@ -223,36 +228,6 @@ _END_POLICIES = {
     "stop_together": "With on_uneven='stop_together' this pass over the data ends here for all of them.",
     "repeat": "With on_uneven='repeat' the short ones restart their data until the longest has ended.",
 }
-
-
-@agreement_rule(
-    remedy=(
-        "Give every rank the same number of batches: shards of one length, no filter that drops more on one rank than "
-        "on another, the same number of loader workers. If that is not possible, "
-        "DatasetAgreement(on_uneven='stop_together') ends each epoch on all ranks with the first that runs out, and "
-        "on_uneven='repeat' with the last."
-    ),
-    plan=Plan.STOP,
-)
-def uneven_end(view: JobData) -> Iterator[Finding]:
-    """Data of unknown length ended on some ranks before the others.
-
-    Symptom:
-        Without a vote on the next batch: the run hangs at the end of an epoch, or ranks drift apart by an epoch.
-
-    Cause:
-        Shards of unequal length, samples that are dropped while they are read, packing.
-
-    Remedy:
-        Make the shards equally long, or set a policy for uneven data.
-
-    Cannot see:
-        How many batches the others still have.
-    """
-    for loader in view.loaders:
-        ended = tuple(rank for rank, facts in loader.facts.items() if facts.ended)
-        if ended and len(ended) < len(loader.facts):
-            yield _ended_unevenly(view, loader, ended)
 
 
 def _ended_unevenly(view: JobData, loader: JobLoader, ended: tuple[int, ...]) -> Finding:
@@ -286,4 +261,74 @@ def _evidence(loader: JobLoader, rank: int) -> Evidence:
         source="loader",
         rank=rank,
         text=f"Has had {facts.read or 0:,} batches{' and has no more' if facts.ended else ' so far'}.",
+    )
+
+
+@agreement_rule(
+    after="loader-settings",
+    remedy=(
+        "Give the Trainer the same arguments on all ranks: look for what each rank computes for itself, from a clock, "
+        "the host's name, its memory, its environment or a file of its own. A fractional val_check_interval is taken "
+        "of this rank's own number of training batches."
+    ),
+    plan=Plan.STOP,
+    hangs=Hangs.LATER,
+)
+def different_trainer_settings(view: JobData) -> Iterator[Finding]:
+    """The Trainer would end an epoch, or begin validation, after different numbers of batches on some ranks.
+
+    Symptom:
+        In the middle of an epoch one rank validates or has ended its epoch while the others train, and all wait for
+        each other.
+
+    Cause:
+        limit_*_batches, overfit_batches, fast_dev_run or val_check_interval that each rank computes for itself.
+
+    Remedy:
+        Pass the same arguments to the Trainer on all ranks.
+
+    Cannot see:
+        Settings that do not change these numbers; validation by the clock, and fractions of loaders without a length.
+    """
+    for loader in view.loaders if not view.runs_independently else ():
+        if _is_limited(loader):
+            yield _different_limits(view, loader)
+    steps = view.by(lambda data: data.val_check_batch)
+    if view.stage == TRAIN and steps.differ and not _follow_from_loaders(view):
+        yield _different_steps(steps)
+
+
+def _is_limited(loader: JobLoader) -> bool:
+    """Whether the numbers of batches differ only because the Trainer's limits do."""
+    return is_uneven(loader) and _limits(loader).differ and not loader.by(lambda facts: facts.length).differ
+
+
+def _limits(loader: JobLoader) -> Groups[str]:
+    return grouped({rank: data.limit for rank, data in loader.data.items()})
+
+
+def _different_limits(view: JobData, loader: JobLoader) -> Finding:
+    name = f"limit_{view.stage.partition('_')[0]}_batches"
+    return _uneven(
+        view,
+        loader,
+        f"The Trainer's {name} is {spread_words(_limits(loader))} (fast_dev_run and overfit_batches set it, too), so "
+        f"the {loader.name} would end after {spread_words(loader.batches, _BATCHES)}.",
+    )
+
+
+def _follow_from_loaders(view: JobData) -> bool:
+    """Whether validation steps differ only because the loaders do, which other findings report."""
+    if view.by(lambda data: (data.stage, len(data.loaders), data.mode)).differ:
+        return True
+    # With a policy for uneven data, ranks train with an agreed length, and Lightning computes the step from that
+    # length.
+    return any(loader.batches.differ for loader in view.loaders)
+
+
+def _different_steps(steps: Groups[int | None]) -> Finding:
+    return disagreement(
+        steps.deviating,
+        f"Ranks would begin validation after different numbers of training batches: {spread_words(steps, _BATCHES)}.",
+        evidence=value_evidence(steps, _BATCHES),
     )

@@ -13,18 +13,7 @@ _NOT_DRAWN = "No global random state that differs between ranks has been drawn f
 
 def reason(view: JobData, loader: JobLoader) -> str:
     """Why this loader's data probably differs between ranks, in sentences; empty if there is no evidence."""
-    return _limits(loader) or joined((_shards(loader) or _random(view, loader), _tail(loader)))
-
-
-def _limits(loader: JobLoader) -> str:
-    """That the Trainer's limits differ, if the loaders are equally long; else empty."""
-    lengths = loader.by(lambda facts: facts.length)
-    if lengths.differ or lengths.parts[0][0] is None or not loader.batches.differ:
-        return ""
-    return (
-        f"All of these loaders have {lengths.parts[0][0]:,} batches: the Trainer's limit differs "
-        "(limit_*_batches, overfit_batches or fast_dev_run)."
-    )
+    return joined((_shards(loader) or _random(view, loader), _tail(loader)))
 
 
 def _shards(loader: JobLoader) -> str:

@@ -1,13 +1,11 @@
-"""Ranks with different settings: how to make batches, what to do if data differs, when to validate."""
+"""Ranks with different settings of their loaders, or of the comparison itself."""
 
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.rules.kit import (
-    TRAIN,
     Differences,
     Finding,
-    Groups,
     Hangs,
     JobData,
     JobLoader,
@@ -16,15 +14,12 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     agreement_rule,
     batches_words,
-    count_words,
     deviating,
     differences,
     differing_evidence,
     differing_words,
     disagreement,
     joined,
-    spread_words,
-    value_evidence,
 )
 
 _OF_BATCHES: Questions[LoaderFacts] = {
@@ -101,7 +96,7 @@ _OF_COMPARISON: Questions[DataFacts] = {
 
 
 @agreement_rule(
-    after="unequal-batches",
+    after="uneven-batches",
     remedy="Set on_mismatch, content and on_uneven to the same values on all ranks, without a condition on the rank.",
     plan=Plan.STOP,
     hangs=Hangs.AT_ONCE,
@@ -127,50 +122,3 @@ def settings_disagreement(view: JobData) -> Iterator[Finding]:
             f"Ranks have different settings for comparing their data: {differing_words(differing)}.",
             evidence=differing_evidence(differing),
         )
-
-
-@agreement_rule(
-    after="loader-settings",
-    remedy=(
-        "Give every rank the same val_check_interval and the same number of training batches: a fraction is taken of "
-        "this rank's own number."
-    ),
-    plan=Plan.STOP,
-    hangs=Hangs.LATER,
-)
-def validation_step(view: JobData) -> Iterator[Finding]:
-    """Validation would not start after the same training batch on all ranks.
-
-    Symptom:
-        In the middle of an epoch one rank validates while the others train, and all wait for each other.
-
-    Cause:
-        A val_check_interval that each rank computes for itself, or a fraction of unequal numbers of batches.
-
-    Remedy:
-        Give every rank the same val_check_interval and the same number of training batches.
-
-    Cannot see:
-        Intervals in time, and those of loaders without a length.
-    """
-    steps = view.by(lambda data: data.val_check_batch)
-    if view.stage == TRAIN and steps.differ and not _is_explained(view):
-        yield _different_steps(steps)
-
-
-def _is_explained(view: JobData) -> bool:
-    """Whether the steps differ only because the loaders do, which other findings report."""
-    if view.by(lambda data: (data.stage, len(data.loaders), data.mode)).differ:
-        return True
-    # With a policy for uneven data, ranks train with an agreed length, and Lightning computes the step from that
-    # length.
-    return any(loader.batches.differ for loader in view.loaders)
-
-
-def _different_steps(steps: Groups[int | None]) -> Finding:
-    words = count_words("batch")
-    return disagreement(
-        steps.deviating,
-        f"Ranks would begin validation after different numbers of training batches: {spread_words(steps, words)}.",
-        evidence=value_evidence(steps, words),
-    )

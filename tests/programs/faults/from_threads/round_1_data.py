@@ -59,7 +59,6 @@ class TokenBudget(Sampler[list[int]]):
 
 
 @fault(
-    "unequal-batches",
     "uneven-batches",
     ranks=(1,),
     at={Moment.EPOCH_END: (3,)},
@@ -94,7 +93,6 @@ class ShuffledBuckets(Sampler[list[int]]):
 
 
 @fault(
-    "uneven-end",
     "uneven-batches",
     ranks=odd_one_out,
     at={Moment.EPOCH_END: (2,)},
@@ -195,7 +193,6 @@ class WebStream(IterableDataset[torch.Tensor]):
 
 
 @fault(
-    "uneven-end",
     "uneven-batches",
     ranks=(2,),
     at={Moment.EPOCH_END: (3,)},
@@ -218,7 +215,6 @@ def five_shards_for_three_ranks(here: Here) -> None:
 
 # webdataset: "world_size 4 > num_shards": the validation set is small, and one rank gets no shard of it at all.
 @fault(
-    "uneven-end",
     "uneven-batches",
     ranks=(3,),
     at={Moment.VALIDATION: (4,)},
@@ -260,7 +256,6 @@ class Packed(IterableDataset[torch.Tensor]):
 
 
 @fault(
-    "uneven-end",
     "uneven-batches",
     ranks=(0,),
     at={Moment.EPOCH_END: (3,)},
@@ -392,7 +387,6 @@ def cache_that_is_there_before_the_others_look(here: Here) -> None:
 # random shuffle yields different length of steps"; it then hangs at the model's checkpoint.
 @fault(
     "unequal-samples",
-    "unequal-batches",
     "uneven-batches",
     ranks=odd_one_out,
     at={Moment.EPOCH_END: (2,)},
@@ -422,7 +416,6 @@ def replicas(settings: dict[str, str]) -> int:
 
 @fault(
     "sampler-disagreement",
-    "unequal-batches",
     "uneven-batches",
     ranks=(0,),
     at={Moment.EPOCH_END: (3,)},
@@ -452,7 +445,6 @@ class Unlabelled(IterableDataset[torch.Tensor]):
 
 
 @fault(
-    "uneven-end",
     "uneven-batches",
     ranks=(1,),
     at={Moment.FIRST_STEP: (2,)},
@@ -484,7 +476,6 @@ class Resampled(WebStream):
 
 
 @fault(
-    "uneven-end",
     "uneven-batches",
     ranks=(2,),
     at={Moment.EPOCH_END: (3,)},
@@ -504,7 +495,6 @@ def stream_that_one_rank_repeats_without_end(here: Here) -> None:
 # that of the rank, not of all of them.
 @fault(
     "unequal-samples",
-    "unequal-batches",
     "uneven-batches",
     ranks=(1,),
     at={Moment.EPOCH_END: (3,)},
@@ -610,7 +600,6 @@ def metric_computed_where_there_are_labels(here: Here) -> None:
 # dgl: nodes are divided with split(ceil(count / ranks)). The last part is three nodes smaller than the others, and that
 # is a batch less.
 @fault(
-    "unequal-batches",
     "uneven-batches",
     ranks=(3,),
     at={Moment.EPOCH_END: (4,)},

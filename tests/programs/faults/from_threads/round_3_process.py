@@ -103,7 +103,6 @@ class Split(IterableDataset[torch.Tensor]):
 
 
 @fault(
-    "uneven-end",
     "uneven-batches",
     ranks=(2,),
     at={Moment.EPOCH_END: (3,)},

@@ -273,9 +273,7 @@ def workers_that_wait_for_one_that_has_ended(here: Here) -> None:
     here.fit(data=DataLoader(InStep(here), batch_size=BATCH_SIZE, num_workers=2, prefetch_factor=1))
 
 
-@thread(
-    "https://github.com/Lightning-AI/pytorch-lightning/issues/21367", "uneven-end", "uneven-batches", has_line=False
-)
+@thread("https://github.com/Lightning-AI/pytorch-lightning/issues/21367", "uneven-batches", has_line=False)
 def second_stream_that_is_shorter(here: Here) -> None:
     """Two streams are read side by side until one of them ends, which it does earlier on one rank."""
 

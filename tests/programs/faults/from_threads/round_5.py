@@ -631,7 +631,6 @@ def score_of_a_rank_without_positives(here: Here) -> None:
 @thread(
     "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1477",
     "uneven-batches",
-    "unequal-batches",
     ranks=(2,),
     moment=Moment.VALIDATION,
     has_line=False,

@@ -84,7 +84,6 @@ def chunk_that_the_quicker_worker_has_deleted(here: Here) -> None:
 @thread(
     "https://github.com/NVIDIA/DALI/issues/1471",
     "uneven-batches",
-    "uneven-end",
     moment=Moment.EPOCH_END,
     has_line=False,
 )

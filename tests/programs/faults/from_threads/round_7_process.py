@@ -281,7 +281,6 @@ class Finder(L.LightningDataModule):
 @thread(
     "https://github.com/Lightning-AI/pytorch-lightning/issues/20994",
     "uneven-batches",
-    "uneven-end",
     moment=Moment.EPOCH_END,
     has_line=False,
 )
@@ -498,7 +497,6 @@ class Short(Dataset[torch.Tensor]):
 @thread(
     "https://github.com/ruimalheiro/gradient-garden/pull/20",
     "uneven-batches",
-    "uneven-end",
     "diverged-collectives",
     moment=Moment.EPOCH_END,
     has_line=False,

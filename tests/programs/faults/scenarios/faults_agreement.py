@@ -47,7 +47,7 @@ def rank_that_stops_training(here: Here) -> None:
     here.fit(stop)
 
 
-@fault("uneven-end", ranks=(1,), at={Moment.EPOCH_END: (2, 3)}, has_line=False, has_phase=False)
+@fault("uneven-batches", ranks=(1,), at={Moment.EPOCH_END: (2, 3)}, has_line=False, has_phase=False)
 def streams_of_unequal_length(here: Here) -> None:
     stream = Stream(BATCHES - 2 * here.is_hit, here.rank)
     disagree(here, data=DataLoader(stream, batch_size=BATCH_SIZE))
@@ -91,7 +91,7 @@ def packing_after_a_split(here: Here) -> None:
     disagree(here, data=common(48 + 8 * here.rank))
 
 
-@fault("unequal-batches", ranks=None, at=START, has_line=False, has_phase=False)
+@fault("uneven-batches", ranks=None, at=START, has_line=False, has_phase=False)
 def shards_of_unequal_size(here: Here) -> None:
     first = 1000 * here.rank
     count = UNEVEN[here.rank] * BATCH_SIZE
@@ -128,7 +128,7 @@ def stream_on_one_rank(here: Here) -> None:
     disagree(here, data=loader, use_distributed_sampler=False)
 
 
-@fault("validation-step", ranks=odd_one_out, at=START, has_line=False, has_phase=False)
+@fault("different-trainer-settings", ranks=odd_one_out, at=START, has_line=False, has_phase=False)
 def validation_after_other_batches(here: Here) -> None:
     disagree(here, data=(rows(here), rows(here)), val_check_interval=2 if here.is_last else 3)
 
