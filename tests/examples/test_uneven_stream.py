@@ -14,7 +14,7 @@ from warm import Warm
 
 SCRIPT = HANGS.parent / "uneven_stream.py"
 FILES_OF_RANK_0, FILES_OF_RANK_1 = 822, 616  # digits
-END = "uneven-batches: The train_dataloader has ended on rank 1 after 20 batches, while rank 0 has had 21 and may have"
+END = "uneven-batches: The train_dataloader has ended on rank 1 after 20 batches, while rank 0 has had 21 and may"
 _TRAINED = re.compile(r"rank (\d): (\d+) optimizer steps, (\d+) samples")
 
 # Forked ranks need not import torch again, which is most of the time. The errors of all ranks are seen with popen only.
