@@ -60,6 +60,8 @@ _WORKERS_ASKED = 4
 _NOTE_S = 2.0
 # Two looks are timed separately from the looks themselves.
 _SLACK_S = 0.01
+# The longest look, on a host that is starved: less than the patience of the rank that gathers the facts.
+_LONGEST_LOOK_S = 2.0
 _NOT_ARMED = Armed(signum=0, fd=-1)
 
 
@@ -216,9 +218,11 @@ class RankProbe:
     def look(self, idle_s: float, *, deadline_s: float = 0.5) -> RankFacts:
         """All facts. Those that need storage or other processes have a deadline, and are left out if they miss it.
 
+        On a starved host all are slow, and none hangs: as long as some answer, the others are waited for, up to 2 s.
+
         Args:
             idle_s: Seconds since this rank last made progress.
-            deadline_s: Seconds that the slow part may take.
+            deadline_s: Seconds in which one of the slow facts has to come.
         """
         facts = self.snapshot(idle_s)
         if self._trainer.is_on_gpu():
@@ -228,36 +232,36 @@ class RankProbe:
         located = _try(
             lambda: flight_recorder.with_call_sites(facts.collectives), facts.collectives, "call sites", missing
         )
+        # First what other causes than the rank's place are found by; last what takes longest.
         slow: dict[str, Callable[[], Any]] = {
+            "trainer": self._trainer.facts,
+            "steps": lambda: self._steps.facts(error=_text_of(facts.exception)) if self._steps else None,
+            "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
+            "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
+            **({"exception": lambda: _sourced(facts.exception)} if facts.exception is not None else {}),
             "stack": lambda: stacks.with_source(facts.stack),
             "thread_stack": lambda: stacks.with_source(facts.thread_stack),
             "collectives": lambda: flight_recorder.with_source(located),
             "units": lambda: model_units.read_units(self._trainer.model(), facts.collectives),
-            "host_facts": self._host_facts,
-            "peers": lambda: tuple(self.look_at_peer(peer) for peer in self.peers),
-            "workers": self._workers,
             "loaders": self._trainer.loaders,
-            "trainer": self._trainer.facts,
             "loggers": self._loggers,
-            "steps": lambda: self._steps.facts(error=_text_of(facts.exception)) if self._steps else None,
-            "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
-            "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
-            "file_lock": lock_waits.waited_for,
             "thread_lock": thread_locks.waited_for,
+            "peers": lambda: tuple(self.look_at_peer(peer) for peer in self.peers),
+            "host_facts": self._host_facts,
+            "file_lock": lock_waits.waited_for,
             "held_locks": lock_waits.held,
             "awaited_processes": child_waits.waited_for,
+            "workers": self._workers,
             "storage": self._trainer.storage,
             "versions": build.versions,
         }
-        if facts.exception is not None:
-            slow["exception"] = lambda: _sourced(facts.exception)
         # Not among the slow probes: a starved rank would miss the deadline, and this shows that it is starved.
         machine = _try(lambda: self._machine.read(idle_s), facts.machine, "machine", missing)
         ends_s = time.monotonic() + deadline_s
         self._run(slow, parts, missing, deadline_s)
         # A copy first: a late probe may still answer while this is read.
         done = dict(parts)
-        late = [f"{name}: no answer within {deadline_s:g} s" for name in slow if name not in done]
+        late = [f"{name}: no answer in time" for name in slow if name not in done]
         found = {"collectives": located} | {name: value for name, value in done.items() if value is not None}
         gpu = self._gpu.read(ends_s - time.monotonic())
         found["machine"] = replace(machine, gpu=gpu)
@@ -361,9 +365,15 @@ class RankProbe:
             for name, probe in probes.items():
                 parts[name] = _try(probe, None, name, missing)
 
-        # A probe may hang, for instance on a dead mount.
-        with suppress(UnansweredError):
-            self._slow_look.call(run, deadline_s)
+        if self._slow_look.is_busy:
+            return  # a probe hangs, on a dead mount for instance
+        self._slow_look.begin(run)
+        ends_s, answered = time.monotonic() + _LONGEST_LOOK_S, -1
+        while answered < len(parts) and time.monotonic() < ends_s:
+            answered = len(parts)
+            with suppress(UnansweredError):
+                self._slow_look.answer(deadline_s)
+                return
 
 
 def _text_of(error: ExceptionFacts | None) -> str:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import pytest
 from own_threads import own_threads
 from polling import until
 
+from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.facts import HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
@@ -30,20 +32,11 @@ from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 
 # Nothing comes near it unless a test makes it.
 AMPLE_S = 20.0
-AFTER_HOST_FACTS = [
-    *("peers", "workers", "loaders", "trainer", "loggers"),
-    *(
-        "steps",
-        "failed_save",
-        "caught",
-        "file_lock",
-        "thread_lock",
-        "held_locks",
-        "awaited_processes",
-        "storage",
-        "versions",
-    ),
+BEFORE_HOST_FACTS = [
+    *("trainer", "steps", "caught", "failed_save", "stack", "thread_stack", "collectives", "units", "loaders"),
+    *("loggers", "thread_lock", "peers"),
 ]
+AFTER_HOST_FACTS = ["file_lock", "held_locks", "awaited_processes", "workers", "storage", "versions"]
 
 
 @pytest.fixture
@@ -124,17 +117,14 @@ def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
         (stuck,) = own_threads("look")
         assert first.stack and first.progress.actions
         assert first.host_facts == HostFacts() and not first.versions
-        late = [f"{name}: no answer within 0.05 s" for name in ("host_facts", *AFTER_HOST_FACTS)]
+        late = [f"{name}: no answer in time" for name in ("host_facts", *AFTER_HOST_FACTS)]
         assert list(first.missing[-len(late) :]) == late
 
         second = probe.look(2.0, deadline_s=AMPLE_S)
         assert own_threads("look") == [stuck]
         assert second.stack and second.progress.idle_s == 2.0
         assert [text.partition(":")[0] for text in second.missing] == [
-            "stack",
-            "thread_stack",
-            "collectives",
-            "units",
+            *BEFORE_HOST_FACTS,
             "host_facts",
             *AFTER_HOST_FACTS,
         ]
@@ -142,6 +132,36 @@ def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
         release.set()
     stuck.join(10)
     assert probe.look(3.0, deadline_s=AMPLE_S).missing == ()
+
+
+def test_slow_probes_are_waited_for_as_long_as_some_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a starved host no deadline is met, although nothing hangs."""
+    host_goes_on, lock_is_read, lock_goes_on = (threading.Event() for _ in range(3))
+    deadlines: list[float] = []
+
+    class Late(SideThread):
+        def answer(self, within_s: float) -> object:
+            """The first deadline is over when one slow probe has answered, and the next one has not."""
+            deadlines.append(within_s)
+            host_goes_on.set()
+            if len(deadlines) == 1:
+                assert lock_is_read.wait(AMPLE_S)
+                raise UnansweredError
+            lock_goes_on.set()
+            return super().answer(AMPLE_S)
+
+    def read_lock() -> None:
+        lock_is_read.set()
+        lock_goes_on.wait()
+
+    monkeypatch.setattr(rank, "SideThread", Late)
+    monkeypatch.setattr(HostProbe, "read", lambda _: (host_goes_on.wait(), HostFacts())[1])
+    monkeypatch.setattr(rank.lock_waits, "waited_for", read_lock)
+    made = RankProbe(rank=3, local_rank=1, tracker=ActionTracker(), trainer=TrainerProbe(SimpleNamespace()))
+    with closing(made):
+        facts = made.look(1.0)
+    assert facts.missing == () and facts.versions["torch"]
+    assert deadlines == [0.5, 0.5]
 
 
 def test_a_probe_that_fails_is_said_and_the_others_are_heard(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
