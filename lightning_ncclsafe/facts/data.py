@@ -116,7 +116,8 @@ class DataFacts:
             ``"test_dataloader"`` or ``"predict_dataloader"``.
         loaders: The loaders in the order in which Lightning flattens lists, dicts and ``CombinedLoader``.
         mode: How Lightning combines them: ``"max_size_cycle"``, ``"sequential"``, …
-        limit: The Trainer's ``limit_*_batches`` of the stage as it is written: ``"1"`` is one batch, ``"1.0"`` all.
+        settings: The Trainer's settings that decide how many steps, validations and collectives it makes, by name, as
+            they are written: ``{"limit_train_batches": "1.0", "num_sanity_val_steps": "2"}``.
         val_check_batch: Number of training batches after which validation starts; None if that is not known
             beforehand. Only for the stage ``"train_dataloader"``.
         data_rank: The share of the data that this rank reads, from 0: its rank among the data-parallel ranks.
@@ -132,7 +133,7 @@ class DataFacts:
     stage: str
     loaders: tuple[LoaderFacts, ...] = ()
     mode: str = ""
-    limit: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
     val_check_batch: int | None = None
     data_rank: int = 0
     data_ranks: int = 1

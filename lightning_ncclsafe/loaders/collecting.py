@@ -22,6 +22,7 @@ from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
 from lightning_ncclsafe.probes.data.loaders import loader_facts
 from lightning_ncclsafe.probes.data.random_state import random_states
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
+from lightning_ncclsafe.probes.trainer.state import settings_of
 from lightning_ncclsafe.report.terminal import say_own_failure
 from lightning_ncclsafe.rules.kit.activity import AGREEMENT
 from lightning_ncclsafe.rules.kit.data import TRAIN
@@ -71,7 +72,7 @@ class Stage:
             stage=self.name,
             mode=self.mode,
             loaders=loaders,
-            limit="" if limit is None else str(limit),
+            settings=settings_of(trainer),
             val_check_batch=self._val_check_batch(trainer, loaders) if self.name == TRAIN else None,
             data_rank=int(share.get("rank", strategy.global_rank)),
             data_ranks=int(share.get("num_replicas", strategy.world_size)),

@@ -845,7 +845,9 @@ def test_unequal_shards_are_the_reason() -> None:
 
 def limited(job: JobFacts, **more: object) -> JobFacts:
     """One rank's Trainer ends the epoch after its first batch."""
-    return with_loader(with_data(job, limit=lambda rank: "1" if rank == 1 else "1.0"), **more)
+    return with_loader(
+        with_data(job, settings=lambda rank: {"limit_train_batches": "1" if rank == 1 else "1.0"}), **more
+    )
 
 
 def test_limits_that_differ_are_settings_of_the_trainer() -> None:
@@ -856,6 +858,19 @@ def test_limits_that_differ_are_settings_of_the_trainer() -> None:
     assert "random state" not in finding.summary
     for other in (with_loader(job, length=20), limited(job, length=lambda rank: 1 if rank == 1 else 20)):
         assert {finding.rule for finding in found(other)} == {"uneven-batches"}
+
+
+def test_another_first_stage_is_explained_by_settings_that_decide_it() -> None:
+    def presented(settings: Callable[[int], dict[str, str]]) -> JobFacts:
+        return with_data(with_data(SHARED, 1, **VALIDATION), settings=settings)
+
+    unlike = presented(lambda rank: {"num_sanity_val_steps": str(2 * (rank == 1)), "precision": str(rank)})
+    first, second = found(unlike)
+    assert (first.rule, first.ranks, second.rule) == ("different-trainer-settings", (1,), "loader-count")
+    assert "num_sanity_val_steps is 0 on ranks 0, 2-3, 2 on rank 1, so ranks start with different" in first.summary
+    assert "precision" not in first.summary
+    alike = presented(lambda rank: {"num_sanity_val_steps": "2", "precision": str(rank)})
+    assert [finding.rule for finding in found(alike)] == ["loader-count"]
 
 
 def test_limits_that_differ_are_no_error_where_ranks_end_together() -> None:

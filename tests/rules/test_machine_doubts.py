@@ -175,7 +175,7 @@ def test_a_debugger_that_waits_for_a_connection_is_one() -> None:
 
 def test_which_process_a_rank_waits_for_is_not_known() -> None:
     assert found(scenes.queue_that_nobody_fills(GLOO)) == {"worker-died": LIKELY}
-    assert found(scenes.pool_that_a_dataset_asks(GLOO)) == {"data-stall": CERTAIN, "worker-died": LIKELY}
+    assert found(scenes.pool_that_a_dataset_asks(GLOO)) == {"worker-died": LIKELY}
 
 
 def everywhere(net: Backend, type_: str, message: str, **machine: object) -> JobFacts:

@@ -48,6 +48,12 @@ _VALIDATES = ("val_check_batch", "val_check_interval")
 _VALIDATES_AT_ALL = (*_VALIDATES, "check_val_every_n_epoch", "limit_val_batches")
 
 
+def settings_of(trainer: Any) -> dict[str, str]:
+    """The Trainer's settings that decide how many steps, validations and collectives it makes, by name."""
+    found = ((name, getattr(trainer, name, None)) for name in _SETTINGS)
+    return {name: str(value) for name, value in found if value is not None}
+
+
 class TrainerProbe:
     """Reads a Trainer from another thread. It only looks at attributes that cost nothing and touch no storage.
 
@@ -177,7 +183,7 @@ class TrainerProbe:
 
     def _read_settings(self) -> dict[str, str]:
         trainer = self._trainer
-        found = {name: getattr(trainer, name, None) for name in _SETTINGS}
+        found: dict[str, Any] = {**settings_of(trainer)}
         if (validation_s := self._validation_s()) is not None:
             found["val_check_interval"] = f"{validation_s:g} s"
         # Values that a callback sets epoch by epoch.

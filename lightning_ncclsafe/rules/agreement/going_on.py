@@ -1,7 +1,7 @@
 """Whether ranks that disagree about their data may train anyway: what would hang, and what the user allows."""
 
 from lightning_ncclsafe.facts import JobFacts
-from lightning_ncclsafe.rules.agreement.counts import ends_unevenly
+from lightning_ncclsafe.rules.agreement.batches import ends_unevenly
 from lightning_ncclsafe.rules.kit import HOW_DATA_DIFFERS, Finding, Hangs, JobData, Severity
 
 _WAY = "To train anyway: Trainer(callbacks=[DatasetAgreement({options})])."

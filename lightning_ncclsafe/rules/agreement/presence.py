@@ -1,22 +1,30 @@
-"""Ranks that do not present their data, or cannot read it."""
+"""Ranks that do not present their data, present other loaders than the others, or cannot read theirs."""
 
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Groups,
     Hangs,
     JobData,
+    JobLoader,
+    Plan,
+    Questions,
     Severity,
     agreement_rule,
+    deviating,
+    differences,
+    differing_evidence,
     disagreement,
     grouped,
     joined,
     ranks_words,
+    spread_words,
     value_evidence,
+    value_words,
     verb,
 )
 
@@ -59,6 +67,99 @@ def _evidence(job: JobFacts, others: tuple[int, ...]) -> Iterator[Evidence]:
     yield Evidence(source="loader", text=f"{len(others):,} of {job.world_size:,} ranks presented their loaders.")
     for process in job.witnessed[:_LISTED]:
         yield Evidence(source="process", rank=process.rank, text=f"Process {process.pid} is {process.state}.")
+
+
+_QUESTIONS: Questions[DataFacts] = {
+    "stage": lambda data: data.stage,
+    "number of loaders": lambda data: len(data.loaders),
+    "mode": lambda data: data.mode,
+}
+
+
+@agreement_rule(
+    after="different-trainer-settings",
+    remedy=(
+        "Return the same loaders in the same order and mode from the hook on every rank, an empty one where a rank has "
+        "no data, and call the Trainer's methods in the same order on all ranks; look for a condition on the rank "
+        "around them."
+    ),
+    plan=Plan.STOP,
+    hangs=Hangs.AT_ONCE,
+)
+def loader_count(view: JobData) -> Iterator[Finding]:
+    """Ranks present different numbers of loaders, loaders of different stages, or combine them differently.
+
+    Symptom:
+        The run hangs when one rank begins its second validation loader, or as soon as two ranks are in two stages.
+
+    Cause:
+        A condition on the rank around a loader or a call of the Trainer, files that exist on some hosts only.
+
+    Remedy:
+        Return the same loaders in the same order and mode on every rank.
+
+    Cannot see:
+        Loaders that the user's own code creates and iterates by itself.
+    """
+    differing = differences(view.data, _QUESTIONS)
+    if differing:
+        what, groups = next(iter(differing.items()))
+        about = "" if what == "stage" else f" in {view.stage}"
+        yield disagreement(
+            deviating(differing.values()),
+            f"Ranks have different loaders to go through; the {what}{about} is {spread_words(groups)}.",
+            evidence=differing_evidence(differing),
+        )
+
+
+@agreement_rule(
+    after="unpresented-loader",
+    remedy=(
+        "Use the same class of dataset and loader on all ranks, and give it __len__ on all of them or on none. An "
+        "empty shard needs the same class as a full one."
+    ),
+    plan=Plan.STOP,
+    hangs=Hangs.IF_UNEVEN,
+)
+def sized_and_unsized(view: JobData) -> Iterator[Finding]:
+    """A loader has a length on some ranks and none on others.
+
+    Symptom:
+        All ranks hang before the first batch: Lightning sums the lengths, and ranks without one do not take part.
+
+    Cause:
+        An IterableDataset on some ranks and a map-style one on others, or a __len__ that raises TypeError on some.
+
+    Remedy:
+        Give the loader a length on all ranks or on none.
+
+    Cannot see:
+        Whether a given length is correct.
+    """
+    for loader in view.loaders:
+        readable = {rank: facts for rank, facts in loader.facts.items() if not _has_failed(facts)}
+        if grouped({rank: facts.length is None for rank, facts in readable.items()}).differ:
+            yield _half_sized(loader)
+
+
+def _has_failed(facts: LoaderFacts) -> bool:
+    """Whether asking for the length raised, which is a finding of its own."""
+    return any(is_of_length(text) for text in facts.problems)
+
+
+def _half_sized(loader: JobLoader) -> Finding:
+    groups = loader.by(lambda facts: ("no length" if facts.length is None else "a length", facts.dataset))
+    sized = loader.by(lambda facts: facts.length is None)
+    return disagreement(
+        sized.deviating,
+        f"The {loader.name} has a length on some ranks only: {spread_words(groups, _words)}.",
+        evidence=value_evidence(groups, _words),
+    )
+
+
+def _words(value: tuple[str, str]) -> str:
+    sized, dataset = value
+    return f"{sized} ({value_words(dataset)})" if dataset else sized
 
 
 _OF_LENGTH = "len(loader)"

@@ -74,7 +74,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         created out of turn if no condition on the rank precedes it in a function that ranks are in.
     """
     circle = _circle(_awaited(view))
-    if circle and not gathering_alone(view) and not circle.keys() <= send_recv_pairs(view).keys():
+    if circle and not gathering_alone(view) and not _is_of_p2p(view, circle):
         yield _finding(view, circle)
     elif not circle and (inspected := _circle(_awaited_by_inspection(view))):
         yield _inspected_finding(view, inspected)
@@ -84,6 +84,12 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
     all_wait = set(view.waiting) == set(view.facts) and not view.silent and not view.raised
     if making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         yield _created_differently(view, making, made)
+
+
+def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
+    """Whether a send or receive in the circle has no other side: its peer waits in a collective, or for another one."""
+    groups = {name for name, _ in circle.values()}
+    return ("" in groups and len(groups) > 1) or circle.keys() <= send_recv_pairs(view).keys()
 
 
 def _created_differently(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -> Finding:

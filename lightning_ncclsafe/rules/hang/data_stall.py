@@ -50,7 +50,7 @@ _REMEDY_FEEDER = (
 _LOCK = re.compile(r"\bacquire\(|\bf?lockf?\(|\bwith\b.*lock", re.IGNORECASE)
 
 
-@hang_rule(after="slow-checkpoint")
+@hang_rule(after="slow-checkpoint", follows=("worker-died",))
 def data_stall(view: Timeline) -> Iterator[Finding]:
     """A rank's main thread waits for the next batch, and the others wait for that rank.
 

@@ -75,14 +75,11 @@ def _waits_for_peer(view: Timeline, rank: int) -> bool:
 
 
 def _peers_in_collectives(view: Timeline) -> dict[int, int]:
-    """Ranks that send or receive, each with its peer, if the peer waits in a collective and not in the other side.
-
-    If the recorder shows that such a rank is behind in that collective, the two wait in a circle instead.
-    """
+    """Ranks that send or receive, each with its peer, if the peer waits in a collective and not in the other side."""
     peers = {}
     for rank in view.waiting:
         doing, peer = view.activities[rank], view.facts[rank].steps.peer
-        exchanges = doing.kind is Kind.COLLECTIVE and doing.collective is None and rank not in view.behind
+        exchanges = doing.kind is Kind.COLLECTIVE and doing.collective is None
         if exchanges and peer in view.facts and _is_in_collective(view, peer):
             peers[rank] = peer
     return peers

@@ -1,10 +1,8 @@
-"""Ranks that have different numbers of loaders or batches, or end at different ones."""
+"""How many batches ranks have of their data, and when the Trainer would end an epoch or validate."""
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import DataFacts, LoaderFacts
 from lightning_ncclsafe.rules.agreement.contents import differing_classes, peer_differences
-from lightning_ncclsafe.rules.agreement.presence import is_of_length
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.settings import setting_errors
 from lightning_ncclsafe.rules.agreement.shares import sampler_errors
@@ -25,6 +23,7 @@ from lightning_ncclsafe.rules.kit import (
     deviating,
     differences,
     differing_evidence,
+    differing_words,
     disagreement,
     epoch_batches,
     grouped,
@@ -32,100 +31,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     spread_words,
     value_evidence,
-    value_words,
 )
-
-_QUESTIONS: Questions[DataFacts] = {
-    "stage": lambda data: data.stage,
-    "number of loaders": lambda data: len(data.loaders),
-    "mode": lambda data: data.mode,
-}
-
-
-@agreement_rule(
-    remedy=(
-        "Return the same loaders in the same order and mode from the hook on every rank, an empty one where a rank has "
-        "no data, and call the Trainer's methods in the same order on all ranks; look for a condition on the rank "
-        "around them."
-    ),
-    plan=Plan.STOP,
-    hangs=Hangs.AT_ONCE,
-)
-def loader_count(view: JobData) -> Iterator[Finding]:
-    """Ranks present different numbers of loaders, loaders of different stages, or combine them differently.
-
-    Symptom:
-        The run hangs when one rank begins its second validation loader, or as soon as two ranks are in two stages.
-
-    Cause:
-        A condition on the rank around a loader or a call of the Trainer, files that exist on some hosts only.
-
-    Remedy:
-        Return the same loaders in the same order and mode on every rank.
-
-    Cannot see:
-        Loaders that the user's own code creates and iterates by itself.
-    """
-    differing = differences(view.data, _QUESTIONS)
-    if differing:
-        what, groups = next(iter(differing.items()))
-        about = "" if what == "stage" else f" in {view.stage}"
-        yield disagreement(
-            deviating(differing.values()),
-            f"Ranks have different loaders to go through; the {what}{about} is {spread_words(groups)}.",
-            evidence=differing_evidence(differing),
-        )
-
-
-@agreement_rule(
-    after="unpresented-loader",
-    remedy=(
-        "Use the same class of dataset and loader on all ranks, and give it __len__ on all of them or on none. An "
-        "empty shard needs the same class as a full one."
-    ),
-    plan=Plan.STOP,
-    hangs=Hangs.IF_UNEVEN,
-)
-def sized_and_unsized(view: JobData) -> Iterator[Finding]:
-    """A loader has a length on some ranks and none on others.
-
-    Symptom:
-        All ranks hang before the first batch: Lightning sums the lengths, and ranks without one do not take part.
-
-    Cause:
-        An IterableDataset on some ranks and a map-style one on others, or a __len__ that raises TypeError on some.
-
-    Remedy:
-        Give the loader a length on all ranks or on none.
-
-    Cannot see:
-        Whether a given length is correct.
-    """
-    for loader in view.loaders:
-        readable = {rank: facts for rank, facts in loader.facts.items() if not _has_failed(facts)}
-        if grouped({rank: facts.length is None for rank, facts in readable.items()}).differ:
-            yield _half_sized(loader)
-
-
-def _has_failed(facts: LoaderFacts) -> bool:
-    """Whether asking for the length raised, which is a finding of its own."""
-    return any(is_of_length(text) for text in facts.problems)
-
-
-def _half_sized(loader: JobLoader) -> Finding:
-    groups = loader.by(lambda facts: ("no length" if facts.length is None else "a length", facts.dataset))
-    sized = loader.by(lambda facts: facts.length is None)
-    return disagreement(
-        sized.deviating,
-        f"The {loader.name} has a length on some ranks only: {spread_words(groups, _words)}.",
-        evidence=value_evidence(groups, _words),
-    )
-
-
-def _words(value: tuple[str, str]) -> str:
-    sized, dataset = value
-    return f"{sized} ({value_words(dataset)})" if dataset else sized
-
 
 _BATCHES = count_words("batch")
 _POLICIES = {
@@ -142,7 +48,7 @@ _REMEDY = (
 )
 
 
-@agreement_rule(after="different-trainer-settings", remedy=_REMEDY, plan=Plan.STOP, hangs=Hangs.IF_UNEVEN)
+@agreement_rule(after="loader-settings", remedy=_REMEDY, plan=Plan.STOP, hangs=Hangs.IF_UNEVEN)
 def uneven_batches(view: JobData) -> Iterator[Finding]:
     """A loader has different numbers of batches on different ranks, or has ended on some of them only.
 
@@ -264,8 +170,20 @@ def _evidence(loader: JobLoader, rank: int) -> Evidence:
     )
 
 
+_DECIDE_STAGES = {
+    "check_val_every_n_epoch",
+    "fast_dev_run",
+    "limit_train_batches",
+    "limit_val_batches",
+    "max_epochs",
+    "max_steps",
+    "num_sanity_val_steps",
+    "overfit_batches",
+    "reload_dataloaders_every_n_epochs",
+}
+
+
 @agreement_rule(
-    after="loader-settings",
     remedy=(
         "Give the Trainer the same arguments on all ranks: look for what each rank computes for itself, from a clock, "
         "the host's name, its memory, its environment or a file of its own. A fractional val_check_interval is taken "
@@ -275,21 +193,23 @@ def _evidence(loader: JobLoader, rank: int) -> Evidence:
     hangs=Hangs.LATER,
 )
 def different_trainer_settings(view: JobData) -> Iterator[Finding]:
-    """The Trainer would end an epoch, or begin validation, after different numbers of batches on some ranks.
+    """The Trainer would end an epoch, validate, or start its first stage differently on some ranks.
 
     Symptom:
-        In the middle of an epoch one rank validates or has ended its epoch while the others train, and all wait for
-        each other.
+        One rank validates or has ended its epoch while the others train, and all wait for each other.
 
     Cause:
-        limit_*_batches, overfit_batches, fast_dev_run or val_check_interval that each rank computes for itself.
+        limit_*_batches, num_sanity_val_steps, fast_dev_run or val_check_interval that each rank computes for itself.
 
     Remedy:
         Pass the same arguments to the Trainer on all ranks.
 
     Cannot see:
-        Settings that do not change these numbers; validation by the clock, and fractions of loaders without a length.
+        Settings that do not change the next stage or its batches; validation by the clock, and fractions of loaders
+        without a length.
     """
+    if view.stages.differ:
+        yield from _different_stages(view)
     for loader in view.loaders if not view.runs_independently else ():
         if _is_limited(loader):
             yield _different_limits(view, loader)
@@ -298,22 +218,39 @@ def different_trainer_settings(view: JobData) -> Iterator[Finding]:
         yield _different_steps(steps)
 
 
+def _different_stages(view: JobData) -> Iterator[Finding]:
+    settings = {rank: data.settings for rank, data in view.data.items()}
+    names = dict.fromkeys(name for each in settings.values() for name in each if name in _DECIDE_STAGES)
+    ask: Questions[dict[str, str]] = {name: lambda each, name=name: each.get(name, "") for name in names}  # type: ignore[misc]
+    if differing := differences(settings, ask):
+        yield disagreement(
+            deviating(differing.values()),
+            f"The Trainer's {differing_words(differing)}, so ranks start with different loaders: "
+            f"{spread_words(view.stages)}.",
+            evidence=differing_evidence(differing),
+        )
+
+
 def _is_limited(loader: JobLoader) -> bool:
     """Whether the numbers of batches differ only because the Trainer's limits do."""
     return is_uneven(loader) and _limits(loader).differ and not loader.by(lambda facts: facts.length).differ
 
 
 def _limits(loader: JobLoader) -> Groups[str]:
-    return grouped({rank: data.limit for rank, data in loader.data.items()})
+    name = _limit_name(loader)
+    return grouped({rank: data.settings.get(name, "") for rank, data in loader.data.items()})
+
+
+def _limit_name(loader: JobLoader) -> str:
+    return f"limit_{next(iter(loader.data.values())).stage.partition('_')[0]}_batches"
 
 
 def _different_limits(view: JobData, loader: JobLoader) -> Finding:
-    name = f"limit_{view.stage.partition('_')[0]}_batches"
     return _uneven(
         view,
         loader,
-        f"The Trainer's {name} is {spread_words(_limits(loader))} (fast_dev_run and overfit_batches set it, too), so "
-        f"the {loader.name} would end after {spread_words(loader.batches, _BATCHES)}.",
+        f"The Trainer's {_limit_name(loader)} is {spread_words(_limits(loader))} (fast_dev_run and overfit_batches "
+        f"set it, too), so the {loader.name} would end after {spread_words(loader.batches, _BATCHES)}.",
     )
 
 
