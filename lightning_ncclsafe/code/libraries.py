@@ -202,9 +202,9 @@ TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
 END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_run_end")
 # The Trainer's public functions, and what they call; the stars are for releases before 2.0, which had folders here.
 TRAINER = _in(_PYTORCH, "trainer/trainer.py")
-# The calls into each of them, through which exceptions leave it.
 # Hooks that follow an exception.
 AFTER_EXCEPTION = _in(_PYTORCH, "trainer/call.py", functions="_interrupt")
+# The calls into each public function, through which exceptions leave the Trainer.
 TRAINER_CALL = _in(_PYTORCH, "trainer/*.py", functions="_call_and_handle_interrupt")
 FITTING = _in(_PYTORCH, "trainer/trainer.py", functions="_fit_impl")
 TESTING = _in(_PYTORCH, "trainer/trainer.py", functions="_test_impl")
