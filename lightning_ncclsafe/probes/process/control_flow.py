@@ -4,10 +4,12 @@ It parses the source and executes nothing.
 """
 
 import ast
+import linecache
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
@@ -75,6 +77,29 @@ class _RankNames(NamedTuple):
 
     tests: frozenset[str] = frozenset()
     ranks: frozenset[str] = frozenset()
+
+
+def syntax_tree(file: str) -> ast.Module:
+    """The syntax tree of a source file, which is read; empty if it cannot be read or parsed."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+@lru_cache(maxsize=64)
+def control_flow(file: str) -> "ControlFlow":
+    """How control flows in a source file, which is read; nothing is known of one that cannot be."""
+    return ControlFlow("".join(linecache.getlines(file)))
+
+
+def rank_condition(file: str, line: int) -> str:
+    """The condition on the rank under which a line runs, e.g. ``"if trainer.is_global_zero:  (line 41)"``.
+
+    Finds an enclosing ``if`` whose test names the rank, and an earlier ``if not is_master(): return`` of the same
+    function. Empty where there is none or the source cannot be read.
+    """
+    return control_flow(file).around(line).rank_condition
 
 
 class ControlFlow:
@@ -340,11 +365,9 @@ def _is_counted(items: ast.expr) -> bool:
     """Whether a loop has the same number of passes on all ranks: the number is a constant in the source."""
     if isinstance(items, ast.Call) and isinstance(items.func, ast.Name) and items.func.id == "range":
         return all(map(_is_constant, items.args))
-    return _is_constant(items) or (isinstance(items, (ast.Tuple, ast.List)) and not any(map(_is_starred, items.elts)))
-
-
-def _is_starred(item: ast.expr) -> bool:
-    return isinstance(item, ast.Starred)
+    if isinstance(items, (ast.Tuple, ast.List)):
+        return not any(isinstance(item, ast.Starred) for item in items.elts)
+    return _is_constant(items)
 
 
 def _is_constant(value: ast.expr) -> bool:

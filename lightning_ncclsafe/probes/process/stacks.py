@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ from lightning_ncclsafe.code.marks import mark_at
 from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.probes.process.control_flow import ControlFlow
+from lightning_ncclsafe.probes.process.control_flow import control_flow
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
 _MAX_FRAMES = 120
@@ -287,21 +286,6 @@ def is_user_code(file: str) -> bool:
     if _GENERATED.search(file.replace("\\", "/")):
         return False
     return not file.startswith((_PACKAGE, *_INSTALLED)) and "site-packages" not in file and "dist-packages" not in file
-
-
-def rank_condition(file: str, line: int) -> str:
-    """The condition on the rank under which a line runs, e.g. ``"if trainer.is_global_zero:  (line 41)"``.
-
-    Finds an enclosing ``if`` whose test names the rank, and an earlier ``if not is_master(): return`` of the same
-    function. Empty where there is none or the source cannot be read.
-    """
-    return control_flow(file).around(line).rank_condition
-
-
-@lru_cache(maxsize=64)
-def control_flow(file: str) -> ControlFlow:
-    """How control flows in a source file, which is read; nothing is known of one that cannot be."""
-    return ControlFlow("".join(linecache.getlines(file)))
 
 
 def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:
