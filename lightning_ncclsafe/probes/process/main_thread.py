@@ -70,10 +70,10 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
     ran_s, queued_s = _turns_s(folder)
     return ThreadLook(
         state=_STATES.get(fields[_STATE_FIELD], "") if fields else "",
-        wait_channel=_wait_channel(folder),
+        wait_channel=wait_channel(folder),
         ran_s=ran_s,
         queued_s=queued_s,
-        preempted=or_none(lambda: _preempted(folder)),
+        preempted=or_none(lambda: int(_after(folder / "status", "nonvoluntary_ctxt_switches:"))),
         major_faults=or_none(lambda: int(fields[_MAJOR_FAULTS_FIELD])),
     )
 
@@ -100,16 +100,25 @@ def slept_s(pid: int, proc: Path = _PROC) -> float | None:
     return or_none(lambda: _slept_s(proc / str(pid) / "task" / str(pid), proc))
 
 
-def started_at(pid: int, proc: Path = _PROC) -> int | None:
+def started_at(pid: int) -> int | None:
     """When a process was started, in ticks of the kernel's clock; None if there is none.
 
     With its id, this identifies a process. Unlike wall-clock time, it cannot be set.
 
     Args:
         pid: Process id.
-        proc: Where procfs is mounted.
     """
-    return or_none(lambda: int(_stat(proc / str(pid))[_STARTED_FIELD]))
+    return or_none(lambda: int(_stat(_PROC / str(pid))[_STARTED_FIELD]))
+
+
+def wait_channel(folder: Path) -> str:
+    """The kernel function that a process or thread sleeps in; empty if it does not sleep, or that is unreadable.
+
+    Args:
+        folder: Its folder in procfs.
+    """
+    name = _text(folder / "wchan").strip()
+    return "" if name == "0" else name
 
 
 def _slept_s(folder: Path, proc: Path) -> float:
@@ -119,14 +128,10 @@ def _slept_s(folder: Path, proc: Path) -> float:
     # those of the core on which the thread ran last.
     os.sched_setaffinity(0, {int(fields[_CORE_FIELD])})
     try:
-        return max(_ran_last_s(proc / "thread-self") - _ran_last_s(folder), 0.0)
+        now_ms, then_ms = (float(_after(one / "sched", "se.exec_start")) for one in (proc / "thread-self", folder))
+        return max(now_ms - then_ms, 0.0) / 1e3
     finally:
         os.sched_setaffinity(0, own)
-
-
-def _ran_last_s(folder: Path) -> float:
-    lines = (folder / "sched").read_text(encoding="utf-8", errors="replace").splitlines()
-    return next(float(line.rpartition(":")[2]) / 1e3 for line in lines if line.startswith("se.exec_start"))
 
 
 def _stat(folder: Path) -> list[str]:
@@ -139,14 +144,9 @@ def _turns_s(folder: Path) -> tuple[float | None, float | None]:
     return (int(words[0]) / 1e9, int(words[1]) / 1e9) if len(words) == 3 else (None, None)
 
 
-def _wait_channel(folder: Path) -> str:
-    name = _text(folder / "wchan").strip()
-    return "" if name == "0" else name
-
-
-def _preempted(folder: Path) -> int:
-    lines = _text(folder / "status").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("nonvoluntary_ctxt_switches:"))
+def _after(file: Path, name: str) -> str:
+    """The value of the line that begins with this name."""
+    return next(line.rpartition(":")[2] for line in _text(file).splitlines() if line.startswith(name))
 
 
 def _text(file: Path) -> str:
