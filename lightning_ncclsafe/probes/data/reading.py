@@ -114,7 +114,9 @@ def nested_datasets(dataset: Any) -> list[Any]:
     level: list[tuple[Any, ...]] = [(dataset,)]
     for _ in range(_MOST_LEVELS):
         found += [path[-1] for path in level]
-        below = [(*path, inner) for path in level for inner in _below(path[-1]) if _is_new(inner, path)]
+        below = [
+            (*path, inner) for path in level for inner in _below(path[-1]) if all(inner is not outer for outer in path)
+        ]
         level = below[: _MOST_DATASETS - len(found)]
     return found
 
@@ -147,7 +149,3 @@ def _below(dataset: Any) -> Iterator[Any]:
         yield from many[:_MOST_DATASETS]
     if type(many) is dict:
         yield from list(many.values())[:_MOST_DATASETS]
-
-
-def _is_new(dataset: Any, path: tuple[Any, ...]) -> bool:
-    return all(dataset is not outer for outer in path)

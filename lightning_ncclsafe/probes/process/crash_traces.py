@@ -62,6 +62,7 @@ class CrashTraces:
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
+        # With the size of each when it was opened.
         self._stderr: dict[int, tuple[int, int]] = {}
         self._storage = SideThread("ncclsafe-stderr")
         self._is_closed = False
@@ -141,11 +142,6 @@ def parse_crash(text: str) -> CrashTrace:
     if not mark:
         return CrashTrace("", ())
     said, _, threads = last.partition("\n")
-    main, others = _stacks_of(_AFTERWARDS.split(threads)[0])
+    # The main thread's stack is last, whichever thread the signal struck.
+    main, *others = parse_threads(_AFTERWARDS.split(threads)[0].replace("Current thread", "Thread"))
     return CrashTrace(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=stack_in_collective(others))
-
-
-def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:
-    """The main thread's stack, which is last whichever thread the signal struck, and the others; outermost first."""
-    main, *others = parse_threads(threads.replace("Current thread", "Thread"))
-    return main, others

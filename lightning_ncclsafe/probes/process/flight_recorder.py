@@ -61,7 +61,12 @@ class FlightRecorder:
             groups |= {group.name: group for group in found_groups if group.name not in hooked}
             collectives += [collective for collective in found_collectives if collective.group not in hooked]
         kept = kept_per_group(max((len(group.ranks) for group in members.values()), default=0))
-        known = [_with_members(group, members.get(name)) for name, group in groups.items()]
+        known = [
+            replace(group, description=members[name].description, ranks=members[name].ranks)
+            if name in members
+            else group
+            for name, group in groups.items()
+        ]
         others = [call for call in calls if call.name not in groups and call.called != 0]
         recorded = {collective.backend for collective in collectives}
         gaps = {
@@ -153,12 +158,6 @@ def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collect
         if number in names and number in dump.get("pg_status", {})
     ]
     return groups, [_collective(entry, work) for work in recorder.works for entry in work.parts or (work.entry,)]
-
-
-def _with_members(group: Group, members: process_groups.OwnGroup | None) -> Group:
-    if members is None:
-        return group
-    return replace(group, description=members.description, ranks=members.ranks)
 
 
 def _collective(entry: Entry, work: Work[Any]) -> Collective:

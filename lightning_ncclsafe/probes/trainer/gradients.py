@@ -81,17 +81,13 @@ class _Use(NamedTuple):
 
 def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
     """Where the user code of a module uses one of its parts: calls it, or else names it."""
-    sources = [source for source in _functions_of(_part_of(module, parts[:level])) if source.uses(parts[level])]
+    for name in parts[:level]:
+        module = getattr(module, name, None)
+    sources = [source for source in _functions_of(module) if source.uses(parts[level])]
     for source in sorted(sources, key=lambda source: not source.calls(parts[level])):
         line = source.uses(parts[level])
         return _Use(source.place(line), source.leads_around(line), source.conditions_around(line))
     return None
-
-
-def _part_of(module: Any, path: list[str]) -> Any:
-    for name in path:
-        module = getattr(module, name, None)
-    return module
 
 
 def _functions_of(part: Any) -> Iterator[HookSource]:
