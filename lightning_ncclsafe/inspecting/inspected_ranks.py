@@ -136,10 +136,7 @@ class InspectedRanks:
             may_write: Whether a rank may be made to write its Flight Recorder to a file.
             may_stop: Whether ranks may be stopped for a moment, to read native frames.
         """
-        idle_s: dict[str, float] = defaultdict(float)
-        for one in seen:
-            idle_s[one.process.job] = max(idle_s[one.process.job], longest_idle_s([one]))
-        standing = [one.process for one in seen if idle_s[one.process.job]]
+        standing = [one.process for of_job in by_job(seen) if longest_idle_s(of_job) for one in of_job]
         answers = recorded(standing, self._pool, may_write=may_write)
         for note in answers.notes:
             self._say(note)
@@ -200,11 +197,16 @@ class InspectedRanks:
         return all((looks[-1].slept_s or 0.0) >= LONG_STEP_S for looks in self._looks.values())
 
     def _jobs(self) -> list[list[SeenRank]]:
-        jobs: dict[str, list[SeenRank]] = defaultdict(list)
-        for one in self._ranks:
-            seen = SeenRank(process=one, looks=tuple(self._looks[one.pid]))
-            jobs[one.job].append(replace(seen, objects=self._objects_of(seen)))
-        return [*jobs.values()]
+        seen = [SeenRank(process=one, looks=tuple(self._looks[one.pid])) for one in self._ranks]
+        return by_job(replace(one, objects=self._objects_of(one)) for one in seen)
+
+
+def by_job(seen: Iterable[SeenRank]) -> list[list[SeenRank]]:
+    """The ranks of each job."""
+    jobs: dict[str, list[SeenRank]] = defaultdict(list)
+    for one in seen:
+        jobs[one.process.job].append(one)
+    return [*jobs.values()]
 
 
 def _with_folder(thread: SeenThread, folder: str) -> SeenThread:
