@@ -40,7 +40,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
-from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects, errors_of, has_failed
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects, errors_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
 from lightning_ncclsafe.probes.machine_state import main_thread_over
@@ -211,10 +211,9 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
         facts = replace(facts, groups=of_recorder.groups, collectives=of_recorder.collectives, unrecorded=())
     if (counters := seen.objects.counters) is not None:
         facts = replace(facts, progress=counters.within(facts.progress), trainer=counters.trainer)
-    whereabouts = tuple(_sampled_activities(facts, seen.looks))
     inspection = replace(
         inspection,
-        whereabouts=whereabouts,
+        whereabouts=tuple(_sampled_activities(facts, seen.looks)),
         native=seen.native,
         threads=tuple(_threads(shown))[:_MOST_THREADS],
         group=seen.objects.group,
@@ -244,7 +243,7 @@ def shows_enough(seen: Sequence[SeenRank]) -> bool:
 
     A rank that is gone may have finished, unless others wait. A rank that has failed is in no step.
     """
-    if any(has_failed(one.objects.handled, one.objects.left) for one in seen):
+    if any(one.objects.has_failed for one in seen):
         return True
     silent = [one for one in seen if _is_silent(one) and not _keeps_lock(one)]
     someone_waits = any(_waits(one.looks[-1]) for one in seen if one.looks[-1].stack)
@@ -374,7 +373,7 @@ def _gone(seen: Sequence[SeenRank], ended: Sequence[ProcessFacts]) -> Iterator[P
 
 
 def _with_ends(facts: Sequence[RankFacts], stacks: Mapping[int, Sequence[SeenFrame]]) -> list[RankFacts]:
-    """Says of ranks outside the Trainer whether they are before or behind the line at which others are in it."""
+    """Sets the phase of ranks outside the Trainer: whether they are before or past the line where others called it."""
     inside = [stack for stack in stacks.values() if is_in_trainer(stack)]
     calls = {(one.file, one.function): one.line for stack in inside for one in _outside(stack)}
     return [replace(one, progress=_placed_by(one.progress, stacks[one.rank], calls)) if calls else one for one in facts]
@@ -410,9 +409,9 @@ def _with_sources(facts: Sequence[RankFacts], seen: Sequence[SeenRank]) -> list[
 
 
 def _with_source(facts: RankFacts, seen: SeenRank) -> RankFacts:
-    stack, stood = with_source(facts.stack), facts.inspection.idle_s if facts.inspection is not None else 0.0
-    exception, caught = errors_of(seen.objects.handled, seen.objects.left, stack, stood)
-    inspection = facts.inspection
+    stack, inspection = with_source(facts.stack), facts.inspection
+    idle_s = inspection.idle_s if inspection is not None else 0.0
+    exception, caught = errors_of(seen.objects, stack, idle_s)
     if inspection is not None:
         threads = tuple(replace(one, frame=with_source([one.frame])[0]) for one in inspection.threads)
         inspection = replace(inspection, threads=threads)

@@ -197,6 +197,16 @@ class RankObjects:
     group: Group | None = None
     unread: UnreadObjects | None = None
 
+    @property
+    def errors(self) -> list[ReadException]:
+        """Its exceptions, but for those that end an iteration, a generator, or a Trainer that was asked to stop."""
+        return [one for one in (*self.left, *self.handled) if one.type not in _CONTROL_FLOW]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception has left the rank's program or its Trainer; this does not need the source."""
+        return bool(self.errors) and (bool(self.left) or any(map(_has_left_trainer, self.errors)))
+
 
 def objects_of(pid: int, stack: Sequence[SeenFrame]) -> RankObjects | None:
     """Reads the objects of a rank that stands still; None if that fails, or if two readings differ.
@@ -254,48 +264,29 @@ def group_of(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Group | No
     return None
 
 
-# Exceptions that end an iteration, a generator, or a Trainer that was asked to stop, are not errors.
-_CONTROL_FLOW = {
-    "StopIteration",
-    "StopAsyncIteration",
-    "GeneratorExit",
-    "_TunerExitException",
-    "SIGTERMException",
-}
+_CONTROL_FLOW = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "_TunerExitException", "SIGTERMException"}
 # These concern the rank itself, even if their message looks like a consequence of another rank's end.
 _OWN = {"SystemExit", "KeyboardInterrupt"}
 
 Errors = tuple[ExceptionFacts | None, tuple[CaughtException, ...]]
 
 
-def errors_of(
-    handled: Sequence[ReadException], left: Sequence[ReadException], stack: Sequence[Frame], since_s: float = 0.0
-) -> Errors:
+def errors_of(objects: RankObjects, stack: Sequence[Frame], since_s: float = 0.0) -> Errors:
     """The exception that has ended a rank's work, or else the one that its code still handles.
 
     Args:
-        handled: The exceptions that its main thread handles, the latest first.
+        objects: What was read of the rank.
         stack: The stack of its main thread with its source, outermost frame first.
         since_s: Seconds for which it is known to have stood there.
     """
-    meant = _meant(handled, left)
-    if not meant:
+    errors = objects.errors
+    if not errors:
         return None, ()
     # Of several, the one that left the Trainer: later ones were raised while it ended.
-    ending = next((one for one in meant if _has_left_trainer(one)), meant[0])
-    if left or _has_left_trainer(ending) or _passes(ending, stack):
+    ending = next((one for one in errors if _has_left_trainer(one)), errors[0])
+    if objects.left or _has_left_trainer(ending) or _passes(ending, stack):
         return _ended(ending), ()
-    return None, (_caught(meant[0], stack, since_s),)
-
-
-def has_failed(handled: Sequence[ReadException], left: Sequence[ReadException]) -> bool:
-    """Whether an exception has left a rank's program or its Trainer; this does not need the source."""
-    meant = _meant(handled, left)
-    return bool(meant) and (bool(left) or any(map(_has_left_trainer, meant)))
-
-
-def _meant(handled: Sequence[ReadException], left: Sequence[ReadException]) -> list[ReadException]:
-    return [one for one in (*left, *handled) if one.type not in _CONTROL_FLOW]
+    return None, (_caught(errors[0], stack, since_s),)
 
 
 def _has_left_trainer(one: ReadException) -> bool:

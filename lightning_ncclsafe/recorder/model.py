@@ -291,9 +291,9 @@ class Recorder(Generic[_Entry]):
 
     def _on_nccl(self, work: Work[_Entry], completed: int) -> None:
         entry = work.entry
-        said = entry.get("state")
+        state = entry.get("state")
         is_counted = work.kind is WorkKind.COLLECTIVE and 0 < work.seq <= completed
-        if said == "completed":
+        if state == "completed":
             # Events that were never recorded look completed. A thread inside the call has called nothing since.
             is_sure = entry.get("retired", True) is not False or is_counted
             is_last = not is_sure and any(self.works[index] is work for index in self._newest.values() if index >= 0)
@@ -303,7 +303,7 @@ class Recorder(Generic[_Entry]):
         if is_counted and not work.gave_up:
             work.state = State.ENDED
         else:
-            work.state = State.RUNNING if said == "started" else State.WAITING
+            work.state = State.RUNNING if state == "started" else State.WAITING
 
     def _launched(self, entry: Entry) -> State:
         """The state of a work that looks completed, is not retired, and is the last call of its thread."""

@@ -193,9 +193,9 @@ class CaughtExceptions:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else sys.exc_info()[1]
         if error is not None and self._listens(begun):
             with suppress(Exception):
-                said: Any = record.msg
-                is_of_torch = record.name.startswith(_C10D_LOGGERS) and isinstance(said, dict)
-                passed = str(said.get("func_name", "")) if is_of_torch else ""
+                message: Any = record.msg
+                is_of_torch = record.name.startswith(_C10D_LOGGERS) and isinstance(message, dict)
+                passed = str(message.get("func_name", "")) if is_of_torch else ""
                 self._note(error, passed=passed, callers=sys._getframe() if passed else None)
         return record
 

@@ -98,13 +98,13 @@ class HookSource:
 
         ``"file:line in training_step"`` of each, in their order.
         """
-        told = {branch.line for branch in self._branches(line) if branch.jump or branch.on in _CONDITIONS}
-        return tuple(map(self.place, sorted(told)))
+        lines = {branch.line for branch in self._branches(line) if branch.jump or branch.on in _CONDITIONS}
+        return tuple(map(self.place, sorted(lines)))
 
     def conditions_around(self, line: int) -> tuple[str, ...]:
         """The conditions among these branches; they are reported beside the line, jumps at a line of their own."""
-        told = {branch.line for branch in self._branches(line) if not branch.jump and branch.on in _CONDITIONS}
-        return tuple(map(self.place, sorted(told)))
+        lines = {branch.line for branch in self._branches(line) if not branch.jump and branch.on in _CONDITIONS}
+        return tuple(map(self.place, sorted(lines)))
 
     def _branches(self, line: int) -> tuple[Branch, ...]:
         return control_flow(self.file).around(line).branches if self.file else ()
