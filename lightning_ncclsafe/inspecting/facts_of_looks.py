@@ -120,7 +120,9 @@ def job_facts(
     world_size = max(max(one.process.world_size, one.process.rank + 1) for one in seen)
     answering = [one for one in seen if not _is_silent(one)]
     witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen, beside) if are_all else ())]
-    answering = answering if _are_counted(answering) else [*map(_without_counters, answering)]
+    if any(one.objects.counters is None for one in answering if is_in_trainer(_shown(one).stack)):
+        # Ranks in a Trainer cannot be compared by counters that only some of them show.
+        answering = [replace(one, objects=replace(one.objects, counters=None)) for one in answering]
     facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering], answering)
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})
     known = {one.process.rank for one in seen} | {process.rank for process in witnessed}
@@ -166,15 +168,6 @@ def _unread_words(seen: Sequence[SeenRank]) -> Iterator[str]:
             f"This command's Python ({platform.python_version()}{sys.abiflags}) has objects of an unknown layout, as "
             "free-threaded builds have, so exceptions and the Trainer's counters cannot be read."
         )
-
-
-def _are_counted(seen: Iterable[SeenRank]) -> bool:
-    """Whether the counters of all ranks that are in a Trainer are known; if not, ranks cannot be compared by them."""
-    return all(one.objects.counters is not None for one in seen if is_in_trainer(_shown(one).stack))
-
-
-def _without_counters(one: SeenRank) -> SeenRank:
-    return replace(one, objects=replace(one.objects, counters=None))
 
 
 def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:

@@ -25,7 +25,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, frames_of, longest_idle_s, shows_enough
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, wait_in_vain
-from lightning_ncclsafe.inspecting.looks import Look, SeenThread, StackReader, look
+from lightning_ncclsafe.inspecting.looks import Look, StackReader, look
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, objects_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.recorders import recorded
@@ -161,7 +161,11 @@ class InspectedRanks:
     def _look_at(self, one: RankProcess) -> Look:
         seen = look(one.pid, self._reader, time.monotonic(), started=self._started[one.pid])
         folder = folder_of(one.pid)
-        return replace(seen, threads=tuple(_with_folder(thread, folder) for thread in seen.threads))
+        threads = [
+            replace(thread, frames=tuple(replace(frame, file=whole(frame.file, folder)) for frame in thread.frames))
+            for thread in seen.threads
+        ]
+        return replace(seen, threads=tuple(threads))
 
     def _read_objects(self) -> None:
         if not self._objects_are_old:
@@ -207,10 +211,6 @@ def by_job(seen: Iterable[SeenRank]) -> list[list[SeenRank]]:
     for one in seen:
         jobs[one.process.job].append(one)
     return [*jobs.values()]
-
-
-def _with_folder(thread: SeenThread, folder: str) -> SeenThread:
-    return replace(thread, frames=tuple(replace(frame, file=whole(frame.file, folder)) for frame in thread.frames))
 
 
 def _gpu(one: RankProcess, ranks: Sequence[RankProcess]) -> GpuStateFacts | None:

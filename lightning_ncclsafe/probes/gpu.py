@@ -120,9 +120,11 @@ def gpu_state(
 
 def _facts(nvml: Any, handle: Any, local_rank: int, own: Collection[int], kernel_logs: Collection[str]) -> GpuFacts:
     whole = physical_gpu(nvml, handle)
-    memory = or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    memory: Any = or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     index = or_none(lambda: int(nvml.nvmlDeviceGetIndex(whole)))
     bus_id = _text(lambda: nvml.nvmlDeviceGetPciInfo(whole).busId)
+    # 12040 is 12.4.
+    cuda = or_none(lambda: int(nvml.nvmlSystemGetCudaDriverVersion()))
     return GpuFacts(
         index=local_rank if index is None else index,
         name=_text(lambda: nvml.nvmlDeviceGetName(handle)),
@@ -136,17 +138,12 @@ def _facts(nvml: Any, handle: Any, local_rank: int, own: Collection[int], kernel
         recovery_action=or_none(lambda: _recovery_action(nvml, whole)) or "",
         xids=xids(bus_id, kernel_logs) if bus_id else (),
         driver=_text(lambda: nvml.nvmlSystemGetDriverVersion()),
-        cuda=or_none(lambda: _version(nvml.nvmlSystemGetCudaDriverVersion())) or "",
+        cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda is not None else "",
     )
 
 
 def _text(read: Callable[[], Any]) -> str:
     return or_none(lambda: as_text(read())) or ""
-
-
-def _version(number: int) -> str:
-    """``"12.4"`` for CUDA's 12040."""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _clock_limits(nvml: Any, handle: Any) -> int | None:

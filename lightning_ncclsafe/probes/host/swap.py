@@ -176,11 +176,8 @@ def _kind(name: str, block_devices: Path, depth: int) -> str:
     if name.startswith("zram"):
         return "zram"
     place = or_none((block_devices / name).resolve) or block_devices / name
-    return _by_parents(place) or _by_transport(place) or _by_what_is_below(place, block_devices, depth)
-
-
-def _by_parents(place: Path) -> str:
-    return next((kind for part in place.parts for mark, kind in _PARENTS if mark.fullmatch(part)), "")
+    by_parents = (kind for part in place.parts for mark, kind in _PARENTS if mark.fullmatch(part))
+    return next(by_parents, "") or _by_transport(place) or _by_what_is_below(place, block_devices, depth)
 
 
 def _by_transport(place: Path) -> str:

@@ -282,7 +282,7 @@ def _decides(test: ast.expr, of_rank: _RankNames) -> Decides:
 def _names_of_rank(body: _Block) -> _RankNames:
     """What a file's names stand for, so far as each stands for nothing else."""
     given: dict[str, list[ast.expr | None]] = {}
-    for node in _nodes(body):
+    for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 given.setdefault(_name_of(target), []).append(node.value)
@@ -295,10 +295,6 @@ def _names_of_rank(body: _Block) -> _RankNames:
 def _only(given: dict[str, list[ast.expr | None]], is_so: Callable[[ast.expr], bool]) -> frozenset[str]:
     """The names that are given to nothing else."""
     return frozenset(name for name, values in given.items() if name and all(one and is_so(one) for one in values))
-
-
-def _nodes(body: _Block) -> Iterator[ast.AST]:
-    return (node for statement in body for node in ast.walk(statement))
 
 
 def _is_rank(value: ast.expr) -> bool:

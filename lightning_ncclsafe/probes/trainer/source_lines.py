@@ -52,7 +52,8 @@ class HookSource:
 
     def returns_nothing(self) -> tuple[str, ...]:
         """Where it returns ``None``: ``"file:line in training_step"``."""
-        return tuple(self.place(node.lineno) for node in self._each(ast.Return) if _is_none(node.value))
+        returns = self._each(ast.Return)
+        return tuple(self.place(one.lineno) for one in returns if one.value is None or _is_constant(one.value, None))
 
     def logs(self, key: str) -> int:
         """The line of the call of ``log`` or ``log_dict`` with a key as a literal; 0 if there is none."""
@@ -151,14 +152,6 @@ class HookSource:
         return f"{self.file}:{line} in {self.name}" if line else ""
 
 
-def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
-    """The functions of a class and its base classes that are the user's own."""
-    for owner in kind.__mro__:
-        functions = [function for function in vars(owner).values() if inspect.isfunction(function)]
-        if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
-            yield from functions
-
-
 def source_of(module: Any, hook: str) -> HookSource:
     """The source of a hook in a module's class: while a strategy runs a step, the instance has another ``forward``."""
     return HookSource(getattr(type(module), hook, None))
@@ -174,9 +167,12 @@ def sources_of(module: Any, hook: str) -> Iterator[HookSource]:
 
 
 def sources_in(owners: Iterable[Any]) -> Iterator[HookSource]:
-    """The sources of the user's functions in the classes of these objects, of each class once."""
-    kinds = dict.fromkeys(type(owner) for owner in owners if owner is not None)
-    return map(HookSource, itertools.chain(*map(own_functions, kinds)))
+    """The sources of the user's functions in the classes of these objects and their bases, of each class once."""
+    for owner in dict.fromkeys(type(owner) for owner in owners if owner is not None):
+        for kind in owner.__mro__:
+            functions = [function for function in vars(kind).values() if inspect.isfunction(function)]
+            if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
+                yield from map(HookSource, functions)
 
 
 def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...]]) -> tuple[str, ...]:
@@ -220,10 +216,6 @@ def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
             yield from _inside([child])  # type: ignore[list-item]
 
 
-def _is_none(value: ast.expr | None) -> bool:
-    return value is None or (isinstance(value, ast.Constant) and value.value is None)
-
-
 def _is_call_of(call: ast.Call, name: str) -> bool:
     return getattr(call.func, "attr", getattr(call.func, "id", "")) == name
 
@@ -240,7 +232,7 @@ def _sets(node: ast.AST, names: set[str]) -> TypeGuard[ast.stmt | ast.Call]:
     return isinstance(node, (ast.AugAssign, ast.AnnAssign)) and _is_attribute(node.target, names)
 
 
-def _is_constant(node: ast.expr | None, value: bool) -> bool:
+def _is_constant(node: ast.expr, value: bool | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
