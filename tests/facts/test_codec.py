@@ -31,7 +31,7 @@ NUMBERS = itertools.count(1000)
 
 
 def full(kind: Any) -> Any:
-    """A value of a type that facts are made of, in which no field has its default, and no two numbers or texts are equal."""
+    """A value of a type that facts are made of: no field has its default, and no two numbers or texts are equal."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return full(arguments[0])
