@@ -3,7 +3,6 @@
 import gc
 import math
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -65,8 +64,7 @@ class MachineProbe:
         self._clock = clock
         self._groups = ControlGroups()
         self._find_interface = interface
-        self._interface: InterfaceFacts | None = None
-        self._seeks: threading.Thread | None = None
+        self._interface = SideThread("ncclsafe-interface")
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
         self._next_s = -math.inf
         self._garbage = GarbageWatch()
@@ -79,11 +77,10 @@ class MachineProbe:
 
     def note(self) -> None:
         """Looks, at most once a second; cheap enough for every tick of the guard."""
-        if self._seeks is None:
+        if self._next_s == -math.inf:
             self._garbage.start()
             # Now, as the interface may be down when it is needed. Resolving the host's name takes time.
-            self._seeks = threading.Thread(target=self._seek, name="ncclsafe-interface", daemon=True)
-            self._seeks.start()
+            self._interface.begin(self._find_interface)
         self._children.note()
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + _EVERY_S
@@ -106,13 +103,10 @@ class MachineProbe:
             ended=self._children.read(idle_s),
             shm_total_bytes=shm_total_bytes,
             shm_free_bytes=shm_free_bytes,
-            interface=self._interface,
+            interface=or_none(lambda: self._interface.answer(0.0)),
             name_servers=name_servers_asked(),
             settings=settings_seen(),
         )
-
-    def _seek(self) -> None:
-        self._interface = or_none(self._find_interface)
 
     def _look(self) -> _Look:
         now = look_at_main_thread(thread=training_thread_number())
