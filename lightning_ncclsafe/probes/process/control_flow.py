@@ -285,7 +285,7 @@ def _names_of_rank(body: _Block) -> _RankNames:
     for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                given.setdefault(_name_of(target), []).append(node.value)
+                given.setdefault(name_of(target), []).append(node.value)
         elif isinstance(node, _FUNCTIONS):
             returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
             given.setdefault(node.name, []).extend(returned or [None])
@@ -300,14 +300,14 @@ def _only(given: dict[str, list[ast.expr | None]], is_so: Callable[[ast.expr], b
 def _is_rank(value: ast.expr) -> bool:
     """Whether it is the rank itself: ``self.global_rank``, ``dist.get_rank()``, ``int(os.environ["RANK"])``."""
     if isinstance(value, ast.Call):
-        name = _name_of(value.func)
+        name = name_of(value.func)
         if name == "int" and len(value.args) == 1:
             return _is_rank(value.args[0])
         is_read = name in ("get_rank", "getenv") or (name == "get" and "environ" in ast.unparse(value.func))
         return is_read and bool(_RANK_NAME.search(ast.unparse(value)))
     if isinstance(value, ast.Subscript):
         return "environ" in ast.unparse(value.value) and bool(_RANK_NAME.search(ast.unparse(value.slice)))
-    return bool(_RANK_NAME.fullmatch(_name_of(value)))
+    return bool(_RANK_NAME.fullmatch(name_of(value)))
 
 
 def _tests_rank(value: ast.expr) -> bool:
@@ -318,7 +318,7 @@ def _tests_rank(value: ast.expr) -> bool:
         return isinstance(value.op, ast.Not) and bool(_RANK_WORDS.search(ast.unparse(value)))
     if isinstance(value, ast.Compare):
         return bool(_RANK_WORDS.search(ast.unparse(value)))
-    return bool(_TEST_NAME.fullmatch(_name_of(value.func if isinstance(value, ast.Call) else value)))
+    return bool(_TEST_NAME.fullmatch(name_of(value.func if isinstance(value, ast.Call) else value)))
 
 
 def _tested(test: ast.expr) -> set[str]:
@@ -327,16 +327,17 @@ def _tested(test: ast.expr) -> set[str]:
         return {name for value in test.values for name in _tested(value)}
     if isinstance(test, ast.UnaryOp):
         return _tested(test.operand)
-    return {_name_of(test.func if isinstance(test, ast.Call) else test)} - {""}
+    return {name_of(test.func if isinstance(test, ast.Call) else test)} - {""}
 
 
 def _compared(test: ast.expr) -> set[str]:
     """The names that a condition compares with something: ``me == 0``."""
     comparisons = (node for node in ast.walk(test) if isinstance(node, ast.Compare))
-    return {_name_of(side) for node in comparisons for side in (node.left, *node.comparators)} - {""}
+    return {name_of(side) for node in comparisons for side in (node.left, *node.comparators)} - {""}
 
 
-def _name_of(node: ast.expr) -> str:
+def name_of(node: ast.expr) -> str:
+    """The name of a variable or attribute; empty for any other expression."""
     return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
@@ -352,8 +353,7 @@ def _is_counter(test: ast.expr) -> bool:
         return all(map(_is_counter, test.values))
     if isinstance(test, ast.UnaryOp):
         return _is_counter(test.operand)
-    parts = [node for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))]
-    named = {getattr(node, "attr", getattr(node, "id", "")) for node in parts}
+    named = {name_of(node) for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))}
     return not _calls(test) and not named.isdisjoint(_COUNTED)
 
 

@@ -10,7 +10,7 @@ from types import CodeType
 from typing import Any, TypeGuard, TypeVar
 
 from lightning_ncclsafe.facts import Branch, Decides
-from lightning_ncclsafe.probes.process.control_flow import control_flow, rank_condition, syntax_tree
+from lightning_ncclsafe.probes.process.control_flow import control_flow, name_of, rank_condition, syntax_tree
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 
 N = TypeVar("N", bound=ast.AST)
@@ -126,7 +126,7 @@ class HookSource:
 
     def calls_under_condition(self, name: str) -> tuple[str, ...]:
         """Where it calls a function of this name under a condition on the rank: ``"file:line in training_step"``."""
-        lines = (call.lineno for call in self._each(ast.Call) if _is_call_of(call, name))
+        lines = (call.lineno for call in self._each(ast.Call) if name_of(call.func) == name)
         return tuple(self.place(line) for line in lines if rank_condition(self.file, line))
 
     def sets(self, attributes: Iterable[str]) -> tuple[str, ...]:
@@ -216,17 +216,14 @@ def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
             yield from _inside([child])  # type: ignore[list-item]
 
 
-def _is_call_of(call: ast.Call, name: str) -> bool:
-    return getattr(call.func, "attr", getattr(call.func, "id", "")) == name
-
-
 def _is_attribute(target: ast.expr, names: set[str]) -> bool:
     return isinstance(target, ast.Attribute) and target.attr in names
 
 
 def _sets(node: ast.AST, names: set[str]) -> TypeGuard[ast.stmt | ast.Call]:
     if isinstance(node, ast.Call):
-        return _is_call_of(node, "setattr") and any(isinstance(a, ast.Constant) and a.value in names for a in node.args)
+        constants = (value.value for value in node.args if isinstance(value, ast.Constant))
+        return name_of(node.func) == "setattr" and not names.isdisjoint(constants)
     if isinstance(node, ast.Assign):
         return any(_is_attribute(target, names) for target in node.targets)
     return isinstance(node, (ast.AugAssign, ast.AnnAssign)) and _is_attribute(node.target, names)
@@ -247,14 +244,14 @@ def _freezes(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
-    is_set = _is_call_of(node, "requires_grad_") and bool(given) and not _is_constant(given[0], True)
-    return is_set or _is_call_of(node, "freeze")
+    is_set = name_of(node.func) == "requires_grad_" and bool(given) and not _is_constant(given[0], True)
+    return is_set or name_of(node.func) == "freeze"
 
 
 def _makes_leaf(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    if _is_call_of(node, "requires_grad_"):
+    if name_of(node.func) == "requires_grad_":
         return not any(_is_constant(value, False) for value in node.args)
     return any(keyword.arg == "requires_grad" and not _is_constant(keyword.value, False) for keyword in node.keywords)
 
