@@ -1,8 +1,8 @@
 """The model of PyTorch's Flight Recorder: what raw entries and counters of one rank mean, here or in a dump.
 
 An entry's state cannot be taken literally. A collective also looks ``completed`` while the host still blocks inside its
-call. NCCL's watchdog also marks a work as ``retired`` that it has given up. A batch of sends and receives leaves parts
-that never end and a whole that is no collective. A group's counters are those of the last work of either kind. All
+call. NCCL's watchdog also marks a work that it has given up as ``retired``. A batch of sends and receives leaves parts
+that never end, and a whole that is not a collective. A group's counters are those of the last work of either kind. All
 readers of a recorder use this module.
 """
 

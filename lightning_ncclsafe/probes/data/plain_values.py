@@ -88,7 +88,7 @@ def batches_as_bytes(batches: Any, content: str) -> bytes:
 
 _MOST_LEVELS = 8
 _LONGEST_PATH = 4_096
-# The time for one value, in bytes that are hashed in that time, so that long lists of numbers end, too.
+# What one value costs, in bytes that are hashed in the same time: so the limit also ends long lists of numbers.
 _BYTES_PER_VALUE = 128
 # Types with a repr() that gives the exact value, on every machine.
 _SCALARS = (type(None), bool, int, float, complex, datetime.date, datetime.timedelta, decimal.Decimal)

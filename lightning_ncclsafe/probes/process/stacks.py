@@ -120,7 +120,7 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame,
 
 
 def frames_to_show(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Frames of :func:`call_site` for a report: of user frames the deepest, and those that a branch leads around.
+    """The frames of :func:`call_site` that a report shows: of user frames, the deepest and those with a branch.
 
     Reads source files, as :func:`with_source` does.
     """
@@ -244,7 +244,7 @@ def _with_source(frame: Frame) -> Frame:
 
 
 def with_source_in_time(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """The same, for whoever cannot wait for storage: what storage does not deliver within 0.5 s is left out."""
+    """As :func:`with_source`, but leaves out what storage does not deliver within 0.5 s."""
     return tuple(with_source([frame])[0] if _is_read(frame.file) else frame for frame in stack)
 
 
