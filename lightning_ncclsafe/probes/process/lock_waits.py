@@ -101,7 +101,7 @@ def _library_lock() -> FileLockFacts | None:
         owner = frame.f_locals.get("self")
         path = _path_of(owner)
         if path:
-            return _existing(path) if _is_by_existence(frame, owner) else _locked(path)
+            return _existing(path) if _is_by_existence(frame, owner) else lock_on(path)
     return None
 
 
@@ -129,7 +129,7 @@ def _existing(path: str) -> FileLockFacts | None:
 def _in_call(descriptor: int, kinds: Iterable[str]) -> FileLockFacts | None:
     place = f"/proc/self/fd/{descriptor}"
     path = or_none(lambda: os.readlink(place))
-    return _locked(path, kinds, place) if path is not None else None
+    return lock_on(path, kinds, place) if path is not None else None
 
 
 def _retried() -> FileLockFacts | None:
@@ -139,10 +139,10 @@ def _retried() -> FileLockFacts | None:
     others = {lock.file for lock in locks if lock.pid > 0 and lock.is_exclusive} - mine
     found = (one for one in _open_files() if _among(one[1], others)) if others else iter(())
     path, _ = next(found, ("", None))
-    return replace(_locked(path), is_certain=False) if path else None
+    return replace(lock_on(path), is_certain=False) if path else None
 
 
-def _locked(path: str, kinds: Iterable[str] = _LOCKS, place: str = "") -> FileLockFacts:
+def lock_on(path: str, kinds: Iterable[str] = _LOCKS, place: str = "") -> FileLockFacts:
     """The lock on a file with its holders; if this process is one, also who may have inherited the file from it.
 
     Args:
