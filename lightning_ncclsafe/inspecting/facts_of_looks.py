@@ -100,6 +100,11 @@ class SeenRank:
     native: tuple[str, ...] = ()
     objects: RankObjects = field(default_factory=RankObjects)
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which it is known to stand still; 0 if it moves."""
+        return _inspection(self.looks).idle_s
+
 
 def job_facts(
     seen: Sequence[SeenRank],
@@ -246,7 +251,7 @@ def shows_enough(seen: Sequence[SeenRank]) -> bool:
 
 def longest_idle_s(seen: Iterable[SeenRank]) -> float:
     """The longest time, in seconds, for which one of these ranks is known to stand still; 0 if all move."""
-    return max((_inspection(one.looks).idle_s for one in seen), default=0.0)
+    return max((one.idle_s for one in seen), default=0.0)
 
 
 def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:

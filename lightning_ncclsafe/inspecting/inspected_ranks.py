@@ -171,7 +171,7 @@ class InspectedRanks:
         if not self._objects_are_old:
             return
         self._objects_are_old = False
-        standing = [one for of_job in self._jobs() for one in of_job if longest_idle_s([one])]
+        standing = [one for of_job in self._jobs() for one in of_job if one.idle_s]
         stacks = (next((one.stack for one in reversed(rank.looks) if one.stack), ()) for rank in standing)
         pids = [one.process.pid for one in standing]
         for pid, read in zip(pids, self._pool.map(objects_of, pids, stacks), strict=True):
@@ -180,12 +180,12 @@ class InspectedRanks:
                 self._objects[pid] = read
 
     def _objects_of(self, one: SeenRank) -> RankObjects:
-        return self._objects.get(one.process.pid, RankObjects()) if longest_idle_s([one]) else RankObjects()
+        return self._objects.get(one.process.pid, RankObjects()) if one.idle_s else RankObjects()
 
     def _is_clear(self, of_job: Sequence[SeenRank]) -> bool:
         if shows_enough(of_job):
             return True
-        all_stand_s = min(longest_idle_s([one]) for one in of_job)
+        all_stand_s = min(one.idle_s for one in of_job)
         return all_stand_s >= self._long_wait_s() and wait_in_vain(self._facts(of_job))
 
     def _long_wait_s(self) -> float:

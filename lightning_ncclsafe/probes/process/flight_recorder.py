@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -67,18 +67,21 @@ class FlightRecorder:
             else group
             for name, group in groups.items()
         ]
-        others = [call for call in calls if call.name not in groups and call.called != 0]
         recorded = {collective.backend for collective in collectives}
-        gaps = {
-            call.name: _why_not_recorded(call, recorded) if can_be_read else NotRecorded.DRIVER_SILENT
-            for call in others
-        }
-        self.unrecorded = tuple(_unrecorded(call, gaps[call.name], members) for call in others)
-        unused = [Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values()]
-        return (
-            (*known, *(group for group in unused if group.name not in groups and group.name not in gaps)),
-            tuple(_newest(collectives, kept)),
+        self.unrecorded = tuple(
+            UnrecordedGroup(
+                name=call.name,
+                why=_why_not_recorded(call, recorded) if can_be_read else NotRecorded.DRIVER_SILENT,
+                description=members[call.name].description if call.name in members else "",
+                backend=",".join(call.backends),
+                calls=-1 if call.called is None else call.called,
+            )
+            for call in calls
+            if call.name not in groups and call.called != 0
         )
+        used = groups.keys() | {group.name for group in self.unrecorded}
+        unused = (Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values())
+        return (*known, *(group for group in unused if group.name not in used)), tuple(_newest(collectives, kept))
 
 
 def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -121,18 +124,6 @@ def _why_not_recorded(call: process_groups.GroupCalls, recorded: Set[str]) -> No
     if not all(map(recorders.can_be_read, known)):
         return NotRecorded.NO_DUMP
     return NotRecorded.NO_ENTRY if recorded.isdisjoint(known) else NotRecorded.LOST
-
-
-def _unrecorded(
-    call: process_groups.GroupCalls, why: NotRecorded, members: Mapping[str, process_groups.OwnGroup]
-) -> UnrecordedGroup:
-    return UnrecordedGroup(
-        name=call.name,
-        why=why,
-        description=members[call.name].description if call.name in members else "",
-        backend=",".join(call.backends),
-        calls=-1 if call.called is None else call.called,
-    )
 
 
 def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collective]]:
