@@ -217,13 +217,19 @@ def _youngest(ranks: Iterable[RankProcess]) -> list[RankProcess]:
 
 
 def _with_size_of_host(ranks: list[RankProcess]) -> Iterator[RankProcess]:
-    """Fills in how many ranks a host has, if unknown, from the highest local rank."""
-    most: dict[str, int] = defaultdict(int)
+    """Fills in how many ranks a host has, if unknown."""
+    sizes = _sizes_of_host(ranks)
     for one in ranks:
-        most[one.job] = max(most[one.job], one.local_rank + 1)
-    for one in ranks:
-        size = one.local_world_size or most[one.job]
+        size = one.local_world_size or sizes[one.job]
         yield replace(one, local_world_size=size, world_size=max(one.world_size, one.rank + 1))
+
+
+def _sizes_of_host(ranks: Iterable[RankProcess | _Place]) -> dict[str, int]:
+    """How many ranks a host has of each job, by the highest local rank."""
+    sizes: dict[str, int] = defaultdict(int)
+    for one in ranks:
+        sizes[one.job] = max(sizes[one.job], one.local_rank + 1)
+    return sizes
 
 
 def _place(environment: Mapping[str, str]) -> _Place | None:
@@ -242,11 +248,9 @@ def _place(environment: Mapping[str, str]) -> _Place | None:
 
 def _numbered(places: Mapping[int, _Place]) -> dict[int, _Place]:
     """Fills in the ranks that Lightning started: equally many on each host, with variables for host and local rank."""
-    most: dict[str, int] = defaultdict(int)
-    for place in places.values():
-        most[place.job] = max(most[place.job], place.local_rank + 1)
+    sizes = _sizes_of_host(places.values())
     return {
-        pid: replace(place, rank=place.node * most[place.job] + place.local_rank)
+        pid: replace(place, rank=place.node * sizes[place.job] + place.local_rank)
         if place.scheme == _LIGHTNING
         else place
         for pid, place in places.items()
