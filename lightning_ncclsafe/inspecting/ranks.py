@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, or_none
 
 # Variables with the rank, local rank, number of ranks, and number of ranks of a host. The first ones are those of
 # torchrun, DeepSpeed, Accelerate and Kubeflow.
@@ -134,11 +134,12 @@ def _seen_process(process: psutil.Process, proc: Path) -> SeenProcess:
         return replace(seen, has_torch=False, has_ended=True)
 
     def read() -> SeenProcess:
+        maps = file_text(proc / str(process.pid) / "maps")
         return replace(
             seen,
             command=tuple(process.cmdline()),
             environment=or_none(process.environ),
-            has_torch=_has_torch(proc / str(process.pid) / "maps"),
+            has_torch=any(library in maps for library in _LIBRARIES),
         )
 
     try:
@@ -157,11 +158,6 @@ def _is_python(process: psutil.Process) -> bool:
     """Whether it runs Python, by its program file: its name may be changed (setproctitle)."""
     program = or_none(process.exe) or or_none(process.name) or ""
     return "python" in os.path.basename(program).lower()
-
-
-def _has_torch(maps: Path) -> bool:
-    text = or_none(lambda: maps.read_text(errors="replace")) or ""
-    return any(library in text for library in _LIBRARIES)
 
 
 def find_ranks(processes: Iterable[SeenProcess], pids: Iterable[int] = ()) -> FoundRanks:

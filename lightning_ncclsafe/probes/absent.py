@@ -1,6 +1,7 @@
 """Facts that a host may not provide."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,3 +17,8 @@ def or_none(read: Callable[[], T]) -> T | None:
         return read()
     except Exception:  # an unavailable fact is just absent
         return None
+
+
+def file_text(file: Path) -> str:
+    """The text of a small file, such as those of the kernel, stripped; empty if it cannot be read."""
+    return (or_none(lambda: file.read_text(encoding="utf-8", errors="replace")) or "").strip()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.facts import InterfaceFacts, NetworkFacts
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, or_none
 
 # NCCL's search order (ncclFindInterfaces in its socket.cc; "virbr" in newer releases): the first that matches.
 _NCCL_ORDER = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
@@ -283,10 +283,6 @@ def infiniband_off(environment: Mapping[str, str] = os.environ, devices: Path = 
 def _infiniband(ports: Path) -> Iterator[_Port]:
     for folder in sorted(ports.glob("*/ports/*")):
         # "4: ACTIVE" and "400 Gb/sec (4X NDR)"
-        state = _text(folder / "state").partition(":")[2].strip()
-        rate = _text(folder / "rate").partition("(")[0].strip()
-        yield _Port(f"{folder.parent.parent.name}:{folder.name}", state, rate, _text(folder / "link_layer"))
-
-
-def _text(file: Path) -> str:
-    return (or_none(file.read_text) or "").strip()
+        state = file_text(folder / "state").partition(":")[2].strip()
+        rate = file_text(folder / "rate").partition("(")[0].strip()
+        yield _Port(f"{folder.parent.parent.name}:{folder.name}", state, rate, file_text(folder / "link_layer"))

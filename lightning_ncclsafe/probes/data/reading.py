@@ -61,12 +61,11 @@ class Reader:
         """``len(owner)``; None if it has none, and None with a sentence if ``len`` fails."""
         try:
             return len(owner)
-        except (TypeError, NotImplementedError) as error:
-            # PyTorch raises TypeError if there is no length; a length of 2.5 raises it, too.
-            if "cannot be interpreted as an integer" in _said(error):
-                self.problems.append(f"len({words}) raised {_said(error)}")
         except Exception as error:
-            self.problems.append(f"len({words}) raised {_said(error)}")
+            # PyTorch raises TypeError if there is no length; a length of 2.5 raises it, too.
+            is_absent = isinstance(error, (TypeError, NotImplementedError))
+            if not is_absent or "cannot be interpreted as an integer" in _said(error):
+                self.problems.append(f"len({words}) raised {_said(error)}")
         return None
 
 

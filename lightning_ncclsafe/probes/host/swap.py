@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.facts import PressureFacts, SwapFacts
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 
@@ -75,8 +75,7 @@ class SwapProbe:
 
     def _devices(self) -> Iterator[tuple[str, bool]]:
         """Each swap device or file in words, and whether it is on a network."""
-        text = or_none((self._proc / "swaps").read_text) or ""
-        for line in text.splitlines()[1:]:
+        for line in file_text(self._proc / "swaps").splitlines()[1:]:
             words = line.split()
             if len(words) < 2:
                 continue
@@ -184,7 +183,7 @@ def _by_transport(place: Path) -> str:
     """The transport that NVMe reports for the controller: the disk's device, above a partition or below a subsystem."""
     for folder in (place / "device", place.parent / "device"):
         for file in (folder / "transport", *sorted(folder.glob("nvme*/transport"))):
-            transport = (or_none(file.read_text) or "").strip()
+            transport = file_text(file)
             if transport in _NETWORK_TRANSPORTS:
                 return f"nvme over {transport}"
     return ""

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, or_none
 from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
 _PROC = Path("/proc")
@@ -85,7 +85,7 @@ def system_call(pid: int | None = None) -> tuple[int, ...]:
         pid: Process id of another process, which has to be readable as for a debugger; None for this one.
     """
     folder = _PROC / str(pid or "self") / "task" / str(pid or training_thread_number())
-    words = or_none(lambda: (folder / "syscall").read_text(encoding="utf-8").split()) or []
+    words = file_text(folder / "syscall").split()
     # "running" has no number.
     return or_none(lambda: (int(words[0]), *(int(word, 16) for word in words[1:]))) or () if len(words) > 6 else ()
 
@@ -117,7 +117,7 @@ def wait_channel(folder: Path) -> str:
     Args:
         folder: Its folder in procfs.
     """
-    name = _text(folder / "wchan").strip()
+    name = file_text(folder / "wchan")
     return "" if name == "0" else name
 
 
@@ -135,19 +135,15 @@ def _slept_s(folder: Path, proc: Path) -> float:
 
 
 def _stat(folder: Path) -> list[str]:
-    return _text(folder / "stat").rpartition(")")[2].split()
+    return file_text(folder / "stat").rpartition(")")[2].split()
 
 
 def _turns_s(folder: Path) -> tuple[float | None, float | None]:
     """Nanoseconds on a core and in the queue for one; a kernel without CONFIG_SCHED_INFO has no such file."""
-    words = _text(folder / "schedstat").split()
+    words = file_text(folder / "schedstat").split()
     return (int(words[0]) / 1e9, int(words[1]) / 1e9) if len(words) == 3 else (None, None)
 
 
 def _after(file: Path, name: str) -> str:
     """The value of the line that begins with this name."""
-    return next(line.rpartition(":")[2] for line in _text(file).splitlines() if line.startswith(name))
-
-
-def _text(file: Path) -> str:
-    return or_none(lambda: file.read_text(encoding="utf-8", errors="replace")) or ""
+    return next(line.rpartition(":")[2] for line in file_text(file).splitlines() if line.startswith(name))
