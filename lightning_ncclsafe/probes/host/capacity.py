@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.facts import Capacity
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -89,7 +89,4 @@ def host_boot_id(boot_id: Path = _BOOT_ID) -> str:
     Args:
         boot_id: The kernel's file; the same in a container, which has its own host name.
     """
-    try:
-        return boot_id.read_text(encoding="ascii").strip() or socket.gethostname()
-    except (OSError, ValueError):
-        return socket.gethostname()
+    return file_text(boot_id) or socket.gethostname()

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.facts import GONE, HostFacts, ProcessFacts
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import line_after, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.process.main_thread import wait_channel
 
@@ -175,22 +175,13 @@ def filesystem_of(path: str) -> str:
 
 
 def _swap_bytes(process: psutil.Process) -> int | None:
-    with suppress(OSError):
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            if line.startswith("VmSwap:"):
-                return int(line.split()[1]) * 1024
-    return None
+    return or_none(lambda: int(line_after(Path(f"/proc/{process.pid}/status"), "VmSwap:").split()[0]) * 1024)
 
 
 def _oom_kills(groups: ControlGroups, proc: Path) -> int | None:
     """The kernel's counter of OOM kills, of the control group or else of the host."""
-    for file in (*groups.memory_files("memory.events"), proc / "vmstat"):
-        with suppress(OSError):
-            for line in file.read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
-    return None
+    counters = (line_after(file, "oom_kill ") for file in (*groups.memory_files("memory.events"), proc / "vmstat"))
+    return next((int(kills) for kills in counters if kills), None)
 
 
 def _since(now: int | None, before: int | None) -> int | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.facts import PressureFacts, SwapFacts
-from lightning_ncclsafe.probes.absent import file_text, or_none
+from lightning_ncclsafe.probes.absent import file_text, line_after, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 
@@ -91,13 +91,9 @@ class SwapProbe:
 
 def _waited_us(proc: Path) -> dict[str, int | None]:
     """Microseconds of pressure by resource; None where the kernel does not report it."""
-    return {name: or_none(partial(_total_us, proc / "pressure" / name, kind)) for name, kind in _RESOURCES}
-
-
-def _total_us(file: Path, kind: str) -> int | None:
-    """From a line such as ``full avg10=0.00 avg60=0.00 avg300=0.00 total=4711``."""
-    lines = file.read_text(encoding="ascii").splitlines()
-    return next((int(line.rpartition("total=")[2]) for line in lines if line.startswith(f"{kind} ")), None)
+    # "full avg10=0.00 avg60=0.00 avg300=0.00 total=4711"
+    lines = {name: line_after(proc / "pressure" / name, f"{kind} ") for name, kind in _RESOURCES}
+    return {name: or_none(partial(int, line.rpartition("total=")[2])) for name, line in lines.items()}
 
 
 def _share(before: Mapping[str, int | None], after: Mapping[str, int | None], name: str, over_s: float) -> float | None:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ncclsafe.probes.absent import file_text, or_none
+from lightning_ncclsafe.probes.absent import file_text, line_after, or_none
 from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
 _PROC = Path("/proc")
@@ -73,7 +73,7 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
         wait_channel=wait_channel(folder),
         ran_s=ran_s,
         queued_s=queued_s,
-        preempted=or_none(lambda: int(_after(folder / "status", "nonvoluntary_ctxt_switches:"))),
+        preempted=or_none(lambda: int(line_after(folder / "status", "nonvoluntary_ctxt_switches:"))),
         major_faults=or_none(lambda: int(fields[_MAJOR_FAULTS_FIELD])),
     )
 
@@ -128,7 +128,8 @@ def _slept_s(folder: Path, proc: Path) -> float:
     # those of the core on which the thread ran last.
     os.sched_setaffinity(0, {int(fields[_CORE_FIELD])})
     try:
-        now_ms, then_ms = (float(_after(one / "sched", "se.exec_start")) for one in (proc / "thread-self", folder))
+        lines = [line_after(one / "sched", "se.exec_start") for one in (proc / "thread-self", folder)]
+        now_ms, then_ms = (float(line.rpartition(":")[2]) for line in lines)
         return max(now_ms - then_ms, 0.0) / 1e3
     finally:
         os.sched_setaffinity(0, own)
@@ -142,8 +143,3 @@ def _turns_s(folder: Path) -> tuple[float | None, float | None]:
     """Nanoseconds on a core and in the queue for one; a kernel without CONFIG_SCHED_INFO has no such file."""
     words = file_text(folder / "schedstat").split()
     return (int(words[0]) / 1e9, int(words[1]) / 1e9) if len(words) == 3 else (None, None)
-
-
-def _after(file: Path, name: str) -> str:
-    """The value of the line that begins with this name."""
-    return next(line.rpartition(":")[2] for line in file_text(file).splitlines() if line.startswith(name))
