@@ -46,11 +46,11 @@ from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress
 from lightning_ncclsafe.probes.machine_state import main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.growth import with_core_shares
-from lightning_ncclsafe.probes.process.stacks import stack_in_collective, with_source
+from lightning_ncclsafe.probes.process.stacks import both_ends, stack_in_collective, with_source
 from lightning_ncclsafe.rules.kit.activity import activity
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
-_MOST_FRAMES, _MOST_THREADS = 120, 4
+_MOST_THREADS = 4
 _SOURCES_S = 1.0
 _COLLECTS = re.compile(r"\bgc\.collect\(")
 _STOPPED = ("stopped", "tracing-stop")
@@ -256,10 +256,9 @@ def longest_idle_s(seen: Iterable[SeenRank]) -> float:
 
 def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:
     """A stack as facts have it; only the two ends of a very deep one."""
-    kept = [*stack]
-    if len(kept) > _MOST_FRAMES:
-        kept = kept[: _MOST_FRAMES // 2] + kept[-_MOST_FRAMES // 2 :]
-    return tuple(Frame(file=one.file, line=one.line, function=one.function, user=one.is_users) for one in kept)
+    return tuple(
+        Frame(file=one.file, line=one.line, function=one.function, user=one.is_users) for one in both_ends(stack)
+    )
 
 
 def _moved(looks: Sequence[Look]) -> bool | None:

@@ -8,13 +8,13 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, JOIN, LOADING, TRAINER_RUN, Code
 from lightning_ncclsafe.code.marks import mark_at
@@ -22,6 +22,8 @@ from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
 from lightning_ncclsafe.probes.process.control_flow import control_flow
+
+T = TypeVar("T")
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
 _MAX_FRAMES = 120
@@ -293,7 +295,9 @@ def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:
 
 
 def _frames(places: Iterable[tuple[str, int, str]]) -> tuple[Frame, ...]:
-    frames = [seen_frame(*place) for place in places]
-    if len(frames) > _MAX_FRAMES:
-        frames = frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
-    return tuple(frames)
+    return tuple(seen_frame(*place) for place in both_ends([*places]))
+
+
+def both_ends(stack: Sequence[T]) -> Sequence[T]:
+    """A stack, of whatever frames; without its middle if it is deeper than 120."""
+    return stack if len(stack) <= _MAX_FRAMES else [*stack[: _MAX_FRAMES // 2], *stack[-_MAX_FRAMES // 2 :]]
