@@ -228,6 +228,7 @@ class RankProbe:
         located = _try(
             lambda: flight_recorder.with_call_sites(facts.collectives), facts.collectives, "call sites", missing
         )
+        error = facts.exception.message if facts.exception is not None else ""
         slow: dict[str, Callable[[], Any]] = {
             "stack": lambda: stacks.with_source(facts.stack),
             "thread_stack": lambda: stacks.with_source(facts.thread_stack),
@@ -239,11 +240,7 @@ class RankProbe:
             "loaders": self._trainer.loaders,
             "trainer": self._trainer.facts,
             "loggers": self._loggers,
-            "steps": lambda: (
-                self._steps.facts(error=facts.exception.message if facts.exception is not None else "")
-                if self._steps
-                else None
-            ),
+            "steps": lambda: self._steps.facts(error=error) if self._steps else None,
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
             "file_lock": lock_waits.waited_for,
