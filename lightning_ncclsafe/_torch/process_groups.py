@@ -1,7 +1,7 @@
 """Process groups of this process: their members, counters and timeouts."""
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -181,14 +181,11 @@ def time_collectives_on_device() -> int:
     Raises:
         AttributeError: If this torch cannot.
     """
-    count = 0
-    for group in groups_here():
-        backend = backend_of(group, "cuda")
-        if backend is not None and "nccl" in backend.name().lower():
-            # Only the group has this binding; it passes it on to its back ends.
-            group._enable_collectives_timing()
-            count += 1
-    return count
+    groups = [group for group, _ in _nccl_backends()]
+    for group in groups:
+        # Only the group has this binding; it passes it on to its back ends.
+        group._enable_collectives_timing()
+    return len(groups)
 
 
 def groups_here() -> list[Any]:
@@ -197,10 +194,13 @@ def groups_here() -> list[Any]:
     return [*dist.distributed_c10d._world.pg_map]
 
 
-def backend_of(group: Any, device: str) -> Any:
-    with suppress(RuntimeError):  # the group has no back end for this type of device
-        return group._get_backend(torch.device(device))
-    return None
+def _nccl_backends() -> Iterator[tuple[Any, Any]]:
+    """The groups of this process that use NCCL, each with its back end for CUDA."""
+    for group in groups_here():
+        with suppress(RuntimeError):  # the group has no back end for CUDA
+            backend = group._get_backend(torch.device("cuda"))
+            if "nccl" in backend.name().lower():
+                yield group, backend
 
 
 class TimedGroup(NamedTuple):
@@ -245,10 +245,5 @@ def was_aborted() -> bool:
 
     Also true if that cannot be determined.
     """
-    for group in groups_here():
-        backend = backend_of(group, "cuda")
-        if backend is not None and "nccl" in backend.name().lower():
-            error = getattr(backend, "get_error", None)
-            if error is None or int(error()) != 0:
-                return True
-    return False
+    errors = (getattr(backend, "get_error", None) for _, backend in _nccl_backends())
+    return any(error is None or int(error()) != 0 for error in errors)

@@ -161,7 +161,7 @@ def flattened(state: Any) -> Iterator[tuple[list[str | int], Any]]:
 
 
 def save_part(value: Any, file: BinaryIO) -> None:
-    """As :func:`save`, but of a view only its own elements."""
+    """Writes a value for ``torch.load``; of a view only its own elements, not all that it is a view of."""
     if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
         value = value.clone()
     torch.save(value, file)

@@ -77,9 +77,8 @@ def launched_store(host: str, port: int, rank: int, *, timeout_s: float = 30.0) 
     Raises:
         RuntimeError: If it cannot be reached.
     """
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     timeout = timedelta(seconds=timeout_s)
-    store = c10d.TCPStore(host, port, None, hosts, timeout, wait_for_workers=False)
+    store = c10d.TCPStore(host, port, None, hosts_store(rank), timeout, wait_for_workers=False)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.distributed_c10d.PrefixStore(f"ncclsafe/launched/{restart}", store)
 

@@ -202,9 +202,9 @@ TRAINER_RUN = _in(_PYTORCH, "trainer/trainer.py", functions="_run")
 END_OF_EPOCH = _in(_PYTORCH, "loops/fit_loop.py", functions="on_advance_end on_run_end")
 # The Trainer's public functions, and what they call; the stars are for releases before 2.0, which had folders here.
 TRAINER = _in(_PYTORCH, "trainer/trainer.py")
-# The calls into each of them, through which exceptions leave it.
 # Hooks that follow an exception.
 AFTER_EXCEPTION = _in(_PYTORCH, "trainer/call.py", functions="_interrupt")
+# The calls into each public function, through which exceptions leave the Trainer.
 TRAINER_CALL = _in(_PYTORCH, "trainer/*.py", functions="_call_and_handle_interrupt")
 FITTING = _in(_PYTORCH, "trainer/trainer.py", functions="_fit_impl")
 TESTING = _in(_PYTORCH, "trainer/trainer.py", functions="_test_impl")
@@ -297,13 +297,16 @@ WAITS_FOR_OTHERS = WAITS_FOR_PROCESSES | _in(_PYTHON, "threading.py")
 WAITS_FOR_THREADS = _in(_PYTHON, "queue.py") | _in(_PYTHON, "threading.py", functions="wait wait_for join acquire")
 _FILELOCK = _package("filelock")
 # Files that are locks by their existence.
-EXISTING_LOCK_FILES = _in(_TORCH, "utils/file_baton.py", functions="wait") | _in(
-    _FILELOCK, "_soft.py", functions="_acquire"
+EXISTING_LOCK_FILES = (
+    _in(_TORCH, "utils/file_baton.py", functions="wait")
+    | _in(_FILELOCK, "_soft.py", functions="_acquire", versions="<4.3")
+    | _in(_FILELOCK, "_soft/*", functions="_acquire", versions=">=4.3")
 )
 # What waits for a lock on a file, some of it by trying again and again; the object has the file's path.
 FILE_LOCKS = (
     EXISTING_LOCK_FILES
-    | _in(_FILELOCK, "_api.py", functions="acquire")
+    | _in(_FILELOCK, "_api.py", functions="acquire", versions="<4.3")
+    | _in(_FILELOCK, "_core/_lock.py", functions="acquire", versions=">=4.3")
     | _in(_package("portalocker"), "utils.py", functions="acquire")
     | _in(_package("fasteners"), "process_lock.py", functions="acquire")
 )

@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Protocol
 
 AT_ONCE = 64
-"""Keys in one question, so that none misses the exchange's deadline: of facts some megabytes, of small values some
-milliseconds."""
+"""Keys in one question: few enough to be answered within the exchange's deadline, even if the values are facts, which
+are some megabytes together."""
 
 
 class ExchangeError(RuntimeError):
@@ -27,7 +27,7 @@ class Exchange(Protocol):
 
     @property
     def lost(self) -> str:
-        """Why ranks share in another way by now; empty as long as they do not."""
+        """Why ranks no longer share by it; empty while they do."""
 
     def set(self, key: str, value: bytes) -> None:
         """Publishes a value."""

@@ -175,7 +175,8 @@ class Meeting:
             verdict = self._verdict_key(self.number)
             answers = self._exchange.get_many([verdict, self._key(0)])
             self._read(0, answers.get(self._key(0)), of_rank_0)
-            found.extend(answers[key] for key in (verdict,) if key in answers)
+            if verdict in answers:
+                found.append(answers[verdict])
             return bool(found or self._withdrawn)
 
         if not self._wait_until(is_there, self._deadline_s + _VERDICT_S):
@@ -198,10 +199,14 @@ class Meeting:
             self._check()
             return is_done()
 
-        shortest_s, longest_s = _SHORTEST_POLL_S, _LONGEST_POLL_S
-        return bool(
-            wait_for(ask, deadline_s=limit_s, poll_s=shortest_s, longest_poll_s=longest_s, forgive=self._exchange)
+        found = wait_for(
+            ask,
+            deadline_s=limit_s,
+            poll_s=_SHORTEST_POLL_S,
+            longest_poll_s=_LONGEST_POLL_S,
+            forgive=self._exchange,
         )
+        return found is True
 
     def _keep_trying(self, call: Callable[[], T]) -> T:
         return keep_trying(self._exchange, call, deadline_s=self._deadline_s)

@@ -42,7 +42,6 @@ class _Unfit(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.text = text
         self.place: list[str] = []
 
 
@@ -53,16 +52,8 @@ def encode(value: Any) -> bytes:
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses to dictionaries, enums to their values, tuples to lists; everything else unchanged."""
-    if isinstance(value, Enum):
-        return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = _plain(value)
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
-    return value
+    """A dataclass (or anything JSON holds) as dictionaries, lists, numbers and texts: what its JSON text contains."""
+    return json.loads(json.dumps(value, default=_plain))
 
 
 def decode(cls: type[T], data: bytes) -> T:
@@ -88,7 +79,7 @@ def from_plain(cls: type[T], plain: Any) -> T:
         return typing.cast(T, read(plain))
     except _Unfit as error:
         place = "".join([cls.__name__, *reversed(error.place)])
-        raise DecodeError(f"{place}: {error.text}") from error
+        raise DecodeError(f"{place}: {error}") from error
 
 
 class _Written(NamedTuple):

@@ -1,4 +1,4 @@
-"""Inspects a job from outside that nobody has prepared: which processes are its ranks, and what they do.
+"""Inspects unprepared jobs from outside: which processes are their ranks, and what these do.
 
 The entry point is ``inspection``. ``ranks`` finds the processes. ``inspected_ranks`` looks at them until it is clear
 whether one hangs, and at their workers, files and host: it asks ``looks`` for stacks, ``rank_objects`` for Python

@@ -40,17 +40,17 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame
-from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects, errors_of, has_failed
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects, UnreadObjects, errors_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.trainer_frames import is_in_trainer, progress_in
 from lightning_ncclsafe.probes.machine_state import main_thread_over
 from lightning_ncclsafe.probes.process.environment import settings_seen
 from lightning_ncclsafe.probes.process.growth import with_core_shares
-from lightning_ncclsafe.probes.process.stacks import stack_in_collective, with_source
+from lightning_ncclsafe.probes.process.stacks import both_ends, stack_in_collective, with_source
 from lightning_ncclsafe.rules.kit.activity import activity
 from lightning_ncclsafe.rules.kit.wording import capitalised, location_of, ranks_words, verb
 
-_MOST_FRAMES, _MOST_THREADS = 120, 4
+_MOST_THREADS = 4
 _SOURCES_S = 1.0
 _COLLECTS = re.compile(r"\bgc\.collect\(")
 _STOPPED = ("stopped", "tracing-stop")
@@ -100,6 +100,11 @@ class SeenRank:
     native: tuple[str, ...] = ()
     objects: RankObjects = field(default_factory=RankObjects)
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which it is known to stand still; 0 if it moves."""
+        return _inspection(self.looks).idle_s
+
 
 def job_facts(
     seen: Sequence[SeenRank],
@@ -120,7 +125,9 @@ def job_facts(
     world_size = max(max(one.process.world_size, one.process.rank + 1) for one in seen)
     answering = [one for one in seen if not _is_silent(one)]
     witnessed = [*(_witnessed(one) for one in seen if _is_silent(one)), *(_gone(seen, beside) if are_all else ())]
-    answering = answering if _are_counted(answering) else [*map(_without_counters, answering)]
+    if any(one.objects.counters is None for one in answering if is_in_trainer(_shown(one).stack)):
+        # Ranks in a Trainer cannot be compared by counters that only some of them show.
+        answering = [replace(one, objects=replace(one.objects, counters=None)) for one in answering]
     facts = _with_sources([rank_facts(one, taken_ns=taken_ns) for one in answering], answering)
     facts = _with_ends(facts, {one.process.rank: _shown(one).stack for one in answering})
     known = {one.process.rank for one in seen} | {process.rank for process in witnessed}
@@ -168,15 +175,6 @@ def _unread_words(seen: Sequence[SeenRank]) -> Iterator[str]:
         )
 
 
-def _are_counted(seen: Iterable[SeenRank]) -> bool:
-    """Whether the counters of all ranks that are in a Trainer are known; if not, ranks cannot be compared by them."""
-    return all(one.objects.counters is not None for one in seen if is_in_trainer(_shown(one).stack))
-
-
-def _without_counters(one: SeenRank) -> SeenRank:
-    return replace(one, objects=replace(one.objects, counters=None))
-
-
 def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
     """The facts of one rank, without the source of its lines."""
     shown, inspection = _shown(seen), _inspection(seen.looks)
@@ -211,10 +209,9 @@ def rank_facts(seen: SeenRank, *, taken_ns: int = 0) -> RankFacts:
         facts = replace(facts, groups=of_recorder.groups, collectives=of_recorder.collectives, unrecorded=())
     if (counters := seen.objects.counters) is not None:
         facts = replace(facts, progress=counters.within(facts.progress), trainer=counters.trainer)
-    whereabouts = tuple(_sampled_activities(facts, seen.looks))
     inspection = replace(
         inspection,
-        whereabouts=whereabouts,
+        whereabouts=tuple(_sampled_activities(facts, seen.looks)),
         native=seen.native,
         threads=tuple(_threads(shown))[:_MOST_THREADS],
         group=seen.objects.group,
@@ -244,7 +241,7 @@ def shows_enough(seen: Sequence[SeenRank]) -> bool:
 
     A rank that is gone may have finished, unless others wait. A rank that has failed is in no step.
     """
-    if any(has_failed(one.objects.handled, one.objects.left) for one in seen):
+    if any(one.objects.has_failed for one in seen):
         return True
     silent = [one for one in seen if _is_silent(one) and not _keeps_lock(one)]
     someone_waits = any(_waits(one.looks[-1]) for one in seen if one.looks[-1].stack)
@@ -254,15 +251,14 @@ def shows_enough(seen: Sequence[SeenRank]) -> bool:
 
 def longest_idle_s(seen: Iterable[SeenRank]) -> float:
     """The longest time, in seconds, for which one of these ranks is known to stand still; 0 if all move."""
-    return max((_inspection(one.looks).idle_s for one in seen), default=0.0)
+    return max((one.idle_s for one in seen), default=0.0)
 
 
 def frames_of(stack: Sequence[SeenFrame]) -> tuple[Frame, ...]:
     """A stack as facts have it; only the two ends of a very deep one."""
-    kept = [*stack]
-    if len(kept) > _MOST_FRAMES:
-        kept = kept[: _MOST_FRAMES // 2] + kept[-_MOST_FRAMES // 2 :]
-    return tuple(Frame(file=one.file, line=one.line, function=one.function, user=one.is_users) for one in kept)
+    return tuple(
+        Frame(file=one.file, line=one.line, function=one.function, user=one.is_users) for one in both_ends(stack)
+    )
 
 
 def _moved(looks: Sequence[Look]) -> bool | None:
@@ -374,7 +370,7 @@ def _gone(seen: Sequence[SeenRank], ended: Sequence[ProcessFacts]) -> Iterator[P
 
 
 def _with_ends(facts: Sequence[RankFacts], stacks: Mapping[int, Sequence[SeenFrame]]) -> list[RankFacts]:
-    """Says of ranks outside the Trainer whether they are before or behind the line at which others are in it."""
+    """Sets the phase of ranks outside the Trainer: whether they are before or past the line where others called it."""
     inside = [stack for stack in stacks.values() if is_in_trainer(stack)]
     calls = {(one.file, one.function): one.line for stack in inside for one in _outside(stack)}
     return [replace(one, progress=_placed_by(one.progress, stacks[one.rank], calls)) if calls else one for one in facts]
@@ -410,9 +406,9 @@ def _with_sources(facts: Sequence[RankFacts], seen: Sequence[SeenRank]) -> list[
 
 
 def _with_source(facts: RankFacts, seen: SeenRank) -> RankFacts:
-    stack, stood = with_source(facts.stack), facts.inspection.idle_s if facts.inspection is not None else 0.0
-    exception, caught = errors_of(seen.objects.handled, seen.objects.left, stack, stood)
-    inspection = facts.inspection
+    stack, inspection = with_source(facts.stack), facts.inspection
+    idle_s = inspection.idle_s if inspection is not None else 0.0
+    exception, caught = errors_of(seen.objects, stack, idle_s)
     if inspection is not None:
         threads = tuple(replace(one, frame=with_source([one.frame])[0]) for one in inspection.threads)
         inspection = replace(inspection, threads=threads)

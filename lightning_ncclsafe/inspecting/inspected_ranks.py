@@ -25,7 +25,7 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, ends_in, frames_of, longest_idle_s, shows_enough
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, LONG_WAIT_S, wait_in_vain
-from lightning_ncclsafe.inspecting.looks import Look, SeenThread, StackReader, look
+from lightning_ncclsafe.inspecting.looks import Look, StackReader, look
 from lightning_ncclsafe.inspecting.rank_objects import RankObjects, objects_of
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.inspecting.recorders import recorded
@@ -136,10 +136,7 @@ class InspectedRanks:
             may_write: Whether a rank may be made to write its Flight Recorder to a file.
             may_stop: Whether ranks may be stopped for a moment, to read native frames.
         """
-        idle_s: dict[str, float] = defaultdict(float)
-        for one in seen:
-            idle_s[one.process.job] = max(idle_s[one.process.job], longest_idle_s([one]))
-        standing = [one.process for one in seen if idle_s[one.process.job]]
+        standing = [one.process for of_job in by_job(seen) if longest_idle_s(of_job) for one in of_job]
         answers = recorded(standing, self._pool, may_write=may_write)
         for note in answers.notes:
             self._say(note)
@@ -164,13 +161,17 @@ class InspectedRanks:
     def _look_at(self, one: RankProcess) -> Look:
         seen = look(one.pid, self._reader, time.monotonic(), started=self._started[one.pid])
         folder = folder_of(one.pid)
-        return replace(seen, threads=tuple(_with_folder(thread, folder) for thread in seen.threads))
+        threads = [
+            replace(thread, frames=tuple(replace(frame, file=whole(frame.file, folder)) for frame in thread.frames))
+            for thread in seen.threads
+        ]
+        return replace(seen, threads=tuple(threads))
 
     def _read_objects(self) -> None:
         if not self._objects_are_old:
             return
         self._objects_are_old = False
-        standing = [one for of_job in self._jobs() for one in of_job if longest_idle_s([one])]
+        standing = [one for of_job in self._jobs() for one in of_job if one.idle_s]
         stacks = (next((one.stack for one in reversed(rank.looks) if one.stack), ()) for rank in standing)
         pids = [one.process.pid for one in standing]
         for pid, read in zip(pids, self._pool.map(objects_of, pids, stacks), strict=True):
@@ -179,12 +180,12 @@ class InspectedRanks:
                 self._objects[pid] = read
 
     def _objects_of(self, one: SeenRank) -> RankObjects:
-        return self._objects.get(one.process.pid, RankObjects()) if longest_idle_s([one]) else RankObjects()
+        return self._objects.get(one.process.pid, RankObjects()) if one.idle_s else RankObjects()
 
     def _is_clear(self, of_job: Sequence[SeenRank]) -> bool:
         if shows_enough(of_job):
             return True
-        all_stand_s = min(longest_idle_s([one]) for one in of_job)
+        all_stand_s = min(one.idle_s for one in of_job)
         return all_stand_s >= self._long_wait_s() and wait_in_vain(self._facts(of_job))
 
     def _long_wait_s(self) -> float:
@@ -200,15 +201,16 @@ class InspectedRanks:
         return all((looks[-1].slept_s or 0.0) >= LONG_STEP_S for looks in self._looks.values())
 
     def _jobs(self) -> list[list[SeenRank]]:
-        jobs: dict[str, list[SeenRank]] = defaultdict(list)
-        for one in self._ranks:
-            seen = SeenRank(process=one, looks=tuple(self._looks[one.pid]))
-            jobs[one.job].append(replace(seen, objects=self._objects_of(seen)))
-        return [*jobs.values()]
+        seen = [SeenRank(process=one, looks=tuple(self._looks[one.pid])) for one in self._ranks]
+        return by_job(replace(one, objects=self._objects_of(one)) for one in seen)
 
 
-def _with_folder(thread: SeenThread, folder: str) -> SeenThread:
-    return replace(thread, frames=tuple(replace(frame, file=whole(frame.file, folder)) for frame in thread.frames))
+def by_job(seen: Iterable[SeenRank]) -> list[list[SeenRank]]:
+    """The ranks of each job."""
+    jobs: dict[str, list[SeenRank]] = defaultdict(list)
+    for one in seen:
+        jobs[one.process.job].append(one)
+    return [*jobs.values()]
 
 
 def _gpu(one: RankProcess, ranks: Sequence[RankProcess]) -> GpuStateFacts | None:

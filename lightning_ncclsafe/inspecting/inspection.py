@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from lightning_ncclsafe.code.libraries import SPAWNED_PROCESS
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding
 from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts
-from lightning_ncclsafe.inspecting.inspected_ranks import InspectedRanks
+from lightning_ncclsafe.inspecting.inspected_ranks import InspectedRanks, by_job
 from lightning_ncclsafe.inspecting.joining import LONG_STEP_S, diagnosis_of
 from lightning_ncclsafe.inspecting.looks import NO_PROGRAM, SeenFrame, StackReader, look, other_user_words
 from lightning_ncclsafe.inspecting.ranks import (
@@ -87,7 +86,7 @@ def inspect(
             return job_facts(of_job, are_all=are_all, beside=beside)
 
         def diagnoses(seen: Iterable[SeenRank]) -> tuple[Diagnosis, ...]:
-            return tuple(diagnosis_of(facts(of_job)) for of_job in _by_job(seen))
+            return tuple(diagnosis_of(facts(of_job)) for of_job in by_job(seen))
 
         inspected = InspectedRanks(ranks, reader, pool, say, facts)
         inspected.look(max(looks, 1), SECONDS if over_s is None else over_s, may_be_fewer=over_s is None)
@@ -98,13 +97,6 @@ def inspect(
             inspected.look_until_clear()
         seen = inspected.with_recorders(inspected.seen(ranks), may_write=may_write, may_stop=may_stop)
         return Inspection(diagnoses=diagnoses(seen), notes=notes)
-
-
-def _by_job(seen: Iterable[SeenRank]) -> Iterable[list[SeenRank]]:
-    jobs: dict[str, list[SeenRank]] = defaultdict(list)
-    for one in seen:
-        jobs[one.process.job].append(one)
-    return jobs.values()
 
 
 def _continues_words(early: Iterable[Diagnosis], so_far: Iterable[Finding]) -> str:

@@ -231,7 +231,8 @@ def _learned_of(own: Memory) -> Layout:
         signs={own.word(id(number) + text_length): -1 if number < 0 else 1 for number in _NUMBERS},
         list_items=_find_if(own.words(id(_LIST), 8), lambda word: own.word(word) == id(_LIST[0])),
         names=count_of_names,
-        dictionary=_near(own, id(whole), id(vars(whole))),
+        # May lie before the object.
+        dictionary=next(at for at in range(-40, 80, 8) if own.word(id(whole) + at) == id(vars(whole))),
         attributes=_values_of(own, id(plain), id(plain.first)),
         shared_names=_find_if(
             own.words(id(_Plain), 200),
@@ -248,11 +249,6 @@ class _Plain:
     def __init__(self) -> None:
         self.first = ("x",)
         self.second = ("y",)
-
-
-def _near(own: Memory, address: int, wanted: int) -> int:
-    """The offset of a word from an object; negative if it lies before it."""
-    return next(at for at in range(-40, 80, 8) if own.word(address + at) == wanted)
 
 
 def _values_of(own: Memory, address: int, first: int) -> tuple[int, int | None]:

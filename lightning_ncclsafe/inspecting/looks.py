@@ -149,7 +149,7 @@ class StackReader:
         """The threads of a process, or why they cannot be read."""
         if self._program is None:
             return (), NO_PROGRAM
-        said, is_late = "", False
+        problem, is_late = "", False
         deadline_s = _DEADLINE_S + _PER_THREAD_S * _thread_count(pid)
         # Memory that changes while it is read may make no sense. That is rarer the less is read.
         for options in _TRIES:
@@ -161,26 +161,26 @@ class StackReader:
                     [self._program, "dump", "--json", *options, "--nonblocking", "--pid", str(pid)], deadline_s
                 )
             except subprocess.TimeoutExpired:
-                said, is_late = f"it gave no answer within {deadline_s:.1f} s", True
+                problem, is_late = f"it gave no answer within {deadline_s:.1f} s", True
                 continue
             except OSError as error:
                 return (), f"py-spy cannot be run ({error.strerror})"
             if done.returncode == 0 and (threads := or_none(partial(threads_in, done.stdout, pid))):
                 return threads, ""
-            said = done.stderr.decode(errors="replace")
-            if why := _final(said, pid):
+            problem = done.stderr.decode(errors="replace")
+            if why := _final(problem, pid):
                 return (), why
-        return (), f"py-spy could not read its stack ({_last_line(said)})"
+        return (), f"py-spy could not read its stack ({_last_line(problem)})"
 
 
-def _final(said: str, pid: int) -> str:
+def _final(stderr: str, pid: int) -> str:
     """Why the next try would fail as well; empty if it may succeed."""
-    if is_denied(said):
+    if is_denied(stderr):
         return denied_words(pid)
-    if any(words in said for words in _UNKNOWN_PYTHON):
+    if any(words in stderr for words in _UNKNOWN_PYTHON):
         return (
             "py-spy does not recognise its version of Python; if it is new: pip install --upgrade py-spy where "
-            f"inspect runs ({_last_line(said)})"
+            f"inspect runs ({_last_line(stderr)})"
         )
     return ""
 
@@ -209,9 +209,9 @@ def _done(command: Sequence[str], deadline_s: float) -> "subprocess.CompletedPro
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def _last_line(said: str) -> str:
+def _last_line(stderr: str) -> str:
     """The line in which a program gives its reason, which a backtrace may follow; else its last line."""
-    lines = said.strip().splitlines() or ["no output"]
+    lines = stderr.strip().splitlines() or ["no output"]
     return next((line for line in lines if line.startswith("Error: ")), lines[-1])[:200]
 
 
@@ -222,9 +222,9 @@ NO_MAIN_FRAMES = (
 NO_PROGRAM = "py-spy is not installed, so no stack can be read: pip install 'lightning-ncclsafe[inspect]' on this host"
 
 
-def is_denied(said: str) -> bool:
+def is_denied(stderr: str) -> bool:
     """Whether py-spy says that it lacks permission."""
-    return any(words in said for words in ("Permission", "EPERM", "Operation not permitted", "permission"))
+    return any(words in stderr for words in ("Permission", "EPERM", "Operation not permitted", "permission"))
 
 
 def denied_words(pid: int, *, yama: Path = _YAMA, own_id: int | None = None) -> str:

@@ -32,6 +32,8 @@ from lightning_ncclsafe.inspecting.layouts import is_known
 from lightning_ncclsafe.inspecting.looks import SeenFrame
 from lightning_ncclsafe.inspecting.objects import Interpreter, ReadException
 from lightning_ncclsafe.inspecting.sources import folder_of, from_storage, is_users_file, remember_sources, whole
+from lightning_ncclsafe.probes.process.caught import first_line, own_frames
+from lightning_ncclsafe.probes.process.control_flow import syntax_tree
 from lightning_ncclsafe.probes.process.stacks import with_source
 from lightning_ncclsafe.reading.tracebacks import is_consequence
 
@@ -99,13 +101,12 @@ def counters_of(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Trainer
         # Lightning counts a batch only after the ranks have exchanged a signal before it.
         is_next = any(SIGTERM_BROADCAST.has(frame.file, frame.function) for frame in stack)
         # It resets the counters only once it has the loader of a new epoch.
-        is_new = any(_makes_loader(frame) for frame in stack)
+        is_new = any(
+            SETUP_OF_LOADERS.has(frame.file, frame.function) and TRAINING_LOOPS.has(frame.file, frame.function)
+            for frame in stack
+        )
         return _counted(interpreter, trainer, is_next=is_next, is_new=is_new) if trainer else None
     return None
-
-
-def _makes_loader(frame: SeenFrame) -> bool:
-    return all(code.has(frame.file, frame.function) for code in (SETUP_OF_LOADERS, TRAINING_LOOPS))
 
 
 def _counted(interpreter: Interpreter, trainer: int, *, is_next: bool, is_new: bool) -> TrainerCounters:
@@ -196,6 +197,16 @@ class RankObjects:
     group: Group | None = None
     unread: UnreadObjects | None = None
 
+    @property
+    def errors(self) -> list[ReadException]:
+        """Its exceptions, but for those that end an iteration, a generator, or a Trainer that was asked to stop."""
+        return [one for one in (*self.left, *self.handled) if one.type not in _CONTROL_FLOW]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception has left the rank's program or its Trainer; this does not need the source."""
+        return bool(self.errors) and (bool(self.left) or any(map(_has_left_trainer, self.errors)))
+
 
 def objects_of(pid: int, stack: Sequence[SeenFrame]) -> RankObjects | None:
     """Reads the objects of a rank that stands still; None if that fails, or if two readings differ.
@@ -211,7 +222,12 @@ def objects_of(pid: int, stack: Sequence[SeenFrame]) -> RankObjects | None:
     if found is None or read() != found:
         return None
     folder = folder_of(pid)
-    handled, left = (tuple(_in_folder(folder, raised) for raised in chain) for chain in (found.handled, found.left))
+
+    def placed(raised: ReadException) -> ReadException:
+        places = tuple((whole(file, folder), line, function) for file, line, function in raised.places)
+        return replace(raised, places=places)
+
+    handled, left = tuple(map(placed, found.handled)), tuple(map(placed, found.left))
     files = {file for raised in (*handled, *left) for file, *_ in raised.places}
     from_storage(partial(remember_sources, pid, files), None)
     return replace(found, handled=handled, left=left)
@@ -227,11 +243,6 @@ def _read(pid: int, stack: Sequence[SeenFrame]) -> RankObjects:
             counters=counters_of(interpreter, stack),
             group=group_of(interpreter, stack),
         )
-
-
-def _in_folder(folder: str, raised: ReadException) -> ReadException:
-    places = tuple((whole(file, folder), line, function) for file, line, function in raised.places)
-    return replace(raised, places=places)
 
 
 def is_past_program(stack: Sequence[SeenFrame]) -> bool:
@@ -253,49 +264,29 @@ def group_of(interpreter: Interpreter, stack: Sequence[SeenFrame]) -> Group | No
     return None
 
 
-# Exceptions that end an iteration, a generator, or a Trainer that was asked to stop, are not errors.
-_CONTROL_FLOW = {
-    "StopIteration",
-    "StopAsyncIteration",
-    "GeneratorExit",
-    "_TunerExitException",
-    "SIGTERMException",
-}
+_CONTROL_FLOW = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "_TunerExitException", "SIGTERMException"}
 # These concern the rank itself, even if their message looks like a consequence of another rank's end.
 _OWN = {"SystemExit", "KeyboardInterrupt"}
-_MESSAGE, _MOST_FRAMES = 200, 3
 
 Errors = tuple[ExceptionFacts | None, tuple[CaughtException, ...]]
 
 
-def errors_of(
-    handled: Sequence[ReadException], left: Sequence[ReadException], stack: Sequence[Frame], since_s: float = 0.0
-) -> Errors:
+def errors_of(objects: RankObjects, stack: Sequence[Frame], since_s: float = 0.0) -> Errors:
     """The exception that has ended a rank's work, or else the one that its code still handles.
 
     Args:
-        handled: The exceptions that its main thread handles, the latest first.
+        objects: What was read of the rank.
         stack: The stack of its main thread with its source, outermost frame first.
         since_s: Seconds for which it is known to have stood there.
     """
-    meant = _meant(handled, left)
-    if not meant:
+    errors = objects.errors
+    if not errors:
         return None, ()
     # Of several, the one that left the Trainer: later ones were raised while it ended.
-    ending = next((one for one in meant if _has_left_trainer(one)), meant[0])
-    if left or _has_left_trainer(ending) or _passes(ending, stack):
+    ending = next((one for one in errors if _has_left_trainer(one)), errors[0])
+    if objects.left or _has_left_trainer(ending) or _passes(ending, stack):
         return _ended(ending), ()
-    return None, (_caught(meant[0], stack, since_s),)
-
-
-def has_failed(handled: Sequence[ReadException], left: Sequence[ReadException]) -> bool:
-    """Whether an exception has left a rank's program or its Trainer; this does not need the source."""
-    meant = _meant(handled, left)
-    return bool(meant) and (bool(left) or any(map(_has_left_trainer, meant)))
-
-
-def _meant(handled: Sequence[ReadException], left: Sequence[ReadException]) -> list[ReadException]:
-    return [one for one in (*left, *handled) if one.type not in _CONTROL_FLOW]
+    return None, (_caught(errors[0], stack, since_s),)
 
 
 def _has_left_trainer(one: ReadException) -> bool:
@@ -312,14 +303,10 @@ def _ended(one: ReadException) -> ExceptionFacts:
 
 
 def _caught(one: ReadException, stack: Sequence[Frame], since_s: float) -> CaughtException:
-    frames = [*_frames(one.places)]
-    own = [frame for frame in frames if frame.user]
-    last = frames[-1:] if frames and not frames[-1].user else []
-    lines = (line.strip() for line in one.message.splitlines() if line.strip())
     return CaughtException(
         type=one.type,
-        message=next(lines, "")[:_MESSAGE],
-        stack=with_source((*own[-_MOST_FRAMES:], *last)),
+        message=first_line(one.message),
+        stack=with_source(own_frames([*_frames(one.places)])),
         caught_at=_handler(one, stack),
         ago_s=round(since_s, 1),
         is_held=True,
@@ -345,20 +332,12 @@ def _handler(one: ReadException, stack: Sequence[Frame]) -> Frame | None:
 def _passes(one: ReadException, stack: Sequence[Frame]) -> bool:
     """Whether the exception will leave the block that handles it: a ``finally``, or an ``except`` that raises again."""
     frame = _handler(one, stack)
-    return frame is not None and _is_read(frame.file) and frame.line not in _keeping(frame.file)
-
-
-def _is_read(file: str) -> bool:
-    return bool(linecache.getlines(file))
+    return frame is not None and bool(linecache.getlines(frame.file)) and frame.line not in _keeping(frame.file)
 
 
 @lru_cache(maxsize=64)
 def _keeping(file: str) -> frozenset[int]:
     """The lines of ``except`` blocks that end without raising."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return frozenset()
-    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler))
+    blocks = (node for node in ast.walk(syntax_tree(file)) if isinstance(node, ast.ExceptHandler))
     kept = (block for block in blocks if not isinstance(block.body[-1], ast.Raise))
     return frozenset(line for block in kept for line in range(block.lineno, (block.end_lineno or block.lineno) + 1))

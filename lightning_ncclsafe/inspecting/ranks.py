@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, or_none
 
 # Variables with the rank, local rank, number of ranks, and number of ranks of a host. The first ones are those of
 # torchrun, DeepSpeed, Accelerate and Kubeflow.
@@ -134,11 +134,12 @@ def _seen_process(process: psutil.Process, proc: Path) -> SeenProcess:
         return replace(seen, has_torch=False, has_ended=True)
 
     def read() -> SeenProcess:
+        maps = file_text(proc / str(process.pid) / "maps")
         return replace(
             seen,
             command=tuple(process.cmdline()),
             environment=or_none(process.environ),
-            has_torch=_has_torch(proc / str(process.pid) / "maps"),
+            has_torch=any(library in maps for library in _LIBRARIES),
         )
 
     try:
@@ -157,11 +158,6 @@ def _is_python(process: psutil.Process) -> bool:
     """Whether it runs Python, by its program file: its name may be changed (setproctitle)."""
     program = or_none(process.exe) or or_none(process.name) or ""
     return "python" in os.path.basename(program).lower()
-
-
-def _has_torch(maps: Path) -> bool:
-    text = or_none(lambda: maps.read_text(errors="replace")) or ""
-    return any(library in text for library in _LIBRARIES)
 
 
 def find_ranks(processes: Iterable[SeenProcess], pids: Iterable[int] = ()) -> FoundRanks:
@@ -217,13 +213,19 @@ def _youngest(ranks: Iterable[RankProcess]) -> list[RankProcess]:
 
 
 def _with_size_of_host(ranks: list[RankProcess]) -> Iterator[RankProcess]:
-    """Fills in how many ranks a host has, if unknown, from the highest local rank."""
-    most: dict[str, int] = defaultdict(int)
+    """Fills in how many ranks a host has, if unknown."""
+    sizes = _sizes_of_host(ranks)
     for one in ranks:
-        most[one.job] = max(most[one.job], one.local_rank + 1)
-    for one in ranks:
-        size = one.local_world_size or most[one.job]
+        size = one.local_world_size or sizes[one.job]
         yield replace(one, local_world_size=size, world_size=max(one.world_size, one.rank + 1))
+
+
+def _sizes_of_host(ranks: Iterable[RankProcess | _Place]) -> dict[str, int]:
+    """How many ranks a host has of each job, by the highest local rank."""
+    sizes: dict[str, int] = defaultdict(int)
+    for one in ranks:
+        sizes[one.job] = max(sizes[one.job], one.local_rank + 1)
+    return sizes
 
 
 def _place(environment: Mapping[str, str]) -> _Place | None:
@@ -242,11 +244,9 @@ def _place(environment: Mapping[str, str]) -> _Place | None:
 
 def _numbered(places: Mapping[int, _Place]) -> dict[int, _Place]:
     """Fills in the ranks that Lightning started: equally many on each host, with variables for host and local rank."""
-    most: dict[str, int] = defaultdict(int)
-    for place in places.values():
-        most[place.job] = max(most[place.job], place.local_rank + 1)
+    sizes = _sizes_of_host(places.values())
     return {
-        pid: replace(place, rank=place.node * most[place.job] + place.local_rank)
+        pid: replace(place, rank=place.node * sizes[place.job] + place.local_rank)
         if place.scheme == _LIGHTNING
         else place
         for pid, place in places.items()

@@ -5,14 +5,13 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any
 
 import psutil
 
 from lightning_ncclsafe.facts import GpuFacts, GpuStateFacts
 from lightning_ncclsafe.probes.absent import or_none
-
-T = TypeVar("T")
 
 # Values from nvml.h, as their names in the binding have changed; without power saving and the user's own settings.
 _UNCORRECTED, _VOLATILE = 1, 0
@@ -89,8 +88,8 @@ def gpu_facts(
         environment: The environment of this process.
         kernel_logs: Possible files of the kernel's log.
     """
-    own = {os.getpid(), *own_pids}
-    return _read(local_rank, nvml, environment, lambda nvml, handle: _facts(nvml, handle, local_rank, own, kernel_logs))
+    state = gpu_state(local_rank, own_pids=own_pids, nvml=nvml, environment=environment, kernel_logs=kernel_logs)
+    return state.gpu if state is not None else None
 
 
 def gpu_state(
@@ -102,47 +101,36 @@ def gpu_state(
     kernel_logs: Collection[str] = KERNEL_LOGS,
 ) -> GpuStateFacts | None:
     """The same with the present load of the GPU; None without a driver or a GPU. Arguments as above."""
-    own = {os.getpid(), *own_pids}
-
-    def state(nvml: Any, handle: Any) -> GpuStateFacts:
-        return GpuStateFacts(
-            gpu=_facts(nvml, handle, local_rank, own, kernel_logs),
-            utilization=or_none(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100),
-            power_w=or_none(lambda: int(nvml.nvmlDeviceGetPowerUsage(physical_gpu(nvml, handle))) / 1000),
-        )
-
-    return _read(local_rank, nvml, environment, state)
-
-
-def _read(local_rank: int, nvml: Any, environment: Mapping[str, str], facts: Callable[[Any, Any], T]) -> T | None:
-    nvml = nvml or or_none(_binding)
+    nvml = nvml or or_none(partial(import_module, "pynvml"))
     if nvml is None or or_none(lambda: (nvml.nvmlInit(),)) is None:
         return None
     try:
         handle = or_none(lambda: own_gpu(nvml, local_rank, environment.get("CUDA_VISIBLE_DEVICES")))
-        return None if handle is None else facts(nvml, handle)
+        if handle is None:
+            return None
+        return GpuStateFacts(
+            gpu=_facts(nvml, handle, local_rank, {os.getpid(), *own_pids}, kernel_logs),
+            utilization=or_none(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100),
+            power_w=or_none(lambda: int(nvml.nvmlDeviceGetPowerUsage(physical_gpu(nvml, handle))) / 1000),
+        )
     finally:
         # NVML counts init and shutdown, so torch's own use is not affected.
         or_none(lambda: nvml.nvmlShutdown())
 
 
-def _binding() -> Any:
-    import pynvml
-
-    return pynvml
-
-
 def _facts(nvml: Any, handle: Any, local_rank: int, own: Collection[int], kernel_logs: Collection[str]) -> GpuFacts:
     whole = physical_gpu(nvml, handle)
-    memory = or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    memory: Any = or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     index = or_none(lambda: int(nvml.nvmlDeviceGetIndex(whole)))
     bus_id = _text(lambda: nvml.nvmlDeviceGetPciInfo(whole).busId)
+    # 12040 is 12.4.
+    cuda = or_none(lambda: int(nvml.nvmlSystemGetCudaDriverVersion()))
     return GpuFacts(
         index=local_rank if index is None else index,
         name=_text(lambda: nvml.nvmlDeviceGetName(handle)),
         uuid=_text(lambda: nvml.nvmlDeviceGetUUID(handle)),
-        total_bytes=or_none(lambda: int(memory.total)) if memory else None,
-        free_bytes=or_none(lambda: int(memory.free)) if memory else None,
+        total_bytes=or_none(lambda: int(memory.total)),
+        free_bytes=or_none(lambda: int(memory.free)),
         foreign_processes=tuple(or_none(lambda: list(_foreign(nvml, handle, own))) or ()),
         ecc_errors=or_none(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(whole, _UNCORRECTED, _VOLATILE))),
         pending_repair=or_none(lambda: any(nvml.nvmlDeviceGetRemappedRows(whole)[2:4])),
@@ -150,17 +138,12 @@ def _facts(nvml: Any, handle: Any, local_rank: int, own: Collection[int], kernel
         recovery_action=or_none(lambda: _recovery_action(nvml, whole)) or "",
         xids=xids(bus_id, kernel_logs) if bus_id else (),
         driver=_text(lambda: nvml.nvmlSystemGetDriverVersion()),
-        cuda=or_none(lambda: _version(nvml.nvmlSystemGetCudaDriverVersion())) or "",
+        cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda is not None else "",
     )
 
 
 def _text(read: Callable[[], Any]) -> str:
     return or_none(lambda: as_text(read())) or ""
-
-
-def _version(number: int) -> str:
-    """``"12.4"`` for CUDA's 12040."""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _clock_limits(nvml: Any, handle: Any) -> int | None:
@@ -184,14 +167,10 @@ def _foreign(nvml: Any, handle: Any, own: Collection[int]) -> Iterator[str]:
     processes = {process.pid: process for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     ids_are_ours = any(pid in own for pid in processes)
     for pid, process in processes.items():
-        name = or_none(partial(_name, pid))
+        name = or_none(lambda pid=pid: psutil.Process(pid).name())  # type: ignore[misc]
         if pid not in own and (name is not None or ids_are_ours):
             used = getattr(process, "usedGpuMemory", None)
             yield f"pid {pid} ({name or 'not visible from here'})" + (f", {used / 1e9:.1f} GB" if used else "")
-
-
-def _name(pid: int) -> str:
-    return psutil.Process(pid).name()
 
 
 def own_gpu(nvml: Any, local_rank: int, visible: str | None) -> Any:

@@ -2,14 +2,11 @@
 
 import gc
 import math
-import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
@@ -21,6 +18,7 @@ from lightning_ncclsafe.facts import (
     MainThreadFacts,
 )
 from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.host.capacity import shared_memory
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 from lightning_ncclsafe.probes.host.swap import PressureLook, look_at_pressure, pressure_between
 from lightning_ncclsafe.probes.network import name_servers_asked
@@ -54,7 +52,6 @@ class MachineProbe:
 
     Args:
         interface: Finds the interface towards other hosts; called once, on its own thread, as it may take long.
-        shm: The folder of shared memory, in which workers pass batches.
         clock: Seconds that only grow; for tests.
     """
 
@@ -62,15 +59,12 @@ class MachineProbe:
         self,
         *,
         interface: Callable[[], InterfaceFacts | None] = lambda: None,
-        shm: str = "/dev/shm",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._shm = shm
         self._groups = ControlGroups()
         self._find_interface = interface
-        self._interface: InterfaceFacts | None = None
-        self._seeks: threading.Thread | None = None
+        self._interface = SideThread("ncclsafe-interface")
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
         self._next_s = -math.inf
         self._garbage = GarbageWatch()
@@ -83,11 +77,10 @@ class MachineProbe:
 
     def note(self) -> None:
         """Looks, at most once a second; cheap enough for every tick of the guard."""
-        if self._seeks is None:
+        if self._next_s == -math.inf:
             self._garbage.start()
             # Now, as the interface may be down when it is needed. Resolving the host's name takes time.
-            self._seeks = threading.Thread(target=self._seek, name="ncclsafe-interface", daemon=True)
-            self._seeks.start()
+            self._interface.begin(self._find_interface)
         self._children.note()
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + _EVERY_S
@@ -102,21 +95,18 @@ class MachineProbe:
         now, looks = self._look(), [*self._looks]
         span_s = min(max(idle_s, _LEAST_S), _MOST_S)
         recent = [look for look in looks if _SHORTEST_S <= now.at_s - look.at_s <= span_s]
-        shm = or_none(partial(os.statvfs, self._shm))
+        shm_total_bytes, shm_free_bytes = shared_memory()
         return MachineFacts(
             main_thread=main_thread_over([(look.at_s, look.thread) for look in (*recent, now)]) if recent else None,
             pressure=pressure_between(recent[0].pressure, now.pressure, now.at_s - recent[0].at_s) if recent else None,
             garbage=self._garbage.read(),
             ended=self._children.read(idle_s),
-            shm_total_bytes=shm.f_blocks * shm.f_frsize if shm else None,
-            shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
-            interface=self._interface,
+            shm_total_bytes=shm_total_bytes,
+            shm_free_bytes=shm_free_bytes,
+            interface=or_none(lambda: self._interface.answer(0.0)),
             name_servers=name_servers_asked(),
             settings=settings_seen(),
         )
-
-    def _seek(self) -> None:
-        self._interface = or_none(self._find_interface)
 
     def _look(self) -> _Look:
         now = look_at_main_thread(thread=training_thread_number())

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.facts import InterfaceFacts, NetworkFacts
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, or_none
 
 # NCCL's search order (ncclFindInterfaces in its socket.cc; "virbr" in newer releases): the first that matches.
 _NCCL_ORDER = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
@@ -22,6 +22,7 @@ _PORTS = Path("/sys/class/infiniband")
 _DEVICES = Path("/dev/infiniband")
 _MOST = 16
 _DNS_PORT = 53
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,10 @@ def interfaces() -> list[Interface]:
     addresses, states = psutil.net_if_addrs(), or_none(psutil.net_if_stats) or {}
     found = []
     for name, entries in addresses.items():
-        families = sorted((entry for entry in entries if entry.family in _FAMILIES), key=_order)
+        families = sorted(
+            (entry for entry in entries if entry.family in _FAMILIES),
+            key=lambda entry: _FAMILIES.index(entry.family),
+        )
         state = states.get(name)
         if families and (state is None or state.isup):
             found.append(Interface(name, tuple(entry.address for entry in families), state.speed if state else 0))
@@ -244,13 +248,6 @@ def _names_with_address() -> list[str]:
     """The names of all interfaces that have an address, up or down."""
     addresses = psutil.net_if_addrs()
     return [name for name in addresses if any(entry.family in _FAMILIES for entry in addresses[name])]
-
-
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
-
-
-def _order(entry: "psutil._ntp.snicaddr") -> int:
-    return _FAMILIES.index(entry.family)
 
 
 def name_servers_asked(pid: int | None = None) -> tuple[str, ...]:
@@ -286,10 +283,6 @@ def infiniband_off(environment: Mapping[str, str] = os.environ, devices: Path = 
 def _infiniband(ports: Path) -> Iterator[_Port]:
     for folder in sorted(ports.glob("*/ports/*")):
         # "4: ACTIVE" and "400 Gb/sec (4X NDR)"
-        state = _text(folder / "state").partition(":")[2].strip()
-        rate = _text(folder / "rate").partition("(")[0].strip()
-        yield _Port(f"{folder.parent.parent.name}:{folder.name}", state, rate, _text(folder / "link_layer"))
-
-
-def _text(file: Path) -> str:
-    return (or_none(file.read_text) or "").strip()
+        state = file_text(folder / "state").partition(":")[2].strip()
+        rate = file_text(folder / "rate").partition("(")[0].strip()
+        yield _Port(f"{folder.parent.parent.name}:{folder.name}", state, rate, file_text(folder / "link_layer"))

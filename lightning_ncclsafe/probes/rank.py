@@ -232,10 +232,11 @@ class RankProbe:
         located = _try(
             lambda: flight_recorder.with_call_sites(facts.collectives), facts.collectives, "call sites", missing
         )
+        error = facts.exception.message if facts.exception is not None else ""
         # First what other causes than the rank's place are found by; last what takes longest.
         slow: dict[str, Callable[[], Any]] = {
             "trainer": self._trainer.facts,
-            "steps": lambda: self._steps.facts(error=_text_of(facts.exception)) if self._steps else None,
+            "steps": lambda: self._steps.facts(error=error) if self._steps else None,
             "caught": lambda: self._caught.facts(idle_s, besides=facts.exception) if self._caught else None,
             "failed_save": lambda: _sourced(self._steps.failed_save if self._steps else None),
             **({"exception": lambda: _sourced(facts.exception)} if facts.exception is not None else {}),
@@ -348,15 +349,11 @@ class RankProbe:
         return replace(found, memory_growth_bytes_per_s=grows, swap_growth_bytes_per_s=swaps)
 
     def _workers(self) -> tuple[ProcessFacts, ...]:
-        pids = child_processes(besides=[peer.pid for peer in self.peers])
-        return tuple(self._worker(pid, index < _WORKERS_ASKED) for index, pid in enumerate(pids))
-
-    def _worker(self, pid: int, ask: bool) -> ProcessFacts:
-        seen = look_at(pid)
-        if not ask or not self._armed.signum:
-            return seen
-        stack = traceback_signal.ask(pid, self._armed, owner=self.info.pid)
-        return replace(seen, stack=stacks.with_source(stack))
+        workers = [look_at(pid) for pid in child_processes(besides=[peer.pid for peer in self.peers])]
+        for index, seen in enumerate(workers[:_WORKERS_ASKED] if self._armed.signum else ()):
+            stack = traceback_signal.ask(seen.pid, self._armed, owner=self.info.pid)
+            workers[index] = replace(seen, stack=stacks.with_source(stack))
+        return tuple(workers)
 
     def _run(
         self, probes: dict[str, Callable[[], Any]], parts: dict[str, Any], missing: list[str], deadline_s: float
@@ -374,10 +371,6 @@ class RankProbe:
             with suppress(UnansweredError):
                 self._slow_look.answer(deadline_s)
                 return
-
-
-def _text_of(error: ExceptionFacts | None) -> str:
-    return error.message if error is not None else ""
 
 
 def _sourced(error: ExceptionFacts | None) -> ExceptionFacts | None:

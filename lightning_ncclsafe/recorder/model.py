@@ -1,8 +1,8 @@
 """The model of PyTorch's Flight Recorder: what raw entries and counters of one rank mean, here or in a dump.
 
 An entry's state cannot be taken literally. A collective also looks ``completed`` while the host still blocks inside its
-call. NCCL's watchdog also marks a work as ``retired`` that it has given up. A batch of sends and receives leaves parts
-that never end and a whole that is no collective. A group's counters are those of the last work of either kind. All
+call. NCCL's watchdog also marks a work that it has given up as ``retired``. A batch of sends and receives leaves parts
+that never end, and a whole that is not a collective. A group's counters are those of the last work of either kind. All
 readers of a recorder use this module.
 """
 
@@ -180,12 +180,9 @@ class Recorder(Generic[_Entry]):
         by_group: dict[str, list[Work[_Entry]]] = defaultdict(list)
         for work in self.works:
             by_group[work.number].append(work)
-        for number, works in by_group.items():
-            self._judge(works, self._completed(number, status), self._sent(number, works))
-        self.positions = {
-            number: self._position(number, status.get(number, {}), by_group.get(number, []))
-            for number in {**status, **by_group}
-        }
+        for works in by_group.values():
+            self._judge(works)
+        self.positions = {number: self._position(number, by_group.get(number, [])) for number in {**status, **by_group}}
         uneven = any(one.called > one.completed for one in self.positions.values())
         self.is_idle = bool(self.positions) and not uneven and not any(work.is_open for work in self.works)
         self.is_moving = any(map(_has_just_ended, by_group.values()))
@@ -196,7 +193,7 @@ class Recorder(Generic[_Entry]):
         works: list[Work[_Entry]] = []
         # For each group, the indices of sends and receives that may be parts of a batch.
         loose: dict[str, list[int]] = defaultdict(list)
-        wholes: dict[tuple[str, int], bool] = {}
+        wholes: set[tuple[WorkKind, str, int]] = set()
         left_out: set[int] = set()
         for entry in entries:
             number = number_of(entry)
@@ -205,11 +202,10 @@ class Recorder(Generic[_Entry]):
             if names is None:
                 names = self.names[number] = group_of(entry)
             seq = seq_of(entry)
-            name = entry.get("profiling_name")
             is_p2p = entry.get("is_p2p") is True
             thread = entry.get("thread_id")
             self._newest[thread if isinstance(thread, str) else ""] = len(works)
-            if isinstance(name, str) and name.endswith("coalesced"):
+            if _is_whole(entry):
                 parts = _parts_of(entry, works, loose.pop(number, []))
                 # Where a group's entries begin with a batch, the ring has overwritten its parts.
                 lacks_parts = is_first and whole(entry.get("p2p_seq_id")) > 0
@@ -220,15 +216,18 @@ class Recorder(Generic[_Entry]):
                     seq = max(whole(entry.get("p2p_seq_id", entry.get("seq_id"))), 0)
                     works.append(Work(entry, number, names[0], WorkKind.BATCH, seq, parts=own))
                     continue
-                wholes[(number, seq)] = True
+                wholes.add((WorkKind.COLLECTIVE, number, seq))
             if is_p2p:
                 self._mixed.add(number)
                 loose[number].append(len(works))
             else:
                 loose.pop(number, None)
             works.append(Work(entry, number, names[0], WorkKind.P2P if is_p2p else WorkKind.COLLECTIVE, seq))
-        if wholes:
-            left_out.update(index for index, work in enumerate(works) if _is_in(work, wholes))
+        left_out.update(
+            index
+            for index, work in enumerate(works if wholes else ())
+            if (work.kind, work.number, work.seq) in wholes and not _is_whole(work.entry)
+        )
         self._bundle(works, left_out)
         if not left_out:
             return works
@@ -251,24 +250,31 @@ class Recorder(Generic[_Entry]):
                 )
             before[(work.number, work.seq)] = index
 
-    def _completed(self, number: str, status: Mapping[str, Entry]) -> int:
-        """The last collective of a group that has ended, by the counters; 0 if they do not show it."""
-        return 0 if number in self._mixed else _counted(status.get(number, {}))[1]
+    def _counted(self, number: str) -> tuple[int, int]:
+        """Last called and last completed, by a group's counters, which are uninitialised in some versions."""
+        status = self._status.get(number, {})
+        enqueued = max(whole(status.get("last_enqueued_collective")), 0)
+        completed = whole(status.get("last_completed_collective"))
+        return enqueued, completed if 0 < completed <= enqueued else 0
 
-    def _sent(self, number: str, works: list[Work[_Entry]]) -> int:
+    def _sent(self, works: list[Work[_Entry]], completed: int) -> int:
         """The number up to which sends and receives have ended; 0 if unknown.
 
         The part of a batch of one always looks like an open send. Dumps of open entries leave out single sends that
         have ended: if such a dump contains the last that has ended, and all before it, these are parts.
         """
-        _, completed = _counted(self._status.get(number, {}))
         sent = {work.seq for work in works if _is_loose(work) and 0 < work.seq <= completed}
         is_whole = completed in sent and len(sent) == completed - min(sent) + 1
         return completed if is_whole else 0
 
-    def _judge(self, works: list[Work[_Entry]], completed: int, sent: int) -> None:
+    def _judge(self, works: list[Work[_Entry]]) -> None:
         """Sets the states of the works of one group."""
-        last = self.works[-1] if self.works else None
+        last = self.works[-1]
+        _, completed = self._counted(works[0].number)
+        sent = self._sent(works, completed)
+        if works[0].number in self._mixed:
+            # The counters include sends and receives, so they do not show which collective has ended.
+            completed = 0
         for work in works:
             backend = backend_of(work.entry)[0]
             if backend == HOOK:
@@ -285,9 +291,9 @@ class Recorder(Generic[_Entry]):
 
     def _on_nccl(self, work: Work[_Entry], completed: int) -> None:
         entry = work.entry
-        said = entry.get("state")
+        state = entry.get("state")
         is_counted = work.kind is WorkKind.COLLECTIVE and 0 < work.seq <= completed
-        if said == "completed":
+        if state == "completed":
             # Events that were never recorded look completed. A thread inside the call has called nothing since.
             is_sure = entry.get("retired", True) is not False or is_counted
             is_last = not is_sure and any(self.works[index] is work for index in self._newest.values() if index >= 0)
@@ -297,7 +303,7 @@ class Recorder(Generic[_Entry]):
         if is_counted and not work.gave_up:
             work.state = State.ENDED
         else:
-            work.state = State.RUNNING if said == "started" else State.WAITING
+            work.state = State.RUNNING if state == "started" else State.WAITING
 
     def _launched(self, entry: Entry) -> State:
         """The state of a work that looks completed, is not retired, and is the last call of its thread."""
@@ -314,7 +320,7 @@ class Recorder(Generic[_Entry]):
 
     def _has_lost(self, number: str, works: list[Work[_Entry]]) -> bool:
         """Whether there is a gap between the last work of a group that has ended and the first open one."""
-        enqueued, completed = _counted(self._status.get(number, {}))
+        enqueued, completed = self._counted(number)
         is_mixed = number in self._mixed
         if any(work.is_open and work.kind is WorkKind.BATCH and not work.parts for work in works):
             return True
@@ -327,7 +333,7 @@ class Recorder(Generic[_Entry]):
             return False
         return min(work.seq for work in waiting) > completed + 1
 
-    def _position(self, number: str, status: Entry, works: list[Work[_Entry]]) -> GroupPosition:
+    def _position(self, number: str, works: list[Work[_Entry]]) -> GroupPosition:
         """The position by the counters, or by entries if the counters include sends and receives."""
         calls = [work for work in works if work.kind is WorkKind.COLLECTIVE]
         outstanding = min((work.seq for work in calls if work.is_open), default=0)
@@ -336,13 +342,13 @@ class Recorder(Generic[_Entry]):
             # Sends and receives carry the number of the collective before them.
             called = max([called, *(whole(work.entry.get("collective_seq_id")) for work in works)])
             return GroupPosition(called=called, completed=outstanding - 1 if outstanding else called, is_mixed=True)
-        enqueued, completed = _counted(status)
+        enqueued, completed = self._counted(number)
         called = max(enqueued, called)
         if outstanding:
             completed = min(completed, outstanding - 1)
         elif any(work.state is State.ENDED for work in calls):
             completed = max(completed, max(work.seq for work in calls))
-        started = min(whole(status.get("last_started_collective"), -1), called)
+        started = min(whole(self._status.get(number, {}).get("last_started_collective"), -1), called)
         return GroupPosition(called=called, started=started, completed=completed)
 
 
@@ -384,13 +390,6 @@ def _hooked(work: Work[Any], *, is_last: bool) -> State:
     return State.UNKNOWN if is_last else State.ENDED
 
 
-def _counted(status: Entry) -> tuple[int, int]:
-    """Last called and last completed, by a group's counters, which are uninitialised in some versions."""
-    enqueued = max(whole(status.get("last_enqueued_collective")), 0)
-    completed = whole(status.get("last_completed_collective"))
-    return enqueued, completed if 0 < completed <= enqueued else 0
-
-
 def _is_whole(entry: Entry) -> bool:
     name = entry.get("profiling_name")
     return isinstance(name, str) and name.endswith("coalesced")
@@ -399,11 +398,6 @@ def _is_whole(entry: Entry) -> bool:
 def _is_loose(work: Work[Any]) -> bool:
     """Whether it is a send or receive without a whole."""
     return work.kind is not WorkKind.COLLECTIVE and not _is_whole(work.entry)
-
-
-def _is_in(work: Work[_Entry], wholes: Mapping[tuple[str, int], bool]) -> bool:
-    """Whether it is a part of a coalesced collective whose whole is present."""
-    return work.kind is WorkKind.COLLECTIVE and (work.number, work.seq) in wholes and not _is_whole(work.entry)
 
 
 def _parts_of(entry: Entry, works: Sequence[Work[_Entry]], loose: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ from lightning_ncclsafe.inspecting.facts_of_looks import SeenRank, job_facts, sh
 from lightning_ncclsafe.inspecting.joining import diagnosis_of
 from lightning_ncclsafe.inspecting.looks import Look, SeenFrame, SeenThread
 from lightning_ncclsafe.inspecting.objects import ReadException
-from lightning_ncclsafe.inspecting.rank_objects import RankObjects, errors_of, has_failed, is_past_program
+from lightning_ncclsafe.inspecting.rank_objects import RankObjects, errors_of, is_past_program
 from lightning_ncclsafe.inspecting.ranks import RankProcess
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 
@@ -89,7 +89,7 @@ def test_what_goes_on_from_its_block_is_the_end_and_what_stays_there_is_caught(
     program: str, function: str, line: int, is_caught: bool
 ) -> None:
     stack = (Frame(file=program, line=line, function=function, user=True),)
-    exception, caught = errors_of([raised(program, function=function)], (), stack, 3.0)
+    exception, caught = errors_of(RankObjects(handled=(raised(program, function=function),)), stack, 3.0)
     assert (exception is None, len(caught)) == (is_caught, int(is_caught))
     for one in (exception, *caught):
         if one is not None:
@@ -102,20 +102,21 @@ def test_what_has_left_the_trainer_is_its_end_whoever_catches_it_then(program: s
     one = ReadException(type="KeyError", places=((program, 3, "train"), CALL, (program, 19, "step")))
     # What has come while it was being ended is not what has ended it.
     later = raised(program, type="OSError")
-    assert has_failed([later, one], ())
-    exception, caught = errors_of([later, one], (), stack)
+    objects = RankObjects(handled=(later, one))
+    assert objects.has_failed
+    exception, caught = errors_of(objects, stack)
     assert exception is not None and (exception.type, caught) == ("KeyError", ())
 
 
 @pytest.mark.parametrize("type", ["StopIteration", "GeneratorExit", "_TunerExitException"])
 def test_what_is_no_error_is_nothing(program: str, type: str) -> None:
-    assert errors_of([raised(program, type=type)], (), ()) == (None, ())
-    assert not has_failed([ReadException(type=type, places=(CALL,))], ())
+    assert errors_of(RankObjects(handled=(raised(program, type=type),)), ()) == (None, ())
+    assert not RankObjects(handled=(ReadException(type=type, places=(CALL,)),)).has_failed
 
 
 def test_without_source_nobody_says_that_it_goes_on() -> None:
     stack = (Frame(file="/nowhere/train.py", line=3, function="train", user=True),)
-    exception, caught = errors_of([raised("/nowhere/train.py")], (), stack)
+    exception, caught = errors_of(RankObjects(handled=(raised("/nowhere/train.py"),)), stack)
     assert exception is None and caught[0].is_held
 
 

@@ -1,4 +1,4 @@
-"""Objects of another process: exceptions that it handles, and attributes of what it has."""
+"""Objects of another process: exceptions that it handles, attributes of what it has, and the group it waits in."""
 
 import mmap
 import os
@@ -12,9 +12,13 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch.distributed as dist
 
+from lightning_ncclsafe.facts import Group
 from lightning_ncclsafe.inspecting import layouts
+from lightning_ncclsafe.inspecting.looks import SeenFrame
 from lightning_ncclsafe.inspecting.objects import Interpreter, ReadException, line_in
+from lightning_ncclsafe.inspecting.rank_objects import group_of
 
 BEGIN = """
     import contextlib, sys, threading, time
@@ -325,3 +329,39 @@ def test_several_threads_may_ask_at_once_while_others_come_and_go() -> None:
         ends.set()
         busy.join()
     assert all(one == found[0] for one in found)
+
+
+C10D = "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py"
+GROUPS = """
+    import types
+
+    class Made:
+        pass
+
+    tensor_parallel, gone = Made(), Made()
+    c10d = types.ModuleType("torch.distributed.distributed_c10d")
+    c10d._pg_names = {Made(): "0", tensor_parallel: "tp"}
+    c10d._pg_group_ranks = {Made(): {0: 0, 1: 1}, tensor_parallel: {7: 2, 0: 0, 3: 1}}
+    sys.modules.update({f"one of many, {number}": types for number in range(3000)})
+    sys.modules[c10d.__name__] = c10d
+    kept += [tensor_parallel, gone]
+    wait()
+"""
+
+
+def in_call(group: int) -> list[SeenFrame]:
+    users = SeenFrame("/home/ada/train.py", 1, "reduce", addresses={"group": 1234})
+    return [users, SeenFrame(C10D, 5, "all_reduce", addresses={"group": group}), SeenFrame(C10D, 6, "wrapper")]
+
+
+def test_the_group_of_a_call_is_read_with_its_members(tmp_path: Path) -> None:
+    with running(tmp_path, GROUPS) as (pid, (tensor_parallel, gone)), Interpreter(pid) as read:
+        assert group_of(read, in_call(tensor_parallel)) == Group(name="tp", ranks=(0, 3, 7))
+        assert group_of(read, in_call(gone)) is None
+        assert group_of(read, in_call(0)) is None
+        assert group_of(read, in_call(tensor_parallel)[:1]) is None
+
+
+def test_torch_keeps_its_groups_there() -> None:
+    c10d = dist.distributed_c10d
+    assert isinstance(c10d._pg_names, dict) and isinstance(c10d._pg_group_ranks, dict)

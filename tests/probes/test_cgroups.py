@@ -1,4 +1,4 @@
-"""Control groups from constructed trees: v1, v2, both, nested, in containers, and torn files."""
+"""Control groups from constructed trees: v1, v2, both, nested, in containers, and torn files; and the host's probe."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, MemoryLimit, Quota, Throttling
+from lightning_ncclsafe.probes.host.resources import HostProbe
 
 GIB = 1 << 30
 V1_UNLIMITED = 9223372036854771712
@@ -35,6 +36,9 @@ class Tree:
 
     def groups(self) -> ControlGroups:
         return ControlGroups(self.cgroups, self.proc)
+
+    def probe(self) -> HostProbe:
+        return HostProbe(self.cgroups, self.proc)
 
     def quota(self) -> tuple[float, str] | None:
         quota = self.groups().quota()
@@ -275,3 +279,64 @@ def test_without_control_groups_nothing_is_told(tmp_path: Path) -> None:
     groups = ControlGroups(tmp_path / "none", tmp_path / "neither")
     assert (groups.quotas(), groups.memory_limits(), groups.memory_files("memory.events")) == ([], [], [])
     assert groups.hard_memory_limit_bytes() is None and groups.throttling() is None
+
+
+V2 = "0::/jobs/run-7\n"
+V1 = "12:cpu,cpuacct:/cpu\n5:memory,hugetlb:/jobs/run-7\n1:name=systemd:/other\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "limit_bytes"),
+    [
+        (V2, {"jobs/run-7": 4 * GIB, "jobs/run-8": GIB}, 4 * GIB),
+        (V2, {"jobs/run-7": 4 * GIB, "jobs": 2 * GIB, "": "max"}, 2 * GIB),
+        (V2, {"jobs/run-7": "max", "jobs": "max"}, None),
+        (V2, {"jobs/run-7": ""}, None),
+        (V2, {"jobs/run-7": "lots"}, None),
+        (V2, {"jobs/run-7": "-"}, None),
+        (V1, {"memory/jobs/run-7": 3 * GIB, "cpu": GIB, "other": GIB, "memory": V1_UNLIMITED}, 3 * GIB),
+        # In a container, the path is the host's, but what is mounted is the container's own group.
+        (V1, {"memory": GIB}, GIB),
+        (V1, {"memory/jobs/run-7": V1_UNLIMITED}, None),
+    ],
+)
+def test_the_limit_above_which_the_kernel_kills(
+    tmp_path: Path, own: str, limits: dict[str, object], limit_bytes: int | None
+) -> None:
+    tree = Tree(tmp_path, own)
+    for group, limit in limits.items():
+        tree.write(tree.cgroups / group / ("memory.max" if own == V2 else "memory.limit_in_bytes"), f"{limit}\n")
+    assert tree.probe().read().memory_limit_bytes == limit_bytes
+
+
+def test_without_control_groups_there_is_no_limit_and_no_counter(tmp_path: Path) -> None:
+    facts = HostProbe(tmp_path / "none", tmp_path / "neither").read()
+    assert (facts.memory_limit_bytes, facts.oom_kills) == (None, None)
+    assert facts.rss_bytes is not None
+
+
+def events(kills: int) -> str:
+    return f"low 0\nhigh 2\nmax 19\noom 3\noom_kill {kills}\noom_group_kill 50\n"
+
+
+def test_kills_for_want_of_memory_count_from_the_probes_making(v2: Tree) -> None:
+    v2.group("slurm/job_7/step_0", memory__events=events(5))
+    v2.write(v2.proc / "vmstat", "pgpgin 1\noom_kill 90\n")
+    probe = v2.probe()
+    assert probe.read().oom_kills == 0
+    v2.group("slurm/job_7/step_0", memory__events=events(7))
+    assert probe.read().oom_kills == 2
+
+
+def test_where_the_group_does_not_count_kills_the_host_does(v1: Tree) -> None:
+    v1.write(v1.proc / "vmstat", "pgpgin 1\noom_kill 4\n")
+    probe = v1.probe()
+    v1.write(v1.proc / "vmstat", "pgpgin 1\noom_kill 5\n")
+    assert probe.read().oom_kills == 1
+
+
+def test_a_counter_that_vanishes_is_unknown_not_negative(v1: Tree) -> None:
+    v1.write(v1.proc / "vmstat", "oom_kill 4\n")
+    probe = v1.probe()
+    (v1.proc / "vmstat").unlink()
+    assert probe.read().oom_kills is None

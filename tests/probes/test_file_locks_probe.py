@@ -160,6 +160,6 @@ def test_holders_that_no_process_here_is_are_left_out(tmp_path: Path, monkeypatc
     lines += [f"2: OFDLCK ADVISORY  WRITE -1 {file} 0 EOF", "3: LEASE  ACTIVE    READ 7 00:01:2 0 EOF", "torn"]
     (tmp_path / "locks").write_text("\n".join(lines))
     monkeypatch.setattr(lock_waits, "_PROC", tmp_path)
-    assert lock_waits._of_library(str(path)) == FileLockFacts(path=str(path))
+    assert lock_waits.lock_on(str(path)) == FileLockFacts(path=str(path))
     (tmp_path / "locks").write_text(lines[0].replace("WRITE 0", "READ  999999999"))
-    assert lock_waits._of_library(str(path)).holders == (LockHolder(pid=999999999),)
+    assert lock_waits.lock_on(str(path)).holders == (LockHolder(pid=999999999),)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
+from lightning_ncclsafe.probes.process.control_flow import rank_condition
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
 
 SOURCE = """\
@@ -70,7 +71,7 @@ def source(tmp_path: Path) -> str:
     ],
 )
 def test_the_condition_on_the_rank_around_a_line_is_found(source: str, line: int, condition: str) -> None:
-    assert stacks.rank_condition(source, line) == condition
+    assert rank_condition(source, line) == condition
 
 
 CAUGHT = """\
@@ -150,8 +151,8 @@ def test_what_goes_on_after_an_exception_around_a_line_is_found(tmp_path: Path, 
 def test_source_that_cannot_be_read_or_parsed_has_no_condition(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("if rank == 0\n    work()\n")
-    assert stacks.rank_condition(str(broken), 2) == ""
-    assert stacks.rank_condition(str(tmp_path / "absent.py"), 2) == ""
+    assert rank_condition(str(broken), 2) == ""
+    assert rank_condition(str(tmp_path / "absent.py"), 2) == ""
 
 
 def test_only_the_users_own_files_are_user_code() -> None:

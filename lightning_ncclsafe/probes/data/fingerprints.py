@@ -29,7 +29,7 @@ from lightning_ncclsafe.probes.data.random_state import random_states_kept, seed
 from lightning_ncclsafe.probes.data.reading import Reader, hugging_face, is_iterable, nested_datasets, plain_attribute
 
 _FILE_LISTS = ("samples", "imgs", "files", "urls", "paths", "filenames", "image_files")
-# Hashing a name takes as long as so many numbers: up to 4,096 names are all hashed.
+# Hashing a name takes as long as hashing so many numbers. Up to 4,096 names are all hashed.
 _NAME_WIDTH = 16
 _READING = "Reading samples for a fingerprint"
 
@@ -213,7 +213,7 @@ def all_alike(datasets: list[Any]) -> bool:
         datasets: A dataset and those below it.
     """
     known = [dataset for dataset in datasets if _is_known(dataset)]
-    rows = [rows for dataset in known for rows in _tensors(dataset) or (dataset,)]
+    rows = [rows for dataset in known for rows in _parts(dataset)]
     try:
         return bool(rows) and all(map(_is_uniform, rows))
     except UnknownValueError:
@@ -226,23 +226,18 @@ def _is_known(dataset: Any) -> bool:
 
 def _digest(dataset: Any, limits: HashLimits) -> tuple[str, bytes]:
     """The kind and the hash of one dataset; no hash if it has values of unknown types."""
-    hashed = ValueDigest(limits)
+    hashed, parts = ValueDigest(limits), _parts(dataset)
     try:
         if _is_table(dataset):
             _take_table(hashed, dataset, max(2, _TABLE_ROWS * limits.rows // SAMPLE.rows))
-        for rows in () if _is_table(dataset) else _tensors(dataset) or (dataset,):
+        for rows in () if _is_table(dataset) else parts:
             hashed.rows(rows)
     except UnknownValueError:
         return "", b""
-    if _is_counter(dataset):
-        return "counts", hashed.hexdigest().encode()
-    return "names" if hashed.names_files else "values", hashed.hexdigest().encode()
-
-
-def _is_counter(dataset: Any) -> bool:
-    """Whether a dataset is one list of numbers that may just count steps."""
-    rows = _tensors(dataset) or (dataset,)
-    return len(rows) == 1 and is_counter(rows[0], dimensions=1)
+    # One list of numbers may just count steps.
+    is_count = len(parts) == 1 and is_counter(parts[0], dimensions=1)
+    kind = "counts" if is_count else "names" if hashed.names_files else "values"
+    return kind, hashed.hexdigest().encode()
 
 
 def _is_uniform(rows: Any) -> bool:
@@ -264,6 +259,11 @@ def _tensors(dataset: Any) -> tuple[Any, ...]:
     """The tensors of a ``TensorDataset``."""
     tensors = plain_attribute(dataset, "tensors")
     return tensors if type(tensors) is tuple and all(map(is_array, tensors)) else ()
+
+
+def _parts(dataset: Any) -> tuple[Any, ...]:
+    """What a dataset takes its samples from: itself, or its tensors."""
+    return _tensors(dataset) or (dataset,)
 
 
 def _take_table(hashed: ValueDigest, dataset: Any, most: int) -> None:

@@ -88,7 +88,7 @@ def batches_as_bytes(batches: Any, content: str) -> bytes:
 
 _MOST_LEVELS = 8
 _LONGEST_PATH = 4_096
-# The time for one value, in bytes that are hashed in that time, so that long lists of numbers end, too.
+# What one value costs, in bytes that are hashed in the same time: so the limit also ends long lists of numbers.
 _BYTES_PER_VALUE = 128
 # Types with a repr() that gives the exact value, on every machine.
 _SCALARS = (type(None), bool, int, float, complex, datetime.date, datetime.timedelta, decimal.Decimal)
@@ -177,7 +177,10 @@ class ValueDigest:
         if kind in _SCALARS or (kind is datetime.datetime and value.tzinfo is None):
             self._write(kind.__name__, repr(value).encode())
         elif kind is str or isinstance(value, PurePath):
-            self._text(str(value))
+            text = str(value)
+            # An absolute path is not "/", "/s" or a text of several lines.
+            is_path = text.startswith("/") and text.count("/") > 1 and len(text) < _LONGEST_PATH and "\n" not in text
+            (self._path if is_path else self._string)(text)
         elif kind in (bytes, bytearray):
             self._write("bytes", len(value).to_bytes(8, "little"), value[: self._limits.element_bytes])
         elif is_array(value):
@@ -205,11 +208,6 @@ class ValueDigest:
             if number >= 2 and self._taken > self._enough:
                 break
             self.value(rows[position], level)
-
-    def _text(self, text: str) -> None:
-        if _is_absolute_path(text):
-            return self._path(text)
-        self._string(text)
 
     def _path(self, text: str) -> None:
         # If each host or rank has its own copy of the data, paths differ although the data is equal.
@@ -256,11 +254,6 @@ def is_counter(value: Any, dimensions: int = _MOST_LEVELS) -> bool:
             is_counter(value[position], dimensions - 1) for position in positions(len(value), SAMPLE.rows)
         )
     return type(value) in (int, bool, type(None)) or (type(value) is range and dimensions > 0)
-
-
-def _is_absolute_path(text: str) -> bool:
-    # Not "/", "/s" or a text of several lines.
-    return text.startswith("/") and text.count("/") > 1 and len(text) < _LONGEST_PATH and "\n" not in text
 
 
 def _is_named_tuple(value: Any) -> bool:

@@ -61,12 +61,11 @@ class Reader:
         """``len(owner)``; None if it has none, and None with a sentence if ``len`` fails."""
         try:
             return len(owner)
-        except (TypeError, NotImplementedError) as error:
-            # PyTorch raises TypeError if there is no length; a length of 2.5 raises it, too.
-            if "cannot be interpreted as an integer" in _said(error):
-                self.problems.append(f"len({words}) raised {_said(error)}")
         except Exception as error:
-            self.problems.append(f"len({words}) raised {_said(error)}")
+            # PyTorch raises TypeError if there is no length; a length of 2.5 raises it, too.
+            is_absent = isinstance(error, (TypeError, NotImplementedError))
+            if not is_absent or "cannot be interpreted as an integer" in _said(error):
+                self.problems.append(f"len({words}) raised {_said(error)}")
         return None
 
 
@@ -114,7 +113,9 @@ def nested_datasets(dataset: Any) -> list[Any]:
     level: list[tuple[Any, ...]] = [(dataset,)]
     for _ in range(_MOST_LEVELS):
         found += [path[-1] for path in level]
-        below = [(*path, inner) for path in level for inner in _below(path[-1]) if _is_new(inner, path)]
+        below = [
+            (*path, inner) for path in level for inner in _below(path[-1]) if all(inner is not outer for outer in path)
+        ]
         level = below[: _MOST_DATASETS - len(found)]
     return found
 
@@ -147,7 +148,3 @@ def _below(dataset: Any) -> Iterator[Any]:
         yield from many[:_MOST_DATASETS]
     if type(many) is dict:
         yield from list(many.values())[:_MOST_DATASETS]
-
-
-def _is_new(dataset: Any, path: tuple[Any, ...]) -> bool:
-    return all(dataset is not outer for outer in path)

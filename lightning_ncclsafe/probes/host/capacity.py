@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.facts import Capacity
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -26,7 +26,7 @@ def capacity(
     groups = groups or ControlGroups()
     quota, limit = groups.quota(), groups.memory_limit()
     memory = or_none(psutil.virtual_memory)
-    shared = or_none(lambda: os.statvfs(shm))
+    shm_total_bytes, shm_free_bytes = shared_memory(shm)
     return Capacity(
         machine=host_boot_id(),
         cpus=cpus(),
@@ -40,11 +40,17 @@ def capacity(
         memory_total_bytes=memory.total if memory else None,
         memory_available_bytes=memory.available if memory else None,
         process_limit_bytes=process_limit_bytes(),
-        shm_total_bytes=shared.f_blocks * shared.f_frsize if shared else None,
-        shm_free_bytes=shared.f_bavail * shared.f_frsize if shared else None,
+        shm_total_bytes=shm_total_bytes,
+        shm_free_bytes=shm_free_bytes,
         open_files_left=open_files_left(),
         slurm_cpus_per_task=or_none(lambda: int(environment["SLURM_CPUS_PER_TASK"])),
     )
+
+
+def shared_memory(folder: str = "/dev/shm") -> tuple[int | None, int | None]:
+    """Size and free space of the folder of shared memory, in which workers pass batches, in bytes; None if unknown."""
+    found = or_none(lambda: os.statvfs(folder))
+    return (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize) if found else (None, None)
 
 
 def cpus() -> tuple[int, ...]:
@@ -83,7 +89,4 @@ def host_boot_id(boot_id: Path = _BOOT_ID) -> str:
     Args:
         boot_id: The kernel's file; the same in a container, which has its own host name.
     """
-    try:
-        return boot_id.read_text(encoding="ascii").strip() or socket.gethostname()
-    except (OSError, ValueError):
-        return socket.gethostname()
+    return file_text(boot_id) or socket.gethostname()

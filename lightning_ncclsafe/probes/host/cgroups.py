@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, or_none
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -132,15 +132,15 @@ class ControlGroups:
 
 
 def _quota_cores(folder: Path) -> float | None:
-    words = _text(folder / "cpu.max").split()
-    quota = _number(words[0] if words else _text(folder / "cpu.cfs_quota_us"))
+    words = file_text(folder / "cpu.max").split()
+    quota = _number(words[0] if words else file_text(folder / "cpu.cfs_quota_us"))
     # The kernel's default period, if the file has none.
-    period = _number(words[1] if len(words) > 1 else _text(folder / "cpu.cfs_period_us")) or 100_000
+    period = _number(words[1] if len(words) > 1 else file_text(folder / "cpu.cfs_period_us")) or 100_000
     return quota / period if quota is not None and quota > 0 and period > 0 else None
 
 
 def _memory_limit(group: ControlGroup) -> MemoryLimit | None:
-    soft = _number(_text(group.folder / "memory.high"))
+    soft = _number(file_text(group.folder / "memory.high"))
     limits = [*_hard_limits(group.folder), *([] if soft is None else [soft])]
     return MemoryLimit(group.path, min(limits), _used_bytes(group.folder)) if limits else None
 
@@ -148,13 +148,13 @@ def _memory_limit(group: ControlGroup) -> MemoryLimit | None:
 def _hard_limits(folder: Path) -> Iterator[int]:
     """Limits in a group's files; v1's ``hierarchical_memory_limit`` includes groups that a container does not see."""
     above = _table(folder / "memory.stat").get("hierarchical_memory_limit")
-    for limit in (*(_number(_text(folder / name)) for name in ("memory.max", "memory.limit_in_bytes")), above):
+    for limit in (*(_number(file_text(folder / name)) for name in ("memory.max", "memory.limit_in_bytes")), above):
         if limit is not None and 0 <= limit < _UNLIMITED_BYTES:
             yield limit
 
 
 def _used_bytes(folder: Path) -> int | None:
-    used = [_number(_text(folder / name)) for name in ("memory.current", "memory.usage_in_bytes")]
+    used = [_number(file_text(folder / name)) for name in ("memory.current", "memory.usage_in_bytes")]
     known = next((number for number in used if number is not None), None)
     table = _table(folder / "memory.stat")
     # v1's figure without "total_" leaves out the groups below, whose use the limit counts.
@@ -163,17 +163,13 @@ def _used_bytes(folder: Path) -> int | None:
 
 
 def _table(file: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _text(file).splitlines())
+    pairs = (line.split() for line in file_text(file).splitlines())
     numbers = {pair[0]: _number(pair[1]) for pair in pairs if len(pair) == 2}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _number(text: str) -> int | None:
     return or_none(lambda: int(text))
-
-
-def _text(file: Path) -> str:
-    return or_none(lambda: file.read_text(encoding="ascii").strip()) or ""
 
 
 def own_groups(controller: str, cgroups: Path, proc: Path) -> list[ControlGroup]:
@@ -195,7 +191,7 @@ def own_groups(controller: str, cgroups: Path, proc: Path) -> list[ControlGroup]
 
 def _memberships(proc: Path) -> Iterator[tuple[list[str], PurePosixPath]]:
     """Controllers and path for each hierarchy; none for cgroup v2, and ``name=…`` for a named one of v1."""
-    for line in _lines(proc / "self" / "cgroup"):
+    for line in file_text(proc / "self" / "cgroup").splitlines():
         parts = line.split(":", 2)
         if len(parts) == 3:
             yield [name for name in parts[1].split(",") if name], PurePosixPath(parts[2] or "/")
@@ -203,7 +199,7 @@ def _memberships(proc: Path) -> Iterator[tuple[list[str], PurePosixPath]]:
 
 def _mounts(cgroups: Path, proc: Path) -> list[_Mount]:
     found = []
-    for line in _lines(proc / "self" / "mountinfo"):
+    for line in file_text(proc / "self" / "mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         place, kind = left.split(), right.split()
         if (
@@ -241,7 +237,3 @@ def _upwards(mount: _Mount, path: PurePosixPath) -> Iterator[ControlGroup]:
 def _mark(root: Path) -> str:
     inode = or_none(lambda: root.stat().st_ino)
     return "" if inode in (None, _ROOT_INODE) else f"@{inode}"
-
-
-def _lines(file: Path) -> list[str]:
-    return (or_none(lambda: file.read_text(encoding="utf-8", errors="replace")) or "").splitlines()

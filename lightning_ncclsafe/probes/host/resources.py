@@ -2,18 +2,17 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
 from lightning_ncclsafe.facts import GONE, HostFacts, ProcessFacts
+from lightning_ncclsafe.probes.absent import line_after, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups
-
-T = TypeVar("T")
+from lightning_ncclsafe.probes.process.main_thread import wait_channel
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -26,7 +25,7 @@ class HostProbe:
         self._groups = ControlGroups(cgroups, proc)
         self._proc = proc
         self._oom_kills = _oom_kills(self._groups, proc)
-        self._swapped_in_bytes = _swapped_in_bytes()
+        self._swapped_in_bytes = or_none(lambda: psutil.swap_memory().sin)
 
     def read(self) -> HostFacts:
         """The present facts; what the host does not report is None. Takes about 1 ms."""
@@ -35,7 +34,7 @@ class HostProbe:
             host_facts(),
             rss_bytes=rss_bytes,
             process_swap_bytes=swap_bytes,
-            swapped_in_bytes=_since(_swapped_in_bytes(), self._swapped_in_bytes),
+            swapped_in_bytes=_since(or_none(lambda: psutil.swap_memory().sin), self._swapped_in_bytes),
             memory_limit_bytes=self._groups.hard_memory_limit_bytes(),
             oom_kills=_since(_oom_kills(self._groups, self._proc), self._oom_kills),
         )
@@ -43,14 +42,14 @@ class HostProbe:
 
 def host_facts(pid: int = 0) -> HostFacts:
     """Memory, swap and load of this host, and the number of cores that a process may use, by default this one."""
-    memory, swap = _try(psutil.virtual_memory), _try(psutil.swap_memory)
+    memory, swap = or_none(psutil.virtual_memory), or_none(psutil.swap_memory)
     has_affinity = hasattr(os, "sched_getaffinity")
     return HostFacts(
         memory_total_bytes=memory.total if memory else None,
         memory_available_bytes=memory.available if memory else None,
         swap_total_bytes=swap.total if swap else None,
         swap_used_bytes=swap.used if swap else None,
-        cores=_try(lambda: len(os.sched_getaffinity(pid))) if has_affinity else os.cpu_count(),
+        cores=or_none(lambda: len(os.sched_getaffinity(pid))) if has_affinity else os.cpu_count(),
         load_1min=os.getloadavg()[0],
     )
 
@@ -58,7 +57,7 @@ def host_facts(pid: int = 0) -> HostFacts:
 def own_memory() -> tuple[int | None, int | None]:
     """Resident memory of this process, and how much of it is swapped out; bytes. Takes about 0.1 ms."""
     process = psutil.Process()
-    memory = _try(process.memory_info)
+    memory = or_none(process.memory_info)
     return (memory.rss if memory else None), _swap_bytes(process)
 
 
@@ -76,13 +75,13 @@ def look_at(pid: int, *, rank: int = -1, started: float | None = None) -> Proces
         with process.oneshot():
             if process.status() == psutil.STATUS_ZOMBIE:
                 return ended_process(pid, _wait_status(pid), rank=rank)
-            times = _try(process.cpu_times)
-            memory = _try(process.memory_info)
+            times = or_none(process.cpu_times)
+            memory = or_none(process.memory_info)
             return ProcessFacts(
                 pid=pid,
                 rank=rank,
                 state=str(process.status()),
-                wait_channel=_wait_channel(pid),
+                wait_channel=wait_channel(Path(f"/proc/{pid}")),
                 cpu_s=round(times.user + times.system, 2) if times else None,
                 rss_bytes=memory.rss if memory else None,
                 swap_bytes=_swap_bytes(process),
@@ -132,13 +131,10 @@ def child_processes(*, besides: Iterable[int], of: int | None = None) -> list[in
         own = psutil.Process(of)
         command = own.cmdline()
         children = [child for child in own.children() if child.pid not in set(besides)]
-        return sorted(child.pid for child in children if _is_worker(_try(child.cmdline) or [], command))
+        commands = [(child.pid, or_none(child.cmdline) or []) for child in children]
+        # A forked child has its parent's command, and a spawned one this option; other children run other commands.
+        return sorted(pid for pid, its in commands if its == command or "--multiprocessing-fork" in its)
     return []
-
-
-def _is_worker(command: list[str], parent: list[str]) -> bool:
-    """Whether a child was forked or spawned by multiprocessing: other children run other commands."""
-    return command == parent or "--multiprocessing-fork" in command
 
 
 def find_ranks(master_port: str, environ: Mapping[str, str] = os.environ) -> dict[int, int]:
@@ -150,7 +146,7 @@ def find_ranks(master_port: str, environ: Mapping[str, str] = os.environ) -> dic
     step = _slurm_step(environ)
     found: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
-        environment = _try(process.environ) or {}
+        environment = or_none(process.environ) or {}
         is_here = environment.get("MASTER_PORT") == master_port or (step and _slurm_step(environment) == step)
         local_rank = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", ""))
         if is_here and local_rank.isdecimal():
@@ -165,8 +161,8 @@ def _slurm_step(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def _rank_among(processes: list[psutil.Process]) -> psutil.Process:
     """The rank itself: wrappers (a shell, ``timeout``) are other programs, and children are younger."""
-    own = _try(psutil.Process().exe)
-    return next((process for process in processes if own and _try(process.exe) == own), processes[0])
+    own = or_none(psutil.Process().exe)
+    return next((process for process in processes if own and or_none(process.exe) == own), processes[0])
 
 
 def filesystem_of(path: str) -> str:
@@ -174,51 +170,19 @@ def filesystem_of(path: str) -> str:
     path = os.path.abspath(path)
     # Of two mounts on one place (autofs, and what it mounted), the later one is visible.
     mounts = reversed(psutil.disk_partitions(all=True))
-    below = [part for part in mounts if _is_below(path, part.mountpoint)]
+    below = [part for part in mounts if f"{path}/".startswith(f"{part.mountpoint.rstrip('/')}/")]
     return str(max(below, key=lambda part: len(part.mountpoint)).fstype) if below else ""
 
 
-def _is_below(path: str, mountpoint: str) -> bool:
-    return path == mountpoint or path.startswith(mountpoint.rstrip("/") + "/")
-
-
-def _wait_channel(pid: int) -> str:
-    with suppress(OSError):
-        name = Path(f"/proc/{pid}/wchan").read_text()
-        return "" if name == "0" else name
-    return ""
-
-
 def _swap_bytes(process: psutil.Process) -> int | None:
-    with suppress(OSError):
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            if line.startswith("VmSwap:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _swapped_in_bytes() -> int | None:
-    swap = _try(psutil.swap_memory)
-    return swap.sin if swap else None
+    return or_none(lambda: int(line_after(Path(f"/proc/{process.pid}/status"), "VmSwap:").split()[0]) * 1024)
 
 
 def _oom_kills(groups: ControlGroups, proc: Path) -> int | None:
     """The kernel's counter of OOM kills, of the control group or else of the host."""
-    for file in (*groups.memory_files("memory.events"), proc / "vmstat"):
-        with suppress(OSError):
-            for line in file.read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
-    return None
+    counters = (line_after(file, "oom_kill ") for file in (*groups.memory_files("memory.events"), proc / "vmstat"))
+    return next((int(kills) for kills in counters if kills), None)
 
 
 def _since(now: int | None, before: int | None) -> int | None:
     return None if now is None or before is None else now - before
-
-
-def _try(read: Callable[[], T]) -> T | None:
-    try:
-        return read()
-    except (psutil.Error, OSError, RuntimeError):
-        return None

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from lightning_ncclsafe.facts import PressureFacts, SwapFacts
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, line_after, or_none
 from lightning_ncclsafe.probes.host.cgroups import ControlGroups, Throttling
 from lightning_ncclsafe.probes.host.resources import filesystem_of
 
@@ -75,8 +75,7 @@ class SwapProbe:
 
     def _devices(self) -> Iterator[tuple[str, bool]]:
         """Each swap device or file in words, and whether it is on a network."""
-        text = or_none((self._proc / "swaps").read_text) or ""
-        for line in text.splitlines()[1:]:
+        for line in file_text(self._proc / "swaps").splitlines()[1:]:
             words = line.split()
             if len(words) < 2:
                 continue
@@ -92,13 +91,9 @@ class SwapProbe:
 
 def _waited_us(proc: Path) -> dict[str, int | None]:
     """Microseconds of pressure by resource; None where the kernel does not report it."""
-    return {name: or_none(partial(_total_us, proc / "pressure" / name, kind)) for name, kind in _RESOURCES}
-
-
-def _total_us(file: Path, kind: str) -> int | None:
-    """From a line such as ``full avg10=0.00 avg60=0.00 avg300=0.00 total=4711``."""
-    lines = file.read_text(encoding="ascii").splitlines()
-    return next((int(line.rpartition("total=")[2]) for line in lines if line.startswith(f"{kind} ")), None)
+    # "full avg10=0.00 avg60=0.00 avg300=0.00 total=4711"
+    lines = {name: line_after(proc / "pressure" / name, f"{kind} ") for name, kind in _RESOURCES}
+    return {name: or_none(partial(int, line.rpartition("total=")[2])) for name, line in lines.items()}
 
 
 def _share(before: Mapping[str, int | None], after: Mapping[str, int | None], name: str, over_s: float) -> float | None:
@@ -176,18 +171,15 @@ def _kind(name: str, block_devices: Path, depth: int) -> str:
     if name.startswith("zram"):
         return "zram"
     place = or_none((block_devices / name).resolve) or block_devices / name
-    return _by_parents(place) or _by_transport(place) or _by_what_is_below(place, block_devices, depth)
-
-
-def _by_parents(place: Path) -> str:
-    return next((kind for part in place.parts for mark, kind in _PARENTS if mark.fullmatch(part)), "")
+    by_parents = (kind for part in place.parts for mark, kind in _PARENTS if mark.fullmatch(part))
+    return next(by_parents, "") or _by_transport(place) or _by_what_is_below(place, block_devices, depth)
 
 
 def _by_transport(place: Path) -> str:
     """The transport that NVMe reports for the controller: the disk's device, above a partition or below a subsystem."""
     for folder in (place / "device", place.parent / "device"):
         for file in (folder / "transport", *sorted(folder.glob("nvme*/transport"))):
-            transport = (or_none(file.read_text) or "").strip()
+            transport = file_text(file)
             if transport in _NETWORK_TRANSPORTS:
                 return f"nvme over {transport}"
     return ""

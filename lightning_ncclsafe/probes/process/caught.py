@@ -6,7 +6,6 @@ torch.distributed, when something is logged while it is handled, when it ends a 
 """
 
 import ast
-import linecache
 import logging
 import sys
 import threading
@@ -23,6 +22,7 @@ from typing import Any
 from lightning_ncclsafe.code.marks import with_inner
 from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, Frame
+from lightning_ncclsafe.probes.process.control_flow import syntax_tree
 from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread, with_source
 
 _KEPT = 16
@@ -59,16 +59,13 @@ class CaughtExceptions:
 
     Args:
         is_consequence: Whether an exception only reports that a collective failed.
-        clock: Seconds that only grow; for tests.
     """
 
     def __init__(
         self,
         is_consequence: Callable[[BaseException], bool] = lambda error: False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._is_consequence = is_consequence
-        self._clock = clock
         self._ring: deque[_Seen] = deque(maxlen=_KEPT)
         self._calls = 0
         self._begun = 0
@@ -122,10 +119,10 @@ class CaughtExceptions:
         # An exception that propagates through Lightning at this moment is not caught yet.
         under_way = [] if held is not None else [*_with_causes(current)]
         if held is not None and not any(_is_it(seen, held) for seen in [*self._ring]):
-            self._note(held, at_s=self._clock() - idle_s)
-        now_s, found = self._clock(), []
+            self._note(held, at_s=time.monotonic() - idle_s)
+        now_s, found = time.monotonic(), []
         for seen in [*self._ring]:
-            is_the_end = besides is not None and _first_line(besides.message) == seen.facts.message
+            is_the_end = besides is not None and first_line(besides.message) == seen.facts.message
             if is_the_end or any(_is_it(seen, one) for one in under_way):
                 continue
             stack = with_source(seen.facts.stack)
@@ -146,7 +143,7 @@ class CaughtExceptions:
     ) -> None:
         if isinstance(error, _CONTROL_FLOW) or not (thread or isinstance(error, Exception)):
             return
-        trace, at_s = error.__traceback__, self._clock() if at_s is None else at_s
+        trace, at_s = error.__traceback__, time.monotonic() if at_s is None else at_s
         seen = next((seen for seen in reversed(self._ring) if _is_same(seen, error, trace, thread)), None)
         caught_at = None if passed or thread else _handles(trace)
         depth = sum(1 for _ in traceback.walk_tb(trace))
@@ -168,7 +165,7 @@ class CaughtExceptions:
             return
         facts = CaughtException(
             type=type(error).__name__,
-            message=_first_line(text_of(error)),
+            message=first_line(text_of(error)),
             stack=stack,
             caught_at=caught_at,
             passed=passed,
@@ -196,9 +193,9 @@ class CaughtExceptions:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else sys.exc_info()[1]
         if error is not None and self._listens(begun):
             with suppress(Exception):
-                said: Any = record.msg
-                is_of_torch = record.name.startswith(_C10D_LOGGERS) and isinstance(said, dict)
-                passed = str(said.get("func_name", "")) if is_of_torch else ""
+                message: Any = record.msg
+                is_of_torch = record.name.startswith(_C10D_LOGGERS) and isinstance(message, dict)
+                passed = str(message.get("func_name", "")) if is_of_torch else ""
                 self._note(error, passed=passed, callers=sys._getframe() if passed else None)
         return record
 
@@ -247,18 +244,28 @@ def _handles(trace: TracebackType | None) -> Frame | None:
 
 
 def _stack(trace: TracebackType | None, callers: FrameType | None) -> tuple[Frame, ...]:
-    """The innermost lines of the user's code, and the line that raised."""
     outer = [*traceback.walk_stack(callers)][::-1] if callers is not None else []
     frames = [
         seen_frame(frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in (*outer, *traceback.walk_tb(trace))
     ]
+    return own_frames(frames, raised=trace is not None)
+
+
+def own_frames(frames: list[Frame], *, raised: bool = True) -> tuple[Frame, ...]:
+    """The last three lines of the user's code, and the very last line, which raised.
+
+    Args:
+        frames: Outermost frame first.
+        raised: Whether the last of them raised.
+    """
     own = [frame for frame in frames if frame.user]
-    last = frames[-1:] if trace is not None and frames and not frames[-1].user else []
+    last = frames[-1:] if raised and frames and not frames[-1].user else []
     return (*own[-_MOST_FRAMES:], *last)
 
 
-def _first_line(message: str) -> str:
+def first_line(message: str) -> str:
+    """The first line of a message that is not empty, at most 200 characters."""
     return next((line.strip()[:_MESSAGE] for line in message.splitlines() if line.strip()), "")
 
 
@@ -337,18 +344,12 @@ def codes_with_handlers(modules: Iterable[ModuleType], lines: dict[str, frozense
     for module in modules:
         file = getattr(module, "__file__", None) or ""
         if file not in lines:
-            lines[file] = frozenset(_first_lines(file))
+            clauses = (node for node in ast.walk(syntax_tree(file)) if isinstance(node, ast.ExceptHandler))
+            lines[file] = frozenset(clause.body[0].lineno for clause in clauses)
         if lines[file]:
             for code in dict.fromkeys(_codes_of(module)):
                 if code.co_filename == file and not lines[file].isdisjoint(line for *_, line in code.co_lines()):
                     yield code
-
-
-def _first_lines(file: str) -> Iterator[int]:
-    with suppress(SyntaxError, ValueError, RecursionError):
-        for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
-            if isinstance(node, ast.ExceptHandler):
-                yield node.body[0].lineno
 
 
 def _codes_of(module: ModuleType) -> Iterator[CodeType]:

@@ -4,10 +4,12 @@ It parses the source and executes nothing.
 """
 
 import ast
+import linecache
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
@@ -75,6 +77,29 @@ class _RankNames(NamedTuple):
 
     tests: frozenset[str] = frozenset()
     ranks: frozenset[str] = frozenset()
+
+
+def syntax_tree(file: str) -> ast.Module:
+    """The syntax tree of a source file, which is read; empty if it cannot be read or parsed."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+@lru_cache(maxsize=64)
+def control_flow(file: str) -> "ControlFlow":
+    """How control flows in a source file, which is read; nothing is known of one that cannot be."""
+    return ControlFlow("".join(linecache.getlines(file)))
+
+
+def rank_condition(file: str, line: int) -> str:
+    """The condition on the rank under which a line runs, e.g. ``"if trainer.is_global_zero:  (line 41)"``.
+
+    Finds an enclosing ``if`` whose test names the rank, and an earlier ``if not is_master(): return`` of the same
+    function. Empty where there is none or the source cannot be read.
+    """
+    return control_flow(file).around(line).rank_condition
 
 
 class ControlFlow:
@@ -257,10 +282,10 @@ def _decides(test: ast.expr, of_rank: _RankNames) -> Decides:
 def _names_of_rank(body: _Block) -> _RankNames:
     """What a file's names stand for, so far as each stands for nothing else."""
     given: dict[str, list[ast.expr | None]] = {}
-    for node in _nodes(body):
+    for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                given.setdefault(_name_of(target), []).append(node.value)
+                given.setdefault(name_of(target), []).append(node.value)
         elif isinstance(node, _FUNCTIONS):
             returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
             given.setdefault(node.name, []).extend(returned or [None])
@@ -272,21 +297,17 @@ def _only(given: dict[str, list[ast.expr | None]], is_so: Callable[[ast.expr], b
     return frozenset(name for name, values in given.items() if name and all(one and is_so(one) for one in values))
 
 
-def _nodes(body: _Block) -> Iterator[ast.AST]:
-    return (node for statement in body for node in ast.walk(statement))
-
-
 def _is_rank(value: ast.expr) -> bool:
     """Whether it is the rank itself: ``self.global_rank``, ``dist.get_rank()``, ``int(os.environ["RANK"])``."""
     if isinstance(value, ast.Call):
-        name = _name_of(value.func)
+        name = name_of(value.func)
         if name == "int" and len(value.args) == 1:
             return _is_rank(value.args[0])
         is_read = name in ("get_rank", "getenv") or (name == "get" and "environ" in ast.unparse(value.func))
         return is_read and bool(_RANK_NAME.search(ast.unparse(value)))
     if isinstance(value, ast.Subscript):
         return "environ" in ast.unparse(value.value) and bool(_RANK_NAME.search(ast.unparse(value.slice)))
-    return bool(_RANK_NAME.fullmatch(_name_of(value)))
+    return bool(_RANK_NAME.fullmatch(name_of(value)))
 
 
 def _tests_rank(value: ast.expr) -> bool:
@@ -297,7 +318,7 @@ def _tests_rank(value: ast.expr) -> bool:
         return isinstance(value.op, ast.Not) and bool(_RANK_WORDS.search(ast.unparse(value)))
     if isinstance(value, ast.Compare):
         return bool(_RANK_WORDS.search(ast.unparse(value)))
-    return bool(_TEST_NAME.fullmatch(_name_of(value.func if isinstance(value, ast.Call) else value)))
+    return bool(_TEST_NAME.fullmatch(name_of(value.func if isinstance(value, ast.Call) else value)))
 
 
 def _tested(test: ast.expr) -> set[str]:
@@ -306,16 +327,17 @@ def _tested(test: ast.expr) -> set[str]:
         return {name for value in test.values for name in _tested(value)}
     if isinstance(test, ast.UnaryOp):
         return _tested(test.operand)
-    return {_name_of(test.func if isinstance(test, ast.Call) else test)} - {""}
+    return {name_of(test.func if isinstance(test, ast.Call) else test)} - {""}
 
 
 def _compared(test: ast.expr) -> set[str]:
     """The names that a condition compares with something: ``me == 0``."""
     comparisons = (node for node in ast.walk(test) if isinstance(node, ast.Compare))
-    return {_name_of(side) for node in comparisons for side in (node.left, *node.comparators)} - {""}
+    return {name_of(side) for node in comparisons for side in (node.left, *node.comparators)} - {""}
 
 
-def _name_of(node: ast.expr) -> str:
+def name_of(node: ast.expr) -> str:
+    """The name of a variable or attribute; empty for any other expression."""
     return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
@@ -331,8 +353,7 @@ def _is_counter(test: ast.expr) -> bool:
         return all(map(_is_counter, test.values))
     if isinstance(test, ast.UnaryOp):
         return _is_counter(test.operand)
-    parts = [node for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))]
-    named = {getattr(node, "attr", getattr(node, "id", "")) for node in parts}
+    named = {name_of(node) for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))}
     return not _calls(test) and not named.isdisjoint(_COUNTED)
 
 
@@ -340,11 +361,9 @@ def _is_counted(items: ast.expr) -> bool:
     """Whether a loop has the same number of passes on all ranks: the number is a constant in the source."""
     if isinstance(items, ast.Call) and isinstance(items.func, ast.Name) and items.func.id == "range":
         return all(map(_is_constant, items.args))
-    return _is_constant(items) or (isinstance(items, (ast.Tuple, ast.List)) and not any(map(_is_starred, items.elts)))
-
-
-def _is_starred(item: ast.expr) -> bool:
-    return isinstance(item, ast.Starred)
+    if isinstance(items, (ast.Tuple, ast.List)):
+        return not any(isinstance(item, ast.Starred) for item in items.elts)
+    return _is_constant(items)
 
 
 def _is_constant(value: ast.expr) -> bool:

@@ -18,7 +18,7 @@ from lightning_ncclsafe.facts import ExceptionFacts, Frame, codec
 from lightning_ncclsafe.probes.process.stacks import stack_in_collective
 from lightning_ncclsafe.probes.process.traceback_signal import RAISED, parse_threads
 
-_SAID = "Fatal Python error: "
+_FATAL = "Fatal Python error: "
 _SIGNALS = {
     "Aborted": "SIGABRT",
     "Segmentation fault": "SIGSEGV",
@@ -62,6 +62,7 @@ class CrashTraces:
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
+        # With the size of each when it was opened.
         self._stderr: dict[int, tuple[int, int]] = {}
         self._storage = SideThread("ncclsafe-stderr")
         self._is_closed = False
@@ -137,15 +138,10 @@ def why(text: str) -> str:
 
 def parse_crash(text: str) -> CrashTrace:
     """The last fatal error in what ``faulthandler`` has written; tracebacks that were asked for precede it."""
-    _, mark, last = text.rpartition(_SAID)
+    _, mark, last = text.rpartition(_FATAL)
     if not mark:
         return CrashTrace("", ())
-    said, _, threads = last.partition("\n")
-    main, others = _stacks_of(_AFTERWARDS.split(threads)[0])
-    return CrashTrace(_SIGNALS.get(said.strip(), said.strip()[:40]), main, thread_stack=stack_in_collective(others))
-
-
-def _stacks_of(threads: str) -> tuple[tuple[Frame, ...], list[tuple[Frame, ...]]]:
-    """The main thread's stack, which is last whichever thread the signal struck, and the others; outermost first."""
-    main, *others = parse_threads(threads.replace("Current thread", "Thread"))
-    return main, others
+    reason, _, threads = last.partition("\n")
+    # The main thread's stack is last, whichever thread the signal struck.
+    main, *others = parse_threads(_AFTERWARDS.split(threads)[0].replace("Current thread", "Thread"))
+    return CrashTrace(_SIGNALS.get(reason.strip(), reason.strip()[:40]), main, thread_stack=stack_in_collective(others))

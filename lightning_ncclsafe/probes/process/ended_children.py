@@ -78,7 +78,7 @@ class ChildWatch:
         self._learn()
         now_s, seen = time.monotonic(), {child.pid: (at_s, child) for at_s, child in [*self._ended]}
         waiting = ended_children()
-        found = [_aged(child, now_s - seen[child.pid][0] if child.pid in seen else None) for child in waiting]
+        found = [_aged(child, now_s - seen[child.pid][0]) if child.pid in seen else child for child in waiting]
         for pid in seen.keys() - {child.pid for child in waiting}:
             at_s, child = seen[pid]
             if now_s - at_s <= idle_s + _RECENT_S and child.signal not in _OWN_SIGNALS:
@@ -179,8 +179,8 @@ def _exit_code(process: BaseProcess) -> int | None:
     return 0
 
 
-def _aged(child: EndedProcess, ago_s: float | None) -> EndedProcess:
-    return replace(child, ago_s=round(ago_s, 1) if ago_s is not None else None)
+def _aged(child: EndedProcess, ago_s: float) -> EndedProcess:
+    return replace(child, ago_s=round(ago_s, 1))
 
 
 def ended_children(proc: Path = _PROC) -> tuple[EndedProcess, ...]:

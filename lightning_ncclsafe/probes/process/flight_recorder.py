@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -61,19 +61,27 @@ class FlightRecorder:
             groups |= {group.name: group for group in found_groups if group.name not in hooked}
             collectives += [collective for collective in found_collectives if collective.group not in hooked]
         kept = kept_per_group(max((len(group.ranks) for group in members.values()), default=0))
-        known = [_with_members(group, members.get(name)) for name, group in groups.items()]
-        others = [call for call in calls if call.name not in groups and call.called != 0]
+        known = [
+            replace(group, description=members[name].description, ranks=members[name].ranks)
+            if name in members
+            else group
+            for name, group in groups.items()
+        ]
         recorded = {collective.backend for collective in collectives}
-        gaps = {
-            call.name: _why_not_recorded(call, recorded) if can_be_read else NotRecorded.DRIVER_SILENT
-            for call in others
-        }
-        self.unrecorded = tuple(_unrecorded(call, gaps[call.name], members) for call in others)
-        unused = [Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values()]
-        return (
-            (*known, *(group for group in unused if group.name not in groups and group.name not in gaps)),
-            tuple(_newest(collectives, kept)),
+        self.unrecorded = tuple(
+            UnrecordedGroup(
+                name=call.name,
+                why=_why_not_recorded(call, recorded) if can_be_read else NotRecorded.DRIVER_SILENT,
+                description=members[call.name].description if call.name in members else "",
+                backend=",".join(call.backends),
+                calls=-1 if call.called is None else call.called,
+            )
+            for call in calls
+            if call.name not in groups and call.called != 0
         )
+        used = groups.keys() | {group.name for group in self.unrecorded}
+        unused = (Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values())
+        return (*known, *(group for group in unused if group.name not in used)), tuple(_newest(collectives, kept))
 
 
 def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -118,18 +126,6 @@ def _why_not_recorded(call: process_groups.GroupCalls, recorded: Set[str]) -> No
     return NotRecorded.NO_ENTRY if recorded.isdisjoint(known) else NotRecorded.LOST
 
 
-def _unrecorded(
-    call: process_groups.GroupCalls, why: NotRecorded, members: Mapping[str, process_groups.OwnGroup]
-) -> UnrecordedGroup:
-    return UnrecordedGroup(
-        name=call.name,
-        why=why,
-        description=members[call.name].description if call.name in members else "",
-        backend=",".join(call.backends),
-        calls=-1 if call.called is None else call.called,
-    )
-
-
 def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collective]]:
     """Groups and collectives of one dump, as the JSON of ``_dump_fr_trace_json`` or ``_dump_nccl_trace_json``.
 
@@ -153,12 +149,6 @@ def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collect
         if number in names and number in dump.get("pg_status", {})
     ]
     return groups, [_collective(entry, work) for work in recorder.works for entry in work.parts or (work.entry,)]
-
-
-def _with_members(group: Group, members: process_groups.OwnGroup | None) -> Group:
-    if members is None:
-        return group
-    return replace(group, description=members.description, ranks=members.ranks)
 
 
 def _collective(entry: Entry, work: Work[Any]) -> Collective:

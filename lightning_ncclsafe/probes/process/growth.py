@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import ANSWERING, Frame, ProcessFacts
@@ -109,11 +110,6 @@ def _share(before: float | None, now: float | None, span_s: float) -> float | No
 
 def guard_is_idle(threads: Iterable[tuple[Frame, ...]]) -> bool:
     """Whether the guard's thread only waits for its next tick."""
-    below = [_below_watchdog(stack) for stack in threads]
-    guards = [functions for functions in below if functions is not None]
-    return bool(guards) and all({*functions} == {"wait"} for functions in guards)
-
-
-def _below_watchdog(stack: tuple[Frame, ...]) -> list[str] | None:
-    depths = [depth for depth, frame in enumerate(stack) if frame.mark == Mark.WATCH]
-    return [frame.function for frame in stack[depths[-1] + 1 :]] if depths else None
+    guards = [stack for stack in threads if any(frame.mark == Mark.WATCH for frame in stack)]
+    below = [[*takewhile(lambda frame: frame.mark != Mark.WATCH, reversed(stack))] for stack in guards]
+    return bool(guards) and all({frame.function for frame in frames} == {"wait"} for frames in below)

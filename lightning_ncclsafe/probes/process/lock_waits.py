@@ -101,7 +101,7 @@ def _library_lock() -> FileLockFacts | None:
         owner = frame.f_locals.get("self")
         path = _path_of(owner)
         if path:
-            return _existing(path) if _is_by_existence(frame, owner) else _of_library(path)
+            return _existing(path) if _is_by_existence(frame, owner) else lock_on(path)
     return None
 
 
@@ -126,18 +126,10 @@ def _existing(path: str) -> FileLockFacts | None:
     return FileLockFacts(path=path, holders=holders, by_existence=True, age_s=age_s)
 
 
-def _of_library(path: str) -> FileLockFacts:
-    status = or_none(lambda: os.stat(path))
-    return FileLockFacts(path=path, holders=_holding(path, status, _LOCKS))
-
-
 def _in_call(descriptor: int, kinds: Iterable[str]) -> FileLockFacts | None:
     place = f"/proc/self/fd/{descriptor}"
     path = or_none(lambda: os.readlink(place))
-    if path is None:
-        return None
-    status = or_none(lambda: os.stat(place))
-    return FileLockFacts(path=path, holders=_holding(path, status, kinds))
+    return lock_on(path, kinds, place) if path is not None else None
 
 
 def _retried() -> FileLockFacts | None:
@@ -147,16 +139,23 @@ def _retried() -> FileLockFacts | None:
     others = {lock.file for lock in locks if lock.pid > 0 and lock.is_exclusive} - mine
     found = (one for one in _open_files() if _among(one[1], others)) if others else iter(())
     path, _ = next(found, ("", None))
-    return replace(_of_library(path), is_certain=False) if path else None
+    return replace(lock_on(path), is_certain=False) if path else None
 
 
-def _holding(path: str, status: os.stat_result | None, kinds: Iterable[str]) -> tuple[LockHolder, ...]:
-    """Who holds the lock on a file; if this process does, also who may have inherited the open file from it."""
+def lock_on(path: str, kinds: Iterable[str] = _LOCKS, place: str = "") -> FileLockFacts:
+    """The lock on a file with its holders; if this process is one, also who may have inherited the file from it.
+
+    Args:
+        kinds: Kinds of locks that count.
+        place: Another path of the file.
+    """
+    status = or_none(lambda: os.stat(place or path))
     if status is None:
-        return ()
+        return FileLockFacts(path=path)
     file = _file_of(status)
     pids = {lock.pid for lock in _locks() if lock.kind in kinds and _among(file, {lock.file}) and lock.pid > 0}
-    return _holders([*sorted(pids), *(_having_open(path) if os.getpid() in pids else ())])
+    holders = _holders([*sorted(pids), *(_having_open(path) if os.getpid() in pids else ())])
+    return FileLockFacts(path=path, holders=holders)
 
 
 def _holders(pids: Iterable[int]) -> tuple[LockHolder, ...]:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ncclsafe.probes.absent import or_none
+from lightning_ncclsafe.probes.absent import file_text, line_after, or_none
 from lightning_ncclsafe.probes.process.stacks import training_thread_number
 
 _PROC = Path("/proc")
@@ -70,10 +70,10 @@ def look_at_main_thread(pid: int | None = None, proc: Path = _PROC, *, thread: i
     ran_s, queued_s = _turns_s(folder)
     return ThreadLook(
         state=_STATES.get(fields[_STATE_FIELD], "") if fields else "",
-        wait_channel=_wait_channel(folder),
+        wait_channel=wait_channel(folder),
         ran_s=ran_s,
         queued_s=queued_s,
-        preempted=or_none(lambda: _preempted(folder)),
+        preempted=or_none(lambda: int(line_after(folder / "status", "nonvoluntary_ctxt_switches:"))),
         major_faults=or_none(lambda: int(fields[_MAJOR_FAULTS_FIELD])),
     )
 
@@ -85,7 +85,7 @@ def system_call(pid: int | None = None) -> tuple[int, ...]:
         pid: Process id of another process, which has to be readable as for a debugger; None for this one.
     """
     folder = _PROC / str(pid or "self") / "task" / str(pid or training_thread_number())
-    words = or_none(lambda: (folder / "syscall").read_text(encoding="utf-8").split()) or []
+    words = file_text(folder / "syscall").split()
     # "running" has no number.
     return or_none(lambda: (int(words[0]), *(int(word, 16) for word in words[1:]))) or () if len(words) > 6 else ()
 
@@ -100,16 +100,25 @@ def slept_s(pid: int, proc: Path = _PROC) -> float | None:
     return or_none(lambda: _slept_s(proc / str(pid) / "task" / str(pid), proc))
 
 
-def started_at(pid: int, proc: Path = _PROC) -> int | None:
+def started_at(pid: int) -> int | None:
     """When a process was started, in ticks of the kernel's clock; None if there is none.
 
     With its id, this identifies a process. Unlike wall-clock time, it cannot be set.
 
     Args:
         pid: Process id.
-        proc: Where procfs is mounted.
     """
-    return or_none(lambda: int(_stat(proc / str(pid))[_STARTED_FIELD]))
+    return or_none(lambda: int(_stat(_PROC / str(pid))[_STARTED_FIELD]))
+
+
+def wait_channel(folder: Path) -> str:
+    """The kernel function that a process or thread sleeps in; empty if it does not sleep, or that is unreadable.
+
+    Args:
+        folder: Its folder in procfs.
+    """
+    name = file_text(folder / "wchan")
+    return "" if name == "0" else name
 
 
 def _slept_s(folder: Path, proc: Path) -> float:
@@ -119,35 +128,18 @@ def _slept_s(folder: Path, proc: Path) -> float:
     # those of the core on which the thread ran last.
     os.sched_setaffinity(0, {int(fields[_CORE_FIELD])})
     try:
-        return max(_ran_last_s(proc / "thread-self") - _ran_last_s(folder), 0.0)
+        lines = [line_after(one / "sched", "se.exec_start") for one in (proc / "thread-self", folder)]
+        now_ms, then_ms = (float(line.rpartition(":")[2]) for line in lines)
+        return max(now_ms - then_ms, 0.0) / 1e3
     finally:
         os.sched_setaffinity(0, own)
 
 
-def _ran_last_s(folder: Path) -> float:
-    lines = (folder / "sched").read_text(encoding="utf-8", errors="replace").splitlines()
-    return next(float(line.rpartition(":")[2]) / 1e3 for line in lines if line.startswith("se.exec_start"))
-
-
 def _stat(folder: Path) -> list[str]:
-    return _text(folder / "stat").rpartition(")")[2].split()
+    return file_text(folder / "stat").rpartition(")")[2].split()
 
 
 def _turns_s(folder: Path) -> tuple[float | None, float | None]:
     """Nanoseconds on a core and in the queue for one; a kernel without CONFIG_SCHED_INFO has no such file."""
-    words = _text(folder / "schedstat").split()
+    words = file_text(folder / "schedstat").split()
     return (int(words[0]) / 1e9, int(words[1]) / 1e9) if len(words) == 3 else (None, None)
-
-
-def _wait_channel(folder: Path) -> str:
-    name = _text(folder / "wchan").strip()
-    return "" if name == "0" else name
-
-
-def _preempted(folder: Path) -> int:
-    lines = _text(folder / "status").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("nonvoluntary_ctxt_switches:"))
-
-
-def _text(file: Path) -> str:
-    return or_none(lambda: file.read_text(encoding="utf-8", errors="replace")) or ""

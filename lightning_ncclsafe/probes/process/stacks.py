@@ -8,21 +8,22 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, JOIN, LOADING, TRAINER_RUN, Code
 from lightning_ncclsafe.code.marks import mark_at
 from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.probes.process.control_flow import ControlFlow
+from lightning_ncclsafe.probes.process.control_flow import control_flow
+
+T = TypeVar("T")
 
 # Python's own recursion limit is 1,000; a report needs both ends of a stack, not its middle.
 _MAX_FRAMES = 120
@@ -121,7 +122,7 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame,
 
 
 def frames_to_show(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Frames of :func:`call_site` for a report: of user frames the deepest, and those that a branch leads around.
+    """The frames of :func:`call_site` that a report shows: of user frames, the deepest and those with a branch.
 
     Reads source files, as :func:`with_source` does.
     """
@@ -245,7 +246,7 @@ def _with_source(frame: Frame) -> Frame:
 
 
 def with_source_in_time(stack: Iterable[Frame]) -> tuple[Frame, ...]:
-    """The same, for whoever cannot wait for storage: what storage does not deliver within 0.5 s is left out."""
+    """As :func:`with_source`, but leaves out what storage does not deliver within 0.5 s."""
     return tuple(with_source([frame])[0] if _is_read(frame.file) else frame for frame in stack)
 
 
@@ -289,27 +290,14 @@ def is_user_code(file: str) -> bool:
     return not file.startswith((_PACKAGE, *_INSTALLED)) and "site-packages" not in file and "dist-packages" not in file
 
 
-def rank_condition(file: str, line: int) -> str:
-    """The condition on the rank under which a line runs, e.g. ``"if trainer.is_global_zero:  (line 41)"``.
-
-    Finds an enclosing ``if`` whose test names the rank, and an earlier ``if not is_master(): return`` of the same
-    function. Empty where there is none or the source cannot be read.
-    """
-    return control_flow(file).around(line).rank_condition
-
-
-@lru_cache(maxsize=64)
-def control_flow(file: str) -> ControlFlow:
-    """How control flows in a source file, which is read; nothing is known of one that cannot be."""
-    return ControlFlow("".join(linecache.getlines(file)))
-
-
 def _traceback_frames(trace: TracebackType | None) -> tuple[Frame, ...]:
     return _frames((f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(trace))
 
 
 def _frames(places: Iterable[tuple[str, int, str]]) -> tuple[Frame, ...]:
-    frames = [seen_frame(*place) for place in places]
-    if len(frames) > _MAX_FRAMES:
-        frames = frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
-    return tuple(frames)
+    return tuple(seen_frame(*place) for place in both_ends([*places]))
+
+
+def both_ends(stack: Sequence[T]) -> Sequence[T]:
+    """A stack, of whatever frames; without its middle if it is deeper than 120."""
+    return stack if len(stack) <= _MAX_FRAMES else [*stack[: _MAX_FRAMES // 2], *stack[-_MAX_FRAMES // 2 :]]

@@ -11,12 +11,12 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Frame, ThreadLockFacts
+from lightning_ncclsafe.probes.process.control_flow import syntax_tree
 from lightning_ncclsafe.probes.process.stacks import is_user_code, main_thread_frames, thread_stack, training_thread
 
 _KINDS = (type(threading.Lock()), type(threading.RLock()))
@@ -110,18 +110,11 @@ def _value(name: ast.expr, frame: FrameType) -> Any:
 
 @lru_cache(maxsize=64)
 def _uses(file: str) -> tuple[_LockUse, ...]:
-    try:
-        return tuple(_found(ast.parse("".join(linecache.getlines(file)))))
-    except (SyntaxError, ValueError, RecursionError):
-        return ()
-
-
-def _found(tree: ast.Module) -> Iterator[_LockUse]:
-    for node in ast.walk(tree):
+    found = []
+    for node in ast.walk(syntax_tree(file)):
         if isinstance(node, ast.With):
-            end = node.end_lineno or 0
-            for item in node.items:
-                lock = item.context_expr
-                yield _LockUse(lock, lock.lineno, lock.end_lineno or lock.lineno, end)
+            for lock in (item.context_expr for item in node.items):
+                found.append(_LockUse(lock, lock.lineno, lock.end_lineno or lock.lineno, node.end_lineno or 0))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TAKES:
-            yield _LockUse(node.func.value, node.lineno, node.end_lineno or node.lineno)
+            found.append(_LockUse(node.func.value, node.lineno, node.end_lineno or node.lineno))
+    return tuple(found)

@@ -10,7 +10,7 @@ arms it, and the name of the file, which peers find among the rank's open files,
 ``faulthandler`` also writes to that file when a fatal signal ends the process, and ``sys.excepthook`` does with an
 uncaught exception: see ``crash_traces``.
 
-Between two calls of the Trainer there is no guard either, so a rank stays armed once it is.
+There is no guard between two calls of the Trainer either, so an armed rank stays armed.
 """
 
 import faulthandler

@@ -107,9 +107,10 @@ class ActionTracker:
         _attached.add(self)
         self._profiler = profiler
         self._before = {name: vars(profiler)[name] for name in _REPLACED if name in vars(profiler)}
-        if _is_lightnings_own(profiler) and "profile" not in self._before:
-            # Called some 25 times a step, so every inner call counts: otherwise, 3 % of a step of 3 ms.
-            if _does_nothing(profiler) and not self._before:
+        if _is_in(PROFILE, type(profiler).profile) and "profile" not in self._before:
+            # Lightning's own method, which only calls start and stop, and is called some 25 times a step, so every
+            # inner call counts: otherwise, 3 % of a step of 3 ms. Its default profiler has an empty start and stop.
+            if _is_in(START_OF_NO_PROFILER, type(profiler).start) and not self._before:
                 profiler.profile = partial(_TrackedAction, self)
             else:
                 profiler.profile = partial(_TrackedProfile, self, profiler.start, profiler.stop)
@@ -129,16 +130,6 @@ class ActionTracker:
 def attached_trackers() -> "list[ActionTracker]":
     """The trackers that listen to a Trainer now; they ignore actions on threads other than their own."""
     return list(_attached)
-
-
-def _is_lightnings_own(profiler: Any) -> bool:
-    """Whether ``profile`` is that of Lightning's base class, which only calls start and stop."""
-    return _is_in(PROFILE, type(profiler).profile)
-
-
-def _does_nothing(profiler: Any) -> bool:
-    """Whether this is Lightning's default, whose start and stop are empty."""
-    return _is_in(START_OF_NO_PROFILER, type(profiler).start)
 
 
 def _is_in(known: Code, function: Any) -> bool:

@@ -1,11 +1,10 @@
 """Finds trained parameters without a gradient, and the line where user code leaves them out."""
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.probes.trainer.source_lines import BEFORE_TRAINING, HookSource, own_functions, source_of
+from lightning_ncclsafe.probes.trainer.source_lines import BEFORE_TRAINING, HookSource, source_of, sources_in
 
 # DDP numbers the parameters that required a gradient when it was created.
 _NO_GRADIENT = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+)+)")
@@ -81,21 +80,16 @@ class _Use(NamedTuple):
 
 def _use_of(module: Any, parts: list[str], level: int) -> _Use | None:
     """Where the user code of a module uses one of its parts: calls it, or else names it."""
-    sources = [source for source in _functions_of(_part_of(module, parts[:level])) if source.uses(parts[level])]
+    for name in parts[:level]:
+        module = getattr(module, name, None)
+    sources = [source for source in _functions_of(module) if source.uses(parts[level])]
     for source in sorted(sources, key=lambda source: not source.calls(parts[level])):
         line = source.uses(parts[level])
         return _Use(source.place(line), source.leads_around(line), source.conditions_around(line))
     return None
 
 
-def _part_of(module: Any, path: list[str]) -> Any:
-    for name in path:
-        module = getattr(module, name, None)
-    return module
-
-
 def _functions_of(part: Any) -> Iterator[HookSource]:
     """The functions that run in a step, the usual ones first."""
-    usual = [source_of(part, name) for name in ("forward", "training_step")]
-    others = (function for function in own_functions(type(part)) if function.__name__ not in BEFORE_TRAINING)
-    yield from itertools.chain(usual, map(HookSource, others))
+    yield from (source_of(part, name) for name in ("forward", "training_step"))
+    yield from (source for source in sources_in([part]) if source.name not in BEFORE_TRAINING)

@@ -1,13 +1,14 @@
 """What is logged on all ranks, and where: keys, the model's metrics, and keys that callbacks monitor."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_ncclsafe.code.libraries import LOGGED_VALUES
 from lightning_ncclsafe.facts import LoggedKey, MetricFacts
-from lightning_ncclsafe.probes.process.stacks import main_thread_frames, rank_condition
-from lightning_ncclsafe.probes.trainer.source_lines import HookSource, own_functions, source_of
+from lightning_ncclsafe.probes.process.control_flow import rank_condition
+from lightning_ncclsafe.probes.process.stacks import main_thread_frames
+from lightning_ncclsafe.probes.trainer.source_lines import HookSource, source_of, sources_in
 
 _MOST_KEYS = 64
 _OTHER_STAGES = ("test", "predict")
@@ -17,7 +18,7 @@ _LOOPS = ("fit_loop.epoch_loop", "fit_loop.epoch_loop.val_loop", "validate_loop"
 
 def logged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     """Keys that all ranks reduce together, with the line that logs each."""
-    for metric in list(_synced(trainer))[:_MOST_KEYS]:
+    for metric in itertools.islice(filter(_is_reduced, _results(trainer)), _MOST_KEYS):
         meta = metric.meta
         name, hook = str(meta.name), str(meta.fx)
         source, line = _call_that_logs(name, trainer, module, hook)
@@ -31,17 +32,15 @@ def unlogged_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
 
     Those of a test or a prediction count only while there is one.
     """
-    logged = {str(metric.meta.name) for metric in itertools.chain(*map(_results, _owners(trainer)))}
+    logged = {str(metric.meta.name) for metric in _results(trainer)}
     stage = str(getattr(getattr(trainer, "state", None), "fn", ""))
-    kinds = dict.fromkeys(map(type, (module, *trainer_callbacks(trainer))))
-    for function in itertools.chain(*map(own_functions, kinds)):
-        name, source = function.__name__, HookSource(function)
-        if any(other in name and other not in stage for other in _OTHER_STAGES):
+    for source in sources_in([module, *trainer_callbacks(trainer)]):
+        if any(other in source.name and other not in stage for other in _OTHER_STAGES):
             continue
         for key, line in source.reduced_keys():
             if key not in logged:
                 condition = rank_condition(source.file, line)
-                yield LoggedKey(name=key, hook=name, place=source.place(line), rank_condition=condition)
+                yield LoggedKey(name=key, hook=source.name, place=source.place(line), rank_condition=condition)
 
 
 def metrics(module: Any) -> Iterator[MetricFacts]:
@@ -69,10 +68,11 @@ def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[Ho
     If none has the key as a literal, the only call in these hooks, or else in these methods, with a computed key.
     """
     hooks = [source_of(owner, hook) for owner in (module, *trainer_callbacks(trainer))]
-    others = [HookSource(function) for function in own_functions(type(module)) if not _is_hook(function.__name__)]
-    for source in (*hooks, *map(HookSource, own_functions(type(module)))):
+    methods = [*sources_in([module])]
+    for source in (*hooks, *methods):
         if line := source.logs(name):
             return source, line
+    others = [source for source in methods if not source.name.startswith("on_") and not source.name.endswith("_step")]
     for sources in (hooks, others):
         found = [(source, line) for source in sources for line in source.may_log(name)]
         if found:
@@ -80,14 +80,10 @@ def _call_that_logs(name: str, trainer: Any, module: Any, hook: str) -> tuple[Ho
     return hooks[0], 0
 
 
-def _is_hook(name: str) -> bool:
-    return name.startswith("on_") or name.endswith("_step")
-
-
 def monitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     """Keys that callbacks monitor; a key that is logged per step and per epoch has two more names."""
     monitors = {getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer)} - {None}
-    for metric in itertools.chain(*map(_results, _owners(trainer))) if monitors else ():
+    for metric in _results(trainer) if monitors else ():
         name = str(metric.meta.name)
         if not monitors.isdisjoint((name, f"{name}_step", f"{name}_epoch")):
             source, line = _call_that_logs(name, trainer, module, str(metric.meta.fx))
@@ -96,11 +92,9 @@ def monitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
 
 def unmonitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
     """Keys that callbacks monitor and that the user's source logs, but has not logged so far on this rank."""
-    logged = {str(metric.meta.name) for metric in itertools.chain(*map(_results, _owners(trainer)))}
-    known = {f"{name}{when}" for name in logged for when in ("", "_step", "_epoch")}
+    known = {f"{metric.meta.name}{when}" for metric in _results(trainer) for when in ("", "_step", "_epoch")}
     monitors = dict.fromkeys(getattr(callback, "monitor", None) for callback in trainer_callbacks(trainer))
-    kinds = dict.fromkeys(map(type, (module, *trainer_callbacks(trainer))))
-    sources = [HookSource(function) for function in itertools.chain(*map(own_functions, kinds))]
+    sources = [*sources_in([module, *trainer_callbacks(trainer)])]
     for name in monitors:
         found = ((source, line) for source in sources if (line := source.logs(str(name))))
         source, line = next(found, (None, 0))
@@ -109,24 +103,19 @@ def unmonitored_keys(trainer: Any, module: Any) -> Iterator[LoggedKey]:
             yield LoggedKey(name=str(name), place=source.place(line), rank_condition=condition)
 
 
-def _owners(trainer: Any) -> Iterator[Any]:
+def _results(trainer: Any) -> Iterator[Any]:
+    """Everything that was logged, as Lightning keeps it."""
     for path in _LOOPS:
         owner = trainer
         for name in path.split("."):
             owner = getattr(owner, name, None)
-        yield owner
+        yield from list((getattr(owner, "_results", None) or {}).values())
 
 
-def _results(owner: Any) -> list[Any]:
-    return list((getattr(owner, "_results", None) or {}).values())
-
-
-def _synced(trainer: Any) -> Iterable[Any]:
-    """Lightning's metadata of each key that is reduced between ranks."""
-    for metric in itertools.chain(*map(_results, _owners(trainer))):
-        meta = metric.meta
-        if not metric.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only):
-            yield metric
+def _is_reduced(result: Any) -> bool:
+    """Whether ranks reduce a key together."""
+    sync = result.meta.sync
+    return not result.is_tensor or (sync.should and not sync.rank_zero_only)
 
 
 def reduced_key() -> str:

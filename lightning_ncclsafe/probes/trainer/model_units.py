@@ -26,7 +26,12 @@ def read_units(model: Any, collectives: Iterable[Collective]) -> tuple[ModelUnit
         model: The model as its strategy has wrapped it; None gives nothing.
         collectives: What the recorder has.
     """
-    outstanding = {_size(entry): entry for entry in collectives if not entry.completed and not entry.is_p2p}
+    # Of equal ones, one.
+    outstanding = {
+        (entry.op, entry.input_sizes, entry.output_sizes, entry.group): entry
+        for entry in collectives
+        if not entry.completed and not entry.is_p2p
+    }
     if model is None or not outstanding:
         return ()
     found = [unit for unit in all_units(model) if any(matches(unit, entry) for entry in outstanding.values())]
@@ -107,7 +112,3 @@ def _merged(units: list[ModelUnit]) -> list[ModelUnit]:
         replace(first, alike=1 + len(others), last=others[-1].name if others else "")
         for first, *others in alike.values()
     ]
-
-
-def _size(entry: Collective) -> tuple[object, ...]:
-    return entry.op, entry.input_sizes, entry.output_sizes, entry.group

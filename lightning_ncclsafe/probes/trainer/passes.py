@@ -87,16 +87,16 @@ class BatchPasses:
             calls.append(tuple(self._calls))
         calls = [*itertools.repeat((), len(calls[:-MOST_BATCHES_WITH_CALLS])), *calls[-MOST_BATCHES_WITH_CALLS:]]
         newest_first = (call for call in itertools.chain(*reversed(calls)) if call)
-        told = [*dict.fromkeys(itertools.islice(newest_first, MOST_BATCHES_WITH_CALLS))]
+        newest = [*dict.fromkeys(itertools.islice(newest_first, MOST_BATCHES_WITH_CALLS))]
         return {
             "passes": tuple(runs),
             "passes_epoch": counted[0],
             "passes_batch": counted[1],
             "under_way": self._run() if is_under_way else (),
             "passes_from": tuple(tuple(map(_place, batch)) for batch in calls) if any(calls) else (),
-            "led_around": {_place(call): _led_around(call, HookSource.leads_around) for call in told},
+            "led_around": {_place(call): _led_around(call, HookSource.leads_around) for call in newest},
             "conditions_around": tuple(
-                dict.fromkeys(place for call in told for place in _led_around(call, HookSource.conditions_around))
+                dict.fromkeys(place for call in newest for place in _led_around(call, HookSource.conditions_around))
             )[:MOST_LINES],
         }
 

@@ -3,15 +3,17 @@
 import ast
 import inspect
 import itertools
-import linecache
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from types import CodeType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from lightning_ncclsafe.facts import Branch, Decides
-from lightning_ncclsafe.probes.process.stacks import control_flow, is_user_code, rank_condition
+from lightning_ncclsafe.probes.process.control_flow import control_flow, name_of, rank_condition, syntax_tree
+from lightning_ncclsafe.probes.process.stacks import is_user_code
+
+N = TypeVar("N", bound=ast.AST)
 
 BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepare_data", "setup"}
 """What Lightning calls before the first batch."""
@@ -25,34 +27,47 @@ class HookSource:
 
     Args:
         hook: The method, or the code of a function. Its source file is read, so not on the training's thread.
+
+    Attributes:
+        file: Path of the source file.
+        name: Name of the function.
     """
 
     def __init__(self, hook: Callable[..., Any] | CodeType | None) -> None:
-        self.file, self._name, self._body = "", "", []
+        self.file, self.name, self._body = "", "", []
         code = hook if isinstance(hook, CodeType) else getattr(inspect.unwrap(hook), "__code__", None) if hook else None
         if code is not None and is_user_code(code.co_filename):
-            self.file, self._name = code.co_filename, code.co_name
+            self.file, self.name = code.co_filename, code.co_name
             self._body = _body_of(code.co_filename, code.co_firstlineno, code.co_name)
+
+    def _each(self, kind: type[N]) -> Iterator[N]:
+        """Its nodes of one kind, in the order of their lines."""
+        return (node for node in _inside(self._body) if isinstance(node, kind))
+
+    def _logging_calls(self) -> Iterator[ast.Call]:
+        """The calls of a method ``log`` or ``log_dict``."""
+        for call in self._each(ast.Call):
+            if isinstance(call.func, ast.Attribute) and call.func.attr in ("log", "log_dict"):
+                yield call
 
     def returns_nothing(self) -> tuple[str, ...]:
         """Where it returns ``None``: ``"file:line in training_step"``."""
-        returns = (node for node in _inside(self._body) if isinstance(node, ast.Return) and _is_none(node.value))
-        return tuple(self._place(node.lineno) for node in returns)
+        returns = self._each(ast.Return)
+        return tuple(self.place(one.lineno) for one in returns if one.value is None or _is_constant(one.value, None))
 
     def logs(self, key: str) -> int:
         """The line of the call of ``log`` or ``log_dict`` with a key as a literal; 0 if there is none."""
-        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
-        return next((call.lineno for call in calls if key in _texts(call)), 0)
+        literals = ((node, call.lineno) for call in self._logging_calls() for node in ast.walk(call))
+        return next((line for node, line in literals if isinstance(node, ast.Constant) and node.value == key), 0)
 
     def may_log(self, key: str) -> tuple[int, ...]:
         """The lines of such calls with a computed key that may be this one."""
-        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
+        calls = self._logging_calls()
         return tuple(call.lineno for call in calls if any(_may_be(name, key) for name in _names_given(call)))
 
     def reduced_keys(self) -> tuple[tuple[str, int], ...]:
         """Literal keys in calls of ``log`` or ``log_dict`` with ``sync_dist=True``, and their lines."""
-        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call) and _is_log(node.func))
-        reduced = [call for call in calls if any(_is_reduced(keyword) for keyword in call.keywords)]
+        reduced = [call for call in self._logging_calls() if any(map(_is_reduced, call.keywords))]
         given = ((name, call.lineno) for call in reduced for name in _names_given(call))
         return tuple((str(name.value), line) for name, line in given if isinstance(name, ast.Constant))
 
@@ -64,18 +79,17 @@ class HookSource:
     def calls(self, attribute: str) -> bool:
         """Whether it calls ``self.attribute``, or one of those in it, and does not only name it, as ``len`` does."""
         named = self._named(attribute)
-        called = (node.func for node in _inside(self._body) if isinstance(node, ast.Call))
+        called = (call.func for call in self._each(ast.Call))
         callees = (callee.value if isinstance(callee, ast.Subscript) else callee for callee in called)
         return any(callee in named for callee in callees) or any(self._calls_of_each(named))
 
     def _named(self, attribute: str) -> list[ast.Attribute]:
-        named = (node for node in _inside(self._body) if isinstance(node, ast.Attribute) and node.attr == attribute)
+        named = (node for node in self._each(ast.Attribute) if node.attr == attribute)
         return [node for node in named if isinstance(node.value, ast.Name)]
 
     def _calls_of_each(self, named: list[ast.Attribute]) -> Iterator[int]:
         """The lines that call what loops take from these."""
-        loops = (node for node in _inside(self._body) if isinstance(node, ast.For))
-        ours = [loop for loop in loops if any(node in named for node in ast.walk(loop.iter))]
+        ours = [loop for loop in self._each(ast.For) if any(node in named for node in ast.walk(loop.iter))]
         names = {node.id for loop in ours for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
         calls = (node for loop in ours for node in _inside(loop.body) if isinstance(node, ast.Call))
         return (call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
@@ -85,13 +99,13 @@ class HookSource:
 
         ``"file:line in training_step"`` of each, in their order.
         """
-        told = {branch.line for branch in self._branches(line) if branch.jump or branch.on in _CONDITIONS}
-        return tuple(map(self._place, sorted(told)))
+        lines = {branch.line for branch in self._branches(line) if branch.jump or branch.on in _CONDITIONS}
+        return tuple(map(self.place, sorted(lines)))
 
     def conditions_around(self, line: int) -> tuple[str, ...]:
         """The conditions among these branches; they are reported beside the line, jumps at a line of their own."""
-        told = {branch.line for branch in self._branches(line) if not branch.jump and branch.on in _CONDITIONS}
-        return tuple(map(self._place, sorted(told)))
+        lines = {branch.line for branch in self._branches(line) if not branch.jump and branch.on in _CONDITIONS}
+        return tuple(map(self.place, sorted(lines)))
 
     def _branches(self, line: int) -> tuple[Branch, ...]:
         return control_flow(self.file).around(line).branches if self.file else ()
@@ -105,51 +119,37 @@ class HookSource:
         return self._while_training(_makes_leaf)
 
     def _while_training(self, wanted: Callable[[ast.AST], bool]) -> tuple[str, ...]:
-        if self._name in BEFORE_TRAINING:
+        if self.name in BEFORE_TRAINING:
             return ()
         lines = (getattr(node, "lineno", 0) for node in _inside(self._body) if wanted(node))
-        return tuple(map(self._place, dict.fromkeys(lines)))
+        return tuple(map(self.place, dict.fromkeys(lines)))
 
     def calls_under_condition(self, name: str) -> tuple[str, ...]:
         """Where it calls a function of this name under a condition on the rank: ``"file:line in training_step"``."""
-        calls = (node for node in _inside(self._body) if isinstance(node, ast.Call))
-        lines = (call.lineno for call in calls if _is_call_of(call, name))
-        return tuple(self._place(line) for line in lines if rank_condition(self.file, line))
+        lines = (call.lineno for call in self._each(ast.Call) if name_of(call.func) == name)
+        return tuple(self.place(line) for line in lines if rank_condition(self.file, line))
 
     def sets(self, attributes: Iterable[str]) -> tuple[str, ...]:
         """Where it, or a function that it defines, sets one of these attributes: ``"file:line in training_step"``."""
         names = {*attributes}
         lines = [node.lineno for body in self._body for node in ast.walk(body) if _sets(node, names)]
-        return tuple(map(self._place, sorted(lines)))
+        return tuple(map(self.place, sorted(lines)))
 
     def may_end_iteration(self) -> tuple[str, ...]:
         """Where a ``StopIteration`` may leave it: it is raised, or ``next()`` is called without a default.
 
         Lightning raises one itself where ``on_train_batch_start`` returns -1.
         """
-        ends = (
-            node for node in _inside(self._body) if isinstance(node, (ast.Raise, ast.Call)) and _ends_iteration(node)
-        )
-        lines = [node.lineno for node in ends]
-        if self._name == "on_train_batch_start":
-            returns = (node for node in _inside(self._body) if isinstance(node, ast.Return))
-            lines += [node.lineno for node in returns if node.value is not None and ast.unparse(node.value) == "-1"]
-        return tuple(map(self._place, sorted(lines)))
-
-    def _place(self, line: int) -> str:
-        return f"{self.file}:{line} in {self._name}"
+        ends: list[ast.Raise | ast.Call] = [*self._each(ast.Raise), *self._each(ast.Call)]
+        lines = [node.lineno for node in ends if _ends_iteration(node)]
+        if self.name == "on_train_batch_start":
+            returns = (node for node in self._each(ast.Return) if node.value is not None)
+            lines += [node.lineno for node in returns if ast.unparse(node) == "return -1"]
+        return tuple(map(self.place, sorted(lines)))
 
     def place(self, line: int) -> str:
         """``"file:line in hook"``; empty for line 0."""
-        return self._place(line) if line else ""
-
-
-def own_functions(kind: type) -> Iterator[Callable[..., Any]]:
-    """The functions of a class and its base classes that are the user's own."""
-    for owner in kind.__mro__:
-        functions = [function for function in vars(owner).values() if inspect.isfunction(function)]
-        if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
-            yield from functions
+        return f"{self.file}:{line} in {self.name}" if line else ""
 
 
 def source_of(module: Any, hook: str) -> HookSource:
@@ -166,6 +166,15 @@ def sources_of(module: Any, hook: str) -> Iterator[HookSource]:
         function = wrapped
 
 
+def sources_in(owners: Iterable[Any]) -> Iterator[HookSource]:
+    """The sources of the user's functions in the classes of these objects and their bases, of each class once."""
+    for owner in dict.fromkeys(type(owner) for owner in owners if owner is not None):
+        for kind in owner.__mro__:
+            functions = [function for function in vars(kind).values() if inspect.isfunction(function)]
+            if any(is_user_code(inspect.unwrap(function).__code__.co_filename) for function in functions):
+                yield from map(HookSource, functions)
+
+
 def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...]]) -> tuple[str, ...]:
     """Lines in the user's functions of these objects, the first few.
 
@@ -173,9 +182,7 @@ def lines_in(owners: Iterable[Any], asked: Callable[[HookSource], tuple[str, ...
         owners: The objects.
         asked: Returns the lines of one function.
     """
-    kinds = dict.fromkeys(type(owner) for owner in owners if owner is not None)
-    functions = itertools.chain(*map(own_functions, kinds))
-    found = dict.fromkeys(line for function in functions for line in asked(HookSource(function)))
+    found = dict.fromkeys(line for source in sources_in(owners) for line in asked(source))
     return tuple(itertools.islice(found, MOST_LINES))
 
 
@@ -187,21 +194,16 @@ def lines_that_set(attributes: Iterable[str], file: str) -> tuple[str, ...]:
 
 
 def _body_of(file: str, line: int, name: str) -> list[ast.stmt]:
-    functions = (function for function in _functions(file) if function.name == name)
-    return next((function.body for function in functions if line in _first_lines(function)), [])
+    for function in _functions(file):
+        # The first line of code with decorators is that of the first of them.
+        if function.name == name and line in (function.lineno, *(one.lineno for one in function.decorator_list)):
+            return function.body
+    return []
 
 
 @lru_cache(maxsize=8)
 def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return ()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-
-
-def _first_lines(function: ast.FunctionDef) -> list[int]:
-    return [function.lineno, *(decorator.lineno for decorator in function.decorator_list)]
+    return tuple(node for node in ast.walk(syntax_tree(file)) if isinstance(node, ast.FunctionDef))
 
 
 def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
@@ -214,31 +216,20 @@ def _inside(body: list[ast.stmt]) -> Iterator[ast.AST]:
             yield from _inside([child])  # type: ignore[list-item]
 
 
-def _is_none(value: ast.expr | None) -> bool:
-    return value is None or (isinstance(value, ast.Constant) and value.value is None)
-
-
-def _is_call_of(call: ast.Call, name: str) -> bool:
-    return getattr(call.func, "attr", getattr(call.func, "id", "")) == name
-
-
-def _is_log(function: ast.expr) -> bool:
-    return isinstance(function, ast.Attribute) and function.attr in ("log", "log_dict")
-
-
 def _is_attribute(target: ast.expr, names: set[str]) -> bool:
     return isinstance(target, ast.Attribute) and target.attr in names
 
 
 def _sets(node: ast.AST, names: set[str]) -> TypeGuard[ast.stmt | ast.Call]:
     if isinstance(node, ast.Call):
-        return _is_call_of(node, "setattr") and any(isinstance(a, ast.Constant) and a.value in names for a in node.args)
+        constants = (value.value for value in node.args if isinstance(value, ast.Constant))
+        return name_of(node.func) == "setattr" and not names.isdisjoint(constants)
     if isinstance(node, ast.Assign):
         return any(_is_attribute(target, names) for target in node.targets)
     return isinstance(node, (ast.AugAssign, ast.AnnAssign)) and _is_attribute(node.target, names)
 
 
-def _is_constant(node: ast.expr | None, value: bool) -> bool:
+def _is_constant(node: ast.expr, value: bool | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
@@ -253,14 +244,14 @@ def _freezes(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
-    is_set = _is_call_of(node, "requires_grad_") and bool(given) and not _is_constant(given[0], True)
-    return is_set or _is_call_of(node, "freeze")
+    is_set = name_of(node.func) == "requires_grad_" and bool(given) and not _is_constant(given[0], True)
+    return is_set or name_of(node.func) == "freeze"
 
 
 def _makes_leaf(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    if _is_call_of(node, "requires_grad_"):
+    if name_of(node.func) == "requires_grad_":
         return not any(_is_constant(value, False) for value in node.args)
     return any(keyword.arg == "requires_grad" and not _is_constant(keyword.value, False) for keyword in node.keywords)
 
@@ -290,7 +281,3 @@ def _ends_iteration(node: ast.Raise | ast.Call) -> bool:
         return isinstance(node.func, ast.Name) and node.func.id == "next" and len(node.args) == 1
     raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
     return isinstance(raised, ast.Name) and raised.id == "StopIteration"
-
-
-def _texts(call: ast.Call) -> set[object]:
-    return {node.value for node in ast.walk(call) if isinstance(node, ast.Constant) and isinstance(node.value, str)}

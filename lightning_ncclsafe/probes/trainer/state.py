@@ -8,17 +8,10 @@ from typing import Any
 from lightning_ncclsafe.facts import Action, LoaderFacts, LoopEnd, Phase, Progress, StorageFacts, TrainerFacts
 from lightning_ncclsafe.facts.phase_kinds import FIRST_BATCH, PhaseKind, make_phase_kind
 from lightning_ncclsafe.probes.host.resources import filesystem_of
-from lightning_ncclsafe.probes.trainer.source_lines import HookSource, lines_that_set, own_functions
+from lightning_ncclsafe.probes.trainer.source_lines import MOST_LINES, lines_that_set, sources_in
 
 # Values of Lightning's RunningStage.
-_PHASES = {
-    "sanity_check": Phase.SANITY_CHECK,
-    "train": Phase.TRAIN,
-    "validate": Phase.VALIDATE,
-    "test": Phase.TEST,
-    "predict": Phase.PREDICT,
-}
-_MOST_LINES = 8
+_PHASES = {phase.value: phase for phase in (Phase.SANITY_CHECK, Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)}
 # Settings that decide how many steps, validations and collectives a rank makes.
 _SETTINGS = (
     "max_epochs",
@@ -148,8 +141,8 @@ class TrainerProbe:
             callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
             validates_by_clock=self._validation_s() is not None,
             end=end,
-            ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), _MOST_LINES)),
-            validates_at=tuple(itertools.islice(_lines_that_set(trainer, _VALIDATES_AT_ALL), _MOST_LINES)),
+            ended_at=tuple(itertools.islice(_ending_lines(trainer, end, changed), MOST_LINES)),
+            validates_at=tuple(itertools.islice(_lines_that_set(trainer, _VALIDATES_AT_ALL), MOST_LINES)),
             batches_begun=0 if self._is_between_epochs() else batches.current.ready,
             batches=count,
             validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
@@ -290,21 +283,15 @@ def _ending_lines(trainer: Any, end: LoopEnd, changed: Iterable[str]) -> Iterato
     if attributes:
         yield from _lines_that_set(trainer, attributes)
     elif end is LoopEnd.UNKNOWN:
-        for source in _own_sources(trainer):
+        for source in sources_in([trainer.lightning_module, *trainer.callbacks]):
             yield from source.may_end_iteration()
 
 
 def _lines_that_set(trainer: Any, attributes: Iterable[str]) -> Iterator[str]:
-    sources = _own_sources(trainer)
+    sources = [*sources_in([trainer.lightning_module, *trainer.callbacks])]
     found = [line for source in sources for line in source.sets(attributes)]
     files = dict.fromkeys(source.file for source in sources if source.file)
     yield from found or (line for file in files for line in lines_that_set(attributes, file))
-
-
-def _own_sources(trainer: Any) -> list[HookSource]:
-    """The sources of the functions of the user's own module and callbacks."""
-    kinds = dict.fromkeys(map(type, (trainer.lightning_module, *trainer.callbacks)))
-    return [source for kind in kinds for source in map(HookSource, own_functions(kind))]
 
 
 def _is_saving(actions: tuple[Action, ...]) -> bool:

@@ -147,7 +147,11 @@ class StepRecord:
             skipped_epoch=last[0],
             skipped_batch=last[1],
             passes_at=step.calls_under_condition(_BACKWARD) if len(runs) > 1 else (),
-            returns_nothing=_returns_nothing(module) if skipped else (),
+            returns_nothing=(
+                tuple(place for one in sources_of(module, "training_step") for place in one.returns_nothing())
+                if skipped
+                else ()
+            ),
             without_graph=self._without_graph,
             leaves_at=lines_in([module], HookSource.makes_leaves) if self._without_graph else (),
             without_gradient=tuple(missing[:_MOST_NAMES]),
@@ -164,8 +168,12 @@ class StepRecord:
             peer=_peer(),
             root=_root(),
             groups_made=process_groups.groups_made(),
-            groups_at=(_groups_under_condition() or lines_in(users, _makes_group)) if makes_group else (),
-            accumulates_at=lines_in(users, _sets_accumulation) if any(run[3:4] > (0,) for run in runs) else (),
+            groups_at=(_groups_under_condition() or lines_in(users, _groups_made)) if makes_group else (),
+            accumulates_at=(
+                lines_in(users, lambda source: source.sets(["accumulate_grad_batches"]))
+                if any(run[3:4] > (0,) for run in runs)
+                else ()
+            ),
         )
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
@@ -228,17 +236,8 @@ def _root() -> int:
 
 def _groups_under_condition() -> tuple[str, ...]:
     sources = (HookSource(frame.f_code) for frame in main_thread_frames())
-    return tuple(place for source in sources for place in _makes_group(source))[:MOST_LINES]
+    return tuple(place for source in sources for place in _groups_made(source))[:MOST_LINES]
 
 
-def _returns_nothing(module: Any) -> tuple[str, ...]:
-    """Where training_step, or a decorator around it, returns nothing."""
-    return tuple(place for source in sources_of(module, "training_step") for place in source.returns_nothing())
-
-
-def _makes_group(source: HookSource) -> tuple[str, ...]:
+def _groups_made(source: HookSource) -> tuple[str, ...]:
     return source.calls_under_condition("new_group")
-
-
-def _sets_accumulation(source: HookSource) -> tuple[str, ...]:
-    return source.sets(["accumulate_grad_batches"])
