@@ -128,7 +128,7 @@ def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
     assert [numbers.last for numbers in job.incidents] == [1, 1], "on the rank that does not report, too"
 
 
-def test_loaders_that_differ_in_another_way_each_time_are_told_of_once(tmp_path: Path) -> None:
+def test_loaders_that_differ_in_another_way_each_time_are_reported_once(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for number in range(30):
         longer = replace(EQUAL, length=6 + number, batches=6 + number)
@@ -151,7 +151,7 @@ def two_halves(rank: int, number: int, **changes: Any) -> LoaderFacts:
     return replace(OTHER_DATA, sampler=sampler, fingerprints={"values": f"{rank} of {number}"}, **changes)
 
 
-def test_without_the_callback_other_data_is_said_once_for_each_stage_and_trained_on(tmp_path: Path) -> None:
+def test_without_the_callback_other_data_is_reported_once_per_stage_and_training_continues(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for epoch in range(3):  # made anew for each
         presented = [data(two_halves(rank, epoch), on_mismatch="raise_on_hang") for rank in range(2)]
@@ -169,7 +169,7 @@ def test_without_the_callback_other_data_is_said_once_for_each_stage_and_trained
     assert len(job.said) == 2
 
 
-def test_with_the_callback_other_data_does_not_start_and_the_error_says_how_it_would(tmp_path: Path) -> None:
+def test_with_the_callback_other_data_does_not_start_and_the_error_explains_how_it_would(tmp_path: Path) -> None:
     errors = Job(tmp_path, 2).compare(*(data(two_halves(rank, 0)) for rank in range(2)))
     assert {type(error) for error in errors} == {DatasetMismatchError}
     way = 'To train anyway: Trainer(callbacks=[DatasetAgreement(on_mismatch="warn")]).'
@@ -187,7 +187,7 @@ def test_what_would_hang_does_not_start_without_the_callback_either(tmp_path: Pa
     assert 'DatasetAgreement(on_mismatch="warn", on_uneven="stop_together")' in " ".join(str(errors[0]).split())
 
 
-def test_where_every_rank_evaluates_everything_nothing_is_said_or_written(tmp_path: Path) -> None:
+def test_if_every_rank_evaluates_everything_nothing_is_printed_or_written(tmp_path: Path) -> None:
     whole = replace(
         EQUAL,
         name="val_dataloader",
@@ -211,7 +211,7 @@ def test_if_one_rank_wants_an_error_all_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("withdrawn", [0, 1])
-def test_a_rank_that_has_withdrawn_keeps_nobody_waiting(tmp_path: Path, withdrawn: int) -> None:
+def test_a_rank_that_has_withdrawn_keeps_no_rank_waiting(tmp_path: Path, withdrawn: int) -> None:
     job = Job(tmp_path, 3)
     others = tuple({0, 1, 2} - {withdrawn})
     assert job.compare(data(EQUAL), data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 3
@@ -308,7 +308,7 @@ def test_a_folder_that_cannot_be_written_to_takes_nothing_from_the_error(tmp_pat
     assert {str(error).splitlines()[0][:18] for error in errors} == {"sized-and-unsized:"}
 
 
-def test_an_uneven_end_is_told_alike_by_all_ranks_and_reported_by_one(tmp_path: Path) -> None:
+def test_an_uneven_end_has_the_same_words_on_all_ranks_and_one_report(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
     readings = [
         BatchesRead(batches=9, ended=False),
@@ -325,7 +325,7 @@ def test_an_uneven_end_is_told_alike_by_all_ranks_and_reported_by_one(tmp_path: 
 
 
 @pytest.mark.parametrize("on_uneven", ["stop_together", "repeat"])
-def test_an_uneven_end_that_is_allowed_is_said_once(tmp_path: Path, on_uneven: str) -> None:
+def test_an_uneven_end_that_is_allowed_is_printed_once(tmp_path: Path, on_uneven: str) -> None:
     job = Job(tmp_path, 2)
     readings = [BatchesRead(batches=3, ended=True), BatchesRead(batches=4, ended=False)]
     presented = data(STREAM, on_uneven=on_uneven)

@@ -69,7 +69,7 @@ def test_ranks_among_which_the_model_is_split_predict_together() -> None:
 
 
 @pytest.mark.parametrize("stage", ["val_dataloader", "test_dataloader"])
-def test_ranks_evaluate_each_for_itself_where_nobody_has_set_anything(stage: str) -> None:
+def test_by_default_each_rank_evaluates_on_its_own(stage: str) -> None:
     def at_end(*loaders: LoaderFacts, **settings: Any) -> EpochEnd:
         return epoch_ends([DataFacts(stage=stage, loaders=(one,), **settings) for one in loaders])[0]
 

@@ -217,3 +217,21 @@ def least_budget(ranks: Sequence[Capacity]) -> Budget:
         shm_bytes=min((one.shm_bytes for one in budgets if one.shm_bytes is not None), default=None),
         open_files=min((one.open_files for one in budgets if one.open_files is not None), default=None),
     )
+
+
+def fewer_workers(name: str, asked: int, workers: int, budget: Budget) -> str:
+    """The message if the user's workers are far more than the cores."""
+    return (
+        f"{name}: num_workers={workers} instead of {asked} on every rank: the cores allow no more ({budget.cores_from})"
+    )
+
+
+def fewer_ahead(name: str, asked: int, most: int, batch_bytes: int, bound: Bound, budget: Budget) -> str:
+    """The message if there is no room for as many batches ahead as the user has set."""
+    where = {
+        "memory": f"memory ({budget.memory_from})",
+        "shm": "/dev/shm (half of what is free)",
+        "files": "open files (ulimit -n)",
+    }[bound]
+    batches = "1 batch" if most == 1 else f"{most} batches"
+    return f"{name}: {batches} of {size_words(batch_bytes)} prefetched instead of {asked:,}: limited by {where}"

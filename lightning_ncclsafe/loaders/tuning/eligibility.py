@@ -193,16 +193,11 @@ def _attributes(holder: Any) -> dict[str, Any]:
     with suppress(AttributeError):
         found.update(object.__getattribute__(holder, "__dict__"))
     for kind in type(holder).__mro__:
-        if "__slots__" in vars(kind):
-            found.update(_slots(holder, kind))
+        for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if issubclass(type(slot), types.MemberDescriptorType):
+                with suppress(AttributeError):  # it is not set
+                    found[name] = slot.__get__(holder)
     return found
-
-
-def _slots(holder: Any, kind: type) -> Iterator[tuple[str, Any]]:
-    for name, slot in vars(kind).items():
-        if issubclass(type(slot), types.MemberDescriptorType):
-            with suppress(AttributeError):  # it is not set
-                yield name, slot.__get__(holder)
 
 
 def _what(value: Any) -> str | None:

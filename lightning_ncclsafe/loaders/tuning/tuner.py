@@ -16,7 +16,7 @@ from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, wait_for_keys
 from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.loaders.iteration import Begin
-from lightning_ncclsafe.loaders.tuning.budget import BUDGET_S, Bound, Budget, agree_on_budget
+from lightning_ncclsafe.loaders.tuning.budget import BUDGET_S, Budget, agree_on_budget, fewer_ahead, fewer_workers
 from lightning_ncclsafe.loaders.tuning.deciding import (
     ADVICE_ONLY,
     ITERABLE,
@@ -30,7 +30,6 @@ from lightning_ncclsafe.loaders.tuning.eligibility import forks, unsafe
 from lightning_ncclsafe.loaders.tuning.kinds import AdvisedLoader, LoaderOptions, kind_of
 from lightning_ncclsafe.loaders.tuning.measuring import BatchSize, Interval
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
-from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.settings import TunerSettings
 
 Tuning = Callable[[Begin], Any]
@@ -172,7 +171,7 @@ class Tuner:
         most = max(found[bound] // max(len(self._loaders), 1), 1)
         asked = workers * (loader.prefetch_factor or 2)
         if most < asked and self._rank == 0:
-            self._print_once(fewer_ahead(name, asked, most, size, bound, self._budget), about=name)
+            self._print_once(fewer_ahead(name, asked, most, size.size_bytes, bound, self._budget), about=name)
         return most
 
     def _print_once(self, line: str, about: str = "") -> None:
@@ -205,16 +204,15 @@ class Tuner:
                 found = wait_for_keys(self._exchange, [key], deadline_s=_EPOCH_S, poll_s=_EPOCH_POLL_S)
                 if found:
                     return self._in_epoch(name, found[key])
+            own = Decision()
             if self._deciding is not None:
                 # No rank is two epochs behind, so the store does not grow with the epochs.
                 self._exchange.delete([f"tuning/epoch/{name}/{epoch - 2}"])
-            workers = loader.workers_at(Interval(epoch)) if self._deciding is not None else None
-            own = (
-                ()
-                if workers is None
-                else (LoaderSetting(loader=name, user_workers=loader.user_workers, workers=workers),)
-            )
-            return self._in_epoch(name, self._exchange.set_if_absent(key, codec.encode(Decision(settings=own))))
+                workers = loader.workers_at(Interval(epoch))
+                if workers is not None:
+                    setting = LoaderSetting(loader=name, user_workers=loader.user_workers, workers=workers)
+                    own = Decision(settings=(setting,))
+            return self._in_epoch(name, self._exchange.set_if_absent(key, codec.encode(own)))
         except ExchangeError as error:
             say_own_failure(error, what=f"the tuning of {name}")
             return self._of_epoch.get(name)
@@ -294,21 +292,3 @@ class Tuner:
 
 def _stage_of(name: str) -> str:
     return name.partition("[")[0]
-
-
-def fewer_workers(name: str, asked: int, workers: int, budget: Budget) -> str:
-    """The message if the user's workers are far more than the cores."""
-    return (
-        f"{name}: num_workers={workers} instead of {asked} on every rank: the cores allow no more ({budget.cores_from})"
-    )
-
-
-def fewer_ahead(name: str, asked: int, most: int, size: BatchSize, bound: Bound, budget: Budget) -> str:
-    """The message if there is no room for as many batches ahead as the user has set."""
-    where = {
-        "memory": f"memory ({budget.memory_from})",
-        "shm": "/dev/shm (half of what is free)",
-        "files": "open files (ulimit -n)",
-    }[bound]
-    batches = "1 batch" if most == 1 else f"{most} batches"
-    return f"{name}: {batches} of {size_words(size.size_bytes)} prefetched instead of {asked:,}: limited by {where}"

@@ -50,14 +50,14 @@ def test_ranks_of_other_hosts_take_nothing_and_the_own_one_counts_once() -> None
         assert (budget.workers, budget.memory_bytes, budget.cores_from) == (2, 4 * GB, "2 cores")
 
 
-def test_where_no_mask_is_told_all_cores_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_mask_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert workers([Capacity(machine="a")] * 3) == [2] * 3
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert workers([Capacity()]) == [1]
 
 
-def test_masks_that_overlap_in_part_are_said_to() -> None:
+def test_masks_that_overlap_in_part_are_described_so() -> None:
     ranks = ranks_on([range(0, 6), range(4, 10)])
     budget = budget_of(ranks[0], ranks)
     assert (budget.cores, budget.cores_from) == (5.0, "6 cores, some of them shared with other ranks")
