@@ -163,7 +163,7 @@ class Tuner:
     def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize) -> int | None:
         """How many batches a loader may have ahead; all loaders of the rank get equal shares of the budget."""
         assert self._budget is not None
-        copies = 2 if getattr(loader, "pin_memory", False) else 1
+        copies = 2 if loader.pin_memory else 1
         found = self._budget.most_batches(size.size_bytes, size.tensors, copies=copies)
         if not found:
             return None

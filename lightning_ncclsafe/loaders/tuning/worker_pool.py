@@ -233,7 +233,7 @@ class WorkerPool:
         self._deadlines = deadlines
         self._is_first = True
         self._is_silent = False
-        self._is_in_order = bool(getattr(loader, "in_order", True))
+        self._is_in_order = bool(loader.in_order)
         generator = loader.generator if seed is None else loading.generator_from(seed)
         self._loader = _copy_of(loader, workers, sampler, generator)
         self.iterator: Iterator[Any] = loading.begin_loading(self._loader)
