@@ -220,7 +220,7 @@ class Store:
         try:
             segment.append(data)
         except FileNotFoundError:
-            # It is removed: by us if it was empty, for good after the end.
+            # It is removed: by us if it was empty, and permanently after the end.
             if self._closed:
                 raise
             segment = self._next_segment()

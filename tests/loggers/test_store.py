@@ -85,7 +85,7 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_frames_come_in_order_over_many_segments(folder: Path) -> None:
+def test_frames_are_in_order_over_many_segments(folder: Path) -> None:
     store = Store(folder)
     append(store, *range(9))
     assert len(files(folder)) == 5
@@ -468,7 +468,7 @@ def test_what_is_noted_is_plain_json(folder: Path) -> None:
     assert json.loads((folder / "delivered.json").read_text()) == {"segment": 1, "released": SIZE, "anchors": {}}
 
 
-def test_each_row_of_failures_is_said_once_and_outside_the_lock(folder: Path, disk: Disk) -> None:
+def test_each_series_of_failures_is_reported_once_and_outside_the_lock(folder: Path, disk: Disk) -> None:
     said: list[tuple[int | None, int]] = []
     # What it asks for would wait for ever if it were called within.
     store = Store(folder, on_fault=lambda error: said.append((error.errno, store.pending_bytes)))
@@ -636,7 +636,7 @@ def test_a_directory_that_another_process_removes_just_now_is_made_again(
     assert is_locked(folder)
 
 
-def test_a_lock_that_somebody_else_has_made_meanwhile_is_left_to_them(claimed: tuple[Path, Claim]) -> None:
+def test_a_lock_that_another_process_has_created_meanwhile_is_left_to_it(claimed: tuple[Path, Claim]) -> None:
     folder, claim = claimed
     (folder / "lock").unlink()
     with locked_by_another(folder), pytest.raises(OSError, match="unavailable"):
