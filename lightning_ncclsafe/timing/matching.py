@@ -170,7 +170,7 @@ def _first_of_each(calls: Calls) -> Calls:
     """Sorted by rank and sequence number; of operations that were coalesced under one number, the first."""
     next_seq, next_rank = np.diff(calls["seq"]), np.diff(calls["rank"])
     if ((next_rank > 0) | ((next_rank == 0) & (next_seq > 0))).all():
-        return calls  # as it mostly comes; to sort it takes ten times as long
+        return calls  # usually sorted already, and sorting takes ten times as long
     order = np.lexsort((calls["created_ns"], calls["seq"], calls["rank"]))
     ordered = calls[order]
     is_new: NDArray[Any] = np.ones(len(ordered), dtype=bool)
