@@ -114,7 +114,7 @@ def test_a_disagreement_in_a_later_comparison_is_found(tmp_path: Path) -> None:
     assert Path(errors[0].report_folder).name.endswith("Z-incident-1"), "however many comparisons there were"
 
 
-def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
+def test_training_continues_if_the_user_wants_a_warning(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     longer = replace(EQUAL, length=6, batches=6)
     for _ in range(2):
@@ -200,7 +200,7 @@ def test_if_every_rank_evaluates_everything_nothing_is_printed_or_written(tmp_pa
     assert not (tmp_path / "reports").exists()
 
 
-def test_what_cannot_be_gone_on_with_raises_all_the_same(tmp_path: Path) -> None:
+def test_data_that_cannot_be_trained_on_raises_whatever_the_user_wants(tmp_path: Path) -> None:
     warned = [data(EQUAL, on_mismatch="warn"), data(EQUAL, EQUAL, on_mismatch="warn")]
     assert [error.findings[0].rule for error in Job(tmp_path, 2).compare(*warned)] == ["loader-count"] * 2
 
@@ -227,7 +227,7 @@ def test_all_ranks_can_or_none_does(tmp_path: Path, can: tuple[bool, ...], all_c
     assert job.run(lambda rank, agreement: agreement.all_can(can[rank])) == [all_can] * 3
 
 
-def test_a_rank_that_never_comes_is_named_after_the_deadline_and_held_up_for(tmp_path: Path) -> None:
+def test_a_rank_that_never_arrives_is_named_after_the_deadline_and_waited_for(tmp_path: Path) -> None:
     """Where it can never come the guard has ended the run before; here, its guard has failed."""
     job = Job(tmp_path, 3, deadline_s=0.3)
     assert job.compare(data(EQUAL), data(EQUAL), data(STREAM), ranks=(0, 2)) == [(), ()]
@@ -236,14 +236,16 @@ def test_a_rank_that_never_comes_is_named_after_the_deadline_and_held_up_for(tmp
     assert len(list(tmp_path.glob("*/report.json"))) == 1
 
 
-def test_who_comes_late_finds_the_verdict(tmp_path: Path) -> None:
+def test_a_late_rank_finds_the_verdict(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, deadline_s=0.2)
     assert job.compare(data(EQUAL), data(EQUAL), ranks=(0,)) == [()]
     assert job.compare(data(EQUAL), data(EQUAL), ranks=(1,)) == [()]
     assert job.compare(data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 2
 
 
-def test_if_rank_0_never_comes_the_others_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_rank_0_never_arrives_the_others_do_not_wait_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(meeting, "_VERDICT_S", 0.1)
     monkeypatch.setattr(meeting, "_ABSENT_S", 0.1)
     job = Job(tmp_path, 3, deadline_s=0.2)
@@ -256,7 +258,7 @@ def test_if_rank_0_never_comes_the_others_do_not_wait_for_ever(tmp_path: Path, m
     assert job.compare(data(STREAM), data(EQUAL), data(EQUAL), ranks=(0,)) == [()], "what the others go by"
 
 
-def test_who_has_not_come_once_is_not_waited_for_again(tmp_path: Path) -> None:
+def test_a_rank_that_has_missed_one_meeting_is_not_waited_for_again(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, deadline_s=0.3)
     job.compare(data(EQUAL), data(EQUAL), ranks=(0,))
     job.agreements[0]._meeting._deadline_s = 60

@@ -108,7 +108,7 @@ def test_different_numbers_of_loaders_have_none() -> None:
     assert epoch_ends([]) == ()
 
 
-def test_loaders_that_end_together_all_the_same_are_left_alone() -> None:
+def test_loaders_that_still_end_together_are_left_alone() -> None:
     """The shorter ones go round while the longest is read; where a stream is among them, nobody knows how often."""
 
     def rank(short: int, *more: LoaderFacts) -> DataFacts:

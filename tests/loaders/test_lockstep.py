@@ -88,7 +88,7 @@ def test_raise_raises_on_all_ranks_before_the_same_batch() -> None:
     assert as_ranks(3, body) == [[(rank, 0, batch) for batch in range(3)] for rank in range(3)]
 
 
-def test_repeat_goes_on_to_the_end_of_the_longest_and_starts_over_on_the_others() -> None:
+def test_repeat_continues_to_the_end_of_the_longest_and_starts_over_on_the_others() -> None:
     outcome = [epochs[0] for _, epochs in read("repeat")]
     assert outcome[0] == [(0, 0, batch) for batch in range(5)]
     assert outcome[1] == [(1, 0, 0), (1, 0, 1), (1, 0, 2), (1, 1, 0), (1, 1, 1)]

@@ -109,7 +109,7 @@ class AdvisedLoader:
 
     def _keep(self, measurement: Measurement) -> None:
         loader = self._loader
-        # It may be created with the first sample.
+        # The generator may be created with the first sample.
         if len(self._last) < _LOOKS:
             self._has_generator = self._has_generator or holds_generator(loader.dataset)
         seeded = self._has_generator or is_seeded(loader)
@@ -178,15 +178,15 @@ class IterableLoader(AdvisedLoader):
 
 
 def kind_of(loader: Any, settings: TunerSettings) -> type[AdvisedLoader] | None:
-    """How a loader is tuned; None for what is not a ``DataLoader``.
+    """How a loader is tuned; None for what is left alone: any but a ``DataLoader``, and one that is unsafe to change.
 
     Args:
         loader: What Lightning iterates.
     """
-    if not loading.is_dataloader(loader):
+    if not loading.is_dataloader(loader) or unsafe(loader):
         return None
     if settings.apply and not unresizable(loader):
         return MapStyleLoader
     if settings.apply and settings.apply_to_iterables and loading.has_iterable_dataset(loader):
-        return AdvisedLoader if unsafe(loader) else IterableLoader
+        return IterableLoader
     return AdvisedLoader

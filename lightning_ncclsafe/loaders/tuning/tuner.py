@@ -26,7 +26,7 @@ from lightning_ncclsafe.loaders.tuning.deciding import (
     LoaderSetting,
     RankReport,
 )
-from lightning_ncclsafe.loaders.tuning.eligibility import forks, unsafe
+from lightning_ncclsafe.loaders.tuning.eligibility import forks
 from lightning_ncclsafe.loaders.tuning.kinds import AdvisedLoader, LoaderOptions, kind_of
 from lightning_ncclsafe.loaders.tuning.measuring import BatchSize, Interval
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
@@ -93,21 +93,21 @@ class Tuner:
             For each loader what creates its iterators, or None to leave it alone.
         """
         self.release(stage)
-        if not self._await_budget() or self._over.is_set():
+        budget = self._await_budget()
+        if budget is None or self._over.is_set():
             return [None] * len(loaders)
         names = [stage if len(loaders) == 1 else f"{stage}[{index}]" for index in range(len(loaders))]
-        assert self._budget is not None
         together = loaders if at_once else loaders[:1]
         asked = sum(getattr(loader, "num_workers", 0) for loader in together)
-        most = self._budget.most_asked
+        most = budget.most_asked
         share = most if asked <= most else max(most // len(together), 1)
         return [
-            self._take(name, loader, most_workers=share, group=stage if at_once else name)
+            self._take(name, loader, budget, most_workers=share, group=stage if at_once else name)
             for name, loader in zip(names, loaders, strict=True)
         ]
 
     def release(self, stage: str) -> None:
-        """Lets go of a stage's loaders: they are used no more, or are about to come again."""
+        """Restores a stage's loaders, which are no longer used, or are about to be taken again."""
         with self._lock:
             # In reverse order: a loader of two stages is set back to what it was before the first.
             gone = [name for name in reversed(self._loaders) if _stage_of(name) == stage]
@@ -126,18 +126,17 @@ class Tuner:
             self.release(_stage_of([*self._loaders][-1]))
 
     @marked(Mark.STORE)
-    def _await_budget(self) -> bool:
-        return self._has_budget.wait(2 * BUDGET_S)
+    def _await_budget(self) -> Budget | None:
+        return self._budget if self._has_budget.wait(2 * BUDGET_S) else None
 
-    def _take(self, name: str, loader: Any, *, most_workers: int, group: str) -> Tuning | None:
+    def _take(self, name: str, loader: Any, budget: Budget, *, most_workers: int, group: str) -> Tuning | None:
         kind = kind_of(loader, self._settings)
-        if kind is None or (kind.advises and unsafe(loader)):
+        if kind is None:
             return None
         asked = loader.num_workers
         workers = asked if kind.advises else min(asked, most_workers)
         if workers < asked and self._rank == 0:
-            assert self._budget is not None
-            self._print_once(fewer_workers(name, asked, workers, self._budget))
+            self._print_once(fewer_workers(name, asked, workers, budget))
         why_fixed = ""
         if kind.advises:
             own_way = ITERABLE if loading.has_iterable_dataset(loader) else OWN_WAY
@@ -148,7 +147,7 @@ class Tuner:
             options = LoaderOptions(
                 user_workers=workers,
                 epochs=self._epochs[name],
-                most_ahead=lambda size: self._most_ahead(name, loader, workers, size),
+                most_ahead=lambda size: self._most_ahead(name, loader, workers, size, budget),
                 say=lambda text: self._say_first(name, text),
                 measured=self._wake.set,
             )
@@ -160,18 +159,16 @@ class Tuner:
 
         return begin
 
-    def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize) -> int | None:
+    def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize, budget: Budget) -> int | None:
         """How many batches a loader may have ahead; all loaders of the rank get equal shares of the budget."""
-        assert self._budget is not None
-        copies = 2 if loader.pin_memory else 1
-        found = self._budget.most_batches(size.size_bytes, size.tensors, copies=copies)
+        found = budget.most_batches(size.size_bytes, size.tensors, copies=2 if loader.pin_memory else 1)
         if not found:
             return None
         bound = min(found, key=found.__getitem__)
         most = max(found[bound] // max(len(self._loaders), 1), 1)
         asked = workers * (loader.prefetch_factor or 2)
         if most < asked and self._rank == 0:
-            self._print_once(fewer_ahead(name, asked, most, size.size_bytes, bound, self._budget), about=name)
+            self._print_once(fewer_ahead(name, asked, most, size.size_bytes, bound, budget), about=name)
         return most
 
     def _print_once(self, line: str, about: str = "") -> None:

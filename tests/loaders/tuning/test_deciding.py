@@ -171,7 +171,7 @@ def test_advice_is_printed_once_and_changes_nothing(why: str) -> None:
     assert line.endswith(f"It is not changed: {why}")
 
 
-def test_a_loader_that_is_given_again_goes_on_where_it_was() -> None:
+def test_a_loader_that_is_returned_again_continues_where_it_was() -> None:
     job = Job()
     job.begin()
     job.train(epochs=3)
@@ -181,7 +181,7 @@ def test_a_loader_that_is_given_again_goes_on_where_it_was() -> None:
     assert job.setting() == LoaderSetting(loader="train_dataloader", user_workers=2, workers=2)
 
 
-def test_a_rank_that_takes_no_settings_any_more_ends_the_trying() -> None:
+def test_trials_end_once_a_rank_takes_no_more_settings() -> None:
     job = Job()
     job.begin()
     assert job.train().trial is not None

@@ -143,7 +143,7 @@ def test_what_survives_is_not_held_against_a_dataset(kind: str) -> None:
     assert unforkable(TensorDataset(torch.zeros(4))) == ""
 
 
-def test_a_pool_that_was_shut_down_is_none() -> None:
+def test_a_pool_that_was_shut_down_does_no_harm() -> None:
     executor = ThreadPoolExecutor(1)
     executor.shutdown()
     assert unforkable(Digits(held=executor)) == ""

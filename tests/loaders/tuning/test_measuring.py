@@ -73,7 +73,7 @@ def test_an_epoch_is_measured_from_its_beginning_to_the_end_of_its_workers(clock
     assert (found.batch_bytes, found.tensors) == (32, 1) and found.process_bytes > 10**6
 
 
-def test_a_checkpoint_between_two_steps_is_none(clock: Clock) -> None:
+def test_a_checkpoint_between_two_steps_is_not_a_step(clock: Clock) -> None:
     run = Run(clock)
     run.observer.begins(0, took_s=0.0)
     for _ in range(20):
@@ -125,7 +125,7 @@ def test_two_batches_say_nothing(clock: Clock) -> None:
     assert run.found == []
 
 
-def test_larger_batches_are_looked_for_ever_more_rarely(clock: Clock) -> None:
+def test_the_search_for_larger_batches_becomes_ever_rarer(clock: Clock) -> None:
     run = Run(clock)
     run.observer.begins(1, took_s=0.0)
     assert run.observer.size is None

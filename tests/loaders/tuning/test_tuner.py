@@ -101,7 +101,7 @@ def test_ranks_of_one_host_share_it() -> None:
     assert least_budget([Capacity(machine="a", cpus=(0, 1))] * 4).workers == 0
 
 
-def test_all_ranks_come_to_one_budget() -> None:
+def test_all_ranks_agree_on_one_budget() -> None:
     shared, found = SharedMemory(), dict[int, Any]()
 
     def rank(number: int) -> None:
@@ -225,7 +225,7 @@ def test_fewer_batches_are_ahead_than_set_if_memory_is_short_and_that_is_printed
     )
 
 
-def test_iterable_datasets_and_what_is_no_dataloader_are_left_alone(make: Callable[..., Ranks]) -> None:
+def test_iterable_datasets_and_other_loaders_are_left_alone(make: Callable[..., Ranks]) -> None:
     ranks = make(1)
     loader = DataLoader(Stream(), num_workers=0)
     watched, nothing = ranks.tuners[0].take("train_dataloader", [loader, [1, 2, 3]])
