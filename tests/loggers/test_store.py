@@ -388,14 +388,14 @@ def test_a_full_disk_notes_what_was_delivered_once_there_is_room(folder: Path, m
     monkeypatch.setattr(store_module, "_SEGMENT_BYTES", SIZE)
     store = Store(folder)
     append(store, 0, 1)
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
-    def full_until_a_segment_is_gone(path: Path, text: str) -> int:
+    def full_until_a_segment_is_gone(path: Path, data: bytes) -> int:
         if (folder / "00000001.frames").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_text(path, text)
+        return write_bytes(path, data)
 
-    monkeypatch.setattr(Path, "write_text", full_until_a_segment_is_gone)
+    monkeypatch.setattr(Path, "write_bytes", full_until_a_segment_is_gone)
     store.anchors["f"] = {"size": 4}
     deliver(store, portions=1)
     other = Store(folder)
