@@ -105,7 +105,7 @@ class PoolSampler:
     Attributes:
         most: Most batches that may be drawn and not yet handed out; None for as many as torch asks for.
         unhanded: The indices that the pool has drawn and not yet handed out as batches, by number from 0 in each epoch;
-            ``workers * prefetch`` at most.
+            ``num_workers * prefetch_factor`` at most.
     """
 
     def __init__(self, indices: EpochIndices, most: int | None) -> None:
@@ -310,6 +310,7 @@ def _copy_of(loader: Any, workers: int, sampler: PoolSampler, generator: Any) ->
         {
             attribute: sampler,
             "num_workers": workers,
+            # None without workers, with which it is 2 by default.
             "prefetch_factor": (loader.prefetch_factor or 2) if workers else None,
             "persistent_workers": loader.persistent_workers and workers > 0,
             "timeout": loader.timeout if workers else 0,
