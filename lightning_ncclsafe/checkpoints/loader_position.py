@@ -81,7 +81,9 @@ class _SamplerPosition:
         self._loader = loader
         self._sampler = sampler
         self._generators = [*_generators(loader, sampler)]
-        self._is_determined = _is_determined(sampler)
+        # Whether the order depends only on settings, such as a seed and the epoch.
+        known = (SequentialSampler, DistributedSampler, BatchSampler)
+        self._is_determined = all(type(part) in known for part in _parts(sampler))
         self._begin: Mapping[str, Any] | None = None
         self._first: Mapping[str, Any] | None = None
         self._then: list[Any] = []
@@ -209,11 +211,9 @@ def _parts(sampler: Any) -> Iterator[Any]:
         yield part
         named = vars(part) if hasattr(part, "__dict__") else {}
         # A sampler that splits another one among ranks has that as its dataset.
-        left.extend(named[name] for name in _WITHIN if name in named and (name != "dataset" or _samples(named[name])))
-
-
-def _samples(dataset: Any) -> bool:
-    return hasattr(dataset, "__dict__") and "_sampler" in vars(dataset)
+        for name in _WITHIN:
+            if name in named and (name != "dataset" or "_sampler" in getattr(named[name], "__dict__", {})):
+                left.append(named[name])
 
 
 def _generators(loader: Any, sampler: Any) -> Iterator[Any]:
@@ -232,8 +232,3 @@ def _set(generator: Any, state: Any) -> None:
     else:
         version, words, gauss = state
         generator.setstate((version, tuple(words), gauss))
-
-
-def _is_determined(sampler: Any) -> bool:
-    """Whether the order depends only on settings, such as a seed and the epoch."""
-    return all(type(part) in (SequentialSampler, DistributedSampler, BatchSampler) for part in _parts(sampler))

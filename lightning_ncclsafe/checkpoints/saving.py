@@ -211,19 +211,20 @@ class Saver:
     def _agree(self, exchange: Exchange, candidate: Candidate, boundary: Boundary | None) -> list[Candidate]:
         """Publishes what this rank can save; returns the ranks that try, the same on all ranks."""
         if boundary is not None and self._world_size > 1:
-            exchange.set(f"checkpoint/position/{self._rank}", _packed(self._own_position(boundary)))
+            packed = io.BytesIO()
+            tensors.save(self._own_position(boundary), packed)
+            exchange.set(f"checkpoint/position/{self._rank}", packed.getvalue())
+        is_split = self._shard is not None
+        deadline_s = min(_AGREE_S + self._world_size / 1000, self._left_s() / 3)
+        if is_split:
+            # Without one rank's shard, the others' are useless: waiting longer is worth it.
+            deadline_s = self._left_s() * _WORTH
         order, why_none = agree_on_savers(
-            exchange, candidate, self._world_size, is_split=self._shard is not None, deadline_s=self._agree_s()
+            exchange, candidate, self._world_size, is_split=is_split, deadline_s=deadline_s
         )
         if why_none and comes_first(exchange, "checkpoint/said", self._rank):
             self._say_unsaved(f"no checkpoint was saved: {why_none}")
         return order
-
-    def _agree_s(self) -> float:
-        # Without one rank's shard, the others' are useless: waiting longer is worth it.
-        if self._shard is not None:
-            return self._left_s() * _WORTH
-        return min(_AGREE_S + self._world_size / 1000, self._left_s() / 3)
 
     def _await_outcome(self, exchange: Exchange, number: int, *, is_last: bool) -> tuple[str, str]:
         """The outcome of another rank's attempt; waits half of the time, as that rank may have ended."""
@@ -301,7 +302,12 @@ class Saver:
         path, why = "", ""
         try:
             self._check_time()
-            path = str(together.lead(lambda: self._whole(exchange, boundary, order, cause), boundary))
+
+            def whole() -> tuple[dict[str, Any], dict[str, Any]]:
+                state, rest = self._state_and_rest(boundary)
+                return state, rest | {KEY: self._own_part(exchange, boundary, order, cause)}
+
+            path = str(together.lead(whole, boundary))
             took_s = time.monotonic() - began
             who = ranks_words(sorted(ranks))
             self._say(f"{who} saved the state after step {boundary.step} together in {took_s:.1f} s: {path}")
@@ -313,12 +319,6 @@ class Saver:
             with suppress(ExchangeError):
                 together.call_off()
                 exchange.set("checkpoint/outcome/0", json.dumps([path, why]).encode())
-
-    def _whole(
-        self, exchange: Exchange, boundary: Boundary, order: Sequence[Candidate], cause: str
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        state, rest = self._state_and_rest(boundary)
-        return state, rest | {KEY: self._own_part(exchange, boundary, order, cause)}
 
     def _state_and_rest(self, boundary: Boundary) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's part of the sharded state, and the rest, as Lightning separates them."""
@@ -405,12 +405,6 @@ class Saver:
     def _say_unsaved(self, why: str) -> None:
         path = self._last_path()
         self._say(f"{why}; the last checkpoint is {path}" if path else f"{why}; this run has no earlier checkpoint")
-
-
-def _packed(value: Any) -> bytes:
-    file = io.BytesIO()
-    tensors.save(value, file)
-    return file.getvalue()
 
 
 def _words(error: Exception) -> str:

@@ -141,22 +141,19 @@ class OwnShard:
                 continue
             values = partial(tensors.local_part, parameter)
             self.parts += [WatchedParameter(name, each, values) for each in (parameter, values())]
-        self.layout = self._digest()
-        sharded.import_checkpointing()
-
-    def _digest(self) -> str:
-        found = []
+        places = []
         for name, value in self._weights().items():
             shape, boxes, _ = _split(value) or (tuple(value.shape), [], None)
-            found.append((name, shape, boxes))
-        return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+            places.append((name, shape, boxes))
+        self.layout = hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]
+        sharded.import_checkpointing()
 
     def _weights(self) -> dict[str, Any]:
-        return {name: self._part(parameter) for name, parameter in self._parameters.items()}
-
-    def _part(self, parameter: Any) -> Any:
-        part = self._flat.get(id(parameter))
-        return parameter if part is None else SplitTensor(part.shape, part.begin, part.values())
+        found = dict(self._parameters)
+        for name, parameter in found.items():
+            if (part := self._flat.get(id(parameter))) is not None:
+                found[name] = SplitTensor(part.shape, part.begin, part.values())
+        return found
 
     def weights(self) -> dict[str, Any]:
         """The state of the model, with the very tensors that are being trained."""

@@ -71,17 +71,13 @@ class Pace:
         """
         # What one rank reads reaches rank 0 a turn later: so twice per result.
         wanted_s = self._every_n_steps * took_s / steps / 2 if steps else _LONGEST_S
-        full_s = self._full_s(took_s, new)
+        full_s = _LONGEST_S
+        if new and self._recorder_size:
+            # Half at once if it was full, and so has probably lost some.
+            is_full = new >= self._recorder_size
+            full_s = took_s / 2 if is_full else _FULL * self._recorder_size * took_s / new
         least_s = max(self.share_s, cpu_s / _MOST_OF_A_CORE)
         return max(min(max(wanted_s, least_s), full_s, max(_LONGEST_S, least_s)), _SHORTEST_S / 10)
-
-    def _full_s(self, took_s: float, new: int) -> float:
-        """Seconds after which the recorder may be full."""
-        if not new or not self._recorder_size:
-            return _LONGEST_S
-        # Half at once if it was full, and so has probably lost some.
-        is_full = new >= self._recorder_size
-        return took_s / 2 if is_full else _FULL * self._recorder_size * took_s / new
 
 
 class Timer:

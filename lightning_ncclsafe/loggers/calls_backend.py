@@ -317,7 +317,7 @@ class MLFlowBackend(CallsBackend):
             Exception: What the client raises, unless retrying cannot help.
         """
         for are_points, group in groupby(frames, key=lambda frame: frame.file == LOG_METRICS and frame.points > 0):
-            same = [frame for frame in group if frame.details.get("number", 0) > self._delivered]
+            same = [frame for frame in group if _number(frame) > self._delivered]
             if not are_points:
                 super().deliver(same)
                 continue
@@ -390,7 +390,7 @@ class WandbBackend(CallsBackend):
     _created: float | None = None
 
     def _make(self, frame: StagedFrame) -> None:
-        held = self._objects.get(int(frame.details["number"]))
+        held = self._objects.get(_number(frame))
         with self._at(held[0].created if held is not None else None):
             super()._make(frame)
 

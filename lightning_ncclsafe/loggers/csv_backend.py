@@ -109,7 +109,7 @@ class CSVBackend:
     def _forget_rows(self) -> None:
         """Drops the rows that Lightning counts where no step is given, and keeps their columns, which a copy needs."""
         self._writer.metrics_keys = sorted({*self._writer.metrics_keys, *chain(*self._writer.metrics)})
-        # A new list, as in Lightning: somebody may have kept the old one.
+        # A new list, as in Lightning: the program may have kept the old one.
         self._writer.metrics = []
         if not self._is_there and self._writer.metrics_keys and self.folders and not self._collecting.is_on:
             self._is_there = True

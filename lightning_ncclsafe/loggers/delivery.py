@@ -203,7 +203,7 @@ class Delivery:
             self._store.release(portion)
             self.points += sum(frame.points for frame in frames)
             self.records += sum(frame.records for frame in frames)
-            # Somebody may be waiting for room.
+            # A thread may be waiting for room.
             self.wake()
         while self._jobs:
             self._do(self._jobs[0])

@@ -41,23 +41,20 @@ class Destination(Protocol):
 class LocalDestination:
     """A directory of a mounted file system.
 
-    Args:
-        device: Number of its device when the run began. A directory that is removed is created again, but not on the
-            disk below a mount that is gone.
-
     Attributes:
-        device: The same; by default, that of the directory, or of what exists above it.
+        device: Number of its device when the run began, or of that of what existed above it. A directory that is
+            removed is created again, but not on the disk below a mount that is gone.
     """
 
     pace_s = 1.0
     appends = True
 
-    def __init__(self, path: str, device: int | None = None) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
         # A program may change its working directory.
         self._folder = Path(path).absolute()
         self.folders = tuple({os.path.abspath(path), os.path.realpath(path)})
-        self.device = device if device is not None else _device_of(self._folder)
+        self.device = _device_of(self._folder)
 
     def size(self, file: str) -> int | None:
         """Bytes of a file; None if there is none."""
@@ -187,9 +184,9 @@ class RemoteDestination:
         return f"{self._root.rstrip('/')}/{file}"
 
 
-def open_destination(path: str, device: int | None = None) -> Destination:
+def open_destination(path: str) -> Destination:
     """The destination at a path or a URL (``"s3://…"``)."""
-    return RemoteDestination(path) if "://" in path else LocalDestination(path, device)
+    return RemoteDestination(path) if "://" in path else LocalDestination(path)
 
 
 def _device_of(path: Path) -> int:

@@ -79,7 +79,7 @@ def _bytes(text: str) -> bytes:
 
 
 def rows_in_common(rows: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]) -> int:
-    """How many of the first rows the file already has: somebody else may have written between ours."""
+    """How many of the first rows the file already has: another program may have written in between."""
     pairs = enumerate(zip(rows, there, strict=False))
     return next((place for place, (row, found) in pairs if cells(row) != cells(found)), min(len(rows), len(there)))
 
@@ -200,7 +200,7 @@ class FilesSink:
         anchor = self._anchors.get(file)
         if sure and anchor is not None and self.destination.appends:
             header = columns_with(anchor["header"], rows)
-            # It may have been removed since, or somebody else has written to it.
+            # It may have been removed since, or another program has written to it.
             if header == anchor["header"] and "size" in anchor and self.destination.size(file) == anchor["size"]:
                 data = csv_bytes(header, rows, with_header=False)
                 self.destination.append(file, data)
@@ -212,7 +212,7 @@ class FilesSink:
             return self._add_rows(f"recovered-{file}", rows, False)
         there = len(table.rows)
         if anchor is None or there < anchor["rows"] or (sure and there > anchor["rows"]):
-            # Rows of an earlier stage, the rest after a removal, or rows of somebody else: none of this delivery.
+            # Rows of an earlier stage, the rest after a removal, or another program's rows: none of this delivery.
             anchor = {"rows": there, "first": first, "header": table.header}
             self._set_anchor(file, anchor)
         rows = rows[rows_in_common(rows, table.rows[anchor["rows"] :]) :]

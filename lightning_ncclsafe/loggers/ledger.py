@@ -20,10 +20,9 @@ class Ledger:
         waited_s: How long training has waited, seconds.
         longest_wait_s: Its longest single wait, seconds.
         finalize_s: How long the end of the run has waited, seconds.
-        lost_points: Points that were left out because they could not be written.
-        lost_records: Everything else that was left out.
+        lost: Points, and everything else, that were left out because they could not be written.
         refused_points: The lost points that the storage or server refused.
-        refused_records: The lost records that it refused.
+        refused_records: Everything else that it refused.
         failures: How often something was left out.
         last_failure: The last message about that.
     """
@@ -32,8 +31,7 @@ class Ledger:
         self.waited_s = 0.0
         self.longest_wait_s = 0.0
         self.finalize_s = 0.0
-        self.lost_points = 0
-        self.lost_records = 0
+        self.lost = 0
         self.refused_points = 0
         self.refused_records = 0
         self.failures = 0
@@ -47,16 +45,14 @@ class Ledger:
         self.waited_s += waited_s
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
 
-    def lose(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
+    def lose(self, name: str, error: Exception, count: int = 1) -> None:
         """Counts what cannot be written, whatever its storage.
 
         Args:
             name: The method that was called, or the file.
-            points: Scalar points in it.
-            records: Everything else in it.
+            count: Scalar points in it, and everything else.
         """
-        self.lost_points += points
-        self.lost_records += records
+        self.lost += count
         self.failures += 1
         self.last_failure = f"{self._logger}: {name} failed: {error!r:.500}"
         # Errors of one kind may differ in a step or a value from call to call.
@@ -66,10 +62,15 @@ class Ledger:
             self._say(f"{self.last_failure}; it is skipped, and training continues")
 
     def refuse(self, name: str, error: Exception, *, points: int = 0, records: int = 0) -> None:
-        """Counts what the storage or server was given and has refused for good."""
+        """Counts what the storage or server refuses permanently.
+
+        Args:
+            points: Scalar points in it.
+            records: Everything else in it.
+        """
         self.refused_points += points
         self.refused_records += records
-        self.lose(name, error, points=points, records=records)
+        self.lose(name, error, points + records)
 
     def report_storage_fault(self, error: Exception, path: str, staging: str) -> None:
         """Reports once that the storage or server refuses what it is given."""

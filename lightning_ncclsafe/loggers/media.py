@@ -61,7 +61,7 @@ class MediaProcess:
             process, self._process = self._process, None
         if process is None:
             return
-        # It has no state. First, so that the thread that waits for an answer lets go of the pipe.
+        # It has no state. First, so that the thread that waits for an answer releases the pipe.
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):

@@ -103,9 +103,9 @@ class Offload:
             store,
             backend.sink,
             name=name,
-            after=_unfinished_at(self._destination),
+            after=_unfinished.get(self._destination),
             on_fault=partial(ledger.report_storage_fault, path=backend.path, staging=str(store.folder)),
-            on_lost=partial(ledger.lose, "a write", records=1),
+            on_lost=partial(ledger.lose, "a write"),
         )
         self._stager = Stager(
             backend,
@@ -136,7 +136,7 @@ class Offload:
         atexit.register(self._at_exit)
 
     def forked(self) -> None:
-        """Lets go in a forked child: the parent may hold its locks."""
+        """Does nothing any more in a forked child, as the parent may hold its locks."""
         self._is_forked = True
         readers.leave(self.catch_up)
         atexit.unregister(self._at_exit)
@@ -169,7 +169,7 @@ class Offload:
             self._delivery.add_job(job, data_bytes)
 
     def refuse_frames(self, frames: Sequence[StagedFrame], error: Exception) -> None:
-        """Counts frames of one file that were refused for good."""
+        """Counts frames of one file that the storage refuses permanently."""
         points, records = sum(frame.points for frame in frames), sum(frame.records for frame in frames)
         self.ledger.refuse(frames[0].file, error, points=points, records=records)
 
@@ -198,7 +198,7 @@ class Offload:
         """Delivers what is logged so far, so that it can be read where the logger puts it, as without an offload.
 
         Waits no longer than ``most_s`` or ``finalize_s``. Does not wait if storage refuses to write, or has not caught
-        up since a wait that was in vain.
+        up since an earlier wait ran out of time.
         """
         if self._is_forked or self.is_closed or self.is_own_thread:
             return
@@ -260,7 +260,7 @@ class Offload:
             points=delivery.points - ledger.refused_points,
             records=delivery.records - ledger.refused_records,
             thinned=self._stager.thinned + intake.thinned,
-            dropped=dropped + ledger.lost_points + ledger.lost_records,
+            dropped=dropped + ledger.lost,
             memory_bytes=intake.pending_bytes + delivery.jobs_bytes,
             staged_bytes=store.pending_bytes,
             writing_s=round(delivery.writing_s, 3),
@@ -281,7 +281,7 @@ class Offload:
         try:
             self._backend.finalize(status)
         except Exception as error:
-            self.ledger.lose("finalize", error)
+            self.ledger.lose("finalize", error, 0)
 
     def _end_later(self) -> None:
         self._stager.join()
@@ -318,15 +318,6 @@ def drain_all(timeout_s: float) -> None:
 def live_facts() -> tuple[LoggerFacts, ...]:
     """Counters and times of the offloaded loggers of this process."""
     return tuple(offload.facts() for offload in list(_live))
-
-
-def _unfinished_at(destination: str) -> threading.Event | None:
-    """Set once an earlier offload has delivered its rest to a destination; None if there is no such rest."""
-    event = _unfinished.get(destination)
-    if event is not None and event.is_set():
-        del _unfinished[destination]
-        return None
-    return event
 
 
 def _forget() -> None:

@@ -79,7 +79,7 @@ def recover(folder: Path, replay: Replay | None = None) -> Recovered:
         with _claimed(folder) as claim:
             # A lock that a living process has lost means nothing; one that it has given up does.
             lives = claim.is_new and is_alive(recovery.done.manifest)
-            # Without a manifest, somebody else has just recovered it.
+            # Without a manifest, another process has just recovered it.
             if claim.is_mine and not lives and (folder / MANIFEST).is_file():
                 recovery.run()
                 return recovery.done
@@ -120,8 +120,11 @@ class _Recovery:
         except (TypeError, ValueError, OverflowError) as error:
             raise StagingError(f"{folder} is damaged: {error}") from error
         deliver = self._replay or self._to_files(store)
+        kinds = KINDS[self.done.manifest.kind]
         while (portion := self._read(store)) is not None:
-            self._check_frames(portion.frames)
+            for frame in portion.frames:
+                if frame.kind not in kinds:
+                    raise StagingError(f"{folder} is damaged: a frame is of kind {frame.kind!r:.50}")
             deliver(portion.frames)
             store.release(portion)
             self._count(portion.frames)
@@ -134,12 +137,6 @@ class _Recovery:
         portion = store.read(1) if self._replay is not None else store.read()
         self.done = replace(self.done, lost_bytes=self.done.lost_bytes + staged - store.pending_bytes)
         return portion
-
-    def _check_frames(self, frames: Sequence[StagedFrame]) -> None:
-        kinds = KINDS[self.done.manifest.kind]
-        for frame in frames:
-            if frame.kind not in kinds:
-                raise StagingError(f"{self.done.folder} is damaged: a frame is of kind {frame.kind!r:.50}")
 
     def _count(self, frames: Sequence[StagedFrame]) -> None:
         lost = [frame for frame in frames if frame.kind == "call" and not frame.body]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
-from lightning_ncclsafe.loggers.staging import open_regular
+from lightning_ncclsafe.loggers.staging import open_regular, read_small, write_small
 
 FrameKind = Literal["append", "rows", "whole", "call"]
 """How a frame's bytes are delivered: appended to a file, added to a CSV file as rows (one JSON object per line),
@@ -244,9 +244,7 @@ def write_note(folder: Path, note: Note) -> bool:
     """Writes the note; returns whether it could."""
     # Without it, a recovery compares with what the storage has; the run itself does not need it.
     with suppress(OSError):
-        temporary = folder / f"{_DELIVERED}.tmp"
-        temporary.write_text(json.dumps(asdict(note)))
-        os.replace(temporary, folder / _DELIVERED)
+        write_small(folder / _DELIVERED, json.dumps(asdict(note)).encode())
         return True
     return False
 
@@ -279,15 +277,6 @@ def find_segments(folder: Path, note: Note) -> list[Segment]:
         segment.size_bytes = segment.path.stat().st_size
         segment.released_bytes = min(note.released, segment.size_bytes) if segment.number == note.segment else 0
     return segments
-
-
-def read_small(path: Path) -> bytes:
-    """The content of a small file; empty if there is none."""
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            return file.read()
-    except OSError:
-        return b""
 
 
 def _count(noted: dict[str, Any], name: str) -> int:

@@ -97,7 +97,7 @@ class Stager:
             try:
                 self._append(self._frames(entries), self._settings.disk_limit_bytes)
             except Exception as error:
-                self._ledger.lose("staging", error, records=len(entries))
+                self._ledger.lose("staging", error, len(entries))
             finally:
                 self._intake.done(entries)
         self._append(self._frames_of_points(self._thinner.rest()), self._settings.disk_limit_bytes)
@@ -107,7 +107,7 @@ class Stager:
             try:
                 self._append(self._frames_of_call(call), int(_MEDIA_SHARE * self._settings.disk_limit_bytes))
             except Exception as error:
-                self._ledger.lose(call.name, error, records=1)
+                self._ledger.lose(call.name, error)
             finally:
                 self._intake.done([call])
 
@@ -134,7 +134,7 @@ class Stager:
                 return self._encoder.scalars(points)
         except Exception as error:
             if len(points) == 1:
-                self._ledger.lose("log_metrics", error, points=len(points[0].values))
+                self._ledger.lose("log_metrics", error, len(points[0].values))
                 return []
         # One of them is wrong and must not cost the others.
         return [frame for one in points for frame in self._frames_of_points([one])]
@@ -145,7 +145,7 @@ class Stager:
                 event.synchronize()
             return self._encoder.call(call)
         except Exception as error:
-            self._ledger.lose(call.name, error, records=1)
+            self._ledger.lose(call.name, error)
             return []
 
     def _append(self, frames: list[StagedFrame], limit_bytes: int) -> None:

@@ -182,13 +182,27 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: If it cannot be written to.
     """
-    _write_manifest(folder, json.dumps({"schema": SCHEMA, **asdict(manifest)}).encode())
+    write_small(folder / MANIFEST, json.dumps({"schema": SCHEMA, **asdict(manifest)}).encode())
 
 
-def _write_manifest(folder: Path, text: bytes) -> None:
-    temporary = folder / f"{MANIFEST}.tmp"
-    temporary.write_bytes(text)
-    os.replace(temporary, folder / MANIFEST)
+def write_small(path: Path, data: bytes) -> None:
+    """Writes a small file, atomically.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def read_small(path: Path) -> bytes:
+    """The content of a small file; empty if there is none."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -327,7 +341,7 @@ def keep_staging(folder: Path, claim: Claim | None, manifest: bytes) -> None:
         # Before the manifest, so that no recovery takes the folder for one left behind.
         claim.renew()
     if manifest and not (folder / MANIFEST).exists():
-        _write_manifest(folder, manifest)
+        write_small(folder / MANIFEST, manifest)
     for name in (LOCK, MANIFEST):
         with suppress(FileNotFoundError):
             os.utime(folder / name)

@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -152,8 +152,9 @@ def goes_to_storage(logger: Any) -> bool:
     kind = type(logger)
     if not issubclass(kind, (TensorBoardLogger, CSVLogger, MLFlowLogger)):
         return False
-    # Somebody may look at the calls of a mock at any time.
-    parts = (value for owner in (logger, logger.experiment) for value in _attributes(owner))
+    # A test may look at the calls of a mock at any time.
+    owners = [one for owner in (logger, logger.experiment) for one in (owner, *type(owner).__mro__)]
+    parts = (value for owner in owners for value in getattr(owner, "__dict__", {}).values())
     if is_mock(logger.experiment) or any(map(is_mock, parts)):
         return False
     if issubclass(kind, MLFlowLogger):
@@ -175,11 +176,6 @@ def writes_on_this_rank(logger: Logger) -> bool:
     rank_zero: Any = rank_zero_only
     is_for_rank_zero = getattr(log_metrics, "__globals__", {}).get("__name__", "") == rank_zero.__module__
     return not is_for_rank_zero or rank_zero.rank == 0
-
-
-def _attributes(owner: object) -> Iterator[object]:
-    for one in (owner, *type(owner).__mro__):
-        yield from getattr(one, "__dict__", {}).values()
 
 
 def _writes_files(logger: Logger) -> bool:

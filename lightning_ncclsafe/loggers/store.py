@@ -18,10 +18,9 @@ from lightning_ncclsafe.loggers.segments import (
     encode,
     find_segments,
     read_note,
-    read_small,
     write_note,
 )
-from lightning_ncclsafe.loggers.staging import MANIFEST, Claim, keep_staging, remove_staging
+from lightning_ncclsafe.loggers.staging import MANIFEST, Claim, keep_staging, read_small, remove_staging
 
 _SEGMENT_BYTES = 1 << 20
 # How long to wait before writing to a full disk again: what waits in memory may be large.
@@ -220,7 +219,7 @@ class Store:
         try:
             segment.append(data)
         except FileNotFoundError:
-            # It is removed: by us if it was empty, for good after the end.
+            # It is removed: by us if it was empty, and permanently after the end.
             if self._closed:
                 raise
             segment = self._next_segment()

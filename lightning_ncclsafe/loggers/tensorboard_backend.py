@@ -214,7 +214,7 @@ class TensorBoardBackend:
         except OSError:
             raise
         except Exception as error:
-            self._offload.ledger.lose(method.__name__, error, records=1)
+            self._offload.ledger.lose(method.__name__, error)
 
     def _caught_file(self) -> CaughtFile:
         def take(logdir: str, event: bytes) -> None:

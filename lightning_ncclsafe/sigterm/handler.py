@@ -166,18 +166,15 @@ class StopSignal:
 
     def _handle(self, signum: int, frame: Any) -> None:
         """Handles SIGTERM, which may interrupt the main thread anywhere, even while it holds one of our locks."""
-        self._receive(signum)
+        launcher = self._trainer.strategy.launcher
+        self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)
 
     def _handle_slurms(self, signum: int, frame: Any) -> None:
         """Handles SLURM's signal some time before the job's limit; a SIGTERM that follows changes nothing."""
         # SLURM may send it to all processes of a job; a process forked by the user's code is not a rank.
         if self in _attached:
             self.is_to_requeue = True
-            self._receive(signum)
-
-    def _receive(self, signum: int) -> None:
-        launcher = self._trainer.strategy.launcher
-        self._agreement.receive((lambda: launcher.kill(signum)) if launcher is not None else lambda: None)
+            self._handle(signum, frame)
 
     def handler_before(self) -> Any:
         """The handler of the signal before that of the Trainer."""

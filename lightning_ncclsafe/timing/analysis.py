@@ -247,16 +247,13 @@ class Analysis:
 
     def _take(self, steps: list[Step]) -> list[Straggler]:
         for step in steps:
-            self._add_to_ranks(step)
+            self._waited_ns += step.wait_ns
+            latest = int(step.late_ns.argmax())
+            if step.late_ns[latest] >= LEAST_LATE_NS:
+                self._late_steps[latest] += 1
+                self._late_ns[latest, max(step.phase, _OTHER)] += step.late_ns[latest]
         self._compared_steps += len(steps)
         return self._stragglers.add(steps)
-
-    def _add_to_ranks(self, step: Step) -> None:
-        self._waited_ns += step.wait_ns
-        latest = int(step.late_ns.argmax())
-        if step.late_ns[latest] >= LEAST_LATE_NS:
-            self._late_steps[latest] += 1
-            self._late_ns[latest, max(step.phase, _OTHER)] += step.late_ns[latest]
 
     def _rank(self, rank: int) -> RankSummary:
         late_s = self._late_ns[rank] / 1e9

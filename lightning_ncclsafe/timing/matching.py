@@ -57,7 +57,8 @@ class Matcher:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[str, list[tuple[tuple[str, ...], Calls]]] = defaultdict(list)
+        self._pending: dict[str, list[Calls]] = defaultdict(list)
+        self._ops: dict[str, int] = {}
         self._groups: dict[str, GroupMembers] = {}
         self._clocks: dict[int, Clock] = {}
         self._last: dict[str, tuple[int, NDArray[Any]]] = {}
@@ -71,9 +72,12 @@ class Matcher:
             known = self._groups.pop(group.name, group)
             self._groups[group.name] = group if group.ranks and group != known else known
         self._newest_ns |= _newest_ns(window.calls)
+        # Each window numbers its operations for itself.
+        numbers = np.array([self._ops.setdefault(op, len(self._ops)) for op in window.ops], dtype="<u2")
         for number in np.unique(window.calls["group"]):
             calls = window.calls[window.calls["group"] == number]
-            self._pending[window.groups[number].name].append((window.ops, calls))
+            calls["op"] = numbers[calls["op"]]
+            self._pending[window.groups[number].name].append(calls)
         found = [matched for name in [*self._pending] if (matched := self._match(name)) is not None]
         self._forget_groups()
         return found
@@ -87,21 +91,21 @@ class Matcher:
 
     def _match(self, name: str) -> MatchedCalls | None:
         group = self._groups[name]
-        ops, calls = _with_common_ops(self._pending[name])
+        calls = np.concatenate(self._pending[name])
         if not group.ranks:  # a rank that has not reported the group yet may know them
-            self._keep(name, ops, _first_of_each(calls))
+            self._keep(name, _first_of_each(calls))
             return None
         calls = _first_of_each(calls[np.isin(calls["rank"], group.ranks)])
         seq, reports = np.unique(calls["seq"], return_counts=True)
         whole = seq[reports == len(group.ranks)]
         is_whole = np.isin(calls["seq"], whole)
-        self._keep(name, ops, calls[~is_whole])
+        self._keep(name, calls[~is_whole])
         if not len(whole) or len(group.ranks) < 2:
             return None
         # Sorted by rank, then by number, these are the rows of a matrix.
-        return self._matched(group, ops, calls[is_whole].reshape(len(group.ranks), len(whole)))
+        return self._matched(group, calls[is_whole].reshape(len(group.ranks), len(whole)))
 
-    def _matched(self, group: GroupMembers, ops: tuple[str, ...], table: Calls) -> MatchedCalls:
+    def _matched(self, group: GroupMembers, table: Calls) -> MatchedCalls:
         clocks = [self._clocks.get(rank, Clock()) for rank in group.ranks]
         offset_ns = np.array([clock.offset_ns for clock in clocks], dtype=np.int64)
         seq, arrival_ns = table["seq"][0], table["created_ns"] - offset_ns[:, None]
@@ -109,7 +113,7 @@ class Matcher:
         self._last[group.name] = (int(seq[-1]), arrival_ns[:, -1].copy())
         return MatchedCalls(
             group=group,
-            ops=ops,
+            ops=tuple(self._ops),
             op=table["op"][0].astype(np.int64),
             # Copies: a view of one column would keep the whole table.
             seq=seq.copy(),
@@ -122,14 +126,14 @@ class Matcher:
             follows=np.diff(seq, prepend=last_seq) == 1,
         )
 
-    def _keep(self, name: str, ops: tuple[str, ...], calls: Calls) -> None:
+    def _keep(self, name: str, calls: Calls) -> None:
         """Keeps calls that some members have not reported yet, but not forever."""
         age_ns = self._age_ns(calls)
         youngest = np.argsort(age_ns, kind="stable")[: _MOST_PENDING // max(len(self._pending), 1)]
         kept = calls[youngest[age_ns[youngest] < _GIVE_UP_NS]]
         self.unmatched += len(calls) - len(kept)
         if len(kept):
-            self._pending[name] = [(ops, kept)]
+            self._pending[name] = [kept]
         else:
             del self._pending[name]
 
@@ -149,28 +153,11 @@ def _newest_ns(calls: Calls) -> dict[int, int]:
     return dict(zip(ranks.tolist(), newest_ns.tolist(), strict=True))
 
 
-def _with_common_ops(parts: list[tuple[tuple[str, ...], Calls]]) -> tuple[tuple[str, ...], Calls]:
-    """Each part numbers its operations for itself."""
-    parts = [part for part in parts if len(part[1])] or parts[-1:]
-    if len(parts) == 1:
-        return parts[0]
-    numbers: dict[str, int] = {}
-    found = []
-    for ops, calls in parts:
-        for op in ops:
-            numbers.setdefault(op, len(numbers))
-        renumbered = calls.copy()
-        if len(calls):
-            renumbered["op"] = np.array([numbers[op] for op in ops], dtype="<u2")[calls["op"]]
-        found.append(renumbered)
-    return tuple(numbers), np.concatenate(found)
-
-
 def _first_of_each(calls: Calls) -> Calls:
     """Sorted by rank and sequence number; of operations that were coalesced under one number, the first."""
     next_seq, next_rank = np.diff(calls["seq"]), np.diff(calls["rank"])
     if ((next_rank > 0) | ((next_rank == 0) & (next_seq > 0))).all():
-        return calls  # as it mostly comes; to sort it takes ten times as long
+        return calls  # usually sorted already, and sorting takes ten times as long
     order = np.lexsort((calls["created_ns"], calls["seq"], calls["rank"]))
     ordered = calls[order]
     is_new: NDArray[Any] = np.ones(len(ordered), dtype=bool)

@@ -43,7 +43,7 @@ def test_a_checkpoint_has_its_name_and_nothing_else_is_left(tmp_path: Path) -> N
     assert value_of(path) == 7
 
 
-def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
     first = folder(tmp_path).write(0, 1, writes(1), nothing)
     second = folder(tmp_path).write(0, 1, writes(2), nothing)
     assert second.name == "just-in-time-epoch=0-step=1-v1.ckpt"
@@ -148,7 +148,7 @@ def test_what_could_run_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert part["run"] == MINE and capsys.readouterr().out == ""
 
 
-def test_those_with_objects_of_any_class_are_not_kept_for_ever(tmp_path: Path) -> None:
+def test_calls_with_objects_of_any_class_are_not_kept_forever(tmp_path: Path) -> None:
     def write(file: BinaryIO) -> None:
         torch.save({KEY: {"run": MINE}, "hyper_parameters": {"data_dir": tmp_path}}, file)
 

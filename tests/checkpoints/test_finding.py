@@ -41,7 +41,7 @@ def paths(seen: CheckpointList) -> list[str]:
     return [Path(one.path).name for one in seen.candidates]
 
 
-def test_the_newest_comes_first_from_whichever_folder(tmp_path: Path) -> None:
+def test_the_newest_is_first_whichever_folder_it_is_in(tmp_path: Path) -> None:
     save(tmp_path / "ours" / "a.ckpt", second=1)
     save(tmp_path / "theirs" / "b.ckpt", second=3)
     save(tmp_path / "ours" / "c.ckpt", second=2)
@@ -52,11 +52,11 @@ def test_the_newest_comes_first_from_whichever_folder(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_an_error(tmp_path: Path) -> None:
     assert found_in([tmp_path / "none"]) == CheckpointList()
 
 
-def test_what_is_being_written_or_is_no_checkpoint_is_not_looked_at(tmp_path: Path) -> None:
+def test_incomplete_files_and_other_files_are_ignored(tmp_path: Path) -> None:
     save(tmp_path / ".1234.ncclsafe-partial.ckpt")
     (tmp_path / "notes.txt").write_text("x")
     assert found_in([tmp_path]) == CheckpointList()
@@ -72,7 +72,7 @@ def test_a_file_that_was_cut_off_is_passed_over_with_a_line(tmp_path: Path, shar
     assert line.startswith(f"{bad} is skipped: it is truncated or damaged")
 
 
-def test_a_file_of_something_else_is_none_of_pytorchs(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_not_one_of_pytorchs(tmp_path: Path) -> None:
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as file:
@@ -95,7 +95,7 @@ def test_a_sharded_one_needs_its_index_and_the_rest(tmp_path: Path) -> None:
     assert paths(found_in([tmp_path])) == ["sharded.ckpt"]
 
 
-def test_one_of_another_model_says_what_differs(tmp_path: Path) -> None:
+def test_what_differs_in_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt", names=("net.weight", "head.weight"))
     model = {name: torch.ones(100) for name in NAMES}
     assert why_unfit(path, model) == "it is of another model: it lacks 'net.bias', it has 'head.weight'"
@@ -156,7 +156,7 @@ def test_one_that_differs_between_ranks_is_not_the_same() -> None:
     assert choice.path == "a"
 
 
-def test_none_at_the_first_start_is_no_error() -> None:
+def test_no_checkpoint_at_the_first_start_is_not_an_error() -> None:
     choice = chosen([CheckpointList(), CheckpointList()], 2)
     assert (choice.path, choice.error, choice.lines) == ("", "", ())
 
@@ -166,7 +166,7 @@ def test_checkpoints_that_some_ranks_lack_are_an_error_and_not_lost() -> None:
     assert choice.path == "" and "Only some ranks see these checkpoints: a." in choice.error
 
 
-def test_ranks_that_did_not_come_are_an_error() -> None:
+def test_missing_ranks_are_an_error() -> None:
     assert chosen([seen("a")], 3).error.startswith("2 of 3 ranks did not report")
 
 

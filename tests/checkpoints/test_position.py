@@ -244,7 +244,7 @@ def torch_round_trip(saved: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def test_a_second_resume_in_the_same_epoch_goes_on_as_well() -> None:
+def test_a_second_resume_in_the_same_epoch_continues_as_well() -> None:
     make = LOADERS["shuffled"]
     seed()
     whole = Trained(make())
@@ -264,7 +264,7 @@ def test_a_second_resume_in_the_same_epoch_goes_on_as_well() -> None:
     assert first.seen + second.seen + third.seen == whole.seen
 
 
-def test_lightning_s_warning_is_kept_back_where_training_goes_on_and_no_filter_is_left() -> None:
+def test_lightning_s_warning_is_suppressed_if_training_resumes_and_no_filter_is_left() -> None:
     seed()
     first = Trained(LOADERS["shuffled"]())
     first.go_on(first.begin(), 2)
@@ -347,7 +347,7 @@ def test_nothing_is_left_ahead_where_no_step_follows_for_sure(left: PositionFile
     assert read_position(left.path, 1) is None and read_position(left.path, 0) is not None
 
 
-def test_what_is_iterated_begins_again_and_says_so() -> None:
+def test_an_iterable_dataset_begins_again_with_a_message() -> None:
     loader = DataLoader(Stream(), batch_size=BATCH)
     first = Trained(loader)
     first.go_on(first.begin(), 3)
@@ -381,7 +381,7 @@ def test_a_loader_with_a_state_of_its_own_is_given_it_back() -> None:
 
 
 @pytest.mark.parametrize(("sampler", "goes_on"), [(SequentialSampler, True), (RandomSampler, False)])
-def test_a_checkpoint_without_a_position_goes_on_where_the_order_is_set(sampler: Any, goes_on: bool) -> None:
+def test_a_checkpoint_without_a_position_continues_if_the_order_is_determined(sampler: Any, goes_on: bool) -> None:
     later = resumed(of(sampler(range(SAMPLES))), None, 3, BATCHES - 3)
     assert bool(later.said) is not goes_on
     if goes_on:
@@ -430,7 +430,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("broken", [{}, {"python": 1}, {"python": (3, (1, 2), None), "torch": 5}])
-def test_random_states_that_are_none_are_said_and_change_nothing(broken: dict[str, Any]) -> None:
+def test_unusable_random_states_are_reported_and_change_nothing(broken: dict[str, Any]) -> None:
     first = Trained(LOADERS["in order"]())
     first.go_on(first.begin(), 2)
     saved = capture(first) | {"random": broken}

@@ -44,13 +44,13 @@ def is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def test_what_is_packed_comes_back_as_it_was() -> None:
+def test_what_is_packed_is_the_same_when_unpacked() -> None:
     told = position(4) | {"none": None, "text": "x", "share": 0.5, "pair": (1, "a")}
     assert is_same(unpacked(packed(told)), told)
 
 
 @pytest.mark.parametrize("odd", [object(), {1: 2}, {"x": torch.ones(2, 2)}, {"x": {3}}, {"x": (-1,) * 100}])
-def test_what_is_no_plain_data_is_refused(odd: Any) -> None:
+def test_data_that_is_not_plain_is_refused(odd: Any) -> None:
     with pytest.raises((TypeError, ValueError, OverflowError)):
         packed({"odd": odd})
 
@@ -97,7 +97,7 @@ def test_a_rank_that_was_killed_has_left_it_behind(kept: PositionFile) -> None:
 
 
 @pytest.mark.timeout(10)
-def test_whatever_else_lies_there_says_nothing(tmp_path: Path) -> None:
+def test_other_files_are_no_positions(tmp_path: Path) -> None:
     path = tmp_path / "x"
     assert read_position(path) is None
     os.mkfifo(path)

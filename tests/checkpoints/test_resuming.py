@@ -83,7 +83,7 @@ Patch = pytest.MonkeyPatch
 Said = pytest.CaptureFixture[str]
 
 
-def test_a_job_goes_on_from_its_own_where_another_one_saves_into_the_same_folder(
+def test_a_job_resumes_from_its_own_checkpoint_if_another_one_saves_into_the_same_folder(
     folder: Path, monkeypatch: Patch, capsys: Said
 ) -> None:
     mine, theirs = save(folder, 1), save(folder, 2, job="job theirs")
@@ -100,7 +100,7 @@ def test_what_a_modelcheckpoint_has_saved_since_comes_first(folder: Path, monkey
     assert gone_on_from(folder, monkeypatch) == newest
 
 
-def test_a_job_that_has_saved_nothing_goes_on_from_another_ones_and_says_so(
+def test_a_job_that_has_saved_nothing_resumes_from_another_jobs_checkpoint_and_prints_that(
     folder: Path, monkeypatch: Patch, capsys: Said
 ) -> None:
     """A job that is submitted again has another number."""
@@ -131,7 +131,9 @@ def test_a_trainer_that_fits_once_more_does_not_go_back_behind_what_it_has(
     assert gone_on_from(folder, monkeypatch, steps=3) == newest
 
 
-def test_with_another_number_of_ranks_random_numbers_begin_anew(folder: Path, monkeypatch: Patch, capsys: Said) -> None:
+def test_with_another_number_of_ranks_random_numbers_start_again(
+    folder: Path, monkeypatch: Patch, capsys: Said
+) -> None:
     path = save(folder, 1, ranks=2)
     assert gone_on_from(folder, monkeypatch) == path
     assert f"resuming from {path}; random numbers of rank 0 start anew" in capsys.readouterr().err

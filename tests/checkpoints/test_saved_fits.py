@@ -109,7 +109,7 @@ def test_sigterm_while_gradients_accumulate(outcome: Outcome, undisturbed: dict[
 
 
 @pytest.mark.program(*OVERDUE)
-def test_sigterm_where_no_rank_comes_to_its_next_batch(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
+def test_sigterm_when_no_rank_reaches_its_next_batch(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
     """It is saved beside the main threads, before the limit is reached, and not once more at the limit."""
     assert_went_on(outcome, undisturbed[1], 11)
     assert outcome.output.index("saved the state") < outcome.output.index("the run cannot continue")

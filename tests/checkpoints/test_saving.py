@@ -43,7 +43,7 @@ def test_who_saves(candidates: Sequence[Candidate], order: list[int]) -> None:
     assert [each.rank for each in savers(candidates)] == order
 
 
-def test_why_nobody_does_is_said_once_for_all_ranks_alike() -> None:
+def test_why_no_rank_saves_is_printed_once_for_all_ranks() -> None:
     middle = "in the middle of a step"
     candidates = [Candidate(rank=0, why=middle), Candidate(rank=2, why=middle), Candidate(rank=3, why="torn")]
     assert why_none(candidates, [""] * 5) == f"ranks 0, 2: {middle}; rank 3: torn; ranks 1, 4: no answer"
@@ -153,7 +153,7 @@ def test_the_next_one_tries_where_one_cannot_write(tmp_path: Path) -> None:
     assert "rank 1 saved the state" in said[1]
 
 
-def test_what_cannot_be_proven_is_not_saved_and_said_once(tmp_path: Path) -> None:
+def test_what_cannot_be_proven_is_not_saved_and_reported_once(tmp_path: Path) -> None:
     why = "the main thread was in an optimizer step"
     said = save_all(job(tmp_path, Noted(why=why), Noted(why=why), last_path=lambda: "last.ckpt"))
     assert said == [f"no checkpoint was saved: ranks 0-1: {why}; the last checkpoint is last.ckpt"]
@@ -175,7 +175,7 @@ class InStep(Noted):
         return bool(self.why)
 
 
-def test_where_training_goes_on_meanwhile_what_it_has_come_to_is_saved(
+def test_if_training_continues_meanwhile_its_newest_state_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on SIGTERM in a long batch, which ends while the state before it is being written."""
@@ -285,7 +285,9 @@ def test_without_an_exchange_each_saves_and_none_harms_another(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("folder", ["a file", "read-only", "full", "gone meanwhile"])
-def test_a_folder_that_takes_nothing_is_said(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_to_is_reported(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "checkpoints"
     good = saved_before(tmp_path / "regular")
 
@@ -344,7 +346,7 @@ def test_where_the_saver_dies_in_the_middle_another_one_saves(tmp_path: Path, mo
     assert len([*tmp_path.iterdir()]) == 1
 
 
-def test_it_is_done_once_whoever_asks(tmp_path: Path) -> None:
+def test_it_is_done_once_however_many_threads_ask(tmp_path: Path) -> None:
     (rank,) = job(tmp_path, Noted())
     done: list[Callable[[], None]] = []
     for _ in range(3):

@@ -100,12 +100,12 @@ def test_sigterm(outcome: Outcome) -> None:
 
 
 @pytest.mark.program(*FSDP2_UNDISTURBED)
-def test_fsdp2_goes_on_as_if_nothing_had_been(outcome: Outcome, programs: dict[tuple[str, ...], object]) -> None:
+def test_fsdp2_resumes_as_if_nothing_had_happened(outcome: Outcome, programs: dict[tuple[str, ...], object]) -> None:
     assert_went_on(programs[FSDP2_RAISES].result(), outcome)  # type: ignore[attr-defined]
 
 
 @pytest.mark.program(*FSDP_UNDISTURBED)
-def test_fsdp_goes_on_as_if_nothing_had_been(outcome: Outcome, programs: dict[tuple[str, ...], object]) -> None:
+def test_fsdp_resumes_as_if_nothing_had_happened(outcome: Outcome, programs: dict[tuple[str, ...], object]) -> None:
     assert_went_on(programs[FSDP_STALLS].result(), outcome)  # type: ignore[attr-defined]
 
 

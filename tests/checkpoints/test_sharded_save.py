@@ -65,7 +65,7 @@ def test_a_range_is_made_of_boxes_in_its_order(shape: tuple[int, ...]) -> None:
         ([((0,), (12,))], "has a shard with other dimensions"),
     ],
 )
-def test_parts_cover_a_tensor_once_or_it_is_said_how_not(boxes: Any, problem: str) -> None:
+def test_why_parts_do_not_cover_a_tensor_exactly_once(boxes: Any, problem: str) -> None:
     assert why_not_covered((4, 3), boxes) == problem
 
 
@@ -128,7 +128,7 @@ def test_one_rank_saves_each_part_of_one_step(candidates: Sequence[Candidate], w
     assert writers(savers(candidates, {"a", "b"})) == who
 
 
-def test_it_is_said_which_rank_is_the_reason() -> None:
+def test_the_message_names_the_rank_that_is_the_reason() -> None:
     parts = ["a", "b", "a", "b"]
     assert why_none([able(0, "a"), able(2, "a")], parts) == (
         "ranks 0, 2: has a shard of the model, of step 5; "
@@ -316,7 +316,7 @@ def test_what_ranks_have_in_common_is_alike_or_nothing_is_saved(tmp_path: Path) 
     assert nothing_of(tmp_path)
 
 
-def test_a_rank_whose_part_is_less_than_it_said(tmp_path: Path) -> None:
+def test_a_rank_whose_part_is_smaller_than_it_reported(tmp_path: Path) -> None:
     short = Shard(1)
     short.begin = 8
     line = Job(tmp_path, {0: Noted(), 1: Noted()}, shard_1=short).save()
@@ -342,7 +342,7 @@ def test_storage_that_has_not_kept_a_file(seen_by: str, tmp_path: Path, monkeypa
     assert nothing_of(tmp_path)
 
 
-def test_a_folder_that_takes_nothing_is_said_at_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     path.write_text("mine")
     assert Job(path, {0: Noted(), 1: Noted()}).save().startswith("no checkpoint of step 5 was saved: FileExistsError: ")
@@ -379,7 +379,7 @@ def damages() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "damage"), damages())
-def test_one_that_is_not_whole_any_more_is_passed_over(name: str, damage: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_no_longer_whole_is_skipped(name: str, damage: Any, tmp_path: Path) -> None:
     Job(tmp_path, {0: Noted(), 1: Noted()}).save()
     path = the_one_in(tmp_path)
     assert [one.path for one in found_in([tmp_path]).candidates] == [str(path)]

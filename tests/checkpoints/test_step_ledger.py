@@ -177,7 +177,7 @@ def test_before_the_first_step_there_is_nothing() -> None:
     assert newest_at("on_after_backward", 0, why) == NO_STEP
 
 
-def test_steps_of_an_optimizer_that_lightning_does_not_know_are_said_to_be_uncounted() -> None:
+def test_steps_of_an_optimizer_that_lightning_does_not_know_are_reported_as_uncounted() -> None:
     """``self.optimizers(use_pl_optimizer=False)``, for instance."""
 
     def step(trainer: Any, ledger: StepLedger) -> str:
@@ -277,7 +277,7 @@ def pass_up_to(ledger: StepLedger, step: int, *, next_begins: bool = False) -> N
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
-def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_come_to(step: int) -> None:
+def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_reached(step: int) -> None:
     """The host has made five steps."""
 
     def look(trainer: Any, ledger: StepLedger) -> int:

@@ -427,7 +427,7 @@ def test_an_exchange_that_fails_is_asked_again() -> None:
     assert job.clock(1).uncertainty_ns > 0
 
 
-def test_what_is_no_message_of_ours_is_passed_over() -> None:
+def test_unreadable_messages_are_skipped() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     for key in ("clock/turn", "clock/pong/1", "clock/ping/1", "clock/alignment/boot-1"):
@@ -514,7 +514,7 @@ def test_a_monotonic_clock_that_is_another_host_s_is_noticed() -> None:
     assert found.clock(Reading(101 * S, 51 * S)).uncertainty_ns > 0
 
 
-def test_texts_that_say_no_numbers_are_none() -> None:
+def test_texts_without_numbers_are_empty() -> None:
     assert numbers("1 x") == ()
     assert read_alignment("1 2 3") is None
     assert read_alignment("1 -2 3 4 5") is None

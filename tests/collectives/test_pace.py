@@ -61,7 +61,7 @@ def test_it_keeps_ahead_of_the_ring(rate: int, world_size: int) -> None:
     assert not any(lost[10:])
 
 
-def test_where_calls_suddenly_come_faster_it_catches_up() -> None:
+def test_if_calls_suddenly_become_faster_it_catches_up() -> None:
     pace, pause, lost = Pace(world_size=2, every_n_steps=50, recorder_size=SIZE), 5.0, []
     for turn in range(30):
         new = (100 if turn < 5 else 5_000) * pause

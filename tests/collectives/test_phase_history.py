@@ -134,7 +134,7 @@ def test_50_microseconds_are_no_longer_short(monkeypatch: pytest.MonkeyPatch) ->
     assert phase_history.current == (149_999, STEP_PHASES.index(StepPhase.DATA)), "it goes on"
 
 
-def test_nobody_who_reads_is_no_reason_to_grow(clock: Callable[[int], None]) -> None:
+def test_memory_is_bounded_if_nothing_is_read(clock: Callable[[int], None]) -> None:
     phase_history = PhaseHistory()
     for _ in range(70_000):
         phase_history(NEXT), phase_history(BACKWARD), phase_history("")

@@ -78,7 +78,7 @@ def test_a_call_is_read_with_all_that_is_known_of_it() -> None:
     assert (total.group, total.op, total.count, total.size_bytes, total.timed) == ("7", "_allgather_base", 1, 80, 0)
 
 
-def test_own_work_is_told_of_once_and_that_of_calls_before_never(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_work_is_read_once_and_that_of_earlier_calls_never(monkeypatch: pytest.MonkeyPatch) -> None:
     read, own = Read(rank=3, since_ns=BEGAN_NS), [(BEGAN_NS - 5, BEGAN_NS - 1), (BEGAN_NS, BEGAN_NS + MS)]
     monkeypatch.setattr(recording_module, "take_own_work", lambda: [own.pop(0) for _ in [*own]])
     assert read().own.tolist() == [(3, BEGAN_NS, BEGAN_NS + MS)]
@@ -103,7 +103,7 @@ def test_what_a_full_ring_held_at_first_is_not_called_lost() -> None:
     assert Read(*(entry(number) for number in range(500, 510)), size=10)().lost == {}
 
 
-def test_a_call_that_has_not_ended_on_the_device_is_told_of_once_with_its_duration() -> None:
+def test_a_call_that_has_not_ended_on_the_device_is_read_once_with_its_duration() -> None:
     read = Read()
     assert seqs(read(nccl(0), nccl(1))) == []
     assert read.recording.new == 2
@@ -117,7 +117,7 @@ def test_a_call_that_has_not_ended_on_the_device_is_told_of_once_with_its_durati
     assert seqs(read()) == []
 
 
-def test_at_the_end_it_is_told_of_without_a_duration() -> None:
+def test_at_the_end_it_is_read_without_a_duration() -> None:
     read = Read()
     read(nccl(0))
     window = read(last=True)
@@ -126,7 +126,7 @@ def test_at_the_end_it_is_told_of_without_a_duration() -> None:
     assert seqs(read(last=True)) == []
 
 
-def test_one_that_the_ring_forgets_meanwhile_is_told_of_as_it_was() -> None:
+def test_one_that_the_recorder_overwrites_meanwhile_is_kept_as_it_was() -> None:
     read = Read(size=5)
     read(nccl(0))
     window = read(*(nccl(number, duration_ms=1) for number in range(1, 6)))
@@ -135,7 +135,7 @@ def test_one_that_the_ring_forgets_meanwhile_is_told_of_as_it_was() -> None:
     assert seqs(read()) == []
 
 
-def test_a_duration_is_not_waited_for_for_ever() -> None:
+def test_waiting_for_a_duration_ends() -> None:
     read = Read()
     assert seqs(read(nccl(0, at_ms=0))) == []
     assert seqs(read(nccl(1, at_ms=31_000))) == [1]
@@ -211,7 +211,7 @@ def test_the_size_of_an_entry_is_computed_once(monkeypatch: pytest.MonkeyPatch) 
     assert window.calls["size_bytes"].tolist() == [40] and window.totals[0][0].size_bytes == 40
 
 
-def test_a_group_that_is_gone_already_is_said_to_be_once() -> None:
+def test_a_group_that_no_longer_exists_is_reported_once() -> None:
     read = Read()
     window = read(entry(0, group=("9", "short-lived")))
     assert window.groups[0].ranks == ()
@@ -233,7 +233,9 @@ def test_collectives_are_timed_on_the_device_whenever_a_group_is_met_for_the_fir
 
 
 @pytest.mark.parametrize("error", [AttributeError("_enable_collectives_timing"), RuntimeError("no")])
-def test_that_this_torch_does_not_time_is_said_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_torch_that_times_nothing_on_the_device_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fail() -> None:
         raise error
 
@@ -251,7 +253,7 @@ def test_a_recorder_that_is_off_gives_empty_windows() -> None:
         assert len(window.calls) == 0 and window.lost == {} and recording.new == 0
 
 
-def test_what_is_to_be_said_is_said_once() -> None:
+def test_each_sentence_is_in_one_window() -> None:
     read = Read()
     read.recording.say("it is raining.")
     assert read().missing == ("Rank 0: it is raining.",)
@@ -291,7 +293,7 @@ def test_phases_are_read_once_with_the_rank() -> None:
     assert read().spans.tolist() == [(2, data, BEGAN_NS + 3 * MS)]
 
 
-def test_a_span_is_told_once_also_when_the_wall_clock_was_set_back() -> None:
+def test_a_span_is_read_once_even_if_the_wall_clock_was_set_back() -> None:
     read, (data, compute) = Read(), (STEP_PHASES.index(StepPhase.DATA), STEP_PHASES.index(StepPhase.COMPUTE))
     read.phase_history.current = (BEGAN_NS + 1000 * MS, data)
     assert read().spans.tolist() == [(0, data, BEGAN_NS + 1000 * MS)]
@@ -319,7 +321,7 @@ class MovesOn(PhaseHistory):
         """It begins when it is looked at."""
 
 
-def test_a_phase_that_ends_while_it_is_read_is_told_once_and_in_order() -> None:
+def test_a_phase_that_ends_while_it_is_read_is_read_once_and_in_order() -> None:
     recording = Recording(0, MovesOn(), entries=lambda: iter(()))  # type: ignore[arg-type]
     began_ns = [int(began_ns) for _ in range(5) for began_ns in recording.read(CLOCK).spans["begin_ns"]]
     assert began_ns == [BEGAN_NS + number * MS for number in range(6)]
@@ -409,7 +411,7 @@ def test_a_dump_that_asks_for_anything_else_is_refused(dump: list[Any], value: A
         list(recorders.entries())
 
 
-def test_a_batch_of_sends_and_receives_is_no_collective() -> None:
+def test_a_batch_of_sends_and_receives_is_not_a_collective() -> None:
     """Its whole has the number of the collective before it, and does not say that it is none."""
     parts = [
         entry(number, 9, name=name, retired=False, is_p2p=True)

@@ -158,7 +158,7 @@ def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
     assert not ranks[0].timer.is_off and not ranks[1].timer.is_off
 
 
-def test_a_straggler_is_said_by_rank_0_alone_and_known_to_all(make: Make) -> None:
+def test_a_straggler_is_printed_by_rank_0_alone_and_known_to_all(make: Make) -> None:
     shared, recorders, said = SharedMemory(), [Recorder(5000), Recorder(5000)], [Said(), Said()]
     ranks = [make(rank, recorders[rank], MemoryExchange(shared), say=said[rank]) for rank in range(2)]
     until_clocks_are_known(ranks)
@@ -201,7 +201,7 @@ def test_ending_twice_or_before_it_began_is_nothing(make: Make) -> None:
 
 
 @pytest.mark.parametrize("where", ["read", "pass_on", "add"])
-def test_a_failing_part_switches_it_off_once_and_says_so(
+def test_a_failing_part_switches_it_off_once_and_prints_that(
     make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], where: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -334,9 +334,7 @@ def test_of_a_reader_that_never_reads_it_waits_no_longer_than_the_bound(
     assert own_threads() == [] and not one.timer.is_off
 
 
-def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_straggler_that_could_not_be_sent_is_sent_the_next_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, said = SharedMemory(), Said()
     exchange = Broken(shared)
     monkeypatch.setattr(exchange, "get_many", partial(MemoryExchange.get_many, exchange))
@@ -356,7 +354,7 @@ def test_a_straggler_that_could_not_be_told_of_is_told_of_the_next_time(
     assert exchange.told == 2 and len(said.said) == 1, "once"
 
 
-def test_what_cannot_be_read_is_said(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SharedMemory()
     one, other = (make(rank, Recorder(), MemoryExchange(shared)) for rank in range(2))
     one.pace.share_s = 0.0
@@ -371,7 +369,7 @@ def test_what_cannot_be_read_is_said(make: Make, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_where_the_exchange_is_lost_training_goes_on_and_it_ends_at_once(
+def test_if_the_exchange_is_lost_training_continues_and_the_timer_ends_at_once(
     make: Make, capfd: pytest.CaptureFixture[str], rank: int
 ) -> None:
     exchange = Broken(SharedMemory())
@@ -389,7 +387,7 @@ def test_where_the_exchange_is_lost_training_goes_on_and_it_ends_at_once(
 
 
 @pytest.mark.parametrize(("size", "words"), [("0", "is off"), ("20001", "keeps 20,001 entries")])
-def test_a_recorder_that_is_not_read_is_said_once(
+def test_a_recorder_that_is_not_read_is_reported_once(
     size: str, words: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)

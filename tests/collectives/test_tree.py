@@ -84,7 +84,7 @@ def test_everything_of_every_rank_arrives_once_and_nothing_stays(world_size: int
     assert all(tree.overwritten == 0 for tree in ranks.trees)
 
 
-def test_nobody_reads_more_than_some_tens() -> None:
+def test_no_rank_reads_more_than_some_tens() -> None:
     asked: dict[int, int] = {}
 
     class Counting(MemoryExchange):
@@ -126,7 +126,7 @@ def test_a_reader_that_is_held_up_for_some_turns_misses_nothing(missed: int) -> 
 
 
 @pytest.mark.parametrize("missed", [5, 6, 9, 13, 63, 64, 65, 300])
-def test_a_reader_that_is_held_up_for_long_gets_everything_once_it_reads_again(missed: int) -> None:
+def test_a_reader_that_is_delayed_for_long_gets_everything_once_it_reads_again(missed: int) -> None:
     ranks = Ranks(2)
     for number in range(missed):
         ranks.turn(number, [1])
@@ -182,7 +182,7 @@ def test_the_last_window_arrives_from_a_writer_that_is_faster_than_its_reader() 
     assert (1, 19) in ranks.got and ranks.trees[0].is_done
 
 
-def test_who_has_said_the_last_is_known() -> None:
+def test_ranks_that_have_sent_their_last_window_are_known() -> None:
     ranks = Ranks(5, 2)
     ranks.turn(0)
     assert not ranks.trees[0].is_done and not ranks.trees[2].is_done
@@ -202,7 +202,7 @@ def test_nothing_is_written_where_there_is_nothing_to_say() -> None:
 
 
 @pytest.mark.parametrize("what", ["calls", "spans", "own", "totals", "lost", "left_out", "last", "missing"])
-def test_whatever_there_is_to_say_is_said(what: str) -> None:
+def test_every_kind_of_content_is_sent(what: str) -> None:
     window, whole = empty_window(), own(1, 0, last=True)
     values = {
         "calls": whole.calls,
@@ -221,7 +221,7 @@ def test_whatever_there_is_to_say_is_said(what: str) -> None:
     assert len(ranks.waiting()) == 1
 
 
-def test_stragglers_are_told_to_all_ranks() -> None:
+def test_stragglers_are_sent_to_all_ranks() -> None:
     ranks = Ranks(3)
     assert ranks.trees[2].newest_report() == StragglerReport()
     told = StragglerReport(
@@ -231,7 +231,7 @@ def test_stragglers_are_told_to_all_ranks() -> None:
     assert [tree.newest_report() for tree in ranks.trees] == [told] * 3
 
 
-def test_an_exchange_that_does_not_answer_is_said_so_and_the_next_turn_goes_on() -> None:
+def test_an_exchange_that_does_not_answer_raises_and_the_next_turn_continues() -> None:
     ranks = Ranks(2)
     ranks.exchanges[1].close()
     with pytest.raises(ExchangeError):
@@ -323,7 +323,7 @@ def test_a_leader_whose_reader_is_behind_leaves_its_members_windows_where_they_a
 
 
 @pytest.mark.parametrize("value", [b"x", b"nonsense", (0).to_bytes(8, "little") + b"nonsense"])
-def test_what_is_no_window_is_left_aside_and_counted(value: bytes) -> None:
+def test_data_that_is_not_a_window_is_skipped_and_counted(value: bytes) -> None:
     ranks = Ranks(2)
     ranks.exchanges[1].set("timing/1/3", value)
     ranks.relay([0])

@@ -114,7 +114,7 @@ def test_a_disagreement_in_a_later_comparison_is_found(tmp_path: Path) -> None:
     assert Path(errors[0].report_folder).name.endswith("Z-incident-1"), "however many comparisons there were"
 
 
-def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
+def test_training_continues_if_the_user_wants_a_warning(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     longer = replace(EQUAL, length=6, batches=6)
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_who_wants_a_warning_goes_on_with_it(tmp_path: Path) -> None:
     assert [numbers.last for numbers in job.incidents] == [1, 1], "on the rank that does not report, too"
 
 
-def test_loaders_that_differ_in_another_way_each_time_are_told_of_once(tmp_path: Path) -> None:
+def test_loaders_that_differ_in_another_way_each_time_are_reported_once(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for number in range(30):
         longer = replace(EQUAL, length=6 + number, batches=6 + number)
@@ -151,7 +151,7 @@ def two_halves(rank: int, number: int, **changes: Any) -> LoaderFacts:
     return replace(OTHER_DATA, sampler=sampler, fingerprints={"values": f"{rank} of {number}"}, **changes)
 
 
-def test_without_the_callback_other_data_is_said_once_for_each_stage_and_trained_on(tmp_path: Path) -> None:
+def test_without_the_callback_other_data_is_reported_once_per_stage_and_training_continues(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for epoch in range(3):  # made anew for each
         presented = [data(two_halves(rank, epoch), on_mismatch="raise_on_hang") for rank in range(2)]
@@ -169,7 +169,7 @@ def test_without_the_callback_other_data_is_said_once_for_each_stage_and_trained
     assert len(job.said) == 2
 
 
-def test_with_the_callback_other_data_does_not_start_and_the_error_says_how_it_would(tmp_path: Path) -> None:
+def test_with_the_callback_other_data_does_not_start_and_the_error_explains_how_it_would(tmp_path: Path) -> None:
     errors = Job(tmp_path, 2).compare(*(data(two_halves(rank, 0)) for rank in range(2)))
     assert {type(error) for error in errors} == {DatasetMismatchError}
     way = 'To train anyway: Trainer(callbacks=[DatasetAgreement(on_mismatch="warn")]).'
@@ -187,7 +187,7 @@ def test_what_would_hang_does_not_start_without_the_callback_either(tmp_path: Pa
     assert 'DatasetAgreement(on_mismatch="warn", on_uneven="stop_together")' in " ".join(str(errors[0]).split())
 
 
-def test_where_every_rank_evaluates_everything_nothing_is_said_or_written(tmp_path: Path) -> None:
+def test_if_every_rank_evaluates_everything_nothing_is_printed_or_written(tmp_path: Path) -> None:
     whole = replace(
         EQUAL,
         name="val_dataloader",
@@ -200,7 +200,7 @@ def test_where_every_rank_evaluates_everything_nothing_is_said_or_written(tmp_pa
     assert not (tmp_path / "reports").exists()
 
 
-def test_what_cannot_be_gone_on_with_raises_all_the_same(tmp_path: Path) -> None:
+def test_data_that_cannot_be_trained_on_raises_whatever_the_user_wants(tmp_path: Path) -> None:
     warned = [data(EQUAL, on_mismatch="warn"), data(EQUAL, EQUAL, on_mismatch="warn")]
     assert [error.findings[0].rule for error in Job(tmp_path, 2).compare(*warned)] == ["loader-count"] * 2
 
@@ -211,7 +211,7 @@ def test_if_one_rank_wants_an_error_all_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("withdrawn", [0, 1])
-def test_a_rank_that_has_withdrawn_keeps_nobody_waiting(tmp_path: Path, withdrawn: int) -> None:
+def test_a_rank_that_has_withdrawn_keeps_no_rank_waiting(tmp_path: Path, withdrawn: int) -> None:
     job = Job(tmp_path, 3)
     others = tuple({0, 1, 2} - {withdrawn})
     assert job.compare(data(EQUAL), data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 3
@@ -227,7 +227,7 @@ def test_all_ranks_can_or_none_does(tmp_path: Path, can: tuple[bool, ...], all_c
     assert job.run(lambda rank, agreement: agreement.all_can(can[rank])) == [all_can] * 3
 
 
-def test_a_rank_that_never_comes_is_named_after_the_deadline_and_held_up_for(tmp_path: Path) -> None:
+def test_a_rank_that_never_arrives_is_named_after_the_deadline_and_waited_for(tmp_path: Path) -> None:
     """Where it can never come the guard has ended the run before; here, its guard has failed."""
     job = Job(tmp_path, 3, deadline_s=0.3)
     assert job.compare(data(EQUAL), data(EQUAL), data(STREAM), ranks=(0, 2)) == [(), ()]
@@ -236,14 +236,16 @@ def test_a_rank_that_never_comes_is_named_after_the_deadline_and_held_up_for(tmp
     assert len(list(tmp_path.glob("*/report.json"))) == 1
 
 
-def test_who_comes_late_finds_the_verdict(tmp_path: Path) -> None:
+def test_a_late_rank_finds_the_verdict(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, deadline_s=0.2)
     assert job.compare(data(EQUAL), data(EQUAL), ranks=(0,)) == [()]
     assert job.compare(data(EQUAL), data(EQUAL), ranks=(1,)) == [()]
     assert job.compare(data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 2
 
 
-def test_if_rank_0_never_comes_the_others_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_rank_0_never_arrives_the_others_do_not_wait_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(meeting, "_VERDICT_S", 0.1)
     monkeypatch.setattr(meeting, "_ABSENT_S", 0.1)
     job = Job(tmp_path, 3, deadline_s=0.2)
@@ -256,7 +258,7 @@ def test_if_rank_0_never_comes_the_others_do_not_wait_for_ever(tmp_path: Path, m
     assert job.compare(data(STREAM), data(EQUAL), data(EQUAL), ranks=(0,)) == [()], "what the others go by"
 
 
-def test_who_has_not_come_once_is_not_waited_for_again(tmp_path: Path) -> None:
+def test_a_rank_that_has_missed_one_meeting_is_not_waited_for_again(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, deadline_s=0.3)
     job.compare(data(EQUAL), data(EQUAL), ranks=(0,))
     job.agreements[0]._meeting._deadline_s = 60
@@ -308,7 +310,7 @@ def test_a_folder_that_cannot_be_written_to_takes_nothing_from_the_error(tmp_pat
     assert {str(error).splitlines()[0][:18] for error in errors} == {"sized-and-unsized:"}
 
 
-def test_an_uneven_end_is_told_alike_by_all_ranks_and_reported_by_one(tmp_path: Path) -> None:
+def test_an_uneven_end_has_the_same_words_on_all_ranks_and_one_report(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
     readings = [
         BatchesRead(batches=9, ended=False),
@@ -325,7 +327,7 @@ def test_an_uneven_end_is_told_alike_by_all_ranks_and_reported_by_one(tmp_path: 
 
 
 @pytest.mark.parametrize("on_uneven", ["stop_together", "repeat"])
-def test_an_uneven_end_that_is_allowed_is_said_once(tmp_path: Path, on_uneven: str) -> None:
+def test_an_uneven_end_that_is_allowed_is_printed_once(tmp_path: Path, on_uneven: str) -> None:
     job = Job(tmp_path, 2)
     readings = [BatchesRead(batches=3, ended=True), BatchesRead(batches=4, ended=False)]
     presented = data(STREAM, on_uneven=on_uneven)

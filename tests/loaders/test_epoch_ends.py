@@ -69,7 +69,7 @@ def test_ranks_among_which_the_model_is_split_predict_together() -> None:
 
 
 @pytest.mark.parametrize("stage", ["val_dataloader", "test_dataloader"])
-def test_ranks_evaluate_each_for_itself_where_nobody_has_set_anything(stage: str) -> None:
+def test_by_default_each_rank_evaluates_on_its_own(stage: str) -> None:
     def at_end(*loaders: LoaderFacts, **settings: Any) -> EpochEnd:
         return epoch_ends([DataFacts(stage=stage, loaders=(one,), **settings) for one in loaders])[0]
 
@@ -108,7 +108,7 @@ def test_different_numbers_of_loaders_have_none() -> None:
     assert epoch_ends([]) == ()
 
 
-def test_loaders_that_end_together_all_the_same_are_left_alone() -> None:
+def test_loaders_that_still_end_together_are_left_alone() -> None:
     """The shorter ones go round while the longest is read; where a stream is among them, nobody knows how often."""
 
     def rank(short: int, *more: LoaderFacts) -> DataFacts:

@@ -89,7 +89,7 @@ def test_the_length_is_the_own_one_unless_another_is_given() -> None:
     assert len(own) == 4
 
 
-def test_a_hidden_length_is_none_to_lightning() -> None:
+def test_lightning_sees_no_hidden_length() -> None:
     from lightning.fabric.utilities.data import sized_len
 
     own = loader()
@@ -98,7 +98,7 @@ def test_a_hidden_length_is_none_to_lightning() -> None:
 
 
 @pytest.mark.usefixtures("asked_by_a_loop")
-def test_it_is_iterated_anew_every_time() -> None:
+def test_each_epoch_iterates_it_again() -> None:
     own = loader()
     ReplacedIteration(own, first_two)
     assert [len(list(own)) for _ in range(3)] == [2, 2, 2]

@@ -64,7 +64,7 @@ def test_equal_lengths_are_read_to_the_end_by_all(on_uneven: OnUneven) -> None:
         assert reader.told == []
 
 
-def test_stop_together_ends_with_the_shortest_and_says_how_far_each_rank_was() -> None:
+def test_stop_together_ends_with_the_shortest_and_reports_how_far_each_rank_was() -> None:
     for rank, (reader, epochs) in enumerate(read("stop_together", epochs=2)):
         assert epochs == [[(rank, number, batch) for batch in range(3)] for number in (0, 1)]
         readings = [
@@ -88,14 +88,14 @@ def test_raise_raises_on_all_ranks_before_the_same_batch() -> None:
     assert as_ranks(3, body) == [[(rank, 0, batch) for batch in range(3)] for rank in range(3)]
 
 
-def test_repeat_goes_on_to_the_end_of_the_longest_and_starts_over_on_the_others() -> None:
+def test_repeat_continues_to_the_end_of_the_longest_and_starts_over_on_the_others() -> None:
     outcome = [epochs[0] for _, epochs in read("repeat")]
     assert outcome[0] == [(0, 0, batch) for batch in range(5)]
     assert outcome[1] == [(1, 0, 0), (1, 0, 1), (1, 0, 2), (1, 1, 0), (1, 1, 1)]
     assert outcome[2] == [(2, 0, 0), (2, 0, 1), (2, 0, 2), (2, 0, 3), (2, 1, 0)]
 
 
-def test_repeat_says_once_how_far_each_rank_was_at_the_first_end() -> None:
+def test_repeat_reports_once_how_far_each_rank_was_at_the_first_end() -> None:
     readings = [
         BatchesRead(batches=4, ended=False),
         BatchesRead(batches=3, ended=True),
@@ -213,7 +213,7 @@ def test_an_error_of_the_own_data_is_raised_also_where_another_ranks_data_has_en
         assert isinstance(broken, OSError)
 
 
-def test_after_an_error_nobody_is_asked_to_vote_again() -> None:
+def test_no_rank_votes_again_after_an_error() -> None:
     def body(rank: int, votes: ThreadVotes) -> int:
         def begin() -> Iterator[int]:
             if rank == 1:
@@ -340,12 +340,12 @@ def evaluated(lengths: tuple[int, ...], calls: tuple[int, ...] = (0, 0, 0)) -> l
 
 
 @pytest.mark.parametrize("lengths", [(5, 3, 4), (1, 2, 9), (2, 2, 2)])
-def test_ranks_that_wait_for_nobody_part_where_one_ends(lengths: tuple[int, ...]) -> None:
+def test_ranks_that_wait_for_no_other_continue_alone_when_one_ends(lengths: tuple[int, ...]) -> None:
     assert evaluated(lengths) == [*lengths]
 
 
 @pytest.mark.parametrize(("lengths", "calls"), [((5, 3, 4), (0, 0, 1)), ((5, 0, 4), (0, 0, 0))])
-def test_where_any_rank_may_wait_for_the_others_an_uneven_end_is_told(
+def test_an_uneven_end_is_reported_if_any_rank_may_wait_for_the_others(
     lengths: tuple[int, ...], calls: tuple[int, ...]
 ) -> None:
     """Also where a rank has nothing at all: what it never logs the others reduce."""

@@ -111,7 +111,7 @@ def test_what_is_staged_is_delivered_in_order_once_it_is_woken(
     assert (delivery.points, delivery.records, delivery.faults, delivery.last_fault) == (6, 3, 0, None)
 
 
-def test_a_refusal_is_tried_again_and_told_once_in_a_row(
+def test_a_refused_write_is_retried_and_reported_once_per_series(
     store: Store, storage: Storage, delivery: Delivery, told: list[str]
 ) -> None:
     storage.refusals = [OSError("first"), ValueError("second"), OSError("third")]
@@ -341,7 +341,7 @@ def test_a_job_whose_path_cannot_be_is_given_up_after_some_tries(
     assert told[-1].startswith("lost: ")
 
 
-def test_nothing_is_delivered_before_somebody_elses_rest(store: Store, storage: Storage) -> None:
+def test_nothing_is_delivered_before_the_rest_of_an_earlier_offload(store: Store, storage: Storage) -> None:
     before = threading.Event()
     late = Delivery(store, storage, name="test", on_fault=lambda _: None, after=before)
     stage(store, b"a")
@@ -388,9 +388,7 @@ def test_a_job_that_fails_while_it_is_asked_for_again_is_not_done_twice(delivery
     assert len(tries) == 2
 
 
-def test_who_waits_for_a_condition_is_told_after_each_delivery(
-    store: Store, storage: Storage, delivery: Delivery
-) -> None:
+def test_waits_for_a_condition_check_it_after_each_delivery(store: Store, storage: Storage, delivery: Delivery) -> None:
     storage.answers.clear()
     stage(store, b"a")
     delivery.wake()
@@ -403,7 +401,7 @@ def test_who_waits_for_a_condition_is_told_after_each_delivery(
     assert not thread.is_alive()
 
 
-def test_who_waits_for_a_condition_is_told_of_the_end(delivery: Delivery) -> None:
+def test_waits_for_a_condition_end_with_the_delivery(delivery: Delivery) -> None:
     thread = threading.Thread(target=delivery.wait_until, args=(lambda: False,), daemon=True)
     thread.start()
     delivery.close()

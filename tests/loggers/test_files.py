@@ -362,7 +362,7 @@ def test_of_whole_files_the_last_one_counts(logs: Path) -> None:
         ("x", [whole("a", if_absent=True), whole("b")], "b"),
     ],
 )
-def test_a_file_that_is_there_stays_where_that_was_asked_for(
+def test_an_existing_file_stays_if_that_was_asked_for(
     logs: Path, there: str | None, frames: list[StagedFrame], then: str
 ) -> None:
     destination = LocalDestination(str(logs))
@@ -391,7 +391,8 @@ def test_a_directory_that_was_removed_is_made_again(logs: Path, write: Callable[
 
 @pytest.mark.parametrize("write", [LocalDestination.append, LocalDestination.replace])
 def test_nothing_is_written_below_a_mount_that_is_gone(logs: Path, write: Callable[..., None]) -> None:
-    destination = LocalDestination(str(logs), device=logs.parent.stat().st_dev + 1)
+    destination = LocalDestination(str(logs))
+    destination.device += 1
     with pytest.raises(OSError, match=f"the file system that {logs} was on is no longer mounted"):
         write(destination, "f", b"data")
     assert not logs.exists()
@@ -413,9 +414,9 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(logs: Path, monkeypatch:
 
 def test_a_path_with_a_protocol_is_remote(memory: str, logs: Path) -> None:
     assert isinstance(open_destination(memory), RemoteDestination)
-    local = open_destination(str(logs), device=5)
+    local = open_destination(str(logs))
     assert isinstance(local, LocalDestination)
-    assert local.device == 5
+    assert local.device == logs.parent.stat().st_dev
 
 
 def test_a_remote_file_system_is_written_to(memory: str) -> None:
@@ -460,7 +461,7 @@ class OnlyToWhatIsThere(MemoryFileSystem):  # type: ignore[misc]
         return super()._open(path, mode, *args, **kwargs)
 
 
-def test_what_appends_only_to_what_is_there_is_given_a_file_first(memory: str) -> None:
+def test_a_file_system_that_appends_only_to_existing_files_gets_a_file_first(memory: str) -> None:
     fsspec.register_implementation("onlytowhatisthere", OnlyToWhatIsThere, clobber=True)
     destination = RemoteDestination("onlytowhatisthere://logs/version_0")
     destination.append("events", b"a")
@@ -538,7 +539,7 @@ def add_rows(folder: Path, text: bytes) -> None:
         file.write(text)
 
 
-def test_rows_that_somebody_else_has_added_take_none_of_ours(again: Callable[[str], Again]) -> None:
+def test_rows_that_another_program_has_added_replace_none_of_ours(again: Callable[[str], Again]) -> None:
     rows = [{"loss": number, "step": number} for number in range(4)]
     one = again("logs")
     one.deliver([rows_frame(rows[0])])
@@ -548,7 +549,7 @@ def test_rows_that_somebody_else_has_added_take_none_of_ours(again: Callable[[st
     assert [row["step"] for row in parsed((one.folder / CSV).read_bytes())] == ["0", "7", "8", "1", "2", "3"]
 
 
-def test_rows_that_somebody_else_has_added_behind_a_half_delivery_take_none_of_ours(
+def test_rows_that_another_program_has_added_after_half_a_delivery_replace_none_of_ours(
     again: Callable[[str], Again],
 ) -> None:
     rows = [{"loss": number, "note": None, "step": number} for number in range(4)]
@@ -560,7 +561,7 @@ def test_rows_that_somebody_else_has_added_behind_a_half_delivery_take_none_of_o
     assert [row["step"] for row in parsed((one.folder / CSV).read_bytes())] == ["0", "1", "8", "2", "3"]
 
 
-def test_rows_that_somebody_else_has_added_between_deliveries_take_none_of_ours(logs: Path) -> None:
+def test_rows_that_another_program_has_added_between_deliveries_replace_none_of_ours(logs: Path) -> None:
     sink = FilesSink(LocalDestination(str(logs)), {})
     sink.deliver([rows_frame({"loss": 0, "step": 0})])
     add_rows(logs, b"1,1\r\n")
@@ -590,7 +591,7 @@ def test_one_file_that_can_never_be_written_keeps_no_other(logs: Path) -> None:
     assert (logs / CSV).read_bytes() == b"loss,step\r\n0,0\r\n1,1\r\n"
 
 
-def test_without_anybody_to_tell_it_is_tried_for_ever(logs: Path) -> None:
+def test_without_a_reject_function_it_is_retried_forever(logs: Path) -> None:
     sink = FilesSink(LocalDestination(str(logs)), {})
     for _ in range(5):
         with pytest.raises(OSError, match="File name too long"):
@@ -612,7 +613,9 @@ def test_a_failure_that_may_pass_is_never_a_reason_to_leave_something_out(logs: 
     assert (logs / "z").read_bytes() == b"x"
 
 
-def test_an_outage_that_is_no_oserror_leaves_nothing_out(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_with_another_exception_than_oserror_leaves_nothing_out(
+    logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class ClientError(Exception):
         """As clients of object stores raise."""
 

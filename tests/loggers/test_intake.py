@@ -64,7 +64,7 @@ def wait_until_blocked(queue: Intake, waiting: int = 1) -> None:
     pytest.fail("nobody waits")
 
 
-def test_entries_come_in_order_and_all_at_once() -> None:
+def test_entries_are_taken_in_order_and_all_at_once() -> None:
     queue = intake()
     entries: list[Entry] = [scalars(0), call("add_text"), scalars(1), MARKER, scalars(2)]
     for entry in entries:
@@ -162,7 +162,7 @@ def test_what_is_thinned_stays_in_order_among_calls() -> None:
     assert len(steps(left)) == len(set(steps(left)))
 
 
-def test_what_is_thinned_keeps_its_steps_even_where_there_are_none() -> None:
+def test_what_is_thinned_keeps_its_steps_even_if_it_has_none() -> None:
     queue = intake(12 * SCALARS)
     for value in range(13):
         queue.put(LoggedScalars(step=None, values={"loss": float(value)}, created=float(value)))
@@ -218,7 +218,7 @@ def test_what_is_kept_is_never_dropped(overflow: Overflow) -> None:
 
 
 @pytest.mark.parametrize("overflow", POLICIES)
-def test_nothing_makes_way_for_what_is_too_large_all_the_same(overflow: Overflow) -> None:
+def test_nothing_is_dropped_for_what_would_not_fit_anyway(overflow: Overflow) -> None:
     queue = intake(10 * SCALARS, overflow, block_s=LONG_S)
     for step in range(9):
         queue.put(scalars(step))
@@ -285,7 +285,7 @@ def test_where_all_is_being_worked_on_only_the_newest_is_dropped() -> None:
     assert (queue.take(), queue.dropped_points) == ([], 1)
 
 
-def test_training_waits_no_longer_than_was_said_and_then_points_are_thinned() -> None:
+def test_training_waits_no_longer_than_the_limit_and_then_points_are_thinned() -> None:
     queue = intake(10 * SCALARS, "block", block_s=0.05)
     for step in range(10):
         queue.put(scalars(step))
@@ -297,7 +297,7 @@ def test_training_waits_no_longer_than_was_said_and_then_points_are_thinned() ->
     assert steps(queue.take())[-1] == 10
 
 
-def test_training_goes_on_as_soon_as_there_is_room() -> None:
+def test_training_continues_as_soon_as_there_is_room() -> None:
     queue = intake(10 * SCALARS, "block", block_s=LONG_S)
     for step in range(10):
         queue.put(scalars(step))
@@ -331,7 +331,7 @@ def test_what_is_kept_does_not_wait() -> None:
     assert names(queue.take()) == ["kept"]
 
 
-def test_a_marker_wakes_whoever_waits() -> None:
+def test_a_marker_wakes_the_waiting_thread() -> None:
     queue = intake()
     answers: list[bool] = []
     thread = in_thread(lambda: answers.append(queue.wait_for_entries(LONG_S)))
@@ -352,7 +352,7 @@ def test_what_still_waits_when_it_is_closed_can_be_taken() -> None:
     assert not queue.wait_for_entries(None)
 
 
-def test_whoever_waits_is_woken_by_the_first_entry() -> None:
+def test_the_first_entry_wakes_the_waiting_thread() -> None:
     queue = intake()
     answers: list[bool] = []
     thread = in_thread(lambda: answers.append(queue.wait_for_entries(LONG_S)))
@@ -362,7 +362,7 @@ def test_whoever_waits_is_woken_by_the_first_entry() -> None:
     assert answers == [True]
 
 
-def test_media_are_waited_for_and_do_not_wake_those_who_wait_for_others() -> None:
+def test_a_wait_for_media_is_separate_from_one_for_other_entries() -> None:
     queue = intake()
     found: list[LoggedCall | None] = []
     thread = in_thread(lambda: found.append(queue.take_media()))
@@ -378,7 +378,7 @@ def test_media_are_waited_for_and_do_not_wake_those_who_wait_for_others() -> Non
     assert queue.take() == []
 
 
-def test_those_who_wait_are_told_that_it_is_closed() -> None:
+def test_closing_wakes_all_waiting_threads() -> None:
     queue = intake()
     answers: list[Any] = []
     threads = [

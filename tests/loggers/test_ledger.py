@@ -48,12 +48,12 @@ def test_a_server_that_has_no_path_is_not_named() -> None:
 
 
 @pytest.mark.parametrize(("faults", "said"), [(1, "\n1 failure, the last: "), (2, "\n2 failures, the last: ")])
-def test_failures_are_counted_and_the_last_one_is_told(faults: int, said: str) -> None:
+def test_failures_are_counted_and_the_last_one_is_printed(faults: int, said: str) -> None:
     text = summary(replace(FACTS, faults=faults, last_fault="OSError(5, 'x')"), is_done=True)
     assert text.endswith(f"{said}OSError(5, 'x')")
 
 
-def test_what_is_still_staged_is_told_with_what_brings_it_to_storage() -> None:
+def test_what_is_still_staged_is_printed_with_the_command_that_recovers_it() -> None:
     text = summary(replace(FACTS, staged_bytes=2048), is_done=False)
     first, rest = text.split("\n")
     assert first == summary(FACTS, is_done=True)
@@ -62,7 +62,7 @@ def test_what_is_still_staged_is_told_with_what_brings_it_to_storage() -> None:
     assert "recover" not in first
 
 
-def test_failures_come_before_what_is_still_staged() -> None:
+def test_failures_are_printed_before_what_is_still_staged() -> None:
     text = summary(replace(FACTS, faults=1, last_fault="gone", staged_bytes=1, memory_bytes=2), is_done=False)
     assert [line.split(" ")[0] for line in text.split("\n")] == ["CSVLogger", "1", "not", "2"]
 

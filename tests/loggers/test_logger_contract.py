@@ -244,7 +244,7 @@ def test_a_metric_that_tensorboard_cannot_take_raises_the_same(tmp_path: Path, v
     assert scalars(offloaded, "before") == [(1, 1.0)]
 
 
-def test_a_wrong_call_of_the_experiment_is_said_once_and_counted(
+def test_a_wrong_call_of_the_experiment_is_reported_once_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call_wrongly(model: Model) -> None:
@@ -1025,7 +1025,9 @@ class FakeComet(CometLogger):
         self._experiment.calls.append(("hyperparams", dict(params)))
 
 
-def test_comet_tells_its_loggers_metrics_from_its_experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comet_keeps_its_loggers_metrics_apart_from_its_experiments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "comet_ml", ModuleType("comet_ml"))
     monkeypatch.setattr(FakeExperiment, "__module__", "comet_ml.experiment")
 

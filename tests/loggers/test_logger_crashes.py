@@ -217,7 +217,7 @@ def test_a_process_that_dies_at_once_loses_at_most_its_last_second(
 
 
 @pytest.mark.parametrize("logger", LOGGERS)
-def test_what_a_stalled_storage_never_got_is_there_after_the_next_start(crashed: Crashed, logger: str) -> None:
+def test_what_a_stalled_storage_never_received_is_there_after_the_next_start(crashed: Crashed, logger: str) -> None:
     case, again = crashed.first["kill-stalled"], crashed.again["kill-stalled"]
     assert case.exit_code == -signal.SIGKILL, case.output
     assert crashed.before["kill-stalled", logger] == []
@@ -227,7 +227,7 @@ def test_what_a_stalled_storage_never_got_is_there_after_the_next_start(crashed:
     assert again.output.count("recovered ") == len(LOGGERS), again.output
 
 
-def test_a_program_whose_storage_never_answers_ends_and_says_where_everything_waits(crashed: Crashed) -> None:
+def test_a_program_whose_storage_never_answers_ends_and_prints_where_everything_waits(crashed: Crashed) -> None:
     case, again = crashed.first["end-stalled"], crashed.again["end-stalled"]
     assert case.exit_code == 0, case.output
     assert case.ended - max(case.logged.values()) < 15
@@ -270,7 +270,7 @@ def test_a_logger_that_cannot_be_finalized_ends_the_run_as_without_us_and_costs_
 
 @pytest.mark.parametrize("name", ["no-versions", "no-logs"])
 @pytest.mark.parametrize("logger", LOGGERS)
-def test_a_directory_that_is_removed_is_made_again_and_later_points_are_there(
+def test_a_directory_that_is_removed_is_created_again_and_later_points_are_there(
     ended: Cases, name: str, logger: str
 ) -> None:
     case = ended[name]
@@ -320,7 +320,7 @@ def test_a_test_after_the_training_adds_to_the_same_files(ended: Cases) -> None:
         assert read(case.folder / "logs" / logger / "version_0", "tested") == [(100, 7.0)]
 
 
-def test_before_slurm_is_told_to_start_again_everything_is_on_storage(ended: Cases) -> None:
+def test_everything_is_on_storage_before_slurm_requeues_the_job(ended: Cases) -> None:
     case = ended["requeue"]
     assert (case.folder / "hpc_ckpt_1.ckpt").exists(), case.output
     for logger in LOGGERS:
@@ -328,7 +328,7 @@ def test_before_slurm_is_told_to_start_again_everything_is_on_storage(ended: Cas
     assert_complete(case, 99)
 
 
-def test_a_full_disk_is_said_once_and_costs_no_point_once_there_is_room(on_small_disks: Cases) -> None:
+def test_a_full_disk_is_reported_once_and_costs_no_point_once_there_is_room(on_small_disks: Cases) -> None:
     case = on_small_disks["full-disk"]
     assert case.exit_code == 0, case.output
     assert "made 500 steps, left behind: []" in case.output

@@ -265,7 +265,7 @@ class SlowPoints(Points):
         super().log_metrics(metrics, step)
 
 
-def test_a_logger_of_any_class_that_has_proved_slow_holds_up_nobody_and_has_its_points_in_time(tmp_path: Path) -> None:
+def test_a_logger_of_any_class_that_has_proved_slow_delays_nothing_and_has_its_points_in_time(tmp_path: Path) -> None:
     answers = threading.Event()
     answers.set()
     logger = SlowPoints(answers)
@@ -338,7 +338,7 @@ def test_a_run_after_one_that_ended_without_a_teardown_has_everything_once(tmp_p
     assert len(rows[0].splitlines()) > 4
 
 
-def test_nothing_is_said_and_nothing_is_left_where_all_went_well(
+def test_nothing_is_printed_and_nothing_is_left_if_all_went_well(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning_ncclsafe import LoggerOffload

@@ -48,7 +48,7 @@ def test_what_a_call_raises_is_raised_here(process: MediaProcess) -> None:
 
 
 @pytest.mark.parametrize("argument", [lambda: None, OnlyHere()], ids=["not to be sent", "not to be read there"])
-def test_what_it_cannot_be_given_is_said_and_it_lives_on(
+def test_a_call_that_cannot_be_sent_raises_and_the_process_keeps_running(
     process: MediaProcess, argument: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import __main__

@@ -173,7 +173,7 @@ def test_one_dead_storage_does_not_take_the_time_of_the_others(
         end(logger, offload)
 
 
-def test_what_was_not_encoded_in_time_is_said_and_still_written(
+def test_what_was_not_encoded_in_time_is_reported_and_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     goes_on = threading.Event()

@@ -66,7 +66,7 @@ READS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_whoever_reads_is_heard(tmp_path: Path, heard: Heard, read: Callable[[Path], object]) -> None:
+def test_every_way_of_reading_is_noticed(tmp_path: Path, heard: Heard, read: Callable[[Path], object]) -> None:
     read(tmp_path / "logs")
     assert heard.count
 
@@ -101,7 +101,7 @@ def test_who_writes_or_reads_elsewhere_is_not_heard(tmp_path: Path, heard: Heard
     assert heard.count == 0
 
 
-def test_nobodys_read_fails_because_of_us(tmp_path: Path) -> None:
+def test_no_read_fails_because_of_this(tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("a bug of ours")
 

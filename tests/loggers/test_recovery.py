@@ -349,7 +349,7 @@ def test_of_two_threads_one_recovers(tmp_path: Path, logs: Path, monkeypatch: py
     assert (logs / "log.txt").read_text() == "1"
 
 
-def test_what_somebody_else_has_just_recovered_is_no_problem(
+def test_what_another_process_has_just_recovered_is_no_problem(
     tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -413,7 +413,7 @@ def test_a_storage_that_refuses_is_a_reason_and_the_staging_is_kept(tmp_path: Pa
     assert (logs / "a" / "log.txt").read_text() == "1"
 
 
-def test_a_url_that_nobody_can_open_is_a_reason(tmp_path: Path) -> None:
+def test_a_url_that_cannot_be_opened_is_a_problem(tmp_path: Path) -> None:
     made = manifest(tmp_path, destination="nonsense://bucket/logs", root="nonsense://bucket")
     folder = left(tmp_path / "staging", made, append("1"))
     assert "Protocol not known: nonsense" in recover(folder).problem
@@ -451,7 +451,7 @@ def test_what_cannot_be_opened_is_not_taken_for_lost(tmp_path: Path, logs: Path)
     assert list(logs.iterdir()) == []
 
 
-def test_frames_that_lead_out_of_the_directory_are_lost_and_that_is_said(tmp_path: Path, logs: Path) -> None:
+def test_frames_of_files_outside_the_directory_count_as_lost(tmp_path: Path, logs: Path) -> None:
     out = append("1", "../out.txt")
     done = recover(left(tmp_path / "staging", manifest(logs), append("1"), out))
     assert (done.points, done.lost_bytes) == (1, len(encode(out)))
@@ -504,7 +504,7 @@ def test_staging_that_others_may_write_to_is_refused(tmp_path: Path, logs: Path)
 
 
 @pytest.mark.parametrize("foreign", [".", "00000001.frames"])
-def test_staging_of_somebody_else_is_refused(
+def test_staging_of_another_user_is_refused(
     tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch, foreign: str
 ) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"))
@@ -549,7 +549,7 @@ def test_the_default_directory_is_private_on_both_levels(tmp_path: Path, default
     assert [folder.stat().st_mode & 0o777 for folder in (default.parent, default)] == [0o700, 0o700]
 
 
-def test_what_somebody_else_has_put_in_its_place_is_refused(
+def test_a_default_folder_that_is_a_link_or_another_users_is_refused(
     tmp_path: Path, default: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -620,7 +620,9 @@ def test_a_process_that_cannot_be_is_not_alive(tmp_path: Path, logs: Path, pid: 
     assert recover(left(tmp_path / "staging", made, append("1"))).points == 1
 
 
-def test_a_lock_that_was_removed_when_it_was_had_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_was_removed_while_it_was_taken_is_not_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock = fcntl.lockf
 
     def after_its_owner(handle: int, how: int) -> None:
@@ -680,7 +682,7 @@ def test_a_folder_whose_process_died_before_it_had_anything_in_it_goes(
     assert folder.exists() is not goes
 
 
-def test_a_folder_that_somebody_is_just_making_stays(tmp_path: Path) -> None:
+def test_a_folder_that_is_just_being_created_stays(tmp_path: Path) -> None:
     (folder := tmp_path / f"CSVLogger-1795333515800272953-{DEAD}-1").mkdir()
     claim = Claim(folder)
     staging.remove_unfinished(tmp_path)

@@ -33,7 +33,7 @@ def test_frames_of_all_kinds_are_read_as_they_were_written() -> None:
     assert read(b"".join(map(encode, FRAMES))) == FRAMES
 
 
-def test_each_frame_comes_with_the_offset_of_its_end() -> None:
+def test_each_frame_has_the_offset_of_its_end() -> None:
     data = b"".join(map(encode, FRAMES))
     ends = [end for _, end in decode(data)]
     assert ends == [sum(len(encode(frame)) for frame in FRAMES[: number + 1]) for number in range(len(FRAMES))]
@@ -57,7 +57,7 @@ def test_a_flipped_byte_ends_the_reading_before_its_frame() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(2**32 - 1, 2**32 - 1), (2**31, 0), (0, 2**32 - 1), (1, 0), (0, 0)])
-def test_lengths_that_are_none_end_the_reading(lengths: tuple[int, int]) -> None:
+def test_invalid_lengths_end_the_reading(lengths: tuple[int, int]) -> None:
     before = encode(FRAMES[0])
     for checksum in (0, 1):
         assert read(before + struct.pack("<III", *lengths, checksum) + b"rest") == FRAMES[:1]
@@ -73,7 +73,7 @@ def test_any_bytes_are_read_without_an_error() -> None:
 @pytest.mark.parametrize(
     "file", ["../x", "/etc/x", "a/../../x", "..", "", ".", "/", "a\0b", 5, None, ["a"], {"a": 1}], ids=repr
 )
-def test_a_name_that_is_not_below_the_directory_is_no_frame(file: Any) -> None:
+def test_a_name_outside_the_directory_is_not_a_frame(file: Any) -> None:
     assert read(written(json.dumps({**HEAD, "file": file}).encode())) == []
 
 
@@ -97,18 +97,18 @@ def test_a_name_below_the_directory_is_one(file: str) -> None:
         ("details", ["ab", "c"]),
     ],
 )
-def test_a_header_of_wrong_types_is_no_frame(name: str, value: Any) -> None:
+def test_a_header_of_wrong_types_is_not_a_frame(name: str, value: Any) -> None:
     assert len(read(written(json.dumps(HEAD).encode()))) == 1
     assert read(written(json.dumps({**HEAD, name: value}).encode())) == []
 
 
 @pytest.mark.parametrize("missing", HEAD)
-def test_a_header_that_lacks_something_is_no_frame(missing: str) -> None:
+def test_an_incomplete_header_is_not_a_frame(missing: str) -> None:
     assert read(written(json.dumps({name: value for name, value in HEAD.items() if name != missing}).encode())) == []
 
 
 @pytest.mark.parametrize(
     "header", [b"", b"null", b"[]", b'"kind"', b"5", b"\xff\xfe", b"{", b"[" * 100_000, b'{"kind":' * 50_000]
 )
-def test_a_header_that_is_no_object_is_no_frame(header: bytes) -> None:
+def test_a_header_that_is_not_an_object_is_not_a_frame(header: bytes) -> None:
     assert read(encode(FRAMES[0]) + written(header) + encode(FRAMES[1])) == FRAMES[:1]

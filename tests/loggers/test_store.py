@@ -85,7 +85,7 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_frames_come_in_order_over_many_segments(folder: Path) -> None:
+def test_frames_are_in_order_over_many_segments(folder: Path) -> None:
     store = Store(folder)
     append(store, *range(9))
     assert len(files(folder)) == 5
@@ -388,14 +388,14 @@ def test_a_full_disk_notes_what_was_delivered_once_there_is_room(folder: Path, m
     monkeypatch.setattr(store_module, "_SEGMENT_BYTES", SIZE)
     store = Store(folder)
     append(store, 0, 1)
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
-    def full_until_a_segment_is_gone(path: Path, text: str) -> int:
+    def full_until_a_segment_is_gone(path: Path, data: bytes) -> int:
         if (folder / "00000001.frames").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_text(path, text)
+        return write_bytes(path, data)
 
-    monkeypatch.setattr(Path, "write_text", full_until_a_segment_is_gone)
+    monkeypatch.setattr(Path, "write_bytes", full_until_a_segment_is_gone)
     store.anchors["f"] = {"size": 4}
     deliver(store, portions=1)
     other = Store(folder)
@@ -468,7 +468,7 @@ def test_what_is_noted_is_plain_json(folder: Path) -> None:
     assert json.loads((folder / "delivered.json").read_text()) == {"segment": 1, "released": SIZE, "anchors": {}}
 
 
-def test_each_row_of_failures_is_said_once_and_outside_the_lock(folder: Path, disk: Disk) -> None:
+def test_each_series_of_failures_is_reported_once_and_outside_the_lock(folder: Path, disk: Disk) -> None:
     said: list[tuple[int | None, int]] = []
     # What it asks for would wait for ever if it were called within.
     store = Store(folder, on_fault=lambda error: said.append((error.errno, store.pending_bytes)))
@@ -636,7 +636,7 @@ def test_a_directory_that_another_process_removes_just_now_is_made_again(
     assert is_locked(folder)
 
 
-def test_a_lock_that_somebody_else_has_made_meanwhile_is_left_to_them(claimed: tuple[Path, Claim]) -> None:
+def test_a_lock_that_another_process_has_created_meanwhile_is_left_to_it(claimed: tuple[Path, Claim]) -> None:
     folder, claim = claimed
     (folder / "lock").unlink()
     with locked_by_another(folder), pytest.raises(OSError, match="unavailable"):

@@ -78,13 +78,13 @@ def job(folder: Path, *facts: PreflightFacts, on_problem: OnProblem = "warn") ->
     return Job([lambda found=found: found for found in facts], on_problem, folder)  # type: ignore[misc]
 
 
-def test_nothing_is_said_of_healthy_hosts(tmp_path: Path) -> None:
+def test_nothing_is_printed_about_healthy_hosts(tmp_path: Path) -> None:
     ranks = job(tmp_path, HEALTHY, HEALTHY)
     assert [agreed.complete for agreed in ranks.run()] == [True, True]
     assert ranks.said == [] and [*tmp_path.iterdir()] == []
 
 
-def test_what_differs_is_said_once_with_a_report(tmp_path: Path) -> None:
+def test_what_differs_is_printed_once_with_a_report(tmp_path: Path) -> None:
     ranks = job(tmp_path, HEALTHY, PreflightFacts(versions={"torch": "2.9.1"}))
     ranks.run()
     (text,) = ranks.said
@@ -94,7 +94,7 @@ def test_what_differs_is_said_once_with_a_report(tmp_path: Path) -> None:
     assert folder.name.endswith("Z-incident-1")
 
 
-def test_the_next_call_of_a_program_says_only_what_is_new_and_is_refused_all_the_same(tmp_path: Path) -> None:
+def test_the_next_call_of_a_program_prints_only_what_is_new_and_is_refused_all_the_same(tmp_path: Path) -> None:
     told: set[Any] = set()
     other = DirectoryFacts(role="checkpoints", path="/checkpoints", problem="Permission denied")
     said = []
@@ -126,7 +126,7 @@ def test_what_only_slows_down_does_not_raise(tmp_path: Path) -> None:
     assert "swap-in-use" in ranks.said[0]
 
 
-def test_a_look_that_fails_is_said_to_be_missing_and_hurts_nobody(tmp_path: Path) -> None:
+def test_an_examination_that_fails_is_reported_as_missing_and_does_no_harm(tmp_path: Path) -> None:
     ranks = Job([lambda: HEALTHY, lambda: 1 / 0], "raise", tmp_path)  # type: ignore[list-item,return-value]
     assert all(agreed.complete for agreed in ranks.run())
 
@@ -156,7 +156,7 @@ def test_clocks_are_compared_with_that_of_rank_0(tmp_path: Path, monkeypatch: py
     assert -one.clock_error_s <= one.clock_offset_s < 1
 
 
-def test_what_loaders_ask_for_is_compared_when_it_is_known_and_nothing_is_said_twice(tmp_path: Path) -> None:
+def test_what_loaders_need_is_compared_once_it_is_known_and_nothing_is_printed_twice(tmp_path: Path) -> None:
     limited = PreflightFacts(versions={"torch": "2.9.1"}, open_files_limit=1024, open_files=10)
     ranks = job(tmp_path, PreflightFacts(versions={"torch": "2.13.0"}, open_files_limit=1024, open_files=10), limited)
     ranks.run()
@@ -219,7 +219,7 @@ def test_ranks_of_a_launcher_find_each_other_and_one_of_them_speaks(warm: Warm, 
     assert output.count("ignored-settings") == 1 and "Ranks 0-1" in output and "NCCL_TIMEOUT" in output
 
 
-def test_a_rank_that_finds_nobody_says_so(
+def test_a_rank_that_reaches_no_other_prints_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning_ncclsafe._torch import stores
@@ -239,7 +239,7 @@ def test_a_rank_that_finds_nobody_says_so(
     assert within_s == [5.0, 1.5, 86_400.0], "half of it, as torch tries twice"
 
 
-def test_a_host_that_is_not_reached_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_host_that_is_not_reached_is_reported_in_one_line(tmp_path: Path) -> None:
     job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     command = [sys.executable, "-c", "import sys; from lightning_ncclsafe.cli import main; sys.exit(main())"]
     command += ["preflight", "--log-dir", str(tmp_path), "--timeout", "0.2"]
@@ -250,7 +250,7 @@ def test_a_host_that_is_not_reached_is_told_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("port", ["99999999", "65536", "0", "-1", "abc"])
-def test_what_is_no_port_is_one_error(port: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_an_invalid_port_is_one_error(port: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     assert main(["preflight"]) == 2

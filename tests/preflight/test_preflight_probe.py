@@ -94,7 +94,7 @@ def test_every_part_may_fail_for_itself(tmp_path: Path, monkeypatch: pytest.Monk
         assert told | {"settings"} == (set(PARTS.values()) | {"settings"}) - ({part} - {"versions", "settings"})
 
 
-def test_a_part_that_hangs_is_named_and_the_others_are_told(
+def test_a_part_that_hangs_is_named_and_the_others_are_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
     monkeypatch.setattr(module, "network_facts", lambda is_cuda: released.wait())
@@ -107,7 +107,7 @@ def test_a_part_that_hangs_is_named_and_the_others_are_told(
     assert facts.network == PreflightFacts().network and facts.capacity.machine and facts.directories
 
 
-def test_a_host_that_tells_nothing_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_shows_nothing_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
@@ -120,7 +120,7 @@ def test_a_host_that_tells_nothing_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     assert facts.open_files is not None and facts.open_files > 0
 
 
-def test_parts_run_at_the_same_time_and_come_in_order(released: threading.Event) -> None:
+def test_parts_run_at_the_same_time_and_are_returned_in_order(released: threading.Event) -> None:
     """Each waits for the other."""
     together = threading.Barrier(2, timeout=10)
     found, missing = run_parts({"a": together.wait, "b": together.wait, "c": lambda: None, "d": lambda: 1 / 0}, 10)
@@ -128,7 +128,7 @@ def test_parts_run_at_the_same_time_and_come_in_order(released: threading.Event)
     assert missing == ["d: ZeroDivisionError: division by zero"]
 
 
-def test_without_a_limit_of_open_files_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unlimited_number_of_open_files_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert open_files_limit() is None
 
@@ -175,7 +175,7 @@ def test_long_values_are_cut() -> None:
     assert environment.settings_seen({"NCCL_X": "a" * 500}) == {"NCCL_X": "a" * 200}
 
 
-def test_versions_by_packages_are_those_that_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_packages_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's and CUDA's packages are not there in a build for the processor; torch's version is the same."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     by_packages = environment.versions_seen()

@@ -40,7 +40,7 @@ def test_a_task_of_an_array_is_queued_again_alone(asked: Path) -> None:
     assert asked.read_text() == "requeue 4711_1\n"
 
 
-def test_what_slurm_says_is_said(asked: Path) -> None:
+def test_the_answer_of_slurm_is_printed(asked: Path) -> None:
     asked.with_name("fails").touch()
     assert requeue(1, {"SLURM_JOB_ID": "4711"}) == ["rank 0 could not requeue SLURM job 4711: no such job"]
 
@@ -55,7 +55,7 @@ def test_without_an_exchange_rank_0_asks(asked: Path) -> None:
     assert asked.read_text() == "requeue 4711\n"
 
 
-def test_without_slurm_nobody_asks(asked: Path) -> None:
+def test_without_slurm_nothing_is_requeued(asked: Path) -> None:
     assert requeue(1, {}) == []
     assert not asked.exists()
 

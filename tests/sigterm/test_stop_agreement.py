@@ -171,7 +171,7 @@ def test_the_batch_is_the_next_one_of_the_rank_that_is_furthest() -> None:
     assert all(rank.has_stopped for rank in ranks)
 
 
-def test_it_is_said_once_who_was_sent_the_signal() -> None:
+def test_the_rank_that_received_the_signal_is_printed_once() -> None:
     ranks = ranks_of(training(20))
     for rank in (ranks[2], ranks[1]):
         rank.agreement.receive()
@@ -188,7 +188,7 @@ def test_it_is_said_once_who_was_sent_the_signal() -> None:
     assert all(rank.agreement.is_asked for rank in ranks)
 
 
-def test_a_rank_that_has_left_keeps_nobody_waiting() -> None:
+def test_a_rank_that_has_left_keeps_no_rank_waiting() -> None:
     ranks = ranks_of(training(20))
     gone, *others = (ranks[1], ranks[0], *ranks[2:])
     for _ in range(2):
@@ -264,7 +264,7 @@ def test_where_a_rank_never_promises_those_that_were_sent_the_signal_stop_alone(
     assert give_up(ranks) == [(0, True), (4, False), (4, False), (4, False)], "what came too late changes nothing"
 
 
-def test_nobody_gives_up_once_the_ranks_have_agreed() -> None:
+def test_no_rank_gives_up_once_all_have_agreed() -> None:
     """The decision is there, and has not come to this rank yet."""
     ranks = ranks_of(training(20), deadline_s=0)
     for _ in range(3):
@@ -278,7 +278,7 @@ def test_nobody_gives_up_once_the_ranks_have_agreed() -> None:
     assert ranks[1].said == []
 
 
-def test_where_one_has_given_up_nobody_agrees_any_more() -> None:
+def test_no_rank_agrees_once_one_has_given_up() -> None:
     shared = SharedMemory()
     ranks = ranks_of(training(20), shared)
     ranks[2] = Rank(shared, 2, training(20), deadline_s=0)
@@ -290,7 +290,7 @@ def test_where_one_has_given_up_nobody_agrees_any_more() -> None:
 
 
 @pytest.mark.parametrize("key", ["stop/asked", "stop/promise", "stop/decision", "stop/knows", "stop"])
-def test_where_the_exchange_breaks_off_nobody_waits_for_ever(key: str) -> None:
+def test_no_rank_waits_forever_if_the_exchange_is_lost(key: str) -> None:
     ranks = ranks_of(training(20), deadline_s=0.05)
     ranks[1].agreement.receive()
     for rank in ranks:
@@ -326,7 +326,7 @@ def test_a_rank_whose_watch_is_off_stops_alone_when_it_was_sent_the_signal() -> 
     assert give_up(ranks[1:]) == [(2, False)] * 3
 
 
-def test_a_failure_of_its_own_is_said_once_and_harms_nobody() -> None:
+def test_a_failure_of_its_own_is_printed_once_and_does_no_harm() -> None:
     rank = ranks_of(training(20), deadline_s=0)[0]
     rank.exchange.set_if_absent("stop/asked", b"nonsense")
     for _ in range(3):

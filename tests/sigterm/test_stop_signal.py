@@ -120,7 +120,7 @@ def test_nothing_is_broadcast(trainer: Trainer, stop: StopSignal) -> None:
     assert trainer.loop.broadcasts == 0
 
 
-def test_batches_of_evaluation_are_counted_anew_after_each_of_training(
+def test_batches_of_evaluation_are_counted_from_zero_after_each_of_training(
     trainer: Trainer, agreement: Agreement, stop: StopSignal
 ) -> None:
     stop.before_evaluation_batch()
@@ -177,7 +177,7 @@ def test_the_signal_may_strike_where_our_own_lock_is_held(
     assert agreement.is_asked
 
 
-def test_what_came_too_late_for_a_batch_is_known_afterwards(trainer: Trainer, stop: StopSignal) -> None:
+def test_a_signal_that_was_too_late_for_a_batch_is_known_after_it(trainer: Trainer, stop: StopSignal) -> None:
     trainer.signal()
     stop.detach()
     assert trainer._signal_connector.received_sigterm
@@ -189,7 +189,7 @@ def test_without_a_signal_nothing_is_known_afterwards(trainer: Trainer, stop: St
     assert not trainer._signal_connector.received_sigterm
 
 
-def test_launched_processes_are_told_once(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+def test_launched_processes_get_the_signal_once(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
     trainer.signal()
     trainer.signal()
     agreement.poll()
@@ -197,7 +197,7 @@ def test_launched_processes_are_told_once(trainer: Trainer, agreement: Agreement
     assert trainer.killed == [signal.SIGTERM]
 
 
-def test_a_rank_that_launched_nobody(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+def test_a_rank_that_launched_no_process(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
     trainer.strategy.launcher = None
     trainer.signal()
     assert agreement.is_asked
@@ -236,7 +236,7 @@ def test_a_copy_has_its_own_method_again(copied: Callable[[Loop], Loop]) -> None
     assert (loop.broadcasts, other.broadcasts) == (0, 1)
 
 
-def test_what_stood_there_before_stands_there_again() -> None:
+def test_what_was_there_before_is_restored() -> None:
     loop = Loop()
     loop._broadcast_sigterm_tensor = (before := lambda: None)  # type: ignore[method-assign]
     ReplacedMethod(loop, "_broadcast_sigterm_tensor", print).remove()

@@ -109,7 +109,7 @@ def test_the_order_in_which_ranks_tell_changes_nothing() -> None:
     assert [straggler.rank for straggler in one.stragglers] == [straggler.rank for straggler in other.stragglers] == [2]
 
 
-def test_calls_that_were_not_compared_are_counted_all_the_same() -> None:
+def test_calls_that_were_not_compared_are_still_counted() -> None:
     analysis = Analysis(2)
     for _ in range(3):
         analysis.add(window(totals={0: (total(count=100, size_bytes=400),)}, lost={0: 7}, left_out={0: 90, 1: 10}))
@@ -125,7 +125,7 @@ def test_the_count_is_that_of_one_rank_and_not_of_all() -> None:
     assert analysis.summary().ops[0].count == 13
 
 
-def test_operations_on_which_ranks_wait_longest_come_first() -> None:
+def test_operations_with_the_longest_waits_are_first() -> None:
     rows = [
         call(rank, seq, seq * 100 * MS + rank * (30 * MS if seq == 3 else 1 * MS), op=int(seq == 3))
         for seq in range(1, 4)
@@ -162,7 +162,7 @@ def test_what_is_fresh_is_taken_once() -> None:
     assert analysis.take_fresh() == []
 
 
-def test_what_nobody_takes_does_not_pile_up() -> None:
+def test_what_is_never_taken_does_not_pile_up() -> None:
     analysis, job = Analysis(2, trace_bytes=20_000), Job(2, 300)
     for told in job.windows(every=1):
         analysis.add(told)

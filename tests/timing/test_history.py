@@ -16,7 +16,7 @@ def add_late(history: LatenessHistory, at_s: float, late_ms: float = 10.0) -> No
     history.add(calls, lateness(calls, {}))
 
 
-def test_lateness_lies_in_the_second_in_which_the_last_rank_came() -> None:
+def test_lateness_counts_in_the_second_in_which_the_last_rank_arrived() -> None:
     history = LatenessHistory(2)
     for at_s in (0.5, 1.0, 1.2, 3.6):
         add_late(history, at_s)
@@ -44,7 +44,7 @@ def test_a_gap_of_days_is_a_matter_of_a_few_widenings() -> None:
     assert history.late_s[1, 0] == pytest.approx(0.01) and history.late_s[1, -1] == pytest.approx(0.01)
 
 
-def test_what_comes_from_before_the_beginning_is_counted_with_it() -> None:
+def test_what_is_before_the_beginning_counts_in_the_first_bin() -> None:
     history = LatenessHistory(2)
     add_late(history, 5)
     add_late(history, 2)
@@ -91,7 +91,7 @@ def test_the_last_spans_stay_and_all_ranks_share_the_limit() -> None:
         assert found["begin_ns"].tolist() == [*range(950, 1000)]
 
 
-def test_no_spans_are_none() -> None:
+def test_no_spans_are_an_empty_array() -> None:
     recent = RecentSpans(10)
     recent.add(np.zeros(0, SPAN))
     assert len(nothing_worse().spans_with(recent.by_rank)) == 0 and recent.by_rank == {}
@@ -106,7 +106,7 @@ def test_the_last_collectives_stay() -> None:
     assert blocks[-1].arrival_ns[0, 0] > blocks[0].arrival_ns[0, 0]
 
 
-def test_one_block_that_is_too_large_is_kept_all_the_same() -> None:
+def test_a_single_block_that_is_too_large_is_still_kept() -> None:
     recent = RecentCalls(limit_bytes=1)
     for _ in range(3):
         recent.add(matched(np.zeros((2, 50))))
@@ -218,7 +218,7 @@ def test_only_so_many_of_the_worst_stay() -> None:
     assert sorted(late_ms) == sorted(10.0 + number * 7 % 100 for number in range(1, 190))[-len(late_ms) :]
 
 
-def test_nothing_is_kept_where_there_is_no_room() -> None:
+def test_nothing_is_kept_without_room() -> None:
     worst = WorstMoments(0, least_ns=0)
     worst.add(matched([[0.0], [50.0]]), {})
     assert worst.blocks == []

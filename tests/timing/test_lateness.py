@@ -42,7 +42,7 @@ def test_lateness_is_against_the_median_and_not_the_first() -> None:
     assert late.late_ns[:, 0].tolist() == [0, 0, 0, 3 * MS, 0]
 
 
-def test_nobody_is_late_where_all_come_together() -> None:
+def test_no_rank_is_late_if_all_arrive_together() -> None:
     late = lateness(matched([[0, 10], [0, 10]]), {})
     assert not late.late_ns.any() and not late.wait_ns.any() and (late.phase == NO_PHASE).all()
 
@@ -168,7 +168,7 @@ def test_what_clocks_may_explain_is_not_claimed(uncertainty_ns: int, late_ns: in
 
 @pytest.mark.parametrize("ahead_ms", [-1000, 1000])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_beside_clocks_of_which_nothing_is_known_nobody_is_late(ranks: int, ahead_ms: float) -> None:
+def test_no_rank_is_late_if_no_clock_is_known(ranks: int, ahead_ms: float) -> None:
     """Half of the ranks are on a host whose clock may show anything."""
     half = ranks // 2
     arrival = np.tile([0.0, 10.0, 20.0], (ranks, 1))
@@ -177,7 +177,7 @@ def test_beside_clocks_of_which_nothing_is_known_nobody_is_late(ranks: int, ahea
     assert not late.late_ns.any()
 
 
-def test_of_ranks_whose_clocks_are_known_one_may_be_late_beside_another_of_which_nothing_is() -> None:
+def test_a_rank_with_a_known_clock_may_be_late_next_to_one_with_an_unknown_clock() -> None:
     arrival = [[0], [20], [0], [0], [-900]]
     late = lateness(matched(arrival, uncertainty_ns=[0, 0, 0, 0, UNKNOWN]), {})
     assert late.late_ns[:, 0].tolist() == [0, 20 * MS, 0, 0, 0]

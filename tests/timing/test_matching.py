@@ -29,7 +29,7 @@ def test_what_both_have_called_is_matched_with_its_arrivals() -> None:
     assert (calls.ops, calls.op.tolist(), matcher.unmatched) == (("all_reduce",), [0, 0, 0], 0)
 
 
-def test_windows_of_any_rank_may_come_in_any_order() -> None:
+def test_windows_of_any_rank_may_arrive_in_any_order() -> None:
     random = np.random.default_rng(0)
     windows = [told(rank, range(first, first + 5), ranks=4) for rank in range(4) for first in range(0, 100, 5)]
     matcher, found = Matcher(), []
@@ -41,7 +41,7 @@ def test_windows_of_any_rank_may_come_in_any_order() -> None:
     assert matcher.unmatched == 0
 
 
-def test_a_collective_is_given_once_and_only_when_all_members_have_told_of_it() -> None:
+def test_a_collective_is_matched_once_and_only_when_all_members_have_reported_it() -> None:
     matcher = Matcher()
     assert seqs(matcher.add(told(0, range(10)))) == []
     assert seqs(matcher.add(told(1, range(4)))) == [0, 1, 2, 3]
@@ -70,7 +70,7 @@ def test_after_a_gap_nothing_follows() -> None:
     assert calls.follows.tolist() == [False, True]
 
 
-def test_the_first_collective_of_all_is_not_said_to_follow_one_that_nobody_has_seen() -> None:
+def test_the_very_first_collective_follows_none() -> None:
     (calls,) = Matcher().add(window_of_both(range(3)))
     (later,) = Matcher().add(window_of_both(range(7, 9)))
     assert not later.follows[0] and later.follows[1]
@@ -91,7 +91,7 @@ def test_of_operations_that_were_coalesced_under_one_number_the_first_counts() -
     assert calls.arrival_ns.tolist() == [[10, 30], [11, 31]]
 
 
-def test_a_call_that_is_told_of_twice_is_matched_once() -> None:
+def test_a_call_that_is_reported_twice_is_matched_once() -> None:
     matcher = Matcher()
     matcher.add(told(0, range(3)))
     matcher.add(told(0, range(3)))
@@ -106,12 +106,12 @@ def test_offsets_of_clocks_are_taken_off() -> None:
     assert calls.uncertainty_ns.tolist() == [0, 5]
 
 
-def test_a_clock_of_which_nothing_was_told_is_unknown() -> None:
+def test_a_clock_that_was_never_reported_is_unknown() -> None:
     (calls,) = Matcher().add(window([call(0, 1, 1), call(1, 1, 1)], groups=[world(2)], clocks=known([0])))
     assert calls.uncertainty_ns.tolist() == [0, -1]
 
 
-def test_the_clock_that_was_told_last_counts() -> None:
+def test_the_clock_that_was_reported_last_counts() -> None:
     matcher = Matcher()
     matcher.add(window([call(0, 1, 100)], groups=[world(2)], clocks=known([0])))
     clocks = {1: Clock(offset_ns=7, uncertainty_ns=1)}
@@ -136,7 +136,7 @@ def test_ranks_that_are_no_members_are_left_aside() -> None:
     assert calls.arrival_ns.tolist() == [[10], [11]]
 
 
-def test_a_group_of_one_rank_waits_for_nobody() -> None:
+def test_a_group_of_one_rank_never_waits() -> None:
     assert Matcher().add(window([call(0, 1, 1)], groups=[world(1)])) == []
 
 
@@ -161,14 +161,14 @@ def test_the_members_may_be_known_only_later() -> None:
     assert calls.group == is_known
 
 
-def test_a_group_that_is_made_anew_begins_anew() -> None:
+def test_a_group_that_is_created_again_starts_again() -> None:
     matcher = Matcher()
     matcher.add(window_of_both(range(1, 4), name="1"))
     (calls,) = matcher.add(window_of_both(range(1, 3), name="2"))
     assert (calls.group.name, calls.seq.tolist(), calls.follows[0]) == ("2", [1, 2], False)
 
 
-def test_what_a_member_never_tells_of_is_given_up_and_counted() -> None:
+def test_what_a_member_never_reports_is_given_up_and_counted() -> None:
     matcher = Matcher()
     for second in range(0, 200, 2):
         matcher.add(told(0, range(second * 10, second * 10 + 20), begins_ns=second * S))
@@ -184,7 +184,7 @@ def test_what_waits_is_bounded_and_it_is_the_oldest_that_go(monkeypatch: pytest.
     assert seqs(matcher.add(told(3, range(100), ranks=4))) == [*range(70, 100)]
 
 
-def test_a_clock_that_is_an_hour_behind_is_no_reason_to_give_up() -> None:
+def test_calls_of_a_clock_that_is_an_hour_behind_are_not_given_up() -> None:
     matcher, found = Matcher(), []
     for second in range(0, 100, 10):
         numbers = range(second * 10, second * 10 + 20)

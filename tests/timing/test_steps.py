@@ -68,7 +68,7 @@ def test_the_worst_collective_of_a_step_explains_it() -> None:
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_what_comes_for_the_step_before_is_still_counted(behind: int) -> None:
+def test_what_arrives_for_the_previous_step_is_still_counted(behind: int) -> None:
     steps = Steps(2)
     for number in (1, 2, 3 - behind):
         calls = matched([[0], [5]], step=[number])
@@ -87,7 +87,7 @@ def test_no_more_steps_are_open_than_the_last_few() -> None:
     assert len(steps.complete(all_of_them=True)) == 2
 
 
-def test_a_group_of_which_nothing_is_heard_holds_up_nobody_for_long() -> None:
+def test_a_silent_group_does_not_delay_the_others_for_long() -> None:
     steps = Steps(2)
     rare = matched([[0], [0]], step=[0], group=GroupMembers(name="rare", ranks=(0, 1)))
     steps.add(rare, lateness(rare, {}))

@@ -114,7 +114,7 @@ def bursts(random: Random, ranks: int, steps: int) -> Ms:
 
 @pytest.mark.parametrize("noise", [jitter, lognormal, hiccups, bursts])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
-def test_nobody_is_named_in_a_healthy_job(noise: Callable[[Random, int, int], Ms], ranks: int) -> None:
+def test_no_rank_is_named_in_a_healthy_job(noise: Callable[[Random, int, int], Ms], ranks: int) -> None:
     for seed in range(13):
         step_ms = (3, 10, 50, 200)[seed % 4]
         told = told_of(noise(np.random.default_rng(seed), ranks, 600), step_ms, every=50)
@@ -140,7 +140,7 @@ def test_it_takes_some_late_steps_to_be_named(late_steps: int, is_named: bool) -
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_in_a_handful_of_steps_nobody_is_named_however_late_it_is(ranks: int) -> None:
+def test_in_a_handful_of_steps_no_rank_is_named_however_late_it_is(ranks: int) -> None:
     behind = np.zeros((ranks, WARM_UP_STEPS + LEAST_STEPS))
     behind[1] = 400
     few = told_of(behind[:, : WARM_UP_STEPS + LEAST_STEPS - 1], 50, every=1)
@@ -157,7 +157,7 @@ def test_the_first_steps_do_not_count() -> None:
     assert told_of(behind, 50).said == [], "seven late steps are left"
 
 
-def test_nobody_is_named_where_all_are_alike_to_the_nanosecond() -> None:
+def test_no_rank_is_named_if_all_are_equal_to_the_nanosecond() -> None:
     assert told_of(np.zeros((4, 600)), 50).said == []
 
 
@@ -186,7 +186,7 @@ def test_two_stragglers_of_eight_are_named_both() -> None:
         assert len(told.said) == 2
 
 
-def test_what_costs_next_to_nothing_is_not_told() -> None:
+def test_what_costs_next_to_nothing_is_not_reported() -> None:
     """3 ms in a twentieth of steps of a second are 0.15 per mille of the time."""
     random = np.random.default_rng(0)
     assert told_of(with_late(jitter(random, 4, 600), random, 1, 0, share=0.05, late_ms=30), 1000).said == []
@@ -196,13 +196,13 @@ def test_less_than_the_noise_of_a_scheduler_is_never_late() -> None:
     assert told_of(with_late(np.zeros((4, 600)), np.random.default_rng(0), 1, 0, share=1, late_ms=1.9), 10).said == []
 
 
-def test_a_bad_moment_is_not_told() -> None:
+def test_a_bad_moment_is_not_reported() -> None:
     behind = jitter(np.random.default_rng(0), 4, 600)
     behind[1, 200:240] += 30
     assert told_of(behind, 50).said == []
 
 
-def test_recovery_is_told_once_after_as_many_steps_as_are_looked_at() -> None:
+def test_recovery_is_reported_once_after_a_full_window_of_steps() -> None:
     random = np.random.default_rng(0)
     behind = jitter(random, 4, 1200)
     behind[:, :400] = with_late(behind[:, :400], random, 3, 100, share=0.3)
@@ -224,7 +224,7 @@ def test_one_that_is_late_again_is_named_again() -> None:
     assert told.stragglers.named[0].since_ns > told.said[1][1].until_ns
 
 
-def test_it_is_named_anew_when_the_phase_changes_and_keeps_its_beginning() -> None:
+def test_it_is_named_again_when_the_phase_changes_and_keeps_its_beginning() -> None:
     random = np.random.default_rng(0)
     behind = with_late(jitter(random, 4, 900), random, 3, 0, share=0.3)
     phases = np.where(np.arange(900) < 400, DATA, NUMBER[StepPhase.OPTIMIZER])
@@ -239,7 +239,7 @@ def test_a_phase_that_is_not_known_is_left_empty() -> None:
     assert [(one.rank, one.phase) for _, one in told.said] == [(3, "")]
 
 
-def test_it_is_said_since_when() -> None:
+def test_a_straggler_has_the_time_since_when() -> None:
     random = np.random.default_rng(0)
     behind = with_late(np.zeros((4, 400)), random, 3, 150, share=0.5)
     steps = steps_of(behind, 50)

@@ -33,7 +33,7 @@ def within_ms(waits: Intervals, rank: int, begin_ms: float, end_ms: float) -> fl
     return float(waits.within_ns([rank], begin_ns, end_ns)[0, 0]) / MS
 
 
-def test_who_comes_first_waits_for_the_last_and_no_longer_than_until_its_next_call() -> None:
+def test_the_first_rank_waits_for_the_last_but_no_longer_than_until_its_next_call() -> None:
     waits = Waits(blocks({0: [0, 100, 105], 1: [30, 100, 140]}, GroupMembers(name="1", ranks=(0, 1))))
     assert within_ms(waits, 0, 0, 50) == pytest.approx(30)
     assert within_ms(waits, 0, 10, 20) == pytest.approx(10)
@@ -61,7 +61,7 @@ def lateness_ms(*own: tuple[int, int, int], follows: bool = True, **more: Any) -
 
 
 @pytest.mark.parametrize("timed", [{}, {"duration_ns": [[21.0], [1.0]]}], ids=["on the host", "on the device"])
-def test_nobody_is_late_by_what_code_of_ours_has_done(timed: dict[str, Any]) -> None:
+def test_our_own_work_makes_no_rank_late(timed: dict[str, Any]) -> None:
     assert lateness_ms(**timed) == [0, pytest.approx(20)]
     assert lateness_ms(own_work(1, 10, 30), **timed) == [0, pytest.approx(0)]
     assert lateness_ms(own_work(1, 10, 15), **timed) == [0, pytest.approx(15)], "of the rest it is"
@@ -74,7 +74,7 @@ def test_also_where_the_collective_before_is_not_known() -> None:
     assert lateness_ms(own_work(1, 35, 45), follows=False) == [0, pytest.approx(10)]
 
 
-def test_own_work_is_aligned_like_all_that_a_rank_tells() -> None:
+def test_own_work_is_aligned_like_everything_of_a_rank() -> None:
     """Rank 1's clock is an hour ahead, and it is kept busy in every step."""
     ahead_ns = 3_600 * S
     for is_ours in (False, True):
@@ -98,7 +98,7 @@ def test_of_own_work_the_last_is_kept() -> None:
 
 
 @pytest.mark.parametrize("late_rank", [0, 1, 2, 3])
-def test_who_makes_others_wait_is_named_and_not_who_hands_it_on(late_rank: int) -> None:
+def test_the_rank_that_makes_others_wait_is_named_and_not_one_that_passes_it_on(late_rank: int) -> None:
     """In each step first the pairs meet, then all: the late one's partner is late for the second, too."""
     analysis, named, noise = Analysis(4), [], np.random.default_rng(late_rank)
     for first in range(0, 300, 50):
@@ -118,7 +118,7 @@ def test_who_makes_others_wait_is_named_and_not_who_hands_it_on(late_rank: int) 
     assert named[0].mean_s == pytest.approx(0.020, abs=0.003), "a delay that shows in two groups is one"
 
 
-def test_of_ranks_whose_clocks_are_not_known_yet_nothing_is_said() -> None:
+def test_ranks_with_unknown_clocks_are_not_compared() -> None:
     analysis = Analysis(2)
     rows = [call(rank, seq, BEGAN_NS + seq * MS) for rank in range(2) for seq in range(10)]
     analysis.add(window(rows, groups=[GroupMembers(name="0", ranks=(0, 1))], clocks=known([0])))

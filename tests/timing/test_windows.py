@@ -54,7 +54,7 @@ def assert_same(first: Window, second: Window) -> None:
 
 
 @pytest.mark.parametrize("given", [full(), empty_window()], ids=["full", "empty"])
-def test_a_window_comes_back_as_it_was(given: Window) -> None:
+def test_a_decoded_window_is_the_encoded_one(given: Window) -> None:
     assert_same(decode(encode(given)), given)
 
 
@@ -131,7 +131,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
-def test_what_is_no_window_is_refused(data: bytes) -> None:
+def test_data_that_is_not_a_window_is_refused(data: bytes) -> None:
     with pytest.raises(WindowError, match="cannot be read"):
         decode(data)
 
@@ -158,7 +158,7 @@ def test_random_bytes_and_broken_windows_are_refused_or_read_but_raise_nothing_e
             continue
 
 
-def test_joined_windows_have_their_groups_and_operations_numbered_anew() -> None:
+def test_joining_windows_renumbers_their_groups_and_operations() -> None:
     first = window([call(0, 1, 10), call(0, 2, 20, group=1, op=1)], groups=[A, B], ops=["all_reduce", "broadcast"])
     second = window([call(1, 1, 30, group=1), call(1, 2, 40, op=1)], groups=[B, A], ops=["broadcast", "reduce"])
     found = joined([first, second])

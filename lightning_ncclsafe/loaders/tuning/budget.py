@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -117,18 +117,11 @@ def _core_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[Fractio
         words += f" shared by {sharing[0]} ranks"
     found = [(sum((Fraction(1, count) for count in sharing), Fraction()), words)]
     # A larger quota further up may leave less for each rank, as more ranks share it.
-    for group, quota_cores in _quotas(own).items():
-        count = sum(group in _quotas(rank) for rank in ranks)
+    for group, quota_cores in own.quotas.items():
+        count = sum(group in rank.quotas for rank in ranks)
         quota = Fraction(max(0.0, quota_cores))
         found.append((quota / count, f"quota of {_cores(quota_cores)}{_shared_by(count)}"))
     return found
-
-
-def _quotas(capacity: Capacity) -> Mapping[str, float]:
-    """Cores by control group."""
-    if capacity.quotas or capacity.quota_cores is None:
-        return capacity.quotas
-    return {capacity.quota_group: capacity.quota_cores}
 
 
 def _cpus(capacity: Capacity) -> frozenset[int]:
@@ -139,21 +132,14 @@ def _cpus(capacity: Capacity) -> frozenset[int]:
 def _memory_shares(own: Capacity, ranks: Sequence[Capacity]) -> list[tuple[int, str]]:
     """What each limit leaves for this rank's loaders, with a description."""
     found = []
-    for group, left_bytes in _memory_left(own).items():
-        count = sum(group in _memory_left(rank) for rank in ranks)
+    for group, left_bytes in own.memory_left_bytes.items():
+        count = sum(group in rank.memory_left_bytes for rank in ranks)
         found.append(_memory_share(left_bytes, count, "left under the control group's limit"))
     if own.memory_available_bytes is not None:
         found.append(_memory_share(own.memory_available_bytes, len(ranks), "available on the host"))
     if own.process_limit_bytes is not None:
         found.append(_memory_share(own.process_limit_bytes, 1, "that the process may still allocate"))
     return found
-
-
-def _memory_left(capacity: Capacity) -> Mapping[str, int]:
-    """What may still be allocated, by control group."""
-    if capacity.memory_left_bytes or capacity.memory_limit_bytes is None:
-        return capacity.memory_left_bytes
-    return {capacity.memory_group: capacity.memory_limit_bytes - (capacity.memory_used_bytes or 0)}
 
 
 def _memory_share(left_bytes: int, ranks: int, where: str) -> tuple[int, str]:
@@ -217,3 +203,21 @@ def least_budget(ranks: Sequence[Capacity]) -> Budget:
         shm_bytes=min((one.shm_bytes for one in budgets if one.shm_bytes is not None), default=None),
         open_files=min((one.open_files for one in budgets if one.open_files is not None), default=None),
     )
+
+
+def fewer_workers(name: str, asked: int, workers: int, budget: Budget) -> str:
+    """The message if the user's workers are far more than the cores."""
+    return (
+        f"{name}: num_workers={workers} instead of {asked} on every rank: the cores allow no more ({budget.cores_from})"
+    )
+
+
+def fewer_ahead(name: str, asked: int, most: int, batch_bytes: int, bound: Bound, budget: Budget) -> str:
+    """The message if there is no room for as many batches ahead as the user has set."""
+    where = {
+        "memory": f"memory ({budget.memory_from})",
+        "shm": "/dev/shm (half of what is free)",
+        "files": "open files (ulimit -n)",
+    }[bound]
+    batches = "1 batch" if most == 1 else f"{most} batches"
+    return f"{name}: {batches} of {size_words(batch_bytes)} prefetched instead of {asked:,}: limited by {where}"

@@ -201,13 +201,10 @@ class Deciding:
             why_fixed = PERSISTS
         loader.is_fixed = bool(why_fixed)
         if why_fixed and not loader.is_advised:
-            self._advise(name, loader, room, why_fixed)
-
-    def _advise(self, name: str, loader: _Loader, room: Room, why_fixed: str) -> None:
-        forecast = loader.trials.forecast(room)
-        if forecast is not None and forecast.is_sure:
-            loader.is_advised = True
-            self._say(advised(name, forecast, why_fixed))
+            forecast = loader.trials.forecast(room)
+            if forecast is not None and forecast.is_sure:
+                loader.is_advised = True
+                self._say(advised(name, forecast, why_fixed))
 
     def _room(self, loader: _Loader) -> Room:
         """What is left by the loaders that have workers at the same time."""
@@ -222,9 +219,10 @@ class Deciding:
 def _begins(measurement: Measurement) -> Interval:
     """When all ranks know the decision that follows from it: some of them have begun the next interval already."""
     took_s = measurement.batches * measurement.step_s
-    if measurement.part or took_s >= INTERVAL_S / 2:
-        return Interval(measurement.epoch, measurement.part + 2)
-    return Interval(measurement.epoch + (1 if took_s >= _LONG_S else 2), 1)
+    now = measurement.interval
+    if now.part or took_s >= INTERVAL_S / 2:
+        return Interval(now.epoch, now.part + 2)
+    return Interval(now.epoch + (1 if took_s >= _LONG_S else 2), 1)
 
 
 def changed(name: str, change: TrialOutcome) -> str:

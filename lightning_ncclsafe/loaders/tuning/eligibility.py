@@ -83,15 +83,13 @@ _KINDS: dict[tuple[str, str], tuple[str, Check]] = {
 
 
 def unresizable(loader: Any) -> str:
-    """Why the workers of a loader cannot be changed while it is read; empty if they can."""
-    if not loading.is_dataloader(loader):
-        return f"a {type(loader).__name__} is not a torch DataLoader"
+    """Why the workers of a ``DataLoader`` cannot be changed while it is read; empty if they can, and that is safe."""
     if loading.has_iterable_dataset(loader):
         return "the number of batches of an iterable dataset depends on the number of workers"
     own = [method for method in loading.iterates_its_own_way(loader) if method.__module__ != iteration.__name__]
     if own:
         return f"{type(loader).__name__} overrides iteration ({own[0].__qualname__})"
-    return unsafe(loader)
+    return ""
 
 
 def unsafe(loader: Any) -> str:
@@ -193,16 +191,11 @@ def _attributes(holder: Any) -> dict[str, Any]:
     with suppress(AttributeError):
         found.update(object.__getattribute__(holder, "__dict__"))
     for kind in type(holder).__mro__:
-        if "__slots__" in vars(kind):
-            found.update(_slots(holder, kind))
+        for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if issubclass(type(slot), types.MemberDescriptorType):
+                with suppress(AttributeError):  # it is not set
+                    found[name] = slot.__get__(holder)
     return found
-
-
-def _slots(holder: Any, kind: type) -> Iterator[tuple[str, Any]]:
-    for name, slot in vars(kind).items():
-        if issubclass(type(slot), types.MemberDescriptorType):
-            with suppress(AttributeError):  # it is not set
-                yield name, slot.__get__(holder)
 
 
 def _what(value: Any) -> str | None:

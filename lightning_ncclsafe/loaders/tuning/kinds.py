@@ -9,7 +9,13 @@ from lightning_ncclsafe._torch import loading
 from lightning_ncclsafe.loaders.iteration import Begin
 from lightning_ncclsafe.loaders.tuning.deciding import LoaderReport, LoaderSetting
 from lightning_ncclsafe.loaders.tuning.eligibility import holds_generator, is_seeded, unresizable, unsafe
-from lightning_ncclsafe.loaders.tuning.measuring import BatchSize, Interval, Measurement, ObservedLoader
+from lightning_ncclsafe.loaders.tuning.measuring import (
+    BatchSize,
+    Interval,
+    Measurement,
+    ObservedIterator,
+    Observer,
+)
 from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
 from lightning_ncclsafe.settings import TunerSettings
 
@@ -62,12 +68,17 @@ class AdvisedLoader:
         self._last: deque[Measurement] = deque(maxlen=_PUBLISHED)
         self._measured = options.measured
         self._has_generator = False
-        self._reads = self._make(options)
+        self._observer = Observer(self._keep, epochs=options.epochs)
 
     @property
     def epochs(self) -> int:
         """Number of epochs that have begun."""
-        return int(self._reads.observer.interval.epoch)
+        return self._observer.interval.epoch
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it takes no more settings."""
+        return False
 
     def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
         """Begins an epoch.
@@ -76,8 +87,7 @@ class AdvisedLoader:
             begin: Begins the loader's own iteration.
             workers: Number of workers, where it must be the same on all ranks; None for no change.
         """
-        own: Iterator[Any] = self._reads.begin(begin)
-        return own
+        return ObservedIterator(self._loader, begin, self._observer)
 
     def workers_at(self, interval: Interval) -> int | None:
         """How many workers to use in the interval that begins; None for no change. A trial lasts for one interval."""
@@ -92,21 +102,14 @@ class AdvisedLoader:
 
     def measured(self, name: str) -> LoaderReport:
         """What to publish."""
-        return LoaderReport(loader=name, measurements=tuple(self._last), frozen=self._frozen)
+        return LoaderReport(loader=name, measurements=tuple(self._last), frozen=self.frozen)
 
     def close(self) -> None:
         """Restores everything."""
 
-    @property
-    def _frozen(self) -> bool:
-        return False
-
-    def _make(self, options: LoaderOptions) -> Any:
-        return ObservedLoader(self._loader, on_measured=self._keep, epochs=options.epochs)
-
     def _keep(self, measurement: Measurement) -> None:
         loader = self._loader
-        # It may be created with the first sample.
+        # The generator may be created with the first sample.
         if len(self._last) < _LOOKS:
             self._has_generator = self._has_generator or holds_generator(loader.dataset)
         seeded = self._has_generator or is_seeded(loader)
@@ -120,31 +123,29 @@ class MapStyleLoader(AdvisedLoader):
 
     advises = False
 
+    def __init__(self, loader: Any, options: LoaderOptions) -> None:
+        super().__init__(loader, options)
+        self._resizable = ResizableLoader(
+            loader,
+            self._observer,
+            user_workers=options.user_workers,
+            say=options.say,
+            workers_at=self.workers_at,
+            most_ahead=options.most_ahead,
+        )
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it had to go back to fewer workers."""
+        return self._resizable.frozen
+
     def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
         """Begins an epoch, without the loader's own iteration."""
-        own: Iterator[Any] = self._reads.begin()
-        return own
+        return self._resizable.begin()
 
     def close(self) -> None:
         """Ends its workers."""
-        self._reads.close()
-
-    @property
-    def _frozen(self) -> bool:
-        return bool(self._reads.frozen)
-
-    def _make(self, options: LoaderOptions) -> Any:
-        return ResizableLoader(
-            self._loader,
-            workers=options.user_workers,
-            user_workers=options.user_workers,
-            prefetch=self._loader.prefetch_factor or 2,
-            say=options.say,
-            on_measured=self._keep,
-            workers_at=self.workers_at,
-            most_ahead=options.most_ahead,
-            epochs=options.epochs,
-        )
+        self._resizable.close()
 
 
 class IterableLoader(AdvisedLoader):
@@ -152,6 +153,11 @@ class IterableLoader(AdvisedLoader):
 
     advises = False
     iterable = True
+
+    def __init__(self, loader: Any, options: LoaderOptions) -> None:
+        super().__init__(loader, options)
+        self._before = (loader.num_workers, loader.prefetch_factor)
+        self._set(options.user_workers, loader.prefetch_factor)
 
     def begin(self, begin: Begin, workers: int | None) -> Iterator[Any]:
         """Begins an epoch with the setting for it."""
@@ -163,11 +169,6 @@ class IterableLoader(AdvisedLoader):
         """Restores the loader's setting."""
         self._set(*self._before)
 
-    def _make(self, options: LoaderOptions) -> Any:
-        self._before = (self._loader.num_workers, self._loader.prefetch_factor)
-        self._set(options.user_workers, self._loader.prefetch_factor)
-        return super()._make(options)
-
     def _set(self, workers: int, prefetch: int | None) -> None:
         loader = self._loader
         if (workers, prefetch) != (loader.num_workers, loader.prefetch_factor):
@@ -177,15 +178,15 @@ class IterableLoader(AdvisedLoader):
 
 
 def kind_of(loader: Any, settings: TunerSettings) -> type[AdvisedLoader] | None:
-    """How a loader is tuned; None for what is not a ``DataLoader``.
+    """How a loader is tuned; None for what is left alone: any but a ``DataLoader``, and one that is unsafe to change.
 
     Args:
         loader: What Lightning iterates.
     """
-    if not loading.is_dataloader(loader):
+    if not loading.is_dataloader(loader) or unsafe(loader):
         return None
     if settings.apply and not unresizable(loader):
         return MapStyleLoader
     if settings.apply and settings.apply_to_iterables and loading.has_iterable_dataset(loader):
-        return AdvisedLoader if unsafe(loader) else IterableLoader
+        return IterableLoader
     return AdvisedLoader

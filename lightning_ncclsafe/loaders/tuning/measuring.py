@@ -26,7 +26,8 @@ _LONGEST_GAPS = 20.0
 _LEAST_BATCHES = 3
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class Interval:
     """An epoch of a loader, or a part of one that lasts for minutes; the same on all ranks.
 
     Attributes:
@@ -43,8 +44,7 @@ class Measurement:
     """What one rank measures of one loader over an interval.
 
     Attributes:
-        epoch: See :class:`Interval`.
-        part: See :class:`Interval`.
+        interval: The interval.
         workers: Its workers.
         batches: Batches that it yielded.
         gap_s: Mean time from getting a batch to asking for the next, seconds; gaps with a validation or a checkpoint
@@ -60,8 +60,7 @@ class Measurement:
         persists: Whether its workers stay from one epoch to the next.
     """
 
-    epoch: int
-    part: int = 0
+    interval: Interval
     workers: int
     batches: int
     gap_s: float
@@ -73,11 +72,6 @@ class Measurement:
     process_bytes: int = 0
     seeded: bool = False
     persists: bool = False
-
-    @property
-    def interval(self) -> Interval:
-        """The interval that was measured."""
-        return Interval(self.epoch, self.part)
 
     @property
     def step_s(self) -> float:
@@ -110,48 +104,48 @@ def slowest_of(ranks: Sequence[Measurement]) -> Measurement | None:
     )
 
 
-def bytes_of(batch: Any) -> int:
-    """Bytes of all tensors, arrays and strings in a batch, also in nested containers, dataclasses and objects.
+class BatchSize(NamedTuple):
+    """How large a batch is, or the largest of several.
+
+    Attributes:
+        size_bytes: Bytes of its tensors, arrays and strings.
+        tensors: How many tensors it has.
+    """
+
+    size_bytes: int = 0
+    tensors: int = 0
+
+
+def size_of(batch: Any) -> BatchSize:
+    """The size of a batch, which may be any nesting of containers, dataclasses and objects.
 
     The first 64 items of a long list represent the others. About 256 values are read, which takes about 0.2 ms.
     """
-    return int(_bytes_of(batch, _DEEPEST, _Count(lambda _, size: float(size))))
+    left = _MOST_VALUES
 
+    def sums(value: Any, depth: int) -> tuple[float, float]:
+        nonlocal left
+        left -= 1
+        # A class with dynamic attributes may fail in any way.
+        with suppress(Exception):
+            size = getattr(value, "nbytes", None)
+            if isinstance(size, int):
+                return size, hasattr(value, "share_memory_")
+            if isinstance(value, (str, bytes, bytearray)):
+                return len(value), 0
+            parts = _parts_of(value)
+            if depth and parts and left > 0:
+                found = []
+                for part in islice(parts.values() if isinstance(parts, Mapping) else parts, _MOST_OF_ONE):
+                    if left <= 0:
+                        break
+                    found.append(sums(part, depth - 1))
+                size_bytes, tensors = (sum(each) * len(parts) / len(found) for each in zip(*found, strict=True))
+                return size_bytes, tensors
+        return 0, 0
 
-def tensors_of(batch: Any) -> int:
-    """Number of tensors in a batch, found as :func:`bytes_of` finds them."""
-    return int(_bytes_of(batch, _DEEPEST, _Count(lambda value, _: float(hasattr(value, "share_memory_")))))
-
-
-class _Count:
-    def __init__(self, weigh: Callable[[Any, int], float]) -> None:
-        self.left = _MOST_VALUES
-        self.weigh = weigh
-
-
-def _bytes_of(value: Any, depth: int, count: _Count) -> float:
-    count.left -= 1
-    # A class with dynamic attributes may fail in any way.
-    with suppress(Exception):
-        size = getattr(value, "nbytes", None)
-        if isinstance(size, int):
-            return count.weigh(value, size)
-        if isinstance(value, (str, bytes, bytearray)):
-            return count.weigh(value, len(value))
-        parts = _parts_of(value)
-        if depth and parts:
-            return _sum_of(parts, depth - 1, count)
-    return 0.0
-
-
-def _sum_of(parts: Any, depth: int, count: _Count) -> float:
-    seen = total = 0.0
-    for part in islice(parts.values() if isinstance(parts, Mapping) else parts, _MOST_OF_ONE):
-        if count.left <= 0:
-            break
-        total += _bytes_of(part, depth, count)
-        seen += 1
-    return total * len(parts) / seen if seen else 0.0
+    size_bytes, tensors = sums(batch, _DEEPEST)
+    return BatchSize(int(size_bytes), int(tensors))
 
 
 def _parts_of(value: Any) -> Any:
@@ -159,18 +153,6 @@ def _parts_of(value: Any) -> Any:
         return value
     slots = {name: getattr(value, name, None) for name in getattr(type(value), "__dataclass_fields__", ())}
     return slots or getattr(value, "__dict__", None)
-
-
-class BatchSize(NamedTuple):
-    """The largest batch seen so far.
-
-    Attributes:
-        size_bytes: Its size.
-        tensors: How many tensors it has.
-    """
-
-    size_bytes: int = 0
-    tensors: int = 0
 
 
 class _StepTimes(NamedTuple):
@@ -214,7 +196,6 @@ class Observer:
 
     Args:
         on_measured: Called on that thread with each measurement.
-        interval_s: The longest epoch that is measured as a whole, seconds.
         epochs: Number of earlier epochs of the loader.
 
     Attributes:
@@ -222,13 +203,10 @@ class Observer:
         size: The largest of the first, second, fourth, … batches of each epoch; None before the first.
     """
 
-    def __init__(
-        self, on_measured: Callable[[Measurement], None], *, interval_s: float = INTERVAL_S, epochs: int = 0
-    ) -> None:
+    def __init__(self, on_measured: Callable[[Measurement], None], *, epochs: int = 0) -> None:
         self.interval = Interval(epochs)
         self.size: BatchSize | None = None
         self._on_measured = on_measured
-        self._interval_s = interval_s
         self._process = psutil.Process()
         self._has_failed = False
         self._sums: _Sums | None = None
@@ -279,11 +257,10 @@ class Observer:
         sums.batches += 1
         self._of_epoch += 1
         if not self._of_epoch & (self._of_epoch - 1):
-            size = self.size or BatchSize()
-            self.size = BatchSize(max(size.size_bytes, bytes_of(batch)), max(size.tensors, tensors_of(batch)))
+            self.size = BatchSize(*map(max, self.size or BatchSize(), size_of(batch)))
         # The time from here on, including what this method takes, belongs to the step.
         self._given_at, self._own_s = given_at, own_s
-        return given_at - sums.began_at >= self._interval_s
+        return given_at - sums.began_at >= INTERVAL_S
 
     def begin_part(self, workers: int) -> None:
         """Ends a part of the epoch and begins the next."""
@@ -311,8 +288,7 @@ class Observer:
             step, size = self._steps.mean(), self.size or BatchSize()
             self._on_measured(
                 Measurement(
-                    epoch=self.interval.epoch,
-                    part=self.interval.part,
+                    interval=self.interval,
                     workers=sums.workers,
                     batches=sums.batches,
                     gap_s=step.gap_s,
@@ -333,48 +309,29 @@ class Observer:
         say_own_failure(error, what="the measuring of a loader")
 
 
-class ObservedLoader:
-    """Measures a loader that is read unchanged.
+class ObservedIterator:
+    """An epoch of a loader that is read unchanged, and measured.
 
     Args:
-        on_measured: Called with each measurement, on the thread that reads.
-        epochs: Number of earlier epochs of the loader.
+        begin: Begins the loader's own iteration.
     """
 
-    def __init__(self, loader: Any, *, on_measured: Callable[[Measurement], None], epochs: int = 0) -> None:
-        self._loader = loader
-        self.observer = Observer(on_measured, epochs=epochs)
-
-    def begin(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begins an epoch, given what begins the loader's own iteration."""
-        self.observer.ends()
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]], observer: Observer) -> None:
+        observer.ends()
         began_at = time.perf_counter()
-        iterator = begin()
-        self.observer.begins(self.workers, time.perf_counter() - began_at)
-        return _Observed(iterator, self)
-
-    @property
-    def workers(self) -> int:
-        """Its number of workers."""
-        return int(getattr(self._loader, "num_workers", 0))
-
-
-class _Observed:
-    """An iterator over an iterator."""
-
-    def __init__(self, iterator: Iterator[Any], loader: ObservedLoader) -> None:
-        self._iterator = iterator
         self._loader = loader
+        self._iterator = begin()
+        self._observer = observer
+        observer.begins(loader.num_workers, time.perf_counter() - began_at)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        observer = self._loader.observer
-        observer.asked()
+        self._observer.asked()
         batch = next(self._iterator)
-        if observer.given(batch):
-            observer.begin_part(self._loader.workers)
+        if self._observer.given(batch):
+            self._observer.begin_part(self._loader.num_workers)
         return batch
 
     def __len__(self) -> int:

@@ -57,19 +57,12 @@ class Trial:
     Attributes:
         number: Counts the trials of a loader.
         workers: ``num_workers``.
-        epoch: The first epoch in which it may begin; see :class:`Interval`.
-        part: The first part of that epoch.
+        interval: The first one in which it may begin.
     """
 
     number: int
     workers: int
-    epoch: int
-    part: int = 0
-
-    @property
-    def interval(self) -> Interval:
-        """The first interval in which it may begin."""
-        return Interval(self.epoch, self.part)
+    interval: Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +212,7 @@ class Trials:
     def _begin(self, workers: int, begins: Interval) -> None:
         self._count += 1
         self._tried = None
-        self.trial = Trial(number=self._count, workers=workers, epoch=begins.epoch, part=begins.part)
+        self.trial = Trial(number=self._count, workers=workers, interval=begins)
 
     def _judge(self, trial: Trial, after: Measurement) -> TrialOutcome | None:
         """Judges a trial once the workers in force are back."""

@@ -16,7 +16,7 @@ from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, comes_first, wait_for_keys
 from lightning_ncclsafe.facts import Capacity, codec
 from lightning_ncclsafe.loaders.iteration import Begin
-from lightning_ncclsafe.loaders.tuning.budget import BUDGET_S, Bound, Budget, agree_on_budget
+from lightning_ncclsafe.loaders.tuning.budget import BUDGET_S, Budget, agree_on_budget, fewer_ahead, fewer_workers
 from lightning_ncclsafe.loaders.tuning.deciding import (
     ADVICE_ONLY,
     ITERABLE,
@@ -26,11 +26,10 @@ from lightning_ncclsafe.loaders.tuning.deciding import (
     LoaderSetting,
     RankReport,
 )
-from lightning_ncclsafe.loaders.tuning.eligibility import forks, unsafe
+from lightning_ncclsafe.loaders.tuning.eligibility import forks
 from lightning_ncclsafe.loaders.tuning.kinds import AdvisedLoader, LoaderOptions, kind_of
 from lightning_ncclsafe.loaders.tuning.measuring import BatchSize, Interval
 from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
-from lightning_ncclsafe.rules.kit.wording import size_words
 from lightning_ncclsafe.settings import TunerSettings
 
 Tuning = Callable[[Begin], Any]
@@ -94,21 +93,21 @@ class Tuner:
             For each loader what creates its iterators, or None to leave it alone.
         """
         self.release(stage)
-        if not self._await_budget() or self._over.is_set():
+        budget = self._await_budget()
+        if budget is None or self._over.is_set():
             return [None] * len(loaders)
         names = [stage if len(loaders) == 1 else f"{stage}[{index}]" for index in range(len(loaders))]
-        assert self._budget is not None
         together = loaders if at_once else loaders[:1]
         asked = sum(getattr(loader, "num_workers", 0) for loader in together)
-        most = self._budget.most_asked
+        most = budget.most_asked
         share = most if asked <= most else max(most // len(together), 1)
         return [
-            self._take(name, loader, most_workers=share, group=stage if at_once else name)
+            self._take(name, loader, budget, most_workers=share, group=stage if at_once else name)
             for name, loader in zip(names, loaders, strict=True)
         ]
 
     def release(self, stage: str) -> None:
-        """Lets go of a stage's loaders: they are used no more, or are about to come again."""
+        """Restores a stage's loaders, which are no longer used, or are about to be taken again."""
         with self._lock:
             # In reverse order: a loader of two stages is set back to what it was before the first.
             gone = [name for name in reversed(self._loaders) if _stage_of(name) == stage]
@@ -127,18 +126,17 @@ class Tuner:
             self.release(_stage_of([*self._loaders][-1]))
 
     @marked(Mark.STORE)
-    def _await_budget(self) -> bool:
-        return self._has_budget.wait(2 * BUDGET_S)
+    def _await_budget(self) -> Budget | None:
+        return self._budget if self._has_budget.wait(2 * BUDGET_S) else None
 
-    def _take(self, name: str, loader: Any, *, most_workers: int, group: str) -> Tuning | None:
+    def _take(self, name: str, loader: Any, budget: Budget, *, most_workers: int, group: str) -> Tuning | None:
         kind = kind_of(loader, self._settings)
-        if kind is None or (kind.advises and unsafe(loader)):
+        if kind is None:
             return None
         asked = loader.num_workers
         workers = asked if kind.advises else min(asked, most_workers)
         if workers < asked and self._rank == 0:
-            assert self._budget is not None
-            self._print_once(fewer_workers(name, asked, workers, self._budget))
+            self._print_once(fewer_workers(name, asked, workers, budget))
         why_fixed = ""
         if kind.advises:
             own_way = ITERABLE if loading.has_iterable_dataset(loader) else OWN_WAY
@@ -149,7 +147,7 @@ class Tuner:
             options = LoaderOptions(
                 user_workers=workers,
                 epochs=self._epochs[name],
-                most_ahead=lambda size: self._most_ahead(name, loader, workers, size),
+                most_ahead=lambda size: self._most_ahead(name, loader, workers, size, budget),
                 say=lambda text: self._say_first(name, text),
                 measured=self._wake.set,
             )
@@ -161,18 +159,16 @@ class Tuner:
 
         return begin
 
-    def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize) -> int | None:
+    def _most_ahead(self, name: str, loader: Any, workers: int, size: BatchSize, budget: Budget) -> int | None:
         """How many batches a loader may have ahead; all loaders of the rank get equal shares of the budget."""
-        assert self._budget is not None
-        copies = 2 if getattr(loader, "pin_memory", False) else 1
-        found = self._budget.most_batches(size.size_bytes, size.tensors, copies=copies)
+        found = budget.most_batches(size.size_bytes, size.tensors, copies=2 if loader.pin_memory else 1)
         if not found:
             return None
         bound = min(found, key=found.__getitem__)
         most = max(found[bound] // max(len(self._loaders), 1), 1)
         asked = workers * (loader.prefetch_factor or 2)
         if most < asked and self._rank == 0:
-            self._print_once(fewer_ahead(name, asked, most, size, bound, self._budget), about=name)
+            self._print_once(fewer_ahead(name, asked, most, size.size_bytes, bound, budget), about=name)
         return most
 
     def _print_once(self, line: str, about: str = "") -> None:
@@ -205,16 +201,15 @@ class Tuner:
                 found = wait_for_keys(self._exchange, [key], deadline_s=_EPOCH_S, poll_s=_EPOCH_POLL_S)
                 if found:
                     return self._in_epoch(name, found[key])
+            own = Decision()
             if self._deciding is not None:
                 # No rank is two epochs behind, so the store does not grow with the epochs.
                 self._exchange.delete([f"tuning/epoch/{name}/{epoch - 2}"])
-            workers = loader.workers_at(Interval(epoch)) if self._deciding is not None else None
-            own = (
-                ()
-                if workers is None
-                else (LoaderSetting(loader=name, user_workers=loader.user_workers, workers=workers),)
-            )
-            return self._in_epoch(name, self._exchange.set_if_absent(key, codec.encode(Decision(settings=own))))
+                workers = loader.workers_at(Interval(epoch))
+                if workers is not None:
+                    setting = LoaderSetting(loader=name, user_workers=loader.user_workers, workers=workers)
+                    own = Decision(settings=(setting,))
+            return self._in_epoch(name, self._exchange.set_if_absent(key, codec.encode(own)))
         except ExchangeError as error:
             say_own_failure(error, what=f"the tuning of {name}")
             return self._of_epoch.get(name)
@@ -294,21 +289,3 @@ class Tuner:
 
 def _stage_of(name: str) -> str:
     return name.partition("[")[0]
-
-
-def fewer_workers(name: str, asked: int, workers: int, budget: Budget) -> str:
-    """The message if the user's workers are far more than the cores."""
-    return (
-        f"{name}: num_workers={workers} instead of {asked} on every rank: the cores allow no more ({budget.cores_from})"
-    )
-
-
-def fewer_ahead(name: str, asked: int, most: int, size: BatchSize, bound: Bound, budget: Budget) -> str:
-    """The message if there is no room for as many batches ahead as the user has set."""
-    where = {
-        "memory": f"memory ({budget.memory_from})",
-        "shm": "/dev/shm (half of what is free)",
-        "files": "open files (ulimit -n)",
-    }[bound]
-    batches = "1 batch" if most == 1 else f"{most} batches"
-    return f"{name}: {batches} of {size_words(size.size_bytes)} prefetched instead of {asked:,}: limited by {where}"

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from lightning_ncclsafe._torch import loading
@@ -22,39 +21,6 @@ _UNKNOWN_S = 30.0
 _LATER_S = 60.0
 # More than sharing one core, or a file system, can slow a batch down.
 _TIMES = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSetting:
-    """The setting of a loader's workers.
-
-    Attributes:
-        workers: ``num_workers``.
-        prefetch: ``prefetch_factor``; 0 without workers, at least 1 with them.
-    """
-
-    workers: int
-    prefetch: int
-
-    @classmethod
-    def of(cls, workers: int, prefetch: int) -> "WorkerSetting":
-        """A setting that a ``DataLoader`` accepts."""
-        return cls(workers, max(prefetch, 1)) if workers > 0 else cls(0, 0)
-
-
-class TargetSetting:
-    """The setting that is wanted; it may change at any time.
-
-    Attributes:
-        setting: The setting.
-    """
-
-    def __init__(self, setting: WorkerSetting) -> None:
-        self.setting = setting
-
-    def is_for(self, setting: WorkerSetting) -> bool:
-        """Whether it is this one."""
-        return self.setting == setting
 
 
 class EpochIndices:
@@ -134,18 +100,15 @@ class PoolSampler:
 
     Args:
         indices: What it draws from.
-        is_wanted: Whether the pool may draw more. Once refused, it never may again: torch asks once for each batch
-            that it hands out, so the pool would have fewer batches ahead for the rest of the epoch.
         most: See below.
 
     Attributes:
         most: Most batches that may be drawn and not yet handed out; None for as many as torch asks for.
         unhanded: The indices that the pool has drawn and not yet handed out as batches, by number from 0 in each epoch;
-            ``workers * prefetch`` at most.
+            ``num_workers * prefetch_factor`` at most.
     """
 
-    def __init__(self, indices: EpochIndices, is_wanted: Callable[[], bool], most: int | None = None) -> None:
-        self._is_wanted = is_wanted
+    def __init__(self, indices: EpochIndices, most: int | None) -> None:
         self.most = most
         self.renew(indices)
 
@@ -175,8 +138,7 @@ class PoolSampler:
         return self
 
     def __next__(self) -> Any:
-        if self._is_shut or not self._is_wanted():
-            self._is_shut = True
+        if self._is_shut:
             raise StopIteration
         if self._is_full:
             # The sampler may draw from a generator that others use, so it is asked when torch asks it.
@@ -200,9 +162,13 @@ class PoolSampler:
         for number in self.unhanded.keys() - set(pending):
             del self.unhanded[number]
 
+    def shut(self) -> None:
+        """Lets the pool draw no more in this epoch: it ends once it has handed out what it has drawn."""
+        self._is_shut = True
+
     def take_back(self) -> None:
         """Makes due again what the pool has not handed out, and shuts it."""
-        self._is_shut = True
+        self.shut()
         self._indices.give_back(self.unhanded.values())
         self.unhanded = {}
 
@@ -231,11 +197,11 @@ class Deadlines:
 
 
 class WorkerPool:
-    """Reads one epoch of a loader with one setting, or several if its workers persist.
+    """Reads one epoch of a loader with so many workers, or several if they persist.
 
     Args:
         loader: The user's ``DataLoader``; it is not changed.
-        setting: How many workers, and how far ahead they work.
+        workers: ``num_workers``.
         sampler: What it draws from.
         seed: Base of its workers' random numbers; None to draw it as torch does.
         is_extra: Whether it has more workers than the user asks for.
@@ -254,22 +220,22 @@ class WorkerPool:
     def __init__(
         self,
         loader: Any,
-        setting: WorkerSetting,
+        workers: int,
         sampler: PoolSampler,
         *,
         seed: int | None,
         is_extra: bool,
         deadlines: Deadlines,
     ) -> None:
-        self.setting = setting
+        self.workers = workers
         self.sampler = sampler
         self.is_extra = is_extra
         self._deadlines = deadlines
         self._is_first = True
         self._is_silent = False
-        self._is_in_order = bool(getattr(loader, "in_order", True))
+        self._is_in_order = bool(loader.in_order)
         generator = loader.generator if seed is None else loading.generator_from(seed)
-        self._loader = _copy_of(loader, setting, sampler, generator)
+        self._loader = _copy_of(loader, workers, sampler, generator)
         self.iterator: Iterator[Any] = loading.begin_loading(self._loader)
         self.pids = loading.worker_pids(self.iterator)
         self.seed = loading.base_seed_of(self.iterator)
@@ -278,7 +244,7 @@ class WorkerPool:
         """Begins another epoch with the same workers."""
         self.sampler.renew(indices)
         self._is_first = False
-        with self._in_time() if self.is_extra else nullcontext():
+        with self._in_time():
             self.iterator._reset(self._loader)  # type: ignore[attr-defined]
 
     def next_batch(self) -> Any:
@@ -290,10 +256,7 @@ class WorkerPool:
         """
         began_s = time.monotonic()
         try:
-            if self.is_extra:
-                with self._in_time():
-                    batch = next(self.iterator)
-            else:
+            with self._in_time():
                 batch = next(self.iterator)
         except loading.WorkersSilent:
             self._is_silent = True
@@ -303,6 +266,8 @@ class WorkerPool:
         return batch
 
     def _in_time(self) -> AbstractContextManager[None]:
+        if not self.is_extra:
+            return nullcontext()
         return loading.answered_within(self.iterator, self._deadlines.of_batch(is_first=self._is_first))
 
     def handed(self) -> None:
@@ -314,7 +279,7 @@ class WorkerPool:
         self._fill()
 
     def limit(self, most: int | None) -> None:
-        """Limits the batches ahead; None for as many as the setting has."""
+        """Limits the batches ahead; None for as many as torch asks for."""
         if self.pids:
             self.sampler.most = most
             self._fill()
@@ -336,7 +301,7 @@ class WorkerPool:
         self.pids = ()
 
 
-def _copy_of(loader: Any, setting: WorkerSetting, sampler: PoolSampler, generator: Any) -> Any:
+def _copy_of(loader: Any, workers: int, sampler: PoolSampler, generator: Any) -> Any:
     """A loader that shares everything else with the user's; none of the user's code is called."""
     copy = object.__new__(type(loader))
     attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -344,10 +309,11 @@ def _copy_of(loader: Any, setting: WorkerSetting, sampler: PoolSampler, generato
     vars(copy).update(
         {
             attribute: sampler,
-            "num_workers": setting.workers,
-            "prefetch_factor": setting.prefetch or None,
-            "persistent_workers": loader.persistent_workers and setting.workers > 0,
-            "timeout": loader.timeout if setting.workers else 0,
+            "num_workers": workers,
+            # None without workers, with which it is 2 by default.
+            "prefetch_factor": (loader.prefetch_factor or 2) if workers else None,
+            "persistent_workers": loader.persistent_workers and workers > 0,
+            "timeout": loader.timeout if workers else 0,
             "generator": generator,
             "_iterator": None,
         }

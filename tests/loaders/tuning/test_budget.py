@@ -1,6 +1,7 @@
 import os
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,11 @@ def test_two_cores_shared_by_four_ranks_leave_none() -> None:
     ("quota", "ranks", "share"), [(1.5, 1, 1), (1.5, 2, 0), (6.0, 2, 3), (7.9, 2, 3), (1e6, 1, 64)]
 )
 def test_a_quota_caps_the_share_and_is_rounded_down(quota: float, ranks: int, share: int) -> None:
-    assert workers(ranks_on([range(64)] * ranks, quota_cores=quota, quota_group="/job")) == [share] * ranks
+    assert workers(ranks_on([range(64)] * ranks, quotas={"/job": quota})) == [share] * ranks
 
 
 def test_a_quota_is_shared_by_the_ranks_of_its_group_only() -> None:
-    ranks = [Capacity(machine="a", cpus=tuple(range(64)), quota_cores=4.0, quota_group=f"/{i // 2}") for i in range(4)]
+    ranks = [Capacity(machine="a", cpus=tuple(range(64)), quotas={f"/{i // 2}": 4.0}) for i in range(4)]
     assert workers(ranks) == [2] * 4
     assert budget_of(ranks[0], ranks).cores_from == "quota of 4 cores shared by 2 ranks"
 
@@ -50,14 +51,14 @@ def test_ranks_of_other_hosts_take_nothing_and_the_own_one_counts_once() -> None
         assert (budget.workers, budget.memory_bytes, budget.cores_from) == (2, 4 * GB, "2 cores")
 
 
-def test_where_no_mask_is_told_all_cores_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_mask_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert workers([Capacity(machine="a")] * 3) == [2] * 3
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert workers([Capacity()]) == [1]
 
 
-def test_masks_that_overlap_in_part_are_said_to() -> None:
+def test_masks_that_overlap_in_part_are_described_so() -> None:
     ranks = ranks_on([range(0, 6), range(4, 10)])
     budget = budget_of(ranks[0], ranks)
     assert (budget.cores, budget.cores_from) == (5.0, "6 cores, some of them shared with other ranks")
@@ -75,20 +76,19 @@ def test_no_host_is_ever_oversubscribed() -> None:
 
 
 def some_rank(rng: random.Random) -> Capacity:
-    group = rng.choice(["/a", "/b", ""])
+    quotas: dict[str, float] = rng.choice([{"/a": 2.5}, {"/b": 11 / 3}, {}])
     return Capacity(
         machine=rng.choice("xy"),
         cpus=tuple(sorted(rng.sample(range(24), rng.randint(1, 24)))),
-        quota_cores={"/a": 2.5, "/b": 11 / 3, "": None}[group],
-        quota_group=group,
+        quotas=quotas,
     )
 
 
 def assert_within_quotas(here: list[tuple[Capacity, int]]) -> None:
     used: Counter[str] = Counter()
     for rank, count in here:
-        used[rank.quota_group] += count
-    assert all(used[rank.quota_group] <= (rank.quota_cores or 99) for rank, _ in here)
+        used.update(dict.fromkeys(rank.quotas, count))
+    assert all(used[group] <= quota for rank, _ in here for group, quota in rank.quotas.items())
 
 
 def test_equal_shares_never_lose_a_core_to_rounding() -> None:
@@ -102,14 +102,14 @@ def test_equal_shares_never_lose_a_core_to_rounding() -> None:
     ("facts", "ranks", "size", "said"),
     [
         (
-            {"memory_limit_bytes": 4 * GB, "memory_used_bytes": GB, "memory_available_bytes": 60 * GB},
+            {"memory_left_bytes": {"/": 3 * GB}, "memory_available_bytes": 60 * GB},
             2,
             0.75,
             "half of the 3.0 GB left under the control group's limit shared by 2 ranks",
         ),
-        ({"memory_limit_bytes": GB, "memory_used_bytes": 2 * GB}, 1, 0.0, "half of the 0 bytes left under the control"),
+        ({"memory_left_bytes": {"/": -GB}}, 1, 0.0, "half of the 0 bytes left under the control"),
         (
-            {"memory_limit_bytes": 99 * GB, "memory_used_bytes": 0, "memory_available_bytes": 8 * GB},
+            {"memory_left_bytes": {"/": 99 * GB}, "memory_available_bytes": 8 * GB},
             4,
             1.0,
             "half of the 8.0 GB available on the host shared by 4 ranks",
@@ -122,18 +122,15 @@ def test_equal_shares_never_lose_a_core_to_rounding() -> None:
         ),
     ],
 )
-def test_memory_is_half_of_the_least_that_is_left(facts: dict[str, int], ranks: int, size: float, said: str) -> None:
-    local = [Capacity(machine="a", cpus=(0,), memory_group="/", **facts) for _ in range(ranks)]  # type: ignore[arg-type]
+def test_memory_is_half_of_the_least_that_is_left(facts: dict[str, Any], ranks: int, size: float, said: str) -> None:
+    local = [Capacity(machine="a", cpus=(0,), **facts) for _ in range(ranks)]
     budget = budget_of(local[0], local)
     assert budget.memory_bytes == size * GB
     assert budget.memory_from.startswith(said)
 
 
 def test_a_memory_limit_is_shared_by_the_ranks_of_its_group_only() -> None:
-    local = [
-        Capacity(machine="a", cpus=(i,), memory_group=f"/{i}", memory_limit_bytes=2 * GB, memory_used_bytes=0)
-        for i in range(3)
-    ]
+    local = [Capacity(machine="a", cpus=(i,), memory_left_bytes={f"/{i}": 2 * GB}) for i in range(3)]
     assert budget_of(local[0], local).memory_bytes == GB
 
 
@@ -156,7 +153,7 @@ def test_what_the_host_does_not_say_limits_nothing() -> None:
 def test_a_wider_quota_that_more_ranks_share_may_be_the_one_that_binds() -> None:
     def rank(pod: str) -> Capacity:
         quotas = {"/node": 8.0, pod: 6.0}
-        return Capacity(machine="a", cpus=tuple(range(64)), quota_cores=6.0, quota_group=pod, quotas=quotas)
+        return Capacity(machine="a", cpus=tuple(range(64)), quotas=quotas)
 
     local = [rank("/node/a"), *[rank("/node/b")] * 3]
     assert [budget_of(one, local).workers for one in local] == [2, 2, 2, 2]

@@ -12,7 +12,7 @@ from lightning_ncclsafe.loaders.tuning.measuring import Interval, Measurement
 
 BUDGET = Budget(cores=8.0, workers=8, memory_bytes=10**10, shm_bytes=10**9, cores_from="8 cores")
 SLOW = Measurement(
-    epoch=1, workers=0, batches=100, gap_s=0.01, data_s=4.0, start_s=0.04, cpu_s=0.05, process_bytes=10**8
+    interval=Interval(1), workers=0, batches=100, gap_s=0.01, data_s=4.0, start_s=0.04, cpu_s=0.05, process_bytes=10**8
 )
 
 
@@ -43,7 +43,7 @@ class Job:
         """Epochs that none is tried in."""
         for _ in range(epochs):
             self.epochs += 1
-            self.measure(replace(of, epoch=self.epochs), name=name)
+            self.measure(replace(of, interval=Interval(self.epochs)), name=name)
             setting = self.setting(name)
             if setting.trial is not None:
                 break
@@ -54,33 +54,33 @@ def test_more_workers_are_tried_once_all_ranks_have_measured_the_same_epochs() -
     job = Job(ranks=3)
     job.begin()
     for epoch in range(1, 9):
-        job.measure(replace(SLOW, epoch=epoch), 0, 2)
+        job.measure(replace(SLOW, interval=Interval(epoch)), 0, 2)
     assert job.setting().trial is None
     for epoch in range(1, 4):
-        job.measure(replace(SLOW, epoch=epoch), 1)
+        job.measure(replace(SLOW, interval=Interval(epoch)), 1)
     assert job.setting().trial is None, "the first epoch, and two more, are not enough"
-    job.measure(replace(SLOW, epoch=4), 1)
+    job.measure(replace(SLOW, interval=Interval(4)), 1)
     trial = job.setting().trial
     assert trial is not None and trial.workers == 4
     assert (trial.interval, job.said) == (Interval(5, 1), [])
 
 
-def test_an_epoch_in_which_ranks_had_different_workers_says_nothing() -> None:
+def test_an_epoch_in_which_ranks_had_different_workers_does_not_count() -> None:
     job = Job()
     job.begin()
     for epoch in range(1, 9):
-        job.measure(replace(SLOW, epoch=epoch), 0)
-        job.measure(replace(SLOW, epoch=epoch, workers=1), 1)
+        job.measure(replace(SLOW, interval=Interval(epoch)), 0)
+        job.measure(replace(SLOW, interval=Interval(epoch), workers=1), 1)
     assert job.setting().trial is None
 
 
-def test_what_is_kept_is_set_on_all_and_said() -> None:
+def test_what_is_kept_is_set_on_all_ranks_and_printed() -> None:
     job = Job()
     job.begin()
     trial = job.train().trial
     assert trial is not None
-    tried = replace(SLOW, epoch=6, workers=trial.workers, data_s=0.5, start_s=0.4)
-    for measurement in (replace(SLOW, epoch=5), tried, replace(SLOW, epoch=7)):
+    tried = replace(SLOW, interval=Interval(6), workers=trial.workers, data_s=0.5, start_s=0.4)
+    for measurement in (replace(SLOW, interval=Interval(5)), tried, replace(SLOW, interval=Interval(7))):
         job.measure(measurement)
     setting = job.setting()
     assert (setting.user_workers, setting.workers, setting.trial) == (0, 4, None)
@@ -97,9 +97,9 @@ def test_what_is_kept_is_set_on_all_and_said() -> None:
 def test_a_trial_begins_when_all_ranks_have_read_of_it(took_s: float, part: int, begins: Interval) -> None:
     job = Job()
     job.begin()
-    measurement = replace(SLOW, batches=int(took_s / 0.05), data_s=0.04 * int(took_s / 0.05), part=part)
+    measurement = replace(SLOW, batches=int(took_s / 0.05), data_s=0.04 * int(took_s / 0.05))
     for epoch in (1, 2, 3, 4):
-        job.measure(replace(measurement, epoch=epoch))
+        job.measure(replace(measurement, interval=Interval(epoch, part)))
     trial = job.setting().trial
     # An epoch of a second cannot lose what forking may cost.
     assert trial is None if took_s == 1.0 and trial is None else trial is not None and trial.interval == begins
@@ -122,10 +122,10 @@ def test_loaders_that_are_read_at_the_same_time_share_the_cores() -> None:
     assert trial is not None and trial.workers == 2
 
 
-def test_a_seeded_run_is_told_once_what_is_to_be_gained_and_left_alone() -> None:
+def test_a_seeded_run_is_advised_once_and_left_alone() -> None:
     job = Job()
     job.begin()
-    job.measure(replace(SLOW, epoch=99, seeded=True), 1)
+    job.measure(replace(SLOW, interval=Interval(99), seeded=True), 1)
     assert job.train(of=replace(SLOW, seeded=True), epochs=20).trial is None
     (line,) = job.said
     assert line.startswith(
@@ -139,8 +139,8 @@ def test_one_seeded_rank_is_enough() -> None:
     job = Job()
     job.begin()
     for epoch in range(1, 20):
-        job.measure(replace(SLOW, epoch=epoch), 0)
-        job.measure(replace(SLOW, epoch=epoch, seeded=True), 1)
+        job.measure(replace(SLOW, interval=Interval(epoch)), 0)
+        job.measure(replace(SLOW, interval=Interval(epoch), seeded=True), 1)
         assert job.setting().trial is None
 
 
@@ -151,27 +151,27 @@ def test_a_seeded_run_is_changed_where_that_is_allowed() -> None:
     assert not job.said and not job.deciding.decide().settled
 
 
-def test_nothing_is_said_where_nothing_is_to_be_gained_for_sure() -> None:
+def test_no_advice_without_a_certain_gain() -> None:
     job = Job()
     job.begin(why_fixed=deciding.ADVICE_ONLY)
     for epoch in range(1, 20):
-        job.measure(replace(SLOW, epoch=epoch, data_s=0.2, cpu_s=0.012))
+        job.measure(replace(SLOW, interval=Interval(epoch), data_s=0.2, cpu_s=0.012))
         job.deciding.decide()
     assert not job.said
 
 
 @pytest.mark.parametrize("why", [deciding.ADVICE_ONLY, deciding.ITERABLE])
-def test_advice_is_said_once_and_changes_nothing(why: str) -> None:
+def test_advice_is_printed_once_and_changes_nothing(why: str) -> None:
     job = Job()
     job.begin(why_fixed=why)
     for epoch in range(1, 20):
-        job.measure(replace(SLOW, epoch=epoch))
+        job.measure(replace(SLOW, interval=Interval(epoch)))
         assert job.deciding.decide().settings == ()
     (line,) = job.said
     assert line.endswith(f"It is not changed: {why}")
 
 
-def test_a_loader_that_is_given_again_goes_on_where_it_was() -> None:
+def test_a_loader_that_is_returned_again_continues_where_it_was() -> None:
     job = Job()
     job.begin()
     job.train(epochs=3)
@@ -181,11 +181,11 @@ def test_a_loader_that_is_given_again_goes_on_where_it_was() -> None:
     assert job.setting() == LoaderSetting(loader="train_dataloader", user_workers=2, workers=2)
 
 
-def test_a_rank_that_takes_no_settings_any_more_ends_the_trying() -> None:
+def test_trials_end_once_a_rank_takes_no_more_settings() -> None:
     job = Job()
     job.begin()
     assert job.train().trial is not None
-    job.measure(replace(SLOW, epoch=50), 1, frozen=True)
+    job.measure(replace(SLOW, interval=Interval(50)), 1, frozen=True)
     decision = job.deciding.decide()
     assert decision.settled and decision.settings[0].trial is None and decision.settings[0].workers == 0
 
@@ -194,5 +194,5 @@ def test_a_rank_that_measures_nothing_does_not_fill_the_memory() -> None:
     job = Job()
     job.begin()
     for epoch in range(1, 200):
-        job.measure(replace(SLOW, epoch=epoch), 0)
+        job.measure(replace(SLOW, interval=Interval(epoch)), 0)
     assert len(job.deciding._loaders["train_dataloader"].measurements[0]) <= 32

@@ -143,7 +143,7 @@ def test_what_survives_is_not_held_against_a_dataset(kind: str) -> None:
     assert unforkable(TensorDataset(torch.zeros(4))) == ""
 
 
-def test_a_pool_that_was_shut_down_is_none() -> None:
+def test_a_pool_that_was_shut_down_does_no_harm() -> None:
     executor = ThreadPoolExecutor(1)
     executor.shutdown()
     assert unforkable(Digits(held=executor)) == ""
@@ -170,7 +170,7 @@ def test_little_is_looked_at_however_much_there_is() -> None:
     assert time.thread_time() - began_s < 0.1  # 5 ms, on a processor that is not shared
 
 
-def test_workers_are_forked_where_the_loader_or_the_system_says_so() -> None:
+def test_workers_are_forked_by_the_start_method_of_the_loader_or_the_system() -> None:
     default = multiprocessing.get_start_method(allow_none=True)
     assert forks(DataLoader(Digits(), num_workers=1, multiprocessing_context="fork"))
     assert not forks(DataLoader(Digits(), num_workers=1, multiprocessing_context="spawn"))

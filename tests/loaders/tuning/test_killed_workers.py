@@ -18,6 +18,7 @@ import torch
 from polling import until
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from lightning_ncclsafe.loaders.tuning.measuring import Observer
 from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
 
 PIPE_BYTES = 65536
@@ -71,7 +72,9 @@ def tuned() -> Iterator[Callable[..., ResizableLoader]]:
 
     def make(dataset: Any, *, user_workers: int = 0, workers: int = 1, **keywords: Any) -> ResizableLoader:
         loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=user_workers, **keywords)
-        made.append(ResizableLoader(loader, workers=workers, prefetch=2, say=lambda line: None))
+        observer = Observer(lambda _: None)
+        made.append(ResizableLoader(loader, observer, user_workers=user_workers, say=lambda line: None))
+        made[-1].resize(workers)
         return made[-1]
 
     yield make
@@ -162,7 +165,7 @@ def test_one_of_two_is_killed_while_the_other_waits_for_its_lock(tuned: Callable
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_workers_end_though_nobody_gives_back_the_lock_of_their_event(
+def test_workers_end_even_if_the_lock_of_their_event_is_never_released(
     killed: bool, tuned: Callable[..., ResizableLoader]
 ) -> None:
     loader = tuned(Items(), workers=2)
@@ -198,7 +201,7 @@ def test_a_run_with_the_users_own_workers_ends_with_the_signal_and_the_worker(
         indices(epoch)
 
 
-def test_a_worker_of_the_users_that_somebody_has_reaped_is_said_to_have_ended_somehow(
+def test_the_exit_status_of_a_user_worker_that_other_code_has_reaped_is_reported_as_unknown(
     tuned: Callable[..., ResizableLoader],
 ) -> None:
     loader = tuned(Items(), user_workers=1)

@@ -31,11 +31,20 @@ class Guarded(TensorDataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_dataset_that_one_process_alone_can_use_is_watched_until_the_user_has_several(workers: int) -> None:
+def test_a_dataset_that_one_process_alone_can_use_is_left_alone_until_the_user_has_several(workers: int) -> None:
     guarded, lines = Guarded(torch.zeros(5)), Lines(lock=threading.Lock())
     guarded.lock = threading.Lock()
     kinds = [kind_of(DataLoader(dataset, num_workers=workers), ALL) for dataset in (guarded, lines)]
-    assert kinds == ([AdvisedLoader, AdvisedLoader] if workers < 2 else [MapStyleLoader, IterableLoader])
+    assert kinds == ([None, None] if workers < 2 else [MapStyleLoader, IterableLoader])
+
+
+def test_what_is_no_dataloader_is_left_alone() -> None:
+    assert kind_of([1, 2], ALL) is None
+
+
+@pytest.mark.parametrize("settings", [TunerSettings(apply=False, apply_to_iterables=True), TunerSettings(apply=True)])
+def test_what_may_not_change_is_only_measured(settings: TunerSettings) -> None:
+    assert kind_of(DataLoader(Lines()), settings) is AdvisedLoader
 
 
 def test_others_are_fitted() -> None:

@@ -14,10 +14,9 @@ from lightning_ncclsafe.loaders.tuning.measuring import (
     BatchSize,
     Interval,
     Measurement,
-    ObservedLoader,
+    ObservedIterator,
     Observer,
-    bytes_of,
-    tensors_of,
+    size_of,
 )
 
 
@@ -74,7 +73,7 @@ def test_an_epoch_is_measured_from_its_beginning_to_the_end_of_its_workers(clock
     assert (found.batch_bytes, found.tensors) == (32, 1) and found.process_bytes > 10**6
 
 
-def test_a_checkpoint_between_two_steps_is_none(clock: Clock) -> None:
+def test_a_checkpoint_between_two_steps_is_not_a_step(clock: Clock) -> None:
     run = Run(clock)
     run.observer.begins(0, took_s=0.0)
     for _ in range(20):
@@ -126,7 +125,7 @@ def test_two_batches_say_nothing(clock: Clock) -> None:
     assert run.found == []
 
 
-def test_larger_batches_are_looked_for_ever_more_rarely(clock: Clock) -> None:
+def test_the_search_for_larger_batches_becomes_ever_rarer(clock: Clock) -> None:
     run = Run(clock)
     run.observer.begins(1, took_s=0.0)
     assert run.observer.size is None
@@ -138,16 +137,16 @@ def test_larger_batches_are_looked_for_ever_more_rarely(clock: Clock) -> None:
     assert sizes == [1, 2, 2, 4, 4, 4, 4, 8, 8]
 
 
-def test_what_fails_is_said_once_and_no_batch_is_lost(
+def test_a_failure_is_printed_once_and_no_batch_is_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measuring, "bytes_of", lambda batch: 1 / 0)
+    monkeypatch.setattr(measuring, "size_of", lambda batch: 1 / 0)
     measurements: list[Measurement] = []
     loader = DataLoader(torch.zeros(20))  # type: ignore[arg-type]
-    observed = ObservedLoader(loader, on_measured=measurements.append)
+    observer = Observer(measurements.append)
     for _ in range(3):
-        assert len([*observed.begin(loader.__iter__)]) == 20
-    assert measurements == [] and observed.observer.size == BatchSize()
+        assert len([*ObservedIterator(loader, loader.__iter__, observer)]) == 20
+    assert measurements == [] and observer.size == BatchSize()
     assert capsys.readouterr().err.count("the measuring of a loader failed") == 1
 
 
@@ -159,9 +158,9 @@ class Stream(IterableDataset[int]):
 def test_a_loader_is_read_as_it_is() -> None:
     measurements: list[Measurement] = []
     loader = DataLoader(Stream(), batch_size=None)
-    observed = ObservedLoader(loader, on_measured=measurements.append)
+    observer = Observer(measurements.append)
     for _ in range(2):
-        iterator = observed.begin(loader.__iter__)
+        iterator = ObservedIterator(loader, loader.__iter__, observer)
         assert iter(iterator) is iterator
         assert [*iterator] == list(range(10))
     assert [(measurement.interval, measurement.workers, measurement.batches) for measurement in measurements] == [
@@ -181,17 +180,13 @@ class Graph:
 
 
 def test_the_size_of_a_batch_of_anything() -> None:
-    image = torch.zeros(4)
-    assert bytes_of(image) == 16
-    assert bytes_of({"a": image, "b": [image, (image, "text")], "c": None, "d": 3}) == 52
-    assert bytes_of(Sample(image, 1)) == 16
-    assert bytes_of(Graph()) == 24
-    assert bytes_of([image] * 10_000) == 160_000
+    image, scan = torch.zeros(4), np.zeros(3)
+    assert size_of(image) == BatchSize(16, 1)
+    assert size_of({"a": image, "b": [image, (image, "text")], "c": None, "d": 3}) == BatchSize(52, 3)
+    assert size_of({"a": image, "b": [scan, Sample(image, 1)], "c": "text"}) == BatchSize(60, 2)
+    assert size_of(Sample(image, 1)) == BatchSize(16, 1)
+    assert size_of(Graph()) == BatchSize(24)
+    assert size_of([image] * 10_000) == BatchSize(160_000, 10_000)
     endless: list[Any] = [image]
     endless.append(endless)
-    assert 16 <= bytes_of(endless) < 1000
-
-
-def test_the_tensors_of_a_batch_of_anything() -> None:
-    image, scan = torch.zeros(4), np.zeros(3)
-    assert tensors_of({"a": image, "b": [scan, Sample(image, 1)], "c": "text"}) == 2
+    assert 16 <= size_of(endless).size_bytes < 1000

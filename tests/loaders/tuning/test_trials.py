@@ -53,7 +53,7 @@ class Loader:
             start_s, data_s = batch_s, self.batches * batch_s
         noise = chance.gauss(1, self.jitter) if chance is not None else 1.0
         return Measurement(
-            epoch=0,
+            interval=Interval(0),
             workers=workers,
             batches=self.batches,
             gap_s=noise * own_s,
@@ -88,7 +88,7 @@ def train(
         workers.append(now)
         # By the time at which the next epoch begins, this one has not been decided on.
         setting, trial = trials.workers, trials.trial
-        measurement = replace(loader.epoch(now, chance), epoch=epoch)
+        measurement = replace(loader.epoch(now, chance), interval=Interval(epoch))
         space = room or Room(workers=int(loader.cores), cores=loader.cores)
         change = trials.add(measurement, space, begins=Interval(epoch + 1, 1), may_try=True)
         if change is not None:
@@ -183,7 +183,7 @@ def test_dear_batches_get_workers_and_keep_them() -> None:
     assert "instead of 40 ms, of which 75 % was waiting for data" in line
 
 
-def test_what_has_failed_is_said_and_never_tried_again() -> None:
+def test_a_failed_trial_is_printed_and_never_repeated() -> None:
     locked = Loader(gap_s=0.01, batch_s=0.03, parallel=0.9)
     workers, (failed,) = train(lambda _: locked, 0, 200)
     assert sum(count > 0 for count in workers) == 1
@@ -222,7 +222,7 @@ def test_looking_again_costs_little() -> None:
     assert sum(count == 0 for count in workers[20:]) <= 4
 
 
-def test_the_first_epoch_says_nothing() -> None:
+def test_the_first_epoch_does_not_count() -> None:
     cold, warm = Loader(gap_s=0.01, batch_s=0.5), Loader(gap_s=0.01, batch_s=0.001)
     workers, changes = train(lambda epoch: cold if epoch == 1 else warm, 0, 30)
     assert set(workers) == {0} and not changes
@@ -234,7 +234,7 @@ def test_memory_for_a_copy_of_the_process_is_asked_for_each_worker_more() -> Non
         measurement = replace(Loader(gap_s=0.01, batch_s=0.03, batches=400).epoch(0), process_bytes=10**9)
         room = replace(EIGHT, memory_bytes=memory_bytes)
         for epoch in range(1, 6):
-            trials.add(replace(measurement, epoch=epoch), room, begins=Interval(9), may_try=True)
+            trials.add(replace(measurement, interval=Interval(epoch)), room, begins=Interval(9), may_try=True)
         return trials.trial.workers if trials.trial is not None else 0
 
     assert workers(None) == 3
@@ -246,7 +246,7 @@ def test_workers_that_persist_are_not_changed() -> None:
     trials = Trials(1, forks=True)
     measurement = replace(Loader(gap_s=0.01, batch_s=0.03).epoch(1), persists=True)
     for epoch in range(1, 10):
-        trials.add(replace(measurement, epoch=epoch), EIGHT, begins=Interval(99), may_try=True)
+        trials.add(replace(measurement, interval=Interval(epoch)), EIGHT, begins=Interval(99), may_try=True)
     assert trials.trial is None
 
 
@@ -255,14 +255,14 @@ def test_a_trial_that_not_all_ranks_have_read_of_in_time_counts_as_one() -> None
     measurement = Loader(gap_s=0.01, batch_s=0.03).epoch(0)
     begun = set()
     for epoch in range(1, 100):
-        trials.add(replace(measurement, epoch=epoch), EIGHT, begins=Interval(epoch + 1, 1), may_try=True)
+        trials.add(replace(measurement, interval=Interval(epoch)), EIGHT, begins=Interval(epoch + 1, 1), may_try=True)
         begun.add(trials.trial.number if trials.trial is not None else 0)
     assert 1 <= max(begun) <= 10
 
 
 def test_the_rank_whose_loader_is_the_slowest_counts() -> None:
-    one = Measurement(epoch=3, workers=1, batches=10, gap_s=0.03, data_s=0.1, cpu_s=0.001, process_bytes=5)
-    other = Measurement(epoch=3, workers=1, batches=9, gap_s=0.01, data_s=0.3, seeded=True, batch_bytes=7)
+    one = Measurement(interval=Interval(3), workers=1, batches=10, gap_s=0.03, data_s=0.1, cpu_s=0.001, process_bytes=5)
+    other = Measurement(interval=Interval(3), workers=1, batches=9, gap_s=0.01, data_s=0.3, seeded=True, batch_bytes=7)
     worst = slowest_of([one, other])
     assert worst == replace(other, cpu_s=0.001, process_bytes=5)
     assert slowest_of([one, replace(other, workers=2)]) is None

@@ -27,6 +27,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_ncclsafe.loaders.tuning.measuring import Observer
 from lightning_ncclsafe.loaders.tuning.resizing import ResizableLoader
 
 HANGS_AFTER_S = 60.0
@@ -101,12 +102,9 @@ class Trial:
 
     def run(self) -> str:
         """How it ended: ``"undisturbed"``, ``"made again"``, ``"raised"``, or what is wrong."""
-        tuned = ResizableLoader(
-            self.loader,
-            workers=self.workers,
-            prefetch=random.randint(1, 4),
-            say=self._said,
-        )
+        observer = Observer(lambda _: None)
+        tuned = ResizableLoader(self.loader, observer, user_workers=self.loader.num_workers, say=self._said)
+        tuned.resize(self.workers)
         self.killer.start()
         seen: list[int] = []
         raised = ""
