@@ -104,7 +104,8 @@ class Artifacts:
         rank = rank_of(path)
         if rank is None:
             raise ReadingError("its name does not say which rank wrote it: end it with the rank, as in trace_3")
-        facts, found = read_dump(dump, rank)
+        found = read_dump(dump, rank)
+        facts = found.facts
         self.files += 1
         self._unknown_backends.update(found.unknown_backends)
         if found.left_out:
