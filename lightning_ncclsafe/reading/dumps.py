@@ -16,8 +16,17 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Collective, Phase, Progress, RankFacts, RecordFacts
 from lightning_ncclsafe.reading.groups import MOST_GROUPS, Places, groups_of
-from lightning_ncclsafe.reading.tracebacks import DumpStacks
-from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, items, mapping, shapes, text, texts, whole
+from lightning_ncclsafe.reading.values import (
+    MOST_RANKS,
+    DumpStacks,
+    ReadingError,
+    items,
+    mapping,
+    shapes,
+    text,
+    texts,
+    whole,
+)
 from lightning_ncclsafe.recorder.model import (
     MOST_ENTRIES,
     Entry,

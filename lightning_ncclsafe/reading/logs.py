@@ -9,7 +9,6 @@ from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
 from lightning_ncclsafe.reading.bars import LastBar, works_on
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, Unread, lines, parts, telling
-from lightning_ncclsafe.reading.raising import Raising, RankException
 from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.starts import (
     RANKS_OF_A_HOST,
@@ -22,8 +21,8 @@ from lightning_ncclsafe.reading.starts import (
     starts_again,
 )
 from lightning_ncclsafe.reading.statements import Statements, ended_child
-from lightning_ncclsafe.reading.tracebacks import frame
-from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError
+from lightning_ncclsafe.reading.tracebacks import RankException, Tracebacks
+from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, frame
 
 # Every useful line has one of these words; most lines, and most megabytes, have none.
 _WORDS = {*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS}
@@ -53,7 +52,7 @@ class Log:
         self.remarks: list[str] = []
         self.unread = Unread()
         self._starts = Starts()
-        self._raising = Raising()
+        self._tracebacks = Tracebacks()
         self._rank_of: dict[str, int] = {}
         self._broken: list[str] = []
         self._broken_of: int | None = None
@@ -79,7 +78,7 @@ class Log:
         """
         self._file = _File(rank)
         self._starts.begin(start)
-        self._raising.begin()
+        self._tracebacks.begin()
         try:
             for line in lines(stream, most, self._wants_block):
                 self._file.line += 1
@@ -101,21 +100,21 @@ class Log:
         return bool(self._words) or self._wants(block)
 
     def _wants(self, text: bytes) -> bool:
-        if self._raising.is_open or self._broken or self._failed or self._statements.is_open:
+        if self._tracebacks.is_open or self._broken or self._failed or self._statements.is_open:
             return True
         return bool(telling(text, self._words)) or (self._file.spoke_at > 0 and b"%|" in text)
 
     def _ends_file(self) -> None:
         for statement in self._statements.flush():
             self._starts.now.has_said(statement)
-        for one in self._raising.flush():
+        for one in self._tracebacks.flush():
             self._raised(one)
-        if self._raising.child is not None:
+        if self._tracebacks.child is not None:
             # The end of its traceback is missing.
-            self._starts.now.has_said(ended_child(self._raising.child))
+            self._starts.now.has_said(ended_child(self._tracebacks.child))
         self._is_cut |= self._file.is_cut
-        said = self._of(self._file.rank) if self._raising.nameless else None
-        for exception in self._raising.nameless:
+        said = self._of(self._file.rank) if self._tracebacks.nameless else None
+        for exception in self._tracebacks.nameless:
             if said is not None:
                 said.raised(exception)
             elif tracebacks.is_telling(exception):
@@ -241,7 +240,7 @@ class Log:
     def _exceptions(self, line: Line, rank: int | None, text: str) -> bool:
         """Keeps the exception that ends with this line; whether the line is about an exception."""
         has_numbers = self._starts.world_size <= RANKS_OF_A_HOST
-        found, is_read = self._raising.read(line, rank, text, has_numbers=has_numbers)
+        found, is_read = self._tracebacks.read(line, rank, text, has_numbers=has_numbers)
         for one in found:
             self._raised(one)
         return is_read
@@ -251,7 +250,7 @@ class Log:
         if said is not None:
             said.raised(one.exception)
         else:
-            self._raising.keep(one.exception)
+            self._tracebacks.keep(one.exception)
 
     def _frame_of_failed(self, text: str) -> None:
         """Reads the stack of a failed collective, which follows the line that announces it, without prefixes."""
@@ -287,7 +286,7 @@ class Log:
         if said is None:
             error = watchdog.device_error(text)
             if error:
-                self._raised(self._raising.owned(None, ExceptionFacts(type="CUDA error", message=error)))
+                self._raised(self._tracebacks.owned(None, ExceptionFacts(type="CUDA error", message=error)))
             return is_read or bool(error) or call is not None
         self._last = said
         self._file.speaks(said.rank)

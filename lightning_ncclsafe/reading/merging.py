@@ -64,7 +64,10 @@ def job_of(
     """
     membership = Membership(said, size)
     logs = {one.rank: one.facts(membership.members) for one in said}
-    told = [_joined(dumps.get(rank), logs.get(rank)) for rank in sorted(dumps.keys() | logs.keys())]
+    told = [
+        _joined(dumps[rank], logs[rank]) if rank in dumps and rank in logs else (dumps.get(rank) or logs[rank])
+        for rank in sorted(dumps.keys() | logs.keys())
+    ]
     ranks = _unmixed(_distinct(told))
     counted = max([membership.size, *_sizes(dumps.values())])
     world_size = max([counted, *_seen(ranks), *(rank + 1 for rank in outdated)])
@@ -131,10 +134,8 @@ def _last_ns(facts: RankFacts, group: str) -> int:
     return max((call.created_ns for call in facts.collectives if call.group == group), default=0)
 
 
-def _joined(dump: RankFacts | None, log: RankFacts | None) -> RankFacts:
+def _joined(dump: RankFacts, log: RankFacts) -> RankFacts:
     """The groups are those of the dump; how the rank ended is in the log."""
-    if dump is None or log is None:
-        return log or dump or _nothing()
     known = {group.name for group in dump.groups if group.last_enqueued}
     record = log.record or RecordFacts()
     return replace(
@@ -148,10 +149,6 @@ def _joined(dump: RankFacts | None, log: RankFacts | None) -> RankFacts:
         exception=log.exception,
         record=replace(record, has_dump=True, group_known=True),
     )
-
-
-def _nothing() -> RankFacts:
-    raise LookupError("neither a dump nor a log")
 
 
 def _sizes(dumps: Iterable[RankFacts]) -> list[int]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Group, Phase, Progress, RankFacts, RecordFacts
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
-from lightning_ncclsafe.reading.tracebacks import stack
+from lightning_ncclsafe.reading.values import stack
 from lightning_ncclsafe.reading.watchdog import Standing, TimedOut
 
 _MOST_LINES = 6
