@@ -198,8 +198,8 @@ class Artifacts:
             # A log whose first line is a dictionary.
             self._read_log(source)
             return
-        if is_report(plain):
-            self.reports.append((source.path, from_report(data)))
+        if isinstance(plain, dict) and plain.keys() >= {"schema", "findings"}:
+            self.reports.append((source.path, _report(data)))
             self.files += 1
         elif isinstance(plain, dict) and is_dump(plain):
             self.add_dump(source.path, plain)
@@ -273,12 +273,7 @@ def _words(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
-def is_report(plain: object) -> bool:
-    """Whether plain data is a report of this package, of any schema."""
-    return isinstance(plain, dict) and "schema" in plain and "findings" in plain
-
-
-def from_report(data: bytes) -> Diagnosis:
+def _report(data: bytes) -> Diagnosis:
     """The diagnosis in a report.
 
     Raises:

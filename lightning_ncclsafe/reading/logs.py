@@ -144,13 +144,12 @@ class Log:
     @property
     def facts(self) -> LogFacts:
         """What was said about that start beyond single ranks."""
-        start = self._starts.last
-        statements = start.unsettled(has_agents=self._starts.has_agents)
+        said, start = self._settled(), self._starts.last
         return LogFacts(
-            statements=tuple(one for one in statements if not self._has_ended_itself(one)),
+            statements=tuple(one for one in start.statements if not self._has_ended_itself(one)),
             works_on=works_on(start.bars, start.limits_s),
             is_cut=self._is_cut,
-            spoke=tuple(sorted(rank for rank, one in self._settled().items() if not one.tells)),
+            spoke=tuple(sorted(rank for rank, one in said.items() if not one.tells)),
         )
 
     def _has_ended_itself(self, statement: Statement) -> bool:

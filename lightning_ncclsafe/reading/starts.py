@@ -127,6 +127,8 @@ class Start:
     def settled(self, *, has_agents: bool) -> dict[int, RankLog]:
         """What is said about each rank, with the ends of processes whose rank can be concluded.
 
+        Statements about the end of such a process are dropped; those of no single rank are left.
+
         Args:
             has_agents: Whether torchrun has started the ranks, so that SLURM's tasks are not ranks.
         """
@@ -193,11 +195,6 @@ class Start:
         if len(own) == len(first) == 1 and first[0].exception is None and not first[0].timeouts:
             first[0].raised(own[0])
             self.unnamed.remove(own[0])
-
-    def unsettled(self, *, has_agents: bool) -> tuple[Statement, ...]:
-        """The statements that do not belong to a single rank."""
-        self.settled(has_agents=has_agents)
-        return tuple(self.statements)
 
     def has_raised(self, exception: ExceptionFacts) -> None:
         """Keeps an exception of an unknown rank."""
