@@ -53,10 +53,6 @@ def run(config: Namespace) -> int:
         place = launched(os.environ)
     except ValueError as error:
         return failed(str(error))
-    return _run(config, place)
-
-
-def _run(config: Namespace, place: Launched) -> int:
     compared = Preflight(
         lambda: _look(config, place),
         on_problem="warn",
