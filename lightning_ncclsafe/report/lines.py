@@ -46,6 +46,12 @@ def cut(text: str, most: int = _SHORT_LINE) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def listed(words: Sequence[str], most: int, separator: str = ", ") -> str:
+    """``"a, b, 7 more"``: the first of the words, and how many more there are."""
+    more = [f"{len(words) - most:,} more"] if len(words) > most else []
+    return separator.join([*words[:most], *more])
+
+
 def columns(rows: Iterable[Sequence[str]], *, widest: int) -> Iterator[str]:
     """Rows as indented lines with aligned columns, whose cells are cut at a width."""
     cells = [[cut(safe(cell), widest) for cell in row] for row in rows]
