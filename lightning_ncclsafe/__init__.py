@@ -81,8 +81,8 @@ if ("LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ) and os.environ.g
 
     arm_early()
 
-# Registers "ddp_ncclsafe" and the like with a Lightning that is imported already; with a later one, the first use of one
-# of its classes does.
+# Registers "ddp_ncclsafe" and the like with a Lightning that is imported already; with a later one, the first use of
+# one of its classes does.
 if "lightning.pytorch" in sys.modules or "pytorch_lightning" in sys.modules:
     from lightning_ncclsafe._lightning import imported, module_for
 

@@ -110,18 +110,22 @@ class StuckDetector:
         may_ask = waits and self._own.state.open_incident is None and self._suspicions < MAX_SUSPICIONS
         return IncidentKind.SUSPECT if may_ask and not self._is_expected(idle_s, facts) else None
 
+    @property
+    def _long_s(self) -> float:
+        return min(LONG_S, self._thresholds.limit_s / 2)
+
     def _waits_alone_for_long(self, idle_s: float, doing: Activity) -> bool:
         """Whether it waits by itself, and for so long that other ranks would have asked if they waited for it."""
-        long_s = min(LONG_S, self._thresholds.limit_s / 2)
-        if not self._own.limits.learned:
-            long_s = _ASKED_FIRST * self._thresholds.suspect_after_s(joined=True)
+        long_s = (
+            self._long_s if self._own.limits.learned else _ASKED_FIRST * self._thresholds.suspect_after_s(joined=True)
+        )
         return doing.waits_alone and idle_s >= long_s
 
     def _is_expected(self, idle_s: float, facts: RankFacts) -> bool:
         """Whether this rank itself knows why its standstill, although unusual so far, needs no questions."""
         if self._thresholds.is_quiet:
             return True
-        if not self._own.limits.learned or idle_s >= min(LONG_S, self._thresholds.limit_s / 2):
+        if not self._own.limits.learned or idle_s >= self._long_s:
             return False
         if self._quiet_rounds >= MAX_QUIET_ROUNDS or is_compiling(facts.stack):
             return True
