@@ -184,8 +184,8 @@ def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
         most = done[name, members]
         called = {rank: seq for rank, seq in called_in[name, members].items() if 0 < seq < most}
         if called and name not in numbered_apart:
-            group, last = group_words(name), max(called.values())
-            yield sorted(called), _OLDER.format(ranks=ranks_words(called), group=group, done=most, called=last)
+            where, last = group_words(name), max(called.values())
+            yield sorted(called), _OLDER.format(ranks=ranks_words(called), group=where, done=most, called=last)
 
 
 def _ended(facts: RankFacts, numbered_apart: set[str], seen: set[str]) -> dict[str, int]:
