@@ -19,8 +19,8 @@ from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.terminal import shown_report
 
-_INSPECT = "inspect the training processes of this host: what they do now, and why they hang"
-_DESCRIPTION = (
+HELP = "inspect the training processes of this host: what they do now, and why they hang"
+DESCRIPTION = (
     "Inspects the training processes of this user on this host from outside, several times. Names the rank that the"
     " others wait for, and the reason; if the job makes progress, shows where the time goes. The job needs no"
     " preparation and is not changed: no process is stopped, signalled or written to. For a job on several hosts, run"
@@ -43,10 +43,8 @@ _RECORDER = (
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the subcommands of a parser."""
-    parser = ArgumentParser(description=_DESCRIPTION)
-    commands.add_subcommand("inspect", parser, help=_INSPECT)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("--pid", nargs="+", type=int, default=[], metavar="PID", help=_PIDS)
     parser.add_argument("--format", choices=["text", "json", "html"], default="text", help=_FORMAT)
     parser.add_argument("--output", type=str, default=None, metavar="DIR", help=_OUTPUT)

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -12,8 +11,8 @@ from lightning_ncclsafe.cli import failed, write_to
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import ReportError, read_report
 
-_RENDER = "convert a saved report to text, HTML or a trace"
-_DESCRIPTION = (
+HELP = "convert a saved report to text, HTML or a trace"
+DESCRIPTION = (
     "Converts a saved report to text, to an HTML page that needs no network, or to a trace for ui.perfetto.dev and"
     " chrome://tracing. Exit code: 0, or 2 if the report cannot be read or the file cannot be written."
 )
@@ -27,10 +26,8 @@ _LARGEST_BYTES = 2_000_000_000
 _MOST_RANKS = 1_000_000
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the subcommands of a parser."""
-    parser = ArgumentParser(description=_DESCRIPTION)
-    commands.add_subcommand("render", parser, help=_RENDER)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("report", metavar="REPORT", type=str, help=_REPORT)
     parser.add_argument("--format", choices=["text", "html", "trace"], default="text", help=_FORMAT)
     parser.add_argument("--output", type=str, default=None, metavar="FILE", help=_OUTPUT)
