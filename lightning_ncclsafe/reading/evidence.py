@@ -123,14 +123,14 @@ class Artifacts:
 
     def job(self) -> JobFacts | None:
         """The job that dumps and logs are about; None if they contain nothing."""
-        said, log, unread = self.log.said(), self.log.facts, tuple(self.log.unread.sentences)
-        if not (self.dumps or said or self.log.unnamed or log.statements or unread):
+        rank_logs, log, unread = self.log.rank_logs(), self.log.facts, tuple(self.log.unread.sentences)
+        if not (self.dumps or rank_logs or self.log.unnamed or log.statements or unread):
             return None
         dumps = self._completed_dumps()
         left_out = apart(dumps)
         return job_of(
             {rank: _marked(facts, left_out) for rank, facts in dumps.items() if rank not in left_out.ranks},
-            said,
+            rank_logs,
             self.log.world_size,
             unnamed=self.log.unnamed,
             missing=(*left_out.reasons, *self._of_two(), *self._cut_short(), *self.missing, *self.log.remarks, *unread),

@@ -164,7 +164,7 @@ def test_numbers_that_are_too_large_are_no_ranks() -> None:
     )
     log = Log()
     log.read(io.BytesIO(text + b", OpType=ALLREDUCE)\n"), 1_000_000)
-    assert log.said() == ()
+    assert log.rank_logs() == ()
 
 
 def test_a_line_without_end_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
