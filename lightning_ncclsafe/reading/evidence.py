@@ -23,7 +23,7 @@ from lightning_ncclsafe.reading.dumps import (
     read_dump,
 )
 from lightning_ncclsafe.reading.files import MOST_UNPACKED, FileKind, Source, content, found, opened
-from lightning_ncclsafe.reading.groups import Places, called_otherwise, complete, groups_of
+from lightning_ncclsafe.reading.groups import Places, common_names, complete, groups_of
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later, renamed
 from lightning_ncclsafe.reading.runs import Apart, apart
@@ -149,7 +149,7 @@ class Artifacts:
         for rank, places in self._places.items():
             if mixed and _has_nothing_open(dumps[rank]) and places.is_even_but_for(mixed):
                 dumps[rank] = replace(dumps[rank], record=replace(dumps[rank].record or RecordFacts(), is_idle=True))
-        for rank, names in called_otherwise(self._places).items():
+        for rank, names in common_names(self._places).items():
             dumps[rank] = renamed(dumps[rank], names)
         return dumps
 

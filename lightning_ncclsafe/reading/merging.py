@@ -64,11 +64,11 @@ def job_of(
     """
     membership = Membership(rank_logs, size)
     logs = {one.rank: one.facts(membership.members) for one in rank_logs}
-    told = [
+    all_facts = [
         _joined(dumps[rank], logs[rank]) if rank in dumps and rank in logs else (dumps.get(rank) or logs[rank])
         for rank in sorted(dumps.keys() | logs.keys())
     ]
-    ranks = _unmixed(_distinct(told))
+    ranks = _unmixed(_distinct(all_facts))
     counted = max([membership.size, *_sizes(dumps.values())])
     world_size = max([counted, *_seen(ranks), *(rank + 1 for rank in outdated)])
     is_sized = counted > 0
@@ -164,16 +164,16 @@ def _seen(ranks: Iterable[RankFacts]) -> Iterator[int]:
         yield from (group.ranks[-1] + 1 for group in facts.groups if group.ranks)
 
 
-def _distinct(told: list[RankFacts]) -> list[RankFacts]:
+def _distinct(all_facts: list[RankFacts]) -> list[RankFacts]:
     """Gives groups that share a name but have different members different names."""
     # By identity first: equal ones are long, and mostly the same object.
     members: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
-    for facts in told:
+    for facts in all_facts:
         for group in facts.groups:
             if group.ranks:
                 members[group.name][id(group.ranks)] = group.ranks
     shared = {name for name, variants in members.items() if len(set(variants.values())) > 1}
-    return [renamed(facts, _with_ranks(facts, shared)) for facts in told] if shared else told
+    return [renamed(facts, _with_ranks(facts, shared)) for facts in all_facts] if shared else all_facts
 
 
 def _with_ranks(facts: RankFacts, shared: set[str]) -> dict[str, str]:
@@ -189,10 +189,10 @@ def renamed(facts: RankFacts, names: Mapping[str, str]) -> RankFacts:
     )
 
 
-def _unmixed(told: list[RankFacts]) -> list[RankFacts]:
+def _unmixed(all_facts: list[RankFacts]) -> list[RankFacts]:
     """Counters include sends and receives: if any member has some, no member's counters show collectives."""
-    mixed = {group.name for facts in told for group in facts.groups if group.is_mixed}
-    return [_by_entries(facts, mixed) for facts in told] if mixed else told
+    mixed = {group.name for facts in all_facts for group in facts.groups if group.is_mixed}
+    return [_by_entries(facts, mixed) for facts in all_facts] if mixed else all_facts
 
 
 def _by_entries(facts: RankFacts, mixed: set[str]) -> RankFacts:
