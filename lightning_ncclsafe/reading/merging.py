@@ -72,7 +72,8 @@ def job_of(
     counted = max([membership.size, *_sizes(dumps.values())])
     world_size = max([counted, *_seen(ranks), *(rank + 1 for rank in outdated)])
     is_sized = counted > 0
-    unsized = (_UNSIZED.format(size=ranks_count(world_size)),) if world_size and not is_sized else ()
+    size_words = f"{world_size:,} rank{'s' * (world_size != 1)}"
+    unsized = (_UNSIZED.format(size=size_words),) if world_size and not is_sized else ()
     # One copy for all ranks, as it is long in large jobs.
     members = ranks_by_group(ranks) | {DEFAULT_GROUP[0]: tuple(range(world_size)) if counted else ()}
     return JobFacts(
@@ -86,11 +87,6 @@ def job_of(
         left_out=tuple(rank for rank in left_out if rank < world_size),
         log=log or LogFacts(),
     )
-
-
-def ranks_count(count: int) -> str:
-    """``"1 rank"``, ``"8 ranks"``."""
-    return f"{count:,} rank{'s' * (count != 1)}"
 
 
 def later(one: RankFacts, other: RankFacts) -> tuple[RankFacts, tuple[str, ...]]:

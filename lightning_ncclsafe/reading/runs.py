@@ -110,7 +110,8 @@ def _of_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     moments = {rank: moment for rank, facts in dumps.items() if (moment := latest_ns(facts))}
     newest = max(moments.values(), default=0)
     # A rank may be late by its own timeout.
-    ranks = sorted(rank for rank, moment in moments.items() if newest - moment > _APART_NS + _longest_ns(dumps[rank]))
+    timeout_ns = {rank: max(call.timeout_ms for call in dumps[rank].collectives) * 1_000_000 for rank in moments}
+    ranks = sorted(rank for rank, moment in moments.items() if newest - moment > _APART_NS + timeout_ns[rank])
     if ranks:
         hours = min(newest - moments[rank] for rank in ranks) // 3_600_000_000_000
         why = f"their last calls were more than {hours} h before those of the others"
@@ -162,10 +163,6 @@ def _fit(dumps: Dumps, early: set[int]) -> bool:
         for key in of_early.keys() & of_others.keys()
         for one, other in ((of_early[key], of_others[key]), (of_others[key], of_early[key]))
     )
-
-
-def _longest_ns(facts: RankFacts) -> int:
-    return max((call.timeout_ms for call in facts.collectives), default=0) * 1_000_000
 
 
 def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
