@@ -46,10 +46,9 @@ def cut(text: str, most: int = _SHORT_LINE) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def listed(words: Sequence[str], most: int, separator: str = ", ") -> str:
-    """``"a, b, 7 more"``: the first of the words, and how many more there are."""
-    more = [f"{len(words) - most:,} more"] if len(words) > most else []
-    return separator.join([*words[:most], *more])
+def first_of(words: Sequence[str], most: int) -> list[str]:
+    """The first of the words, then how many more there are: ``["a", "b", "7 more"]``."""
+    return [*words[:most], *([f"{len(words) - most:,} more"] if len(words) > most else [])]
 
 
 def columns(rows: Iterable[Sequence[str]], *, widest: int) -> Iterator[str]:

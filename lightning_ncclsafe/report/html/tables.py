@@ -9,7 +9,7 @@ from typing import Any
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.html.facts import nothing_in, pairs, table_of
-from lightning_ncclsafe.report.lines import listed
+from lightning_ncclsafe.report.lines import first_of
 from lightning_ncclsafe.report.ranks import is_compared
 from lightning_ncclsafe.report.tables.data import rank_numbers, table_rows
 from lightning_ncclsafe.report.tables.preflight import measured, steady
@@ -126,7 +126,7 @@ def _range(by_rank: dict[int, tuple[Any, str]]) -> str:
     for rank, (_, words) in by_rank.items():
         alike[words].append(rank)
     ordered = sorted(alike.items(), key=lambda item: (len(item[1]), item[1]))
-    return listed([f"{words} ({ranks_words(ranks)})" for words, ranks in ordered], _MOST_VALUES, "; ")
+    return "; ".join(first_of([f"{words} ({ranks_words(ranks)})" for words, ranks in ordered], _MOST_VALUES))
 
 
 def _listed(

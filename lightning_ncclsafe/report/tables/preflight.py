@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts, JobFacts, PreflightFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
-from lightning_ncclsafe.report.lines import columns, cut, listed, safe, section, wrapped
+from lightning_ncclsafe.report.lines import columns, cut, first_of, safe, section, wrapped
 from lightning_ncclsafe.report.tables.data import host_words, rank_numbers
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
 from lightning_ncclsafe.rules.kit.hosts import JobHosts, checked_directories, core_shares, in_flight_bytes
@@ -187,7 +187,9 @@ def preflight_table(job: JobFacts) -> list[str]:
     lines = list(columns(rows, widest=_WIDEST_CELL))
     lines += [f"  … {left_out:,} more rows are in ncclsafe preflight --all"] if left_out else []
     if hidden := [cut(name, _WIDEST_CELL) for name in answers][_MOST_COLUMNS:]:
-        lines.append(f"  … {listed(hidden, _MOST_COLUMNS)} {'differs' if len(hidden) == 1 else 'differ'} too")
+        lines.append(
+            f"  … {', '.join(first_of(hidden, _MOST_COLUMNS))} {'differs' if len(hidden) == 1 else 'differ'} too"
+        )
     return lines
 
 
@@ -205,7 +207,7 @@ def _full(finding: Finding) -> str:
 def _answers(view: JobHosts) -> Iterator[str]:
     for name, groups in steady(view, every=True).items():
         words = [f"{value} on {ranks_words(ranks)}" for value, ranks in groups.parts if value]
-        yield f"- {name}: {listed(words, _MOST_VALUES) or _UNKNOWN}"
+        yield f"- {name}: {', '.join(first_of(words, _MOST_VALUES)) or _UNKNOWN}"
     for name, text in measured(view):
         yield f"- {name}: {text}"
 
