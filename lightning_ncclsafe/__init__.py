@@ -45,7 +45,7 @@ __all__ = [
     "safe_callbacks",
 ]
 
-# What needs no Lightning. All else is there twice, once for each of Lightning's packages.
+# Names that need no Lightning. All others exist twice, once for each of Lightning's packages.
 _HOMES = {
     "CollectiveTimeoutError": "lightning_ncclsafe.errors",
     "DatasetMismatchError": "lightning_ncclsafe.errors",
@@ -74,13 +74,15 @@ def __dir__() -> list[str]:
 
 
 # A rank that prepares its data before it has a Trainer has no guard yet: its peers ask it for its stack by a signal.
-# With NCCLSAFE set, Python itself imports this package, in programs that may never import Lightning: only that does it.
+# With NCCLSAFE set, Python itself imports this package, even in programs that never import Lightning; then the signal
+# is set up when Lightning is imported.
 if ("LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ) and os.environ.get("NCCLSAFE", "") in ("", "0"):
     from lightning_ncclsafe.probes.process.traceback_signal import arm_early
 
     arm_early()
 
-# Makes "ddp_ncclsafe" and its like known to each Lightning that is there already; to a later one, their first use does.
+# Registers "ddp_ncclsafe" and the like with a Lightning that is imported already; with a later one, the first use of
+# one of its classes does.
 if "lightning.pytorch" in sys.modules or "pytorch_lightning" in sys.modules:
     from lightning_ncclsafe._lightning import imported, module_for
 

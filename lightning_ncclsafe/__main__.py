@@ -1,7 +1,7 @@
 """``python -m lightning_ncclsafe train.py``: as ``ncclsafe run train.py``, for launchers that start modules.
 
-Commands of ``ncclsafe`` are understood as well, for where that is not on the path. A program of such a name comes
-first, as launchers know no other way to name it.
+The commands of ``ncclsafe`` work, too, where that is not on the path. A program with the name of a command takes
+precedence, as launchers cannot name it in another way.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Lightning under its two names: which of them a class is of, and which is meant where nothing says so.
+"""Lightning's two packages: which of them defines a class, and which one a program means that imports neither.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are two copies of the same code: a Trainer of the one takes no strategy
-of the other. What Lightning has to know as its own, we have once for each: in ``lightning_ncclsafe.lightning`` and
-``lightning_ncclsafe.pytorch_lightning``. All other code serves both, imports neither, and asks here.
+``lightning.pytorch`` and ``pytorch_lightning`` are two copies of the same code: a Trainer of one takes no strategy of
+the other. So classes that derive from Lightning's exist twice, in ``lightning_ncclsafe.lightning`` and
+``lightning_ncclsafe.pytorch_lightning``. All other code serves both packages, imports neither, and asks this module.
 """
 
 import os
@@ -17,14 +17,14 @@ from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 VARIABLE = "NCCLSAFE_LIGHTNING"
-"""Says which of them is meant, in programs that do not: ``lightning`` or ``pytorch_lightning``."""
+"""Environment variable that chooses the package in programs that do not: ``lightning`` or ``pytorch_lightning``."""
 
-# Of either of them, as what is given to a hook is of the package whose Trainer calls it.
+# Of either package: a hook is given objects of the package whose Trainer calls it.
 LightningModule: TypeAlias = Any
 Logger: TypeAlias = Any
 Trainer: TypeAlias = Any
 
-# Where either of them has what is asked for by name.
+# Modules by the names that are looked up in them, the same in both packages.
 _HOMES = {
     "CombinedLoader": ".utilities.combined_loader",
     "CometLogger": ".loggers",
@@ -45,28 +45,28 @@ _HOMES = {
 
 
 def imported(names: Sequence[str] = NAMES) -> list[str]:
-    """Those of Lightning's packages that the program has imported."""
-    # Some programs let the one name stand for the other, or for nothing; that is seen by what it was imported as.
+    """Lightning's packages that the program has imported."""
+    # Some programs alias one name to the other, or to None; the spec tells.
     specs = {name: getattr(sys.modules.get(name), "__spec__", None) for name in names}
     return [name for name, spec in specs.items() if getattr(spec, "name", None) == name]
 
 
 def module_for(package: str) -> str:
-    """The module of ours that has the classes for a package of Lightning."""
+    """The module of this package with the classes for a package of Lightning."""
     return f"lightning_ncclsafe.{package.partition('.')[0]}"
 
 
 def import_lightning(names: Sequence[str] = NAMES, wanted: str = "") -> ModuleType:
-    """Imports the one of Lightning's packages that is to be used.
+    """Imports one of Lightning's packages.
 
     Args:
-        names: Of the packages, the preferred one first.
-        wanted: The one that the user has named, without what follows a dot; empty for the one that is imported
-            already, or else is installed.
+        names: The packages, the preferred one first.
+        wanted: The user's choice, ``lightning`` or ``pytorch_lightning``; empty for a package that is imported
+            already, or else for one that is installed.
 
     Raises:
-        ImportError: If none of them is installed, or not the wanted one.
-        ValueError: If there is none of that name.
+        ImportError: If none of the packages is installed, or the wanted one is not.
+        ValueError: If no package has the wanted name.
     """
     if wanted:
         by_name = {name.partition(".")[0]: name for name in names}
@@ -80,7 +80,7 @@ def import_lightning(names: Sequence[str] = NAMES, wanted: str = "") -> ModuleTy
         try:
             return import_module(name)
         except ModuleNotFoundError as error:
-            # Anything else that is missing, is missing from an installed Lightning, which says so best itself.
+            # Lightning is installed, but lacks a module that it needs itself: its own error says that best.
             if error.name not in (name, name.partition(".")[0]):
                 raise
     if wanted:
@@ -95,16 +95,16 @@ def import_lightning(names: Sequence[str] = NAMES, wanted: str = "") -> ModuleTy
 
 @cache
 def chosen() -> str:
-    """The package that is meant by ``from lightning_ncclsafe import SafeDDP``; the same for the rest of the program."""
+    """The package whose class ``from lightning_ncclsafe import SafeDDP`` imports; the same for the whole program."""
     return import_lightning(wanted=os.environ.get(VARIABLE, "")).__name__
 
 
 def package_of(kind: type, part: str = "") -> str:
-    """The package of Lightning that a class is of, or derived from; empty if it is of none.
+    """The package of Lightning that defines a class or one of its bases; empty if none does.
 
     Args:
         kind: The class.
-        part: Of the package, the part that counts; all of it by default.
+        part: Only definitions in this subpackage count, for instance ``"trainer."``; all by default.
     """
     for base in kind.__mro__:
         for name in NAMES:
@@ -119,28 +119,32 @@ def lightnings(package: str, name: str) -> Any:
 
 
 def known(*names: str) -> tuple[type, ...]:
-    """Classes of Lightning by their names, of each of its packages that the program has imported."""
+    """Classes of Lightning by name, of each of its packages that the program has imported."""
     return tuple(lightnings(package, name) for package in imported() for name in names)
 
 
 def refuse_other_trainer(part: object, trainer: object) -> None:
-    """Raises if a part of ours was given to a Trainer of the other Lightning.
+    """Raises if a strategy or callback was given to a Trainer of Lightning's other package.
 
     Args:
-        part: A strategy or callback of this package.
-        trainer: What runs it.
+        part: The strategy or callback.
+        trainer: The Trainer.
 
     Raises:
-        TypeError: Naming both, and the line to write.
+        TypeError: Naming both packages, and the line to write.
     """
     _refuse_other(part, package_of(type(trainer), "trainer."))
 
 
 def refuse_other_caller(part: object, module: str) -> None:
-    """The same, by the name of a module that deals with the part.
+    """Raises if a module of the other package's Trainer uses a strategy or callback.
+
+    Args:
+        part: The strategy or callback.
+        module: Name of the module.
 
     Raises:
-        TypeError: If the module belongs to the Trainer of the other Lightning.
+        TypeError: As :func:`refuse_other_trainer`.
     """
     _refuse_other(part, next((name for name in NAMES if f"{module}.".startswith(f"{name}.trainer.")), ""))
 
@@ -158,11 +162,11 @@ def _refuse_other(part: object, package: str) -> None:
 
 
 def refuse_second(kind: type, trainer: object) -> None:
-    """Raises if a Trainer has several callbacks for one thing: only one of them could be followed.
+    """Raises if a Trainer has several callbacks of one kind, as only one of them could be followed.
 
     Args:
-        kind: What such callbacks are derived from.
-        trainer: What has the callbacks.
+        kind: The base class of such callbacks.
+        trainer: The Trainer.
 
     Raises:
         ValueError: Naming the class.
@@ -174,7 +178,7 @@ def refuse_second(kind: type, trainer: object) -> None:
 
 
 def _public(kind: type) -> type:
-    """The class of ours that a class is, or is derived from."""
+    """The public class of this package that a class is, or derives from."""
     ours = [module_for(name) for name in NAMES]
     return next((base for base in kind.__mro__ if base.__module__ in ours), kind)
 
@@ -185,7 +189,7 @@ def save_hparams_to_yaml(path: str, hparams: Any) -> None:
 
 
 class _OfEither(type):
-    """Makes classes that stand for those of the same name in both packages, where ``isinstance`` is asked."""
+    """Makes classes that stand for those of the same name in both packages, in ``isinstance`` and ``issubclass``."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, known(cls.__name__))

@@ -3,7 +3,17 @@
 from lightning_ncclsafe.facts.findings import Finding
 
 
-class CollectiveTimeoutError(RuntimeError):
+class _ReportedError(RuntimeError):
+    """What a report explains; its text ends with where the report is."""
+
+    def __init__(self, text: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
+        where = f"\nThe report is in {report_folder}" if report_folder else ""
+        super().__init__(f"{text}{where}")
+        self.findings = findings
+        self.report_folder = report_folder
+
+
+class CollectiveTimeoutError(_ReportedError):
     """The run ends because ranks wait for a collective that cannot complete; nothing more is saved.
 
     At the limit, the process exits with status 124 instead, and only a thread that tries to save gets this error.
@@ -13,14 +23,8 @@ class CollectiveTimeoutError(RuntimeError):
         report_folder: The folder with ``report.txt`` and ``report.json``; empty if none could be written.
     """
 
-    def __init__(self, answer: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
-        where = f"\nThe report is in {report_folder}" if report_folder else ""
-        super().__init__(f"{answer}{where}")
-        self.findings = findings
-        self.report_folder = report_folder
 
-
-class DatasetMismatchError(RuntimeError):
+class DatasetMismatchError(_ReportedError):
     """The ranks disagree about their data, so training does not start. Raised on all ranks, with the same text.
 
     Without the callback ``DatasetAgreement``, raised only if they would hang; with it, for any disagreement.
@@ -30,30 +34,18 @@ class DatasetMismatchError(RuntimeError):
         report_folder: The folder with ``report.txt`` and ``report.json``; empty if none could be written.
     """
 
-    def __init__(self, text: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
-        where = f"\nThe report is in {report_folder}" if report_folder else ""
-        super().__init__(f"{text}{where}")
-        self.findings = findings
-        self.report_folder = report_folder
-
 
 class UnevenDataError(DatasetMismatchError):
     """The data of one rank has ended before that of another. Raised on all ranks before the same batch."""
 
 
-class HostPreflightError(RuntimeError):
+class HostPreflightError(_ReportedError):
     """A host has a problem that would make the run fail, so it does not start. Raised on all ranks, with the same text.
 
     Attributes:
         findings: What was found, the worst first.
         report_folder: The folder with ``report.txt`` and ``report.json``; empty if none could be written.
     """
-
-    def __init__(self, text: str, *, findings: tuple[Finding, ...] = (), report_folder: str = "") -> None:
-        where = f"\nThe report is in {report_folder}" if report_folder else ""
-        super().__init__(f"{text}{where}")
-        self.findings = findings
-        self.report_folder = report_folder
 
 
 STOP_CODE = 78

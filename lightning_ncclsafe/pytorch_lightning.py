@@ -1,4 +1,4 @@
-"""Everything of this package for programs that import ``pytorch_lightning``: one of its two names.
+"""Everything in this package, for programs that import Lightning as ``pytorch_lightning``.
 
 The same classes as in ``lightning_ncclsafe.lightning``, for a Trainer of ``pytorch_lightning``.
 """
@@ -68,7 +68,7 @@ class SafeModelParallel(GuardedStrategy, ModelParallelStrategy):
     forward_communicates = True
 
 
-# The callbacks say what they do and take in the classes that they are derived from.
+# Arguments and hooks are those of the first base.
 class HostPreflight(HostPreflightHooks, Callback):
     __doc__ = HostPreflightHooks.__doc__
 
@@ -128,6 +128,6 @@ def safe_callbacks(*own: Callback, without: Collection[type[Callback]] = ()) -> 
     return recommended(_RECOMMENDED, Callback, own, without)
 
 
-# Lightning has no entry point for strategies: a name exists once somebody has registered it.
+# Lightning has no entry point for strategies: a name must be registered before it is used.
 for _strategy in (SafeDDP, SafeFSDP):
     _strategy.register_strategies(StrategyRegistry)

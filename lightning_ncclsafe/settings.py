@@ -62,9 +62,9 @@ class AgreementSettings:
     """What ranks do about their data; see :class:`~lightning_ncclsafe.DatasetAgreement`.
 
     Attributes:
-        on_mismatch: Whether ranks that disagree about their data raise, raise only where they would hang, or warn.
+        on_mismatch: Whether ranks that disagree about their data raise, raise only if they would hang, or warn.
         content: How much of the data's content is compared.
-        on_uneven: What happens where one rank's data ends before another's.
+        on_uneven: What happens if one rank's data ends before another's.
     """
 
     on_mismatch: OnMismatch = "raise"
@@ -82,11 +82,11 @@ class OffloadSettings:
     """How loggers are taken off the training thread; see :class:`~lightning_ncclsafe.LoggerOffload`.
 
     Attributes:
-        max_points_per_s: Most points of a tag in a second; None for no such limit.
-        overflow: What happens over a limit.
-        block_s: How long a call waits for room with ``"block"``, seconds.
-        memory_limit_bytes: Most bytes of a logger that wait in memory.
-        disk_limit_bytes: Most bytes of a logger that wait in local staging.
+        max_points_per_s: How many points of a tag reach storage per second at most; None for no limit.
+        overflow: What happens when a limit is reached.
+        block_s: How long a call may wait with ``"block"``, seconds.
+        memory_limit_bytes: How many bytes of a logger may wait in memory.
+        disk_limit_bytes: How many bytes of a logger may wait in local staging.
         finalize_s: How long the end of a run waits for storage, seconds.
         staging_dir: The folder of local staging.
     """
@@ -109,13 +109,13 @@ class OffloadSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerSettings:
-    """What becomes of the times of collectives; see :class:`~lightning_ncclsafe.CollectiveTimer`.
+    """How collectives are timed, and what is written; see :class:`~lightning_ncclsafe.CollectiveTimer`.
 
     Attributes:
         every_n_steps: After how many steps ranks share what they have recorded, and scalars are logged.
         table: Whether a table is written at the end, and that of ``fit`` printed.
         trace: Whether a trace is written at the end.
-        heat_map: Whether a picture of lateness is logged at the end.
+        heat_map: Whether a heat map of lateness is logged at the end.
     """
 
     every_n_steps: int = 50
@@ -164,10 +164,10 @@ class CheckpointSettings:
 
     Attributes:
         dirpath: The folder of these checkpoints.
-        resume: Whether a call of ``fit`` without ``ckpt_path`` resumes from the newest whole checkpoint.
-        keep: Most checkpoints of this package in the folder.
-        grace_s: What the scheduler leaves between its signal and the end of the processes, seconds.
-        run: A name that no other run has; if training resumes from a checkpoint, that of the run before.
+        resume: Whether ``fit`` without ``ckpt_path`` resumes from the newest complete checkpoint.
+        keep: How many of these checkpoints are kept.
+        grace_s: Seconds that the scheduler leaves between its signal and the end of the processes.
+        run: Name of the run, unique; a run that resumes from a checkpoint has the name of the run that saved it.
     """
 
     dirpath: Path
@@ -220,7 +220,7 @@ def check_limits(
 def report_folder(report_dir: str | Path | None, default_root_dir: str | Path) -> Path:
     """The folder that reports go to: ``report_dir``, or ``<default_root_dir>/ncclsafe``.
 
-    Where ``default_root_dir`` is remote (``"s3://…"``), the current directory takes its place.
+    If ``default_root_dir`` is remote (``"s3://…"``), the current directory takes its place.
     """
     if report_dir is not None:
         return Path(report_dir)
@@ -294,8 +294,8 @@ class PhaseTimeouts:
         SafeDDP(phase_timeouts=PhaseTimeouts(init=300, train=100, checkpoint=timedelta(minutes=20)))
     """
 
-    # The number comes first, here and elsewhere: LightningCLI writes a value by the first type that takes it, and as a
-    # timedelta it would write the text '300.0'.
+    # The number comes first, here and elsewhere: LightningCLI saves a value as the first type that accepts it, and a
+    # timedelta would be saved as the text '300.0'.
     init: float | timedelta | None = None
     sanity_check: float | timedelta | None = None
     first_batch: float | timedelta | None = None

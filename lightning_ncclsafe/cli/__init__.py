@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from lightning_ncclsafe.report.lines import safe
 
-# Modules of this package. Each has add_to, which adds it to the subcommands of a parser, and run.
+# Modules of this package. Each has HELP and DESCRIPTION, add_arguments, which adds those of the command, and run.
 COMMANDS = ("diagnose", "explain", "inspect", "logs", "preflight", "render", "run")
 
 
@@ -64,8 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The parsers of the commands have the same formatter.
     parser = ArgumentParser(prog="ncclsafe", description="Tools of lightning-ncclsafe.", formatter_class=Help)
     commands = parser.add_subcommands()
-    for module in modules.values():
-        module.add_to(commands)
+    for name, module in modules.items():
+        command = ArgumentParser(description=module.DESCRIPTION)
+        commands.add_subcommand(name, command, help=module.HELP)
+        module.add_arguments(command)
     config = parser.parse_args(given)
     try:
         return int(modules[config.subcommand].run(config[config.subcommand]))

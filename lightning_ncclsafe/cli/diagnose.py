@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -25,8 +24,8 @@ _RULES = {
     IncidentKind.TIMEOUT: HANG_RULES,
     IncidentKind.RECORDED: RECORDED_RULES,
 }
-_DIAGNOSE = "find out why a run hung, from its logs and dumps"
-_DESCRIPTION = (
+HELP = "find out why a run hung, from its logs and dumps"
+DESCRIPTION = (
     "Reads Flight Recorder dumps of PyTorch (pickle or JSON), logs of any launcher (also .gz), and reports of this"
     " package. Names the rank that the others waited for, and the reason. Dumps and logs of one command must be of one"
     " run. Nothing in them is executed. Exit code: 0 if there is an explanation, 1 if there is none, 2 if nothing"
@@ -36,10 +35,8 @@ _PATHS = "files or folders; - reads a log from standard input"
 _FORMAT = "text (default), or json: one document like report.json per run and report"
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the subcommands of a parser."""
-    parser = ArgumentParser(description=_DESCRIPTION)
-    commands.add_subcommand("diagnose", parser, help=_DIAGNOSE)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("paths", metavar="PATH", nargs="+", type=str, help=_PATHS)
     parser.add_argument("--format", choices=["text", "json"], default="text", help=_FORMAT)
 

@@ -17,8 +17,8 @@ from lightning_ncclsafe.report.terminal import console_for
 from lightning_ncclsafe.rules.causes import causes
 from lightning_ncclsafe.rules.kit import Rule
 
-_EXPLAIN = "explain a cause: what it means, and what to do"
-_DESCRIPTION = (
+HELP = "explain a cause: what it means, and what to do"
+DESCRIPTION = (
     "Explains a cause that a report names: symptom, cause, remedy, and what cannot be seen. Exit code: 0, or 2 if there"
     " is no cause of that name."
 )
@@ -27,10 +27,8 @@ RULES = causes()
 _WIDEST = 100
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the subcommands of a parser."""
-    parser = ArgumentParser(description=_DESCRIPTION)
-    commands.add_subcommand("explain", parser, help=_EXPLAIN)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("name", nargs="?", metavar="NAME", type=str, default=None, help=_NAME)
 
 

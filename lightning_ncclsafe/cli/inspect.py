@@ -4,7 +4,6 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.lines import safe
 from lightning_ncclsafe.report.terminal import shown_report
 
-_INSPECT = "inspect the training processes of this host: what they do now, and why they hang"
-_DESCRIPTION = (
+HELP = "inspect the training processes of this host: what they do now, and why they hang"
+DESCRIPTION = (
     "Inspects the training processes of this user on this host from outside, several times. Names the rank that the"
     " others wait for, and the reason; if the job makes progress, shows where the time goes. The job needs no"
     " preparation and is not changed: no process is stopped, signalled or written to. For a job on several hosts, run"
@@ -44,18 +43,10 @@ _RECORDER = (
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
-class _Format(str, Enum):
-    TEXT = "text"
-    JSON = "json"
-    HTML = "html"
-
-
-def add_to(commands: Any) -> None:
-    """Adds the command to the subcommands of a parser."""
-    parser = ArgumentParser(description=_DESCRIPTION)
-    commands.add_subcommand("inspect", parser, help=_INSPECT)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("--pid", nargs="+", type=int, default=[], metavar="PID", help=_PIDS)
-    parser.add_argument("--format", choices=[one.value for one in _Format], default="text", help=_FORMAT)
+    parser.add_argument("--format", choices=["text", "json", "html"], default="text", help=_FORMAT)
     parser.add_argument("--output", type=str, default=None, metavar="DIR", help=_OUTPUT)
     parser.add_argument("--looks", type=int, default=LOOKS, metavar="N", help=_HOW_OFTEN)
     parser.add_argument("--native", action="store_true", help=_NATIVE)
@@ -67,9 +58,8 @@ def run(config: Namespace) -> int:
     """Runs ``ncclsafe inspect``; returns the exit code."""
     if config.looks < 2 or (config.seconds is not None and config.seconds <= 0):
         return failed("--looks must be at least 2 and --seconds more than 0, because progress is seen between looks")
-    format = _Format(config.format)
     # On a terminal, a person waits for the answer.
-    early = _EarlyAnswer() if format is _Format.TEXT and sys.stdout.isatty() else None
+    early = _EarlyAnswer() if config.format == "text" and sys.stdout.isatty() else None
     found = inspect(
         config.pid,
         looks=config.looks,
@@ -86,7 +76,7 @@ def run(config: Namespace) -> int:
     # If the answer cannot be written, it is still printed: the job may be gone by the next inspection.
     folders = [Path(config.output)] * len(found.diagnoses) if config.output is not None else []
     is_written = all([_is_done(partial(_write, *one)) for one in zip(found.diagnoses, folders, strict=False)])
-    is_shown = _is_done(partial(_show, found.diagnoses, format, early))
+    is_shown = _is_done(partial(_show, found.diagnoses, config.format, early))
     return int(any(map(_may_be_stuck, found.diagnoses))) if is_written and is_shown else 2
 
 
@@ -100,7 +90,7 @@ class _EarlyAnswer:
         """Shows those that have findings; returns whether there are any."""
         found = [diagnosis for diagnosis in diagnoses if diagnosis.findings]
         self._shown = {diagnosis.job.launch: _findings_key(diagnosis) for diagnosis in found}
-        return bool(found) and _is_done(partial(_show, found, _Format.TEXT))
+        return bool(found) and _is_done(partial(_show, found, "text"))
 
     def is_unchanged(self, diagnosis: Diagnosis) -> bool:
         """Whether the same findings have been shown, perhaps with another confidence."""
@@ -146,11 +136,11 @@ def _write(diagnosis: Diagnosis, folder: Path) -> None:
     print(f"written to {safe(f'{written}{elsewhere}')}", file=sys.stderr)
 
 
-def _show(diagnoses: Sequence[Diagnosis], format: _Format, early: _EarlyAnswer | None = None) -> None:
+def _show(diagnoses: Sequence[Diagnosis], format: str, early: _EarlyAnswer | None = None) -> None:
     for diagnosis in diagnoses:
-        if format is _Format.JSON:
+        if format == "json":
             text = report_json(diagnosis).decode("utf-8", "replace")
-        elif format is _Format.HTML:
+        elif format == "html":
             from lightning_ncclsafe.report.html.page import render_html
 
             text = render_html(diagnosis)

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -19,7 +19,8 @@ from lightning_ncclsafe.loggers.staging import (
 )
 from lightning_ncclsafe.report.lines import safe
 
-_LOGS = "recover what loggers have staged locally but not delivered"
+HELP = "recover what loggers have staged locally but not delivered"
+DESCRIPTION = f"{HELP.capitalize()}."
 _RECOVER = (
     "Delivers to storage what a run has left in local staging because it was killed or its storage did not answer. You"
     " can stop it and run it again at any time. Exit code: 0 if nothing is left except what a running process still"
@@ -31,12 +32,10 @@ _STAGING_DIR = (
 )
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the subcommands of a parser."""
-    logs = ArgumentParser(description=f"{_LOGS.capitalize()}.")
-    commands.add_subcommand("logs", logs, help=_LOGS)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the only subcommand, ``recover``, with its arguments."""
     recover = ArgumentParser(description=_RECOVER)
-    logs.add_subcommands().add_subcommand("recover", recover, help="deliver it to storage")
+    parser.add_subcommands().add_subcommand("recover", recover, help="deliver it to storage")
     recover.add_argument("dir", metavar="DIR", type=str, help=_DIR)
     recover.add_argument("--staging-dir", type=str, default=str(default_staging_dir()), help=_STAGING_DIR)
 

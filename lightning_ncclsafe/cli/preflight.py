@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
@@ -21,8 +20,8 @@ from lightning_ncclsafe.probes.process.environment import Launched, launched
 from lightning_ncclsafe.report.tables.preflight import render_preflight, render_preflight_all
 from lightning_ncclsafe.report.terminal import shown
 
-_PREFLIGHT = "check the hosts of a job before it starts"
-_DESCRIPTION = (
+HELP = "check the hosts of a job before it starts"
+DESCRIPTION = (
     "Checks this host within 3 s: cores, memory, swap, /dev/shm, open files, GPUs, versions, settings of NCCL and"
     " torch, network, directories. Under torchrun or srun, checks the host of every rank, and rank 0 prints what"
     " differs. Exit code: 0 if a run could start, 1 if it would fail, 2 if ranks cannot reach each other."
@@ -33,10 +32,8 @@ _WORKERS = "total num_workers of all dataloaders of a rank"
 _TIMEOUT = "seconds to wait for MASTER_ADDR (default: 10)"
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the subcommands of a parser."""
-    parser = ArgumentParser(description=_DESCRIPTION)
-    commands.add_subcommand("preflight", parser, help=_PREFLIGHT)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument(
         "--log-dir", type=str, default=".", help="where loggers will write (default: the working directory)"
     )
@@ -53,10 +50,6 @@ def run(config: Namespace) -> int:
         place = launched(os.environ)
     except ValueError as error:
         return failed(str(error))
-    return _run(config, place)
-
-
-def _run(config: Namespace, place: Launched) -> int:
     compared = Preflight(
         lambda: _look(config, place),
         on_problem="warn",

@@ -2,10 +2,8 @@
 
 import sys
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -13,8 +11,8 @@ from lightning_ncclsafe.cli import failed, write_to
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.json import ReportError, read_report
 
-_RENDER = "convert a saved report to text, HTML or a trace"
-_DESCRIPTION = (
+HELP = "convert a saved report to text, HTML or a trace"
+DESCRIPTION = (
     "Converts a saved report to text, to an HTML page that needs no network, or to a trace for ui.perfetto.dev and"
     " chrome://tracing. Exit code: 0, or 2 if the report cannot be read or the file cannot be written."
 )
@@ -28,28 +26,17 @@ _LARGEST_BYTES = 2_000_000_000
 _MOST_RANKS = 1_000_000
 
 
-class Format(str, Enum):
-    """What a report is written as."""
-
-    TEXT = "text"
-    HTML = "html"
-    TRACE = "trace"
-
-
-def add_to(commands: Any) -> None:
-    """Adds the command to the subcommands of a parser."""
-    parser = ArgumentParser(description=_DESCRIPTION)
-    commands.add_subcommand("render", parser, help=_RENDER)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("report", metavar="REPORT", type=str, help=_REPORT)
-    parser.add_argument("--format", choices=[format.value for format in Format], default="text", help=_FORMAT)
+    parser.add_argument("--format", choices=["text", "html", "trace"], default="text", help=_FORMAT)
     parser.add_argument("--output", type=str, default=None, metavar="FILE", help=_OUTPUT)
 
 
 def run(config: Namespace) -> int:
     """Runs ``ncclsafe render``; returns the exit code."""
-    path = Path(config.report)
     try:
-        text = _renderer(Format(config.format), config.output)(_read(_file(path)))
+        text = _renderer(config.format, config.output)(_read(_file(Path(config.report))))
         _write(text, config.output)
     except ReportError as error:
         return failed(f"{config.report}: {error}")
@@ -62,11 +49,11 @@ def run(config: Namespace) -> int:
 
 def _file(path: Path) -> Path:
     """The report file in a folder, or the file itself."""
-    if not path.is_dir() or (path / "report.json").exists():
-        return path / "report.json" if path.is_dir() else path
+    if not path.is_dir():
+        return path
     # Their names sort in the order of events.
     incidents = sorted(found.parent for found in path.glob("*/report.json"))
-    if incidents:
+    if incidents and not (path / "report.json").exists():
         several = "1 incident" if len(incidents) == 1 else f"{len(incidents):,} incidents"
         raise ReportError(f"it contains {several}; choose one, for example the last: {incidents[-1]}")
     return path / "report.json"
@@ -85,13 +72,13 @@ def _read(path: Path) -> Diagnosis:
     return diagnosis
 
 
-def _renderer(format: Format, output: str | None) -> Callable[[Diagnosis], str]:
+def _renderer(format: str, output: str | None) -> Callable[[Diagnosis], str]:
     """The renderer of a format, imported only when needed: imports take a while."""
-    if format is Format.HTML:
+    if format == "html":
         from lightning_ncclsafe.report.html.page import render_html
 
         return render_html
-    if format is Format.TRACE:
+    if format == "trace":
         from lightning_ncclsafe.report.trace.incident import render_trace
 
         return render_trace

@@ -7,15 +7,14 @@ import sys
 from argparse import REMAINDER
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_ncclsafe.cli import failed
 from lightning_ncclsafe.running.variables import ON, OPTIONS, SWITCH, shown, wanted
 
-_RUN = "run a program with the guard in each of its Trainers, without changing its code"
-_DESCRIPTION = (
+HELP = "run a program with the guard in each of its Trainers, without changing its code"
+DESCRIPTION = (
     "Runs a program as 'python PROGRAM' does. Each of its Trainers gets the guard if the strategy is DDP, FSDP or"
     " ModelParallelStrategy, under any name, also in the ranks that a launcher starts. A Trainer that cannot be guarded"
     " runs unchanged, and one line says so. Options of this command come before PROGRAM; each has an environment"
@@ -27,10 +26,8 @@ _AT_START = "lightning_ncclsafe.pth"
 _MODULE = re.compile("-([bBdEiIOPqsSuvx]*)m")
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the subcommands of a parser."""
-    parser = ArgumentParser(description=_DESCRIPTION)
-    commands.add_subcommand("run", parser, help=_RUN)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     for option in OPTIONS:
         parser.add_argument(option.flag, type=str, default=None, metavar=option.metavar, help=option.help)
     parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module")

@@ -266,7 +266,9 @@ class Gathering:
         self._read_answers(_last_key)
         silent = [rank for rank in silent if rank not in self._answers]
         self._look_at_silent_peers()
-        self._read_witnesses(silent)
+        for data in self._exchange.get_many(map(self._witness_key, silent)).values():
+            seen = codec.decode(ProcessFacts, data)
+            self._witnessed.setdefault(seen.rank, seen)
         return all(rank in self._witnessed and self._witnessed[rank].state in _CANNOT_ANSWER for rank in silent)
 
     def _silent(self) -> list[int]:
@@ -285,11 +287,6 @@ class Gathering:
             self._unread.pop(rank, None)
         except codec.DecodeError as error:
             self._unread[rank] = str(error)
-
-    def _read_witnesses(self, silent: Iterable[int]) -> None:
-        for data in self._exchange.get_many(map(self._witness_key, silent)).values():
-            seen = codec.decode(ProcessFacts, data)
-            self._witnessed.setdefault(seen.rank, seen)
 
     def _look_at_silent_peers(self) -> None:
         """Looks once at the silent ranks of this host, if this is its lowest rank that answered."""

@@ -42,7 +42,6 @@ class GroupTimeouts:
         self._limit_name = limit_name
         self._is_on = bool(limits.phases_s)
         self._phase = ""
-        self._is_short = False
         self._has_set = False
         self._may_begin_phase: dict[str, bool] = {}
         # The timeout of each group when it was first seen, by its name.
@@ -54,7 +53,7 @@ class GroupTimeouts:
     def listen(self, action_name: str) -> None:
         """Called when the innermost action changes; a listener of ``ActionTracker``."""
         name: object = action_name  # a user's profiler may use names of any type
-        if isinstance(name, str) and (self._may_begin_phase.get(name, True) or self._is_short):
+        if isinstance(name, str) and (self._may_begin_phase.get(name, True) or self._phase in _SHORT):
             self._look(name)
 
     def start(self) -> None:
@@ -71,19 +70,18 @@ class GroupTimeouts:
         may_begin = name.startswith(("save_checkpoint", "barrier:")) or name.endswith("_next") or is_occasional(name)
         if len(self._may_begin_phase) < _MOST_NAMES:
             self._may_begin_phase[name] = may_begin
-        if self._is_on and (may_begin or self._is_short):
+        if self._is_on and (may_begin or self._phase in _SHORT):
             self._safely(self._follow)
 
     def _follow(self) -> None:
         phase = self._limit_name()
         if phase != self._phase:
-            self._phase, self._is_short = phase, phase in _SHORT
+            self._phase = phase
             self._set()
 
     def _begin(self) -> None:
         if self._is_on:
             self._phase = self._limit_name()
-            self._is_short = self._phase in _SHORT
         self._set()
 
     def _set(self) -> None:

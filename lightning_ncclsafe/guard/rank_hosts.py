@@ -50,6 +50,10 @@ class ConnectionAttempt:
     tried: str
 
 
+# A host whose address is unknown.
+_UNTRIED = ConnectionAttempt(answers=None, tried="")
+
+
 class RankHosts:
     """Knows on which host each rank runs. Belongs to the watchdog's thread, but for :meth:`announce`.
 
@@ -84,7 +88,8 @@ class RankHosts:
             if self._rank == 0:
                 self._collect(exchange)
             elif (found := exchange.get_many([_KEY]).get(_KEY)) is not None:
-                self._keep(found)
+                self._hosts = {rank: (host, address) for rank, (host, address) in enumerate(json.loads(found))}
+                self._is_known = True
 
     def complete(self, job: JobFacts) -> JobFacts:
         """Adds what only a try on the network shows.
@@ -93,21 +98,19 @@ class RankHosts:
         another, their hosts are tried at the addresses that their back ends use, for 3.5 s in all.
         """
         lost = _lost_hosts(job, self._hosts)
-        reached = try_connecting(address for host in lost if (address := self._hosts[lost[host][0]][1]))
-        hosts = []
-        for host, ranks in lost.items():
-            address = self._hosts[ranks[0]][1]
-            outcome = reached.get(address)
-            hosts.append(
-                SilentHost(
-                    host=host,
-                    ranks=ranks,
-                    address=address,
-                    answers=outcome.answers if outcome is not None else None,
-                    seen_from=self._host,
-                    tried=outcome.tried if outcome is not None else "",
-                )
+        addresses = {host: self._hosts[ranks[0]][1] for host, ranks in lost.items()}
+        reached = {"": _UNTRIED, **try_connecting(filter(None, addresses.values()))}
+        hosts = [
+            SilentHost(
+                host=host,
+                ranks=ranks,
+                address=addresses[host],
+                answers=reached[addresses[host]].answers,
+                seen_from=self._host,
+                tried=reached[addresses[host]].tried,
             )
+            for host, ranks in lost.items()
+        ]
         return replace(job, silent_hosts=tuple(hosts), tried=_tried(job, self._host), launch=self._launch)
 
     def _collect(self, exchange: Exchange) -> None:
@@ -118,10 +121,6 @@ class RankHosts:
         if len(self._hosts) == self._world_size:
             exchange.set(_KEY, json.dumps([self._hosts[rank] for rank in range(self._world_size)]).encode())
             self._is_known = True
-
-    def _keep(self, found: bytes) -> None:
-        self._hosts = {rank: (host, address) for rank, (host, address) in enumerate(json.loads(found))}
-        self._is_known = True
 
 
 def _lost_hosts(job: JobFacts, hosts: dict[int, tuple[str, str]]) -> dict[str, tuple[int, ...]]:

@@ -43,7 +43,6 @@ class StuckDetector:
         self._own = own
         self._local_ranks = local_ranks
         self._end_run = end_run
-        self._phase_kind = own.phase_kind()[0]
         self._thresholds = Thresholds(own.limits)
         self._suspicions = 0
         self._reports_at_limit = 0
@@ -55,16 +54,15 @@ class StuckDetector:
     @property
     def phase(self) -> Phase:
         """The phase that the Trainer was in at the last tick."""
-        return self._phase_kind.phase
+        return self._thresholds.phase_kind.phase
 
     def observe(self, idle_s: float) -> None:
         """Learns from a tick of the watchdog what is usual."""
-        self._phase_kind, batch_idx = self._own.phase_kind()
-        self._thresholds.observe(idle_s, self._phase_kind, batch_idx)
+        self._thresholds.observe(idle_s, *self._own.phase_kind())
 
     def has_reason_before_joining(self, idle_s: float) -> bool:
         """Whether to read the log at all: before there is a store, it is in files whose storage may be the problem."""
-        patience_s = self._thresholds.suspect_after_s(self._phase_kind, joined=False)
+        patience_s = self._thresholds.suspect_after_s(joined=False)
         return self._own.probe.exception is not None or self._local_ranks.has_lost or idle_s >= patience_s
 
     def entry(self, idle_s: float) -> IncidentEntry | None:
@@ -97,14 +95,14 @@ class StuckDetector:
                 return IncidentKind.EXCEPTION
             self._own.state.exception_is_reported.set()  # its cause has been reported meanwhile
         has_joined = self._own.connection.has_joined
-        is_time = self._thresholds.is_time_to_look(idle_s, self._phase_kind, joined=has_joined)
+        is_time = self._thresholds.is_time_to_look(idle_s, joined=has_joined)
         if not is_time and not self._local_ranks.has_lost:
             return None
         facts = self._own.probe.snapshot(idle_s)
         doing = activity(facts)
         if self._own.state.ends_run and doing.waits_for_peers:
             self._end_run()
-        is_past_limit = self._thresholds.is_past_limit(idle_s, doing, self._phase_kind)
+        is_past_limit = self._thresholds.is_past_limit(idle_s, doing)
         is_at_limit = is_past_limit and not self._own.state.limit_is_reported
         if is_at_limit and (self._own.limits.on_timeout == "abort" or self._reports_at_limit < MAX_REPORTS_AT_LIMIT):
             return IncidentKind.TIMEOUT
@@ -112,18 +110,22 @@ class StuckDetector:
         may_ask = waits and self._own.state.open_incident is None and self._suspicions < MAX_SUSPICIONS
         return IncidentKind.SUSPECT if may_ask and not self._is_expected(idle_s, facts) else None
 
+    @property
+    def _long_s(self) -> float:
+        return min(LONG_S, self._thresholds.limit_s / 2)
+
     def _waits_alone_for_long(self, idle_s: float, doing: Activity) -> bool:
         """Whether it waits by itself, and for so long that other ranks would have asked if they waited for it."""
-        long_s = min(LONG_S, self._thresholds.limit_s(self._phase_kind) / 2)
-        if not self._own.limits.learned:
-            long_s = _ASKED_FIRST * self._thresholds.suspect_after_s(self._phase_kind, joined=True)
+        long_s = (
+            self._long_s if self._own.limits.learned else _ASKED_FIRST * self._thresholds.suspect_after_s(joined=True)
+        )
         return doing.waits_alone and idle_s >= long_s
 
     def _is_expected(self, idle_s: float, facts: RankFacts) -> bool:
         """Whether this rank itself knows why its standstill, although unusual so far, needs no questions."""
         if self._thresholds.is_quiet:
             return True
-        if not self._own.limits.learned or idle_s >= min(LONG_S, self._thresholds.limit_s(self._phase_kind) / 2):
+        if not self._own.limits.learned or idle_s >= self._long_s:
             return False
         if self._quiet_rounds >= MAX_QUIET_ROUNDS or is_compiling(facts.stack):
             return True
@@ -132,7 +134,7 @@ class StuckDetector:
 
     def incident(self, kind: IncidentKind, idle_s: float) -> Incident:
         """The incident that this rank opens; at the limit it is the one that is open already."""
-        idle_s, limit_s = round(idle_s, 1), self._thresholds.limit_s(self._phase_kind)
+        idle_s, limit_s = round(idle_s, 1), self._thresholds.limit_s
         known = self._own.state.open_incident
         if kind is IncidentKind.TIMEOUT and known is not None:
             return replace(known, kind=kind, opened_by=self._own.place.rank, idle_s=idle_s, timeout_s=limit_s)
@@ -142,7 +144,7 @@ class StuckDetector:
             opened_by=self._own.place.rank,
             opened_ns=time.time_ns(),
             idle_s=idle_s,
-            suspect_after_s=round(self._thresholds.suspect_after_s(self._phase_kind, joined=True), 3),
+            suspect_after_s=round(self._thresholds.suspect_after_s(joined=True), 3),
             timeout_s=limit_s,
         )
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightning_ncclsafe.facts import Phase
 from lightning_ncclsafe.facts.phase_kinds import LONG_S, PhaseKind
 from lightning_ncclsafe.rules.kit.activity import Activity
 from lightning_ncclsafe.settings import BACKSTOP_S, Limits
@@ -72,7 +73,11 @@ class IdleTimes:
     def unusual_after_s(self, phase_kind: PhaseKind) -> float:
         """From how many seconds on a standstill is unusual in such a phase."""
         kind = self._kinds.get(phase_kind, _Kind())
-        return max(_least_s(phase_kind, is_known=kind.batches >= _BATCHES_TO_KNOW), MULTIPLE * kind.usual_s)
+        least_s = UNKNOWN_S
+        if phase_kind.per_batch and not phase_kind.is_long:
+            unknown_s = LONG_S if phase_kind.evaluates else UNKNOWN_S
+            least_s = FLOOR_S if kind.batches >= _BATCHES_TO_KNOW else unknown_s
+        return max(least_s, MULTIPLE * kind.usual_s)
 
     def _learn(self, length_s: float, phase_kind: PhaseKind, now_s: float) -> None:
         if length_s < _LEAST_S:
@@ -85,12 +90,6 @@ class IdleTimes:
         kind.add(length_s)
 
 
-def _least_s(phase_kind: PhaseKind, *, is_known: bool) -> float:
-    if phase_kind.per_batch and not phase_kind.is_long:
-        return FLOOR_S if is_known else (LONG_S if phase_kind.evaluates else UNKNOWN_S)
-    return UNKNOWN_S
-
-
 # What processes are given to start before the first meeting, however soon the user wants to know.
 START_UP_S = 30.0
 # How often a rank that makes no progress, but waits for no other, is looked at again: a look takes some 30 ms.
@@ -101,9 +100,14 @@ DEFAULT_TIMEOUTS_S = frozenset({600.0, 1800.0})
 
 
 class Thresholds:
-    """Decides when to look and when to end, for one rank. Belongs to the watchdog's thread."""
+    """Decides when to look and when to end, for one rank. Belongs to the watchdog's thread.
+
+    Attributes:
+        phase_kind: What kind of phase the Trainer was in at the last tick: all limits are those of such a phase.
+    """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.phase_kind = PhaseKind(phase=Phase.INIT)
         self._limits = limits
         self._clock = clock
         self._idle_times = IdleTimes()
@@ -118,7 +122,7 @@ class Thresholds:
         """Learns, at each tick of the watchdog, how long this rank usually makes no progress."""
         if idle_s < self._idle_s:
             self._looked_at_s = self._quiet_until_s = 0.0  # both are about a standstill which is over
-        self._idle_s = idle_s
+        self._idle_s, self.phase_kind = idle_s, phase_kind
         if self._limits.learned:
             self._idle_times.observe(idle_s, phase_kind, batch_idx=batch_idx, now_s=self._clock())
 
@@ -131,41 +135,42 @@ class Thresholds:
         """Whether nothing is suspicious now. The hard limit applies all the same."""
         return self._clock() < self._quiet_until_s
 
-    def is_time_to_look(self, idle_s: float, phase_kind: PhaseKind, *, joined: bool) -> bool:
+    def is_time_to_look(self, idle_s: float, *, joined: bool) -> bool:
         """Whether to look at what a rank does: when a limit has just been passed, and ever more rarely from then on."""
-        suspect_after_s = self.suspect_after_s(phase_kind, joined=joined)
+        suspect_after_s = self.suspect_after_s(joined=joined)
         before_s = self._looked_at_s if self._looked_at_s <= idle_s else 0.0
-        passed = any(before_s < limit_s <= idle_s for limit_s in (suspect_after_s, self.limit_s(phase_kind)))
+        passed = any(before_s < limit_s <= idle_s for limit_s in (suspect_after_s, self.limit_s))
         pause_s = min(max(_LOOK_S, idle_s / 20), _RARELY_S)
         if idle_s < suspect_after_s or not (passed or idle_s - before_s >= pause_s):
             return False
         self._looked_at_s = idle_s
         return True
 
-    def suspect_after_s(self, phase_kind: PhaseKind, *, joined: bool) -> float:
+    def suspect_after_s(self, *, joined: bool) -> float:
         """Seconds without progress after which a rank is first looked at; less than the phase's hard limit."""
-        limit_s = self.limit_s(phase_kind)
+        limit_s = self.limit_s
         if self._limits.learned:
-            found_s = min(self._idle_times.unusual_after_s(phase_kind), limit_s / 2)
+            found_s = min(self._idle_times.unusual_after_s(self.phase_kind), limit_s / 2)
         else:
             found_s = self._limits.suspect_after_s
             # Only a phase's own limit can be so short.
             found_s = found_s if found_s < limit_s else limit_s / 2
         return found_s if joined else max(found_s, min(START_UP_S, limit_s))
 
-    def limit_s(self, phase_kind: PhaseKind) -> float:
-        """The hard limit in such a phase, seconds."""
-        return self._limits.limit_s(phase_kind.limit_name)
+    @property
+    def limit_s(self) -> float:
+        """The hard limit, seconds."""
+        return self._limits.limit_s(self.phase_kind.limit_name)
 
-    def is_past_limit(self, idle_s: float, doing: Activity, phase_kind: PhaseKind) -> bool:
+    def is_past_limit(self, idle_s: float, doing: Activity) -> bool:
         """Whether a rank has waited for its peers for as long as it may."""
         if not doing.waits_for_peers or doing.exempt:
             return False
-        limit_s = self.limit_s(phase_kind)
         # A group that was created with a longer timeout of its own keeps that.
         own_s = doing.collective.timeout_ms / 1000 if doing.collective is not None else 0.0
-        has_own = own_s > limit_s + BACKSTOP_S and not (self._limits.phases_s and round(own_s, 3) in self._not_own_s)
-        return idle_s >= (own_s if has_own else limit_s)
+        is_longer = own_s > self.limit_s + BACKSTOP_S
+        has_own = is_longer and not (self._limits.phases_s and round(own_s, 3) in self._not_own_s)
+        return idle_s >= (own_s if has_own else self.limit_s)
 
 
 def limits_words(limits: Limits) -> str:

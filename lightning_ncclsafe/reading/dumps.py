@@ -14,10 +14,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.facts import Collective, Group, Phase, Progress, RankFacts, RecordFacts
+from lightning_ncclsafe.facts import Collective, Phase, Progress, RankFacts, RecordFacts
 from lightning_ncclsafe.reading.groups import MOST_GROUPS, Places, groups_of
-from lightning_ncclsafe.reading.tracebacks import DumpStacks
-from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, items, mapping, shapes, text, texts, whole
+from lightning_ncclsafe.reading.values import (
+    MOST_RANKS,
+    DumpStacks,
+    ReadingError,
+    items,
+    mapping,
+    shapes,
+    text,
+    texts,
+    whole,
+)
 from lightning_ncclsafe.recorder.model import (
     MOST_ENTRIES,
     Entry,
@@ -108,29 +117,18 @@ def _look_over(data: bytes) -> None:
     raise ReadingError("it is a truncated pickle")
 
 
-class Parsed(NamedTuple):
+class Dump(NamedTuple):
     """What a dump says.
 
     Attributes:
-        groups: The groups whose position is known.
-        collectives: The last collectives of each, oldest first; all around the oldest outstanding one are among them.
-        is_idle: Whether nothing is outstanding.
-        is_empty: Whether the dump says nothing at all; a recorder that is on knows at least the groups.
-        is_blank: Whether the recorder knows groups, but no calls.
-        is_moving: Whether something had just ended when it was written.
-        has_lost: Whether the ring no longer has all that is outstanding.
+        facts: About the rank that wrote it. Its collectives are the last of each group, oldest first; all around the
+            oldest outstanding one are among them.
         left_out: How many older entries were not read.
         unknown_backends: Back ends whose way of recording the end of a work is not known.
         places: Numbers, names and positions of groups; other dumps may complete the names.
     """
 
-    groups: tuple[Group, ...]
-    collectives: tuple[Collective, ...]
-    is_idle: bool
-    is_empty: bool
-    is_blank: bool
-    is_moving: bool
-    has_lost: bool
+    facts: RankFacts
     left_out: int
     unknown_backends: tuple[str, ...]
     places: Places
@@ -141,11 +139,12 @@ def is_dump(plain: object) -> bool:
     return isinstance(plain, dict) and any(key in plain for key in _KEYS)
 
 
-def parsed(dump: dict[Any, Any]) -> Parsed:
+def read_dump(dump: dict[Any, Any], rank: int) -> Dump:
     """What a dump says.
 
     Args:
         dump: The dump; see :func:`is_dump`.
+        rank: The rank that wrote it.
 
     Raises:
         ReadingError: If entries lack what every version writes.
@@ -170,18 +169,22 @@ def parsed(dump: dict[Any, Any]) -> Parsed:
         key=operator.itemgetter(0),
     )
     backends = {backend_of(work.entry)[0] for work in kept}
-    return Parsed(
+    facts = RankFacts(
+        rank=rank,
+        progress=Progress(phase=Phase.UNKNOWN),
         groups=groups_of(places),
         collectives=tuple(_collective(entry, work, stacks, numbers.get(id(entry))) for _, entry, work in in_order),
-        is_idle=recorder.is_idle or is_blank,
-        is_empty=not has_called and not is_blank,
-        is_blank=is_blank,
-        is_moving=recorder.is_moving,
-        has_lost=recorder.has_lost or lacks_some,
-        left_out=max(len(given) - MOST_ENTRIES, 0),
-        unknown_backends=tuple(sorted(name[:40] for name in backends if not is_known(name))),
-        places=places,
+        record=RecordFacts(
+            has_dump=True,
+            is_idle=recorder.is_idle or is_blank,
+            is_empty=not has_called and not is_blank,
+            is_blank=is_blank,
+            is_moving=recorder.is_moving,
+            has_lost=recorder.has_lost or lacks_some,
+        ),
     )
+    unknown = sorted(name[:40] for name in backends if not is_known(name))
+    return Dump(facts, max(len(given) - MOST_ENTRIES, 0), tuple(unknown), places)
 
 
 def _in_order(entries: list[Entry]) -> list[Entry]:
@@ -336,30 +339,3 @@ def from_json(data: bytes, most: int = MOST_CONTAINERS) -> object:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ReadingError(f"it is damaged JSON ({str(error)[:100]})") from error
-
-
-class Dump(NamedTuple):
-    """What a dump says about the rank that wrote it, and what other dumps may complete."""
-
-    facts: RankFacts
-    parsed: Parsed
-
-
-def read_dump(dump: dict[Any, Any], rank: int) -> Dump:
-    """What a dump says about the rank that wrote it."""
-    found = parsed(dump)
-    facts = RankFacts(
-        rank=rank,
-        progress=Progress(phase=Phase.UNKNOWN),
-        groups=found.groups,
-        collectives=found.collectives,
-        record=RecordFacts(
-            has_dump=True,
-            is_idle=found.is_idle,
-            is_empty=found.is_empty,
-            is_blank=found.is_blank,
-            is_moving=found.is_moving,
-            has_lost=found.has_lost,
-        ),
-    )
-    return Dump(facts, found)

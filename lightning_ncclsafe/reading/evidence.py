@@ -23,7 +23,7 @@ from lightning_ncclsafe.reading.dumps import (
     read_dump,
 )
 from lightning_ncclsafe.reading.files import MOST_UNPACKED, FileKind, Source, content, found, opened
-from lightning_ncclsafe.reading.groups import Places, called_otherwise, complete, groups_of
+from lightning_ncclsafe.reading.groups import Places, common_names, complete, groups_of
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.merging import job_of, later, renamed
 from lightning_ncclsafe.reading.runs import Apart, apart
@@ -104,7 +104,8 @@ class Artifacts:
         rank = rank_of(path)
         if rank is None:
             raise ReadingError("its name does not say which rank wrote it: end it with the rank, as in trace_3")
-        facts, found = read_dump(dump, rank)
+        found = read_dump(dump, rank)
+        facts = found.facts
         self.files += 1
         self._unknown_backends.update(found.unknown_backends)
         if found.left_out:
@@ -122,14 +123,14 @@ class Artifacts:
 
     def job(self) -> JobFacts | None:
         """The job that dumps and logs are about; None if they contain nothing."""
-        said, log, unread = self.log.said(), self.log.facts, tuple(self.log.unread.sentences)
-        if not (self.dumps or said or self.log.unnamed or log.statements or unread):
+        rank_logs, log, unread = self.log.rank_logs(), self.log.facts, tuple(self.log.unread.sentences)
+        if not (self.dumps or rank_logs or self.log.unnamed or log.statements or unread):
             return None
         dumps = self._completed_dumps()
         left_out = apart(dumps)
         return job_of(
             {rank: _marked(facts, left_out) for rank, facts in dumps.items() if rank not in left_out.ranks},
-            said,
+            rank_logs,
             self.log.world_size,
             unnamed=self.log.unnamed,
             missing=(*left_out.reasons, *self._of_two(), *self._cut_short(), *self.missing, *self.log.remarks, *unread),
@@ -148,7 +149,7 @@ class Artifacts:
         for rank, places in self._places.items():
             if mixed and _has_nothing_open(dumps[rank]) and places.is_even_but_for(mixed):
                 dumps[rank] = replace(dumps[rank], record=replace(dumps[rank].record or RecordFacts(), is_idle=True))
-        for rank, names in called_otherwise(self._places).items():
+        for rank, names in common_names(self._places).items():
             dumps[rank] = renamed(dumps[rank], names)
         return dumps
 
@@ -197,8 +198,8 @@ class Artifacts:
             # A log whose first line is a dictionary.
             self._read_log(source)
             return
-        if is_report(plain):
-            self.reports.append((source.path, from_report(data)))
+        if isinstance(plain, dict) and plain.keys() >= {"schema", "findings"}:
+            self.reports.append((source.path, _report(data)))
             self.files += 1
         elif isinstance(plain, dict) and is_dump(plain):
             self.add_dump(source.path, plain)
@@ -272,12 +273,7 @@ def _words(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
-def is_report(plain: object) -> bool:
-    """Whether plain data is a report of this package, of any schema."""
-    return isinstance(plain, dict) and "schema" in plain and "findings" in plain
-
-
-def from_report(data: bytes) -> Diagnosis:
+def _report(data: bytes) -> Diagnosis:
     """The diagnosis in a report.
 
     Raises:

@@ -109,22 +109,22 @@ def complete(all_places: Iterable[Places]) -> bool:
         alike[(frozenset(places.positions), frozenset(kinds.items()))].append(places)
     changed = False
     for same in alike.values():
-        told: dict[str, set[str]] = defaultdict(set)
+        descriptions: dict[str, set[str]] = defaultdict(set)
         for places in same:
             for number, (_, about) in places.names.items():
-                told[number].add(about)
+                descriptions[number].add(about)
         for places in same:
             before = len(places.names)
             for number in places.unnamed:
-                if len(told[number]) == 1:
-                    places.take(number, next(iter(told[number])))
+                if len(descriptions[number]) == 1:
+                    places.take(number, next(iter(descriptions[number])))
             places._complete()
             changed |= len(places.names) != before
     return changed
 
 
-def called_otherwise(all_places: Mapping[int, Places]) -> dict[int, dict[str, str]]:
-    """For each rank, its names of groups that have another name on their lowest member, and that name.
+def common_names(all_places: Mapping[int, Places]) -> dict[int, dict[str, str]]:
+    """By rank: its own names of groups that have another name on their lowest member, each with that common name.
 
     Each process numbers or hashes names itself, so members of a group may disagree about its name, and one name may
     mean different groups; then the members become part of the name.

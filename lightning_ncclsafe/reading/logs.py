@@ -9,7 +9,6 @@ from lightning_ncclsafe.reading import starts, statements, tracebacks, watchdog
 from lightning_ncclsafe.reading.bars import LastBar, works_on
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
 from lightning_ncclsafe.reading.lines import Line, Unread, lines, parts, telling
-from lightning_ncclsafe.reading.raising import Raising, RankException
 from lightning_ncclsafe.reading.rank_log import RankLog
 from lightning_ncclsafe.reading.starts import (
     RANKS_OF_A_HOST,
@@ -22,8 +21,8 @@ from lightning_ncclsafe.reading.starts import (
     starts_again,
 )
 from lightning_ncclsafe.reading.statements import Statements, ended_child
-from lightning_ncclsafe.reading.tracebacks import frame
-from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError
+from lightning_ncclsafe.reading.tracebacks import RankException, Tracebacks
+from lightning_ncclsafe.reading.values import MOST_RANKS, ReadingError, frame
 
 # Every useful line has one of these words; most lines, and most megabytes, have none.
 _WORDS = {*starts.WORDS, *statements.WORDS, *tracebacks.WORDS, *watchdog.WORDS}
@@ -53,7 +52,7 @@ class Log:
         self.remarks: list[str] = []
         self.unread = Unread()
         self._starts = Starts()
-        self._raising = Raising()
+        self._tracebacks = Tracebacks()
         self._rank_of: dict[str, int] = {}
         self._broken: list[str] = []
         self._broken_of: int | None = None
@@ -79,7 +78,7 @@ class Log:
         """
         self._file = _File(rank)
         self._starts.begin(start)
-        self._raising.begin()
+        self._tracebacks.begin()
         try:
             for line in lines(stream, most, self._wants_block):
                 self._file.line += 1
@@ -101,32 +100,32 @@ class Log:
         return bool(self._words) or self._wants(block)
 
     def _wants(self, text: bytes) -> bool:
-        if self._raising.is_open or self._broken or self._failed or self._statements.is_open:
+        if self._tracebacks.is_open or self._broken or self._failed or self._statements.is_open:
             return True
         return bool(telling(text, self._words)) or (self._file.spoke_at > 0 and b"%|" in text)
 
     def _ends_file(self) -> None:
         for statement in self._statements.flush():
-            self._starts.now.has_said(statement)
-        for one in self._raising.flush():
+            self._starts.now.add_statement(statement)
+        for one in self._tracebacks.flush():
             self._raised(one)
-        if self._raising.child is not None:
+        if self._tracebacks.child is not None:
             # The end of its traceback is missing.
-            self._starts.now.has_said(ended_child(self._raising.child))
+            self._starts.now.add_statement(ended_child(self._tracebacks.child))
         self._is_cut |= self._file.is_cut
-        said = self._of(self._file.rank) if self._raising.nameless else None
-        for exception in self._raising.nameless:
-            if said is not None:
-                said.raised(exception)
+        rank_log = self._of(self._file.rank) if self._tracebacks.nameless else None
+        for exception in self._tracebacks.nameless:
+            if rank_log is not None:
+                rank_log.add_exception(exception)
             elif tracebacks.is_telling(exception):
-                self._starts.now.has_raised(exception)
+                self._starts.now.add_exception(exception)
 
-    def said(self) -> tuple[RankLog, ...]:
+    def rank_logs(self) -> tuple[RankLog, ...]:
         """What was said about each rank, by rank, without ranks that only showed that they were alive.
 
         If the run was started several times, the last start with any finding counts.
         """
-        return tuple(one for _, one in sorted(self._settled().items()) if one.tells)
+        return tuple(one for _, one in sorted(self._settled().items()) if one.has_finding)
 
     def _settled(self) -> dict[int, RankLog]:
         return self._starts.last.settled(has_agents=self._starts.has_agents)
@@ -145,13 +144,12 @@ class Log:
     @property
     def facts(self) -> LogFacts:
         """What was said about that start beyond single ranks."""
-        start = self._starts.last
-        statements = start.unsettled(has_agents=self._starts.has_agents)
+        rank_logs, start = self._settled(), self._starts.last
         return LogFacts(
-            statements=tuple(one for one in statements if not self._has_ended_itself(one)),
+            statements=tuple(one for one in start.statements if not self._has_ended_itself(one)),
             works_on=works_on(start.bars, start.limits_s),
             is_cut=self._is_cut,
-            spoke=tuple(sorted(rank for rank, one in self._settled().items() if not one.tells)),
+            spoke=tuple(sorted(rank for rank, one in rank_logs.items() if not one.has_finding)),
         )
 
     def _has_ended_itself(self, statement: Statement) -> bool:
@@ -169,7 +167,7 @@ class Log:
         """Whether the run starts again here; rank 0 announces it for all ranks only in a log of all."""
         if starts_again(text):
             return True
-        return has_started(text) and self._file.rank is None and self._starts.now.tells
+        return has_started(text) and self._file.rank is None and self._starts.now.has_finding
 
     def _of(self, rank: int | None) -> RankLog | None:
         if rank is None or not 0 <= rank < MOST_RANKS:
@@ -197,7 +195,7 @@ class Log:
         """Reads what is said about all ranks, or by a launcher; whether a process ended."""
         self._frame_of_failed(text)
         if size := watchdog.world_size(text):
-            self._starts.has_size(size)
+            self._starts.note_size(size)
         self._starts.has_agents |= of_agents(text)
         remark = launcher_remark(text)
         if remark and len(self.remarks) < _MOST_REMARKS and remark not in self.remarks:
@@ -205,15 +203,15 @@ class Log:
         return self._ends(text)
 
     def _stated(self, rank: int | None, text: str) -> bool:
-        said = list(self._statements.read(text, rank))
-        for statement in said:
-            self._starts.now.has_said(statement)
+        statements = list(self._statements.read(text, rank))
+        for statement in statements:
+            self._starts.now.add_statement(statement)
             if statement.kind is StatementKind.ENDED:
                 # This is a launcher's log of all ranks.
                 self._file.rank = None
         if "Completed store-based barrier" in text:
-            self._starts.now.has_joined()
-        return bool(said)
+            self._starts.now.note_all_joined()
+        return bool(statements)
 
     def _whole_line(self, line: Line) -> str:
         """The text, joined with the lines before it if a terminal has broken the line."""
@@ -241,17 +239,17 @@ class Log:
     def _exceptions(self, line: Line, rank: int | None, text: str) -> bool:
         """Keeps the exception that ends with this line; whether the line is about an exception."""
         has_numbers = self._starts.world_size <= RANKS_OF_A_HOST
-        found, is_read = self._raising.read(line, rank, text, has_numbers=has_numbers)
+        found, is_read = self._tracebacks.read(line, rank, text, has_numbers=has_numbers)
         for one in found:
             self._raised(one)
         return is_read
 
     def _raised(self, one: RankException) -> None:
-        said = self._of(one.rank)
-        if said is not None:
-            said.raised(one.exception)
+        rank_log = self._of(one.rank)
+        if rank_log is not None:
+            rank_log.add_exception(one.exception)
         else:
-            self._raising.keep(one.exception)
+            self._tracebacks.keep(one.exception)
 
     def _frame_of_failed(self, text: str) -> None:
         """Reads the stack of a failed collective, which follows the line that announces it, without prefixes."""
@@ -266,12 +264,12 @@ class Log:
     def _ends(self, text: str) -> bool:
         ends, tasks = self._summary.add(text), srun_ended(text)
         for end in ends:
-            said = self._of(end.rank)
+            rank_log = self._of(end.rank)
             self._file.speaks(end.rank)
-            if said is not None:
-                said.ended(end)
+            if rank_log is not None:
+                rank_log.add_end(end)
         for task in tasks:
-            self._starts.now.has_ended(task)
+            self._starts.now.add_task(task)
             self._file.speaks(task.rank)
         return bool(ends or tasks)
 
@@ -279,51 +277,51 @@ class Log:
         call, standing = watchdog.timed_out(text), watchdog.standing(text)
         if rank is None:
             rank = self._rank_within(call, standing, text)
-        said = self._of(rank)
+        rank_log = self._of(rank)
         is_read = False
         for awaited in watchdog.awaited(text):
-            self._awaits(awaited, said, text)
+            self._awaits(awaited, rank_log, text)
             is_read = True
-        if said is None:
+        if rank_log is None:
             error = watchdog.device_error(text)
             if error:
-                self._raised(self._raising.owned(None, ExceptionFacts(type="CUDA error", message=error)))
+                self._raised(self._tracebacks.owned(None, ExceptionFacts(type="CUDA error", message=error)))
             return is_read or bool(error) or call is not None
-        self._last = said
-        self._file.speaks(said.rank)
+        self._last = rank_log
+        self._file.speaks(rank_log.rank)
         if _FAILED_AT in text:
-            self._failed = said if not said.stacks else None
-        if call is not None and (call.op or not said.has_named(call.seq)):
-            self._has_timed_out(said, call, line, text)
+            self._failed = rank_log if not rank_log.stacks else None
+        if call is not None and (call.op or not rank_log.has_named(call.seq)):
+            self._add_timeout(rank_log, call, line, text)
         if standing is not None:
-            said.stands(standing)
-            said.quote(text)
+            rank_log.add_standing(standing)
+            rank_log.quote(text)
             self._file.took_at = self._file.line
-        return self._of_its_thread(said, text) or is_read or call is not None or standing is not None
+        return self._of_its_thread(rank_log, text) or is_read or call is not None or standing is not None
 
-    def _has_timed_out(self, said: RankLog, call: watchdog.TimedOut, line: Line, text: str) -> None:
-        if not said.timeouts:
+    def _add_timeout(self, rank_log: RankLog, call: watchdog.TimedOut, line: Line, text: str) -> None:
+        if not rank_log.timeouts:
             self._file.spoke_at = self._file.line
         if pid := _PID.search(line.stream):
             self._gave_up_pids.add(pid[1])
         if call.timeout_ms and call.ran_ms:
-            self._starts.now.has_limit(call.timeout_ms / 1e3)
-        said.has_timed_out(call)
-        said.quote(text)
+            self._starts.now.add_limit(call.timeout_ms / 1e3)
+        rank_log.add_timeout(call)
+        rank_log.quote(text)
 
-    def _of_its_thread(self, said: RankLog, text: str) -> bool:
+    def _of_its_thread(self, rank_log: RankLog, text: str) -> bool:
         """Reads what happened to the watchdog itself; whether the line is about that."""
         error, lost, stuck = watchdog.device_error(text), watchdog.backend_error(text), watchdog.stuck_s(text)
         if error:
-            said.raised(ExceptionFacts(type="CUDA error", message=error))
+            rank_log.add_exception(ExceptionFacts(type="CUDA error", message=error))
         if lost:
-            said.raised(ExceptionFacts(type="NCCL error", message=lost, is_consequence=True))
+            rank_log.add_exception(ExceptionFacts(type="NCCL error", message=lost, is_consequence=True))
         if stuck:
-            said.stuck_s = max(said.stuck_s, stuck)
+            rank_log.stuck_s = max(rank_log.stuck_s, stuck)
         if watchdog.has_timed_out_elsewhere(text):
-            said.has_timed_out_elsewhere()
+            rank_log.add_timeout_elsewhere()
         if error or lost or stuck:
-            said.quote(text)
+            rank_log.quote(text)
             return True
         return False
 
@@ -333,9 +331,9 @@ class Log:
             return standing.rank if standing.group == DEFAULT_GROUP[0] else None
         return call.rank if call is not None else watchdog.ended_rank(text)
 
-    def _awaits(self, awaited: watchdog.Awaited, said: RankLog | None, text: str) -> None:
+    def _awaits(self, awaited: watchdog.Awaited, rank_log: RankLog | None, text: str) -> None:
         # A desync report follows some lines after the rank that wrote it; a monitored barrier fails on rank 0.
-        speaker = self._of(awaited.by) or said or self._last or self._of(0)
+        speaker = self._of(awaited.by) or rank_log or self._last or self._of(0)
         if speaker is not None:
             speaker.awaited.update(rank for rank in awaited.ranks if rank != speaker.rank)
             speaker.awaited_in = speaker.awaited_in or awaited.where

@@ -41,7 +41,7 @@ _LONGEST = 300
 
 def job_of(
     dumps: Mapping[int, RankFacts],
-    said: Collection[RankLog],
+    rank_logs: Collection[RankLog],
     size: int,
     *,
     unnamed: Iterable[ExceptionFacts] = (),
@@ -54,7 +54,7 @@ def job_of(
 
     Args:
         dumps: Facts from dumps, by rank.
-        said: What logs say about each rank.
+        rank_logs: What logs say about each rank.
         size: The number of ranks, if a log gives it; 0 otherwise.
         unnamed: Exceptions of unknown ranks.
         missing: What could not be read, one sentence each.
@@ -62,14 +62,18 @@ def job_of(
         left_out: Ranks whose dumps are not among these for another reason.
         log: What logs say beyond single ranks.
     """
-    membership = Membership(said, size)
-    logs = {one.rank: one.facts(membership.members) for one in said}
-    told = [_joined(dumps.get(rank), logs.get(rank)) for rank in sorted(dumps.keys() | logs.keys())]
-    ranks = _unmixed(_distinct(told))
+    membership = Membership(rank_logs, size)
+    logs = {one.rank: one.facts(membership.members) for one in rank_logs}
+    all_facts = [
+        _joined(dumps[rank], logs[rank]) if rank in dumps and rank in logs else (dumps.get(rank) or logs[rank])
+        for rank in sorted(dumps.keys() | logs.keys())
+    ]
+    ranks = _unmixed(_distinct(all_facts))
     counted = max([membership.size, *_sizes(dumps.values())])
     world_size = max([counted, *_seen(ranks), *(rank + 1 for rank in outdated)])
     is_sized = counted > 0
-    unsized = (_UNSIZED.format(size=ranks_count(world_size)),) if world_size and not is_sized else ()
+    size_words = f"{world_size:,} rank{'s' * (world_size != 1)}"
+    unsized = (_UNSIZED.format(size=size_words),) if world_size and not is_sized else ()
     # One copy for all ranks, as it is long in large jobs.
     members = ranks_by_group(ranks) | {DEFAULT_GROUP[0]: tuple(range(world_size)) if counted else ()}
     return JobFacts(
@@ -83,11 +87,6 @@ def job_of(
         left_out=tuple(rank for rank in left_out if rank < world_size),
         log=log or LogFacts(),
     )
-
-
-def ranks_count(count: int) -> str:
-    """``"1 rank"``, ``"8 ranks"``."""
-    return f"{count:,} rank{'s' * (count != 1)}"
 
 
 def later(one: RankFacts, other: RankFacts) -> tuple[RankFacts, tuple[str, ...]]:
@@ -131,10 +130,8 @@ def _last_ns(facts: RankFacts, group: str) -> int:
     return max((call.created_ns for call in facts.collectives if call.group == group), default=0)
 
 
-def _joined(dump: RankFacts | None, log: RankFacts | None) -> RankFacts:
+def _joined(dump: RankFacts, log: RankFacts) -> RankFacts:
     """The groups are those of the dump; how the rank ended is in the log."""
-    if dump is None or log is None:
-        return log or dump or _nothing()
     known = {group.name for group in dump.groups if group.last_enqueued}
     record = log.record or RecordFacts()
     return replace(
@@ -150,10 +147,6 @@ def _joined(dump: RankFacts | None, log: RankFacts | None) -> RankFacts:
     )
 
 
-def _nothing() -> RankFacts:
-    raise LookupError("neither a dump nor a log")
-
-
 def _sizes(dumps: Iterable[RankFacts]) -> list[int]:
     """The number of ranks, by the members of default groups."""
     groups = (group for facts in dumps for group in facts.groups)
@@ -167,16 +160,16 @@ def _seen(ranks: Iterable[RankFacts]) -> Iterator[int]:
         yield from (group.ranks[-1] + 1 for group in facts.groups if group.ranks)
 
 
-def _distinct(told: list[RankFacts]) -> list[RankFacts]:
+def _distinct(all_facts: list[RankFacts]) -> list[RankFacts]:
     """Gives groups that share a name but have different members different names."""
     # By identity first: equal ones are long, and mostly the same object.
     members: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
-    for facts in told:
+    for facts in all_facts:
         for group in facts.groups:
             if group.ranks:
                 members[group.name][id(group.ranks)] = group.ranks
     shared = {name for name, variants in members.items() if len(set(variants.values())) > 1}
-    return [renamed(facts, _with_ranks(facts, shared)) for facts in told] if shared else told
+    return [renamed(facts, _with_ranks(facts, shared)) for facts in all_facts] if shared else all_facts
 
 
 def _with_ranks(facts: RankFacts, shared: set[str]) -> dict[str, str]:
@@ -192,10 +185,10 @@ def renamed(facts: RankFacts, names: Mapping[str, str]) -> RankFacts:
     )
 
 
-def _unmixed(told: list[RankFacts]) -> list[RankFacts]:
+def _unmixed(all_facts: list[RankFacts]) -> list[RankFacts]:
     """Counters include sends and receives: if any member has some, no member's counters show collectives."""
-    mixed = {group.name for facts in told for group in facts.groups if group.is_mixed}
-    return [_by_entries(facts, mixed) for facts in told] if mixed else told
+    mixed = {group.name for facts in all_facts for group in facts.groups if group.is_mixed}
+    return [_by_entries(facts, mixed) for facts in all_facts] if mixed else all_facts
 
 
 def _by_entries(facts: RankFacts, mixed: set[str]) -> RankFacts:
@@ -248,99 +241,99 @@ class Membership:
         members: Global ranks of the groups, if known.
     """
 
-    def __init__(self, all_said: Collection[RankLog], size: int) -> None:
+    def __init__(self, rank_logs: Collection[RankLog], size: int) -> None:
         """Takes what was said about all ranks, and the number of ranks if a log gives it, otherwise 0."""
-        _complete(all_said)
-        _mix(all_said)
-        _adopt(all_said)
+        _complete(rank_logs)
+        _mix(rank_logs)
+        _adopt(rank_logs)
         speakers: dict[str, set[int]] = defaultdict(set)
         sizes: dict[str, int] = defaultdict(int)
-        for said in all_said:
-            for group in said.standings:
-                speakers[group].add(said.rank)
-            for call in said.timeouts.values():
-                group = said.group_of(call)
-                speakers[group].add(said.rank)
+        for one in rank_logs:
+            for group in one.standings:
+                speakers[group].add(one.rank)
+            for call in one.timeouts.values():
+                group = one.group_of(call)
+                speakers[group].add(one.rank)
                 sizes[group] = max(sizes[group], _ranks_in(call))
-        alike = _numbered_alike(all_said) & speakers.keys()
+        alike = _numbered_alike(rank_logs) & speakers.keys()
         self.size = max([size, *(sizes[group] for group in alike)])
         self.members = {
             group: tuple(sorted(ranks)) for group, ranks in speakers.items() if group != DEFAULT_GROUP[0]
-        } | self._of_all(alike, sizes, all_said)
+        } | self._of_all(alike, sizes, rank_logs)
 
     def _of_all(
-        self, alike: Iterable[str], sizes: dict[str, int], all_said: Iterable[RankLog]
+        self, alike: Iterable[str], sizes: dict[str, int], rank_logs: Iterable[RankLog]
     ) -> dict[str, tuple[int, ...]]:
         """Groups that all ranks of the job are in."""
         if not self.size:
             return {}
-        everybody = tuple(range(max([self.size, *(said.rank + 1 for said in all_said)])))
+        everybody = tuple(range(max([self.size, *(one.rank + 1 for one in rank_logs)])))
         whole = {group for group in alike if group == DEFAULT_GROUP[0] or sizes[group] == self.size}
         return dict.fromkeys(whole, everybody)
 
 
-def _complete(all_said: Iterable[RankLog]) -> None:
+def _complete(rank_logs: Iterable[RankLog]) -> None:
     """Takes a rank's group from another rank that waits in the same collective."""
     known: dict[tuple[int, str], set[str]] = defaultdict(set)
-    for said in all_said:
-        for call in said.timeouts.values():
-            if call.seq in said.at:
-                known[(call.seq, call.op)].add(said.at[call.seq])
-    for said in all_said:
-        for call in said.timeouts.values():
+    for one in rank_logs:
+        for call in one.timeouts.values():
+            if call.seq in one.at:
+                known[(call.seq, call.op)].add(one.at[call.seq])
+    for one in rank_logs:
+        for call in one.timeouts.values():
             groups = known.get((call.seq, call.op), set())
             if len(groups) == 1:
-                said.at.setdefault(call.seq, next(iter(groups)))
+                one.at.setdefault(call.seq, next(iter(groups)))
 
 
-def _mix(all_said: Iterable[RankLog]) -> None:
+def _mix(rank_logs: Iterable[RankLog]) -> None:
     """A watchdog gives up one collective of its group: whose rank gave up several has several groups.
 
     Where none of them has a name, a number on one rank is not comparable with another one on another rank.
     """
     nameless = [
-        {call.seq for call in said.timeouts.values() if call.seq and call.seq not in said.at} for said in all_said
+        {call.seq for call in one.timeouts.values() if call.seq and call.seq not in one.at} for one in rank_logs
     ]
     is_mixed = any(len(seqs) > 1 for seqs in nameless)
-    for said in all_said:
-        said.is_mixed = is_mixed
+    for one in rank_logs:
+        one.is_mixed = is_mixed
     unknown = {
         call.seq
-        for said in all_said
-        for call in said.timeouts.values()
-        if said.group_of(call) == UNKNOWN_GROUP and call.seq
+        for one in rank_logs
+        for call in one.timeouts.values()
+        if one.group_of(call) == UNKNOWN_GROUP and call.seq
     }
-    for said in all_said:
-        said.is_apart = len(unknown) > 1
+    for one in rank_logs:
+        one.is_apart = len(unknown) > 1
 
 
-def _adopt(all_said: Iterable[RankLog]) -> None:
+def _adopt(rank_logs: Iterable[RankLog]) -> None:
     """Takes the operation at a rank's number from the other ranks, if they agree.
 
     Otherwise the operation stays unknown.
     """
     known: dict[tuple[str, int], set[_Called]] = defaultdict(set)
-    for said in all_said:
-        for call in said.timeouts.values():
-            known[(said.group_of(call), call.seq)].add((call.op, call.takes, call.gives))
-    for said in all_said:
-        theirs = {(said.group_of(call), call.seq) for call in said.timeouts.values()}
-        for place in said.waits_at():
+    for one in rank_logs:
+        for call in one.timeouts.values():
+            known[(one.group_of(call), call.seq)].add((call.op, call.takes, call.gives))
+    for one in rank_logs:
+        theirs = {(one.group_of(call), call.seq) for call in one.timeouts.values()}
+        for place in one.waits_at():
             if place not in theirs:
                 calls = known.get(place, set())
                 op, takes, gives = next(iter(calls)) if len(calls) == 1 else ("", None, None)
-                said.has_timed_out(TimedOut(place[1], op, takes, gives, 0, 0, None))
-                said.at.setdefault(place[1], place[0])
+                one.add_timeout(TimedOut(place[1], op, takes, gives, 0, 0, None))
+                one.at.setdefault(place[1], place[0])
 
 
-def _numbered_alike(all_said: Iterable[RankLog]) -> set[str]:
+def _numbered_alike(rank_logs: Iterable[RankLog]) -> set[str]:
     """Groups in which every known member has the same number as in the job."""
     alike: dict[str, bool] = defaultdict(lambda: True)
-    for said in all_said:
-        for name, standing in said.standings.items():
-            alike[name] &= standing.rank == said.rank
-        for call in said.timeouts.values():
-            alike[said.group_of(call)] &= call.rank in (None, said.rank)
+    for one in rank_logs:
+        for name, standing in one.standings.items():
+            alike[name] &= standing.rank == one.rank
+        for call in one.timeouts.values():
+            alike[one.group_of(call)] &= call.rank in (None, one.rank)
     return {name for name, same in alike.items() if same and not name.startswith(UNKNOWN_GROUP)}
 
 
@@ -375,5 +368,5 @@ def _places(facts: RankFacts) -> set[tuple[str, int, str]]:
 
 def _words(exception: ExceptionFacts) -> str:
     frame = deepest_user_frame(exception.stack)
-    said = f"{exception.type}: {exception.message}" if exception.message else exception.type
-    return said[:_LONGEST] + (f" at {short_location(frame)}" if frame else "")
+    words = f"{exception.type}: {exception.message}" if exception.message else exception.type
+    return words[:_LONGEST] + (f" at {short_location(frame)}" if frame else "")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Group, Phase, Progress, RankFacts, RecordFacts
 from lightning_ncclsafe.reading.groups import DEFAULT_GROUP
-from lightning_ncclsafe.reading.tracebacks import stack
+from lightning_ncclsafe.reading.values import stack
 from lightning_ncclsafe.reading.watchdog import Standing, TimedOut
 
 _MOST_LINES = 6
@@ -64,7 +64,7 @@ class RankLog:
         if len(self.lines) < _MOST_LINES and line not in self.lines:
             self.lines.append(line)
 
-    def has_timed_out(self, call: TimedOut) -> None:
+    def add_timeout(self, call: TimedOut) -> None:
         """Keeps a collective that has timed out: of several messages about it, the first with most details."""
         self.timeouts.pop((call.seq, "") if call.op else (-1, ""), None)
         if call.seq:
@@ -74,12 +74,12 @@ class RankLog:
         if says_more and len(self.timeouts) < _MOST_GROUPS:
             self.timeouts[(call.seq, call.op)] = call
 
-    def has_timed_out_elsewhere(self) -> None:
+    def add_timeout_elsewhere(self) -> None:
         """Keeps that the rank has timed out, if nothing else is known about that."""
         if not self.timeouts:
             self.timeouts[(0, "")] = TimedOut(0, "", None, None, 0, 0, None)
 
-    def ended(self, end: Ended) -> None:
+    def add_end(self, end: Ended) -> None:
         """Keeps how its process ended; the first message counts."""
         self.exit_code = self.exit_code or end.exit_code
         self.ended_first = self.ended_first or end.is_first
@@ -90,7 +90,7 @@ class RankLog:
         """Whether the operation that has timed out under a number is known."""
         return any(op and number == seq for number, op in self.timeouts)
 
-    def stands(self, standing: Standing) -> None:
+    def add_standing(self, standing: Standing) -> None:
         """Keeps the rank's position; the last message counts, unless it came after everything had ended."""
         if standing.group not in self.standings and len(self.standings) >= _MOST_GROUPS:
             return
@@ -100,7 +100,7 @@ class RankLog:
         if standing.seq is not None:
             self.at.setdefault(standing.seq, standing.group)
 
-    def raised(self, exception: ExceptionFacts) -> None:
+    def add_exception(self, exception: ExceptionFacts) -> None:
         """Keeps the first exception that is the rank's own; one that is a consequence only where there is no other.
 
         What a rank raises after it has given up a collective follows from that: the collective has left it nothing
@@ -112,7 +112,7 @@ class RankLog:
             self.exception = exception
 
     @property
-    def tells(self) -> bool:
+    def has_finding(self) -> bool:
         """Whether this says anything about what the rank did, other than being alive."""
         waits = self.timeouts or self.standings or self.awaited
         return bool(waits or self.exception or self.stuck_s or self.exit_code)

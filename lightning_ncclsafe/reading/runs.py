@@ -70,7 +70,8 @@ def latest_ns(facts: RankFacts) -> int:
 
 def _misnamed(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     """A process knows the groups of which it is a member, and says in each send and receive which member it is."""
-    everybody = {group.ranks for facts in dumps.values() for group in facts.groups if _is_default(group)}
+    groups = (group for facts in dumps.values() for group in facts.groups)
+    everybody = {one.ranks for one in groups if one.ranks and (one.name, one.description) == DEFAULT_GROUP}
     size = len(next(iter(everybody))) if len(everybody) == 1 else 0
     beyond = [rank for rank in sorted(dumps) if rank >= size > 0]
     if beyond:
@@ -88,10 +89,6 @@ def _is_of_another(rank: int, facts: RankFacts) -> bool:
         return True
     callers = (caller_of(call, members.get(call.group, ())) for call in facts.collectives if call.is_p2p)
     return any(caller not in (None, rank) for caller in callers)
-
-
-def _is_default(group: Group) -> bool:
-    return (group.name, group.description) == DEFAULT_GROUP and bool(group.ranks)
 
 
 def _of_other_members(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
@@ -113,7 +110,8 @@ def _of_other_times(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     moments = {rank: moment for rank, facts in dumps.items() if (moment := latest_ns(facts))}
     newest = max(moments.values(), default=0)
     # A rank may be late by its own timeout.
-    ranks = sorted(rank for rank, moment in moments.items() if newest - moment > _APART_NS + _longest_ns(dumps[rank]))
+    timeout_ns = {rank: max(call.timeout_ms for call in dumps[rank].collectives) * 1_000_000 for rank in moments}
+    ranks = sorted(rank for rank, moment in moments.items() if newest - moment > _APART_NS + timeout_ns[rank])
     if ranks:
         hours = min(newest - moments[rank] for rank in ranks) // 3_600_000_000_000
         why = f"their last calls were more than {hours} h before those of the others"
@@ -167,10 +165,6 @@ def _fit(dumps: Dumps, early: set[int]) -> bool:
     )
 
 
-def _longest_ns(facts: RankFacts) -> int:
-    return max((call.timeout_ms for call in facts.collectives), default=0) * 1_000_000
-
-
 def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
     # In a group without collectives, counters may be those of sends and receives.
     seen = {call.group for facts in dumps.values() for call in facts.collectives if not call.is_p2p}
@@ -183,21 +177,12 @@ def _older(dumps: Dumps) -> Iterable[tuple[list[int], str]]:
             key = group.name, id(group.ranks)
             done[key] = max(done[key], ended.get(group.name, 0))
             called_in[key][rank] = group.last_enqueued
-    for key in sorted(done):
-        name = key[0]
-        called = {rank: seq for rank, seq in called_in[key].items() if 0 < seq < done[key]}
-        if name in numbered_apart:
-            continue
-        if called:
-            yield (
-                sorted(called),
-                _OLDER.format(
-                    ranks=ranks_words(called),
-                    group=group_words(name),
-                    done=done[key],
-                    called=max(called.values()),
-                ),
-            )
+    for name, members in sorted(done):
+        most = done[name, members]
+        called = {rank: seq for rank, seq in called_in[name, members].items() if 0 < seq < most}
+        if called and name not in numbered_apart:
+            where, last = group_words(name), max(called.values())
+            yield sorted(called), _OLDER.format(ranks=ranks_words(called), group=where, done=most, called=last)
 
 
 def _ended(facts: RankFacts, numbered_apart: set[str], seen: set[str]) -> dict[str, int]:

@@ -71,7 +71,7 @@ class Start:
     """What logs say about one start.
 
     Attributes:
-        said: What was said about each rank, by rank.
+        ranks: What was said about each rank, by rank.
         unnamed: Exceptions of unknown ranks.
         world_size: The number of ranks, if a log gives it; 0 otherwise.
         tasks: The ends of SLURM's tasks.
@@ -80,7 +80,7 @@ class Start:
         limits_s: Timeouts of collectives that were given up, seconds.
     """
 
-    said: dict[int, RankLog] = field(default_factory=dict)
+    ranks: dict[int, RankLog] = field(default_factory=dict)
     unnamed: list[ExceptionFacts] = field(default_factory=list)
     world_size: int = 0
     tasks: list[Ended] = field(default_factory=list)
@@ -89,37 +89,39 @@ class Start:
     limits_s: set[float] = field(default_factory=set)
 
     @property
-    def tells(self) -> bool:
+    def has_finding(self) -> bool:
         """Whether any rank waits, fails or ends, according to the log."""
-        return bool(self.unnamed or self.statements or self.tasks) or any(one.tells for one in self.said.values())
+        return bool(self.unnamed or self.statements or self.tasks) or any(
+            one.has_finding for one in self.ranks.values()
+        )
 
     def of(self, rank: int) -> RankLog | None:
         """What is said about a rank; None if there are too many ranks."""
-        if rank not in self.said and len(self.said) >= _MOST_SAID:
+        if rank not in self.ranks and len(self.ranks) >= _MOST_SAID:
             return None
-        return self.said.setdefault(rank, RankLog(rank))
+        return self.ranks.setdefault(rank, RankLog(rank))
 
-    def has_said(self, statement: Statement) -> None:
+    def add_statement(self, statement: Statement) -> None:
         """Keeps a statement, once."""
         if statement.kind is StatementKind.ENDED and statement.exit_code in _NO_CAUSE:
             return
         if statement.kind is StatementKind.STORE_WAIT and statement.detail[4:5].isdecimal():
-            self.has_limit(int(statement.detail.split()[1]) / 1e3)
+            self.add_limit(int(statement.detail.split()[1]) / 1e3)
         known = {(one.kind, one.ranks, one.by, one.exit_code, one.local_rank, one.detail) for one in self.statements}
         key = statement.kind, statement.ranks, statement.by, statement.exit_code, statement.local_rank, statement.detail
         if len(self.statements) < _MOST_STATEMENTS and key not in known:
             self.statements.append(statement)
 
-    def has_joined(self) -> None:
+    def note_all_joined(self) -> None:
         """Notes that all ranks have joined the store: nobody waits there any more."""
         self.statements = [one for one in self.statements if one.detail != WAITS]
 
-    def has_limit(self, limit_s: float) -> None:
+    def add_limit(self, limit_s: float) -> None:
         """Keeps a timeout that has expired."""
         if len(self.limits_s) < _MOST_LIMITS:
             self.limits_s.add(limit_s)
 
-    def has_ended(self, task: Ended) -> None:
+    def add_task(self, task: Ended) -> None:
         """Keeps the end of a SLURM task."""
         if len(self.tasks) < _MOST_SAID:
             self.tasks.append(task)
@@ -127,28 +129,30 @@ class Start:
     def settled(self, *, has_agents: bool) -> dict[int, RankLog]:
         """What is said about each rank, with the ends of processes whose rank can be concluded.
 
+        Statements about the end of such a process are dropped; those of no single rank are left.
+
         Args:
             has_agents: Whether torchrun has started the ranks, so that SLURM's tasks are not ranks.
         """
-        has_table = any(one.exit_code is not None for one in self.said.values())
+        has_table = any(one.exit_code is not None for one in self.ranks.values())
         ends = [one for one in self.statements if one.kind is StatementKind.ENDED and one.exit_code is not None]
         may_be_first = not any(_is_fatal(one.exit_code) for one in ends if one.detail == OF_EACH)
         for statement in ends:
             rank = self._rank_of(statement)
-            said = self.of(rank) if rank is not None else None
-            if said is not None or (has_table and statement.detail == "torchrun"):
+            rank_log = self.of(rank) if rank is not None else None
+            if rank_log is not None or (has_table and statement.detail == "torchrun"):
                 self.statements.remove(statement)
-            if said is not None and not has_table:
+            if rank_log is not None and not has_table:
                 is_first = statement.detail != OF_EACH or (may_be_first and (statement.exit_code or 0) > 0)
-                said.ended(Ended(said.rank, statement.exit_code or 0, is_first=is_first))
-                said.quote(statement.line)
+                rank_log.add_end(Ended(rank_log.rank, statement.exit_code or 0, is_first=is_first))
+                rank_log.quote(statement.line)
         self._settle_unexplained()
         self._settle_words_of_srun(has_agents=has_agents)
         if not has_agents:
             self._settle_tasks()
         self._find_first()
         self._attribute()
-        return self.said
+        return self.ranks
 
     def _settle_unexplained(self) -> None:
         """Finds ranks of processes whose exit code is unknown."""
@@ -168,12 +172,12 @@ class Start:
         """Takes SLURM's tasks as ranks. If the kernel has ended one, the others may have failed because of that."""
         may_be_first = not any(_is_fatal(task.exit_code) for task in self.tasks)
         for task in self.tasks:
-            if (said := self.of(task.rank)) is not None:
-                said.ended(task._replace(is_first=may_be_first))
+            if (rank_log := self.of(task.rank)) is not None:
+                rank_log.add_end(task._replace(is_first=may_be_first))
 
     def _find_first(self) -> None:
         """Each launcher reports the first failure on its own host; the earliest by far is the first of the job."""
-        first = [one for one in self.said.values() if one.ended_first]
+        first = [one for one in self.ranks.values() if one.ended_first]
         times = [one.ended_s for one in first if one.ended_s is not None]
         if len(times) == len(first) > 1:
             for one in first:
@@ -183,23 +187,18 @@ class Start:
         """The rank of a process, which is its local rank if there is only one host."""
         if statement.ranks:
             return statement.ranks[0]
-        highest = max([self.world_size, *(rank + 1 for rank in self.said)])
+        highest = max([self.world_size, *(rank + 1 for rank in self.ranks)])
         return statement.local_rank if highest <= RANKS_OF_A_HOST else None
 
     def _attribute(self) -> None:
         """Gives the only exception of an unknown rank to the only rank that failed without a known exception."""
         own = [one for one in self.unnamed if not one.is_consequence]
-        first = [one for one in self.said.values() if one.ended_first and (one.exit_code or 0) > 0]
+        first = [one for one in self.ranks.values() if one.ended_first and (one.exit_code or 0) > 0]
         if len(own) == len(first) == 1 and first[0].exception is None and not first[0].timeouts:
-            first[0].raised(own[0])
+            first[0].add_exception(own[0])
             self.unnamed.remove(own[0])
 
-    def unsettled(self, *, has_agents: bool) -> tuple[Statement, ...]:
-        """The statements that do not belong to a single rank."""
-        self.settled(has_agents=has_agents)
-        return tuple(self.statements)
-
-    def has_raised(self, exception: ExceptionFacts) -> None:
+    def add_exception(self, exception: ExceptionFacts) -> None:
         """Keeps an exception of an unknown rank."""
         if len(self.unnamed) < _MOST_UNNAMED and exception not in self.unnamed:
             self.unnamed.append(exception)
@@ -224,8 +223,8 @@ class Starts:
 
     def again(self) -> None:
         """Notes that the run starts again; only the last start with any finding is kept."""
-        told = self._last_told()
-        self._by_number = {number: start for number, start in self._by_number.items() if number == told}
+        last = self._last_with_finding()
+        self._by_number = {number: start for number, start in self._by_number.items() if number == last}
         self._number += 1
 
     @property
@@ -236,20 +235,20 @@ class Starts:
     @property
     def last(self) -> Start:
         """The last start with any finding."""
-        return self._by_number.get(self._last_told(), Start())
+        return self._by_number.get(self._last_with_finding(), Start())
 
     @property
     def world_size(self) -> int:
         """The number of ranks in the last start, otherwise in any start; 0 if unknown."""
         return self.last.world_size or self._world_size
 
-    def has_size(self, size: int) -> None:
+    def note_size(self, size: int) -> None:
         """Keeps the number of ranks."""
         self.now.world_size = max(self.now.world_size, size)
         self._world_size = max(self._world_size, size)
 
-    def _last_told(self) -> int:
-        return max((number for number, start in self._by_number.items() if start.tells), default=-1)
+    def _last_with_finding(self) -> int:
+        return max((number for number, start in self._by_number.items() if start.has_finding), default=-1)
 
 
 class Summary:

@@ -1,22 +1,17 @@
-"""Python's tracebacks in a log, line by line, also mixed ones of several ranks; frames of any machine."""
+"""Exceptions in a log of several ranks: tracebacks, which may be mixed or cut, errors without one, and their ranks."""
 
 import re
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
-from lightning_ncclsafe.reading.lines import found_in, message
-from lightning_ncclsafe.reading.values import items, mapping, ranks, text, whole
+from lightning_ncclsafe.reading.lines import Line, found_in, message
+from lightning_ncclsafe.reading.values import frame, ranks, stack, whole
 
-_MOST = 60
-_MOST_GIVEN = 1000
-_NOT_USERS = re.compile(
-    r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python3|[/\\]bin[/\\][\w.-]+$|^<(?!ipython-input)|^\?\?"
-)
-# C++ frames, with TORCH_FR_CPP_STACK.
-_SOURCES = (".py", ">")
-
+_Key = tuple[int | None, str]
+_MOST_OPEN = 4096
+_MOST_IDLE = 5000
+_MOST_NAMELESS = 16
 _MOST_FRAMES = 120
 _LONGEST_MESSAGE = 2000
 _MOST_LINES = 3000
@@ -40,25 +35,27 @@ _CONSEQUENCE_TEXTS = re.compile(
     r"|Caught collective operation timeout|Detected mismatch between collectives|DDP expects same model"
     r"|DataLoader worker .* killed by signal: (?:Terminated|Aborted)|^Wait timeout$"
 )
-
-
 # Errors of the rank itself that torch raises like errors between ranks.
 _OWN_TEXTS = re.compile(
     r"failed to listen on any local network address|no socket interface found|Distributed package doesn't have"
     r"|(?:NCCL [Ee]rror(?: 1)?|nccl\w+ failed): unhandled cuda error"
 )
+# A line of a traceback whose first line is missing.
 _CUT = re.compile(r'\s+File "[^"\n]{1,400}", line \d+, in ')
+# torch.distributed.checkpoint prints the exceptions of other ranks.
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d+)\)")
+# torch.multiprocessing.spawn and PyTorch's tests, before the traceback of a process.
 _CHILD = re.compile(
     r"(?:-- |\b)Process (\d+) (?:terminated with the following error|exited with error code \d+ and exc)"
 )
-# Ray Train, with the rank in the job
+# Ray Train, before the traceback of a rank.
 _SNIPPET = re.compile(r"^\[Rank (\d+) Error Snippet\]:")
 # Exceptions raised in these files are about another process.
 _PARENTS = re.compile(
     r"torch/(?:multiprocessing/spawn|distributed/(?:run|launch|launcher/\w+|elastic/.*))\.py$"
     r"|accelerate/(?:commands/|test_utils/testing|utils/launch)|deepspeed/launcher/|horovod/run(?:ner)?/"
 )
+# Between an exception and the traceback of one that only follows from it.
 _CHAIN = re.compile(
     r"During handling of the above exception, another exception occurred|The above exception was the direct cause of"
 )
@@ -135,109 +132,6 @@ WORDS = (
 """Every line that is read here has one of these words."""
 
 
-@lru_cache(maxsize=65_536)
-def frame(file: str, line: int, function: str) -> Frame:
-    """A frame; equal ones are the same object."""
-    return Frame(file=file, line=line, function=function, user=_NOT_USERS.search(file) is None)
-
-
-@lru_cache(maxsize=16_384)
-def _same(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Keeps one copy of a stack, as ranks call alike."""
-    return stack
-
-
-class DumpStacks:
-    """The stacks of one dump, which must outlive this. Entries share frames, so each stack is read once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[Frame, ...]] = {}
-
-    def read(self, value: object) -> tuple[Frame, ...]:
-        """The stack of an entry, outermost frame first; dumps have the innermost first."""
-        given = items(value)[:_MOST_GIVEN]
-        same = tuple(map(id, given))
-        if same not in self._known:
-            self._known[same] = _read(given)
-        return self._known[same]
-
-
-def _read(given: Sequence[object]) -> tuple[Frame, ...]:
-    found = []
-    for item in given:
-        fields = mapping(item)
-        file = text(fields.get("filename"))
-        if file.endswith(_SOURCES):
-            found.append(frame(file, whole(fields.get("line")), text(fields.get("name"))))
-    return stack(found[:_MOST][::-1])
-
-
-def stack(frames: list[Frame]) -> tuple[Frame, ...]:
-    """Frames, outermost first, as a stack; equal ones are the same object."""
-    return _same(tuple(frames[-_MOST:]))
-
-
-class Alone(NamedTuple):
-    """An error in a line without a traceback, and the ranks that the line names."""
-
-    exception: ExceptionFacts
-    ranks: tuple[int, ...] = ()
-
-
-def alone(text: str, *, is_of_rank: bool) -> Alone | None:
-    """The error in this line, without a traceback."""
-    said = next(found_in(text, _STATED), None)
-    if said is not None:
-        kind = said.message.kind.format(**said.groups)
-        return Alone(ExceptionFacts(type=kind, message=said.words), ranks(said.of("rank", "other")))
-    found = _ALONE.match(text)
-    own = (found["message"] or "") if found else ""
-    if found is None or not (is_of_rank or _OF_DEVICES.search(own)):
-        return None
-    return Alone(_exception(found["type"], own, []))
-
-
-def of_worker(text: str) -> ExceptionFacts | None:
-    """The failure that a loader's worker reports in this line; its parent raises the same next."""
-    found = _WORKER.search(text)
-    how = {"bus error": "Bus error", "segmentation fault": "Segmentation fault"}[found[1]] if found else ""
-    return ExceptionFacts(type="RuntimeError", message=f"DataLoader worker is killed by signal: {how}") if how else None
-
-
-def is_one(exception: ExceptionFacts, other: ExceptionFacts) -> bool:
-    """Whether two exceptions describe one failure, at different length."""
-    begin = other.message[: len(_NOT_REDUCED)]
-    return exception.type == other.type and begin == _NOT_REDUCED == exception.message[: len(_NOT_REDUCED)]
-
-
-def is_chain(text: str) -> bool:
-    """Whether the next traceback only follows from the exception above."""
-    return _CHAIN.search(text) is not None
-
-
-def of_rank(text: str) -> int | None:
-    """The rank in a first line of ``torch.distributed.checkpoint``, which prints the exceptions of others."""
-    found = _OF_RANK.search(text)
-    return whole(found[1]) if found else None
-
-
-def child(text: str) -> int | None:
-    """The number of the process whose traceback torch.multiprocessing.spawn, or PyTorch's tests, print next."""
-    found = _CHILD.search(text)
-    return whole(found[1]) if found else None
-
-
-def announced(text: str) -> int | None:
-    """The rank whose traceback Ray Train prints next."""
-    found = _SNIPPET.match(text)
-    return whole(found[1]) if found else None
-
-
-def begins_cut(text: str) -> bool:
-    """Whether this line belongs to a traceback without a first line."""
-    return _CUT.match(text) is not None
-
-
 def _exception(type_: str, message: str, frames: list[Frame]) -> ExceptionFacts:
     message = message[:_LONGEST_MESSAGE].strip()
     return ExceptionFacts(
@@ -301,3 +195,137 @@ class Traceback:
         if self._has_head or _NAMES.search(found["passed_on"] or found["type"]):
             type_ = found["passed_on"] or found["type"]
             self.exception = _exception(type_, found["message"] or "", self._frames)
+
+
+class RankException(NamedTuple):
+    """An exception and its rank, if known."""
+
+    rank: int | None
+    exception: ExceptionFacts
+
+
+class Tracebacks:
+    """Reads the exceptions of one file after the other, line by line.
+
+    Attributes:
+        nameless: Exceptions of unknown ranks in this file.
+        child: Number of the process whose traceback a parent has announced; None if it has announced none.
+    """
+
+    def __init__(self) -> None:
+        self.nameless: list[ExceptionFacts] = []
+        self.child: int | None = None
+        self._open: dict[_Key, Traceback] = {}
+        self._chained: set[_Key] = set()
+        self._idle = 0
+        self._worker: RankException | None = None
+        self._begun: _Key | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a traceback goes on in the next line."""
+        return bool(self._open)
+
+    def begin(self) -> None:
+        """Another file begins."""
+        self.nameless = []
+        self._open.clear()
+        self._chained.clear()
+        self.child, self._worker = None, None
+
+    def flush(self) -> Iterator[RankException]:
+        """The failure of a loader's worker that its process has not reported."""
+        if self._worker is not None:
+            yield self.owned(*self._worker)
+
+    def keep(self, exception: ExceptionFacts) -> None:
+        """Keeps an exception of an unknown rank."""
+        if len(self.nameless) < _MOST_NAMELESS:
+            self.nameless.append(exception)
+
+    def owned(self, rank: int | None, exception: ExceptionFacts) -> RankException:
+        """The exception with its rank, which is the announced child if no other is known."""
+        child, self.child = self.child, None
+        if "DataLoader worker" in exception.message:
+            self._worker = None
+        return RankException(child if rank is None else rank, exception)
+
+    def read(self, line: Line, rank: int | None, text: str, *, has_numbers: bool) -> tuple[list[RankException], bool]:
+        """Reads the next line; the exceptions that end with it, and whether the line is about an exception.
+
+        Args:
+            text: The line, joined with what a terminal has broken off.
+            has_numbers: Whether the number of a child is its rank.
+        """
+        key = (line.rank, line.stream)
+        self._loses_its_prefix(key, text)
+        reading = self._open.get(key)
+        self._idle = 0 if reading is not None else self._idle + 1
+        if self._idle > _MOST_IDLE:
+            # Their ranks were ended in the middle of them.
+            self._open.clear()
+        self._between(key, text, has_numbers=has_numbers)
+        if reading is not None and not reading.goes_on(text):
+            del self._open[key]
+            if reading.exception is not None and key in self._chained:
+                # The exception above is the original one.
+                self._chained.discard(key)
+                return [], True
+            if reading.exception is not None:
+                return [self.owned(rank if reading.rank is None else reading.rank, reading.exception)], True
+        if begins(text) and len(self._open) < _MOST_OPEN:
+            self._open[key] = Traceback(rank=_number(_OF_RANK.search(text)))
+            self._begun = key if line.rank is not None else None
+        elif reading is None and _CUT.match(text) and len(self._open) < _MOST_OPEN:
+            self._open[key] = Traceback(has_head=False)
+            self._open[key].goes_on(text)
+        elif reading is None:
+            return self._without_traceback(rank, text)
+        return [], True
+
+    def _loses_its_prefix(self, key: _Key, text: str) -> None:
+        """Finds the rank where a logger puts it before the first line of a traceback only."""
+        begun, self._begun = self._begun, None
+        if begun in self._open and key == (None, "") and key not in self._open and _CUT.match(text):
+            reading = self._open.pop(begun)
+            reading.rank = begun[0] if reading.rank is None else reading.rank
+            self._open[key] = reading
+
+    def _between(self, key: _Key, text: str, *, has_numbers: bool) -> None:
+        """Reads what is said about the next traceback."""
+        if _CHAIN.search(text):
+            self._chained.add(key)
+        child = _number(_CHILD.search(text)) if has_numbers else None
+        rank = _number(_SNIPPET.match(text))
+        if child is not None or rank is not None:
+            self.child = child if rank is None else rank
+
+    def _without_traceback(self, rank: int | None, text: str) -> tuple[list[RankException], bool]:
+        if worker := _WORKER.search(text):
+            died = f"DataLoader worker is killed by signal: {worker[1].capitalize()}"
+            self._worker = RankException(rank, ExceptionFacts(type="RuntimeError", message=died))
+            return [], True
+        said = next(found_in(text, _STATED), None)
+        found = _ALONE.match(text)
+        if said is not None:
+            kind = said.message.kind.format(**said.groups)
+            exception = ExceptionFacts(type=kind, message=said.words)
+        elif found is not None and (rank is not None or _OF_DEVICES.search(found["message"] or "")):
+            exception = _exception(found["type"], found["message"] or "", [])
+        else:
+            return [], False
+        same = next((one for one in self.nameless if _are_one(one, exception)), None)
+        if same is not None:
+            # Its traceback did not give the rank, but this line does.
+            self.nameless.remove(same)
+        named = ranks(said.of("rank", "other")) if said is not None else ()
+        return [self.owned(one, same or exception) for one in named or (rank,)], True
+
+
+def _number(found: re.Match[str] | None) -> int | None:
+    return whole(found[1]) if found else None
+
+
+def _are_one(exception: ExceptionFacts, other: ExceptionFacts) -> bool:
+    """Whether two exceptions describe one failure of DDP's reducer, at different length."""
+    return exception.type == other.type and all(one.message.startswith(_NOT_REDUCED) for one in (exception, other))

@@ -144,8 +144,7 @@ def timed_out(text: str) -> TimedOut | None:
     if work is None or not (_SEQ.search(work["body"]) or work["body"].startswith("OpType=")):
         return None
     body = work["body"]
-    shape = _SHAPE.search(body)
-    takes = ranks_or_lengths(shape[1]) if shape else _lengths(_number(_TAKES, body))
+    takes = _takes(body)
     gives = _number(_GIVES, body)
     rank = _WORK_RANK.search(text)
     return TimedOut(
@@ -170,12 +169,11 @@ def _operation(body: str, takes: tuple[int, ...] | None, gives: int | None) -> s
     return _OPS.get(name, name.lower())
 
 
-def ranks_or_lengths(text: str) -> tuple[int, ...]:
-    """Numbers with commas between them, in their order."""
-    return tuple(max(whole(number.strip()), 0) for number in text.split(",") if number.strip())
-
-
-def _lengths(count: int | None) -> tuple[int, ...] | None:
+def _takes(body: str) -> tuple[int, ...] | None:
+    """The shape of the input, or its number of elements."""
+    if shape := _SHAPE.search(body):
+        return tuple(max(whole(length.strip()), 0) for length in shape[1].split(",") if length.strip())
+    count = _number(_TAKES, body)
     return None if count is None else (count,)
 
 
@@ -233,13 +231,16 @@ def ended_rank(text: str) -> int | None:
 
 def device_error(text: str) -> str:
     """The error of the device that has ended a rank's watchdog, according to this line; empty if none."""
-    found = _DEVICE.search(text)
-    return found[1].strip() if found else ""
+    return _words(_DEVICE, text)
 
 
 def backend_error(text: str) -> str:
     """The error of NCCL's that has ended a collective, according to this line; empty if none."""
-    found = _ERROR.search(text)
+    return _words(_ERROR, text)
+
+
+def _words(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
     return found[1].strip() if found else ""
 
 

@@ -6,11 +6,11 @@ else is lost if it fails.
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread, UnansweredError
 from lightning_ncclsafe.facts import Incident
@@ -146,16 +146,25 @@ def _within(deadline_s: float, storage: Path, act: Callable[[], T]) -> T:
         return act()
 
 
-def _write_file(path: Path, content: bytes) -> None:
-    """Writes a file atomically: readers see the old one or the new one, even if the disk is full."""
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which takes the place of this one once it is complete: readers never see a part of it.
+
+    Only this user can read it. If writing fails, nothing is left of it.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
         Path(name).replace(path)
-    except OSError:
+    except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with replaced(path) as file:
+        file.write(content)
 
 
 class IncidentNumbers:

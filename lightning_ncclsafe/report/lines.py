@@ -46,6 +46,11 @@ def cut(text: str, most: int = _SHORT_LINE) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def first_of(words: Sequence[str], most: int) -> list[str]:
+    """The first of the words, then how many more there are: ``["a", "b", "7 more"]``."""
+    return [*words[:most], *([f"{len(words) - most:,} more"] if len(words) > most else [])]
+
+
 def columns(rows: Iterable[Sequence[str]], *, widest: int) -> Iterator[str]:
     """Rows as indented lines with aligned columns, whose cells are cut at a width."""
     cells = [[cut(safe(cell), widest) for cell in row] for row in rows]

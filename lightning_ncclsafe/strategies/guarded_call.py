@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from lightning_ncclsafe._torch import process_groups, recorders
 from lightning_ncclsafe.collectives.timer import RECORDER_SIZE
 from lightning_ncclsafe.errors import CollectiveTimeoutError, HostPreflightError
-from lightning_ncclsafe.facts.phase_kinds import PhaseKind
 from lightning_ncclsafe.guard.ending import Ending
 from lightning_ncclsafe.guard.group_timeouts import GroupTimeouts
 from lightning_ncclsafe.guard.guard import Guard
@@ -97,7 +96,9 @@ class GuardedCall:
             check=lambda: self._guard.check() if self._guard is not None else None,
         )
         self._saved_at_end = self.features.saved_at_end
-        self._group_timeouts = GroupTimeouts(limits, self._limit_name)
+        self._group_timeouts = GroupTimeouts(
+            limits, lambda: self.trainer_probe.limit_name(is_saving=self.tracker.is_in("save_checkpoint"))
+        )
         self._guard: Guard | None = None
         self._place: Place | None = None
         self._listens = self._leaves = False
@@ -226,7 +227,7 @@ class GuardedCall:
             write_logs=drain_all,
             before_exit=lambda: strategy.launcher.kill(signal.SIGKILL) if strategy.launcher is not None else None,
             save=self._saved_at_end.save,
-            phase_kind=lambda: (self._phase_kind(), self.trainer_probe.batch_idx()),
+            phase_kind=lambda: (self.trainer_probe.phase_kind(self.tracker.actions()), self.trainer_probe.batch_idx()),
             on_tick=self._poll,
         )
         self._guard.start()
@@ -268,12 +269,6 @@ class GuardedCall:
         # Not while the run is being ended: launchers then send SIGTERM to the remaining ranks.
         if self._guard is None or not self._guard.ends_run:
             self.features.poll()
-
-    def _phase_kind(self) -> PhaseKind:
-        return self.trainer_probe.phase_kind(self.tracker.actions())
-
-    def _limit_name(self) -> str:
-        return self.trainer_probe.limit_name(is_saving=self.tracker.is_in("save_checkpoint"))
 
     def _name_start(self) -> None:
         if self._guard is not None and self._place is not None:

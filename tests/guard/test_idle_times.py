@@ -36,7 +36,7 @@ class Life:
             self.now_s += TICK_S
             idle_s = min(tick * TICK_S, seconds)
             self.patience.observe(idle_s, phase_kind, batch)
-            if not asked_s and self.patience.is_time_to_look(idle_s, phase_kind, joined=True):
+            if not asked_s and self.patience.is_time_to_look(idle_s, joined=True):
                 asked_s = idle_s
                 self.asked.append((idle_s, phase_kind))
         self.now_s += TICK_S

@@ -32,6 +32,12 @@ def limits(timeout_s: float = 1800, suspect_after: float | None = None, **phases
     return check_limits(suspect_after, timeout_s, "abort", PhaseTimeouts(**phases).as_seconds())
 
 
+def thresholds_in(phase_kind: PhaseKind, given: Limits) -> Thresholds:
+    patience = Thresholds(given)
+    patience.observe(0.0, phase_kind, -1)
+    return patience
+
+
 def waiting(timeout_s: float = 0.0) -> Activity:
     collective = Collective(group="0", seq=3, op="all_reduce", timeout_ms=round(timeout_s * 1000))
     return Activity(kind=Kind.COLLECTIVE, collective=collective)
@@ -46,7 +52,9 @@ def test_every_argument_is_a_phase_with_a_limit_of_its_own() -> None:
     names = ("init", "sanity_check", "first_batch", "train", "validate", "test", "predict", "checkpoint")
     given = {name: 10.0 + number for number, name in enumerate(names)}
     moments = [PhaseKind(phase=Phase(name)) for name in names if name != "first_batch"]
-    found = {phase_kind.limit_name: Thresholds(limits(**given)).limit_s(phase_kind) for phase_kind in [FIRST, *moments]}
+    found = {
+        phase_kind.limit_name: thresholds_in(phase_kind, limits(**given)).limit_s for phase_kind in [FIRST, *moments]
+    }
     assert found == given
 
 
@@ -91,35 +99,37 @@ def test_it_is_made_from_a_configuration_and_written_again(with_class_path: bool
 
 
 def test_a_rank_is_out_at_the_limit_of_the_phase_it_waits_in() -> None:
-    patience = Thresholds(limits(1800, train=100, checkpoint=1200, first_batch=600))
+    given = limits(1800, train=100, checkpoint=1200, first_batch=600)
     for phase_kind, limit_s in ((TRAIN, 100), (CHECKPOINT, 1200), (FIRST, 600), (PhaseKind(phase=Phase.INIT), 1800)):
-        assert not patience.is_past_limit(limit_s - 0.1, waiting(), phase_kind)
-        assert patience.is_past_limit(limit_s, waiting(), phase_kind)
+        patience = thresholds_in(phase_kind, given)
+        assert not patience.is_past_limit(limit_s - 0.1, waiting())
+        assert patience.is_past_limit(limit_s, waiting())
 
 
 def test_a_group_with_a_longer_timeout_of_its_own_keeps_it() -> None:
-    patience = Thresholds(limits(1800, train=100))
-    assert not patience.is_past_limit(3599, waiting(3600), TRAIN)
-    assert patience.is_past_limit(3600, waiting(3600), TRAIN)
+    patience = thresholds_in(TRAIN, limits(1800, train=100))
+    assert not patience.is_past_limit(3599, waiting(3600))
+    assert patience.is_past_limit(3600, waiting(3600))
 
 
 @pytest.mark.parametrize("not_own_s", [1800, 600, 1200 + BACKSTOP_S, 1800 + BACKSTOP_S])
 def test_a_timeout_that_nobody_chose_or_that_we_have_set_is_not_a_groups_own(not_own_s: float) -> None:
-    patience = Thresholds(limits(1800, train=100, checkpoint=1200))
-    assert patience.is_past_limit(100, waiting(not_own_s), TRAIN)
+    patience = thresholds_in(TRAIN, limits(1800, train=100, checkpoint=1200))
+    assert patience.is_past_limit(100, waiting(not_own_s))
 
 
 def test_without_limits_of_phases_half_an_hour_is_as_much_a_groups_own_as_any() -> None:
-    assert not Thresholds(limits(100)).is_past_limit(1799, waiting(1800), TRAIN)
+    assert not thresholds_in(TRAIN, limits(100)).is_past_limit(1799, waiting(1800))
 
 
 @pytest.mark.parametrize("suspect_after", [None, 60.0])
 def test_a_rank_is_always_looked_at_before_its_phase_is_out(suspect_after: float | None) -> None:
-    patience = Thresholds(limits(1800, suspect_after, train=8))
-    assert patience.suspect_after_s(TRAIN, joined=True) == 4
-    assert not patience.is_time_to_look(3.9, TRAIN, joined=True)
-    assert patience.is_time_to_look(4.0, TRAIN, joined=True)
-    assert patience.suspect_after_s(CHECKPOINT, joined=True) == 60
+    given = limits(1800, suspect_after, train=8)
+    patience = thresholds_in(TRAIN, given)
+    assert patience.suspect_after_s(joined=True) == 4
+    assert not patience.is_time_to_look(3.9, joined=True)
+    assert patience.is_time_to_look(4.0, joined=True)
+    assert thresholds_in(CHECKPOINT, given).suspect_after_s(joined=True) == 60
 
 
 def test_the_first_line_names_the_limits() -> None:

@@ -119,9 +119,9 @@ def test_what_is_left_out_of_a_full_ring_changes_nothing(seed: int, monkeypatch:
             made.append(entry(len(made) + 1, state=state, op=op, **of_run))
     status = {"0": {"last_enqueued_collective": len(made), "last_completed_collective": len(made) // 2}}
     dump = {"entries": made, "pg_status": drawn.choice([status, {}])}
-    read_all = dumps.parsed(dump)
+    read_all = read_dump(dump, 0)
     monkeypatch.setattr(dumps, "_of_use", list)
-    assert read_all == dumps.parsed(dump)
+    assert read_all == read_dump(dump, 0)
 
 
 PICKLED = pickle.dumps(waiting(), protocol=2)

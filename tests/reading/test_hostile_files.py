@@ -16,7 +16,7 @@ from made_dumps import entry, idle, waiting, write
 
 from lightning_ncclsafe.facts import IncidentKind
 from lightning_ncclsafe.reading import evidence, files, lines
-from lightning_ncclsafe.reading.dumps import from_json, from_pickle, parsed, unpickled
+from lightning_ncclsafe.reading.dumps import from_json, from_pickle, read_dump, unpickled
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.reading.logs import Log
 from lightning_ncclsafe.reading.values import ReadingError
@@ -84,7 +84,7 @@ def test_lists_of_lists_that_are_one_another_are_not_unfolded() -> None:
     one = waiting()
     one["entries"][1] |= {"frames": made, "input_sizes": made, "input_dtypes": made, "process_group": made}
     began = time.process_time()
-    parsed(from_pickle(pickle.dumps(one, protocol=2)))
+    read_dump(from_pickle(pickle.dumps(one, protocol=2)), 0)
     assert time.process_time() - began < 1
 
 
@@ -110,7 +110,7 @@ def test_wrong_types_everywhere() -> None:
     good = waiting()
     for place in ("version", "pg_config", "pg_status", "entries"):
         for wrong in WRONG:
-            parsed({**good, place: wrong})
+            read_dump({**good, place: wrong}, 0)
     for key in good["entries"][1]:
         for wrong in WRONG:
             one = copy.deepcopy(good)
@@ -118,12 +118,12 @@ def test_wrong_types_everywhere() -> None:
             one["pg_config"]["0"]["ranks"] = wrong
             one["pg_status"]["0"]["last_enqueued_collective"] = wrong
             try:
-                groups, calls, *_ = parsed(one)
+                facts = read_dump(one, 0).facts
             except ReadingError:
                 assert key in ("collective_seq_id", "state"), (key, wrong)
                 continue
-            assert all(type(call.seq) is int and type(call.op) is str for call in calls)
-            assert all(type(group.last_enqueued) is int for group in groups)
+            assert all(type(call.seq) is int and type(call.op) is str for call in facts.collectives)
+            assert all(type(group.last_enqueued) is int for group in facts.groups)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_a_dump_whose_entries_lack_what_every_version_writes_is_refused(
 def test_entries_that_lie_in_another_order_are_read_in_that_of_their_numbers() -> None:
     turned = waiting()
     turned["entries"].reverse()
-    assert parsed(turned) == parsed(waiting())
+    assert read_dump(turned, 0) == read_dump(waiting(), 0)
 
 
 def test_groups_whose_numbers_are_missing_are_told_apart_by_their_names() -> None:
     calls = [entry(1), entry(1, state="scheduled", process_group=("1", "tp"))]
     dump = {"entries": [{key: value for key, value in call.items() if key != "pg_id"} for call in calls]}
-    assert [(group.name, group.last_enqueued, group.last_completed) for group in parsed(dump).groups] == [
+    assert [(group.name, group.last_enqueued, group.last_completed) for group in read_dump(dump, 0).facts.groups] == [
         ("0", 1, 1),
         ("1", 1, 0),
     ]
@@ -164,7 +164,7 @@ def test_numbers_that_are_too_large_are_no_ranks() -> None:
     )
     log = Log()
     log.read(io.BytesIO(text + b", OpType=ALLREDUCE)\n"), 1_000_000)
-    assert log.said() == ()
+    assert log.rank_logs() == ()
 
 
 def test_a_line_without_end_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -378,4 +378,4 @@ def test_what_stands_before_a_line() -> None:
 
 def test_a_log_without_anything_in_it_is_no_job() -> None:
     assert read("epoch 3, loss 0.1\nNCCL INFO comm 0x1 rank 0 nranks 8\n") is None
-    assert Log().said() == ()
+    assert Log().rank_logs() == ()

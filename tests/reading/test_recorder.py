@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ncclsafe.reading.dumps import parsed
+from lightning_ncclsafe.reading.dumps import read_dump
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES, Recorder, State, WorkKind
 
@@ -112,7 +112,9 @@ def test_a_batch_is_one_work_and_no_collective() -> None:
 
 
 def test_parts_end_with_their_whole() -> None:
-    found = parsed({"entries": [sent(2, 8, "send 1->2"), sent(3, 9, "recv 1<-2"), whole(4, 9)], "pg_status": {}})
+    found = read_dump(
+        {"entries": [sent(2, 8, "send 1->2"), sent(3, 9, "recv 1<-2"), whole(4, 9)], "pg_status": {}}, 0
+    ).facts
     assert [(one.op, one.is_p2p, one.completed) for one in found.collectives] == [
         ("send 1->2", True, True),
         ("recv 1<-2", True, True),
@@ -232,13 +234,15 @@ def test_streams_end_out_of_order() -> None:
 
 
 def test_json_has_texts_for_numbers_and_no_entries_where_there_are_none() -> None:
-    found = parsed({"pg_status": {"0": {key: str(value) for key, value in status(60, 60).items()}}, "pg_config": {}})
-    assert (found.is_idle, found.groups[0].last_enqueued, found.collectives) == (True, 60, ())
+    found = read_dump(
+        {"pg_status": {"0": {key: str(value) for key, value in status(60, 60).items()}}, "pg_config": {}}, 0
+    ).facts
+    assert (found.record.is_idle, found.groups[0].last_enqueued, found.collectives) == (True, 60, ())
 
 
 def test_one_entry_of_the_coalescing_manager_has_several_sizes() -> None:
     made = waits(9, 61, "allreduce_coalesced", input_sizes=[[8], [16, 2]])
-    assert parsed({"entries": [made]}).collectives[0].input_sizes == ((8,), (16, 2))
+    assert read_dump({"entries": [made]}, 0).facts.collectives[0].input_sizes == ((8,), (16, 2))
 
 
 # 7: a ring.
@@ -263,15 +267,15 @@ def test_a_batch_whose_parts_were_overwritten_is_no_collective() -> None:
 
 def test_entries_missing_in_between_are_a_damage() -> None:
     made = [call(1, 1), call(2, 2), call(4, 4), waits(5, 5)]
-    assert parsed({"entries": made}).has_lost
-    assert not parsed({"entries": [call(3, 3), *made[2:]]}).has_lost
+    assert read_dump({"entries": made}, 0).facts.record.has_lost
+    assert not read_dump({"entries": [call(3, 3), *made[2:]]}, 0).facts.record.has_lost
     # Of open entries alone, those in between have ended.
-    assert not parsed({"entries": [waits(1, 1), waits(5, 5)]}).has_lost
+    assert not read_dump({"entries": [waits(1, 1), waits(5, 5)]}, 0).facts.record.has_lost
 
 
 def test_calls_count_in_the_order_of_the_recorder_whatever_the_clock_says() -> None:
     made = [waits(1, 61), waits(2, 1, pg=6, time_created_ns=BEGAN_NS - SECOND_NS)]
-    assert [one.group for one in parsed({"entries": made}).collectives] == ["35", "43"]
+    assert [one.group for one in read_dump({"entries": made}, 0).facts.collectives] == ["35", "43"]
 
 
 def test_of_a_very_large_ring_the_newest_part_is_read_and_that_is_said() -> None:

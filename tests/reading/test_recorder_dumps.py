@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from made_dumps import FRAMES, as_json, dump, entry, idle, waiting, write
 
-from lightning_ncclsafe.facts import Group
+from lightning_ncclsafe.facts import Collective, Group
 from lightning_ncclsafe.facts.findings import Confidence, Finding
-from lightning_ncclsafe.reading.dumps import from_pickle, parsed, rank_of
+from lightning_ncclsafe.reading.dumps import from_pickle, rank_of, read_dump
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.reading.values import ReadingError
 from lightning_ncclsafe.rules.judging import judge
@@ -54,8 +54,13 @@ def test_the_rank_in_a_files_name(name: str, rank: int | None) -> None:
     assert rank_of(name) == rank
 
 
+def parsed(dump: dict[str, Any]) -> tuple[tuple[Group, ...], tuple[Collective, ...]]:
+    facts = read_dump(dump, 0).facts
+    return facts.groups, facts.collectives
+
+
 def test_an_entry_becomes_a_collective() -> None:
-    groups, calls, *_ = parsed(waiting())
+    groups, calls = parsed(waiting())
     everybody = (0, 1, 2, 3)
     assert groups == (
         Group(
@@ -71,8 +76,8 @@ def test_an_entry_becomes_a_collective() -> None:
 
 def test_json_and_pickle_say_the_same() -> None:
     made = waiting()
-    groups, calls, *_ = parsed(made)
-    same_groups, same_calls, *_ = parsed(as_json(made))
+    groups, calls = parsed(made)
+    same_groups, same_calls = parsed(as_json(made))
     assert same_groups == groups
     assert [call.seq for call in same_calls] == [call.seq for call in calls]
     assert same_calls[1].stack == ()
@@ -101,26 +106,26 @@ VERSIONS: dict[str, dict[str, Any]] = {
 def test_versions_differ_in_keys(version: str) -> None:
     change = VERSIONS[version]
     one = {key: value for key, value in entry(61, state="started").items() if key not in change["drop"]} | change["set"]
-    _, (call,), *_ = parsed(dump(one, enqueued=61, completed=60))
+    _, (call,) = parsed(dump(one, enqueued=61, completed=60))
     assert (call.group, call.seq, call.op, call.completed, call.is_p2p) == ("0", 61, "all_reduce", False, False)
 
 
 def test_what_gloo_has_retired_has_ended_and_what_nccl_has_retired_may_have_timed_out() -> None:
     def ended(op: str) -> bool:
-        _, (call,), *_ = parsed(dump(entry(61, state="scheduled", op=op, retired=True), enqueued=61, completed=60))
+        _, (call,) = parsed(dump(entry(61, state="scheduled", op=op, retired=True), enqueued=61, completed=60))
         return call.completed
 
     assert (ended("gloo:all_reduce"), ended("nccl:all_reduce")) == (True, False)
 
 
 def test_counters_that_nobody_has_written_to_are_not_believed() -> None:
-    groups, (call,), *_ = parsed(dump(entry(1, state="started"), enqueued=1, completed=93_459_313_471_793))
+    groups, (call,) = parsed(dump(entry(1, state="started"), enqueued=1, completed=93_459_313_471_793))
     assert (groups[0].last_completed, call.completed) == (0, False)
 
 
 def test_the_default_groups_position_is_known_without_any_entry() -> None:
     """A dump of active entries alone, of the one rank that has none."""
-    (group,), calls, *_ = parsed(dump(enqueued=60, completed=60))
+    (group,), calls = parsed(dump(enqueued=60, completed=60))
     assert (group.name, group.description, group.last_enqueued, calls) == ("0", "default_pg", 60, ())
 
 
@@ -137,12 +142,12 @@ def with_groups(*names: str, status: dict[str, dict[str, int]]) -> dict[str, Any
 
 
 def test_a_group_without_a_position_has_called_nothing() -> None:
-    groups, *_ = parsed(with_groups("tp", status={}))
+    groups, _ = parsed(with_groups("tp", status={}))
     assert [(group.name, group.last_enqueued) for group in groups] == [("0", 61), ("tp", 0)]
 
 
 def test_a_position_whose_entries_are_lost_belongs_to_the_group_that_is_left() -> None:
-    groups, *_ = parsed(with_groups("tp", status={"1": position(50, 49)}))
+    groups, _ = parsed(with_groups("tp", status={"1": position(50, 49)}))
     assert [(group.name, group.last_enqueued, group.last_completed) for group in groups] == [
         ("0", 61, 60),
         ("tp", 50, 49),
@@ -150,32 +155,32 @@ def test_a_position_whose_entries_are_lost_belongs_to_the_group_that_is_left() -
 
 
 def test_which_of_two_lost_positions_is_whose_is_not_guessed_at() -> None:
-    groups, *_ = parsed(with_groups("tp", "dp", status={"1": position(50, 49), "2": position(3, 3)}))
+    groups, _ = parsed(with_groups("tp", "dp", status={"1": position(50, 49), "2": position(3, 3)}))
     assert [group.name for group in groups] == ["0"]
 
 
 def test_of_a_long_queue_what_is_around_the_oldest_outstanding_and_the_newest_are_kept() -> None:
     queue = [entry(seq, state="scheduled") for seq in range(100, 500)]
     done = [entry(seq) for seq in range(1, 100)]
-    _, calls, *_ = parsed(dump(*done, *queue, enqueued=499, completed=99))
+    _, calls = parsed(dump(*done, *queue, enqueued=499, completed=99))
     assert (calls[0].seq, calls[-1].seq, len(calls)) == (68, 499, 32 + 32 + 64)
 
 
 def test_parts_that_never_end_do_not_hide_where_a_group_stands() -> None:
     part = entry(0, op="nccl:send 0->1", state="scheduled", is_p2p=True, p2p_seq_id=1)
     queue = [entry(seq, state="scheduled") for seq in range(100, 300)]
-    _, calls, *_ = parsed(dump(part, *(entry(seq) for seq in range(1, 100)), *queue, enqueued=299, completed=99))
+    _, calls = parsed(dump(part, *(entry(seq) for seq in range(1, 100)), *queue, enqueued=299, completed=99))
     assert 100 in {call.seq for call in calls}
 
 
 def test_what_is_coalesced_counts_as_a_whole() -> None:
     parts = [entry(5, op="nccl:broadcast", state="scheduled") for _ in range(3)]
-    _, calls, *_ = parsed(dump(*parts, entry(5, op="nccl:coalesced"), enqueued=5, completed=5))
+    _, calls = parsed(dump(*parts, entry(5, op="nccl:coalesced"), enqueued=5, completed=5))
     assert [call.op for call in calls] == ["coalesced"]
 
 
 def test_point_to_point_has_a_numbering_of_its_own() -> None:
-    _, (sent,), *_ = parsed(
+    _, (sent,) = parsed(
         dump(entry(0, op="nccl:send 0->1", state="started", is_p2p=True, p2p_seq_id=9), enqueued=0, completed=0)
     )
     assert (sent.is_p2p, sent.seq, sent.op) == (True, 9, "send 0->1")
@@ -414,9 +419,9 @@ def test_sends_and_receives_are_counted_by_pair_where_the_ring_has_the_first() -
     ops = ("nccl:send 0->1", "nccl:recv 0<-1", "nccl:send 0->1", "nccl:send 0->2", "nccl:send 0->1")
     made = [sent(place, op) for place, op in enumerate(ops, start=1)]
     began = [entry(1, record_id=0), *made]
-    assert [call.pair_number for call in parsed({"entries": began}).collectives if call.is_p2p] == [1, 1, 2, 1, 3]
-    lost = parsed({"entries": made[1:]}).collectives
+    assert [call.pair_number for call in parsed({"entries": began})[1] if call.is_p2p] == [1, 1, 2, 1, 3]
+    lost = parsed({"entries": made[1:]})[1]
     assert [call.pair_number for call in lost] == [None] * 4
     # Of open entries alone, those that have ended are left out.
-    still = parsed({"entries": [one | {"state": "scheduled", "retired": False} for one in began]}).collectives
+    still = parsed({"entries": [one | {"state": "scheduled", "retired": False} for one in began]})[1]
     assert {call.pair_number for call in still} == {None}

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_ncclsafe.facts import Frame, RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.ranks import RankStates
+from lightning_ncclsafe.report.tables.data import rank_numbers
 from lightning_ncclsafe.rules.kit.sentences import batch_words
 from lightning_ncclsafe.rules.kit.wording import capitalised, duration_words, ranks_words, short_location, size_words
 
@@ -86,7 +87,7 @@ def _nested_words(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={value_words(str(key), item)}" for key, item in value.items())
     if name == "ranks":
-        return ranks_words(value).partition(" ")[2] if value else ""
+        return rank_numbers(value)
     return _listed(name, tuple(value))
 
 

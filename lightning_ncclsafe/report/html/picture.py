@@ -108,14 +108,9 @@ def _mark_words(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.5 else f"{seconds * 1e3:.3g} ms"
 
 
-def taken_at_ns(facts: RankFacts, now_ns: int) -> int:
-    """When a rank's facts were taken, or ``now_ns`` if unknown."""
-    return facts.taken_ns or now_ns
-
-
 def last_progress_ns(facts: RankFacts, now_ns: int) -> int:
-    """When a rank last made progress; its facts were taken ``now_ns`` if unknown."""
-    return taken_at_ns(facts, now_ns) - round(facts.progress.idle_s * 1e9)
+    """When a rank last made progress; if it is not known when its facts were taken, that was now."""
+    return (facts.taken_ns or now_ns) - round(facts.progress.idle_s * 1e9)
 
 
 # Up to so many ranks each has a lane of its own.
@@ -213,7 +208,7 @@ def _lane(alike: RankStates, axis: Axis, ranks: tuple[int, ...], is_named: bool)
 
 
 def _actions(facts: RankFacts, axis: Axis, *, waits: bool) -> Iterator[Bar]:
-    shown, now_ns = facts.progress.actions[-_MOST_ACTIONS:], taken_at_ns(facts, axis.end_ns)
+    shown, now_ns = facts.progress.actions[-_MOST_ACTIONS:], facts.taken_ns or axis.end_ns
     for number, action in enumerate(shown, 1):
         kind = ("waits" if waits else "works") if number == len(shown) else "outer"
         words = f"{hook_words(action.name)} for {duration_words(action.for_s)}"
@@ -221,7 +216,7 @@ def _actions(facts: RankFacts, axis: Axis, *, waits: bool) -> Iterator[Bar]:
 
 
 def _waits(facts: RankFacts, axis: Axis) -> Iterator[Bar]:
-    now_ns = taken_at_ns(facts, axis.end_ns)
+    now_ns = facts.taken_ns or axis.end_ns
     outstanding = [call for call in facts.collectives if not call.completed and call.created_ns]
     for call in outstanding[:_MOST_WAITS]:
         since = f", not completed after {duration_words((now_ns - call.created_ns) / 1e9)}" if facts.taken_ns else ""

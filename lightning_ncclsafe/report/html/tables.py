@@ -9,8 +9,9 @@ from typing import Any
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.html.facts import nothing_in, pairs, table_of
+from lightning_ncclsafe.report.lines import first_of
 from lightning_ncclsafe.report.ranks import is_compared
-from lightning_ncclsafe.report.tables.data import table_rows
+from lightning_ncclsafe.report.tables.data import rank_numbers, table_rows
 from lightning_ncclsafe.report.tables.preflight import measured, steady
 from lightning_ncclsafe.rules.kit.data import JobData
 from lightning_ncclsafe.rules.kit.hosts import JobHosts
@@ -83,17 +84,13 @@ def _group_row(view: Timeline, group: GroupView) -> tuple[str, ...]:
     at = next((call for call in calls if call.group == group.name and call.seq == group.seq), None)
     return (
         f"{group.name} ({description})" if description else group.name,
-        _ranks(group.members),
+        rank_numbers(group.members),
         "" if not called else (f"{called[0]}" if called[0] == called[-1] else f"{called[0]} to {called[-1]}"),
         "nothing outstanding" if group.seq is None else f"{group.seq}",
         call_words(at) if at is not None else "",
-        _ranks(group.behind),
-        _ranks(group.oldest),
+        rank_numbers(group.behind),
+        rank_numbers(group.oldest),
     )
-
-
-def _ranks(ranks: Any) -> str:
-    return ranks_words(ranks).partition(" ")[2] if ranks else ""
 
 
 def _compared(name: str, title: str, view: Timeline, named: Sequence[int], part: Callable[[RankFacts], Any]) -> Table:
@@ -129,8 +126,7 @@ def _range(by_rank: dict[int, tuple[Any, str]]) -> str:
     for rank, (_, words) in by_rank.items():
         alike[words].append(rank)
     ordered = sorted(alike.items(), key=lambda item: (len(item[1]), item[1]))
-    shown = [f"{words} ({ranks_words(ranks)})" for words, ranks in ordered[:_MOST_VALUES]]
-    return "; ".join([*shown, *([f"{len(ordered) - _MOST_VALUES:,} more"] if len(ordered) > _MOST_VALUES else [])])
+    return "; ".join(first_of([f"{words} ({ranks_words(ranks)})" for words, ranks in ordered], _MOST_VALUES))
 
 
 def _listed(
@@ -147,7 +143,7 @@ def _listed(
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for (rank, _), row in zip(things, cells, strict=True):
         alike[tuple(row)].append(rank)
-    rows = [(_ranks(those), *row) for row, those in alike.items()]
+    rows = [(rank_numbers(those), *row) for row, those in alike.items()]
     left_out = max(len(rows) - _MOST_ROWS, 0)
     return Table(name=name, title=title, columns=("rank", *columns), rows=tuple(rows[:_MOST_ROWS]), left_out=left_out)
 

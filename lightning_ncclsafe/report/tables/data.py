@@ -93,7 +93,7 @@ def table_rows(loader: JobLoader, hosts: dict[int, str]) -> tuple[list[Row], int
     deviating = _deviating(loader, answers)
     rows = [
         (
-            ranks_words(ranks).partition(" ")[2],
+            rank_numbers(ranks),
             host_words({hosts[rank] for rank in ranks}),
             *(_cell(loader, title, cells[title], ranks) for title in titles),
             ", ".join(title for title in titles if _differs(loader, title, ranks[0], deviating)),
@@ -171,7 +171,7 @@ def _sampler_words(loader: JobLoader, ranks: tuple[int, ...]) -> str:
     if sampler is None:
         return "none"
     shares = [share for rank in ranks if (share := samplers[rank].rank) is not None]
-    taken = [f"{ranks_words(shares).partition(' ')[2]} of {sampler.replicas}"] if shares else []
+    taken = [f"{rank_numbers(shares)} of {sampler.replicas}"] if shares else []
     differ = [name for name in _SETTINGS if len({getattr(other, name) for other in samplers.values()}) > 1]
     settings = {name: getattr(sampler, name) for name in dict.fromkeys(("seed", *differ))}
     listed = [f"{name}={value}" for name, value in settings.items() if value is not None]
@@ -180,6 +180,12 @@ def _sampler_words(loader: JobLoader, ranks: tuple[int, ...]) -> str:
 
 def _differs(loader: JobLoader, title: str, rank: int, deviating: dict[str, set[int]]) -> bool:
     return rank in deviating.get(title, ()) and (loader.replicated or title not in _OWN)
+
+
+def rank_numbers(ranks: Iterable[int]) -> str:
+    """``"0-2, 5"``; empty if there are none."""
+    numbers = tuple(ranks)
+    return ranks_words(numbers).partition(" ")[2] if numbers else ""
 
 
 def host_words(hosts: set[str]) -> str:

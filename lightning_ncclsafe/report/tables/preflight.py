@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts, JobFacts, PreflightFacts
 from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
-from lightning_ncclsafe.report.lines import columns, cut, safe, section, wrapped
-from lightning_ncclsafe.report.tables.data import host_words
+from lightning_ncclsafe.report.lines import columns, cut, first_of, safe, section, wrapped
+from lightning_ncclsafe.report.tables.data import host_words, rank_numbers
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
 from lightning_ncclsafe.rules.kit.hosts import JobHosts, checked_directories, core_shares, in_flight_bytes
 from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words
@@ -186,8 +186,11 @@ def preflight_table(job: JobFacts) -> list[str]:
     rows, left_out = _rows(view, shown)
     lines = list(columns(rows, widest=_WIDEST_CELL))
     lines += [f"  … {left_out:,} more rows are in ncclsafe preflight --all"] if left_out else []
-    hidden = list(answers)[_MOST_COLUMNS:]
-    return lines + ([f"  … {_shortest(hidden)} {'differs' if len(hidden) == 1 else 'differ'} too"] if hidden else [])
+    if hidden := [cut(name, _WIDEST_CELL) for name in answers][_MOST_COLUMNS:]:
+        lines.append(
+            f"  … {', '.join(first_of(hidden, _MOST_COLUMNS))} {'differs' if len(hidden) == 1 else 'differ'} too"
+        )
+    return lines
 
 
 def _ordered(diagnosis: Diagnosis) -> list[Finding]:
@@ -203,10 +206,8 @@ def _full(finding: Finding) -> str:
 
 def _answers(view: JobHosts) -> Iterator[str]:
     for name, groups in steady(view, every=True).items():
-        known = [part for part in groups.parts if part[0]]
-        words = [f"{value} on {ranks_words(ranks)}" for value, ranks in known[:_MOST_VALUES]]
-        more = len(known) - _MOST_VALUES
-        yield f"- {name}: {', '.join([*words, *([f'{more:,} more'] if more > 0 else [])]) or _UNKNOWN}"
+        words = [f"{value} on {ranks_words(ranks)}" for value, ranks in groups.parts if value]
+        yield f"- {name}: {', '.join(first_of(words, _MOST_VALUES)) or _UNKNOWN}"
     for name, text in measured(view):
         yield f"- {name}: {text}"
 
@@ -219,14 +220,7 @@ def _rows(view: JobHosts, shown: dict[str, Groups[str]]) -> tuple[list[tuple[str
                 cells[rank].append(value or _UNKNOWN)
     alike = grouped({rank: tuple(values) for rank, values in cells.items()}).parts
     body = [
-        (ranks_words(ranks).partition(" ")[2], host_words({view.names[rank] for rank in ranks}), *values)
+        (rank_numbers(ranks), host_words({view.names[rank] for rank in ranks}), *values)
         for values, ranks in alike[:_MOST_ROWS]
     ]
     return [("rank", "host", *shown), *body], len(alike) - len(body)
-
-
-def _shortest(names: list[str]) -> str:
-    more = len(names) - _MOST_COLUMNS
-    return ", ".join(
-        [*(cut(name, _WIDEST_CELL) for name in names[:_MOST_COLUMNS]), *([f"{more:,} more"] if more > 0 else [])]
-    )

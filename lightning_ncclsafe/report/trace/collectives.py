@@ -7,8 +7,6 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU;
 
 import gzip
 import json
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_ncclsafe.report.folder import replaced
 from lightning_ncclsafe.report.times import straggler_sentence
 from lightning_ncclsafe.report.trace.selection import Selection, select
 from lightning_ncclsafe.timing.matching import MatchedCalls
@@ -357,19 +356,12 @@ def _events(
 
 
 def _write(path: Path, head: dict[str, object], events: Events) -> int:
-    """Readers see the old file or the new one, never a part; mkstemp makes files that only this user can read."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(handle, "wb") as raw, gzip.GzipFile("", "wb", _GZIP_LEVEL, raw) as file:
-            file.write(f'{json.dumps(head)[:-1]}, "traceEvents": [\n'.encode())
-            count = 0
-            for made in events:
-                if made:
-                    file.write(("" if count == 0 else ",\n").encode() + ",\n".join(made).encode())
-                    count += len(made)
-            file.write(b"\n]}\n")
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    count = 0
+    with replaced(path) as raw, gzip.GzipFile("", "wb", _GZIP_LEVEL, raw) as file:
+        file.write(f'{json.dumps(head)[:-1]}, "traceEvents": [\n'.encode())
+        for made in events:
+            if made:
+                file.write(("" if count == 0 else ",\n").encode() + ",\n".join(made).encode())
+                count += len(made)
+        file.write(b"\n]}\n")
     return count
