@@ -880,6 +880,18 @@ def test_limits_that_differ_are_no_error_where_ranks_end_together() -> None:
     assert found(independent) == ()
 
 
+def test_the_number_of_parts_of_a_dataset_is_a_reason_and_no_other_class() -> None:
+    parts = "TensorDataset", "TensorDataset \N{MULTIPLICATION SIGN}2"
+    job = uneven(SHARED, 1, samples=700)
+    finding = found(with_loader(job, datasets=lambda rank: ("ConcatDataset", parts[rank == 1])))[0]
+    assert (finding.rule, finding.ranks) == ("unequal-samples", (1,))
+    assert f"different parts: ConcatDataset of {parts[0]} on ranks 0, 2-3, ConcatDataset of {parts[1]} on rank 1." in (
+        finding.summary
+    )
+    other = found(with_loader(job, datasets=lambda rank: ("ConcatDataset", f"{'Other' * (rank == 1)}Dataset")))[0]
+    assert other.rule == "different-datasets"
+
+
 def tail(**more: object) -> JobFacts:
     """Ranks whose last batch is incomplete, or not there."""
     return uneven(OWNED, 3, count=21, samples=650, **more)

@@ -29,7 +29,10 @@ from lightning_ncclsafe.rules.kit import (
 
 _CLASSES: Questions[LoaderFacts] = {
     "loader": lambda facts: facts.loader,
-    "dataset": lambda facts: facts.datasets or (facts.dataset,),
+    # How many parts of a class there are is a matter of their contents.
+    "dataset": lambda facts: (
+        tuple(name.partition(" \N{MULTIPLICATION SIGN}")[0] for name in facts.datasets) or (facts.dataset,)
+    ),
     "iterable": lambda facts: facts.iterable,
 }
 

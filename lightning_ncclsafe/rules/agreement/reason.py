@@ -13,7 +13,12 @@ _NOT_DRAWN = "No global random state that differs between ranks has been drawn f
 
 def reason(view: JobData, loader: JobLoader) -> str:
     """Why this loader's data probably differs between ranks, in sentences; empty if there is no evidence."""
-    return joined((_shards(loader) or _random(view, loader), _tail(loader)))
+    return joined((_parts(loader) or _shards(loader) or _random(view, loader), _tail(loader)))
+
+
+def _parts(loader: JobLoader) -> str:
+    parts = loader.by(lambda facts: facts.datasets)
+    return f"The ranks' datasets have different parts: {spread_words(parts)}." if parts.differ else ""
 
 
 def _shards(loader: JobLoader) -> str:
