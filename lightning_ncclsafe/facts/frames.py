@@ -36,6 +36,7 @@ class Branch:
         jump: ``"return"``, ``"continue"``, ``"break"`` or ``"raise"``, if it is before the line or ends a loop around
             it; empty if the line is in the block that the branch decides about.
         until: The last line of that block; 0 for a jump.
+        within: The condition on the rank, with its line number, around that of a jump: only ranks under both jump.
     """
 
     line: int
@@ -43,6 +44,7 @@ class Branch:
     on: Decides
     jump: str = ""
     until: int = 0
+    within: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

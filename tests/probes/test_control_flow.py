@@ -349,3 +349,39 @@ def test_of_what_is_no_source_nothing_is_known() -> None:
 )
 def test_a_name_that_is_given_to_a_test_of_the_rank(source: str, test: str) -> None:
     assert around(source).rank_condition == test
+
+
+def test_a_jump_under_a_condition_on_the_rank_is_known_to_be_of_some_ranks() -> None:
+    (jump,) = around("""
+        def on_train_epoch_end(self, trainer):
+            if trainer.is_global_zero:
+                board = self.board(trainer)
+                if board is None:
+                    return
+            trainer.strategy.barrier()  # <-
+    """).branches
+    assert (jump.line, jump.on, jump.within) == (5, Decides.VALUE, "if trainer.is_global_zero:  (line 2)")
+    (plain,) = around("""
+        def on_train_epoch_end(self, trainer):
+            if trainer.is_global_zero:
+                return
+            trainer.strategy.barrier()  # <-
+    """).branches
+    assert (plain.on, plain.within) == (Decides.RANK, "")
+
+
+@pytest.mark.parametrize(("failures", "is_known"), [(1, True), (9, False)])
+def test_a_parser_that_another_thread_disturbs_is_asked_again(
+    failures: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser counts the recursion of all threads in one place (cpython#106905)."""
+    parse, left = ast.parse, [SystemError("AST constructor recursion depth mismatch")] * failures
+
+    def disturbed(source: str) -> ast.Module:
+        if left:
+            raise left.pop()
+        return parse(source)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    flow = ControlFlow("if is_global_zero:\n    save()\n")
+    assert bool(flow.around(2).rank_condition) == is_known

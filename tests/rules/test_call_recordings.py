@@ -39,6 +39,8 @@ CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY
         ("rank0-evaluates-fsdp2", "rank-zero-only-work", (0,), CERTAIN, "train.py:33 in zero_shot_evaluation"),
         ("rank0-runs-a-part-fsdp2", "rank-zero-only-work", (0,), LIKELY, "train.py:13 in forward"),
         ("rank0-reads-weights-fsdp2", "rank-zero-only-work", (0,), LIKELY, "train.py:30 in export"),
+        ("return-under-rank-condition", "diverged-collectives", (0,), LIKELY, "train.py:294 in on_train_epoch_end"),
+        ("receives-once-more", "unmatched-p2p", (0, 1), LIKELY, "train.py:188 in from_before"),
         ("failed-save", "exception-during-save", (0,), CERTAIN, "train.py:131 in save_checkpoint"),
     ],
 )

@@ -25,6 +25,7 @@ _COUNTED = frozenset(
 )
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
+_PARSE_TRIES = 3
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _JUMPS = {ast.Return: "return", ast.Continue: "continue", ast.Break: "break", ast.Raise: "raise"}
@@ -81,10 +82,18 @@ class _RankNames(NamedTuple):
 
 def syntax_tree(file: str) -> ast.Module:
     """The syntax tree of a source file, which is read; empty if it cannot be read or parsed."""
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):
-        return ast.Module(body=[], type_ignores=[])
+    return _parsed("".join(linecache.getlines(file)))
+
+
+def _parsed(source: str) -> ast.Module:
+    """The syntax tree of a source text; empty if it cannot be parsed."""
+    for _ in range(_PARSE_TRIES):
+        with suppress(SystemError):  # if another thread parses, too (cpython#106905)
+            try:
+                return ast.parse(source)
+            except (SyntaxError, ValueError, RecursionError):
+                break
+    return ast.Module(body=[], type_ignores=[])
 
 
 @lru_cache(maxsize=64)
@@ -112,11 +121,9 @@ class ControlFlow:
     def __init__(self, source: str) -> None:
         self._lines = source.split("\n")
         self._known: dict[int, Around] = {}
-        try:
-            self._body = ast.parse(source).body
+        self._body, self._of_rank = _parsed(source).body, _RankNames()
+        with suppress(RecursionError):
             self._of_rank = _names_of_rank(self._body)
-        except (SyntaxError, ValueError, RecursionError):
-            self._body, self._of_rank = [], _RankNames()
 
     def around(self, line: int) -> Around:
         """What decides whether this line is reached."""
@@ -234,7 +241,9 @@ class ControlFlow:
         """
         for kind, name in _JUMPS.items():
             if isinstance(statement, kind) and around and (name != "raise" or _of_all(around) is Decides.RANK):
-                yield replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0)
+                outer = (branch.test for branch in reversed(around[:-1]) if branch.on is Decides.RANK)
+                jump = replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0)
+                yield replace(jump, within=next(outer, ""))
         is_loop = isinstance(statement, _LOOPS)
         for arm in () if isinstance(statement, _FUNCTIONS) else self._arms(statement):
             inner = around if arm.branch is None else (*around, arm.branch)

@@ -115,9 +115,10 @@ def _peers_moved_on(view: Timeline, peers: dict[int, int]) -> Finding:
     ]
     batch = batch_words(view.facts[next(iter(peers))].progress)
     frames = {location_of(view.activities[rank].frame) for rank in peers}
+    are_few = 2 * len(peers) < len(view.waiting)
     return finding(
         view,
-        tuple(sorted({*peers, *peers.values()})),
+        tuple(sorted(peers if are_few else {*peers, *peers.values()})),
         f"{capitalised(', '.join(parts))}, {batch}: one side sends or receives more often than the other.",
         location=frames.pop() if len(frames) == 1 else "",
         evidence=tuple(stack_evidence(view, (*peers,))),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame
-from lightning_ncclsafe.facts.findings import Evidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
@@ -108,10 +108,12 @@ class DecidingBranches:
         branches: Each with the frame of its function, from outside in; only those that a reader would look at first.
             Conditions on the rank come before conditions on data, these before the number of passes of a loop, and
             these before exceptions.
+        around: The ranks that have not made the call, as far as they are known.
     """
 
     at: Frame
     branches: tuple[tuple[Frame, Branch], ...]
+    around: tuple[int, ...] = ()
 
     @property
     def decided_at(self) -> str:
@@ -120,6 +122,11 @@ class DecidingBranches:
             return ""
         frame, branch = self.branches[0]
         return f"{frame.file}:{branch.line} in {frame.function}"
+
+    @property
+    def is_of_rank(self) -> bool:
+        """Whether only some ranks can have gone around the call: by a jump under a condition on the rank."""
+        return len(self.branches) == 1 and bool(self.branches[0][1].within)
 
     def words(self) -> str:
         """``"The call at train.py:44 in check may have been skipped by `return` (line 43), under …."``
@@ -150,12 +157,17 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     deciding = decision(view, finding.location)
     if deciding is None:
         return finding
-    return replace(
+    finding = replace(
         finding,
         summary=joined((finding.summary, deciding.words())),
         decided_at=deciding.decided_at,
         evidence=(*finding.evidence, *deciding.evidence()),
     )
+    # Otherwise ranks that are no majority are named for the call that they made, as all should have.
+    is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
+    if deciding.is_of_rank and is_other_side and finding.confidence is not Confidence.CERTAIN:
+        return replace(finding, ranks=deciding.around, location=deciding.decided_at)
+    return finding
 
 
 @once
@@ -176,7 +188,8 @@ def decision(view: Timeline, location: str) -> DecidingBranches | None:
     others = made.fewer or (stacks.keys() - there if there else frozenset())
     instead = {stacks[rank]: None for rank in sorted(others - there) if rank in stacks}
     branches = leading_branches(branches_around(to_call, before=made.before, instead=instead)) if others else ()
-    return DecidingBranches(to_call[-1], branches) if branches else None
+    around = tuple(sorted((others - there) & view.facts.keys()))
+    return DecidingBranches(to_call[-1], branches, around) if branches else None
 
 
 def _user_frames(stack: Iterable[Frame]) -> _Stack:
@@ -306,4 +319,5 @@ def _at(frame: Frame, branch: Branch) -> Frame:
 
 def _branch_words(branch: Branch) -> str:
     test = condition_words(branch.test)
-    return f"`{branch.jump}` (line {branch.line}), under {test}" if branch.jump else test
+    within = f", within {condition_words(branch.within)}" if branch.within else ""
+    return f"`{branch.jump}` (line {branch.line}), under {test}{within}" if branch.jump else test

@@ -208,7 +208,7 @@ def test_timing_is_switched_on_for_a_group_of_nccl(monkeypatch: pytest.MonkeyPat
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         nccl = SimpleNamespace(name=lambda: "nccl")
-        monkeypatch.setattr(process_groups, "backend_of", lambda group, device: nccl)
+        monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: nccl)
         assert process_groups.time_collectives_on_device() == 1
     finally:
         dist.destroy_process_group()
