@@ -195,8 +195,9 @@ class StepFacts:
         groups_at: ``"file:line in setup"`` of the calls of ``new_group`` under a condition on the rank, in the user's
             functions that the main thread is in, else in those of the module and callbacks; searched only while it
             creates a group.
-        accumulates_at: ``"file:line in on_train_batch_start"`` of each line that sets ``accumulate_grad_batches``;
-            searched only if passes have reduced nothing.
+        accumulates_at: ``"file:line in on_train_batch_start"`` of each line that sets ``accumulate_grad_batches``, or
+            calls ``no_sync`` or another function that keeps a pass from reducing; searched only if passes have reduced
+            nothing.
     """
 
     with_backward: int = 0

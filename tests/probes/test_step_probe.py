@@ -697,6 +697,8 @@ class Scheduling:
 
     def on_train_batch_start(self, trainer: Any) -> None:
         trainer.accumulate_grad_batches = 2
+        with trainer.strategy.block_backward_sync():
+            pass
 
 
 def test_what_sets_the_accumulation_is_looked_for_where_passes_have_reduced_nothing() -> None:
@@ -709,7 +711,8 @@ def test_what_sets_the_accumulation_is_looked_for_where_passes_have_reduced_noth
         total.ready += 1
         record.backward(is_reduced=is_reduced)
     total.ready += 1
-    assert record.facts().accumulates_at == (f"{__file__}:{line} in on_train_batch_start",)
+    places = tuple(f"{__file__}:{number} in on_train_batch_start" for number in (line, line + 1))
+    assert record.facts().accumulates_at == places
 
 
 def test_a_group_may_have_been_made_under_a_condition_in_another_hook() -> None:

@@ -4,7 +4,7 @@ import ast
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeGuard, TypeVar
@@ -128,6 +128,10 @@ class HookSource:
         """Where it calls a function of this name under a condition on the rank: ``"file:line in training_step"``."""
         lines = (call.lineno for call in self._each(ast.Call) if name_of(call.func) == name)
         return tuple(self.place(line) for line in lines if rank_condition(self.file, line))
+
+    def calls_any(self, names: Collection[str]) -> tuple[str, ...]:
+        """Where it calls a function of one of these names: ``"file:line in training_step"``."""
+        return tuple(self.place(call.lineno) for call in self._each(ast.Call) if name_of(call.func) in names)
 
     def sets(self, attributes: Iterable[str]) -> tuple[str, ...]:
         """Where it, or a function that it defines, sets one of these attributes: ``"file:line in training_step"``."""

@@ -41,6 +41,8 @@ _MOST_METRICS = 64
 _TO_PEER = {"send": "dst", "recv": "src"}
 # torch's names of variables for ranks within the group.
 _ROOTS = ("group_src", "group_dst")
+# Functions of Lightning, DDP and FSDP2 that keep a backward pass from reducing gradients.
+_UNREDUCED = ("block_backward_sync", "no_backward_sync", "no_sync", "set_requires_gradient_sync")
 # Lightning's error for a skipped step with several ranks.
 _REFUSED = "Skipping the `training_step`"
 
@@ -169,11 +171,7 @@ class StepRecord:
             root=_root(),
             groups_made=process_groups.groups_made(),
             groups_at=(_groups_under_condition() or lines_in(users, _groups_made)) if makes_group else (),
-            accumulates_at=(
-                lines_in(users, lambda source: source.sets(["accumulate_grad_batches"]))
-                if any(run[3:4] > (0,) for run in runs)
-                else ()
-            ),
+            accumulates_at=(lines_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
         )
 
     def _skipped_until(self, pending: int, error: str) -> tuple[int, Batch]:
@@ -237,6 +235,10 @@ def _root() -> int:
 def _groups_under_condition() -> tuple[str, ...]:
     sources = (HookSource(frame.f_code) for frame in main_thread_frames())
     return tuple(place for source in sources for place in _groups_made(source))[:MOST_LINES]
+
+
+def _accumulates(source: HookSource) -> tuple[str, ...]:
+    return (*source.sets(["accumulate_grad_batches"]), *source.calls_any(_UNREDUCED))
 
 
 def _groups_made(source: HookSource) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
             Evidence(source="steps", text=f"{capitalised(counts.what)} in {counts.at}: {counts.words}."),
             *_call_evidence(counts.skipped_at, ways),
             *(
-                Evidence(source="source code", text=f"How many batches accumulate is set at {at}.")
+                Evidence(source="source code", text=f"What is accumulated without being reduced is decided at {at}.")
                 for at in accumulates
             ),
             *how_we_know(view, ranks),
