@@ -215,6 +215,7 @@ class Tracker(Tracking):
     ranks=(0,),
     world_size=2,
     moment=Moment.START,
+    is_cold=True,
 )
 def run_begun_by_the_constructor(here: Here) -> None:
     """The tracker's server takes the request and does not answer it."""
@@ -453,6 +454,7 @@ def copy_to_archive(fold: int) -> None:
     ranks=(0,),
     world_size=2,
     moment=Moment.END,
+    is_cold=True,
 )
 def folds_copied_in_between(here: Here) -> None:
     """Each fold has a Trainer, and its weights are copied before the next one."""
@@ -493,6 +495,7 @@ class Job:
     ranks=(3,),
     world_size=4,
     moment=Moment.START,
+    is_cold=True,
 )
 def done_as_the_scratch_disk_of_one_host_says(here: Here) -> None:
     """Each host has a scratch disk, and one of them has finished this training before."""
