@@ -41,6 +41,8 @@ CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY
         ("rank0-reads-weights-fsdp2", "rank-zero-only-work", (0,), LIKELY, "train.py:30 in export"),
         ("return-under-rank-condition", "diverged-collectives", (0,), LIKELY, "train.py:294 in on_train_epoch_end"),
         ("receives-once-more", "unmatched-p2p", (0, 1), LIKELY, "train.py:188 in from_before"),
+        ("sends-more-than-others", "diverged-collectives", (0,), LIKELY, "train.py:420 in on_validation_start"),
+        ("reduces-at-its-own-count", "skipped-step", (1,), LIKELY, "train.py:635 in training_step"),
         ("failed-save", "exception-during-save", (0,), CERTAIN, "train.py:131 in save_checkpoint"),
     ],
 )

@@ -170,12 +170,18 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
     logged = {rank: {_named(key) for key in facts.steps.logged} for rank, facts in sorted(view.facts.items())}
     for key in sorted(keys.values(), key=lambda key: key.name not in now):
         lacking = tuple(rank for rank, names in logged.items() if _named(key) not in names)
-        if lacking:
-            having = tuple(rank for rank, names in logged.items() if _named(key) in names)
+        having = tuple(rank for rank, names in logged.items() if _named(key) in names)
+        if lacking and not _is_yet_to_log(view, having, lacking):
             others = logged[lacking[0]] - logged[having[0]]
             is_mutual = any(hook == key.hook for hook, _ in others)
             return _UncommonKey(key=key, having=having, lacking=lacking, is_mutual=is_mutual)
     return None
+
+
+def _is_yet_to_log(view: Timeline, having: tuple[int, ...], lacking: tuple[int, ...]) -> bool:
+    """Whether a rank that lacks a key has not come as far as those that have logged it."""
+    places = positions(view)
+    return min(places[rank] for rank in lacking) < min(places[rank] for rank in having)
 
 
 class _States(NamedTuple):

@@ -176,10 +176,13 @@ def _final_counts(made: dict[int, BatchCounts], kind: int) -> dict[int, BatchCou
 
 
 def _reducing_counts(made: dict[int, BatchCounts]) -> dict[int, BatchCounts]:
-    """The same for passes that reduce gradients: a rank that is still in such a pass counts with it."""
+    """The same for passes that reduce gradients: a rank that is still in such a pass counts with it.
+
+    Of ranks in one batch, those that have begun as many passes as any other can be compared.
+    """
     reduced = {rank: one.of(0) - one.of(1) for rank, one in made.items()}
-    most = max(reduced.values())
-    final = [rank for rank, one in made.items() if one.is_over]
+    most, passes = max(reduced.values()), max(one.of(0) for one in made.values())
+    final = [rank for rank, one in made.items() if one.is_over or one.of(0) == passes]
     if not any(reduced[rank] < most and made[rank].of(1) for rank in final):
         return {}
     return {rank: one for rank, one in made.items() if rank in final or reduced[rank] == most}

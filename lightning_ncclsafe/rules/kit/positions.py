@@ -107,7 +107,7 @@ def out_of_data_first(view: Timeline) -> tuple[int, ...]:
         return _an_epoch_ahead(view, first[0])
     # A rank that waits in its batch under a condition on the rank does not wait because of data.
     is_alone = not under_rank_condition(view, view.facts).keys().isdisjoint(still)
-    is_even = _equally_many(view, ended, still) or _validated_it(view, ended, still)
+    is_even = _equally_many(view, ended, still) or _validated_it(view, ended, still) or _before_batches(view, still)
     return () if is_alone or is_even or _may_be_left_behind(view, ended, still) else ended
 
 
@@ -179,6 +179,12 @@ def _equally_many(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]
     may_be_last = all(now.is_last_batch for now in progress) or not any(map(_has_known_length, facts))
     is_one_batch = len({(now.epoch, now.batch_idx) for now in progress}) == 1 and progress[0].batch_idx >= 0
     return is_one_loop and may_be_last and is_one_batch
+
+
+def _before_batches(view: Timeline, still: tuple[int, ...]) -> bool:
+    """Whether these ranks wait in a hook before the first batch of a validation, so that no batch is missing yet."""
+    places = [view.facts[rank].progress for rank in still]
+    return all(now.phase is Phase.VALIDATE and now.batch_idx < 0 and not _is_in_loop(now) for now in places)
 
 
 def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
