@@ -6,8 +6,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+from lightning_ncclsafe.exchange.fallback import CallThread, NoAnswerError
 from lightning_ncclsafe.exchange.interface import ExchangeError, in_parts
-from lightning_ncclsafe.exchange.over_another import CallThread, NoAnswerError
 
 T = TypeVar("T")
 
