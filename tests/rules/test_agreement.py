@@ -806,7 +806,7 @@ def split(**more: object) -> JobFacts:
             "torch",
             "No global random state that differs between ranks has been drawn from, so the split",
         ),
-        ("", "numpy", "The ranks' global random states agree, so the split probably came from a generator of its own"),
+        ("", "numpy", "The ranks' global random states agree, so the split probably came from a separate generator"),
     ],
 )
 def test_the_random_states_tell_where_a_split_came_from(differ: str, drawn: str, words: str) -> None:

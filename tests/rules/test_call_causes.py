@@ -113,13 +113,13 @@ def found(facts: JobFacts) -> dict[str, Finding]:
         (
             scenes.group_with_a_shorter_timeout,
             Confidence.CERTAIN,
-            ("gave up waiting after 4.0 s, although the strategy's timeout is 30 min 0 s: group '1' (metrics) has a",),
+            ("gave up waiting after 4.0 s, although the strategy's timeout is 30 min 0 s: group '1' (metrics) has its",),
         ),
         (scenes.one_rank_compiles, Confidence.LIKELY, ("Rank 1 compiles, in training_step at train.py:82",)),
         (
             scenes.save_failed_and_was_caught,
             Confidence.CERTAIN,
-            ("save on rank 0 raised OSError: [Errno 28] No space left on device", "which was caught", "ranks 1-3 wait"),
+            ("checkpoint on rank 0 raised OSError: [Errno 28] No space left on device", "was caught", "ranks 1-3 wait"),
         ),
         (
             scenes.save_failed,
@@ -394,7 +394,7 @@ def test_a_variable_that_nothing_reads_is_named() -> None:
 def test_a_cold_cache_is_that_of_a_host() -> None:
     scene = scenes.one_rank_compiles(GLOO)
     apart = tuple(replace(facts, host="node-2") if facts.rank == 1 else facts for facts in scene.ranks)
-    assert "on node-2 are cold" in found(replace(scene, ranks=apart))["compile-skew"].summary
+    assert "on node-2 seem to be cold" in found(replace(scene, ranks=apart))["compile-skew"].summary
     assert "cold" not in found(scene)["compile-skew"].summary
 
 

@@ -149,7 +149,7 @@ def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame
     assert (finding.rule, finding.ranks) == ("rank-behind", (0,))
     assert finding.location == f"{USER_FILE}:20 in next_batch"
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
-    assert finding.remedy.startswith("Correct the KeyError, and report it to whoever waits")
+    assert finding.remedy.startswith("Correct the KeyError, and pass such errors on: catch them in the thread")
 
 
 def test_under_a_condition_on_the_rank_the_remedy_is_that_of_the_thread_as_well() -> None:
@@ -176,7 +176,7 @@ def test_the_same_within_a_loader_is_no_matter_of_storage() -> None:
     finding = first(_loading(FED))
     assert (finding.rule, finding.ranks) == ("data-stall", (0,))
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
-    assert finding.remedy.startswith("Correct the KeyError, and report it to whoever waits")
+    assert finding.remedy.startswith("Correct the KeyError, and pass such errors on: catch them in the thread")
 
 
 def test_a_thread_that_ended_long_ago_is_none_that_is_waited_for() -> None:

@@ -88,7 +88,7 @@ def test_a_lock_held_into_a_barrier_is_a_deadlock(net: Backend) -> None:
     finding = first(holder, at_lock(1, rank_process(0), net=net))
     assert (finding.rule, finding.ranks, finding.confidence) == ("file-lock", (1,), Confidence.LIKELY)
     assert "rank 0 holds it, and rank 0 waits in Lightning's barrier 'cached'" in finding.summary
-    assert finding.summary.endswith("for rank 1: none of them can go on.")
+    assert finding.summary.endswith("for rank 1: none of them can continue.")
     assert finding.plan is Plan.STOP
     # A loop that tries again and again is in no system call.
     assert first(holder, at_lock(1, rank_process(0), net=net, certain=False)).rule == "file-lock"

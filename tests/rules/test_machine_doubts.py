@@ -313,9 +313,8 @@ def test_an_interface_is_not_blamed_for_a_rank_that_may_not_have_been_started() 
     facts = job(in_init(0, 2), world=2)
     assert found(facts) == {"wrong-interface": POSSIBLE, "late-at-init": POSSIBLE}
     summary = judge(facts).findings[0].summary
-    assert (
-        "rank 0 waits at the start; it is this if rank 1, of which nothing is known, runs on another host." in summary
-    )
+    condition = "this is the cause if rank 1, of which nothing is known, runs on another host."
+    assert f"rank 0 waits at the start; {condition}" in summary
 
 
 def test_on_one_host_any_interface_does_and_who_is_not_there_has_not_come() -> None:

@@ -58,7 +58,7 @@ def _plan(view: Timeline, finding: Finding) -> Plan:
 @hang_rule(
     after="data-stall",
     remedy=(
-        "Look at the storage below that line: ls and df on its mount, the kernel's log (dmesg) for a server that does "
+        "Look at the storage behind that line: ls and df on its mount, the kernel's log (dmesg) for a server that does "
         "not answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
     ),
     is_of_machine=True,
