@@ -127,7 +127,7 @@ def _may_be_stuck(diagnosis: Diagnosis) -> bool:
 
 
 def _write(diagnosis: Diagnosis, folder: Path) -> None:
-    """Into a folder of its own for each host and job, so that hosts can share one."""
+    """Into a separate folder for each host and job, so that hosts can share one."""
     name = _NO_NAME.sub("-", f"{socket.gethostname()}-{diagnosis.job.launch}").strip("-")
     written = write_report(diagnosis, folder / name)
     if why := write_page(diagnosis, written):

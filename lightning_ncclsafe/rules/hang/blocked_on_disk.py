@@ -149,7 +149,7 @@ def _confidence_in_call(view: Timeline, facts: RankFacts, thread: MainThreadFact
     is_queue = frame is not None and _OF_PROCESSES.has(frame.file, frame.function)
     if waits in _STORAGE or (waits is Wait.PIPE and not is_queue):
         return Confidence.LIKELY
-    # If the kernel function is unknown, only the line is evidence; sockets and locks have functions of their own.
+    # If the kernel function is unknown, only the line is evidence; sockets and locks have their own functions.
     return Confidence.POSSIBLE if not thread.wait_channel else None
 
 

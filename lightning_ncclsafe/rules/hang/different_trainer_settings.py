@@ -35,7 +35,7 @@ _REMEDY_START = (
 )
 
 
-# Another call of the Trainer, lr_find for instance, may have settings of its own.
+# Another call of the Trainer, lr_find for instance, may have its own settings.
 @hang_rule(after="unfinished-rank", unless=(alone_in_trainer,), plan=Plan.STOP)
 def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     """Ranks have different Trainer settings, or continue from different steps, and so call different collectives.

@@ -157,7 +157,7 @@ class _UncommonKey:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The minority; if both are equally large, those that log it, or all if each side has keys of its own."""
+        """The minority; if both are equally large, those that log it, or all if each side has its own keys."""
         if self.is_mutual and len(self.having) == len(self.lacking):
             return tuple(sorted((*self.having, *self.lacking)))
         return self.having if len(self.having) <= len(self.lacking) else self.lacking

@@ -136,7 +136,7 @@ def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
     ways = _ways_around(view, counts)
     accumulates = _accumulates_at(view) if counts.is_accumulation else ()
     places = ways or accumulates or view.facts[ranks[0]].steps.passes_at
-    # A condition is around the pass, whose line is named; a jump is at a line of its own.
+    # A condition is around the pass, whose line is named; a jump has its own line.
     is_around = len(ways) == 1 and any(ways[0] in facts.steps.conditions_around for facts in view.facts.values())
     return finding(
         view,

@@ -57,7 +57,7 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
 
     Cause:
         A collective under a condition that holds on some ranks only: on the rank, on the data, in an except block; or
-        in a thread of its own, whose calls interleave with those of the training.
+        in a separate thread, whose calls interleave with those of the training.
 
     Remedy:
         Make every rank call the same collectives in the same order.
