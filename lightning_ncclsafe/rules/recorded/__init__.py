@@ -1,9 +1,4 @@
-"""Causes that dumps and logs show after a run: nobody was asked, and no Python stack was taken. One cause per file.
-
-``standstill`` is what most of them read: who waits for whom, and where that ends, by the ``calls`` of all ranks and
-their ``circles``. ``splits`` are calls that differ under one number, ``questions`` what several rules ask, and
-``telling`` has the words.
-"""
+"""Causes that dumps and logs show after a run: nobody was asked, and no Python stack was taken."""
 
 from lightning_ncclsafe.rules.hang.gpu_memory_exhausted import gpu_memory_exhausted
 from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted
