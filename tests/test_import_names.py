@@ -145,7 +145,7 @@ def test_the_module_for_either_is_the_same_but_for_the_name() -> None:
     folder = Path(lightning_ncclsafe.__file__).parent
     swapped = (folder / "lightning.py").read_text()
     for here, there in (
-        ("import ``lightning``", "import ``pytorch_lightning``"),
+        ("as ``lightning``", "as ``pytorch_lightning``"),
         ("in ``lightning_ncclsafe.pytorch_lightning``", "in ``lightning_ncclsafe.lightning``"),
         ("lightning.pytorch", "pytorch_lightning"),
     ):
