@@ -14,9 +14,9 @@ import lightning_ncclsafe
 PACKAGE = "lightning_ncclsafe"
 FOLDER = Path(lightning_ncclsafe.__file__).parent
 
-# From the bottom up, room by room. What is in a room may import what stands below it and its own neighbours; what
-# stands side by side does not know each other. A name stands for a module, or for a package with all that is in it, but
-# for what is named itself.
+# From the bottom up. A module may import what is in lower layers and in its own package; packages of one layer do not
+# import each other. A name is that of a module, or of a package with all that is in it, except for parts of it that
+# have their own entry.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("code", "facts", "recorder"),
     ("_lightning", "_torch", "errors", "settings"),
@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (PACKAGE,),
     ("__main__",),
 )
-# Whoever else needs torch or Lightning is told what it needs to know: these import them, on any line.
+# The only modules that import torch, on any line; all others get what they need from these.
 IMPORTS_TORCH = {
     "_torch.build",
     "_torch.loading",

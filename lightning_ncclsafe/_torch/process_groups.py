@@ -93,7 +93,7 @@ def distributed_is_initialized() -> bool:
 def is_communication_error(error: BaseException) -> bool:
     """Whether an exception only reports that a collective failed: a peer is gone or late, or it was aborted.
 
-    Gloo has no exception type of its own: it raises ``RuntimeError`` with its source path or a socket's error in the
+    Gloo has no exception type: it raises ``RuntimeError`` with its source path or a socket's error in the
     text.
     """
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):

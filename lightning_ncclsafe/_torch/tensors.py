@@ -90,7 +90,7 @@ def queue_event() -> torch.cuda.Event:
 
 @contextmanager
 def beside_others(device: Any) -> Iterator[None]:
-    """Makes the calling thread use a stream of its own on a device, which waits for no other stream.
+    """Makes the calling thread use its own stream on a device, which waits for no other stream.
 
     So it does not wait for work of others, which may never run. Without this, a thread uses the first device, and a
     copy from any device to the host waits for everything queued there.

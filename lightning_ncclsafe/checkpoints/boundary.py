@@ -14,7 +14,7 @@ from lightning_ncclsafe._torch import tensors
 _MOST_VALUES = 256
 
 
-NO_STEP = "no optimizer step was made yet"
+NO_STEP = "no optimizer step has been made yet"
 """Why there is nothing to save at the beginning; not a problem."""
 
 

@@ -133,7 +133,7 @@ def found_in(folders: Iterable[Path]) -> CheckpointList:
         except FileNotFoundError:
             continue
         except OSError as error:
-            lines.append(f"no checkpoint is looked for in {folder}: {error}")
+            lines.append(f"{folder} cannot be searched for checkpoints: {error}")
             continue
         for path in paths:
             with suppress(OSError):

@@ -124,7 +124,7 @@ class Resuming:
         # Two jobs may share the folder, even at the same time: each resumes from its own checkpoints, once it has any.
         other = _other_job(job_of(path))
         if other and any(job_of(one) == launch_words() for one in paths_of(self._settings.dirpath)):
-            return f"another job saved it ({other}), and this job has checkpoints of its own"
+            return f"another job saved it ({other}), and this job has its own checkpoints"
         return why_unfit(path, self._expected(), steps=int(self._trainer.global_step))
 
     def _expected(self) -> Mapping[str, Any] | None:

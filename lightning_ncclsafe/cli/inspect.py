@@ -35,7 +35,7 @@ _HOW_LONG = (
     f"seconds from the first look to the last (default: {SECONDS:g}, and longer while ranks stand still, until one is"
     f" known to have stood still for {LONG_STEP_S:g} s)"
 )
-_NATIVE = "also read native frames; this stops each rank that stands still once, for about 0.1 s"
+_NATIVE = "also read native frames; for that, each rank that stands still is stopped once, for about 0.1 s"
 _RECORDER = (
     "make ranks dump PyTorch's Flight Recorder if they were started with TORCH_NCCL_DEBUG_INFO_PIPE_FILE; each writes"
     " the file that its environment names, and the file stays"
@@ -127,7 +127,7 @@ def _may_be_stuck(diagnosis: Diagnosis) -> bool:
 
 
 def _write(diagnosis: Diagnosis, folder: Path) -> None:
-    """Into a folder of its own for each host and job, so that hosts can share one."""
+    """Into a separate folder for each host and job, so that hosts can share one."""
     name = _NO_NAME.sub("-", f"{socket.gethostname()}-{diagnosis.job.launch}").strip("-")
     written = write_report(diagnosis, folder / name)
     if why := write_page(diagnosis, written):

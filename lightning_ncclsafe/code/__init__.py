@@ -1,7 +1,7 @@
-"""Whose code a stack frame is in and what it means; and replacing methods of other code temporarily.
+"""Whose code a stack frame is in, and what it means: rules ask this instead of naming files and functions themselves.
 
-``marks`` is what functions of this package declare, ``libraries`` the one table of files and functions of others.
-``own_work`` notes when this package keeps a rank busy, ``patching`` replaces methods, ``raised`` is what an exception
-says, and ``side_thread`` makes calls that may never return.
-Imports nothing of this package.
+``libraries`` is the one table of files and functions of torch, Lightning and others; ``marks`` are what functions of
+this package declare about themselves. Beside them, small tools for code of others: ``patching`` replaces a method for a
+while, ``side_thread`` makes calls that may never return, ``own_work`` notes when this package keeps a rank busy, and
+``raised`` is what an exception says. Imports nothing of this package.
 """

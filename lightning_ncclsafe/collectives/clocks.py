@@ -391,7 +391,7 @@ class ClockSync:
             (self._reference or self._follower).tick()
 
     def run(self, ended: threading.Event, every_s: float = 1.0) -> None:
-        """Ticks until the event is set; meant for a thread of its own, as a tick may wait."""
+        """Ticks until the event is set; meant for a separate thread, as a tick may wait."""
         while not self._stopped:
             self.tick()
             if ended.wait(every_s):

@@ -1,10 +1,13 @@
 """How ranks share without touching the training's process groups: a few keys that all of them see.
 
-``Exchange`` is the interface, over the job's TCPStore, files or memory. ``waiting`` is how ranks wait over it, and
-``meeting`` how all of them reach one verdict. Imports only facts and marks.
+``Exchange`` in ``interface`` is what others use: ``tcp_store`` is the job's TCPStore, ``directory`` files on shared
+storage, before there is a store or after its host has died, and ``fallback`` switches from one to the other.
+``waiting`` is how ranks wait over it, and ``meeting`` how all of them reach one verdict. Imports only facts and
+``code``.
 """
 
 from lightning_ncclsafe.exchange.directory import DirectoryExchange
+from lightning_ncclsafe.exchange.fallback import FallbackExchange, InTimeExchange
 from lightning_ncclsafe.exchange.interface import (
     Exchange,
     ExchangeError,
@@ -14,7 +17,6 @@ from lightning_ncclsafe.exchange.interface import (
     first_rank,
     in_parts,
 )
-from lightning_ncclsafe.exchange.over_another import FallbackExchange, InTimeExchange
 from lightning_ncclsafe.exchange.tcp_store import TcpStoreExchange
 from lightning_ncclsafe.exchange.waiting import keep_trying, poll_interval_s, wait_for, wait_for_keys
 

@@ -6,8 +6,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+from lightning_ncclsafe.exchange.fallback import CallThread, NoAnswerError
 from lightning_ncclsafe.exchange.interface import ExchangeError, in_parts
-from lightning_ncclsafe.exchange.over_another import CallThread, NoAnswerError
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class TcpStoreExchange:
     """An exchange on the job's store.
 
     TCPStore obeys its timeout only where it waits for a key; every other call blocks for as long as the store's host
-    does not answer (seen with a stopped host, torch 2.13). So a thread of its own makes the calls. A host that misses
+    does not answer (seen with a stopped host, torch 2.13). So a separate thread makes the calls. A host that misses
     some deadlines in a row is given up for good; one that breaks the connection, at once.
 
     Args:

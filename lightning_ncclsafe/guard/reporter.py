@@ -37,7 +37,7 @@ class Verdict:
             nothing was written or printed then. 0 otherwise.
         frozen: Ranks that cannot end themselves: stopped, or with the interpreter's lock held.
         logging_ranks: Ranks with loggers off the training thread: what these were given has to be written first.
-        raised: Ranks that leave with an exception of their own, and print its traceback.
+        raised: Ranks that leave with their own exception, and print its traceback.
         is_joint: Whether no rank is left that trains on: all have raised the same, or have finished.
         reported_on: Name of the host on whose terminal it was printed.
     """

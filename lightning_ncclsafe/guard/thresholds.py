@@ -166,7 +166,7 @@ class Thresholds:
         """Whether a rank has waited for its peers for as long as it may."""
         if not doing.waits_for_peers or doing.exempt:
             return False
-        # A group that was created with a longer timeout of its own keeps that.
+        # A group that was created with its own, longer timeout keeps it.
         own_s = doing.collective.timeout_ms / 1000 if doing.collective is not None else 0.0
         is_longer = own_s > self.limit_s + BACKSTOP_S
         has_own = is_longer and not (self._limits.phases_s and round(own_s, 3) in self._not_own_s)

@@ -13,7 +13,7 @@ _COMPUTES = 0.01
 
 
 class Watchdog:
-    """Calls ``tick(idle_s)`` at a steady pace from a thread of its own until it is stopped.
+    """Calls ``tick(idle_s)`` at a steady pace from its own thread until it is stopped.
 
     Args:
         position: The position of the training; any change of its value is progress. It must be cheap.

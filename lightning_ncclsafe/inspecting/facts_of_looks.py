@@ -347,7 +347,7 @@ def _witnessed(seen: SeenRank) -> ProcessFacts:
 
 
 def _with_collector(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Adds a frame for Python's garbage collector below a line that calls it, because it has no frame of its own."""
+    """Adds a frame for Python's garbage collector below a line that calls it, because it has no Python frame."""
     collects = bool(stack) and _COLLECTS.search(stack[-1].code) is not None
     return (*stack, Frame(file=COLLECTOR, line=0, function="")) if collects else stack
 

@@ -73,7 +73,7 @@ class Interpreter:
             error = self._memory.word(item + self._at.handled)
             if error and self._is_exception(error):
                 return tuple(self._chain(error))
-            # A generator has an entry of its own, which links to its caller's.
+            # A generator has its own entry, which links to its caller's.
             item = self._memory.word(item + self._at.previous)
             if not item:
                 break

@@ -210,7 +210,7 @@ class LoaderCollector:
         return loader
 
     def _add(self, loader: Any) -> None:
-        # In a loop that Lightning's own hooks do not know, each loader is a stage of its own.
+        # In a loop that Lightning's own hooks do not know, each loader is a separate stage.
         stage = self._stage or Stage(name="dataloader")
         stage.loaders.append(loader)
         if stage.is_complete:

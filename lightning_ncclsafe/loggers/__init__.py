@@ -1,8 +1,11 @@
-"""Loggers off the training thread: what they are given is staged on a local disk, then delivered in its own time.
+"""Loggers off the training thread: what a program logs is staged on a local disk, and delivered from there.
 
-The doors are ``starting``, which takes a logger off the thread, ``offload``, one that is off it and all of them, and
-``recovery``, what a process that is gone has left. In the order of the data: a backend (``tensorboard_backend``,
-``csv_backend``, ``calls_backend``) puts what it captures into the ``intake``, the ``stager`` into the ``store``, and
-``delivery`` into calls, or into the ``files`` of a destination (``destinations``). The store's folder is made by
-``staging``, and its process has a ``claim`` on it. Imports facts, report and settings.
+There are three entry points: ``starting`` takes a logger off the training thread, ``offload`` is one that is off it,
+and ``recovery`` delivers what a dead process has left.
+
+The way of a logged point: a backend (``tensorboard_backend``, ``csv_backend``, ``calls_backend``) captures the call and
+puts it into the ``intake``, a queue in memory; the ``stager`` writes it to the ``store``, on the local disk;
+``delivery`` calls the logger with it, or appends it to the ``files`` of a destination (``destinations``). ``segments``
+are the files of the store, in a folder that ``staging`` creates and claims for this process. ``ledger`` counts what
+became of everything. Imports facts, report and settings.
 """

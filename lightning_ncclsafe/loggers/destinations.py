@@ -107,7 +107,7 @@ class LocalDestination:
 
 
 class RemoteDestination:
-    """A directory of an fsspec file system. If it cannot append, each append becomes a numbered file of its own.
+    """A directory of an fsspec file system. If it cannot append, each append becomes a separate numbered file.
 
     Args:
         path: The directory's URL.

@@ -108,7 +108,7 @@ class EventMaker(SummaryWriter):
         run_name: str | None = None,
         global_step: Any = None,
     ) -> None:
-        """Torch's own method writes to files with a writer of its own."""
+        """Torch's own method writes to files with its own writer."""
         if type(hparam_dict) is not dict or type(metric_dict) is not dict:
             raise TypeError("hparam_dict and metric_dict should be dictionary.")
         file = self._files[os.path.join(str(self.log_dir), run_name or str(self._created))]

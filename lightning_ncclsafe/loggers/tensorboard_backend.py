@@ -90,7 +90,7 @@ class TensorBoardBackend:
         calls |= {"add_scalar": self._add_scalar, "add_figure": self._add_figure}
         calls |= {
             "add_hparams": partial(self._add_hparams, writer.add_hparams),
-            # It writes files of its own.
+            # It writes its own files.
             "add_embedding": partial(self._run_later, writer.add_embedding),
         }
         calls |= {"_get_file_writer": self._caught_file, "flush": lambda: None, "close": self._files.clear}

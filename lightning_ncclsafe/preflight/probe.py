@@ -95,7 +95,7 @@ class RecentFacts:
 
 
 def run_parts(parts: Parts, deadline_s: float) -> tuple[dict[str, Any], list[str]]:
-    """Runs functions at the same time, each in a thread of its own; one that hangs keeps its thread.
+    """Runs functions at the same time, each in its own thread; one that hangs keeps its thread.
 
     Args:
         parts: The functions by name.

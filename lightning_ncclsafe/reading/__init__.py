@@ -1,5 +1,7 @@
-"""Reads what a run has left behind, dumps, logs and reports: untrusted bytes become facts.
+"""Reads what a run has left behind, for ``ncclsafe diagnose``: dumps, logs and reports, untrusted, become facts.
 
-The door is ``evidence``: all that paths hold, as jobs. Imports facts, the recorder's model and rules; neither torch nor
-Lightning.
+The entry point is ``evidence``: all that paths hold, as jobs. ``dumps`` reads Flight Recorder dumps, ``logs`` reads
+logs by their ``lines`` (single ``statements``, messages ``spanning`` several lines, ``tracebacks``, PyTorch's
+``watchdog``, ``starts`` and ends), and ``merging`` makes one job of several files. What follows from the facts is
+decided in ``rules.recorded``. Imports facts, the recorder's model, rules and report; neither torch nor Lightning.
 """

@@ -54,7 +54,7 @@ _CHILD = re.compile(r"\[rank: (\d+)\] Child process with PID (\d+) terminated wi
 _ENDINGS = (
     (
         re.compile(r"Received (?:15|Signals\.SIGTERM) death signal|SignalException: Process \d+ got signal: 15"),
-        "A launcher received SIGTERM, from a scheduler or from whoever stopped the job.",
+        "A launcher received SIGTERM, from a scheduler or a user.",
     ),
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO TIME LIMIT"), "SLURM ended the job because its time was up."),
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO PREEMPTION"), "SLURM ended the job for another one (preemption)."),

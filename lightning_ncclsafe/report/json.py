@@ -86,8 +86,8 @@ _MOST_BYTES = 1 << 18
 _LONGEST = 2_000
 _WORDS = {
     Plan.RESTART: "restart: nobody's fault, or a passing fault of a machine",
-    Plan.STOP: "stop: it recurs until the code, its settings or its data change",
-    Plan.UNKNOWN: "unknown: the cause does not tell whether a restart helps",
+    Plan.STOP: "stop: the fault recurs until the code, its settings or its data change",
+    Plan.UNKNOWN: "unknown: the cause does not show whether a restart helps",
 }
 
 

@@ -146,7 +146,7 @@ def inspected_answer(job: JobFacts) -> str:
             "or as a hang that somebody ends."
         )
     if still:
-        return f"Nothing found: {clause(still, 'stands|stand')} still, and no rank is seen waiting for another."
+        return f"Nothing found: {ranks_words(still)} did not move, and no rank is seen waiting for another."
     return f"Nothing found: the job makes progress. {capitalised(clause([f.rank for f in job.ranks], 'moves|move'))}."
 
 

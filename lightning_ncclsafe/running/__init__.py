@@ -1,7 +1,7 @@
-"""The guard for unmodified programs: every Trainer that they make gets it, if its strategy supports it.
+"""The guard for unmodified programs (``ncclsafe run``): every Trainer gets it, if its strategy supports it.
 
-``lightning_ncclsafe.pth`` lies where Python looks for its packages. If NCCLSAFE is set in the environment, it has
-``at_import`` wait for Lightning to be imported, in whatever process: launchers, spawn and programs of the program's own
-hand the environment on. Once a Trainer has been made, ``guarding`` gives its strategy the guard, by what
-``variables`` reads from the environment. ``ncclsafe run`` only sets these and starts the program.
+Python loads ``lightning_ncclsafe.pth`` at start-up. If NCCLSAFE is set in the environment, that file imports
+``at_import``, which waits until the program imports Lightning. This happens in every process, because child processes
+inherit the environment. Once a Trainer has been made, ``guarding`` gives its strategy the guard, by the ``variables``
+in the environment. ``ncclsafe run`` only sets these and starts the program.
 """

@@ -1,4 +1,5 @@
-"""SIGTERM, without a broadcast before every batch: ``agreement`` decides where all ranks stop.
+"""SIGTERM, without a broadcast before every batch: all ranks stop before the same one.
 
-``handler``, the entry point, replaces Lightning's own handling. Imports the exchange and what prints to the user.
+``handler``, the entry point, replaces Lightning's own handling of the signal; ``agreement`` decides before which batch
+ranks stop. Imports the exchange and report.
 """

@@ -1,5 +1,8 @@
-"""Plugs everything into Lightning's strategies: ``guarded`` is their base, ``guarded_call`` one call of a Trainer, with
-its ``call_exchanges`` and ``features``, one of which is ``saved_at_end``.
+"""Connects Lightning's strategies with everything below: the guard, the callbacks' features, the end of a run.
+
+``guarded``, the entry point, is the base of all guarded strategies: it passes Lightning's hooks on. ``guarded_call`` is
+one call of the Trainer: it makes the guard, the ``call_exchanges`` between ranks, and the ``features`` that callbacks
+ask for, one of which is ``saved_at_end``. ``launchers`` does this in every process that Lightning starts.
 
 Only ``lightning_ncclsafe.lightning`` and ``lightning_ncclsafe.pytorch_lightning`` import Lightning itself. The
 strategies can still be imported from their older path here, for the package of Lightning that is chosen.

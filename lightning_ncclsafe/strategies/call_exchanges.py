@@ -48,7 +48,7 @@ class CallExchanges:
         return self._files(meeting_place(strategy)) if strategy.world_size > 1 else MemoryExchange()
 
     def name_start(self, place: Place, deadline_s: float) -> None:
-        """Gives this start a name of its own, if torchrun's agent keeps the job's store across starts."""
+        """Gives this start its own name, if torchrun's agent keeps the job's store across starts."""
         global _start
         if place.world_size == 1 or _start is not None or stores.hosts_store(0):
             return

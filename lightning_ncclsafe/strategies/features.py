@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 # How long ranks still wait for one another's loaders after the guard has reported on the wait.
 _PRESENT_S = 30.0
-# How long they wait for one another if all are known to be there.
+# How long they wait for one another if all are known to run.
 _MEET_S = 10.0
 # For all calls of this process, of which each compares its hosts.
 _host = RecentFacts()

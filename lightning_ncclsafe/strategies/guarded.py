@@ -91,7 +91,7 @@ def refuse_saving(trainer: Any, rank: int, ending: Ending) -> list[ReplacedMetho
 class GuardedStrategy(_ParallelStrategy):
     """A Lightning strategy with the guard: explains why ranks wait, and ends a run that is stuck.
 
-    In the order of inheritance, it comes before that strategy, of either of Lightning's packages.
+    A class inherits from this one first, then from a strategy of either of Lightning's packages.
 
     Args:
         suspect_after: How long a rank may wait without progress before all ranks are asked what they are doing and a
@@ -164,7 +164,7 @@ class GuardedStrategy(_ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers each name of the strategy that is guarded once more, with ``_ncclsafe`` behind it: ours."""
+        """Registers each name of the guarded strategy once more, with ``_ncclsafe`` appended."""
         # As soon as there is a Trainer, Lightning requires a GPU for some names, those of FSDP.
         for_gpus = getattr(cls, "_registered_strategies", [])
         for name, entry in [*strategy_registry.items()]:

@@ -89,7 +89,7 @@ def test_a_job_resumes_from_its_own_checkpoint_if_another_one_saves_into_the_sam
     mine, theirs = save(folder, 1), save(folder, 2, job="job theirs")
     assert gone_on_from(folder, monkeypatch) == mine
     said = capsys.readouterr().err
-    line = f"{theirs} is skipped: another job saved it (job theirs), and this job has checkpoints of its own"
+    line = f"{theirs} is skipped: another job saved it (job theirs), and this job has its own checkpoints"
     assert said.count(line) == 1 and f"resuming from {mine}; random" in said
     assert gone_on_from(folder, monkeypatch, "theirs") == theirs
 

@@ -65,7 +65,7 @@ def test_each_other_host_is_tried_once() -> None:
         job(HERE, replace(THERE[0], host="")),
     ],
 )
-def test_nothing_is_tried_where_that_would_tell_nothing(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_tried_where_the_result_would_mean_nothing(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> None:
     def try_connecting(addresses: Iterable[str], **_: float) -> dict[str, rank_hosts.ConnectionAttempt]:
         assert not [*addresses]
         return {}

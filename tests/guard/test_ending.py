@@ -173,7 +173,7 @@ def test_a_child_that_cannot_be_killed_is_no_reason_to_stay(events: list[str]) -
         (BrokenPipeError("Broken pipe"), False),
     ],
 )
-def test_what_only_says_that_a_collective_failed_is_told_from_a_cause(error: Exception, is_communication: bool) -> None:
+def test_a_message_that_a_collective_failed_is_not_taken_for_a_cause(error: Exception, is_communication: bool) -> None:
     assert process_groups.is_communication_error(error) is is_communication
 
 

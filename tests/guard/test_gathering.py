@@ -200,7 +200,7 @@ def test_a_process_that_ends_while_it_is_looked_at_has_last_words(monkeypatch: p
 
 
 @pytest.mark.parametrize("gil_held", [True, False])
-def test_a_process_that_kept_the_lock_when_it_was_looked_at_is_told_beside_its_answer(
+def test_a_rank_that_held_the_gil_when_looked_at_is_reported_although_it_answers(
     gil_held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal by which it is asked for its stack ends a call such as sleep(); then it can answer."""
@@ -224,7 +224,7 @@ def test_a_process_that_kept_the_lock_when_it_was_looked_at_is_told_beside_its_a
 
 
 @pytest.mark.parametrize(("publish_info", "absent"), [(True, (2,)), (False, ())])
-def test_who_has_not_begun_to_watch_is_told_from_who_is_silent(
+def test_ranks_that_have_not_begun_to_watch_are_not_taken_for_silent_ones(
     publish_info: bool, absent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before ranks share the job's store nobody has a card in what they share."""

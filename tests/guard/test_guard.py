@@ -136,7 +136,7 @@ def test_an_exception_reaches_the_report_before_the_rank_leaves(make_job: Callab
     assert "rank 2 raised ValueError" in job.said[0].replace("Rank", "rank")
 
 
-def test_the_others_are_told_the_cause_in_place_of_the_broken_connection(make_job: Callable[..., Job]) -> None:
+def test_the_others_get_the_cause_instead_of_the_broken_connection(make_job: Callable[..., Job]) -> None:
     job = make_job()
     wait_on_all_but(job, 2)
     job.start()
@@ -187,7 +187,7 @@ def test_a_rank_that_waits_for_one_that_raised_is_ended_without_waiting_for_the_
     assert 2 not in job.ended
 
 
-def test_an_exception_before_the_process_group_exists_is_told_at_once(tmp_path: Path) -> None:
+def test_an_exception_before_the_process_group_exists_is_reported_at_once(tmp_path: Path) -> None:
     said: list[str] = []
     exchanges = [DirectoryExchange(tmp_path / "init") for _ in range(2)]
     probes = [HandMadeProbe(rank, 2) for rank in range(2)]
@@ -288,7 +288,7 @@ def test_a_rank_that_has_finished_leaves_one_that_works_on_and_says_where_it_is(
     assert not job.ended
 
 
-def test_ranks_that_leave_together_without_another_tell_once_who_it_is(
+def test_ranks_that_leave_without_another_one_name_it_once(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leaving, "LINGER_S", 0.2)
@@ -347,7 +347,7 @@ def test_the_same_exception_a_moment_apart_is_no_alarm(make_job: Callable[..., J
     assert not job.said
 
 
-def test_a_job_that_was_left_behind_tells_the_next_one_nothing(make_job: Callable[..., Job]) -> None:
+def test_keys_of_an_earlier_job_mean_nothing_to_the_next_one(make_job: Callable[..., Job]) -> None:
     job = make_job(world_size=2)
     job.probes[0].info = replace(job.probes[0].info, started=4e9)
     stale = IncidentLog(job.exchanges[0])
@@ -357,7 +357,7 @@ def test_a_job_that_was_left_behind_tells_the_next_one_nothing(make_job: Callabl
     assert log.number == 1
 
 
-def test_a_failure_of_the_guard_itself_is_said_once_and_harms_nothing(make_job: Callable[..., Job]) -> None:
+def test_a_failure_of_the_guard_itself_is_reported_once_and_harms_nothing(make_job: Callable[..., Job]) -> None:
     job = make_job(world_size=2)
     job.probes[1].broken = KeyError("our own mistake")
     wait_on_all_but(job)
@@ -368,7 +368,7 @@ def test_a_failure_of_the_guard_itself_is_said_once_and_harms_nothing(make_job: 
     assert sum("our own mistake" in text for text in job.said) == 1
 
 
-def test_a_lost_store_is_replaced_by_files_and_said(make_job: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_lost_store_is_replaced_by_files_and_reported(make_job: Callable[..., Job], tmp_path: Path) -> None:
     job = make_job(world_size=2)
     firsts = [*job.exchanges]
     job.exchanges = [FallbackExchange(first, DirectoryExchange(tmp_path / "exchange")) for first in firsts]

@@ -70,7 +70,7 @@ def test_before_the_first_batches_are_over_nothing_is_learned() -> None:
     assert life.stand(61, STEP, 4) == 60
 
 
-def test_what_is_usual_for_a_slow_run_is_no_news() -> None:
+def test_a_wait_that_is_usual_for_a_slow_run_is_not_reported() -> None:
     life = Life()
     life.train(30, step_s=25)
     assert life.asked == []
@@ -78,14 +78,14 @@ def test_what_is_usual_for_a_slow_run_is_no_news() -> None:
     assert life.stand(101, STEP, 32) == 100
 
 
-def test_a_garbage_collection_now_and_then_is_no_news() -> None:
+def test_a_garbage_collection_now_and_then_is_not_reported() -> None:
     life = Life()
     for epoch in range(5):
         life.train(40)
         assert life.stand(8, STEP, 40 + epoch) == 0
 
 
-def test_a_validation_whose_batches_take_ten_times_as_long_as_a_step_is_no_news() -> None:
+def test_a_validation_whose_batches_take_ten_times_as_long_as_a_step_is_not_reported() -> None:
     life = Life()
     for _ in range(3):
         life.train(20, step_s=2)

@@ -75,7 +75,7 @@ def test_a_host_on_which_somebody_is_seen_is_not_silent(where: str, tried: list[
     assert tried == []
 
 
-def test_before_all_ranks_have_told_nothing_is_claimed(tried: list[str]) -> None:
+def test_nothing_is_claimed_before_all_ranks_have_answered(tried: list[str]) -> None:
     exchange = MemoryExchange()
     first = RankHosts(rank=1, world_size=2, host="host-a")
     first.announce(exchange, "10.0.0.1")
@@ -87,7 +87,7 @@ def test_a_host_that_runs_answers_whether_or_not_something_listens() -> None:
     assert try_connecting(["127.0.0.1"])["127.0.0.1"].answers
 
 
-def test_what_is_no_address_tells_nothing() -> None:
+def test_a_value_that_is_no_address_means_nothing() -> None:
     assert try_connecting(["no address"])["no address"].answers is None
 
 

@@ -127,7 +127,7 @@ def test_what_could_not_be_written_is_printed_again_in_full(reporter: Reporter, 
     assert "  remedy: " in said[1]
 
 
-def test_what_nobody_is_told_of_takes_no_number() -> None:
+def test_an_incident_that_is_not_reported_takes_no_number() -> None:
     numbers = IncidentNumbers()
     assert numbers.last + 1 == 1
     numbers.note(0)

@@ -66,7 +66,7 @@ def test_a_start_may_have_other_ranks_than_the_one_before() -> None:
     assert len(names) == 3
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_a_rank_that_does_not_come_is_named() -> None:
     exchange = MemoryExchange()
     with pytest.raises(ExchangeError, match="ranks 1-2 did not announce a start"):
         agree_on_start(exchange, rank=0, world_size=3, deadline_s=0.05, clear=lambda: None)

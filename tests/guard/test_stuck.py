@@ -93,7 +93,7 @@ def test_the_limit_is_reported_a_limited_number_of_times_unless_it_ends_the_run(
     assert one.detector.reason(2000.0) is then
 
 
-def test_what_moves_a_rank_that_is_being_ended_is_no_recovery() -> None:
+def test_progress_of_a_rank_that_is_being_ended_is_no_recovery() -> None:
     """Saving moves it, and so does a collective that breaks as the failed rank leaves."""
     one = Rank()
     incident = one.detector.incident(IncidentKind.EXCEPTION, 10.0)

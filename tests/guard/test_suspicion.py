@@ -69,7 +69,7 @@ class Log:
         assert self._answered.acquire(timeout=20)
 
 
-def test_nothing_is_said_while_the_rank_that_others_wait_for_compiles(
+def test_nothing_is_reported_while_the_rank_that_others_wait_for_compiles(
     make_job: Callable[..., Job], quiet_rounds: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Quiet rounds do not count as suspicions.
@@ -109,7 +109,7 @@ def test_ranks_that_wait_for_prepare_data_do_not_ask_before_that_takes_long(
     assert count_of(quiet_rounds) == 0, "nobody has been asked before that"
 
 
-def test_when_it_has_compiled_for_too_long_that_is_said(
+def test_when_it_has_compiled_for_too_long_that_is_reported(
     make_job: Callable[..., Job], quiet_rounds: threading.Semaphore
 ) -> None:
     job = make_job(learned=True)
@@ -238,7 +238,7 @@ ALONE = (
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_ranks_that_all_wait_for_threads_of_their_own_are_told(make_job: Callable[..., Job], learned: bool) -> None:
+def test_ranks_that_all_wait_for_their_own_threads_are_reported(make_job: Callable[..., Job], learned: bool) -> None:
     """Where patience is learned, not before it takes long: such a thread mostly only takes its time."""
     job = make_job(learned=learned)
     for probe in job.probes:
@@ -250,7 +250,7 @@ def test_ranks_that_all_wait_for_threads_of_their_own_are_told(make_job: Callabl
     assert (report["job"]["incident"]["idle_s"] >= LONG_S) is learned  # type: ignore[index,call-overload]
 
 
-def test_nothing_is_said_of_a_rank_that_waits_for_a_thread_of_its_own(
+def test_a_rank_that_waits_for_its_own_thread_is_not_reported(
     make_job: Callable[..., Job], quiet_rounds: threading.Semaphore
 ) -> None:
     job = make_job()

@@ -81,7 +81,7 @@ def test_a_process_that_is_late_again_and_again_waits() -> None:
     assert run.idle_s == [0, 0.25, 60.5, 60.75, 61.0]
 
 
-def test_a_failure_is_told_once_and_ends_the_watch() -> None:
+def test_a_failure_is_reported_once_and_ends_the_watch() -> None:
     run = Run()
     told = threading.Event()
 

@@ -203,7 +203,7 @@ def test_an_answer_that_cannot_be_written_is_printed_all_the_same(
     folder = tmp_path / "file" / "evidence"
     code = main(["inspect", "--pid", str(waiting.pid), "--seconds", "0.2", "--looks", "2", "--output", str(folder)])
     printed = capsys.readouterr()
-    assert code == 1 and "rank 0 stands still" in printed.out
+    assert code == 1 and "rank 0 did not move" in printed.out
     assert f"because {folder}" in printed.err and "cannot be written to" in printed.err
 
 

@@ -165,7 +165,7 @@ def test_meanings() -> None:
     assert means(GLOO.rank(0, STEP, ALL_REDUCE, seq=5, outstanding=1)) == ""
 
 
-def test_an_older_outstanding_collective_is_not_given_the_present_lines_meaning() -> None:
+def test_an_older_outstanding_collective_does_not_get_the_purpose_of_the_current_line() -> None:
     """NCCL: the main thread hangs in the SIGTERM broadcast's .item(), because an earlier all_reduce does not end."""
     assert means(NCCL.rank(0, SIGTERM_ITEM, seq=5, outstanding=1, op="all_reduce")) == ""
 
@@ -188,7 +188,7 @@ HANDLE = user("training_step", 40, code="work.wait()")
         ((MAIN, RUN, HANDLE), None, SLEEPS, False),
     ],
 )
-def test_where_nothing_is_recorded_a_main_thread_that_sleeps_in_a_backward_pass_waits(
+def test_without_a_recorder_a_main_thread_that_sleeps_in_backward_waits(
     stack: tuple[Frame, ...], why: NotRecorded | None, thread: MainThreadFacts | None, waits: bool
 ) -> None:
     facts = replace(
@@ -230,7 +230,7 @@ def test_a_wait_in_the_users_own_line_is_for_a_peer(code: str, thread: MainThrea
         ((ENGINE,), 0.1, False),
     ],
 )
-def test_who_waits_by_itself(stack: tuple[Frame, ...], ran_s: float | None, alone: bool) -> None:
+def test_a_rank_that_waits_by_itself(stack: tuple[Frame, ...], ran_s: float | None, alone: bool) -> None:
     """By what the user's line has called, or by a main thread of which is known that it hardly runs."""
     facts = GLOO.working(0, *stack, seq=60)
     thread = MainThreadFacts(over_s=10.0, looks=10, ran_s=ran_s, queued_s=0.0 if ran_s is not None else None)

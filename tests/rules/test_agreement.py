@@ -806,10 +806,10 @@ def split(**more: object) -> JobFacts:
             "torch",
             "No global random state that differs between ranks has been drawn from, so the split",
         ),
-        ("", "numpy", "The ranks' global random states agree, so the split probably came from a generator of its own"),
+        ("", "numpy", "The ranks' global random states agree, so the split probably came from a separate generator"),
     ],
 )
-def test_the_random_states_tell_where_a_split_came_from(differ: str, drawn: str, words: str) -> None:
+def test_the_random_states_show_where_a_split_came_from(differ: str, drawn: str, words: str) -> None:
     assert words in summary(with_data(split(), random=lambda rank: states(rank, differ=differ, drawn=drawn)))
 
 
@@ -928,7 +928,7 @@ def test_a_loader_without_a_name_has_its_number() -> None:
     assert "The loader 1 makes batches differently" in summary(with_loader(job, 1, index=1, drop_last=True))
 
 
-def test_numbers_of_replicas_that_differ_are_said_once() -> None:
+def test_numbers_of_replicas_that_differ_are_reported_once() -> None:
     assert "ranks read data" not in summary(with_sampler(SHARED, 1, replicas=2))
 
 
@@ -936,7 +936,7 @@ def test_a_sampler_of_a_single_replica_is_named_only_where_there_is_one() -> Non
     assert "single replica" not in summary(with_loader(OWNED, fingerprints=SAME))
 
 
-def test_where_every_rank_evaluates_everything_nothing_is_to_be_done_and_nothing_said() -> None:
+def test_evaluating_all_data_on_every_rank_is_not_reported() -> None:
     evaluation = with_loader(presenting(4, own_loader, **VALIDATION), fingerprints=SAME)
     assert found(evaluation) == ()
     of_its_host = with_loader(on_hosts(evaluation, 2), fingerprints=lambda rank: {"paths": "same"})
@@ -970,7 +970,7 @@ GOING_ON = {
 
 @pytest.mark.parametrize("on_mismatch", ["raise", "raise_on_hang", "warn"])
 @pytest.mark.parametrize("name", GOING_ON)
-def test_what_is_refused_and_the_way_to_train_all_the_same(name: str, on_mismatch: str) -> None:
+def test_a_refusal_says_how_to_train_anyway(name: str, on_mismatch: str) -> None:
     job, refused, way = GOING_ON[name]
     job = with_data(job, on_mismatch=on_mismatch)
     findings = judge(job, AGREEMENT_RULES).findings
@@ -982,7 +982,7 @@ def test_what_is_refused_and_the_way_to_train_all_the_same(name: str, on_mismatc
     assert ('on_uneven="stop_together"' in sentence) == (way == "uneven")
 
 
-def test_uneven_data_that_ends_together_all_the_same_would_not_hang() -> None:
+def test_uneven_data_that_still_ends_together_would_not_hang() -> None:
     unequal = uneven(SHARED, 2, count=21, samples=2_700)
     job = with_data(unequal, on_mismatch="raise_on_hang", on_uneven="stop_together")
     findings = judge(job, AGREEMENT_RULES).findings
@@ -1001,11 +1001,11 @@ def test_uneven_data_that_ends_together_all_the_same_would_not_hang() -> None:
     ],
     ids=str,
 )
-def test_uneven_evaluation_is_said_to_who_has_asked_and_where_ranks_need_one_another(changes: dict[str, Any]) -> None:
+def test_uneven_evaluation_is_reported_if_asked_for_or_if_ranks_need_each_other(changes: dict[str, Any]) -> None:
     assert [finding.rule for finding in found(with_data(UNEVEN_EVALUATION, **changes))] == ["uneven-batches"]
 
 
-def test_a_rank_with_nothing_to_evaluate_is_said() -> None:
+def test_a_rank_with_nothing_to_evaluate_is_reported() -> None:
     """Lightning raises there, and the others wait."""
     nothing = uneven(UNEVEN_EVALUATION, 0, count=0)
     assert [finding.rule for finding in found(nothing)] == ["uneven-batches"]
@@ -1036,7 +1036,7 @@ def test_all_that_differs_between_loaders_to_go_through_is_evidence() -> None:
     assert {item.text.split(": ")[1].split(" ")[0] for item in finding.evidence} == {"number", "mode"}
 
 
-def test_an_unequal_step_of_validation_is_no_news_beside_its_cause() -> None:
+def test_different_validation_steps_are_not_reported_beside_their_cause() -> None:
     halfway = with_data(uneven(OWNED, 1), val_check_batch=lambda rank: 11 if rank == 1 else 10)
     assert {finding.rule for finding in found(halfway)} == {"uneven-batches"}
     other = with_data(SHARED, 1, mode="min_size", val_check_batch=5)
@@ -1129,7 +1129,7 @@ def test_problems_of_a_length_and_others_are_told_apart() -> None:
     )
 
 
-def test_problems_of_a_loader_that_only_some_ranks_have_are_told() -> None:
+def test_problems_of_a_loader_that_only_some_ranks_have_are_reported() -> None:
     job = first_only(with_loader(two_validation_loaders(), 1, index=1, problems=("x failed.",)), 3)
     assert [finding.rule for finding in found(job)] == ["loader-count", "unreadable-loader"]
 
@@ -1174,7 +1174,7 @@ def timed(job: JobFacts) -> float:
     return time.perf_counter() - start
 
 
-def test_a_thousand_different_ranks_are_told_briefly() -> None:
+def test_a_thousand_different_ranks_are_reported_briefly() -> None:
     findings = found(many())
     assert {"different-data", "uneven-batches", "sampler-disagreement", "unreadable-loader"} <= {
         finding.rule for finding in findings

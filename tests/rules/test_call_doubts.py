@@ -94,7 +94,7 @@ def test_a_spread_model_that_one_rank_runs_alone_is_work_of_one_rank(net: Backen
     assert [item.rank for item in finding.evidence if item.source == "flight recorder"] == [0, 1]
 
 
-def test_it_is_so_where_the_unit_is_not_known_or_another_group_gathers_it() -> None:
+def test_the_same_holds_if_the_unit_is_unknown_or_another_group_gathers_it() -> None:
     alone, other = gathers(0, EVALUATE, FORWARD), GLOO.in_barrier(1, "x", seq=61, world=2)
     assert found(job(replace(alone, units=()), other, world=2)) == {"rank-zero-only-work": CERTAIN}
     mesh = Group(name="1", description="mesh_data_parallel", ranks=(0, 1), last_enqueued=5, last_completed=4)
@@ -105,7 +105,7 @@ def test_it_is_so_where_the_unit_is_not_known_or_another_group_gathers_it() -> N
     assert found(job(in_mesh, left, world=2)) == {"rank-zero-only-work": CERTAIN}
 
 
-def test_it_is_so_where_the_others_are_in_another_part_of_the_model() -> None:
+def test_the_same_holds_if_the_others_are_in_another_part_of_the_model() -> None:
     """They have gone on to the next batch, whose forward pass was paired with that of rank 0 before."""
     next_unit = ModelUnit(
         kind=UnitKind.FSDP_UNIT, name="trunk", elements=4 * 700, shard_elements=700, parameters=("trunk.weight",)
@@ -124,7 +124,7 @@ def test_what_a_rank_calls_itself_under_a_condition_is_a_divergence() -> None:
     assert found(job(gathers(0, EVALUATE, FORWARD), both, world=2)) == {"diverged-collectives": CERTAIN}
 
 
-def test_who_waits_for_a_rank_at_work_is_not_blamed_for_its_condition() -> None:
+def test_a_rank_that_waits_for_a_rank_at_work_is_not_blamed_for_its_condition() -> None:
     slow = GLOO.working(2, user("training_step", 40), seq=60, action=TRAINING_STEP, world=3)
     rules = ranks_of(job(gathers(0, EVALUATE, world=3), gathers(1, FORWARD, world=3), slow, world=3))
     assert rules == {"rank-behind": (2,)}
@@ -168,7 +168,7 @@ def test_two_calls_in_one_function_may_be_one_that_was_skipped() -> None:
     assert found(job(*ranks)) == {"diverged-collectives": CERTAIN, "mismatched-collective": POSSIBLE}
 
 
-def test_stacks_that_only_say_that_the_trainer_runs_tell_no_purpose() -> None:
+def test_stacks_of_the_trainer_alone_show_no_purpose() -> None:
     """A public case: number 4176 is of one element on rank 0, and of 402,653,184 on rank 1, in another branch."""
     sizes = (((1,),), ((402_653_184,),))
     ranks = (NCCL.rank(n, BARRIER, seq=4176, outstanding=1, op="all_gather", sizes=sizes[n], world=2) for n in range(2))
@@ -243,7 +243,7 @@ TRAINING = Frame(file=f"{SITE}/lightning/pytorch/loops/fit_loop.py", line=1, fun
 
 
 @pytest.mark.parametrize(("stack", "key"), [((EVALUATION,), HARD), ((TRAINING,), EMA)])
-def test_who_gloo_ends_while_it_reduces_a_logged_value_has_logged_what_others_have_not(
+def test_a_rank_aborted_while_it_reduces_a_logged_value_has_logged_an_uncommon_key(
     stack: tuple[Frame, ...], key: LoggedKey
 ) -> None:
     """The key is the one that the source logs and the others never have, as far as the loop has it."""
@@ -261,7 +261,7 @@ def test_which_of_several_keys_it_was_is_not_guessed() -> None:
     assert "while rank 1 was in ModelCheckpoint" in finding.summary
 
 
-def test_who_gloo_ends_in_a_callback_monitors_what_others_have_never_logged() -> None:
+def test_a_rank_aborted_in_a_callback_monitors_a_key_that_others_never_logged() -> None:
     """As recorded: EarlyStopping has voted on rank 0 alone, which ModelCheckpoint's vote has made up for since."""
     own = Frame(file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=1005, function="file_exists")
     score = LoggedKey(name="score", place="train.py:8 in on_validation_epoch_end")
@@ -320,7 +320,7 @@ def test_a_process_that_is_gone_after_the_others_have_finished_may_have_finished
 TIMED_OUT = "[gloo/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation to complete"
 
 
-def test_a_wait_that_was_given_up_does_not_tell_that_a_peer_is_dead() -> None:
+def test_a_wait_that_was_given_up_does_not_show_that_a_peer_is_dead() -> None:
     """Rank 0 does not answer, on a host that nobody sees; its peers had a limit, and their connections were fine."""
     lost = [transport_error(GLOO.waiting(n, seq=61)) for n in (1, 2, 3)]
     assert found(job(*lost)) == {"dead-rank": LIKELY}
@@ -384,7 +384,7 @@ DONE = GLOO.finished(1, seq=60, batch=19, world=2)
     ],
     ids=["step", "loader"],
 )
-def test_who_has_data_left_is_not_merely_unfinished(at_work: RankFacts) -> None:
+def test_a_rank_that_has_data_left_is_not_merely_unfinished(at_work: RankFacts) -> None:
     """It will wait for a rank that has left."""
     rules = ranks_of(job(at_work, DONE, world=2))
     assert rules["uneven-batches"] == (1,)
@@ -430,7 +430,9 @@ def test_a_machine_that_holds_a_rank_up_does_so_at_any_line(rule: str) -> None:
         ("if here.rank != 0:  (line 27)", (1, 2), "late-at-init"),
     ],
 )
-def test_the_work_of_few_is_told_from_what_the_rest_waits_for(condition: str, late: tuple[int, ...], rule: str) -> None:
+def test_work_of_a_few_ranks_is_distinguished_from_what_the_rest_waits_for(
+    condition: str, late: tuple[int, ...], rule: str
+) -> None:
     world = len(late) + 1
     options: dict[str, Any] = {"phase": Phase.INIT, "batch": -1, "world": world}
     line = user("setup", 30, condition=condition)
@@ -473,7 +475,7 @@ def test_timeouts_of_many_sharded_collectives_do_not_hide_that_of_the_default_gr
     assert "timeout-misuse" not in found(job(lost, slow, world=2))
 
 
-def test_a_circle_tells_of_the_condition_that_it_was_entered_under() -> None:
+def test_a_circle_names_the_condition_under_which_it_was_entered() -> None:
     scene = scenes.groups_in_another_order(GLOO)
     line = user("sync", 9, condition=CONDITION)
     entered = (replace(f, stack=(*f.stack[:2], line, ALL_REDUCE)) if f.rank == 0 else f for f in scene.ranks)

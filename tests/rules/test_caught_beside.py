@@ -55,7 +55,7 @@ def rank_that_skipped(net: Backend, *, handled: bool = False, caught: tuple[Caug
 
 
 @pytest.mark.parametrize("net", [GLOO, NCCL])
-def test_of_two_the_one_that_caught_an_exception_has_skipped_the_call(net: Backend) -> None:
+def test_of_two_ranks_the_one_that_caught_an_exception_has_skipped_the_call(net: Backend) -> None:
     finding = first(rank_that_skipped(net, caught=(NO_FACES,)))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
     assert finding.location == f"{USER_FILE}:31 in detect"
@@ -65,7 +65,7 @@ def test_of_two_the_one_that_caught_an_exception_has_skipped_the_call(net: Backe
     assert any(item.rank == 1 and "no faces" in item.text for item in finding.evidence)
 
 
-def test_of_two_the_one_beyond_a_try_may_have_skipped_what_is_in_it() -> None:
+def test_of_two_ranks_the_one_beyond_a_try_may_have_skipped_its_body() -> None:
     finding = first(rank_that_skipped(GLOO, handled=True))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
     assert finding.confidence is Confidence.LIKELY
@@ -85,19 +85,19 @@ def test_without_either_what_is_called_on_all_ranks_decides() -> None:
     [replace(NO_FACES, ago_s=900.0), replace(NO_FACES, count=8)],
     ids=["long ago", "usual"],
 )
-def test_what_ranks_have_lived_with_explains_nothing(caught: CaughtException) -> None:
+def test_exceptions_that_ranks_catch_all_the_time_explain_nothing(caught: CaughtException) -> None:
     finding = first(rank_that_skipped(GLOO, caught=(caught,)))
     assert finding.ranks == (0,) and "caught" not in finding.summary
 
 
-def test_what_is_usual_is_told_and_no_explanation() -> None:
+def test_a_usual_exception_is_reported_and_explains_nothing() -> None:
     often = replace(NO_FACES, count=300)
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(often,))))
     assert "caught" not in finding.summary
     assert any("no faces in this image at train.py:31 in detect 300 times" in item.text for item in finding.evidence)
 
 
-def test_what_all_ranks_catch_explains_nothing() -> None:
+def test_an_exception_that_all_ranks_catch_explains_nothing() -> None:
     facts = rank_that_skipped(GLOO, caught=(NO_FACES,))
     facts = replace(facts, ranks=tuple(replace(one, caught=(NO_FACES,)) for one in facts.ranks))
     finding = first(facts)
@@ -129,7 +129,7 @@ def test_a_rank_in_an_except_block() -> None:
     assert finding.summary.endswith(told)
 
 
-def test_what_has_left_a_collective_or_a_hook_says_which() -> None:
+def test_an_exception_that_left_a_collective_or_a_hook_names_it() -> None:
     left = replace(NO_FACES, passed="all_reduce", count=2)
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(left,))))
     assert (
@@ -149,7 +149,7 @@ def test_a_thread_that_has_ended_and_whose_queue_is_waited_for(wait: tuple[Frame
     assert (finding.rule, finding.ranks) == ("rank-behind", (0,))
     assert finding.location == f"{USER_FILE}:20 in next_batch"
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
-    assert finding.remedy.startswith("Correct the KeyError, and report it to whoever waits")
+    assert finding.remedy.startswith("Correct the KeyError, and pass such errors on: catch them in the thread")
 
 
 def test_under_a_condition_on_the_rank_the_remedy_is_that_of_the_thread_as_well() -> None:
@@ -160,7 +160,7 @@ def test_under_a_condition_on_the_rank_the_remedy_is_that_of_the_thread_as_well(
     assert finding.rule == "rank-zero-only-work" and finding.remedy.startswith("Correct the KeyError")
 
 
-def test_who_waits_for_a_thread_that_has_ended_does_no_work_of_its_own() -> None:
+def test_a_rank_that_waits_for_an_ended_thread_is_not_working_alone() -> None:
     waits = (user("on_train_epoch_end", 20), QUEUE_GET, CONDITION)
     culprit = GLOO.working(0, *waits, seq=60, action="[LightningModule]Net.on_train_epoch_end")
     assert first(behind(culprit)).rule == "rank-zero-only-work"
@@ -176,15 +176,15 @@ def test_the_same_within_a_loader_is_no_matter_of_storage() -> None:
     finding = first(_loading(FED))
     assert (finding.rule, finding.ranks) == ("data-stall", (0,))
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label' at train.py:12 in feed" in finding.summary
-    assert finding.remedy.startswith("Correct the KeyError, and report it to whoever waits")
+    assert finding.remedy.startswith("Correct the KeyError, and pass such errors on: catch them in the thread")
 
 
-def test_a_thread_that_ended_long_ago_is_none_that_is_waited_for() -> None:
+def test_a_thread_that_ended_long_ago_is_not_waited_for() -> None:
     finding = first(_loading(replace(FED, ago_s=4000.0)))
     assert "KeyError" not in finding.remedy and "'label'" not in finding.summary
 
 
-def test_a_thread_for_which_nobody_waits_is_told() -> None:
+def test_a_thread_for_which_nobody_waits_is_reported() -> None:
     finding = first(behind(replace(GLOO.working(0, user("step", 80), seq=60), caught=(FED,))))
     assert "Rank 0's thread 'feeder' ended with KeyError: 'label'" in finding.summary
 
@@ -201,14 +201,14 @@ def test_a_pool_that_has_replaced_its_worker(condition: str) -> None:
     )
 
 
-def test_an_exception_that_has_ended_a_rank_is_told_first() -> None:
+def test_an_exception_that_has_ended_a_rank_is_reported_first() -> None:
     failed = raised(GLOO.working(0, seq=60), "IndexError", "out of range", user("step", 80))
     finding = first(behind(replace(failed, caught=(NO_FACES,))))
     assert finding.rule == "failed-rank"
     assert finding.summary.index("IndexError") < finding.summary.index("ValueError")
 
 
-def test_who_has_survived_what_ended_the_others_says_so() -> None:
+def test_a_rank_that_survived_the_exception_that_ended_the_others_is_named() -> None:
     """A first call of the Trainer has failed on rank 0, which caught that; the other was ended, and is missed now."""
     survived = replace(NO_FACES, passed="Trainer.fit", ago_s=400.0)
     culprit = replace(GLOO.in_barrier(0, "post_setup", seq=2, world=2, idle=20.0), caught=(survived,))
@@ -260,7 +260,7 @@ def _locked(**more: object) -> JobFacts:
     return behind(culprit)
 
 
-def test_the_thread_that_holds_a_lock_is_told_beside_the_cause() -> None:
+def test_the_thread_that_holds_a_lock_is_reported_beside_the_cause() -> None:
     finding = first(_locked())
     assert (finding.rule, finding.location) == ("rank-behind", f"{USER_FILE}:80 in step")
     told = "Rank 0 waits there for `self.lock`, which its thread 'writer' has taken at train.py:19 in consume"
@@ -269,7 +269,7 @@ def test_the_thread_that_holds_a_lock_is_told_beside_the_cause() -> None:
     assert any("Its thread 'writer' is in threading.py" in item.text for item in finding.evidence)
 
 
-def test_a_lock_that_is_taken_again_is_told_as_that() -> None:
+def test_a_lock_that_is_taken_again_is_reported_as_that() -> None:
     finding = first(_locked(is_own=True, thread="MainThread"))
     assert "which the same thread has already taken at train.py:19 in consume." in finding.summary
     assert finding.remedy.startswith("Take the lock once")

@@ -141,7 +141,7 @@ def ended(*ends: dict[str, Any]) -> Finding:
         ({}, "The process of rank 1 is gone, while", "Look at the end of this rank's own output"),
     ],
 )
-def test_a_rank_that_has_ended_is_told_with_how_it_has(end: dict[str, Any], text: str, remedy: str) -> None:
+def test_a_rank_that_has_ended_is_reported_with_how_it_has(end: dict[str, Any], text: str, remedy: str) -> None:
     finding = ended(end)
     assert (finding.rule, finding.ranks) == ("dead-rank", (1,))
     assert text in finding.summary
@@ -163,7 +163,7 @@ def test_a_fatal_signal_says_at_which_line() -> None:
     assert ended({"ended_by": "SIGSEGV", "stack": (user("main", 3), RUN)}).location == "", "not the user's"
 
 
-def test_ranks_that_have_ended_differently_are_told_one_by_one() -> None:
+def test_ranks_that_have_ended_differently_are_reported_one_by_one() -> None:
     finding = ended({"exit_code": 2}, {"ended_by": "SIGABRT"}, {})
     assert "The processes of ranks 1-3 are gone" in finding.summary
     assert [item.text.partition(" ")[2].partition(" ")[2] for item in finding.evidence] == [
@@ -192,7 +192,7 @@ def test_a_kill_for_memory_elsewhere_does_not_explain_an_exit() -> None:
         ("KeyboardInterrupt", "", "Rank 3 was interrupted (KeyboardInterrupt: SIGINT, as by Ctrl-C) at train.py:42"),
     ],
 )
-def test_a_rank_that_leaves_is_told_with_its_status(kind: str, message: str, text: str) -> None:
+def test_a_rank_that_leaves_is_reported_with_its_status(kind: str, message: str, text: str) -> None:
     failed = scenes.one_rank_fails(GLOO)
     left = tuple(
         replace(facts, exception=replace(facts.exception, type=kind, message=message)) if facts.exception else facts

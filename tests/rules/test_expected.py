@@ -103,7 +103,7 @@ def test_a_slow_first_batch_of_data_is_expected_and_a_later_one_is_not() -> None
     assert expected_for_s(loading(7), no_own_limits) == 0
 
 
-def test_where_all_have_joined_the_first_batch_it_is_the_connection_that_takes_long() -> None:
+def test_if_all_have_joined_the_first_collective_the_connection_is_slow() -> None:
     assert expected_for_s(job(*(NCCL.waiting(rank, seq=1, batch=0) for rank in range(4))), no_own_limits) == 277
     assert expected_for_s(job(*(NCCL.waiting(rank, seq=40) for rank in range(4))), no_own_limits) == 0
 
@@ -156,7 +156,7 @@ def test_ranks_that_wait_for_nobody_in_particular_are_in_no_pause() -> None:
     assert announced_for_s(job(*(GLOO.waiting(rank, seq=40) for rank in range(4)))) == 0.0
 
 
-def test_who_waits_by_itself_is_nobodys_concern_before_the_job_stands_still() -> None:
+def test_a_rank_that_waits_by_itself_is_not_asked_before_the_job_makes_no_progress() -> None:
     """The rank that asks is 1, and is told when to ask again."""
     alone = scenes.each_waits_by_itself(GLOO)
     assert busy_for_s(alone) == 0

@@ -51,7 +51,7 @@ def first(*ranks: RankFacts, world: int = 2, witnessed: tuple[ProcessFacts, ...]
     return told(job(*ranks, world=world, witnessed=witnessed)).findings[0]
 
 
-def test_who_works_under_a_lock_is_told_with_its_line_and_the_others_wait_for_it() -> None:
+def test_a_rank_that_works_under_a_lock_is_named_with_its_line() -> None:
     """No rank is in a collective: one downloads for minutes, the other waits for its lock."""
     diagnosis = told(job(downloading(), at_lock(1, rank_process(0)), world=2))
     only = diagnosis.findings[0]
@@ -88,7 +88,7 @@ def test_a_lock_held_into_a_barrier_is_a_deadlock(net: Backend) -> None:
     finding = first(holder, at_lock(1, rank_process(0), net=net))
     assert (finding.rule, finding.ranks, finding.confidence) == ("file-lock", (1,), Confidence.LIKELY)
     assert "rank 0 holds it, and rank 0 waits in Lightning's barrier 'cached'" in finding.summary
-    assert finding.summary.endswith("for rank 1: none of them can go on.")
+    assert finding.summary.endswith("for rank 1: none of them can continue.")
     assert finding.plan is Plan.STOP
     # A loop that tries again and again is in no system call.
     assert first(holder, at_lock(1, rank_process(0), net=net, certain=False)).rule == "file-lock"
@@ -110,7 +110,7 @@ def test_two_locks_that_are_taken_crosswise_are_a_circle() -> None:
     assert "rank 1 waits in line for the lock on /cache/b.lock, which rank 0 holds" in finding.summary
 
 
-def test_of_a_chain_of_locks_the_last_holder_is_told() -> None:
+def test_the_last_holder_in_a_chain_of_locks_is_named() -> None:
     ranks = downloading(0, world=3), at_lock(1, rank_process(0)), at_lock(2, rank_process(1), path="/cache/b.lock")
     finding = first(*ranks, world=3)
     assert (
@@ -118,7 +118,7 @@ def test_of_a_chain_of_locks_the_last_holder_is_told() -> None:
     )
 
 
-def test_a_process_of_another_job_is_told_with_its_command() -> None:
+def test_a_process_of_another_job_is_reported_with_its_command() -> None:
     finding = first(at_lock(0, OUTSIDE), at_lock(1, OUTSIDE))
     assert (finding.rule, finding.ranks, finding.confidence) == ("file-lock", (0, 1), Confidence.LIKELY)
     assert "process 708 (python other.py) holds it, which is no rank of this job" in finding.summary
@@ -132,7 +132,7 @@ def test_a_lock_of_another_job_explains_why_a_rank_is_late() -> None:
     assert "while rank 0 waits in" in diagnosis.findings[0].summary
 
 
-def test_a_child_of_a_rank_is_told_with_that_rank() -> None:
+def test_a_child_of_a_rank_is_reported_with_that_rank() -> None:
     child = LockHolder(pid=812, command="sleep 120", parents=(1000, 1))
     finding = first(downloading(), at_lock(1, child))
     assert finding.ranks == (0,)
@@ -157,7 +157,7 @@ def test_a_lock_that_the_process_holds_itself() -> None:
     assert "has taken it, and process 812 (sleep 120) has the file open, too" in inherited.summary
 
 
-def test_who_holds_a_lock_on_another_host_is_unknown_unless_it_is_a_rank() -> None:
+def test_the_holder_of_a_lock_on_another_host_is_unknown_unless_it_is_a_rank() -> None:
     waiting = GLOO.in_barrier(0, "cached", seq=2, **START)
     unknown = first(waiting, at_lock(1))
     assert (unknown.rule, unknown.ranks) == ("file-lock", (1,))
@@ -178,14 +178,14 @@ def test_a_lock_file_that_nobody_has_open_may_be_left_behind(age_s: float, words
     assert "remove the file" in finding.remedy
 
 
-def test_who_may_wait_for_a_lock_of_strangers_is_not_said_to() -> None:
+def test_a_rank_that_only_may_wait_for_a_lock_of_other_jobs_is_not_named() -> None:
     waiting = GLOO.in_barrier(0, "post_setup", seq=2, **START)
     diagnosis = told(job(waiting, at_lock(1, OUTSIDE, certain=False), world=2))
     assert [finding.rule for finding in diagnosis.findings] == ["late-at-init"]
 
 
 @pytest.mark.parametrize(("ran_s", "causes"), [(0.1, ["file-lock"]), (6.0, ["late-at-init"])])
-def test_who_computes_takes_locks_for_moments_only(ran_s: float, causes: list[str]) -> None:
+def test_a_rank_that_computes_takes_locks_for_moments_only(ran_s: float, causes: list[str]) -> None:
     waiting = GLOO.in_barrier(0, "post_setup", seq=2, **START)
     busy = MachineFacts(main_thread=MainThreadFacts(over_s=10.0, ran_s=ran_s, queued_s=0.0))
     diagnosis = told(job(waiting, replace(at_lock(1, OUTSIDE), machine=busy), world=2))

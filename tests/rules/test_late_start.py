@@ -83,7 +83,7 @@ def test_one_that_only_grows_is_to_load_lazily() -> None:
     assert finding.remedy.startswith("It is still filling its memory")
 
 
-def test_one_that_may_still_be_importing_is_not_said_to_fill_the_memory() -> None:
+def test_a_rank_that_may_still_be_importing_is_not_blamed_for_memory() -> None:
     finding = not_joined(process(0, "running", rss_bytes=300 * MB, memory_growth_bytes_per_s=5 * MB))
     assert "with 300.0 MB resident, growing by 5.0 MB/s" in finding.summary
     assert finding.remedy.startswith("Do this work once and ahead of the job")
@@ -149,7 +149,7 @@ def test_memory_in_words(facts: HostFacts | ProcessFacts, words: str) -> None:
     assert memory_words(facts) == words
 
 
-def test_what_moves_to_swap_is_no_growth() -> None:
+def test_memory_that_moves_to_swap_is_no_growth() -> None:
     moved = HostFacts(memory_growth_bytes_per_s=-50 * MB, swap_growth_bytes_per_s=50 * MB)
     assert growth_bytes_per_s(moved) == 0
     assert growth_bytes_per_s(GROWING) == 210 * MB
@@ -225,7 +225,7 @@ def test_a_rank_that_works_between_two_calls_of_the_trainer_is_late_for_the_next
 
 
 @pytest.mark.parametrize("state", ["running", "gone"])
-def test_what_has_left_a_program_between_two_calls_of_the_trainer_is_why_it_does_not_come(state: str) -> None:
+def test_an_exception_between_two_calls_of_the_trainer_explains_why_a_rank_does_not_come(state: str) -> None:
     error = ExceptionFacts(type="TypeError", message="not serializable", stack=(MAIN, user("write", 82)))
     finding = outside(raised=error, state=state)
     assert (finding.rule, finding.ranks, finding.confidence) == ("failed-rank", (0,), Confidence.CERTAIN)
@@ -242,7 +242,7 @@ def test_a_rank_outside_of_the_trainer_that_is_gone_is_dead() -> None:
     assert "late-at-init" not in {finding.rule for finding in judge(facts).findings}
 
 
-def test_who_is_in_prepare_data_is_not_told_to_go_there() -> None:
+def test_a_rank_that_is_in_prepare_data_is_not_told_to_go_there() -> None:
     late_in_setup = scenes.late_in_setup(GLOO)
     culprit, *others = late_in_setup.ranks
     culprit = replace(culprit, host_facts=AVAILABLE)
@@ -272,7 +272,7 @@ def test_the_child_that_a_late_rank_waits_for_is_named() -> None:
     ]
 
 
-def test_a_host_that_does_not_swap_is_said_nothing_about_swap() -> None:
+def test_swap_is_not_mentioned_for_a_host_that_does_not_swap() -> None:
     memory = HostFacts(rss_bytes=GB, process_swap_bytes=0, swap_used_bytes=0, swapped_in_bytes=0)
     told = [evidence.text for evidence in late(memory).evidence if evidence.source == "host"]
     assert told == ["1.0 GB resident."]

@@ -57,9 +57,7 @@ def batches(*made: tuple[int, ...], called: tuple[tuple[str, ...], ...] = (), un
     ("ways", "location"),
     [((RETURN,), RETURN), ((GUARD, RETURN), CRITIC), ((), CRITIC)],
 )
-def test_a_pass_that_was_left_out_is_blamed_on_the_only_line_that_leads_around_it(
-    ways: tuple[str, ...], location: str
-) -> None:
+def test_a_skipped_pass_is_blamed_on_the_only_line_that_leads_around_it(ways: tuple[str, ...], location: str) -> None:
     whole, short = (GENERATOR, CRITIC), (GENERATOR,)
     waits = batches((2,), (2,), called=(whole, whole), under_way=True)
     waits = replace(waits, led_around={GENERATOR: (GUARD,), CRITIC: ways})
@@ -78,7 +76,7 @@ def test_a_condition_around_the_pass_decides_and_the_pass_is_named() -> None:
     assert (finding.rule, finding.location, finding.decided_at) == ("skipped-step", CRITIC, GUARD)
 
 
-def test_of_a_pass_that_was_left_out_long_ago_the_line_is_known_by_later_batches() -> None:
+def test_later_batches_show_the_line_of_a_pass_that_was_skipped_long_ago() -> None:
     """An optimizer has its turn by each rank's own values, now and then; places are kept of the last batches only."""
     whole, short = (GENERATOR, CRITIC), (GENERATOR,)
     ways = {GENERATOR: (), CRITIC: (RETURN,)}
@@ -105,7 +103,7 @@ def test_where_batches_take_turns_the_odd_one_is_out_of_turn(made: list[tuple[in
     assert (finding.rule, finding.ranks, finding.location) == ("skipped-step", (odd,), CRITIC)
 
 
-def test_an_accumulation_that_differs_is_blamed_on_the_only_line_that_sets_it() -> None:
+def test_different_accumulation_is_blamed_on_the_only_line_that_sets_it() -> None:
     sets = f"{USER_FILE}:33 in on_train_batch_start"
     usual = batches((1,), (1,), (1,))
     odd = replace(batches((1,), (1, 1), (1,)), accumulates_at=(sets,))
@@ -116,7 +114,7 @@ def test_an_accumulation_that_differs_is_blamed_on_the_only_line_that_sets_it() 
     assert first(stepping(batches((2,), (2,)), fewer)).location != sets
 
 
-def test_who_has_made_its_step_after_fewer_passes_will_not_make_the_missing_one() -> None:
+def test_a_rank_that_stepped_after_fewer_passes_will_not_make_the_missing_one() -> None:
     """All are in the first batch; only rank 1 has made the optimizer's step."""
     call = CRITIC
     others = replace(batches((2,), called=((call, call),), under_way=True), led_around={call: (RETURN,)})
@@ -129,7 +127,7 @@ def test_who_has_made_its_step_after_fewer_passes_will_not_make_the_missing_one(
     assert "skipped-step" not in rules(stepping(stepped, early, stepped))
 
 
-def test_of_a_batch_without_any_pass_the_call_is_named_where_nothing_else_is() -> None:
+def test_a_batch_without_any_pass_is_blamed_on_the_call_if_nothing_else_is_known() -> None:
     """Each micro-batch of a batch has its pass, and a batch has none."""
     made = replace(in_backward(GLOO, 0, batch=3, world=2), steps=batches(*[(2,)] * 3, called=((CRITIC, CRITIC),) * 3))
     skipped = replace(made.steps, with_backward=2, skipped=1, skipped_epoch=0, skipped_batch=2)
@@ -144,7 +142,7 @@ def test_of_a_batch_without_any_pass_the_call_is_named_where_nothing_else_is() -
     assert first(job(made, replace(gone_on, steps=returns), world=2)).location == GUARD
 
 
-def test_who_makes_more_passes_than_usual_has_not_skipped_any() -> None:
+def test_a_rank_that_makes_more_passes_than_usual_has_not_skipped_any() -> None:
     usual = batches((1,), (1,), (1,), called=((CRITIC,),) * 3)
     more = batches((1,), (1,), (2,), called=((CRITIC,), (CRITIC,), (HALVES, HALVES)))
     for ranks in ((usual, usual, more), (usual, more)):
@@ -162,7 +160,7 @@ def test_a_line_that_makes_its_pass_once_more_is_the_one() -> None:
     assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (2,), CRITIC)
 
 
-def test_more_passes_are_no_part_of_the_model_that_was_left_out_nor_fewer_batches() -> None:
+def test_additional_passes_are_neither_unused_parameters_nor_uneven_batches() -> None:
     """Rank 1 has made a pass more, and so comes to its end while the others wait in its last gradients."""
     usual = replace(in_backward(GLOO, 0, batch=2, world=2), steps=batches((1,), (1,), (1,), under_way=True))
     more = replace(GLOO.finished(1, seq=60, batch=2, world=2), steps=batches((1,), (2,), (1,)))
@@ -177,7 +175,7 @@ def test_a_pass_more_that_reduces_nothing_lets_nobody_wait() -> None:
     assert "skipped-step" in rules(stepping(batches((2,), (2,)), batches((2,), (2, 1))))
 
 
-def test_gradients_that_are_not_reduced_are_no_part_of_the_model_that_was_left_out() -> None:
+def test_gradients_that_are_not_reduced_are_not_unused_parameters() -> None:
     """DDP's flag is off on rank 1, say as an exception came before it was switched on again."""
     usual = replace(in_backward(GLOO, 0, batch=2, world=3), steps=batches((1,), (1,), (1,), under_way=True))
     gone_on = replace(GLOO.in_barrier(1, "x", seq=60, batch=4, world=3), steps=batches((1,), (1,), (1, 1), (1, 1)))
@@ -187,7 +185,7 @@ def test_gradients_that_are_not_reduced_are_no_part_of_the_model_that_was_left_o
     assert "unused-parameters" not in rules(found)
 
 
-def test_an_optimizer_that_asks_for_the_loss_as_often_as_it_likes_is_nobodys_fault() -> None:
+def test_different_numbers_of_loss_evaluations_are_diverged_collectives() -> None:
     finding = first(stepping(batches((15,)), batches((16,))))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0, 1))
     finding = first(stepping(batches((16,)), batches((16,)), batches((15,))))
@@ -220,7 +218,7 @@ def trained(facts: RankFacts, end: LoopEnd = LoopEnd.UNKNOWN, *, begun: int = 3,
     return replace(facts, trainer=replace(told, ended_at=(RETURN,)))
 
 
-def test_who_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -> None:
+def test_a_rank_that_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -> None:
     """Rank 1 reduces what it has logged on the epoch, in its third batch of six; the others are in that batch."""
     options = {"outstanding": 1, "op": "barrier", "sizes": (), "batch": 2, "world": 3}
     past = GLOO.rank(1, FIT_LOOP_END, RESULT, BARRIER, seq=61, **options)  # type: ignore[arg-type]
@@ -245,14 +243,14 @@ def _generates(made: int) -> JobFacts:
 
 
 @pytest.mark.parametrize("made", [3, 4])
-def test_who_has_validated_the_batch_that_the_others_are_in_has_neither_less_data_nor_stopped(made: int) -> None:
+def test_a_rank_that_validated_after_the_others_batch_has_neither_less_data_nor_stopped(made: int) -> None:
     finding = first(_generates(made))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
     assert finding.location == f"{USER_FILE}:46 in validation_step"
     assert {"uneven-batches", "stopped-early"}.isdisjoint(rules(_generates(made)))
 
 
-def test_who_has_not_validated_the_batch_that_the_others_are_in_has_less_data() -> None:
+def test_a_rank_that_did_not_validate_after_the_others_batch_has_less_data() -> None:
     fewer = first(_generates(2))
     assert (fewer.rule, fewer.ranks, fewer.confidence) == ("uneven-batches", (1,), LIKELY)
 
@@ -264,7 +262,7 @@ def test_who_has_not_validated_the_batch_that_the_others_are_in_has_less_data() 
         (7, "diverged-collectives", f"{USER_FILE}:46 in validation_step"),  # in this validation, too
     ],
 )
-def test_who_has_gone_on_without_a_validation_has_left_it_out(made: int, rule: str, location: str) -> None:
+def test_a_rank_that_has_gone_on_without_a_validation_has_left_it_out(made: int, rule: str, location: str) -> None:
     """Of four batches each, rank 0 is in the third of the second one; in the first, rank 1 has had all four."""
     ranks = {facts.rank: facts for facts in _generates(4).ranks}
     validates, trains = ranks[0].trainer, ranks[1].trainer
@@ -284,7 +282,7 @@ def test_who_has_gone_on_without_a_validation_has_left_it_out(made: int, rule: s
         assert first(job(ended, gone_on, world=2)).rule == rule
 
 
-def test_who_has_finished_while_the_others_validate_has_stopped_early() -> None:
+def test_a_rank_that_has_finished_while_the_others_validate_has_stopped_early() -> None:
     """A StopIteration has ended each of its epochs; the others are in the validation of their first."""
     ended = trained(GLOO.finished(1, seq=60, batch=3), begun=4)
     others = [trained(GLOO.waiting(n, seq=61, phase=Phase.VALIDATE, batch=5), LoopEnd.DATA, begun=6) for n in (0, 2, 3)]
@@ -301,7 +299,7 @@ def test_who_has_finished_while_the_others_validate_has_stopped_early() -> None:
     assert (finding.rule, finding.ranks, finding.location) == ("stopped-early", (1,), RETURN)
 
 
-def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
+def test_a_rank_that_has_changed_when_it_ends_has_stopped_early() -> None:
     ended = trained(GLOO.finished(1, seq=60, batch=5), LoopEnd.DATA, begun=6, max_epochs="2")
     others = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2)) for n in (0, 2, 3)]
     finding = first(job(others[0], ended, *others[1:]))
@@ -312,7 +310,7 @@ def test_who_has_changed_when_it_ends_has_stopped_early() -> None:
     assert "stopped-early" not in rules(job(alike[0], ended, *alike[1:]))
 
 
-def test_who_has_set_its_count_of_epochs_has_stopped_early() -> None:
+def test_a_rank_that_has_set_its_count_of_epochs_has_stopped_early() -> None:
     ended = trained(GLOO.finished(1, seq=60, batch=5), LoopEnd.DATA, begun=6, **{"first epoch": "4"})
     others = [trained(GLOO.waiting(n, seq=61, batch=0, epoch=2)) for n in (0, 2, 3)]
     told = [replace(facts, trainer=replace(facts.trainer, settings={"first epoch": "0"})) for facts in (ended, *others)]  # type: ignore[type-var, arg-type]
@@ -324,7 +322,7 @@ def test_who_has_set_its_count_of_epochs_has_stopped_early() -> None:
     assert finding.location == RETURN
 
 
-def test_who_has_changed_when_it_ends_and_trains_on_has_other_settings() -> None:
+def test_a_rank_that_has_changed_when_it_ends_and_trains_on_has_other_settings() -> None:
     """As StochasticWeightAveraging does where there are norms: it makes an epoch more."""
     ended = [trained(GLOO.finished(n, seq=60, batch=5), LoopEnd.DATA, begun=6) for n in (0, 2, 3)]
     longer = trained(GLOO.waiting(1, seq=61, batch=0, epoch=6), max_epochs="7")
@@ -351,7 +349,7 @@ def _tests_again(rank: int, *, inner: bool = True, hook: str = FIT_END, phase: P
     return GLOO.rank(rank, *stack, seq=61, outstanding=1, phase=phase, batch=-1, epoch=1, world=2, action=hook)
 
 
-def test_who_has_called_the_trainer_again_is_unfinished_and_no_data_has_run_out() -> None:
+def test_a_rank_that_called_the_trainer_again_is_unfinished_and_has_not_run_out_of_data() -> None:
     ended = GLOO.finished(1, seq=60, batch=-1, epoch=1, world=2)
     found = job(_tests_again(0), ended, world=2)
     finding = first(found)
@@ -364,7 +362,7 @@ def test_who_has_called_the_trainer_again_is_unfinished_and_no_data_has_run_out(
         assert "unfinished-rank" not in rules(job(other, ended, world=2))
 
 
-def test_of_a_rank_whose_batches_are_not_known_no_data_is_said_to_have_run_out() -> None:
+def test_a_rank_whose_batches_are_unknown_has_not_run_out_of_data() -> None:
     ended = GLOO.finished(1, seq=60, batch=-1, epoch=1)
     others = [GLOO.waiting(n, seq=61, batch=3, epoch=0) for n in (0, 2, 3)]
     found = job(others[0], ended, *others[1:])

@@ -328,7 +328,7 @@ def test_where_several_may_have_decided_all_are_known() -> None:
     assert decided(source) == ["return None", "return None", "if self.due:"]
 
 
-def test_it_is_said_in_words_and_not_of_a_rank_which_is_said_elsewhere() -> None:
+def test_a_deciding_branch_is_described_in_words_unless_it_is_a_condition_on_the_rank() -> None:
     call = Frame(file=FILE, line=44, function="check", user=True)
     outer = Frame(file=FILE, line=60, function="step", user=True)
     value = Branch(line=43, test="if not pending:  (line 42)", on=Decides.VALUE, jump="return")
@@ -389,7 +389,7 @@ def with_branches(facts: JobFacts, *branches: Branch) -> JobFacts:
     return replace(facts, ranks=tuple(ranks))
 
 
-def test_a_finding_tells_the_call_and_what_may_have_led_around_it() -> None:
+def test_a_finding_names_the_call_and_what_may_have_led_around_it() -> None:
     skipped = of("rgrgrb", "rgrrb", "rgrgrb")
     finding = first(with_branches(skipped, RETURN))
     assert (finding.ranks, finding.location) == ((1,), f"{FILE}:40 in step")

@@ -112,7 +112,7 @@ def test_uninterruptible_sleep_for_no_known_reason_is_not_certain_to_be_storage(
     assert silent(state="disk-sleep", wait_channel="folio_wait_bit_common").confidence is Confidence.LIKELY
 
 
-def test_uninterruptible_sleep_of_what_is_swapped_out_is_want_of_memory() -> None:
+def test_uninterruptible_sleep_of_a_swapped_process_is_lack_of_memory() -> None:
     assert silent(state="disk-sleep", wait_channel="io_schedule", swap_bytes=4 * GB).rule == "host-starved"
 
 
@@ -176,7 +176,7 @@ def test_the_pipe_below_a_queue_is_no_file() -> None:
     assert rules_found(scenes.at_work(GLOO, user("training_step", 40), path, main_thread=waits)) == ["blocked-on-disk"]
 
 
-def test_what_waits_in_a_fifo_is_told_of_its_other_end_not_of_storage() -> None:
+def test_a_wait_in_a_fifo_is_blamed_on_its_other_end_not_on_storage() -> None:
     line = user("training_step", 40, code="pipe = open(path, 'w')")
     finding = first(scenes.at_work(GLOO, line, main_thread=thread(wait_channel="wait_for_partner")))
     assert "waits for the other end of a pipe (kernel function wait_for_partner)" in finding.summary
@@ -233,7 +233,7 @@ def test_a_collection_that_explains_nothing_is_not_blamed(garbage: GarbageFacts)
     assert rules_found(scenes.at_work(GLOO, garbage=garbage)) == ["rank-behind"]
 
 
-def test_who_answers_while_it_collects_is_in_a_finalizer() -> None:
+def test_a_rank_that_answers_while_it_collects_is_in_a_finalizer() -> None:
     """The collector itself keeps the lock; a __del__ that waits lets it go. It is not the number of objects then."""
     finding = first(scenes.at_work(GLOO, garbage=GarbageFacts(running_s=21.0)))
     assert (finding.rule, finding.confidence) == ("gc-pause", Confidence.LIKELY)
@@ -325,7 +325,7 @@ def test_what_is_want_of_gpu_memory(type_: str, message: str, rule: str) -> None
     assert rules_found(scenes.failed(NCCL, type_, message)) == [rule]
 
 
-def test_a_full_gpu_among_others_with_room_is_possible_and_among_full_ones_no_news() -> None:
+def test_a_full_gpu_is_possible_if_the_others_have_room_and_not_reported_otherwise() -> None:
     def job_with(free_of_others: int) -> JobFacts:
         facts = scenes.at_work(NCCL, gpu=scenes.gpu_of(100_000_000))
         others = scenes.gpu_of(free_of_others)
@@ -371,7 +371,7 @@ def test_a_rank_that_answers_from_within_the_driver_waits_for_its_gpu() -> None:
     assert rules_found(scenes.at_work(NCCL, line, main_thread=blocked)) == ["gpu-stuck"]
 
 
-def test_what_a_gpu_does_is_told() -> None:
+def test_what_a_gpu_does_is_reported() -> None:
     state = GpuStateFacts(gpu=GpuFacts(index=0, xids=("74 (NVLink error)",)), utilization=1.0, power_w=71.0)
     finding = first(scenes.on_nccl({2: False}, {}, gpu={2: state}))
     texts = [item.text for item in finding.evidence if item.source == "gpu"]
@@ -389,12 +389,12 @@ def recorded(facts: JobFacts) -> JobFacts:
 
 
 @pytest.mark.parametrize("scene", [scenes.not_started_on_one_gpu, scenes.not_ended_on_one_gpu])
-def test_dumps_alone_tell_of_a_stuck_gpu(scene: object) -> None:
+def test_dumps_alone_show_a_stuck_gpu(scene: object) -> None:
     finding = first(recorded(scene(NCCL)))  # type: ignore[operator]
     assert (finding.rule, finding.ranks) == ("gpu-stuck", (2,))
 
 
-def test_the_first_collective_is_no_matter_of_p2p_between_hosts_nor_where_that_is_off() -> None:
+def test_p2p_is_not_blamed_between_hosts_or_if_it_is_off() -> None:
     facts = scenes.first_collective_of_all_gpus(NCCL)
     assert rules_found(facts) == ["p2p-blocked", "all-joined"]
     assert rules_found(replace(facts, ranks=scenes.on_two_hosts(*facts.ranks))) == ["all-joined"]
@@ -404,11 +404,11 @@ def test_the_first_collective_is_no_matter_of_p2p_between_hosts_nor_where_that_i
     assert rules_found(recorded(facts)) == ["all-joined"]
 
 
-def test_a_later_collective_is_no_matter_of_p2p() -> None:
+def test_p2p_is_not_blamed_for_a_later_collective() -> None:
     assert rules_found(scenes.on_nccl({}, {})) == ["all-joined"]
 
 
-def test_an_early_collective_after_one_that_has_ended_is_no_matter_of_p2p() -> None:
+def test_p2p_is_not_blamed_after_a_collective_that_completed() -> None:
     ranks = (NCCL.rank(rank, ENGINE, seq=2, outstanding=1, phase=Phase.INIT, batch=-1) for rank in range(4))
     assert rules_found(job(*ranks)) == ["all-joined"]
 
@@ -478,7 +478,7 @@ def eth(rank: int, network: str = "10.0.0.0/24") -> InterfaceFacts:
     return scenes.interface(rank, "eth0", f"10.0.0.{rank}", network)
 
 
-def test_interfaces_in_different_networks_are_possible_and_in_one_are_no_news() -> None:
+def test_interfaces_are_blamed_only_if_their_networks_differ() -> None:
     found = taking(eth(0), eth(1), eth(2), eth(3, "192.168.1.0/24"))
     assert {finding.rule: (finding.ranks, finding.confidence) for finding in found}["wrong-interface"] == (
         (3,),
@@ -521,13 +521,13 @@ def test_the_older_causes_keep_their_names_beside_facts_of_the_machine() -> None
     assert rules_found(job(*ranks, slow)) == ["rank-behind"]
 
 
-def test_a_silent_process_is_said_with_what_it_got() -> None:
+def test_a_silent_process_is_reported_with_the_cpu_time_it_got() -> None:
     seen = ProcessFacts(pid=7, rank=2, state="running", wait_channel="", cpu_s=3.2, ran_share=0.05)
     (evidence,) = first(scenes.without_answer(GLOO, seen)).evidence
     assert evidence.text == ("Process 7 is running, 3.2 s of CPU time used, 5% of a core got while looked at.")
 
 
-def test_swap_in_use_is_told_with_a_rank_that_lacks_memory() -> None:
+def test_swap_in_use_is_reported_with_a_rank_that_lacks_memory() -> None:
     finding = first(scenes.swapped_out(GLOO))
     assert any("9.0 GB of it swapped out" in item.text for item in finding.evidence)
     assert "too little memory" in finding.remedy
@@ -560,7 +560,7 @@ def test_where_nothing_answers_a_firewall_may_be_the_reason() -> None:
 
 
 @pytest.mark.parametrize("answers", [True, None])
-def test_a_host_that_is_reached_or_of_which_nobody_knows_is_not_cut_off(answers: bool | None) -> None:
+def test_a_host_that_is_reached_or_unknown_is_not_cut_off(answers: bool | None) -> None:
     tried = TriedAddress(host="node-2", address="10.1.0.2", answers=answers, seen_from="node-1")
     assert [finding.rule for finding in joined_on_two_hosts(tried)] == ["all-joined"]
 

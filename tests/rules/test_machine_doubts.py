@@ -79,7 +79,7 @@ def test_collecting_garbage_takes_long_for_want_of_cores_or_memory_too() -> None
     assert silent(**seen, state="disk-sleep", wait_channel="folio_wait_bit_common", swap_bytes=4 * GB) == both
 
 
-def test_who_is_swapped_out_and_waits_for_a_network_mount_waits_for_that() -> None:
+def test_a_swapped_process_that_waits_for_a_network_mount_waits_for_storage() -> None:
     assert silent(state="disk-sleep", wait_channel="rpc_wait_bit_killable", swap_bytes=GB) == {
         "blocked-on-disk": LIKELY
     }
@@ -109,7 +109,7 @@ def blocked(channel: str, *, faults: int | None = 0, stalled: float | None = Non
     ],
     ids=["disk", "thrashing", "swapped once", "perhaps swapping", "network"],
 )
-def test_storage_and_want_of_memory_are_told_apart_or_not_claimed(
+def test_storage_and_lack_of_memory_are_told_apart_or_not_claimed(
     facts: JobFacts, expected: dict[str, Confidence]
 ) -> None:
     assert found(facts) == expected
@@ -134,7 +134,7 @@ def test_a_loader_that_has_fewer_workers_left_than_it_has_started_has_lost_one()
     assert found(scenes.late(GLOO, blind)) == {"data-stall": CERTAIN, "worker-died": POSSIBLE}
 
 
-def test_a_worker_that_waits_for_orders_is_not_at_the_line_of_the_rank_that_has_forked_it() -> None:
+def test_an_idle_worker_is_not_at_the_line_of_the_rank_that_forked_it() -> None:
     begins = Frame(file="/usr/lib/python3.11/multiprocessing/process.py", line=314, function="_bootstrap")
     loop = Frame(file=f"{SITE}/torch/utils/data/_utils/worker.py", line=330, function="_worker_loop")
     idle = ProcessFacts(pid=76, state="sleeping", stack=(MAIN, RUN, begins, loop, scenes.QUEUE_GET))
@@ -204,7 +204,7 @@ def test_what_happens_on_all_ranks_is_one_finding(type_: str, message: str, rule
     assert finding.summary.startswith(words)
 
 
-def test_workers_that_were_told_to_end_are_no_fault_of_theirs() -> None:
+def test_workers_that_were_asked_to_end_are_not_blamed() -> None:
     message = "DataLoader worker (pid 4711) is killed by signal: Terminated. "
     assert only(everywhere(GLOO, "RuntimeError", message)).remedy.startswith("Something asked it to exit")
 
@@ -313,12 +313,11 @@ def test_an_interface_is_not_blamed_for_a_rank_that_may_not_have_been_started() 
     facts = job(in_init(0, 2), world=2)
     assert found(facts) == {"wrong-interface": POSSIBLE, "late-at-init": POSSIBLE}
     summary = judge(facts).findings[0].summary
-    assert (
-        "rank 0 waits at the start; it is this if rank 1, of which nothing is known, runs on another host." in summary
-    )
+    condition = "this is the cause if rank 1, of which nothing is known, runs on another host."
+    assert f"rank 0 waits at the start; {condition}" in summary
 
 
-def test_on_one_host_any_interface_does_and_who_is_not_there_has_not_come() -> None:
+def test_on_one_host_any_interface_works_and_a_missing_rank_is_late() -> None:
     ranks = (replace(in_init(rank, 2), local_world_size=2) for rank in range(1))
     assert found(job(*ranks, world=2)) == {"late-at-init": POSSIBLE}
 

@@ -94,7 +94,7 @@ def test_a_collective_of_another_thread_is_named_by_its_line() -> None:
     assert "another thread" not in apart.summary
 
 
-def test_who_has_ended_in_a_collective_of_another_thread_is_not_blamed_for_its_main_threads_line() -> None:
+def test_a_rank_aborted_in_another_threads_collective_is_not_blamed_for_its_main_thread() -> None:
     lost = raised(calls(0, ENGINE), "RuntimeError", "Connection closed by peer", ENGINE, consequence=True)
     gone = process(1, "gone", ended_by="SIGABRT", said=WHAT, stack=(MAIN, RUN, user("training_step", 48)))
     finding = first(job(lost, world=2, witnessed=(replace(gone, thread_stack=COUNTS),)))
@@ -107,7 +107,8 @@ def test_between_two_what_is_called_on_all_ranks_decides() -> None:
     alone = calls(0, user("training_step", 40), ALL_REDUCE)
     finding = first(job(alone, GLOO.waiting(1, seq=61, world=2), world=2))
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (0,), LIKELY)
-    assert "in a call of the user's own, while the others are in what Lightning calls on all ranks" in finding.summary
+    words = "in a call of the user's code, while the others are in one that Lightning makes on all ranks"
+    assert words in finding.summary
 
 
 def _stepping(rank: int, *sizes: int, stack: Frame) -> RankFacts:
@@ -130,7 +131,9 @@ def _stepping(rank: int, *sizes: int, stack: Frame) -> RankFacts:
         ((9000, 11, 9000, 9000, 9000), (0,)),  # long ago, as for a validation
     ],
 )
-def test_who_has_left_out_what_it_always_calls_is_out_of_step(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+def test_a_rank_that_has_left_out_what_it_always_calls_is_out_of_step(
+    sizes: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
     before = sizes[:-1]
     alone = _stepping(0, *before, 11, stack=user("training_step", 40))
     facts = job(alone, _stepping(1, *sizes, stack=ENGINE), world=2)
@@ -156,7 +159,7 @@ def _outside(facts: RankFacts, line: int, condition: str = "", settings: dict[st
 
 
 @pytest.mark.parametrize("others", [(1,), (1, 2, 3)])
-def test_who_calls_the_trainer_alone_is_named_and_not_what_differs_there(others: tuple[int, ...]) -> None:
+def test_a_rank_that_calls_the_trainer_alone_is_named_and_not_what_differs_there(others: tuple[int, ...]) -> None:
     """An lr_find on rank 0: with another max_steps, in other batches, and with other collectives."""
     world = 1 + len(others)
     alone = _outside(GLOO.in_barrier(0, "x", seq=61, world=world), 31, ZERO, {"max_steps": "100"})
@@ -182,7 +185,7 @@ def test_peers_that_have_come_to_their_end_are_no_cause() -> None:
         assert first(replace(gone, witnessed=(process(1, "gone", **how),))).rule == "dead-rank"
 
 
-def test_who_goes_on_after_rank_zero_has_returned_is_not_alone() -> None:
+def test_a_rank_that_goes_on_after_rank_zero_has_returned_is_not_alone() -> None:
     """`if rank == 0: return` stands before the Trainer: its condition is about the rank that has gone."""
     waits = (_outside(GLOO.in_barrier(n, "x", seq=61, world=3), 31, f"{ELSE}{ZERO}") for n in (1, 2))
     facts = job(*(replace(one, local_rank=one.rank) for one in waits), world=3, witnessed=(process(0, "gone"),))
@@ -198,7 +201,7 @@ def _aborted(line: int, condition: str = "", **more: object) -> JobFacts:
     return replace(scene, witnessed=(words,))
 
 
-def test_what_gloo_has_said_last_is_told_with_its_sizes() -> None:
+def test_gloos_last_message_is_reported_with_its_sizes() -> None:
     finding = first(_aborted(57, said=WHAT))
     assert rules(_aborted(57, said=WHAT)) == {"mismatched-collective": LIKELY}
     assert "as gloo ended it: it was sent 9,612 bytes at once and had room for 8, while rank 0" in finding.summary
@@ -226,7 +229,7 @@ def test_lines_that_differ_are_different_collectives() -> None:
     assert "Rank 1 was there under `if rank == 0:` (line 30)." in alone.summary
 
 
-def test_who_is_ended_in_what_lightning_calls_has_done_nothing_wrong() -> None:
+def test_a_rank_that_is_ended_in_what_lightning_calls_has_done_nothing_wrong() -> None:
     scene = scenes.aborted_alone(GLOO)
     words = replace(scene.witnessed[0], ended_by="SIGABRT", stack=(RUN, ENGINE), said=WHAT)
     finding = first(replace(scene, witnessed=(words,)))
@@ -240,7 +243,8 @@ def test_what_modelcheckpoint_monitors_is_named_where_a_rank_is_in_it() -> None:
     assert finding.rule == "diverged-collectives"
     assert "ModelCheckpoint needs the value that it monitors on all ranks" in finding.remedy
     assert (finding.ranks, finding.confidence) == ((0,), LIKELY)
-    assert "in ModelCheckpoint, which saves where the value that it monitors says so on its rank" in finding.summary
+    words = "in ModelCheckpoint, which decides on each rank whether to save, from the value that it monitors there"
+    assert words in finding.summary
 
 
 def test_a_rank_past_the_end_is_not_behind() -> None:
@@ -346,7 +350,7 @@ def test_entries_of_a_state_that_is_gathered_one_by_one_have_to_be_as_many() -> 
     assert first(synchronises(("boxes",), ZERO)).rule == "diverged-collectives"
 
 
-def test_states_of_a_metric_that_is_not_logged_are_compared_where_one_is_synchronised() -> None:
+def test_states_of_an_unlogged_metric_are_compared_if_it_is_synchronized() -> None:
     def metrics(*states: str) -> StepFacts:
         return StepFacts(with_backward=4, metrics=(MetricFacts(name="score", type="Counted", states=states),))
 
@@ -364,9 +368,7 @@ def test_states_of_a_metric_that_is_not_logged_are_compared_where_one_is_synchro
 
 
 @pytest.mark.parametrize(("line", "ranks"), [(user("training_step", 57), (2,)), (ENGINE, (1,))])
-def test_where_the_process_that_gloo_has_ended_was_counts_beside_the_others(
-    line: Frame, ranks: tuple[int, ...]
-) -> None:
+def test_the_place_of_an_aborted_process_counts_beside_the_others(line: Frame, ranks: tuple[int, ...]) -> None:
     """Rank 1 was in a line of the user's, rank 2 in the backward pass, when the process of rank 0 ended."""
     lost = [
         transport_error(scenes.with_size(facts, 61, ((size,),)))
@@ -382,7 +384,7 @@ def test_where_the_process_that_gloo_has_ended_was_counts_beside_the_others(
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", ranks, LIKELY)
 
 
-def test_who_was_taken_out_of_its_last_batch_has_not_run_out_of_data() -> None:
+def test_a_rank_that_was_taken_out_of_its_last_batch_has_not_run_out_of_data() -> None:
     """Rank 1's connection broke in the backward pass of its last batch, rank 2's in the one before; rank 0 is gone."""
     automatic = Frame(file=f"{SITE}/lightning/pytorch/loops/optimization/automatic.py", line=150, function="run")
     stacks = {1: (RUN, automatic, ENGINE), 2: (RUN, automatic, user("training_step", 57), ALL_REDUCE)}
@@ -397,7 +399,7 @@ def test_who_was_taken_out_of_its_last_batch_has_not_run_out_of_data() -> None:
     assert "uneven-batches" not in found
 
 
-def test_who_has_been_sent_too_much_in_an_exchange_of_unequal_shares_has_done_nothing_odd() -> None:
+def test_a_rank_that_is_sent_too_much_in_an_uneven_exchange_is_not_to_blame() -> None:
     """Rank 1 or rank 2 has sent rank 0 more than had been agreed."""
     exchange = Frame(file=BARRIER.file, line=5000, function="all_to_all_single")
     line = user("exchanged", 57)
@@ -422,7 +424,7 @@ def test_who_has_been_sent_too_much_in_an_exchange_of_unequal_shares_has_done_no
         assert finding.location.endswith("train.py:57 in exchanged")
 
 
-def test_the_line_that_called_the_trainer_is_not_told_for_what_was_called_within() -> None:
+def test_a_call_within_the_trainer_is_not_placed_at_the_line_that_called_the_trainer() -> None:
     """All were in the backward pass, whose gradients differ in size."""
     lost = [
         raised(
@@ -436,7 +438,7 @@ def test_the_line_that_called_the_trainer_is_not_told_for_what_was_called_within
     assert "train.py" not in finding.summary
 
 
-def test_who_receives_from_anybody_is_not_out_of_step_for_its_condition() -> None:
+def test_a_rank_that_receives_from_anybody_is_not_out_of_step_for_its_condition() -> None:
     """Rank 0 collects results, and one of the others has sent none."""
     receives = GLOO.working(0, user("collect", 31, condition=ZERO), scenes.RECV, seq=60, action=EPOCH_END, world=3)
     others = (GLOO.waiting(rank, seq=61, world=3) for rank in (1, 2))
@@ -446,7 +448,7 @@ def test_who_receives_from_anybody_is_not_out_of_step_for_its_condition() -> Non
     assert "diverged-collectives" not in rules(facts)
 
 
-def test_an_abort_of_a_rank_whose_peers_have_diverged_is_their_consequence() -> None:
+def test_an_abort_after_diverged_calls_is_a_consequence() -> None:
     """Gloo's word is not known, as its stderr is no file; the signal is."""
     scene = scenes.overrun_rank(GLOO)
     stack = (RUN, user("training_step", 57), ALL_REDUCE)
@@ -466,7 +468,7 @@ def test_a_rank_that_has_aborted_itself_elsewhere_has_died_by_itself() -> None:
     assert rules(replace(facts, witnessed=(replace(gone, ended_by="SIGSEGV"),))) == {"dead-rank": CERTAIN}
 
 
-def test_who_waits_under_a_condition_does_not_wait_for_the_end_of_data() -> None:
+def test_a_rank_that_waits_under_a_condition_does_not_wait_for_the_end_of_data() -> None:
     """Rank 1 goes through all batches of validation, in which nobody waits, and reduces what was logged."""
     line = user("validation_step", 62, condition=ZERO)
     options = {"phase": Phase.VALIDATE, "world": 2}
@@ -486,7 +488,7 @@ def test_who_waits_under_a_condition_does_not_wait_for_the_end_of_data() -> None
         (9_612, "mismatched-collective", (0, 1)),
     ],
 )
-def test_what_was_sent_tells_whether_the_other_had_been_in_that_line(
+def test_the_data_sent_shows_whether_the_other_rank_was_at_that_line(
     sent: int, rule: str, ranks: tuple[int, ...]
 ) -> None:
     """Rank 1 has ended in a line of the user's, and rank 0 was in the backward pass: it may have come from there."""
@@ -500,7 +502,7 @@ def test_what_was_sent_tells_whether_the_other_had_been_in_that_line(
 
 
 @pytest.mark.parametrize(("room", "ranks"), [(4, (1,)), (8, (0,))])
-def test_who_was_ended_counts_for_what_there_was_room_for(room: int, ranks: tuple[int, ...]) -> None:
+def test_an_aborted_rank_counts_by_the_room_that_it_had(room: int, ranks: tuple[int, ...]) -> None:
     """Rank 2's code has caught that the connection broke and gone on, so that its line is another one by now."""
     line = user("on_validation_epoch_end", 607)
     waits = GLOO.waiting(1, seq=61, world=3)
@@ -545,12 +547,12 @@ def _sized(world: int, room: int, *, at: tuple[Frame, ...] = (RUN, ENGINE), site
     return job(*(called(rank) for rank in range(1, world)), world=world, witnessed=(gone,))
 
 
-def test_what_a_rank_had_room_for_tells_the_call_that_it_was_in() -> None:
+def test_the_room_of_an_aborted_rank_shows_the_call_that_it_was_in() -> None:
     """It was under way in the background: the line that the rank has ended in is another one."""
     finding = first(_sized(2, 8))
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (1,), Confidence.LIKELY)
     assert finding.location == f"{USER_FILE}:13 in exchange"
-    assert "all_reduce (8 elements of Float) at train.py:13 in exchange has such room" in finding.summary
+    assert "the room is that of all_reduce (8 elements of Float) at train.py:13 in exchange" in finding.summary
     assert first(_sized(3, 8)).ranks == (0,)  # most have called something else
     assert first(_sized(2, 12)).rule == "mismatched-collective"  # of no call that is known
     assert first(_sized(2, 8, sites="aa")).rule == "mismatched-collective"  # one line, of different sizes
@@ -575,7 +577,7 @@ def test_what_was_sent_from_where_a_rank_has_ended_is_the_same_call(elements: in
     assert first(job(other, world=2, witnessed=(gone,))).rule == rule
 
 
-def test_who_is_past_a_validation_that_others_are_in_the_last_batch_of_has_had_as_many() -> None:
+def test_a_rank_past_a_validation_whose_last_batch_others_are_in_had_as_many_batches() -> None:
     """Rank 1 has left out a call in the last batch, and rank 2 has gone on to the next epoch."""
     last = {"phase": Phase.VALIDATE, "last": True, "batch": 5}
     ended = "[LightningModule]Net.on_validation_epoch_end"

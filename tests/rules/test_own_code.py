@@ -26,7 +26,7 @@ def test_a_callback_of_ours_is_named(net: Backend) -> None:
 
 
 @BACKENDS
-def test_what_is_ours_before_the_first_batch_comes_before_that_a_rank_is_late(net: Backend) -> None:
+def test_own_code_before_the_first_batch_comes_before_late_at_init(net: Backend) -> None:
     held = net.working(0, *OWN_WAIT, seq=1, action="preflight", **INIT)
     found = judge(job(held, *(net.in_barrier(rank, "post_setup", seq=2, **INIT) for rank in (1, 2, 3)))).findings
     assert [finding.rule for finding in found] == ["own-code", "late-at-init"]
@@ -59,7 +59,7 @@ def test_code_of_others_that_ours_has_called_is_not_ours(net: Backend, inner: Fr
 
 
 @BACKENDS
-def test_a_rank_of_ours_that_nobody_waits_for_is_no_hang(net: Backend) -> None:
+def test_own_code_that_nobody_waits_for_is_no_hang(net: Backend) -> None:
     assert judge(job(*(net.working(rank, *OWN_WAIT, seq=60) for rank in range(4)))).findings == ()
 
 

@@ -77,7 +77,7 @@ def test_a_clock_that_was_set_back_makes_no_negative_time() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_what_was_told_last_counts_whoever_knows_it(order: tuple[int, int]) -> None:
+def test_the_last_report_of_a_straggler_counts_whichever_rank_has_it(order: tuple[int, int]) -> None:
     known = ((LATE,), (replace(LATE, share=0.5, until_ns=OPENED_NS, is_over=True),))
     (told,) = told_of([finding(2)], job_of(known[order[0]], known[order[1]]))
     assert len(told.evidence) == 2
@@ -96,7 +96,7 @@ def test_each_of_several_ranks_has_its_own() -> None:
     assert [(evidence.rank, "20 ms" in evidence.text) for evidence in told.evidence[1:]] == [(1, True), (2, False)]
 
 
-def test_where_nobody_was_late_nothing_is_said() -> None:
+def test_where_nobody_was_late_nothing_is_reported() -> None:
     assert told_of([finding(2)], job_of()) == [finding(2)]
 
 

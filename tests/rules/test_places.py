@@ -13,7 +13,7 @@ def places(facts: JobFacts) -> list[str]:
     return [item.text for item in judge(facts).findings[0].evidence if item.source == "place"]
 
 
-def test_the_host_and_since_when_are_said() -> None:
+def test_the_host_and_since_when_are_reported() -> None:
     facts = host_is_cut_off(GLOO)
     taken = [replace(one, taken_ns=1_700_000_000 * 10**9) for one in facts.ranks]
     # The second report on an incident is opened by the first: what ranks say of themselves is newer.
@@ -54,7 +54,7 @@ def test_with_several_hosts_each_finding_says_where_its_ranks_run() -> None:
     assert places(job(*apart, late, world=3)) == ["Rank 2 runs on node-2."]
 
 
-def test_with_one_host_nothing_is_said_of_it() -> None:
+def test_with_one_host_nothing_is_reported_of_it() -> None:
     facts = job(GLOO.waiting(0, seq=61), GLOO.working(1, seq=60), world=2)
     assert judge(facts).findings[0].ranks == (1,)
     assert places(facts) == []

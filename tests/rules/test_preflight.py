@@ -195,13 +195,13 @@ def test_a_thousand_ranks_are_judged_and_told_within_a_second() -> None:
     assert all(len(finding.evidence) <= 8 and len(finding.summary) < 2_000 for finding in diagnosis.findings)
 
 
-def test_hosts_that_are_alike_are_told_once() -> None:
+def test_hosts_that_are_alike_are_reported_once() -> None:
     (finding,) = found(loading(checking(1_024), loader_workers=24))
     assert finding.summary.startswith("Ranks 0-1023 (128 hosts): 192 loader workers and 8 other threads on 64 cores")
     assert len(finding.evidence) == 1
 
 
-def test_the_worst_is_told_first_and_the_rest_is_counted() -> None:
+def test_the_worst_is_reported_first_and_the_rest_is_counted() -> None:
     (finding,) = found(swap(checking(64), used_bytes=lambda rank: (20 + rank // PER_HOST) * GB))
     assert finding.summary.startswith("Ranks 56-63 (node-7): 27.0 GB of swap")
     assert finding.summary.endswith("; 5 more in the evidence.")
@@ -226,7 +226,7 @@ def test_words_of_hosts_do_no_harm() -> None:
 # With the judge
 
 
-def test_what_could_not_be_found_out_is_said_once() -> None:
+def test_what_could_not_be_found_out_is_reported_once() -> None:
     job = having(checking(4, missing=("The store was slow.",)), 1, 2, missing=("no /proc/pressure",))
     assert judge(job, PREFLIGHT_RULES).unanswered == ("The store was slow.", "Ranks 1-2: no /proc/pressure")
 

@@ -80,14 +80,14 @@ def test_the_rank_that_is_out_of_step_is_named_with_the_call(
     assert finding.location.endswith(f"train.py:{line} in step"), finding
 
 
-def test_of_two_calls_that_both_were_made_before_the_usual_one_was_left_out() -> None:
+def test_of_two_calls_that_were_made_before_the_usual_one_was_skipped() -> None:
     view = timeline(of("rgsrgsrg", "rgsrgsrs"))
     assert view.divergence is not None
     assert divergence_location(view, view.divergence, (1,)).endswith("train.py:40 in step")
     assert divergence_location(view, view.divergence, (0,)).endswith("train.py:40 in step")
 
 
-def test_it_is_told_in_words() -> None:
+def test_it_is_reported_in_words() -> None:
     more, fewer = first(of("rrzb", "rrbr", "rrbr", condition=ZERO)), first(of("rgrgrb", "rgrrb", "rgrgrb"))
     assert more.summary.startswith(
         "Rank 0 called barrier at train.py:60 in step, under `if rank == 0:` (line 59), which ranks 1-2 did not: "
@@ -129,7 +129,7 @@ def test_calls_of_unknown_sites_are_not_compared() -> None:
     assert shift(timeline(job(known, blind, world=2)), "0") is None
 
 
-def test_a_stack_that_is_told_with_one_call_is_that_of_all_from_its_site() -> None:
+def test_the_stack_of_one_call_is_that_of_all_calls_from_its_site() -> None:
     def without_repeats(facts: RankFacts) -> RankFacts:
         newest = {call.site: call.seq for call in facts.collectives}
         calls = (call if newest[call.site] == call.seq else replace(call, stack=()) for call in facts.collectives)
@@ -140,7 +140,7 @@ def test_a_stack_that_is_told_with_one_call_is_that_of_all_from_its_site() -> No
     assert (finding.ranks, finding.location.rpartition("/")[2]) == ((1,), "train.py:40 in step")
 
 
-def test_who_has_joined_early_shadows_the_models_and_knows_of_no_other_call() -> None:
+def test_a_rank_that_joined_early_has_no_other_unmatched_call() -> None:
     join = Frame(file=f"{SITE}/torch/distributed/algorithms/join.py", line=286, function="__exit__")
 
     def joined(facts: RankFacts, *seqs: int) -> RankFacts:
@@ -166,7 +166,7 @@ def test_only_what_all_recorders_still_have_is_compared() -> None:
     assert found is not None and found.call.site == "z"
 
 
-def test_one_operation_with_other_sizes_is_of_one_purpose_if_it_was_called_at_one_place() -> None:
+def test_calls_at_one_line_with_different_sizes_have_one_purpose() -> None:
     own = rank(0, "rrs")
     larger = replace(own.collectives[-1], input_sizes=((9,),))
     other = replace(rank(1, "rrs"), collectives=(*own.collectives[:-1], larger))
@@ -174,7 +174,7 @@ def test_one_operation_with_other_sizes_is_of_one_purpose_if_it_was_called_at_on
     assert (finding.rule, finding.confidence) == ("mismatched-collective", Confidence.CERTAIN)
 
 
-def test_one_operation_with_other_sizes_is_no_mismatch_after_a_call_that_was_left_out() -> None:
+def test_different_sizes_after_a_skipped_call_are_no_mismatch() -> None:
     finding = first(of("rgrgrsr", "rgrgrr", "rgrgrsr"))
     assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
     assert finding.location.endswith("train.py:50 in step")
@@ -190,7 +190,7 @@ def logging(number: int, letters: str) -> RankFacts:
     return replace(facts, stack=stack, steps=steps)
 
 
-def test_a_value_that_all_have_logged_before_and_a_rank_skips_this_once() -> None:
+def test_a_value_that_all_logged_before_and_one_rank_skips_once() -> None:
     finding = first(job(*(logging(n, letters) for n, letters in enumerate(("zrzrz", "zrzrz", "zrzrr"))), world=3))
     assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-log-keys", (2,), Confidence.LIKELY)
     assert finding.location == f"{USER_FILE}:60 in step"

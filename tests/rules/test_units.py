@@ -174,7 +174,7 @@ def test_two_units_of_one_size_are_not_told_apart() -> None:
     assert unit_words(call("all_reduce", 6_250_000), waiting(GATHER, units=(BUCKET, other))) == ""
 
 
-def test_what_has_only_one_parameter_is_a_unit_in_a_step_and_a_parameter_in_a_checkpoint() -> None:
+def test_a_unit_with_one_parameter_is_named_as_a_parameter_in_a_checkpoint() -> None:
     entry = call("all_gather_into_tensor", 1024, 4096)
     alone = ModelUnit(kind=UnitKind.FSDP_UNIT, name="layers.0", elements=4096, shard_elements=1024)
     in_step, saving = (
@@ -184,7 +184,7 @@ def test_what_has_only_one_parameter_is_a_unit_in_a_step_and_a_parameter_in_a_ch
     assert means(saving) == "the all-gather of parameter layers.0.w1, for a checkpoint"
 
 
-def test_a_telling_size_counts_more_than_the_line_a_free_main_thread_has_come_to() -> None:
+def test_a_unique_size_counts_more_than_the_line_of_a_main_thread_that_does_not_wait() -> None:
     entry = replace(GATHER, seq=60)
     facts = waiting(call("broadcast", 1), SIGTERM_ITEM, units=(ROOT,), outstanding=2)
     older = replace(facts, collectives=(entry, *facts.collectives[-1:]))
@@ -270,6 +270,6 @@ def test_diverged_calls_are_named() -> None:
     )
 
 
-def test_ranks_without_units_say_what_they_said_before() -> None:
+def test_ranks_without_units_are_worded_as_before() -> None:
     assert means(GLOO.waiting(0, seq=5)) == "DDP's gradient all-reduce"
     assert means(waiting(GATHER, PRE_FORWARD, units=(), phase=Phase.TRAIN)) == "FSDP's parameter or gradient exchange"

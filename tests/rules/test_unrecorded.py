@@ -35,12 +35,12 @@ def unrecorded(why: NotRecorded, *calls: int, backend: str = "gloo", name: str =
         (unrecorded(NotRecorded.LOST, 3, name="tp"), "Rank 0 called 3 collectives in group 'tp' of which the Flight"),
     ],
 )
-def test_collectives_of_which_no_recorder_tells_are_said_in_one_sentence(by_rank: dict[int, Any], said: str) -> None:
+def test_collectives_that_no_recorder_has_are_reported_in_one_sentence(by_rank: dict[int, Any], said: str) -> None:
     (sentence,) = not_recorded(by_rank)
     assert sentence.startswith(said)
 
 
-def test_a_rank_of_which_no_recorder_tells_is_not_one_that_has_called_nothing() -> None:
+def test_a_rank_without_a_recorder_has_not_called_nothing() -> None:
     """It works, and as far as anybody knows it has called all that the others have."""
     waiting = GLOO.rank(0, MAIN, RUN, BARRIER, seq=5, outstanding=1, world=2)
     working = replace(GLOO.rank(1, MAIN, RUN, user("training_step", 40), seq=5, world=2), groups=(), collectives=())

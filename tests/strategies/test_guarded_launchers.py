@@ -32,7 +32,7 @@ class EndedRank:
     def poll(self) -> None: ...
 
 
-def test_the_others_are_killed_once_they_have_had_time_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_are_killed_once_they_have_had_time_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     told, begun, waits = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(_ChildProcessObserver, "_terminate_all", lambda _: events.append("killed"))

@@ -65,7 +65,7 @@ def test_a_user_s_own_size_is_kept_in_the_old_spelling(outcome: Outcome) -> None
 
 
 @pytest.mark.program("lightning", "fork", f"{NEW}=0")
-def test_a_recorder_that_is_off_is_said_by_one_rank_in_one_line(outcome: Outcome) -> None:
+def test_one_rank_reports_in_one_line_that_the_recorder_is_off(outcome: Outcome) -> None:
     assert outcome.recorded == [0, 0]
     (line,) = (line for line in outcome.said if "Flight Recorder" in line)
     assert "collectives with gloo, and the Flight Recorder has no entry" in line

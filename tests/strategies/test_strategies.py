@@ -155,9 +155,7 @@ def test_a_strategy_that_has_not_begun_can_be_copied_and_sent(copied: Any) -> No
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
 @pytest.mark.parametrize("start_method", ["popen", "spawn"])
-def test_a_copy_of_one_that_a_trainer_has_is_guarded_and_has_a_gate_of_its_own(
-    copied: Any, start_method: Any, tmp_path: Path
-) -> None:
+def test_a_copy_of_a_strategy_is_guarded_and_has_its_own_gate(copied: Any, start_method: Any, tmp_path: Path) -> None:
     """Libraries copy what a Trainer is to be made with; so does whoever logs it."""
     trainer = L.Trainer(accelerator="cpu", devices=1, strategy=SafeDDP(start_method=start_method), logger=False)
     strategy = trainer.strategy
@@ -272,7 +270,7 @@ def test_arguments_by_position_are_the_parents(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["SafeFSDP", "SafeModelParallel"])
-def test_without_a_launcher_the_trainers_functions_are_watched_all_the_same(
+def test_without_a_launcher_the_trainers_functions_are_still_watched(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under torchrun Lightning's own have none."""
@@ -408,7 +406,7 @@ def test_a_split_model_is_presented_as_one_that_needs_all_ranks_for_each_batch(
     [([], []), ([torch.ones(1)], ["list"]), (iter(()), ["tuple_iterator"])],
     ids=["", "list", "stream"],
 )
-def test_an_empty_list_in_place_of_a_loader_is_none_and_what_stands_for_another_has_its_name(
+def test_an_empty_list_is_no_loader_and_a_placeholder_has_the_name_of_its_loader(
     given: Any, named: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SafeDDP, "distributed_sampler_kwargs", {"num_replicas": 2, "rank": 1})

@@ -23,7 +23,7 @@ def start(warm: Warm, folder: Path, *options: str, job: str = "bert") -> tuple[l
 def test_the_start_after_wrong_code_ends_before_it_trains(warm: Warm, tmp_path: Path) -> None:
     codes, output = start(warm, tmp_path, "misspell")
     assert all(codes) and STOP_CODE not in codes, output
-    assert output.count("[ncclsafe] next: stop: it recurs until the code") == 1, output
+    assert output.count("[ncclsafe] next: stop: the fault recurs until the code") == 1, output
     (path,) = tmp_path.glob(f"ncclsafe/*/{PLAN_FILE}")
     plan = read_plan(path)
     assert plan is not None and (plan.plan, plan.rule, plan.launch) == (Plan.STOP, "failed-rank", "job bert")

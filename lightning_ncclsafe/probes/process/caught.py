@@ -79,7 +79,7 @@ class CaughtExceptions:
         if self._calls > 1:
             return
         self._handlers.start()
-        # New ones each time: whoever has taken one of them over in an earlier call may go on calling that one.
+        # New ones each time: code that took one of them over in an earlier call may continue to call that one.
         self._begun += 1
         self._thread_hook = threading.excepthook = partial(self._thread_ended, self._begun, threading.excepthook)
         self._record_factory = partial(self._record, self._begun, logging.getLogRecordFactory())

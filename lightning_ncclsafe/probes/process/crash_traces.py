@@ -79,7 +79,7 @@ class CrashTraces:
     def _hold_stderr(self, pids: Iterable[int]) -> str:
         for pid in pids:
             with suppress(OSError):
-                # Opening a pipe or a terminal would take its contents from whoever reads it.
+                # Opening a pipe or a terminal would take its contents from its reader.
                 if pid not in self._stderr and stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{_STDERR}").st_mode):
                     file = _open(pid, _STDERR)
                     self._stderr[pid] = file, os.fstat(file).st_size

@@ -176,7 +176,7 @@ def drop_passing_frames(error: BaseException) -> None:
     They stay where this package raised the exception, or called what did for itself: Python's library, or torch.
 
     Args:
-        error: The exception. Its traceback is changed in place: whoever holds a part of it sees the same.
+        error: The exception. Its traceback is changed in place: code that holds a part of it sees the change.
     """
     seen: set[int] = set()
     errors: list[BaseException | None] = [error]

@@ -1,4 +1,7 @@
-"""Why ranks that present their data could not train together: one cause per file."""
+"""What ranks disagree about before they train: their loaders, data and Trainer settings. Several causes per file.
+
+``loaders.agreement`` asks these rules; ``going_on`` tells it which findings the user allows.
+"""
 
 from lightning_ncclsafe.rules.kit import HOW_DATA_DIFFERS
 

@@ -186,8 +186,8 @@ _DECIDE_STAGES = {
 @agreement_rule(
     remedy=(
         "Give the Trainer the same arguments on all ranks: look for what each rank computes for itself, from a clock, "
-        "the host's name, its memory, its environment or a file of its own. A fractional val_check_interval is taken "
-        "of this rank's own number of training batches."
+        "the host's name, its memory, its environment or a file that only this rank reads. A fractional "
+        "val_check_interval is a share of each rank's own number of training batches."
     ),
     plan=Plan.STOP,
     hangs=Hangs.LATER,

@@ -101,7 +101,7 @@ def _source(loader: JobLoader) -> str:
     """The probable source of a difference that no global generator caused."""
     if loader.samples.differ or _differs(loader, "files"):
         return "a filter or a file list probably depends on the rank or its host"
-    return "the split probably came from a generator of its own without a common seed (np.random.default_rng())"
+    return "the split probably came from a separate generator without a common seed (np.random.default_rng())"
 
 
 def _differs(loader: JobLoader, kind: str) -> bool:

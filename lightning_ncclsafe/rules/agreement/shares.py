@@ -75,7 +75,7 @@ def same_shard(view: JobData) -> Iterator[Finding]:
         a seed that depends on the rank.
 
     Cannot see:
-        Before it is read: data that is iterated, samplers of the user's own, and into which dataset indices point.
+        Data that is iterated, before it is read; the user's own samplers; which dataset the indices point into.
     """
     for loader in view.loaders:
         shared = tuple(_shared(view, _keys(view, loader)))

@@ -1,4 +1,7 @@
-"""Why a running job hangs: one cause per file or folder."""
+"""Why a running job hangs: one cause per file or folder, whose name is that of the cause.
+
+A new file is found by itself. It imports ``rules.kit``, ``facts`` and, for functions of libraries, ``code.libraries``.
+"""
 
 from lightning_ncclsafe.rules.kit import WHY_RANKS_WAIT
 

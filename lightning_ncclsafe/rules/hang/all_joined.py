@@ -97,8 +97,8 @@ def _inspected_finding(view: Timeline) -> Finding:
     ranks, facts = tuple(sorted(view.facts)), next(iter(view.facts.values()))
     text = (
         f"All {len(ranks)} ranks wait in {wait_words(view, ranks[0])}, {batch_words(facts.progress)}, for "
-        f"{duration_words(facts.progress.idle_s)}, and none is at work: if all have called it as often, a link or a "
-        "device is at fault, not the training code."
+        f"{duration_words(facts.progress.idle_s)}, and none works: if all have called it equally often, a link or "
+        "a device is at fault, not the training code."
     )
     return finding(
         view,

@@ -58,7 +58,7 @@ def _plan(view: Timeline, finding: Finding) -> Plan:
 @hang_rule(
     after="data-stall",
     remedy=(
-        "Look at the storage below that line: ls and df on its mount, the kernel's log (dmesg) for a server that does "
+        "Look at the storage behind that line: ls and df on its mount, the kernel's log (dmesg) for a server that does "
         "not answer, quotas and snapshots that freeze it. Write to a local disk, and copy from there in the background."
     ),
     is_of_machine=True,
@@ -149,7 +149,7 @@ def _confidence_in_call(view: Timeline, facts: RankFacts, thread: MainThreadFact
     is_queue = frame is not None and _OF_PROCESSES.has(frame.file, frame.function)
     if waits in _STORAGE or (waits is Wait.PIPE and not is_queue):
         return Confidence.LIKELY
-    # If the kernel function is unknown, only the line is evidence; sockets and locks have functions of their own.
+    # If the kernel function is unknown, only the line is evidence; sockets and locks have their own functions.
     return Confidence.POSSIBLE if not thread.wait_channel else None
 
 

@@ -75,8 +75,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     assert failed is not None
     at = f" at {short_location(frame)}" if frame else ""
     text = (
-        f"the checkpoint's save on {ranks_words(ranks)} raised {error_words(failed)}{at}, which was caught, so that "
-        f"{verb(ranks, 'it', 'they')} never reached the save's barrier and {verb(ranks, 'is', 'are')} now "
+        f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at}; the exception was caught, so "
+        f"{verb(ranks, 'the rank', 'these ranks')} never reached the save's barrier and {verb(ranks, 'is', 'are')} now "
         f"{where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
     return finding(

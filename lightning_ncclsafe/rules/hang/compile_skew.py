@@ -58,7 +58,7 @@ def _cold_cache_words(view: Timeline, ranks: tuple[int, ...]) -> str:
     others = {view.facts[rank].host for rank in view.waiting_besides(ranks)}
     if "" in hosts or hosts & others:
         return ""
-    return f": the caches of compiled code on {', '.join(sorted(hosts)[:_LISTED])} are cold, it seems"
+    return f": the caches of compiled code on {', '.join(sorted(hosts)[:_LISTED])} seem to be cold"
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:

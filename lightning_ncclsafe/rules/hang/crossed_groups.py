@@ -70,8 +70,8 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         Use one order of groups on all ranks; call new_group on all ranks for every group, members or not.
 
     Cannot see:
-        Between which ranks an isend or irecv on gloo is, because its recorder does not keep them. Which group is
-        created out of turn if no condition on the rank precedes it in a function that ranks are in.
+        Which ranks an isend or irecv on gloo connects, because its recorder does not keep them. Which group is created
+        out of order, unless a condition on the rank precedes it in a function that ranks are in.
     """
     circle = _circle(_awaited(view))
     if circle and not gathering_alone(view) and not _is_of_p2p(view, circle):

@@ -44,12 +44,12 @@ _REMEDY_EXITED = (
     "or sys.exit would have been reported."
 )
 _REMEDY_DONE = (
-    "It ended as if it were done: its script finished, or it called sys.exit between two calls of the Trainer, or "
+    "It ended as if it had finished: its script ended, or it called sys.exit between two calls of the Trainer, or "
     "os._exit(0). Make the same calls of the Trainer on all ranks."
 )
 _REMEDY_KILLED = (
     "SIGKILL comes from outside. The kernel's log (dmesg) names the process if the out-of-memory killer sent it; "
-    "otherwise look at the scheduler, the launcher, or whoever else can kill processes there."
+    "otherwise look at the scheduler, the launcher, or anything else that can kill processes there."
 )
 _REMEDY_ENDED = (
     "Find out what ends processes there: a scheduler whose time limit is reached, a launcher, a kill command."
@@ -67,8 +67,8 @@ _FAULTS = {
 }
 _ENDS = ("SIGTERM", "SIGINT", "SIGHUP")
 _REMEDY_GLOO = (
-    ' "op.preamble.length <= op.nbytes" there means that gloo aborted a process that received more than it had room '
-    "for: then ranks called different collectives or different sizes."
+    ' "op.preamble.length <= op.nbytes" there means that gloo aborted a process that received more data than its call '
+    "had room for: ranks called different collectives, or one with different sizes."
 )
 _REMEDY_OOM = (
     "Use less memory on the host: fewer loader workers, a smaller prefetch_factor, no full copy of the dataset in "
@@ -104,8 +104,8 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         Look at this rank's own output and at the kernel's log. Use less host memory if it was the out-of-memory killer.
 
     Cannot see:
-        How a process ended that something other than a rank started and already waited for; who sent a signal;
-        processes on hosts where no rank answered.
+        How a process ended if its parent is no rank and has already collected its status; who sent a signal; processes
+        on hosts where no rank answered.
     """
     explained = _explained(view) | view.raised_outside.keys()
     gone = tuple(rank for rank in view.silent if is_gone(view, rank) and rank not in explained)

@@ -26,16 +26,16 @@ _LISTED = 8
 _START = ("first epoch", "first step")
 _REMEDY = (
     "Give the Trainer the same arguments on all ranks: look for what each rank computes for itself, from a clock, the "
-    "host's name, its memory, its environment or a file of its own. Decide it once: on one rank that broadcasts it, or "
-    "as an argument of the job."
+    "host's name, its memory, its environment or a file that only this rank reads. Decide it once: on one rank that "
+    "broadcasts it, or as an argument of the job."
 )
 _REMEDY_START = (
-    'Let all ranks resume from the same checkpoint: give ckpt_path one path that all hosts see, and not "last" or '
-    "whatever is newest in a folder of the rank's own; see that the file is there on all of them before they start."
+    'Let all ranks resume from the same checkpoint: set ckpt_path to one path that all hosts see, not to "last" or the '
+    "newest file in a folder that each rank has for itself. Check that the file exists on all hosts before the start."
 )
 
 
-# Another call of the Trainer, lr_find for instance, may have settings of its own.
+# Another call of the Trainer, lr_find for instance, may have its own settings.
 @hang_rule(after="unfinished-rank", unless=(alone_in_trainer,), plan=Plan.STOP)
 def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     """Ranks have different Trainer settings, or continue from different steps, and so call different collectives.

@@ -71,8 +71,8 @@ def diverged_log_keys(view: Timeline) -> Iterator[Finding]:
 
     Cannot see:
         Keys in different orders that still pair up: each value is then reduced with another key's, and nothing waits.
-        What a rank has logged whose process is gone: a key is named only if it is the one that the other ranks' source
-        has and they have never logged.
+        What a rank logged before its process ended: a key is named only if it is the only one that the other ranks'
+        source logs and they have never logged.
     """
     if aborted := _aborted(view):
         yield aborted
@@ -157,7 +157,7 @@ class _UncommonKey:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The minority; if both are equally large, those that log it, or all if each side has keys of its own."""
+        """The minority; if both are equally large, those that log it, or all if each side has its own keys."""
         if self.is_mutual and len(self.having) == len(self.lacking):
             return tuple(sorted((*self.having, *self.lacking)))
         return self.having if len(self.having) <= len(self.lacking) else self.lacking

@@ -1,4 +1,4 @@
-"""The cause failed-rank: an exception of its own has ended a rank."""
+"""The cause failed-rank: a rank raised an exception, which ended it."""
 
 import re
 from collections import defaultdict
@@ -74,7 +74,7 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
 
     Cause:
         An error on one rank only: a bad sample, no memory left on its device, a path that exists on one host only; or
-        one rank leaves by sys.exit, with whatever status, or is interrupted.
+        one rank leaves by sys.exit, with any status, or is interrupted.
 
     Remedy:
         Fix the error at the line given. The messages of the other ranks are a consequence.

@@ -30,7 +30,7 @@ _REMEDY_CIRCLE = (
     "ranks cannot be under a lock that only one of them can hold."
 )
 _REMEDY_OTHERS = (
-    "Look at that process: wait for it, end it, or give this job a path of its own (cache folder, lock file). Wait for "
+    "Look at that process: wait for it, end it, or give this job its own path (cache folder, lock file). Wait for "
     "locks with a timeout, so that a message names the file."
 )
 _REMEDY_UNKNOWN = (
@@ -38,8 +38,8 @@ _REMEDY_UNKNOWN = (
     "file: it was left behind. Wait for locks with a timeout, so that a message names the file."
 )
 _REMEDY_OWN = (
-    "Take the lock once in a process (locks of two open files are two locks), and close the file in processes that it "
-    "starts: what they inherit keeps the lock after it was closed here."
+    "Take the lock only once in a process, because each open file has its own lock, and close the file in child "
+    "processes: a file that they inherit keeps the lock after it is closed here."
 )
 
 
@@ -75,8 +75,8 @@ def file_lock(view: Timeline) -> Iterator[Finding]:
         nobody holds.
 
     Cannot see:
-        Who holds a lock on another host (NFS, Lustre), unless it is a rank of the job, or in another container. A loop
-        of one's own that opens and closes the file for each attempt. Which thread of a process holds it.
+        Who holds a lock in another container, or on another host (NFS, Lustre) if it is no rank of the job. A loop in
+        the user's code that opens and closes the file for each attempt. Which thread of a process holds the lock.
     """
     roots: dict[int, set[int]] = defaultdict(set)
     circles: set[tuple[int, ...]] = set()
@@ -99,7 +99,7 @@ def file_lock(view: Timeline) -> Iterator[Finding]:
 def _circle(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """Each of these ranks holds the lock that another one waits for."""
     lines = (f"{_waits_words(view, (rank,))} {where_words(view, rank)}" for rank in ranks)
-    text = f"{'; '.join(lines)}: none of them can go on{while_others_wait(view, ranks)}."
+    text = f"{'; '.join(lines)}: none of them can continue{while_others_wait(view, ranks)}."
     return finding(view, ranks, text, remedy=_REMEDY_CIRCLE)
 
 
@@ -118,7 +118,7 @@ def _held_by_rank(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Findin
     needs = any(group.oldest.get(holder) and not {*ranks}.isdisjoint(group.behind) for group in view.groups)
     whose = "" if wait.process is None else f"process {wait.process.pid} of "
     awaits = f"{whose}rank {holder} holds it, and rank {holder} waits in {wait_words(view, holder)}"
-    end = f" for {ranks_words(ranks)}: none of them can go on" if needs else ""
+    end = f" for {ranks_words(ranks)}: none of them can continue" if needs else ""
     path = wait.lock.path
     text = (
         f"{clause(ranks, 'waits|wait')} in line for the lock on {path}, {where_words(view, ranks[0])}; {awaits}{end}."

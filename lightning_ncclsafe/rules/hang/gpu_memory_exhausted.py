@@ -141,7 +141,7 @@ def _is_full(view: Timeline, rank: int) -> bool:
 def _full(view: Timeline, rank: int) -> Finding:
     text = (
         f"The memory of rank {rank}'s GPU is full, and those of the others are not: the rank may be busy freeing and "
-        f"asking again for memory, {where_words(view, rank)}{while_others_wait(view, (rank,))}."
+        f"reallocating memory, {where_words(view, rank)}{while_others_wait(view, (rank,))}."
     )
     # torch's cache may also hold all memory, which delays nothing.
     return finding(

@@ -67,7 +67,7 @@ def host_starved(view: Timeline) -> Iterator[Finding]:
         nr_throttled), a CPU mask with several ranks on one core, or swapping.
 
     Remedy:
-        Use fewer workers and threads, cores of its own, a higher quota, less memory per rank.
+        Use fewer workers and threads, reserve cores for each rank, raise the quota, or use less memory per rank.
 
     Cannot see:
         Which other process takes the cores; what happened more than 20 seconds ago.

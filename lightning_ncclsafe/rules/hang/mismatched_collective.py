@@ -58,7 +58,7 @@ from lightning_ncclsafe.rules.kit import (
 _REMEDY = (
     "Give this collective tensors of one shape and dtype on all ranks: pad them or exchange their sizes first, as "
     "torchmetrics' gather_all_tensors does; look for a last batch that is shorter on one rank, for a dtype that "
-    "depends on its data, and for a model that is built otherwise there."
+    "depends on its data, and for a model that is built differently there."
 )
 _REMEDY_SHARDED = (
     "Let every rank run the same parts of the model in the same order, on a dummy input where its data does not need "
@@ -97,7 +97,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
         Make the tensors identical in shape and type on all ranks, and name the same source or destination.
 
     Cannot see:
-        Sizes that may differ by design (all_to_all, scatter); what a rank called whose process is gone.
+        Sizes that may differ by design (all_to_all, scatter); what a rank called before its process ended.
     """
     split = view.divergence or view.lost_divergence
     if view.raised:

@@ -101,7 +101,7 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
 def _waits(view: Timeline, rank: int) -> Finding:
     facts = view.facts[rank]
     text = (
-        f"Rank {rank} waits for batches, and /dev/shm, which its workers hand them over in, is full{_room(facts)}: "
+        f"Rank {rank} waits for batches, and /dev/shm, through which its workers pass them, is full{_room(facts)}: "
         f"{where_words(view, rank)}{while_others_wait(view, (rank,))}."
     )
     # A worker that finds no room raises an exception; a dataset may be kept there on purpose.

@@ -36,11 +36,11 @@ _LISTED = 8
 _OTHERS = 3
 _REMEDY_PASSES = (
     "Make the same backward passes on all ranks in every batch: decide from the batch's index whether an optimizer has "
-    "its turn, or agree on it first; if a loss is unusable, run the backward pass with 0 times the loss. What was "
-    "trained since that batch has mixed gradients: resume from a checkpoint before it."
+    "its turn, or agree on it first; if a loss is unusable, run the backward pass with 0 times the loss. Training "
+    "since that batch has mixed gradients: resume from a checkpoint before it."
 )
 _REMEDY_STEPS = (
-    "Let all ranks make an optimizer's step in the same batches: decide from the batch's index, or agree on it first. "
+    "Let all ranks make an optimizer step in the same batches: decide from the batch's index, or agree on it first. "
     "This alone makes no rank wait; look at what else the same condition decides."
 )
 
@@ -114,7 +114,7 @@ def _inspected_finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         f"{clause(ranks, 'has|have gone on')} to {batch_words(there)} without exchanging gradients in batch "
         f"{here.batch_idx}, in whose backward pass {clause(others, 'waits|wait')}: "
-        f"{verb(ranks, 'it', 'they')} left out a backward pass, or parameters of DDP's had no gradient in it, or "
+        f"{verb(ranks, 'it', 'they')} left out a backward pass, or DDP's parameters had no gradient in it, or "
         f"{ranks_words(others)} made one more.",
         # Each of these looks the same from outside.
         confidence=Confidence.POSSIBLE,
@@ -136,7 +136,7 @@ def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
     ways = _ways_around(view, counts)
     accumulates = _accumulates_at(view) if counts.is_accumulation else ()
     places = ways or accumulates or view.facts[ranks[0]].steps.passes_at
-    # A condition is around the pass, whose line is named; a jump is at a line of its own.
+    # A condition is around the pass, whose line is named; a jump has its own line.
     is_around = len(ways) == 1 and any(ways[0] in facts.steps.conditions_around for facts in view.facts.values())
     return finding(
         view,

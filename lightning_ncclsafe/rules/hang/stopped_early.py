@@ -33,17 +33,17 @@ _REMEDIES = {
     ),
     LoopEnd.MAX_STEPS: (
         "Look for optimizer steps that one rank makes and another skips: manual optimization under a condition, steps "
-        "skipped by a gradient scaler, another accumulation. max_epochs ends all ranks after the same batch."
+        "skipped by a gradient scaler, different accumulation. max_epochs ends all ranks after the same batch."
     ),
     LoopEnd.UNKNOWN: (
-        "Look for a StopIteration that leaves training_step or a hook on this rank, of next() on an iterator of your "
-        "own for instance, and for an on_train_batch_start that returns -1: Lightning takes both for the end of the "
-        "epoch. End it on all ranks, or on none."
+        "Look for a StopIteration that leaves training_step or a hook on this rank, for instance from next() on an "
+        "iterator, and for an on_train_batch_start that returns -1: Lightning takes both for the end of the epoch. End "
+        "it on all ranks, or on none."
     ),
 }
 _REMEDY_CLOCK = (
-    "Give val_check_interval a number of batches: as a time, each rank's own clock decides when to validate, and they "
-    "do not agree on a batch."
+    "Set val_check_interval to a number of batches: if it is a time, each rank decides by its own clock when to "
+    "validate, and ranks do not agree on a batch."
 )
 
 
@@ -55,7 +55,7 @@ _REMEDY_WITHOUT = (
     "Validate after the same epochs on all ranks: look for what sets trainer.check_val_every_n_epoch, "
     "val_check_interval or limit_val_batches from a rank's own values, and for callbacks that are not on all ranks."
 )
-_REMEDY_CHANGED = "Set this on all ranks alike: on one rank that broadcasts it, or from what all ranks have reduced."
+_REMEDY_CHANGED = "Set this to the same value on all ranks: let one rank broadcast it, or reduce it first."
 
 
 @hang_rule(after="different-trainer-settings", follows=("different-trainer-settings",), plan=Plan.STOP)
@@ -74,7 +74,7 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         Decide on all ranks together when to stop and when to validate.
 
     Cannot see:
-        Who set trainer.should_stop; loops of the user's own.
+        Who set trainer.should_stop; loops in the user's code.
     """
     early = out_of_data_first(view)
     trainers = {rank: facts.trainer for rank, facts in view.facts.items() if facts.trainer is not None}

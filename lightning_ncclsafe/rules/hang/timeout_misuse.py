@@ -95,7 +95,7 @@ def _has_expired(view: Timeline, short: dict[int, int], confidence: Confidence) 
     ranks, first = tuple(short), next(iter(short.values()))
     text = (
         f"{ranks_words(ranks)} gave up waiting after {duration_words(first / 1000)}, although the strategy's timeout "
-        f"is {duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has a timeout of its own"
+        f"is {duration_words(view.job.incident.timeout_s)}: {_owner(view, ranks[0], first)} has its own timeout"
         f"{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, confidence, Severity.ERROR)

@@ -39,8 +39,8 @@ _REMEDY = (
 )
 _REMEDY_STOPPED = (
     "Its loader has as many batches as those of the others: look for what has ended the Trainer on this rank alone, "
-    "trainer.should_stop set from the rank's own values (reduce them first), or another max_time, max_epochs or "
-    "limit_train_batches than the others have. If there is none, the loader yields fewer batches than its length."
+    "trainer.should_stop set from the rank's own values (reduce them first), or a different max_time, max_epochs "
+    "or limit_train_batches. If there is none, the loader yields fewer batches than its length."
 )
 
 
@@ -68,7 +68,7 @@ def uneven_batches(view: Timeline) -> Iterator[Finding]:
         Give every rank the same number of batches.
 
     Cannot see:
-        Lengths of loaders that have none; then only the position of each rank is known.
+        How many batches a loader without a length has; then only the position of each rank is known.
     """
     if short := out_of_data_first(view):
         yield _finding(view, short)

@@ -50,8 +50,8 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         Compare peer, tag, shape and order on both sides.
 
     Cannot see:
-        Which send or receive has no other side, because gloo records none; which side is wrong; who has not sent to one
-        that receives from anybody. A wait() of another library that is written in C looks the same.
+        Which send or receive has no other side, because gloo records none; which side is wrong; which rank has not sent
+        to a rank that receives from any source. A wait() of another library that is written in C looks the same.
     """
     sides = tuple(rank for rank in view.waiting if _waits_for_peer(view, rank))
     # A rank that still works, or one that is gone, may be the other side.

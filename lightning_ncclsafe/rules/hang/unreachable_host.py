@@ -48,6 +48,7 @@ def unreachable_host(view: Timeline) -> Iterator[Finding]:
     if not lost:
         return
     ranks = tuple(sorted(rank for host in lost for rank in host.ranks))
+    them = "it" if len(lost) == 1 else "them"
     text = (
         f"{ranks_words(ranks)} on {_names(lost)} {verb(ranks, 'has', 'have')} not answered since "
         f"{_since(view.job)}, and "
@@ -59,9 +60,9 @@ def unreachable_host(view: Timeline) -> Iterator[Finding]:
         ranks,
         text,
         evidence=tuple(_evidence(host) for host in lost[:_LISTED]),
-        remedy=f"Look at {_names(lost)} and at the network between {'it' if len(lost) == 1 else 'them'} and "
-        f"{lost[0].seen_from}: power, the kernel's log (dmesg), the link and its switch port. Start the job again "
-        f"without, under SLURM with --exclude={','.join(host.host for host in lost[:_LISTED])}.",
+        remedy=f"Look at {_names(lost)} and at the network between {them} and {lost[0].seen_from}: power, the kernel's "
+        f"log (dmesg), the link and its switch port. Start the job again without {them}, under SLURM with --exclude="
+        f"{','.join(host.host for host in lost[:_LISTED])}.",
         location="",
     )
 

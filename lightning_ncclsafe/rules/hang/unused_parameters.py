@@ -231,6 +231,6 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
         if facts.steps.unused_at:
             text = f"The part is used, or left out, at {facts.steps.unused_at}."
             yield Evidence(source="source code", rank=rank, text=text)
-        for lines, what in ((facts.steps.frozen_at, "freezes"), (facts.steps.leaves_at, "makes a loss of nothing")):
+        for lines, what in ((facts.steps.frozen_at, "freezes"), (facts.steps.leaves_at, "makes the loss without it")):
             for line in lines:
                 yield Evidence(source="source code", rank=rank, text=f"May be what {what}: {line}.")

@@ -50,8 +50,8 @@ _REMEDY = (
 )
 _REMEDY_KILLED = (
     "SIGKILL comes from outside: from the kernel's out-of-memory killer (see dmesg, memory.events of the control "
-    "group), a scheduler, or somebody who may end processes. If it was memory, use less: with fewer workers, a smaller "
-    "prefetch_factor, data in arrays instead of Python objects."
+    "group), a scheduler, or another user. If memory ran out, use less: fewer workers, a smaller prefetch_factor, data "
+    "in arrays instead of Python objects."
 )
 _REMEDY_EXITED = (
     "It exited with this status by itself: look at its output for a traceback, and for sys.exit and os._exit in the "

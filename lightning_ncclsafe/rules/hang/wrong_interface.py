@@ -115,7 +115,7 @@ def _bridges(taken: dict[int, InterfaceFacts]) -> Iterator[_Problem]:
     ranks = tuple(sorted(rank for rank, interface in taken.items() if _BRIDGE.match(interface.name)))
     if ranks:
         name = taken[ranks[0]].name
-        text = f"{clause(ranks, 'uses|use')} {name}, a bridge that mostly ends on its own host"
+        text = f"{clause(ranks, 'uses|use')} {name}, a bridge that usually reaches only its own host"
         yield _Problem(ranks, text, Confidence.LIKELY)
 
 
@@ -149,7 +149,7 @@ def _finding(view: Timeline, taken: dict[int, InterfaceFacts], problem: _Problem
 def _condition_words(unseen: tuple[int, ...]) -> str:
     """Under which condition this is the cause: on a single host, any interface works."""
     runs = f"{ranks_words(unseen)}, of which nothing is known, {verb(unseen, 'runs', 'run')} on another host"
-    return f"; it is this if {runs}" if unseen else ""
+    return f"; this is the cause if {runs}" if unseen else ""
 
 
 def _evidence(taken: dict[int, InterfaceFacts]) -> Iterator[Evidence]:

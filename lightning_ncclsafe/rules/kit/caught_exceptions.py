@@ -25,8 +25,8 @@ _MOMENTS_S = 10.0
 _INNER = 4
 _LISTED = 4
 _REMEDY_THREAD = (
-    "Correct the {error}, and report it to whoever waits: catch it in the thread and put it into the queue, use a "
-    "concurrent.futures executor, whose result() raises it, or wait with a timeout and check the thread."
+    "Correct the {error}, and pass such errors on: catch them in the thread and put them into the queue, use a "
+    "concurrent.futures executor, whose result() raises them, or wait with a timeout and check the thread."
 )
 _OF_LIVE_RANKS = (IncidentKind.SUSPECT, IncidentKind.EXCEPTION, IncidentKind.TIMEOUT, IncidentKind.INSPECTED)
 

@@ -120,7 +120,7 @@ _KNOWN = (
     ("No space left", "free space there, or keep fewer checkpoints (save_top_k)"),
     ("Disk quota exceeded", "free space there, or ask for a larger quota"),
     ("Permission denied", "let the user of the job write there, on every host"),
-    ("Read-only file system", "look at why the file system is mounted read-only: after an error, mostly"),
+    ("Read-only file system", "find out why the file system is mounted read-only, usually after an error"),
     ("Stale file handle", "look at the network file system's server"),
     ("Can't pickle", "leave what cannot be pickled out of hyper-parameters and on_save_checkpoint"),
     ("cannot pickle", "leave what cannot be pickled out of hyper-parameters and on_save_checkpoint"),

@@ -52,7 +52,7 @@ class LockWait:
             return "who holds it is not shown here: it may be a process of another host or container"
         age_s = self.lock.age_s or 0.0
         age = f" for {duration_words(age_s)}" if age_s >= _OLD_S else ""
-        return f"the file exists{age}, and no process that is shown here has it open: a killed one may have left it"
+        return f"the file exists{age}, and no process that is shown here has it open: a dead one may have left it"
 
     def _process_words(self, process: LockHolder) -> str:
         command = f" ({process.command})" if process.command else ""

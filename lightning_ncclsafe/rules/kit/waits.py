@@ -220,9 +220,9 @@ def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, 
 
 def _own_call(stack: tuple[Frame, ...]) -> str:
     if is_in(MODEL_CHECKPOINT, stack):
-        return "in ModelCheckpoint, which saves where the value that it monitors says so on its rank"
+        return "in ModelCheckpoint, which decides on each rank whether to save, from the value that it monitors there"
     if deepest_user_frame(stack) is not None:
-        return "in a call of the user's own, while the others are in what Lightning calls on all ranks"
+        return "in a call of the user's code, while the others are in one that Lightning makes on all ranks"
     return ""
 
 

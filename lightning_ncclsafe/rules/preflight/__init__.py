@@ -1,4 +1,7 @@
-"""What ranks have found on their hosts that will slow or end the run."""
+"""What is wrong with hosts before training: it will slow, hang or end the run. Several causes per file, by subject.
+
+``preflight.check`` asks these rules; ``problem`` is how the problems of single ranks and hosts become one finding.
+"""
 
 from lightning_ncclsafe.rules.kit import WHAT_HOSTS_LACK
 

@@ -1,4 +1,4 @@
-"""The cause dead-rank, in a log: by its launcher's word a signal has ended a rank's process."""
+"""The cause dead-rank, in a log: a launcher reports that a signal ended a rank's process."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -50,8 +50,8 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         Look at the kernel's log of that host. Use less host memory if it was the out-of-memory killer.
 
     Cannot see:
-        Who sent a SIGKILL: launchers also send one to whoever does not end after SIGTERM. Which rank it was, if the
-        launcher names no process, or only the command of the one that it started last.
+        Who sent a SIGKILL: launchers also send one to a process that does not end after SIGTERM. Which rank it was, if
+        the launcher names no process, or only the command of the one that it started last.
     """
     alike: dict[int, list[int]] = defaultdict(list)
     for rank in died(view):

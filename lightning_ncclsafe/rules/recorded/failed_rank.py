@@ -1,4 +1,4 @@
-"""The cause failed-rank, in a log: an exception of its own has ended a rank."""
+"""The cause failed-rank, in a log: a rank raised an exception, which ended it."""
 
 import re
 from collections import defaultdict
@@ -161,7 +161,7 @@ def _lost_its_worker(view: Timeline) -> Iterator[Finding]:
         if len(view.facts) == 1 and not anybody_gave_up(view) and _ENDED_WORKER.search(message):
             yield recorded(
                 (rank,),
-                f"Rank {rank} raised {_cut(message)}: somebody ended its loader's worker, or all of the job.",
+                f"Rank {rank} raised {_cut(message)}: somebody ended its loader's worker, or the whole job.",
                 confidence=Confidence.POSSIBLE,
                 evidence=(_evidence(facts),),
                 remedy="Look at who sends SIGTERM on that host: a scheduler, a script that ends leftover processes.",

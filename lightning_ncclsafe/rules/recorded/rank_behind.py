@@ -43,7 +43,7 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
         Read the dumps and logs of all ranks.
 
     Cannot see:
-        What the ranks did of which nothing was read.
+        What a rank did, if nothing of it was read.
     """
     if has_moved(view.job):
         return

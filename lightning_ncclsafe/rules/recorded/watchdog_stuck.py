@@ -1,4 +1,4 @@
-"""The cause watchdog-stuck: not a collective, but the thread that watches over them did not move."""
+"""The cause watchdog-stuck: not a collective, but the thread that watches them makes no progress."""
 
 from collections.abc import Iterator
 
@@ -47,7 +47,7 @@ def watchdog_stuck(view: Timeline) -> Iterator[Finding]:
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
     longest = max(record.stuck_s for rank in ranks if (record := view.facts[rank].record) is not None)
-    text = f"NCCL's watchdog did not move on {ranks_words(ranks)} for {duration_words(longest)}"
+    text = f"NCCL's watchdog made no progress on {ranks_words(ranks)} for {duration_words(longest)}"
     text += f", while it did on {ranks_words(others)}" if others else ", on every rank that the log names"
     held = f"something holds the GIL {verb(ranks, 'there', 'on them')}, or a call of CUDA does not return"
     return recorded(

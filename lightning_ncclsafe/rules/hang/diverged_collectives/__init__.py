@@ -57,16 +57,16 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
 
     Cause:
         A collective under a condition that holds on some ranks only: on the rank, on the data, in an except block; or
-        in a thread of its own, whose calls interleave with those of the training.
+        in a separate thread, whose calls interleave with those of the training.
 
     Remedy:
         Make every rank call the same collectives in the same order.
 
     Cannot see:
-        Calls that the recorder has overwritten, or whose stack it did not keep, and all but the present ones where a
-        job is only inspected: then the current line of each rank is known, and no more. Which of several conditions or
-        jumps led a rank around a call, or that a value which a function returned did. Before Python 3.12, an exception
-        that the user's code caught without logging it and that did not come out of a collective or a hook.
+        Calls that the recorder has overwritten, or whose stack it did not keep. In an inspected job, all earlier calls:
+        only the current line of each rank is known. Which of several conditions or jumps led a rank around a call, or
+        whether a value that a function returned did. Before Python 3.12, an exception that the user's code caught
+        without logging it, unless it came out of a collective or a hook.
     """
     return (with_decision(view, finding) for finding in _findings(view))
 

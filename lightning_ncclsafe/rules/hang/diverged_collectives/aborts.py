@@ -92,8 +92,8 @@ def _by_size(view: Timeline, sized: CallBySize) -> Finding:
     ranks = sized.senders if have_skipped else ended
     text = (
         f"the process of {ranks_words(ended)} aborted itself (SIGABRT), {gloo_abort_words(view, ended)}. "
-        f"{capitalised(clause(sized.senders, 'sends|send'))} as much in {call_words(sized.sent)}, and "
-        f"{call_words(sized.call)} {place_words(sized.frame)} has such room: these are different collectives. "
+        f"{capitalised(clause(sized.senders, 'sends|send'))} that many bytes in {call_words(sized.sent)}, and the room "
+        f"is that of {call_words(sized.call)} {place_words(sized.frame)}: these are different collectives. "
         f"{capitalised(clause(ranks, 'has|have'))} probably {'skipped' if have_skipped else 'added'} the latter."
     )
     return finding(
@@ -123,7 +123,7 @@ def _continued(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     text = (
         f"{clause(ranks, 'continued after an exception and skipped a collective that')} "
         f"{clause(ended, 'was|were in')}{f' {place_words(frame)}' if frame else ''}: gloo ended "
-        f"{verb(ended, 'its process', 'their processes')}, as it does when more is sent than there is room for."
+        f"{verb(ended, 'its process', 'their processes')}, as it does when a process is sent more than it has room for."
     )
     caught = next((error for error in caught_by(view, ranks[0]) if not error.thread), None)
     return finding(

@@ -29,8 +29,8 @@ EXCEPT_BLOCK = (
     "the same place."
 )
 TRAINER = (
-    "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work of one rank "
-    "alone, make a Trainer of its own with devices=1 and no distributed strategy, once the other ranks have left."
+    "Call trainer.fit, validate, test and predict on all ranks: each begins with collectives. For work that one "
+    "rank does alone, make another Trainer with devices=1 and no distributed strategy, once the other ranks have left."
 )
 
 

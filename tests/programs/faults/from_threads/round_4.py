@@ -1,4 +1,4 @@
-"""A fifth round of trainings of public threads that go wrong: models, collectives, callbacks, loggers and settings."""
+"""Round 4 of trainings of public threads that go wrong: models, collectives, callbacks, loggers and settings."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

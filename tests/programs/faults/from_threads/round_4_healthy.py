@@ -1,4 +1,4 @@
-"""A fifth round of trainings of public threads that look odd and of which nothing is to be said."""
+"""Round 4 of trainings of public threads that look odd and of which nothing is to be said."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""A fifth round of trainings of public threads that go wrong: data, processes, threads, signals, files, ends."""
+"""Round 4 of trainings of public threads that go wrong: data, processes, threads, signals, files, ends."""
 
 import importlib
 import logging

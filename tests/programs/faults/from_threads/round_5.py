@@ -1,4 +1,4 @@
-"""A sixth round of trainings of public threads that go wrong: models, collectives, groups, callbacks and settings."""
+"""Round 5 of trainings of public threads that go wrong: models, collectives, groups, callbacks and settings."""
 
 import json
 import os

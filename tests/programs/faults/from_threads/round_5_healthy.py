@@ -1,4 +1,4 @@
-"""A sixth round of trainings of public threads that look odd and of which nothing is to be said."""
+"""Round 5 of trainings of public threads that look odd and of which nothing is to be said."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""A sixth round of trainings of public threads that go wrong: data, processes, threads, files, prompts, ends."""
+"""Round 5 of trainings of public threads that go wrong: data, processes, threads, files, prompts, ends."""
 
 import asyncio
 import os

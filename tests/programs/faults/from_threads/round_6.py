@@ -1,4 +1,4 @@
-"""A seventh round of trainings of public threads that go wrong: models, collectives, groups, callbacks and settings."""
+"""Round 6 of trainings of public threads that go wrong: models, collectives, groups, callbacks and settings."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""A seventh round of trainings of public threads that look odd and of which nothing is to be said."""
+"""Round 6 of trainings of public threads that look odd and of which nothing is to be said."""
 
 import fcntl
 import os

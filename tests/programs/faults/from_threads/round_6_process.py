@@ -1,4 +1,4 @@
-"""A seventh round of trainings of public threads that go wrong: data, loggers, checkpoints, processes, debuggers."""
+"""Round 6 of trainings of public threads that go wrong: data, loggers, checkpoints, processes, debuggers."""
 
 import fcntl
 import os

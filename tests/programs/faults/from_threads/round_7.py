@@ -1,4 +1,4 @@
-"""An eighth round of trainings of public threads that go wrong: callbacks, helpers, hooks, settings and groups."""
+"""Round 7 of trainings of public threads that go wrong: callbacks, helpers, hooks, settings and groups."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""An eighth round of trainings of public threads that look odd and of which nothing is to be said."""
+"""Round 7 of trainings of public threads that look odd and of which nothing is to be said."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""An eighth round of trainings of public threads that go wrong: data, pools, pipes, signals, threads and stores."""
+"""Round 7 of trainings of public threads that go wrong: data, pools, pipes, signals, threads and stores."""
 
 import code
 import faulthandler

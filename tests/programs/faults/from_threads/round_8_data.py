@@ -1,4 +1,4 @@
-"""Ninth round after public threads: samplers, datasets, collate functions, data modules and the ends of loops."""
+"""Round 8 after public threads: samplers, datasets, collate functions, data modules and the ends of loops."""
 
 import asyncio
 import random

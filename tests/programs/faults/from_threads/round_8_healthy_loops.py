@@ -1,4 +1,4 @@
-"""Ninth round after public threads: trainings that look odd, and of which nothing is to be said."""
+"""Round 8 after public threads: trainings that look odd, and of which nothing is to be said."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ninth round after public threads: values that are logged, callbacks, collectives by hand, several optimizers."""
+"""Round 8 after public threads: values that are logged, callbacks, collectives by hand, several optimizers."""
 
 import functools
 import time

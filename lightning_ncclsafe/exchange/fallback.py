@@ -24,7 +24,7 @@ class NoAnswerError(RuntimeError):
 
 
 class CallThread:
-    """Makes calls one after the other on a thread of its own, which the first call starts.
+    """Makes calls one after the other on its own thread, which the first call starts.
 
     After some missed deadlines in a row, no more calls are made. A thread that does not come back is left behind.
 
