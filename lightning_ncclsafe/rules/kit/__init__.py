@@ -22,7 +22,6 @@ from lightning_ncclsafe.rules.kit.machine import *
 from lightning_ncclsafe.rules.kit.passes import *
 from lightning_ncclsafe.rules.kit.positions import *
 from lightning_ncclsafe.rules.kit.purpose import *
-from lightning_ncclsafe.rules.kit.registries import *
 from lightning_ncclsafe.rules.kit.rule import *
 from lightning_ncclsafe.rules.kit.sentences import *
 from lightning_ncclsafe.rules.kit.shifts import *

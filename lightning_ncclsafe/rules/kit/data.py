@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.rule import View
+from lightning_ncclsafe.rules.kit.rule import Rules, View
 from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words
 
 _T = TypeVar("_T")
@@ -243,6 +243,9 @@ class JobData(View):
         policies = self.by(lambda data: data.on_uneven)
         return "raise" if policies.differ else policies.parts[0][0]
 
+
+HOW_DATA_DIFFERS = Rules(JobData)
+agreement_rule = HOW_DATA_DIFFERS.rule
 
 _LISTED = 4
 _EVIDENCE = 8

@@ -21,7 +21,7 @@ from lightning_ncclsafe.facts import (
 from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
 from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
-from lightning_ncclsafe.rules.kit.rule import View, once, view_of
+from lightning_ncclsafe.rules.kit.rule import Rules, View, once, view_of
 from lightning_ncclsafe.rules.kit.wording import numel
 
 # Only the recorder's recent entries are compared: ranks that ran ahead have overwritten older ones.
@@ -341,3 +341,10 @@ class Timeline(View):
 def timeline(job: JobFacts) -> Timeline:
     """The view of this job; consecutive calls for one job return the same object."""
     return view_of(Timeline, job)
+
+
+WHY_RANKS_WAIT = Rules(Timeline)
+WHAT_WAS_RECORDED = Rules(Timeline)
+
+hang_rule = WHY_RANKS_WAIT.rule
+recorded_rule = WHAT_WAS_RECORDED.rule
