@@ -12,10 +12,10 @@ from lightning_ncclsafe.rules.kit.activity import (
     Kind,
     condition_around,
     deepest_user_frame,
+    inside_trainer,
     is_in,
     is_landmark,
     starts_trainer,
-    trainer_start,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import (
     beyond_try,
@@ -36,8 +36,7 @@ from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, place_words, stack_evidence, where_words
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline
-from lightning_ncclsafe.rules.kit.user_lines import stack_of
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, minority, stack_of
 from lightning_ncclsafe.rules.kit.waits import condition_of, out_of_step, under_rank_condition
 from lightning_ncclsafe.rules.kit.wording import (
     call_words,
@@ -89,9 +88,7 @@ def _few_by_room(view: Timeline, split: Divergence) -> tuple[int, ...]:
         if len(fits) != 1:
             return ()
         called[fits[0]].append(rank)
-    most, *others = sorted(called, key=len, reverse=True)
-    is_most = bool(others) and len(others[0]) < len(most)
-    return tuple(sorted(rank for few in others for rank in few)) if is_most else ()
+    return minority(called)
 
 
 def overrun_ranks(view: Timeline, split: Divergence) -> tuple[int, ...]:
@@ -202,7 +199,7 @@ def same_purpose(view: Timeline, split: Divergence) -> bool | None:
     known = [purpose for purpose in purposes if purpose is not None]
     if len(known) < len(purposes):
         stacks = [stack_of(view, rank) for rank, call in split.calls.items() if _is_present(view, rank, call)]
-        are_users = {deepest_user_frame(stack[trainer_start(stack) :]) is not None for stack in stacks}
+        are_users = {deepest_user_frame(inside_trainer(stack)) is not None for stack in stacks}
         all_known = len(stacks) == len(split.calls) and all(stacks)
         return False if all_known and len(are_users) > 1 else None
     if len({purpose[:2] for purpose in known}) > 1:
@@ -232,7 +229,7 @@ def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
 
     FSDP gathers many parts of the model from one line of forward.
     """
-    inside = stack[trainer_start(stack) :]
+    inside = inside_trainer(stack)
     for frame in reversed(inside):
         if FSDP.has(frame.file, frame.function) or starts_trainer(frame):
             return None
@@ -265,7 +262,7 @@ def was_at_words(view: Timeline, rank: int) -> str:
     """The user's line that a rank was at, or what of Lightning or DDP it was in."""
     stack = stack_of(view, rank)
     known = (words for code, words in _CALLING_CODE if is_in(code, stack))
-    return place_words(deepest_user_frame(stack[trainer_start(stack) :])) or next(known, "in Lightning's own code")
+    return place_words(deepest_user_frame(inside_trainer(stack))) or next(known, "in Lightning's own code")
 
 
 def silent_words(view: Timeline) -> str:

@@ -8,7 +8,7 @@ from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind
-from lightning_ncclsafe.rules.kit.activity import is_in
+from lightning_ncclsafe.rules.kit.activity import is_in, open_collectives
 from lightning_ncclsafe.rules.kit.wording import elements, numel, size_words
 
 _LISTED = 4
@@ -105,8 +105,7 @@ def _metric_words(facts: RankFacts) -> str:
 
 def _part(call: Collective, facts: RankFacts) -> _Part:
     """The part of the step that the stack is in; unknown if earlier lines may have called this collective."""
-    outstanding = [entry for entry in facts.collectives if not entry.completed and not entry.is_p2p]
-    if call.backend.startswith("nccl") and len(outstanding) > 1:
+    if call.backend.startswith("nccl") and len(open_collectives(facts)) > 1:
         return _Part.UNKNOWN
     for frame in reversed(facts.stack):
         if (part := _part_of(frame.file, frame.function)) is not None:

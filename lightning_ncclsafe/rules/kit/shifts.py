@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
 from lightning_ncclsafe.facts import Collective, Frame
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in, trainer_start
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
 from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words, short_location, under_words
@@ -96,7 +96,7 @@ def unnoticed_shift(view: Timeline) -> Shift | None:
 
 
 def _is_users(call: Collective) -> bool:
-    return deepest_user_frame(call.stack[trainer_start(call.stack) :]) is not None
+    return deepest_user_frame(inside_trainer(call.stack)) is not None
 
 
 def _condition_of(call: Collective) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -18,7 +18,7 @@ from lightning_ncclsafe.facts import (
     ProcessFacts,
     RankFacts,
 )
-from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity
+from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity, open_collectives
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
 from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
 from lightning_ncclsafe.rules.kit.rule import Rules, View, once, view_of
@@ -78,6 +78,13 @@ class GroupView:
         return () if seq is None else tuple(sorted(rank for rank, last in self.enqueued.items() if last < seq))
 
 
+def minority(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks that are not in the largest of these parts, ascending; empty if no part is larger than all others."""
+    largest, *others = sorted(parts, key=len, reverse=True) or [()]
+    is_larger = not others or len(others[0]) < len(largest)
+    return tuple(sorted(chain.from_iterable(others))) if is_larger else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """The first sequence number of a group at which ranks called different collectives.
@@ -102,11 +109,8 @@ class Divergence:
 
     @property
     def deviating(self) -> tuple[int, ...]:
-        """The ranks that called something else than most did; all of them if there is no majority."""
-        made_by = [ranks for _, ranks in self.variants]
-        if len(made_by) > 1 and len(made_by[0]) == len(made_by[1]):
-            return tuple(sorted(self.calls))
-        return tuple(sorted(chain.from_iterable(made_by[1:])))
+        """The ranks that called something else than most did; all of them if no call was made by most."""
+        return minority(ranks for _, ranks in self.variants) or tuple(sorted(self.calls))
 
 
 class Timeline(View):
@@ -177,9 +181,8 @@ class Timeline(View):
     def _oldest(self) -> dict[str, dict[int, int]]:
         oldest: dict[str, dict[int, int]] = defaultdict(dict)
         for rank, facts in self.facts.items():
-            for entry in facts.collectives:
-                if not entry.completed and not entry.is_p2p:
-                    oldest[entry.group].setdefault(rank, entry.seq)
+            for entry in open_collectives(facts):
+                oldest[entry.group].setdefault(rank, entry.seq)
         return oldest
 
     def waits(self, rank: int) -> bool:
@@ -341,6 +344,14 @@ class Timeline(View):
 def timeline(job: JobFacts) -> Timeline:
     """The view of this job; consecutive calls for one job return the same object."""
     return view_of(Timeline, job)
+
+
+def stack_of(view: Timeline, rank: int) -> tuple[Frame, ...]:
+    """A rank's stack, or that of its exception, or the last one of its process if that is gone; may be empty."""
+    if rank not in view.facts:
+        return view.witnesses[rank].stack if rank in view.witnesses else ()
+    facts = view.facts[rank]
+    return facts.exception.stack if facts.exception is not None else facts.stack
 
 
 WHY_RANKS_WAIT = Rules(Timeline)
