@@ -11,19 +11,15 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     capitalised,
     clause,
+    finding,
     group_words,
     location_of,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.questions import gone
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_dumps, roots_of
-from lightning_ncclsafe.rules.recorded.telling import (
-    call_site,
-    consequence_evidence,
-    counters_evidence,
-    described,
-    recorded,
-)
+from lightning_ncclsafe.rules.recorded.calls import has_dumps
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import call_site, consequence_evidence, counters_evidence, described
+from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
 
 _LISTED = 4
 
@@ -56,7 +52,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
     if not has_dumps(view.job):
         yield from crossed_on_stacks(view)
         return
-    if not gone(view):
+    if not failed(view):
         yield from (_finding(view, root) for root in roots_of(view, RootCause.ORDER))
 
 
@@ -66,7 +62,8 @@ def _finding(view: Timeline, root: Root) -> Finding:
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     sites = (call_site(first[rank]) for rank in root.ranks)
     odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'uses|use a different order from most')}")
-    return recorded(
+    return finding(
+        view,
         root.ranks,
         f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for each other in a circle{odd}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,

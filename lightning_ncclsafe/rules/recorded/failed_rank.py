@@ -13,23 +13,14 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     capitalised,
     exception_place,
+    finding,
     location_of,
     ranks_words,
     recorded_rule,
     short_location,
 )
-from lightning_ncclsafe.rules.recorded.questions import (
-    anybody_gave_up,
-    compared,
-    details_of,
-    died,
-    failed_in_nccl,
-    is_error,
-    lines_of,
-    raised,
-    stated,
-)
-from lightning_ncclsafe.rules.recorded.telling import recorded
+from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, died, failed_in_nccl, is_error, raised
+from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
 
 _GIST = 200
 _OF_DEVICE = (
@@ -102,14 +93,15 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     exception, frame = facts.exception, exception_place(facts)
     name, message = (exception.type, exception.message) if exception else ("", "")
-    said = f"{name}: {_cut(message)}" if message else name
+    what = f"{name}: {_cut(message)}" if message else name
     at = f" at {short_location(frame)}" if frame else ""
     others = tuple(rank for rank in view.waiting if rank not in ranks)
     tail = f"; {ranks_words(others)} waited in vain" if others else ""
     is_sure = bool(others) or name in _SURE or any(_ended(view, rank) for rank in ranks)
-    return recorded(
+    return finding(
+        view,
         ranks,
-        f"{ranks_words(ranks)} raised {said}{at}{tail}.",
+        f"{ranks_words(ranks)} raised {what}{at}{tail}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         location=location_of(frame),
         evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
@@ -140,7 +132,8 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
         return
     one = f"{ranks_words(ranks)} was the first to end, with exit code {words}; its traceback was not read."
     several = f"{ranks_words(ranks)} ended with exit code {words}; the log does not say which was the first."
-    yield recorded(
+    yield finding(
+        view,
         ranks,
         one if len(ranks) == 1 else several,
         confidence=Confidence.POSSIBLE,
@@ -158,8 +151,9 @@ def _lost_its_worker(view: Timeline) -> Iterator[Finding]:
     """A worker was ended by SIGTERM, as when a job is stopped, and of no other rank anything is said."""
     for rank, facts in view.facts.items():
         message = facts.exception.message if facts.exception is not None else ""
-        if len(view.facts) == 1 and not anybody_gave_up(view) and _ENDED_WORKER.search(message):
-            yield recorded(
+        if len(view.facts) == 1 and not a_timeout_expired(view) and _ENDED_WORKER.search(message):
+            yield finding(
+                view,
                 (rank,),
                 f"Rank {rank} raised {_cut(message)}: somebody ended its loader's worker, or all of the job.",
                 confidence=Confidence.POSSIBLE,
@@ -171,11 +165,12 @@ def _lost_its_worker(view: Timeline) -> Iterator[Finding]:
 def _in_nccl(view: Timeline) -> Iterator[Finding]:
     """NCCL has failed on ranks without a word of a peer: it is their own, or a peer's of which nothing is said."""
     ranks = failed_in_nccl(view)
-    if not ranks or anybody_gave_up(view) or died(view) or stated(view.job, *_OF_PEERS):
+    if not ranks or a_timeout_expired(view) or died(view) or stated(view, *_OF_PEERS):
         return
     exception = view.facts[ranks[0]].exception
     message = _cut(exception.message) if exception is not None else ""
-    yield recorded(
+    yield finding(
+        view,
         ranks,
         f"{ranks_words(ranks)} raised {message}; the log does not say why, and a peer that has ended may be behind it.",
         confidence=Confidence.POSSIBLE,
@@ -186,9 +181,9 @@ def _in_nccl(view: Timeline) -> Iterator[Finding]:
 
 def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     """Processes ended with an error, and it is not said of which rank, or which of several was the first."""
-    if anybody_gave_up(view) or compared(view.job) or died(view):
+    if a_timeout_expired(view) or compared(view) or died(view):
         return
-    ends = tuple(one for one in stated(view.job, StatementKind.ENDED) if is_error(one.exit_code))
+    ends = LogStatements(one for one in stated(view, StatementKind.ENDED) if is_error(one.exit_code))
     several = tuple(rank for rank in sorted(view.facts) if _ended(view, rank) and not view.waits(rank))
     if not ends and not several:
         return
@@ -196,28 +191,30 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     codes = {one.exit_code for one in ends} | {one.exit_code for one in records}
     who = f"{ranks_words(several)} ended" if several else "a process ended"
     which = "which of them was the first" if several else "which rank it was"
-    by = f" ({said})" if (said := next(details_of(ends), "")) else ""
+    by = f" ({ends.details[0]})" if ends.details else ""
     text = f"{who} with exit code {' or '.join(map(str, sorted(codes, key=str)))}{by}; the log does not say {which}"
     ended = tuple(Evidence(source="log", rank=rank, text="Its launcher reports that it ended.") for rank in several[:8])
-    yield recorded(
+    yield finding(
+        view,
         (),
         f"{capitalised(text)}, and its traceback was not read.",
         confidence=Confidence.POSSIBLE,
-        evidence=lines_of(ends) or ended,
+        evidence=ends.evidence or ended,
         remedy="Look for the first traceback in the output of all ranks, and pass that file as well.",
     )
 
 
 def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
     frame = next((one for one in reversed(exception.stack) if one.user), None)
-    said = f"{exception.type}: {_cut(exception.message)}" if exception.message else exception.type
+    what = f"{exception.type}: {_cut(exception.message)}" if exception.message else exception.type
     at = f" at {short_location(frame)}" if frame else ""
     tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     is_sure = any(_ended(view, rank) for rank in view.facts)
     tail += "" if is_sure else "; the log does not say whether that ended it"
-    return recorded(
+    return finding(
+        view,
         (),
-        f"A rank that the log does not name raised {said}{at}{tail}.",
+        f"A rank that the log does not name raised {what}{at}{tail}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         location=location_of(frame),
         evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),

@@ -9,20 +9,20 @@ from lightning_ncclsafe.rules.kit import (
     GroupView,
     Timeline,
     capitalised,
+    finding,
     group_words,
     ranks_words,
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.questions import gone
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_of
-from lightning_ncclsafe.rules.recorded.telling import (
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import (
     consequence_evidence,
     counters_evidence,
     described,
     oldest_outstanding,
-    recorded,
 )
+from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
 
 
 @recorded_rule(
@@ -51,7 +51,7 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
         that no rank completes looks like a faulty link (all-joined). A dump that was written earlier than the others,
         and shows everything that the rank had called, looks like a GPU that has failed since.
     """
-    found = [] if gone(view) else roots_of(view, RootCause.DEVICE)
+    found = [] if failed(view) else roots_of(view, RootCause.DEVICE)
     for is_sure in (True, False):
         alike = [root for root in found if root.is_sure is is_sure]
         if alike:
@@ -62,7 +62,8 @@ def _finding(view: Timeline, found: list[Root], confidence: Confidence) -> Findi
     groups = {group.name: group for group in view.groups}
     ranks = tuple(sorted({rank for root in found for rank in root.ranks}))
     parts = [_part(view, groups, root) for root in found[:4]]
-    return recorded(
+    return finding(
+        view,
         ranks,
         f"{capitalised('; '.join(parts))}.",
         confidence=confidence,

@@ -11,14 +11,15 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     capitalised,
     clause,
+    finding,
     location_of,
     numel,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import peer_of
-from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_of
-from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, described, recorded
+from lightning_ncclsafe.rules.recorded.calls import open_p2p, peer_of
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, call_site, consequence_evidence, described
+from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
 
 _LISTED = 6
 
@@ -30,7 +31,7 @@ _LISTED = 6
         "alone or has failed, sends and receives in another order than on its neighbour. Where ranks wait for one "
         "another in a circle, pair each send with its receive in dist.batch_isend_irecv. "
     )
-    + LOOK_THERE,
+    + NO_LONGER_TIMEOUT,
     plan=Plan.STOP,
 )
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
@@ -49,12 +50,12 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         Which side called one too many; which pair it is, if several pairs of a circle wait for each other. A rank
         that has nothing outstanding and that neighbours wait for is reported as host-stuck.
     """
-    if not gone(view):
+    if not failed(view):
         yield from (_finding(view, root) for root in roots_of(view, RootCause.UNMATCHED))
 
 
 def _finding(view: Timeline, root: Root) -> Finding:
-    first = {rank: next(pending_p2p(view.facts[rank]), None) for rank in root.circle}
+    first = {rank: next(iter(open_p2p(view.facts[rank])), None) for rank in root.circle}
     calls = {rank: call for rank, call in first.items() if call is not None}
     passed = tuple(rank for rank, call in first.items() if call is None)
     members = {group.name: group.members for group in view.groups}
@@ -67,7 +68,8 @@ def _finding(view: Timeline, root: Root) -> Finding:
     if passed:
         why = clause(passed, "has|have continued without the other side")
     sites = (call_site(call) for call in calls.values())
-    return recorded(
+    return finding(
+        view,
         root.ranks,
         f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
