@@ -93,7 +93,7 @@ def _few_by_room(view: Timeline, split: Divergence) -> tuple[int, ...]:
 
 def overrun_ranks(view: Timeline, split: Divergence) -> tuple[int, ...]:
     """Members on gloo whose process is gone: gloo aborts a process that receives more than it has room for."""
-    group = next((group for group in view.groups if group.name == split.group), None)
+    group = view.groups_by_name.get(split.group)
     if group is None or not all(call.backend == "gloo" for call in split.calls.values()):
         return ()
     return tuple(rank for rank in view.silent if is_gone(view, rank) and rank in group.members)

@@ -153,6 +153,11 @@ class Timeline(View):
         oldest = self._oldest()
         return tuple(self._view(name, by_rank, oldest.get(name, {})) for name, by_rank in sorted(seen.items()))
 
+    @cached_property
+    def groups_by_name(self) -> dict[str, GroupView]:
+        """The same by name."""
+        return {group.name: group for group in self.groups}
+
     def _view(self, name: str, by_rank: dict[int, Group], oldest: dict[int, int]) -> GroupView:
         known = next((group.ranks for group in by_rank.values() if group.ranks), ())
         members = known or tuple(range(self.job.world_size))
@@ -303,7 +308,7 @@ class Timeline(View):
     @once
     def _calls(self, name: str) -> dict[int, dict[int, Collective]]:
         """The recent calls in a group, by sequence number and rank."""
-        group = next(group for group in self.groups if group.name == name)
+        group = self.groups_by_name[name]
         first = max((group.seq or 0) - _WINDOW, 0)
         calls: dict[int, dict[int, Collective]] = defaultdict(dict)
         for rank in self.facts.keys() & group.enqueued.keys():
@@ -316,9 +321,8 @@ class Timeline(View):
 
     def sequences(self, name: str) -> dict[int, list[Collective]]:
         """What each answering member has called in a group recently, in order."""
-        is_known = any(group.name == name for group in self.groups)
         by_rank: dict[int, list[Collective]] = defaultdict(list)
-        for _, calls in sorted(self._calls(name).items() if is_known else ()):
+        for _, calls in sorted(self._calls(name).items() if name in self.groups_by_name else ()):
             for rank, call in calls.items():
                 by_rank[rank].append(call)
         return dict(by_rank)

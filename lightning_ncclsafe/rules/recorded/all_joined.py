@@ -80,7 +80,6 @@ def all_joined(view: Timeline) -> Iterator[Finding]:
 
 
 def _of_dumps(view: Timeline) -> Iterator[Finding]:
-    groups = {group.name: group for group in view.groups}
     for root in roots_of(view, RootCause.JOINED)[:1]:
         if not root.ops:
             yield _of_two(view, root)
@@ -92,8 +91,8 @@ def _of_dumps(view: Timeline) -> Iterator[Finding]:
             for call in view.facts[call_rank].collectives
             if (call.group, call.seq, call.is_p2p) == (name, seq, False)
         }
-        if len(groups[name].members) == len(calls) > 1:
-            yield _finding(view, groups[name], calls, known=root.is_sure)
+        if len(view.groups_by_name[name].members) == len(calls) > 1:
+            yield _finding(view, view.groups_by_name[name], calls, known=root.is_sure)
 
 
 def _of_two(view: Timeline, root: Root) -> Finding:

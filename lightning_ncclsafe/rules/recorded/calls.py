@@ -59,6 +59,12 @@ def idle_behind(view: Timeline, group: GroupView) -> tuple[int, ...]:
     )
 
 
+def members_of(view: Timeline, call: Collective) -> tuple[int, ...]:
+    """The members of the group of a call; empty if the group is unknown."""
+    group = view.groups_by_name.get(call.group)
+    return group.members if group is not None else ()
+
+
 def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
     """``("send", 4)``: the kind of a send or receive, and the global rank of its other side."""
     ends = _ENDS.match(call.op)

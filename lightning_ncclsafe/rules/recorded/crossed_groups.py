@@ -13,12 +13,11 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     group_words,
-    location_of,
     recorded_rule,
 )
 from lightning_ncclsafe.rules.recorded.calls import has_dumps
 from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import call_site, consequence_evidence, counters_evidence, described
+from lightning_ncclsafe.rules.recorded.evidence import consequence_evidence, counters_evidence, described, first_site
 from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
 
 _LISTED = 4
@@ -60,23 +59,21 @@ def _finding(view: Timeline, root: Root) -> Finding:
     first = {rank: next(c for c in view.facts[rank].collectives if not c.completed) for rank in root.circle}
     parts = [f"rank {rank} waits in {described(call)} of {group_words(call.group)}" for rank, call in first.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
-    sites = (call_site(first[rank]) for rank in root.ranks)
     odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'uses|use a different order from most')}")
     return finding(
         view,
         root.ranks,
         f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for each other in a circle{odd}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
-        location=next((location_of(site) for site in sites if site is not None), ""),
+        location=first_site(first[rank] for rank in root.ranks),
         evidence=(*_evidence(view, root), *consequence_evidence([root])),
     )
 
 
 def _evidence(view: Timeline, root: Root) -> Iterator[Evidence]:
-    groups = {group.name: group for group in view.groups}
     for rank in root.circle[:_LISTED]:
         calls = [call for call in view.facts[rank].collectives if not call.completed][:3]
         order = ", then ".join(f"{described(call)} of {group_words(call.group)}" for call in calls)
         yield Evidence(source="flight recorder", rank=rank, text=f"Called {order}.")
     for name in dict.fromkeys(name for name, _ in root.ops[:_LISTED]):
-        yield from counters_evidence(view.facts, groups[name])
+        yield from counters_evidence(view.facts, view.groups_by_name[name])

@@ -24,6 +24,7 @@ from lightning_ncclsafe.rules.recorded.ends import (
     fatal_signal_of,
     raised,
 )
+from lightning_ncclsafe.rules.recorded.evidence import waited_words
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
 
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."
@@ -82,10 +83,9 @@ def _nameless(view: Timeline) -> Iterator[Finding]:
     local = next((one.local_rank for one in found if one.local_rank is not None), None)
     which = f"process {local} of a host" if local is not None else "a process"
     detail = next(iter(found.details), "")
-    tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     what = f"{detail or 'a launcher'} says that {which} was {how}" if codes else detail or f"{which} is dead"
     ranks = found.ranks if _are_named(found) else ()
-    text = f"{what}{'' if ranks else '; the log does not say which rank that is'}{tail}"
+    text = f"{what}{'' if ranks else '; the log does not say which rank that is'}{waited_words(view)}"
     yield finding(
         view,
         ranks,
@@ -124,13 +124,10 @@ def _lost(view: Timeline) -> Iterator[Finding]:
 
 
 def _finding(view: Timeline, code: int, ranks: tuple[int, ...]) -> Finding:
-    others = tuple(rank for rank in view.waiting if rank not in ranks)
-    tail = f"; {ranks_words(others)} waited in vain" if others else ""
-    text = f"{clause(ranks, 'was|were')} {FATAL[code]}{tail}."
     return finding(
         view,
         ranks,
-        text,
+        f"{clause(ranks, 'was|were')} {FATAL[code]}{waited_words(view, ranks)}.",
         confidence=Confidence.LIKELY if len(ranks) == 1 else Confidence.POSSIBLE,
         evidence=tuple(
             Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {code}.") for rank in ranks[:8]

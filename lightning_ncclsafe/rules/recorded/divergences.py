@@ -20,7 +20,6 @@ from lightning_ncclsafe.rules.kit import (
     collective_words,
     finding,
     group_words,
-    location_of,
     numel,
     once,
     ranks_words,
@@ -30,7 +29,13 @@ from lightning_ncclsafe.rules.kit import (
     verb,
 )
 from lightning_ncclsafe.rules.recorded.ends import failed, misled
-from lightning_ncclsafe.rules.recorded.evidence import call_site, described, log_evidence, one_element_evidence
+from lightning_ncclsafe.rules.recorded.evidence import (
+    call_site,
+    described,
+    first_site,
+    log_evidence,
+    one_element_evidence,
+)
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 
 # Operations in logs that may involve only two ranks.
@@ -93,13 +98,12 @@ def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
     listed = [f"{ranks_words(who)} called {_words(call)}" for call, who in different[:3]]
     more = f" and {len(different) - 3:,} other variants" if len(different) > 3 else ""
     text = f"{' and '.join(listed)}{more} as number {split.seq:,} of {group_words(split.group)}"
-    sites = (call_site(split.calls[rank]) for rank in ranks)
     return finding(
         view,
         ranks,
         f"{capitalised(text)}: {why}.",
         confidence=Confidence.CERTAIN if _is_certain(view, split) else Confidence.LIKELY,
-        location=next((location_of(site) for site in sites if site is not None), ""),
+        location=first_site(split.calls[rank] for rank in ranks),
         evidence=(*_evidence(view, different), *one_element_evidence(call for call, _ in different)),
     )
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from lightning_ncclsafe.facts import Collective, Frame, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import Collective, ExceptionFacts, Frame, Phase, Progress, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     GroupView,
@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     collective_words,
     deepest_user_frame,
     group_words,
+    location_of,
     numel,
     open_collectives,
     purpose_words,
@@ -21,7 +22,7 @@ from lightning_ncclsafe.rules.kit import (
     short_location,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import peer_of
+from lightning_ncclsafe.rules.recorded.calls import members_of, peer_of
 from lightning_ncclsafe.rules.recorded.wait_graph import Root
 
 NO_LONGER_TIMEOUT = (
@@ -49,6 +50,11 @@ def oldest_outstanding(facts: RankFacts, group: str) -> Collective | None:
 def call_site(call: Collective | None) -> Frame | None:
     """The line of the user's own code that called it."""
     return deepest_user_frame(call.stack) if call is not None else None
+
+
+def first_site(calls: Iterable[Collective]) -> str:
+    """The location of the first of these calls whose line is known; empty if none is."""
+    return next((location_of(site) for site in map(call_site, calls) if site is not None), "")
 
 
 def described(call: Collective) -> str:
@@ -104,11 +110,10 @@ def waiting_in(facts: Mapping[int, RankFacts], group: GroupView) -> dict[int, Co
 def waiting_on_peers(view: Timeline, ranks: Iterable[int]) -> dict[int, Collective]:
     """The oldest send or receive of each rank that waits for one of these."""
     awaited = set(ranks)
-    members = {group.name: group.members for group in view.groups}
     found: dict[int, Collective] = {}
     for rank, facts in view.facts.items():
         for call in facts.collectives:
-            end = peer_of(call, members.get(call.group, ())) if call.is_p2p and not call.completed else None
+            end = peer_of(call, members_of(view, call)) if call.is_p2p and not call.completed else None
             if end is not None and end[1] in awaited and rank not in awaited:
                 found.setdefault(rank, call)
     return found
@@ -133,6 +138,17 @@ def counters_evidence(facts: Mapping[int, RankFacts], group: GroupView) -> Itera
     for (enqueued, completed), ranks in sorted(alike.items())[:8]:
         text = f"{capitalised(ranks_words(ranks))}: last called {enqueued:,}, last completed {completed:,}"
         yield Evidence(source="counters", text=f"{text}, in {group_words(group.name)}.")
+
+
+def exception_in_log(exception: ExceptionFacts, rank: int | None = None) -> Evidence:
+    """An exception as a log has it."""
+    return Evidence(source="log", rank=rank, text=f"{exception.type}: {exception.message}")
+
+
+def waited_words(view: Timeline, ranks: Iterable[int] = ()) -> str:
+    """``"; ranks 0-2 waited in vain"``, about all others than these; empty if no rank waited."""
+    others = view.waiting_besides(ranks)
+    return f"; {ranks_words(others)} waited in vain" if others else ""
 
 
 def log_evidence(facts: RankFacts, most: int = 1) -> Iterable[Evidence]:

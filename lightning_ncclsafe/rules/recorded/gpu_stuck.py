@@ -6,7 +6,6 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
-    GroupView,
     Timeline,
     capitalised,
     finding,
@@ -59,19 +58,18 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
 
 
 def _finding(view: Timeline, found: list[Root], confidence: Confidence) -> Finding:
-    groups = {group.name: group for group in view.groups}
     ranks = tuple(sorted({rank for root in found for rank in root.ranks}))
-    parts = [_part(view, groups, root) for root in found[:4]]
+    parts = [_part(view, root) for root in found[:4]]
     return finding(
         view,
         ranks,
         f"{capitalised('; '.join(parts))}.",
         confidence=confidence,
-        evidence=(*_evidence(view, groups, found), *consequence_evidence(found)),
+        evidence=(*_evidence(view, found), *consequence_evidence(found)),
     )
 
 
-def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
+def _part(view: Timeline, root: Root) -> str:
     rank = root.ranks[0]
     of = f"the {verb(root.ranks, 'GPU', 'GPUs')} of {ranks_words(root.ranks)}"
     has = verb(root.ranks, "has", "have")
@@ -83,7 +81,9 @@ def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
     name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)
     others = tuple(
-        other for other in groups[name].members if other in view.facts and _is_through(view, other, name, seq)
+        other
+        for other in view.groups_by_name[name].members
+        if other in view.facts and _is_through(view, other, name, seq)
     )
     what = described(call) if call is not None else f"number {seq:,} of {group_words(name)}"
     if not others:
@@ -99,9 +99,9 @@ def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:
     return any(group.name == name and group.last_completed >= seq for group in facts.groups)
 
 
-def _evidence(view: Timeline, groups: dict[str, GroupView], found: list[Root]) -> Iterator[Evidence]:
+def _evidence(view: Timeline, found: list[Root]) -> Iterator[Evidence]:
     for name in dict.fromkeys(root.ops[0][0] for root in found[:4] if root.ops):
-        yield from counters_evidence(view.facts, groups[name])
+        yield from counters_evidence(view.facts, view.groups_by_name[name])
     for root in found[:4]:
         for rank in root.ranks[:4]:
             count = sum(not call.completed for call in view.facts[rank].collectives)

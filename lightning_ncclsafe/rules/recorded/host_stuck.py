@@ -129,8 +129,7 @@ def _of_dumps(view: Timeline, culprits: list[Root], is_sure: bool) -> Finding:
         by_op[root.ops[0] if root.ops else None] += root.ranks
     ranks = tuple(sorted(rank for root in culprits for rank in root.ranks))
     parts = [_part(view, op, tuple(sorted(who))) for op, who in by_op.items()]
-    groups = {group.name: group for group in view.groups}
-    first = next((groups[op[0]] for op in by_op if op is not None), None)
+    first = next((view.groups_by_name[op[0]] for op in by_op if op is not None), None)
     site = _last_site(view.facts[ranks[0]], first.name) if len(ranks) == 1 and first is not None else ""
     return finding(
         view,
@@ -148,7 +147,7 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
             f"{clause(ranks, 'has|have finished all that')} {verb(ranks, 'it', 'they')} called, "
             f"but not called the other side, while {waiting_words(waiting)}"
         )
-    group = next(one for one in view.groups if one.name == op[0])
+    group = view.groups_by_name[op[0]]
     waiting = waiting_in(view.facts, group)
     known = all(rank in group.enqueued and group.enqueued[rank] for rank in ranks)
     called = f"{_called_words(group, ranks)} and finished all" if known else "finished all that was called there"
@@ -159,16 +158,15 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
 
 
 def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
-    groups = {group.name: group for group in view.groups}
     for root in culprits[:4]:
         if root.ops:
-            group = groups[root.ops[0][0]]
+            group = view.groups_by_name[root.ops[0][0]]
             waiting = waiting_in(view.facts, group)
             for rank in root.ranks:
                 yield from _last_call_evidence(view.facts[rank], group, waiting)
     for name in dict.fromkeys(root.ops[0][0] for root in culprits[:4] if root.ops):
-        yield from counters_evidence(view.facts, groups[name])
-        yield from one_element_evidence(waiting_in(view.facts, groups[name]).values())
+        yield from counters_evidence(view.facts, view.groups_by_name[name])
+        yield from one_element_evidence(waiting_in(view.facts, view.groups_by_name[name]).values())
     for root in culprits[:2]:
         yield from log_evidence(view.facts[root.ranks[0]])
 

@@ -58,7 +58,7 @@ def no_dump(view: Timeline) -> Iterator[Finding]:
 
 def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     ranks = tuple(sorted(rank for root in found for rank in root.ranks))
-    group = next((one for one in view.groups if first.ops and one.name == first.ops[0][0]), None)
+    group = view.groups_by_name.get(first.ops[0][0]) if first.ops else None
     waiting = waiting_in(view.facts, group) if group is not None else waiting_on_peers(view, ranks)
     only = len(view.silent) == 1 and all(seen is RootCause.UNREAD for seen in (root.cause for root in roots(view)))
     only = only and conflict(view) is None and view.facts.keys() == set(first.held)

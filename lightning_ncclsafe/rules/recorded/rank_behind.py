@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from lightning_ncclsafe.rules.hang.rank_behind import is_named_otherwise
 from lightning_ncclsafe.rules.kit import (
     Confidence,
-    Evidence,
     Finding,
     GroupView,
     Timeline,
@@ -17,7 +16,13 @@ from lightning_ncclsafe.rules.kit import (
     recorded_rule,
     short_location,
 )
-from lightning_ncclsafe.rules.recorded.evidence import counters_evidence, log_evidence, waiting_in, waiting_words
+from lightning_ncclsafe.rules.recorded.evidence import (
+    counters_evidence,
+    exception_in_log,
+    log_evidence,
+    waiting_in,
+    waiting_words,
+)
 from lightning_ncclsafe.rules.recorded.wait_graph import has_moved
 
 
@@ -59,10 +64,8 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
 def _without_collectives(view: Timeline) -> Finding:
     who = view.waiting
     text = clause(who, "reports|report that a peer was gone or late, but not which")
-    lost = ((rank, view.facts[rank].exception) for rank in who[:4])
-    exceptions = tuple(
-        Evidence(source="log", rank=rank, text=f"{e.type}: {e.message}") for rank, e in lost if e is not None
-    )
+    raised = ((rank, view.facts[rank].exception) for rank in who[:4])
+    exceptions = (exception_in_log(one, rank) for rank, one in raised if one is not None)
     return finding(
         view,
         (),
@@ -83,7 +86,7 @@ def _unnamed(view: Timeline) -> Iterator[Finding]:
             f"A rank that the log does not name waited in vain{at}: a peer was gone or late, but not named.",
             confidence=Confidence.POSSIBLE,
             location=location_of(frame),
-            evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),
+            evidence=(exception_in_log(exception),),
         )
 
 

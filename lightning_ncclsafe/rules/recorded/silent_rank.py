@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.recorded.ends import failed, failed_in_nccl
 from lightning_ncclsafe.rules.recorded.evidence import (
     NO_LONGER_TIMEOUT,
     counters_evidence,
+    exception_in_log,
     log_evidence,
     one_element_evidence,
     waiting_in,
@@ -171,9 +172,7 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
         f"{text}.",
         confidence=Confidence.LIKELY if len(silent) == 1 and len(gave_up) > 1 else Confidence.POSSIBLE,
         evidence=tuple(
-            Evidence(source="log", rank=rank, text=f"{found.type}: {found.message}")
-            for rank in gave_up[:4]
-            if (found := view.facts[rank].exception) is not None
+            exception_in_log(found, rank) for rank in gave_up[:4] if (found := view.facts[rank].exception) is not None
         ),
     )
 

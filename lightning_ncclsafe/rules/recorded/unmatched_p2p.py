@@ -12,13 +12,12 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     finding,
-    location_of,
     numel,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import open_p2p, peer_of
+from lightning_ncclsafe.rules.recorded.calls import members_of, open_p2p, peer_of
 from lightning_ncclsafe.rules.recorded.ends import failed
-from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, call_site, consequence_evidence, described
+from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, consequence_evidence, described, first_site
 from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
 
 _LISTED = 6
@@ -58,22 +57,20 @@ def _finding(view: Timeline, root: Root) -> Finding:
     first = {rank: next(iter(open_p2p(view.facts[rank])), None) for rank in root.circle}
     calls = {rank: call for rank, call in first.items() if call is not None}
     passed = tuple(rank for rank, call in first.items() if call is None)
-    members = {group.name: group.members for group in view.groups}
-    parts = [_hop(rank, call, members.get(call.group, ())) for rank, call in calls.items()]
+    parts = [_hop(view, rank, call) for rank, call in calls.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     why = "they wait for each other in a circle"
-    if len(calls) == 2 and len({numel(call) for call in calls.values()}) == 2 and _is_a_pair(calls, members):
+    if len(calls) == 2 and len({numel(call) for call in calls.values()}) == 2 and _is_a_pair(view, calls):
         sizes = " and ".join(f"{numel(call):,} elements" for call in calls.values())
         why = f"what is sent and what is received differ in size ({sizes})"
     if passed:
         why = clause(passed, "has|have continued without the other side")
-    sites = (call_site(call) for call in calls.values())
     return finding(
         view,
         root.ranks,
         f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
-        location=next((location_of(site) for site in sites if site is not None), ""),
+        location=first_site(calls.values()),
         evidence=(
             *(
                 Evidence(source="flight recorder", rank=rank, text=f"Has not completed {described(call)}.")
@@ -84,13 +81,13 @@ def _finding(view: Timeline, root: Root) -> Finding:
     )
 
 
-def _is_a_pair(calls: dict[int, Collective], members: dict[str, tuple[int, ...]]) -> bool:
+def _is_a_pair(view: Timeline, calls: dict[int, Collective]) -> bool:
     """Whether one is the other side of the other."""
-    ends = {rank: peer_of(call, members.get(call.group, ())) for rank, call in calls.items()}
+    ends = {rank: peer_of(call, members_of(view, call)) for rank, call in calls.items()}
     kinds = {end[0] for end in ends.values() if end is not None and end[1] in calls}
     return kinds == {"send", "recv"}
 
 
-def _hop(rank: int, call: Collective, members: tuple[int, ...]) -> str:
-    end = peer_of(call, members) if call.is_p2p else None
+def _hop(view: Timeline, rank: int, call: Collective) -> str:
+    end = peer_of(call, members_of(view, call)) if call.is_p2p else None
     return f"rank {rank} waits in {call.op}" + (f" for rank {end[1]}" if end is not None else "")
