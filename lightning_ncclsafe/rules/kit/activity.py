@@ -9,7 +9,7 @@ from functools import lru_cache
 from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import RANK_ZERO_ONLY, Code
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import VOTE_GROUPS, Action, Collective, Frame, NotRecorded, Phase, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUPS, Collective, Frame, NotRecorded, Phase, RankFacts
 
 AGREEMENT = "agreement:"
 """Prefix of the name of an action in which a rank presents its loaders; the hook that returned them follows."""
@@ -169,7 +169,7 @@ def activity(facts: RankFacts) -> Activity:
     landmark, outer = _innermost_landmark(inside)
     collective = outstanding_collective(facts)
     kind, call = _kind(facts, landmark, collective)
-    action = _hook_action(facts.progress.actions)
+    action = next((one for one in reversed(facts.progress.actions) if one.name not in _WRAPPERS), None)
     condition, frame = _rank_condition(outer)
     return Activity(
         kind=kind,
@@ -237,10 +237,6 @@ def hook_words(name: str) -> str:
     plain = before + after[after.rfind("}") + 1 :] if brace else plain
     # "SafeDDP.training_step" is the user's training_step, called through the strategy.
     return plain.rpartition(".")[2] if owner == "[Strategy" else plain
-
-
-def _hook_action(actions: tuple[Action, ...]) -> Action | None:
-    return next((action for action in reversed(actions) if action.name not in _WRAPPERS), None)
 
 
 def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[_Landmark | None, tuple[Frame, ...]]:

@@ -133,7 +133,7 @@ def alone_in_trainer(view: Timeline) -> dict[int, str]:
     # After `if rank == 0: return` the other ranks call it, and none of them alone.
     first = {rank: facts for rank, facts in view.facts.items() if facts.local_rank == 0 and not has_no_trainer(facts)}
     conditions = {rank: condition for rank, facts in first.items() if (condition := _around_trainer(facts))}
-    calls = {rank: _calls_of_trainer(facts) for rank, facts in view.facts.items()}
+    calls = {rank: tuple((frame.file, frame.line) for frame in _outside(facts)) for rank, facts in view.facts.items()}
     alone = {calls[rank] for rank in conditions}
     others = [calls[rank] for rank in view.facts if rank not in conditions]
     are_elsewhere = bool(others or view.silent) and all(call and call not in alone for call in others)
@@ -184,10 +184,6 @@ def _is_of_rank_zero(condition: str) -> bool:
     known = _OF_OTHERS if condition.startswith((ELSE, PAST)) else _OF_RANK_ZERO
     # The rest of its line, behind the colon, is not part of the condition.
     return known.search(condition.partition(":")[0]) is not None
-
-
-def _calls_of_trainer(facts: RankFacts) -> tuple[tuple[str, int], ...]:
-    return tuple((frame.file, frame.line) for frame in _outside(facts))
 
 
 def _outside(facts: RankFacts) -> tuple[Frame, ...]:

@@ -5,7 +5,7 @@ What stacks show of ranks that wait in different calls is in ``waits``.
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.code.libraries import BACKWARD, DISTRIBUTED, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
+from lightning_ncclsafe.code.libraries import BACKWARD, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import (
@@ -14,7 +14,6 @@ from lightning_ncclsafe.rules.kit.activity import (
     deepest_user_frame,
     inside_trainer,
     is_in,
-    is_landmark,
     starts_trainer,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import (
@@ -37,14 +36,14 @@ from lightning_ncclsafe.rules.kit.sentences import phase_evidence, place_words, 
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, minority, stack_of
-from lightning_ncclsafe.rules.kit.waits import condition_of, out_of_step, under_rank_condition
+from lightning_ncclsafe.rules.kit.user_lines import called_at
+from lightning_ncclsafe.rules.kit.waits import condition_of, is_of_wait, out_of_step, under_rank_condition
 from lightning_ncclsafe.rules.kit.wording import (
     call_words,
     capitalised,
     clause,
     collective_words,
     encloses_words,
-    joined,
     ranks_words,
     verb,
 )
@@ -141,13 +140,16 @@ def callers_and_aborted(view: Timeline, split: Divergence) -> tuple[int, ...]:
 def calls_words(view: Timeline, split: Divergence) -> str:
     """``"ranks 0-2 called all_reduce (8 elements) and rank 3 called barrier"``."""
     different = split.variants
-    listed = [f"{ranks_words(who)} called {_call_words(view, call, who[0])}" for call, who in different[:_VARIANTS]]
+    listed = [
+        f"{ranks_words(who)} called {_call_words(call, view.facts[who[0]])}" for call, who in different[:_VARIANTS]
+    ]
     more = len(different) - _VARIANTS
     return " and ".join(listed) + (f" and {more} other variants" if more > 0 else "")
 
 
-def _call_words(view: Timeline, call: Collective, rank: int) -> str:
-    return joined((call_words(call), f"for {words}" if (words := unit_words(call, view.facts[rank])) else ""))
+def _call_words(call: Collective, facts: RankFacts) -> str:
+    unit = unit_words(call, facts)
+    return f"{call_words(call)} for {unit}" if unit else call_words(call)
 
 
 def call_evidence(split: Divergence) -> Iterator[Evidence]:
@@ -233,7 +235,7 @@ def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
     for frame in reversed(inside):
         if FSDP.has(frame.file, frame.function) or starts_trainer(frame):
             return None
-        if frame.user or (not is_landmark(frame) and not DISTRIBUTED.has(frame.file, frame.function)):
+        if frame.user or not is_of_wait(frame):
             return frame.file, frame.function, frame.line
     return None
 
@@ -260,9 +262,8 @@ def is_at_words(view: Timeline, rank: int) -> str:
 
 def was_at_words(view: Timeline, rank: int) -> str:
     """The user's line that a rank was at, or what of Lightning or DDP it was in."""
-    stack = stack_of(view, rank)
-    known = (words for code, words in _CALLING_CODE if is_in(code, stack))
-    return place_words(deepest_user_frame(inside_trainer(stack))) or next(known, "in Lightning's own code")
+    known = (words for code, words in _CALLING_CODE if is_in(code, stack_of(view, rank)))
+    return place_words(called_at(view, rank)) or next(known, "in Lightning's own code")
 
 
 def silent_words(view: Timeline) -> str:

@@ -51,9 +51,9 @@ def announced_for_s(job: JobFacts) -> float:
     if _is_alarming(job):
         return 0.0
     view = timeline(job)
-    awaited = [view.facts[rank] for rank in view.stragglers] if view.waiting else []
+    actions = [view.facts[rank].progress.actions for rank in view.stragglers] if view.waiting else []
     forget()
-    if not awaited or not all(map(_has_paused, awaited)):
+    if not actions or not all(any(action.name.startswith(PAUSE) for action in own) for own in actions):
         return 0.0
     return max(min(_ASKED_AGAIN_S, job.incident.timeout_s - job.incident.idle_s), 0.0)
 
@@ -81,10 +81,6 @@ def busy_for_s(job: JobFacts) -> float:
     if left_s > 0:
         return left_s
     return 0.0 if is_concern else after_s
-
-
-def _has_paused(facts: RankFacts) -> bool:
-    return any(action.name.startswith(PAUSE) for action in facts.progress.actions)
 
 
 def _is_alarming(job: JobFacts) -> bool:

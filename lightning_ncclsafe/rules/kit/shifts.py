@@ -92,11 +92,8 @@ def unnoticed_shift(view: Timeline) -> Shift | None:
     if set(view.waiting) != set(view.facts) or view.silent:
         return None
     shifts = (shift(view, group.name) for group in view.groups)
-    return next((first for first in shifts if first is not None and first.count and _is_users(first.call)), None)
-
-
-def _is_users(call: Collective) -> bool:
-    return deepest_user_frame(inside_trainer(call.stack)) is not None
+    by_count = (one for one in shifts if one is not None and one.count)
+    return next((one for one in by_count if deepest_user_frame(inside_trainer(one.call.stack))), None)
 
 
 def _condition_of(call: Collective) -> str:

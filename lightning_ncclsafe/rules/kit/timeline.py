@@ -169,7 +169,8 @@ class Timeline(View):
         for rank, group in by_rank.items():
             # The recorder's ring may have lost the entry, but not its counters.
             is_outstanding = group.last_enqueued > max(group.last_completed, 0)
-            if rank not in oldest and is_outstanding and self._has_no_entry(rank, name):
+            entries = (entry for entry in self.facts[rank].collectives if entry.group == name and not entry.is_p2p)
+            if rank not in oldest and is_outstanding and not any(entries):
                 oldest[rank] = max(group.last_completed, 0) + 1
         return GroupView(name, members, enqueued, oldest)
 
@@ -179,9 +180,6 @@ class Timeline(View):
         if name is None:
             return any(group.why is not NotRecorded.LOST for group in unrecorded)
         return any(group.name == name for group in unrecorded)
-
-    def _has_no_entry(self, rank: int, name: str) -> bool:
-        return not any(entry.group == name and not entry.is_p2p for entry in self.facts[rank].collectives)
 
     def _oldest(self) -> dict[str, dict[int, int]]:
         oldest: dict[str, dict[int, int]] = defaultdict(dict)
@@ -300,11 +298,6 @@ class Timeline(View):
                 return Divergence(group.name, seq, calls[seq])
         return None
 
-    @cached_property
-    def _is_counted(self) -> bool:
-        """Whether ranks have counted their calls themselves; dumps and logs may be incomplete."""
-        return self.job.incident.kind is not IncidentKind.RECORDED
-
     @once
     def _calls(self, name: str) -> dict[int, dict[int, Collective]]:
         """The recent calls in a group, by sequence number and rank."""
@@ -312,8 +305,9 @@ class Timeline(View):
         first = max((group.seq or 0) - _WINDOW, 0)
         calls: dict[int, dict[int, Collective]] = defaultdict(dict)
         for rank in self.facts.keys() & group.enqueued.keys():
-            # Later entries were called in a destroyed group whose name this one has taken over.
-            last = group.enqueued[rank] if self._is_counted else math.inf
+            # Later entries were called in a destroyed group whose name this one has taken over; but the counters of
+            # dumps and logs may be incomplete.
+            last = math.inf if self.job.incident.kind is IncidentKind.RECORDED else group.enqueued[rank]
             for entry in self.facts[rank].collectives:
                 if first <= entry.seq <= last and entry.group == group.name and not entry.is_p2p:
                     calls[entry.seq][rank] = self.with_stack(entry)

@@ -83,12 +83,13 @@ def different_waits(view: Timeline) -> DifferentWaits | None:
 def _path_to_wait(stack: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
     """The lines within the Trainer that lead to the wait, without the collective's own code."""
     inside = [*inside_trainer(stack)]
-    while len(inside) > 1 and not inside[-1].user and _is_of_wait(inside[-1]):
+    while len(inside) > 1 and not inside[-1].user and is_of_wait(inside[-1]):
         inside.pop()
     return tuple((frame.file, frame.function, frame.line) for frame in inside)
 
 
-def _is_of_wait(frame: Frame) -> bool:
+def is_of_wait(frame: Frame) -> bool:
+    """Whether a frame is part of a wait or a collective itself, rather than of its caller."""
     return is_landmark(frame) or DISTRIBUTED.has(frame.file, frame.function)
 
 

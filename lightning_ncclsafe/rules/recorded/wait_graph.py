@@ -408,7 +408,7 @@ class _WaitGraph(Calls):
 
     def _order(self, rank: int, ops: list[Op]) -> tuple[str, ...]:
         """The order in which a rank has called the first two kinds of group, at these numbers; empty if unknown."""
-        about = {group.name: group.description or group.name for group in self._described}
+        about = {group.name: group.description for group in self._described}
         kinds = list({about.get(name, name): (name, seq) for name, seq in reversed(ops)}.items())[::-1][:2]
         if len(kinds) < 2:
             return ()
