@@ -1,7 +1,7 @@
 """What a rank's main thread is doing, according to its stack, its Lightning actions and its outstanding collectives."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -188,9 +188,9 @@ def activity(facts: RankFacts) -> Activity:
     )
 
 
-def open_collectives(facts: RankFacts) -> list[Collective]:
+def open_collectives(facts: RankFacts) -> Iterator[Collective]:
     """The collectives that this rank has called and that have not completed, the oldest first; no sends or receives."""
-    return [entry for entry in facts.collectives if not entry.completed and not entry.is_p2p]
+    return (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)
 
 
 def outstanding_collective(facts: RankFacts) -> Collective | None:

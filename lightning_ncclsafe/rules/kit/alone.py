@@ -112,7 +112,7 @@ def _gathers(view: Timeline, rank: int) -> bool:
     if not doing.rank_condition or doing.kind is not Kind.COLLECTIVE or doing.collective is None:
         return False
     # On a device, the main thread may wait for what the training has called before.
-    is_called_here = not doing.on_device or len(open_collectives(facts)) == 1
+    is_called_here = not doing.on_device or len([*open_collectives(facts)]) == 1
     unit = unit_of(doing.collective, facts)
     is_unit = unit is not None and unit.kind in _SHARDED
     return is_called_here and (is_unit or _in_sharded_call(facts.stack))

@@ -105,7 +105,7 @@ def _metric_words(facts: RankFacts) -> str:
 
 def _part(call: Collective, facts: RankFacts) -> _Part:
     """The part of the step that the stack is in; unknown if earlier lines may have called this collective."""
-    if call.backend.startswith("nccl") and len(open_collectives(facts)) > 1:
+    if call.backend.startswith("nccl") and len([*open_collectives(facts)]) > 1:
         return _Part.UNKNOWN
     for frame in reversed(facts.stack):
         if (part := _part_of(frame.file, frame.function)) is not None:

@@ -292,7 +292,7 @@ def different_call_sites(view: Timeline) -> tuple[int, ...]:
     for rank in view.waiting:
         doing = view.activities[rank]
         # With several outstanding, the stack shows nothing about the oldest.
-        is_sole = len(open_collectives(view.facts[rank])) == 1 and not doing.on_device
+        is_sole = len([*open_collectives(view.facts[rank])]) == 1 and not doing.on_device
         if doing.kind is not Kind.COLLECTIVE or doing.frame is None or not is_sole:
             return ()
         sites[(doing.frame.file, doing.frame.function)].append(rank)

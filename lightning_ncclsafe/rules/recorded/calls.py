@@ -39,9 +39,14 @@ def has_logs(job: JobFacts) -> bool:
     return any(facts.record is not None and facts.record.has_log for facts in job.ranks)
 
 
+def open_calls(facts: RankFacts) -> list[Collective]:
+    """Collectives, sends and receives that are not known to have completed, the oldest first."""
+    return [call for call in facts.collectives if not call.completed]
+
+
 def open_p2p(facts: RankFacts) -> list[Collective]:
-    """Sends and receives that have not completed, the oldest first."""
-    return [call for call in facts.collectives if call.is_p2p and not call.completed]
+    """The sends and receives among these."""
+    return [call for call in open_calls(facts) if call.is_p2p]
 
 
 def has_called_in(view: Timeline, rank: int, group: str) -> bool:
@@ -105,9 +110,7 @@ class Calls:
         self.groups: dict[int, dict[str, Group]] = {
             rank: {group.name: group for group in facts.groups} for rank, facts in view.facts.items()
         }
-        self.open = {
-            rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()
-        }
+        self.open = {rank: open_calls(facts) for rank, facts in view.facts.items()}
         # The first number that is still in a rank's ring, if dumps include what has ended.
         self._first: dict[tuple[int, str], int] = {}
         with_ended = sum(any(one.completed for one in facts.collectives) for facts in view.facts.values())

@@ -15,7 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     group_words,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import has_dumps
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, open_calls
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import consequence_evidence, counters_evidence, described, first_site
 from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
@@ -56,7 +56,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
 
 
 def _finding(view: Timeline, root: Root) -> Finding:
-    first = {rank: next(c for c in view.facts[rank].collectives if not c.completed) for rank in root.circle}
+    first = {rank: open_calls(view.facts[rank])[0] for rank in root.circle}
     parts = [f"rank {rank} waits in {described(call)} of {group_words(call.group)}" for rank, call in first.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'uses|use a different order from most')}")
@@ -72,7 +72,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
 
 def _evidence(view: Timeline, root: Root) -> Iterator[Evidence]:
     for rank in root.circle[:_LISTED]:
-        calls = [call for call in view.facts[rank].collectives if not call.completed][:3]
+        calls = open_calls(view.facts[rank])[:3]
         order = ", then ".join(f"{described(call)} of {group_words(call.group)}" for call in calls)
         yield Evidence(source="flight recorder", rank=rank, text=f"Called {order}.")
     for name in dict.fromkeys(name for name, _ in root.ops[:_LISTED]):

@@ -8,12 +8,14 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Timeline,
     capitalised,
+    counted,
     finding,
     group_words,
     ranks_words,
     recorded_rule,
     verb,
 )
+from lightning_ncclsafe.rules.recorded.calls import open_calls
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import (
     consequence_evidence,
@@ -74,7 +76,7 @@ def _part(view: Timeline, root: Root) -> str:
     of = f"the {verb(root.ranks, 'GPU', 'GPUs')} of {ranks_words(root.ranks)}"
     has = verb(root.ranks, "has", "have")
     if not root.ops:
-        waiting = next(call for call in view.facts[rank].collectives if not call.completed)
+        waiting = open_calls(view.facts[rank])[0]
         if waiting.pair_number:
             return f"{of} {has} not completed {described(waiting)}, although the other side has come to it"
         return f"{of} {has} not started {described(waiting)}, although the other side has started"
@@ -104,6 +106,6 @@ def _evidence(view: Timeline, found: list[Root]) -> Iterator[Evidence]:
         yield from counters_evidence(view.facts, view.groups_by_name[name])
     for root in found[:4]:
         for rank in root.ranks[:4]:
-            count = sum(not call.completed for call in view.facts[rank].collectives)
-            text = f"Its dump has {count:,} {'entry' if count == 1 else 'entries'} that have not completed."
+            entries = counted(len(open_calls(view.facts[rank])), "entry")
+            text = f"Its dump has {entries} that have not completed."
             yield Evidence(source="flight recorder", rank=rank, text=text)

@@ -83,6 +83,14 @@ def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
 
 
 class _WaitGraph(Calls):
+    """The graph. Its nodes are ranks, and collectives in which ranks wait.
+
+    Attributes:
+        edges: What each node waits for, and what is known about the call that is missing there.
+        unmatched: Pairs of a rank that waits in a send or receive and a peer that has not called the other side.
+        moved: Whether the dumps contradict each other, as those of a job that still moves.
+    """
+
     def __init__(self, view: Timeline) -> None:
         super().__init__(view)
         self.edges: dict[Node, dict[Node, Seen]] = defaultdict(dict)
