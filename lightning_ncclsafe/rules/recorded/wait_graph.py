@@ -87,7 +87,7 @@ class _WaitGraph(Calls):
 
     Attributes:
         edges: What each node waits for, and what is known about the call that is missing there.
-        unmatched: Pairs of a rank that waits in a send or receive and a peer that has not called the other side.
+        unmatched: Pairs of a rank that waits in a send or receive and a peer that has called no other side of its size.
         moved: Whether the dumps contradict each other, as those of a job that still moves.
     """
 
