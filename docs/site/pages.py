@@ -24,20 +24,19 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from lightning_ncclsafe.cli import main
+from lightning_ncclsafe.cli.explain import RULES
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.codec import from_plain
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.reading.evidence import Artifacts
 from lightning_ncclsafe.report.html.page import render_html
 from lightning_ncclsafe.report.text import render_text
-from lightning_ncclsafe.rules.causes import causes as all_rules
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule
 
 DOCS = Path(__file__).resolve().parents[1]
 REPORTS = DOCS / "site" / "reports"
 TITLES: dict[str, str] = yaml.safe_load((DOCS / "site" / "titles.yml").read_text())
-RULES = all_rules()
 CAUSES = "Causes"
 """The entry of the navigation that the pages of causes are put under."""
 # Sphinx's roles, which docstrings use for the names of classes.

@@ -14,8 +14,11 @@ from rich.text import Text
 
 from lightning_ncclsafe.cli import failed, say
 from lightning_ncclsafe.report.terminal import console_for
-from lightning_ncclsafe.rules.causes import causes
+from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
+from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.kit import Rule
+from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
+from lightning_ncclsafe.rules.recorded import RECORDED_RULES
 
 HELP = "explain a cause: what it means, and what to do"
 DESCRIPTION = (
@@ -23,7 +26,14 @@ DESCRIPTION = (
     " is no cause of that name."
 )
 _NAME = "name of a cause as in a report, for example rank-zero-only-work (default: list all causes)"
-RULES = causes()
+RULES: dict[str, tuple[Rule[Any], ...]] = {
+    "Why ranks wait": HANG_RULES,
+    "What recordings show": RECORDED_RULES,
+    "What ranks disagree about before they train": AGREEMENT_RULES,
+    "What is wrong with hosts before training": PREFLIGHT_RULES,
+}
+"""All rules by topic."""
+
 _WIDEST = 100
 
 

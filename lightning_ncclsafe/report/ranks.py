@@ -19,8 +19,8 @@ from lightning_ncclsafe.rules.kit.wording import (
     ranks_words,
     under_words,
 )
-from lightning_ncclsafe.rules.recorded.questions import pending_p2p
-from lightning_ncclsafe.rules.recorded.telling import Words
+from lightning_ncclsafe.rules.recorded.calls import open_p2p
+from lightning_ncclsafe.rules.recorded.evidence import Words
 
 NOTHING = "Nothing found: no rank waits for another in what was read."
 _MOST_LINES = 40
@@ -75,7 +75,7 @@ def _state(facts: RankFacts, words: Words) -> tuple[str, ...]:
     parts += [_group_words(facts, number, words) for number in range(min(len(facts.groups), _MOST_GROUPS))]
     if len(facts.groups) > _MOST_GROUPS:
         parts.append(f"{len(facts.groups) - _MOST_GROUPS:,} more groups")
-    parts += [f"waits in {words.of(call)}" for call in islice(pending_p2p(facts), 1)]
+    parts += [f"waits in {words.of(call)}" for call in islice(open_p2p(facts), 1)]
     if facts.exception is not None:
         parts.append(f"raised {facts.exception.type}")
     if facts.record is not None and facts.record.exit_code:

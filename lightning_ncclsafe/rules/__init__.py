@@ -1,4 +1,4 @@
-"""Turns facts into findings: ``judging`` is the entry point and asks all rules, ``causes`` lists them.
+"""Turns facts into findings: ``judging`` is the entry point and asks all rules.
 
 ``hang``: why ranks wait, one cause per file or folder. ``recorded``: what a run has left behind. ``agreement``: what
 ranks disagree about. ``preflight``: what is wrong with hosts. The declaration of a rule decides its place; there is no

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from lightning_ncclsafe.facts import IncidentKind, JobFacts, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.rules.kit import Timeline, capitalised, group_words, ranks_words, timeline, verb
-from lightning_ncclsafe.rules.recorded.standstill import has_moved
-from lightning_ncclsafe.rules.recorded.telling import record_kinds
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, has_logs
+from lightning_ncclsafe.rules.recorded.wait_graph import has_moved
 
 _SURVIVALS = 8
 _BY_STACKS = "who is behind is judged by stacks alone"
@@ -138,7 +138,7 @@ def _missing(view: Timeline) -> Iterator[str]:
 
 def _of_recordings(job: JobFacts) -> Iterator[str]:
     """What dumps and logs do not show, one sentence each."""
-    dumps, logs = record_kinds(job)
+    dumps, logs = has_dumps(job), has_logs(job)
     for facts in [one for one in job.ranks if one.record is not None and one.record.survived][:_SURVIVALS]:
         yield (
             f"Rank {facts.rank} also raised {facts.record.survived if facts.record else ''}, but that did not end it: "

@@ -11,9 +11,9 @@ from scenes import SCENES as OTHER_SCENES
 from scenes import Scene
 from whose_fault import OF_CODE, OF_EITHER, OF_MACHINE
 
+from lightning_ncclsafe.cli.explain import RULES
 from lightning_ncclsafe.facts import Incident, IncidentKind, JobFacts, SilentHost
 from lightning_ncclsafe.facts.findings import Confidence, Diagnosis, Finding, NextStart, Plan, Severity
-from lightning_ncclsafe.rules.causes import causes
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit import Rule
 from lightning_ncclsafe.rules.planning import is_same, next_start
@@ -68,7 +68,7 @@ def test_most_faults_of_the_code_are_a_stop_and_most_of_a_machine_a_restart() ->
 
 
 def test_every_rule_that_decides_by_itself_says_on_what() -> None:
-    for rule in (rule for rules in causes().values() for rule in rules):
+    for rule in (rule for rules in RULES.values() for rule in rules):
         assert rule.plan_words in {plan.value for plan in Plan} or "``" in rule.plan_words, rule
 
 
@@ -155,5 +155,5 @@ def test_starts_are_the_same_by_cause_step_and_job() -> None:
 
 
 def test_a_plan_that_depends_is_asked_of_the_job() -> None:
-    rule: Rule[Any] = next(rule for rule in causes()["Why ranks wait"] if rule.name == "dead-rank")
+    rule: Rule[Any] = next(rule for rule in RULES["Why ranks wait"] if rule.name == "dead-rank")
     assert "unknown" in rule.plan_words and not isinstance(rule.plan, Plan)

@@ -39,7 +39,7 @@ from lightning_ncclsafe.report.tables.preflight import render_preflight, render_
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.hosts import JobHosts, core_shares
+from lightning_ncclsafe.rules.kit.hosts import JobHosts
 from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule
 from lightning_ncclsafe.rules.preflight import PREFLIGHT_RULES
 
@@ -137,23 +137,23 @@ def test_a_rank_that_knows_nothing_hides_no_cause() -> None:
 )
 def test_each_of_eight_ranks_has_eight_cores(mask: Callable[[int], tuple[int, ...]]) -> None:
     (one,) = JobHosts(host(ONE, cpus=mask)).hosts
-    assert core_shares(one) == pytest.approx(dict.fromkeys(range(8), 8.0))
+    assert one.core_shares() == pytest.approx(dict.fromkeys(range(8), 8.0))
 
 
 def test_a_quota_is_shared_by_the_ranks_in_its_group() -> None:
     (one,) = JobHosts(host(ONE, quota_cores=6.0, quota_group=lambda rank: f"/{rank // 4}")).hosts
-    assert core_shares(one) == pytest.approx(dict.fromkeys(range(8), 1.5))
+    assert one.core_shares() == pytest.approx(dict.fromkeys(range(8), 1.5))
 
 
 def test_a_wider_quota_above_may_leave_less() -> None:
     quotas = {"quotas": lambda rank: {f"/job/{rank}": 2.0, "/job": 12.0}, "quota_cores": 2.0}
     (one,) = JobHosts(host(ONE, **quotas)).hosts
-    assert core_shares(one) == pytest.approx(dict.fromkeys(range(8), 1.5))
+    assert one.core_shares() == pytest.approx(dict.fromkeys(range(8), 1.5))
 
 
 def test_a_rank_that_knows_no_cores_has_no_share() -> None:
     (one,) = JobHosts(host(ONE, 3, cpus=(), quota_cores=None)).hosts
-    assert 3 not in core_shares(one) and len(core_shares(one)) == 7
+    assert 3 not in one.core_shares() and len(one.core_shares()) == 7
 
 
 # Many, and hostile

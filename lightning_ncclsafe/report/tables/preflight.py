@@ -7,8 +7,9 @@ from lightning_ncclsafe.facts.findings import Diagnosis, Finding, Severity
 from lightning_ncclsafe.report.lines import columns, cut, first_of, safe, section, wrapped
 from lightning_ncclsafe.report.tables.data import host_words, rank_numbers
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
-from lightning_ncclsafe.rules.kit.hosts import JobHosts, checked_directories, core_shares, in_flight_bytes
+from lightning_ncclsafe.rules.kit.hosts import JobHosts, in_flight_bytes
 from lightning_ncclsafe.rules.kit.wording import ranks_words, size_words
+from lightning_ncclsafe.rules.preflight.directories import checked_directories
 from lightning_ncclsafe.rules.preflight.settings import differing_settings, versions_of
 
 Words = Callable[[float], str]
@@ -53,7 +54,7 @@ def steady(view: JobHosts, *, every: bool = False) -> dict[str, Groups[str]]:
     Args:
         every: Whether to include all settings, not only those that differ and must not; and the lists behind numbers.
     """
-    shares = {rank: share for host in view.hosts for rank, share in core_shares(host).items()}
+    shares = {rank: share for host in view.hosts for rank, share in host.core_shares().items()}
     cores = grouped({rank: f"{shares[rank]:.1f}" if rank in shares else "" for rank in view.facts})
     found = {"cores": cores} | {name: view.by(ask) for name, ask in _STEADY.items()}
     for role in sorted({one.role for facts in view.facts.values() for one in facts.directories}):

@@ -1,7 +1,7 @@
 """What a rank's main thread is doing, according to its stack, its Lightning actions and its outstanding collectives."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -9,7 +9,7 @@ from functools import lru_cache
 from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import RANK_ZERO_ONLY, Code
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import VOTE_GROUPS, Action, Collective, Frame, NotRecorded, Phase, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUPS, Collective, Frame, NotRecorded, Phase, RankFacts
 
 AGREEMENT = "agreement:"
 """Prefix of the name of an action in which a rank presents its loaders; the hook that returned them follows."""
@@ -165,11 +165,11 @@ class Activity:
 
 def activity(facts: RankFacts) -> Activity:
     """What this rank is doing."""
-    inside = facts.stack[trainer_start(facts.stack) :]
+    inside = inside_trainer(facts.stack)
     landmark, outer = _innermost_landmark(inside)
     collective = outstanding_collective(facts)
     kind, call = _kind(facts, landmark, collective)
-    action = _hook_action(facts.progress.actions)
+    action = next((one for one in reversed(facts.progress.actions) if one.name not in _WRAPPERS), None)
     condition, frame = _rank_condition(outer)
     return Activity(
         kind=kind,
@@ -182,10 +182,15 @@ def activity(facts: RankFacts) -> Activity:
         on_device=collective is not None and collective.backend.startswith("nccl"),
         exempt=landmark is not None and landmark.exempt,
         waits_alone=kind is Kind.USER
-        and (is_in(libraries.WAITS_FOR_OTHERS, _below_user(inside)) or _is_known_to_rest(facts)),
+        and (is_in(libraries.WAITS_FOR_OTHERS, below_user(inside)) or _is_known_to_rest(facts)),
         rank_condition=condition,
         condition_frame=frame,
     )
+
+
+def open_collectives(facts: RankFacts) -> Iterator[Collective]:
+    """The collectives that this rank has called and that have not completed, the oldest first; no sends or receives."""
+    return (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)
 
 
 def outstanding_collective(facts: RankFacts) -> Collective | None:
@@ -196,8 +201,7 @@ def outstanding_collective(facts: RankFacts) -> Collective | None:
     """
     votes = {group.name for group in facts.groups if group.description in VOTE_GROUPS}
     in_vote = any(frame.mark == Mark.VOTE for frame in facts.stack)
-    outstanding = (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)
-    return next((entry for entry in outstanding if (entry.group in votes) is in_vote), None)
+    return next((entry for entry in open_collectives(facts) if (entry.group in votes) is in_vote), None)
 
 
 def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
@@ -205,15 +209,18 @@ def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
     return next((frame for frame in reversed(stack) if frame.user), None)
 
 
-def _below_user(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+def below_user(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """The frames below the user's innermost line."""
-    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
-    return stack[last + 1 :]
+    return stack[_last_user(stack) + 1 :]
+
+
+def _last_user(stack: tuple[Frame, ...]) -> int:
+    return max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
 
 
 def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:
     """The condition on the rank under which this stack's work is done, and its frame; empty and None if none is."""
-    return _rank_condition(_innermost_landmark(stack[trainer_start(stack) :])[1])
+    return _rank_condition(_innermost_landmark(inside_trainer(stack))[1])
 
 
 def hook_words(name: str) -> str:
@@ -230,10 +237,6 @@ def hook_words(name: str) -> str:
     plain = before + after[after.rfind("}") + 1 :] if brace else plain
     # "SafeDDP.training_step" is the user's training_step, called through the strategy.
     return plain.rpartition(".")[2] if owner == "[Strategy" else plain
-
-
-def _hook_action(actions: tuple[Action, ...]) -> Action | None:
-    return next((action for action in reversed(actions) if action.name not in _WRAPPERS), None)
 
 
 def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[_Landmark | None, tuple[Frame, ...]]:
@@ -256,6 +259,16 @@ def trainer_start(stack: tuple[Frame, ...]) -> int:
     The frames outside of it (a sweep agent, ``if rank != -1: main()``) show nothing about what the rank is doing.
     """
     return next((index for index, frame in enumerate(stack) if starts_trainer(frame)), 0)
+
+
+def inside_trainer(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames from the one in which the Trainer starts to run; all of them if there is none."""
+    return stack[trainer_start(stack) :]
+
+
+def has_no_trainer(facts: RankFacts) -> bool:
+    """Whether a rank has no Trainer: only possible for a program that is inspected from outside."""
+    return facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN
 
 
 def _kind(facts: RankFacts, landmark: _Landmark | None, collective: Collective | None) -> tuple[Kind, str]:
@@ -284,8 +297,7 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
         return Kind.LOADER, ""
     if action == "save_checkpoint":
         return Kind.CHECKPOINT, ""
-    inside = facts.stack[trainer_start(facts.stack) :]
-    return (Kind.USER if deepest_user_frame(inside) else Kind.LIGHTNING), ""
+    return (Kind.USER if deepest_user_frame(inside_trainer(facts.stack)) else Kind.LIGHTNING), ""
 
 
 def _waits_in_c(facts: RankFacts) -> bool:
@@ -347,9 +359,8 @@ def is_in(code: Code, stack: Iterable[Frame]) -> bool:
 def is_in_wait(stack: tuple[Frame, ...]) -> bool:
     """Whether this stack waits for other ranks, below the user's deepest line."""
     landmark, outer = _innermost_landmark(stack)
-    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
     is_wait = landmark is not None and not landmark.weak and landmark.kind in (Kind.COLLECTIVE, Kind.STORE)
-    return is_wait and len(outer) > last
+    return is_wait and len(outer) > _last_user(stack)
 
 
 def is_landmark(frame: Frame) -> bool:

@@ -8,15 +8,19 @@ from lightning_ncclsafe.code.libraries import DTENSOR, FSDP
 from lightning_ncclsafe.facts import ELSE, PAST, Frame, Phase, RankFacts, UnitKind
 from lightning_ncclsafe.rules.kit.activity import (
     Kind,
+    below_user,
     condition_around,
     deepest_user_frame,
+    has_no_trainer,
+    is_in,
+    open_collectives,
     starts_trainer,
     trainer_start,
 )
 from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
 from lightning_ncclsafe.rules.kit.purpose import unit_of
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.silent_ranks import left_in_order
+from lightning_ncclsafe.rules.kit.silent_ranks import is_gone, left_in_order
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 
 # Conditions that hold on one rank only, unlike ``if rank != -1``, which holds on all; a bare name is that of a test.
@@ -55,7 +59,7 @@ def gathering_alone(view: Timeline) -> tuple[int, ...]:
     Empty if something else explains the wait: a rank that works, has raised or is silent, or all ranks are under such
     conditions or wait in the same collective.
     """
-    if view.raised or view.silent or view.working(view.facts) or not _is_out_of_step(view):
+    if view.raised or view.silent or view.working(view.facts) or not (view.divergence or view.behind):
         return ()
     ranks = tuple(rank for rank in sorted(view.facts) if _gathers(view, rank))
     others = view.facts.keys() - set(ranks)
@@ -103,34 +107,20 @@ def _is_regular(view: Timeline, rank: int, frame: Frame | None) -> bool:
     return frame is not None and (frame.file, frame.line) in lines
 
 
-def _is_out_of_step(view: Timeline) -> bool:
-    """Whether ranks have called different collectives, or some have not called what others wait in."""
-    return view.divergence is not None or bool(view.behind)
-
-
 def _gathers(view: Timeline, rank: int) -> bool:
     doing, facts = view.activities[rank], view.facts[rank]
     if not doing.rank_condition or doing.kind is not Kind.COLLECTIVE or doing.collective is None:
         return False
     # On a device, the main thread may wait for what the training has called before.
-    is_called_here = not doing.on_device or _is_sole(facts)
+    is_called_here = not doing.on_device or len([*open_collectives(facts)]) == 1
     unit = unit_of(doing.collective, facts)
     is_unit = unit is not None and unit.kind in _SHARDED
     return is_called_here and (is_unit or _in_sharded_call(facts.stack))
 
 
-def _is_sole(facts: RankFacts) -> bool:
-    return len([entry for entry in facts.collectives if not entry.completed and not entry.is_p2p]) == 1
-
-
 def _in_sharded_call(stack: tuple[Frame, ...]) -> bool:
     """Whether FSDP or a DTensor has called what this stack is in, below the user's deepest line."""
-    for frame in reversed(stack):
-        if frame.user:
-            return False
-        if _SHARDED_CODE.has(frame.file, frame.function):
-            return True
-    return False
+    return is_in(_SHARDED_CODE, below_user(stack))
 
 
 @once
@@ -141,9 +131,9 @@ def alone_in_trainer(view: Timeline) -> dict[int, str]:
     or they have exited normally.
     """
     # After `if rank == 0: return` the other ranks call it, and none of them alone.
-    first = {rank: facts for rank, facts in view.facts.items() if facts.local_rank == 0 and not _has_no_trainer(facts)}
+    first = {rank: facts for rank, facts in view.facts.items() if facts.local_rank == 0 and not has_no_trainer(facts)}
     conditions = {rank: condition for rank, facts in first.items() if (condition := _around_trainer(facts))}
-    calls = {rank: _calls_of_trainer(facts) for rank, facts in view.facts.items()}
+    calls = {rank: tuple((frame.file, frame.line) for frame in _outside(facts)) for rank, facts in view.facts.items()}
     alone = {calls[rank] for rank in conditions}
     others = [calls[rank] for rank in view.facts if rank not in conditions]
     are_elsewhere = bool(others or view.silent) and all(call and call not in alone for call in others)
@@ -154,17 +144,12 @@ def alone_in_trainer(view: Timeline) -> dict[int, str]:
     return conditions
 
 
-def _has_no_trainer(facts: RankFacts) -> bool:
-    """Whether a rank has no Trainer: only possible for a program that is inspected from outside."""
-    return facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN
-
-
 def _may_be_outside(view: Timeline, rank: int) -> bool:
     """Whether a silent rank may have left the Trainer, or the program, as far as other processes see."""
     process = view.witnesses.get(rank)
     if process is None or process.state == "sleeping":
         return True
-    return process.state in ("gone", "zombie") and left_in_order(process)
+    return is_gone(view, rank) and left_in_order(process)
 
 
 @once
@@ -199,10 +184,6 @@ def _is_of_rank_zero(condition: str) -> bool:
     known = _OF_OTHERS if condition.startswith((ELSE, PAST)) else _OF_RANK_ZERO
     # The rest of its line, behind the colon, is not part of the condition.
     return known.search(condition.partition(":")[0]) is not None
-
-
-def _calls_of_trainer(facts: RankFacts) -> tuple[tuple[str, int], ...]:
-    return tuple((frame.file, frame.line) for frame in _outside(facts))
 
 
 def _outside(facts: RankFacts) -> tuple[Frame, ...]:

@@ -9,11 +9,11 @@ from typing import Any
 from lightning_ncclsafe.code.libraries import PROCESSES, WAITS_FOR_THREADS
 from lightning_ncclsafe.facts import CaughtException, Frame, IncidentKind, JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, hook_words, is_in, trainer_start
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, hook_words, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.exception_messages import error_words
 from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
 from lightning_ncclsafe.rules.kit.rule import Rule, once
-from lightning_ncclsafe.rules.kit.timeline import Timeline, timeline
+from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of, timeline
 from lightning_ncclsafe.rules.kit.wording import condition_words, duration_words, joined, location_of, short_location
 
 # An exception that was raised this often is part of how the code works: it is listed, but explains nothing.
@@ -197,12 +197,9 @@ def _kind(error: CaughtException) -> tuple[str, str]:
 
 def _frame_in_try(view: Timeline, rank: int) -> Frame | None:
     """The innermost user frame below the Trainer that is within a ``try`` whose exceptions are caught."""
-    facts, witness = view.facts.get(rank), view.witnesses.get(rank)
-    stack = witness.stack if facts is None and witness is not None else ()
-    if facts is not None:
-        stack = facts.exception.stack if facts.exception is not None else facts.stack
-    inside = stack[trainer_start(stack) :]
-    return next((frame for frame in reversed(inside) if frame.user and frame.handler), None)
+    return next(
+        (frame for frame in reversed(inside_trainer(stack_of(view, rank))) if frame.user and frame.handler), None
+    )
 
 
 def skipped_words(frame: Frame, others: str) -> str:

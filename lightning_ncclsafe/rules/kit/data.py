@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from lightning_ncclsafe.facts import DataFacts, JobFacts, LoaderFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.rule import View
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words
+from lightning_ncclsafe.rules.kit.rule import Rules, View
+from lightning_ncclsafe.rules.kit.wording import capitalised, counted, plural, ranks_words
 
 _T = TypeVar("_T")
 _X = TypeVar("_X")
@@ -244,6 +244,9 @@ class JobData(View):
         return "raise" if policies.differ else policies.parts[0][0]
 
 
+HOW_DATA_DIFFERS = Rules(JobData)
+agreement_rule = HOW_DATA_DIFFERS.rule
+
 _LISTED = 4
 _EVIDENCE = 8
 
@@ -266,8 +269,7 @@ def spread_words(groups: Groups[_T], words: Callable[[_T], str] = value_words) -
 
 def count_words(unit: str) -> Callable[[int | None], str]:
     """A function that writes a number in this unit: ``"1,250 batches"``."""
-    many = f"{unit}es" if unit.endswith("h") else f"{unit}s"
-    return lambda count: f"no {many}" if count is None else f"{count:,} {unit if count == 1 else many}"
+    return lambda count: f"no {plural(unit)}" if count is None else counted(count, unit)
 
 
 def value_evidence(groups: Groups[_T], words: Callable[[_T], str] = value_words) -> tuple[Evidence, ...]:

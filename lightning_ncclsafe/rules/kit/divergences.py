@@ -5,17 +5,16 @@ What stacks show of ranks that wait in different calls is in ``waits``.
 
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.code.libraries import BACKWARD, DISTRIBUTED, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
+from lightning_ncclsafe.code.libraries import BACKWARD, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import (
     Kind,
     condition_around,
     deepest_user_frame,
+    inside_trainer,
     is_in,
-    is_landmark,
     starts_trainer,
-    trainer_start,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import (
     beyond_try,
@@ -36,16 +35,15 @@ from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.sentences import phase_evidence, place_words, stack_evidence, where_words
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline
-from lightning_ncclsafe.rules.kit.user_lines import stack_of
-from lightning_ncclsafe.rules.kit.waits import condition_of, out_of_step, under_rank_condition
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, minority, stack_of
+from lightning_ncclsafe.rules.kit.user_lines import called_at
+from lightning_ncclsafe.rules.kit.waits import condition_of, is_of_wait, out_of_step, under_rank_condition
 from lightning_ncclsafe.rules.kit.wording import (
     call_words,
     capitalised,
     clause,
     collective_words,
     encloses_words,
-    joined,
     ranks_words,
     verb,
 )
@@ -89,14 +87,12 @@ def _few_by_room(view: Timeline, split: Divergence) -> tuple[int, ...]:
         if len(fits) != 1:
             return ()
         called[fits[0]].append(rank)
-    most, *others = sorted(called, key=len, reverse=True)
-    is_most = bool(others) and len(others[0]) < len(most)
-    return tuple(sorted(rank for few in others for rank in few)) if is_most else ()
+    return minority(called)
 
 
 def overrun_ranks(view: Timeline, split: Divergence) -> tuple[int, ...]:
     """Members on gloo whose process is gone: gloo aborts a process that receives more than it has room for."""
-    group = next((group for group in view.groups if group.name == split.group), None)
+    group = view.groups_by_name.get(split.group)
     if group is None or not all(call.backend == "gloo" for call in split.calls.values()):
         return ()
     return tuple(rank for rank in view.silent if is_gone(view, rank) and rank in group.members)
@@ -144,13 +140,16 @@ def callers_and_aborted(view: Timeline, split: Divergence) -> tuple[int, ...]:
 def calls_words(view: Timeline, split: Divergence) -> str:
     """``"ranks 0-2 called all_reduce (8 elements) and rank 3 called barrier"``."""
     different = split.variants
-    listed = [f"{ranks_words(who)} called {_call_words(view, call, who[0])}" for call, who in different[:_VARIANTS]]
+    listed = [
+        f"{ranks_words(who)} called {_call_words(call, view.facts[who[0]])}" for call, who in different[:_VARIANTS]
+    ]
     more = len(different) - _VARIANTS
     return " and ".join(listed) + (f" and {more} other variants" if more > 0 else "")
 
 
-def _call_words(view: Timeline, call: Collective, rank: int) -> str:
-    return joined((call_words(call), f"for {words}" if (words := unit_words(call, view.facts[rank])) else ""))
+def _call_words(call: Collective, facts: RankFacts) -> str:
+    unit = unit_words(call, facts)
+    return f"{call_words(call)} for {unit}" if unit else call_words(call)
 
 
 def call_evidence(split: Divergence) -> Iterator[Evidence]:
@@ -202,7 +201,7 @@ def same_purpose(view: Timeline, split: Divergence) -> bool | None:
     known = [purpose for purpose in purposes if purpose is not None]
     if len(known) < len(purposes):
         stacks = [stack_of(view, rank) for rank, call in split.calls.items() if _is_present(view, rank, call)]
-        are_users = {deepest_user_frame(stack[trainer_start(stack) :]) is not None for stack in stacks}
+        are_users = {deepest_user_frame(inside_trainer(stack)) is not None for stack in stacks}
         all_known = len(stacks) == len(split.calls) and all(stacks)
         return False if all_known and len(are_users) > 1 else None
     if len({purpose[:2] for purpose in known}) > 1:
@@ -232,11 +231,11 @@ def _caller(stack: tuple[Frame, ...]) -> tuple[str, str, int] | None:
 
     FSDP gathers many parts of the model from one line of forward.
     """
-    inside = stack[trainer_start(stack) :]
+    inside = inside_trainer(stack)
     for frame in reversed(inside):
         if FSDP.has(frame.file, frame.function) or starts_trainer(frame):
             return None
-        if frame.user or (not is_landmark(frame) and not DISTRIBUTED.has(frame.file, frame.function)):
+        if frame.user or not is_of_wait(frame):
             return frame.file, frame.function, frame.line
     return None
 
@@ -263,9 +262,8 @@ def is_at_words(view: Timeline, rank: int) -> str:
 
 def was_at_words(view: Timeline, rank: int) -> str:
     """The user's line that a rank was at, or what of Lightning or DDP it was in."""
-    stack = stack_of(view, rank)
-    known = (words for code, words in _CALLING_CODE if is_in(code, stack))
-    return place_words(deepest_user_frame(stack[trainer_start(stack) :])) or next(known, "in Lightning's own code")
+    known = (words for code, words in _CALLING_CODE if is_in(code, stack_of(view, rank)))
+    return place_words(called_at(view, rank)) or next(known, "in Lightning's own code")
 
 
 def silent_words(view: Timeline) -> str:

@@ -27,12 +27,12 @@ def expected_for_s(job: JobFacts, limit_s: Callable[[str], float]) -> float:
     incident = job.incident
     if _is_alarming(job):
         return 0.0
-    line = timeline(job)
+    view = timeline(job)
     try:
-        awaited = tuple(_awaited(line))
+        awaited = tuple(_awaited(view))
         # If all wait and none is behind, the collective itself takes long: the first one connects.
-        slow = awaited or line.waiting
-        left = [_left_s(line, line.facts[rank], limit_s, is_awaited=bool(awaited)) for rank in slow]
+        slow = awaited or view.waiting
+        left = [_left_s(view, view.facts[rank], limit_s, is_awaited=bool(awaited)) for rank in slow]
     finally:
         forget()
     # No wait goes unreported for longer than this, whatever progress the awaited ranks make.
@@ -50,10 +50,10 @@ def announced_for_s(job: JobFacts) -> float:
     """
     if _is_alarming(job):
         return 0.0
-    line = timeline(job)
-    awaited = [line.facts[rank] for rank in line.stragglers] if line.waiting else []
+    view = timeline(job)
+    actions = [view.facts[rank].progress.actions for rank in view.stragglers] if view.waiting else []
     forget()
-    if not awaited or not all(map(_has_paused, awaited)):
+    if not actions or not all(any(action.name.startswith(PAUSE) for action in own) for own in actions):
         return 0.0
     return max(min(_ASKED_AGAIN_S, job.incident.timeout_s - job.incident.idle_s), 0.0)
 
@@ -69,22 +69,18 @@ def busy_for_s(job: JobFacts) -> float:
     """
     if _is_alarming(job):
         return 0.0
-    line = timeline(job)
-    opener = line.activities.get(job.incident.opened_by)
+    view = timeline(job)
+    opener = view.activities.get(job.incident.opened_by)
     if opener is None or not opener.waits_alone:
         return 0.0
     after_s = job.incident.suspect_after_s
     left_s = after_s - min(facts.progress.idle_s for facts in job.ranks)
-    is_awaited = any(doing.waits_for_peers for doing in line.activities.values())
-    is_concern = is_awaited or line.each_waits_alone
+    is_awaited = any(doing.waits_for_peers for doing in view.activities.values())
+    is_concern = is_awaited or view.each_waits_alone
     forget()
     if left_s > 0:
         return left_s
     return 0.0 if is_concern else after_s
-
-
-def _has_paused(facts: RankFacts) -> bool:
-    return any(action.name.startswith(PAUSE) for action in facts.progress.actions)
 
 
 def _is_alarming(job: JobFacts) -> bool:
@@ -97,15 +93,15 @@ def is_compiling(stack: Iterable[Frame]) -> bool:
     return is_in(_COMPILES, stack)
 
 
-def _awaited(line: Timeline) -> Iterable[int]:
-    if line.waiting:
-        return line.stragglers
-    return (rank for rank, doing in line.activities.items() if doing.waits_for_data or doing.waits_alone)
+def _awaited(view: Timeline) -> Iterable[int]:
+    if view.waiting:
+        return view.stragglers
+    return (rank for rank, doing in view.activities.items() if doing.waits_for_data or doing.waits_alone)
 
 
-def _left_s(line: Timeline, facts: RankFacts, limit_s: Callable[[str], float], *, is_awaited: bool) -> float:
+def _left_s(view: Timeline, facts: RankFacts, limit_s: Callable[[str], float], *, is_awaited: bool) -> float:
     phase_kind = phase_kind_of(facts.progress)
-    is_busy = is_compiling(facts.stack) or line.activities[facts.rank].kind is Kind.CHECKPOINT
+    is_busy = is_compiling(facts.stack) or view.activities[facts.rank].kind is Kind.CHECKPOINT
     if not phase_kind.is_long and not (is_awaited and is_busy):
         return 0.0
     return min(LONG_S, limit_s(phase_kind.limit_name) / 2) - _idle_or_saving_s(facts)

@@ -131,7 +131,8 @@ def with_thread_locks(findings: Iterable[Finding], job: JobFacts) -> list[Findin
         frame = deepest_user_frame(lock.stack)
         where = f"; it is at {short_location(frame)}" if frame is not None and not lock.is_own else ""
         taken = f" at {short_location(lock.taken_at)}" if lock.taken_at is not None else ""
-        text = f"Rank {rank} waits there for `{lock.lock}`, which {_held_words(lock)}{taken}{where}."
+        holder = "the same thread has already taken" if lock.is_own else f"its thread {lock.thread!r} has taken"
+        text = f"Rank {rank} waits there for `{lock.lock}`, which {holder}{taken}{where}."
         completed[0] = replace(
             first,
             summary=joined((first.summary, text)),
@@ -139,10 +140,6 @@ def with_thread_locks(findings: Iterable[Finding], job: JobFacts) -> list[Findin
             remedy=_REMEDY_AGAIN if lock.is_own else _REMEDY_THREADS,
         )
     return completed
-
-
-def _held_words(lock: ThreadLockFacts) -> str:
-    return "the same thread has already taken" if lock.is_own else f"its thread {lock.thread!r} has taken"
 
 
 def _thread_evidence(rank: int, lock: ThreadLockFacts) -> Iterator[Evidence]:

@@ -20,10 +20,16 @@ from lightning_ncclsafe.code.libraries import (
 )
 from lightning_ncclsafe.facts import Collective, Frame, RankFacts, element_bytes
 from lightning_ncclsafe.facts.findings import Evidence
-from lightning_ncclsafe.rules.kit.activity import condition_around, deepest_user_frame, is_in, trainer_start
+from lightning_ncclsafe.rules.kit.activity import (
+    below_user,
+    condition_around,
+    deepest_user_frame,
+    inside_trainer,
+    is_in,
+)
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone, signal_of
-from lightning_ncclsafe.rules.kit.timeline import Timeline
+from lightning_ncclsafe.rules.kit.timeline import Timeline, minority, stack_of
 from lightning_ncclsafe.rules.kit.wording import numel
 
 # torch's frames between the caller's line and the collective.
@@ -84,8 +90,7 @@ def _ended_in_collective(view: Timeline, rank: int) -> bool:
 
 
 def _is_in_collective(stack: tuple[Frame, ...]) -> bool:
-    last = max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
-    return is_in(_COLLECTIVES, stack[last + 1 :][-_NEAR:])
+    return is_in(_COLLECTIVES, below_user(stack)[-_NEAR:])
 
 
 @once
@@ -101,7 +106,7 @@ def aborted_elsewhere(view: Timeline) -> tuple[int, ...]:
     if not ended or not all(view.witnesses[rank].stack for rank in ended):
         return ()
     own = {_site(view.witnesses[rank].stack) for rank in ended}
-    others = {_site(_stack(facts)) for facts in view.facts.values()}
+    others = {_site(stack_of(view, rank)) for rank in view.facts}
     may_have_moved_on = any(site.is_users for site in own) and not all(site.is_users for site in others)
     sizes = _overrun_of_any(view, ended)
     received = sizes[0] if sizes is not None else None
@@ -165,7 +170,7 @@ def call_by_size(view: Timeline) -> CallBySize | None:
         return None
     call = next(iter(fitting.values()))
     stack = view.witnesses[ended[0]].stack
-    frame, own = deepest_user_frame(call.stack), deepest_user_frame(stack[trainer_start(stack) :])
+    frame, own = deepest_user_frame(call.stack), deepest_user_frame(inside_trainer(stack))
     # It may have moved on to a call of Lightning's while the call is in flight.
     is_there = own is None or frame is None or (own.file, own.line) == (frame.file, frame.line)
     return CallBySize(call, frame, next(iter(sent.values())), tuple(sent)) if frame and is_there else None
@@ -175,12 +180,9 @@ def minority_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
     """The ranks that were not in the call that most of these were in, by their lines; empty if there is no majority."""
     by_site: dict[_Site, list[int]] = {}
     for rank in ranks:
-        stack = _stack(view.facts[rank]) if rank in view.facts else view.witnesses[rank].stack
-        if stack:
+        if stack := stack_of(view, rank):
             by_site.setdefault(_site(stack), []).append(rank)
-    most, *others = sorted(by_site.values(), key=len, reverse=True) or [[]]
-    is_most = bool(others) and len(others[0]) < len(most)
-    return tuple(sorted(rank for few in others for rank in few)) if is_most else ()
+    return minority(by_site.values())
 
 
 def _sent_at_once(facts: RankFacts, world_size: int) -> tuple[int, ...]:
@@ -220,7 +222,7 @@ class _Site(NamedTuple):
 
 
 def _site(stack: tuple[Frame, ...]) -> _Site:
-    inside = stack[trainer_start(stack) :]
+    inside = inside_trainer(stack)
     frame = deepest_user_frame(inside)
     if frame is not None:
         return _Site(True, (frame.file, frame.function, condition_around(stack)[0]))
@@ -244,11 +246,7 @@ def is_of_fsdp(facts: RankFacts) -> bool:
 
 
 def _near(facts: RankFacts) -> tuple[Frame, ...]:
-    return _stack(facts)[-_NEAR:]
-
-
-def _stack(facts: RankFacts) -> tuple[Frame, ...]:
-    return facts.exception.stack if facts.exception else facts.stack
+    return (facts.exception.stack if facts.exception is not None else facts.stack)[-_NEAR:]
 
 
 def gloo_abort_words(view: Timeline, ended: Iterable[int]) -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from lightning_ncclsafe.facts import DirectoryFacts, JobFacts, PreflightFacts
+from lightning_ncclsafe.facts import JobFacts, PreflightFacts
 from lightning_ncclsafe.rules.kit.data import Groups, grouped
-from lightning_ncclsafe.rules.kit.rule import View
+from lightning_ncclsafe.rules.kit.rule import Rules, View
 from lightning_ncclsafe.rules.kit.wording import ranks_words
 
 _T = TypeVar("_T")
@@ -41,6 +41,29 @@ class Host:
         for rank, facts in self.facts.items():
             alike[self.names[rank], ask(facts)][rank] = facts
         return list(alike.values())
+
+    def quotas(self, rank: int) -> dict[Hashable, float]:
+        """A rank's quotas of cores by container and control group; two containers may have groups of one path."""
+        capacity = self.facts[rank].capacity
+        quotas = capacity.quotas or ({capacity.quota_group: capacity.quota_cores} if capacity.quota_cores else {})
+        return {(self.names[rank], group): quota for group, quota in quotas.items()}
+
+    def core_shares(self) -> dict[int, float]:
+        """Each rank's share of the cores: every core is divided among the ranks that may run on it.
+
+        A share is at most the rank's part of each quota of its control group and of the groups above. Ranks whose cores
+        are unknown are left out.
+        """
+        users = Counter(cpu for facts in self.facts.values() for cpu in facts.capacity.cpus)
+        members = Counter(group for rank in self.facts for group in self.quotas(rank))
+        shares = {}
+        for rank, facts in self.facts.items():
+            mask = sum(1 / users[cpu] for cpu in facts.capacity.cpus)
+            parts = [quota / members[group] for group, quota in self.quotas(rank).items()]
+            known = [share for share in (mask, *parts) if share > 0]
+            if known:
+                shares[rank] = min(known)
+        return shares
 
 
 class JobHosts(View):
@@ -90,6 +113,10 @@ class JobHosts(View):
         return f"{ranks_words(listed)} ({hosts})" if hosts else ranks_words(listed)
 
 
+WHAT_HOSTS_LACK = Rules(JobHosts)
+preflight_rule = WHAT_HOSTS_LACK.rule
+
+
 def total(values: Iterable[int | None]) -> int:
     """The sum of those that are known."""
     return sum(value for value in values if value is not None)
@@ -108,78 +135,3 @@ def most(values: Iterable[_T | None], default: _T) -> _T:
 def in_flight_bytes(facts: PreflightFacts) -> int:
     """Memory of the batches that a rank's workers hold ready; 0 if unknown."""
     return (facts.load.batches_in_flight or 0) * (facts.load.batch_bytes or 0)
-
-
-def core_pools(host: Host) -> list[tuple[int, ...]]:
-    """Ranks that share the same cores under the same quotas; ranks that are not bound are one pool."""
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, facts in host.facts.items():
-        alike[frozenset(_quotas(host, rank)), facts.capacity.cpus].append(rank)
-    return [tuple(ranks) for ranks in alike.values()]
-
-
-def core_shares(host: Host) -> dict[int, float]:
-    """Each rank's share of the cores: every core is divided among the ranks that may run on it.
-
-    A share is at most the rank's part of each quota of its control group and of the groups above. Ranks whose cores are
-    unknown are left out.
-    """
-    users = Counter(cpu for facts in host.facts.values() for cpu in facts.capacity.cpus)
-    members = Counter(group for rank in host.facts for group in _quotas(host, rank))
-    shares = {}
-    for rank, facts in host.facts.items():
-        mask = sum(1 / users[cpu] for cpu in facts.capacity.cpus)
-        parts = [quota / members[group] for group, quota in _quotas(host, rank).items()]
-        known = [share for share in (mask, *parts) if share > 0]
-        if known:
-            shares[rank] = min(known)
-    return shares
-
-
-def threads(facts: PreflightFacts, share: float) -> int:
-    """How many busy threads a rank has besides its workers.
-
-    A pool of threads no larger than the rank's share is what torch and Lightning set by default, and works in bursts;
-    with a GPU it has next to nothing to do. In both cases only the main thread counts.
-    """
-    pool = facts.load.omp_threads or 1
-    return 1 if facts.is_cuda or pool <= max(share, 1.0) else pool
-
-
-def _quotas(host: Host, rank: int) -> dict[Hashable, float]:
-    """Quotas by container and group: the paths of groups in two containers may be the same."""
-    capacity = host.facts[rank].capacity
-    quotas = capacity.quotas or ({capacity.quota_group: capacity.quota_cores} if capacity.quota_cores else {})
-    return {(host.names[rank], group): quota for group, quota in quotas.items()}
-
-
-WRITTEN = ("logs", "checkpoints")
-"""The roles of directories that the run writes to."""
-
-_NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2"} | {
-    "orangefs",
-    "panfs",
-    "smb3",
-    "smbfs",
-    "virtiofs",
-    "wekafs",
-}
-
-CheckedDirectory = dict[int, DirectoryFacts]
-"""What some ranks have found about one directory."""
-
-
-def checked_directories(view: JobHosts) -> list[CheckedDirectory]:
-    """The directories that ranks have checked, by role and path, each with what its ranks found."""
-    found: dict[tuple[str, str], CheckedDirectory] = defaultdict(dict)
-    for rank, facts in view.facts.items():
-        for directory in facts.directories:
-            found[directory.role, directory.path][rank] = directory
-    return list(found.values())
-
-
-def path_words(directory: DirectoryFacts) -> str:
-    """``"the logs at /mnt/logs (nfs4, a network file system)"``."""
-    kind = directory.filesystem
-    network = ", a network file system" if kind in _NETWORK or kind.startswith("fuse.") else ""
-    return f"the {directory.role} at {directory.path}{f' ({kind}{network})' if kind else ''}"

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_ncclsafe.facts import Collective, HostFacts, ProcessFacts, RankFacts, StorageFacts
-from lightning_ncclsafe.facts.findings import Evidence
-from lightning_ncclsafe.rules.kit.timeline import GroupView, Timeline
+from lightning_ncclsafe.facts.findings import Confidence, Evidence
+from lightning_ncclsafe.rules.kit.rule import named_by, once
+from lightning_ncclsafe.rules.kit.timeline import WHY_RANKS_WAIT, GroupView, Timeline
 from lightning_ncclsafe.rules.kit.wording import duration_words, size_words
 
 
@@ -50,6 +51,13 @@ def wait_of(channel: str) -> Wait:
         channel: Name of the function (``/proc/PID/wchan``); empty where unknown.
     """
     return next((wait for wait, names in _COMPILED if names.match(channel)), Wait.UNKNOWN) if channel else Wait.UNKNOWN
+
+
+@once
+def delayed_by_machine(view: Timeline) -> frozenset[int]:
+    """Ranks that at least likely lack a core or memory, collect garbage, or wait for storage."""
+    rules = (rule for rule in WHY_RANKS_WAIT if rule.is_of_machine)
+    return named_by(view, *rules, least=Confidence.LIKELY)
 
 
 # A host that has read back less than this since the start is not delayed by swapping.

@@ -153,7 +153,9 @@ def different_counts(view: Timeline) -> DifferentCounts | None:
         for kind in range(max(len(one.counts) for one in made.values())):
             if final := _final_counts(made, kind):
                 similar = _similar_batch(by_rank[next(iter(final))], batch)
-                before = {rank: counts for rank in final if (counts := _made_up_to(by_rank[rank], similar)) is not None}
+                before = {
+                    rank: counts for rank in final if (counts := _last_counts(by_rank[rank], similar)) is not None
+                }
                 return DifferentCounts(batch, kind, final, before)
         if not all(one.is_over for one in made.values()):
             return None
@@ -197,7 +199,7 @@ def _made_in(steps: StepFacts, batch: tuple[int, ...]) -> BatchCounts:
     if batch > (steps.passes_epoch, steps.passes_batch):
         is_this = steps.under_way[:2] == batch
         return BatchCounts(steps.under_way[2:], called=_called(steps, len(steps.passes))) if is_this else BatchCounts()
-    return _last_counts(steps, [run[:2] <= batch for run in steps.passes]) or BatchCounts(is_over=True)
+    return _last_counts(steps, batch) or BatchCounts(is_over=True)
 
 
 def _similar_batch(steps: StepFacts, batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -213,13 +215,9 @@ def _run_of(steps: StepFacts, batch: tuple[int, ...]) -> tuple[int, ...]:
     return next((run for run in reversed(steps.passes) if run[:2] <= batch), ())
 
 
-def _made_up_to(steps: StepFacts, batch: tuple[int, ...]) -> BatchCounts | None:
-    return _last_counts(steps, [run[:2] <= batch for run in steps.passes])
-
-
-def _last_counts(steps: StepFacts, is_earlier: list[bool]) -> BatchCounts | None:
-    """The counts of the last of these runs of equal batches."""
-    index = max((index for index, earlier in enumerate(is_earlier) if earlier), default=None)
+def _last_counts(steps: StepFacts, batch: tuple[int, ...]) -> BatchCounts | None:
+    """The counts of the run of equal batches that this batch is in; of the last run before it if it is in none."""
+    index = max((index for index, run in enumerate(steps.passes) if run[:2] <= batch), default=None)
     return None if index is None else BatchCounts(steps.passes[index][2:], True, _called(steps, index))
 
 

@@ -67,18 +67,14 @@ def _position(facts: RankFacts) -> Position:
         return Position(-1, -1, progress.batch_idx)
     stage = 2 if progress.phase is Phase.VALIDATE else 0
     # This may not have been the last batch of its data: a StopIteration ends an epoch, too.
-    is_past = (_past_last_batch(progress) and not _raised_in_batch(facts)) or (stage == 0 and _ends_epoch(facts))
+    is_past = _past_last_batch(progress) and not _raised_in_batch(facts)
+    is_past = is_past or (stage == 0 and is_in(END_OF_EPOCH, facts.stack))
     return Position(progress.epoch, stage + is_past, progress.batch_idx)
 
 
 def _raised_in_batch(facts: RankFacts) -> bool:
     """Whether an exception was raised within a batch: the rank has left all actions since, but not its data."""
     return facts.exception is not None and is_in(BATCH, facts.exception.stack)
-
-
-def _ends_epoch(facts: RankFacts) -> bool:
-    """Whether a rank is in what Lightning does at the end of a training epoch."""
-    return is_in(END_OF_EPOCH, facts.stack)
 
 
 def _past_last_batch(progress: Progress) -> bool:
@@ -143,12 +139,9 @@ def _may_be_left_behind(view: Timeline, ended: tuple[int, ...], still: tuple[int
     """
     are_seen = different_waits(view) is not None
     is_early = all(view.facts[rank].progress.batch_idx < 1 for rank in still)
-    # Not every rank needs to have this callback, or the value that it monitors.
-    return are_seen and is_early and all(in_own_call(view, rank) or _votes_on_stopping(view, rank) for rank in ended)
-
-
-def _votes_on_stopping(view: Timeline, rank: int) -> bool:
-    return is_in(EARLY_STOPPING, view.facts[rank].stack)
+    # Not every rank needs to have EarlyStopping, or the value that it monitors.
+    in_vote = {rank for rank in ended if is_in(EARLY_STOPPING, view.facts[rank].stack)}
+    return are_seen and is_early and all(rank in in_vote or in_own_call(view, rank) for rank in ended)
 
 
 def _is_explained(view: Timeline) -> bool:

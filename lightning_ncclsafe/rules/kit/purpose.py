@@ -1,8 +1,6 @@
 """The purpose of a collective: the part of the model that has its size, or what the calling frames show."""
 
-import math
 import re
-from collections.abc import Iterable
 from enum import Enum
 from functools import lru_cache
 
@@ -10,8 +8,8 @@ from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind
-from lightning_ncclsafe.rules.kit.activity import is_in
-from lightning_ncclsafe.rules.kit.wording import numel, size_words
+from lightning_ncclsafe.rules.kit.activity import is_in, open_collectives
+from lightning_ncclsafe.rules.kit.wording import elements, numel, size_words
 
 _LISTED = 4
 # "model.layers.4" of "model.layers.4.attention.wq": the blocks of a model are numbered.
@@ -49,7 +47,7 @@ def matches(unit: ModelUnit, call: Collective) -> bool:
         return True
     if unit.groups and call.group not in unit.groups:
         return False
-    gives, takes = _elements(call.input_sizes), _elements(call.output_sizes)
+    gives, takes = elements(call.input_sizes), elements(call.output_sizes)
     if _gathers(call):
         shards = unit.shard_elements
         # Gloo may record only one of a list of outputs.
@@ -66,10 +64,6 @@ def _reduced(unit: ModelUnit) -> tuple[int, ...]:
 
 def _gathers(call: Collective) -> bool:
     return "all_gather" in call.op or "allgather" in call.op
-
-
-def _elements(sizes: Iterable[tuple[int, ...]]) -> int:
-    return sum(math.prod(size) for size in sizes)
 
 
 def unit_words(call: Collective, facts: RankFacts) -> str:
@@ -111,8 +105,7 @@ def _metric_words(facts: RankFacts) -> str:
 
 def _part(call: Collective, facts: RankFacts) -> _Part:
     """The part of the step that the stack is in; unknown if earlier lines may have called this collective."""
-    outstanding = [entry for entry in facts.collectives if not entry.completed and not entry.is_p2p]
-    if call.backend.startswith("nccl") and len(outstanding) > 1:
+    if call.backend.startswith("nccl") and len([*open_collectives(facts)]) > 1:
         return _Part.UNKNOWN
     for frame in reversed(facts.stack):
         if (part := _part_of(frame.file, frame.function)) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import ChildProcess, ExceptionFacts, Frame, IncidentKind, Phase, Progress, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
-from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame
+from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame, has_no_trainer
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
 from lightning_ncclsafe.rules.kit.purpose import begins_another_forward, purpose_words
 from lightning_ncclsafe.rules.kit.rule import once
@@ -128,62 +128,57 @@ def place_words(frame: Frame | None) -> str:
     return f"at {short_location(frame)}" if frame is not None else ""
 
 
-def where_words(timeline: Timeline, rank: int) -> str:
+def where_words(view: Timeline, rank: int) -> str:
     """Where a rank is: ``"in Net.on_fit_end at train.py:73 in evaluate, batch 11 of epoch 0, for 41 s"``."""
-    doing, progress = timeline.activities[rank], timeline.facts[rank].progress
-    span = _span_words(timeline, rank)
+    doing, progress = view.activities[rank], view.facts[rank].progress
+    span = _span_words(view, rank)
     if doing.kind is Kind.FINISHED:
         after = f", after {batch_words(progress)}" if progress.batch_idx >= 0 else ""
         return f"past the end of the Trainer{after}, {span}"
     hook = f"in {doing.hook}" if doing.hook else ""
     where = " ".join(part for part in (hook, place_words(doing.place)) if part)
     # The batches of a program without a Trainer are unknown.
-    batch = batch_words(progress) if not _has_no_trainer(timeline, rank) else ""
+    batch = batch_words(progress) if not has_no_trainer(view.facts[rank]) else ""
     return ", ".join(filter(None, (where or f"in {doing.kind.value}", batch, span)))
 
 
-def _span_words(timeline: Timeline, rank: int) -> str:
+def _span_words(view: Timeline, rank: int) -> str:
     """For how long a rank has been there; an inspection knows only for how long it has looked."""
-    facts = timeline.facts[rank]
+    facts = view.facts[rank]
     if facts.inspection is None:
-        return f"for {duration_words(timeline.activities[rank].hook_for_s)}"
+        return f"for {duration_words(view.activities[rank].hook_for_s)}"
     return "and moves" if facts.inspection.moved else f"for at least {duration_words(facts.inspection.idle_s)}"
 
 
-def _has_no_trainer(timeline: Timeline, rank: int) -> bool:
-    facts = timeline.facts[rank]
-    return facts.inspection is not None and facts.progress.phase is Phase.UNKNOWN
-
-
-def wait_words(timeline: Timeline, rank: int) -> str:
+def wait_words(view: Timeline, rank: int) -> str:
     """What a rank waits in: ``"Lightning's per-batch SIGTERM broadcast (broadcast, sequence number 7, 1 element)"``."""
-    doing = timeline.activities[rank]
+    doing = view.activities[rank]
     if doing.kind is Kind.LOCK:
         return doing.call
-    means = purpose_words(doing.collective, timeline.facts[rank])
+    means = purpose_words(doing.collective, view.facts[rank])
     if doing.collective is None:
         return means or doing.call or doing.kind.value
     return collective_words(doing.collective, means)
 
 
-def others_wait(timeline: Timeline, ranks: Iterable[int] = ()) -> str:
+def others_wait(view: Timeline, ranks: Iterable[int] = ()) -> str:
     """``"ranks 1-3 wait in …"``, equal waits together; empty if no other ranks than these wait."""
     # Each of many silent ranks may be a finding of its own, and the same ranks wait for all of them.
-    return _others_wait(timeline, frozenset(rank for rank in ranks if rank in timeline.facts))
+    return _others_wait(view, frozenset(rank for rank in ranks if rank in view.facts))
 
 
 @once
-def _others_wait(timeline: Timeline, ranks: frozenset[int]) -> str:
+def _others_wait(view: Timeline, ranks: frozenset[int]) -> str:
     variants: dict[str, list[int]] = defaultdict(list)
     lost: list[int] = []
     gave_up: list[int] = []
-    for rank in timeline.waiting_besides(ranks):
-        facts = timeline.facts[rank]
+    for rank in view.waiting_besides(ranks):
+        facts = view.facts[rank]
         ended = gave_up if has_given_up(facts) else lost
-        same = ended if facts.exception else variants[wait_words(timeline, rank)]
+        same = ended if facts.exception else variants[wait_words(view, rank)]
         same.append(rank)
     ordered = sorted(variants.items(), key=lambda item: (-len(item[1]), item[1]))
-    parts = [f"{clause(who, 'waits|wait in')} {what}{_ahead_words(timeline, who)}" for what, who in ordered[:_VARIANTS]]
+    parts = [f"{clause(who, 'waits|wait in')} {what}{_ahead_words(view, who)}" for what, who in ordered[:_VARIANTS]]
     if len(ordered) > _VARIANTS:
         parts.append(f"{sum(len(who) for _, who in ordered[_VARIANTS:])} more wait elsewhere")
     if gave_up:
@@ -193,47 +188,47 @@ def _others_wait(timeline: Timeline, ranks: frozenset[int]) -> str:
     return "; ".join(parts)
 
 
-def _ahead_words(timeline: Timeline, ranks: list[int]) -> str:
+def _ahead_words(view: Timeline, ranks: list[int]) -> str:
     """That these ranks are not saving, which is easily missed where a run seems to fail "when saving"."""
     rank = ranks[0]
-    begins = begins_another_forward(timeline.activities[rank].collective, timeline.facts[rank])
+    begins = begins_another_forward(view.activities[rank].collective, view.facts[rank])
     # If all are in the same batch, the others are merely late for the same pass.
-    all_progress = [facts.progress for facts in timeline.facts.values()]
+    all_progress = [facts.progress for facts in view.facts.values()]
     places = {(progress.phase, progress.epoch, progress.batch_idx) for progress in all_progress}
     if not begins or len(places) == 1:
         return ""
     return f": {verb(ranks, 'this rank has', 'these ranks have')} started another forward pass"
 
 
-def while_others_wait(timeline: Timeline, ranks: Iterable[int]) -> str:
+def while_others_wait(view: Timeline, ranks: Iterable[int]) -> str:
     """The same as the end of a sentence: ``", while ranks 1-3 wait in …"``; empty if no rank waits."""
-    waiting = others_wait(timeline, ranks)
+    waiting = others_wait(view, ranks)
     return f", while {waiting}" if waiting else ""
 
 
-def user_location(timeline: Timeline, ranks: Iterable[int]) -> str:
+def user_location(view: Timeline, ranks: Iterable[int]) -> str:
     """The location of the deepest user line of the first of these ranks that has one."""
-    frames = (timeline.activities[rank].frame for rank in ranks if rank in timeline.activities)
+    frames = (view.activities[rank].frame for rank in ranks if rank in view.activities)
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
 
-def stack_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
+def stack_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     """One line per rank: what its main thread is in, and at which line."""
     evidence = []
     for rank in list(ranks)[:_LISTED]:
-        doing = timeline.activities[rank]
-        stack = timeline.facts[rank].stack
+        doing = view.activities[rank]
+        stack = view.facts[rank].stack
         line = doing.place or doing.frame or (stack[-1] if stack else None)
         if line is not None:
             text = f"Is in {doing.kind.value}, {location_of(line)}" + (f": {line.code}" if line.code else "")
             evidence.append(Evidence(source="stack", rank=rank, text=text))
-        evidence += _thread_evidence(timeline, rank) if doing.waits_alone else []
+        evidence += _thread_evidence(view, rank) if doing.waits_alone else []
     return evidence
 
 
-def _thread_evidence(timeline: Timeline, rank: int) -> list[Evidence]:
+def _thread_evidence(view: Timeline, rank: int) -> list[Evidence]:
     """The other threads of a rank whose main thread may wait for one of them."""
-    inspection = timeline.facts[rank].inspection
+    inspection = view.facts[rank].inspection
     return [
         Evidence(
             source="stack",
@@ -245,17 +240,17 @@ def _thread_evidence(timeline: Timeline, rank: int) -> list[Evidence]:
     ]
 
 
-def phase_evidence(timeline: Timeline, ranks: Iterable[int]) -> list[Evidence]:
+def phase_evidence(view: Timeline, ranks: Iterable[int]) -> list[Evidence]:
     """One line per rank: phase, hook and batch."""
-    known = (rank for rank in ranks if timeline.facts[rank].progress.phase is not Phase.UNKNOWN)
+    known = (rank for rank in ranks if view.facts[rank].progress.phase is not Phase.UNKNOWN)
     listed = list(known)[:_LISTED]
-    return [Evidence(source="phase", rank=rank, text=f"Is {where_words(timeline, rank)}.") for rank in listed]
+    return [Evidence(source="phase", rank=rank, text=f"Is {where_words(view, rank)}.") for rank in listed]
 
 
-def recorder_evidence(timeline: Timeline) -> list[Evidence]:
+def recorder_evidence(view: Timeline) -> list[Evidence]:
     """One line per group with ranks that are behind: how many collectives they have called."""
     evidence = []
-    for group in timeline.groups:
+    for group in view.groups:
         if group.seq is not None and group.behind:
             last = max(group.enqueued[rank] for rank in group.behind)
             text = (
@@ -263,27 +258,27 @@ def recorder_evidence(timeline: Timeline) -> list[Evidence]:
                 f"{group_words(group.name)}; {ranks_words(group.oldest)} {verb(tuple(group.oldest), 'waits', 'wait')} "
                 f"in sequence number {group.seq}."
             )
-            evidence.append(Evidence(source="flight recorder", text=text[:1].upper() + text[1:]))
+            evidence.append(Evidence(source="flight recorder", text=capitalised(text)))
     return evidence
 
 
-def _lock_evidence(timeline: Timeline) -> list[Evidence]:
+def _lock_evidence(view: Timeline) -> list[Evidence]:
     """One line per rank that waits for a file lock: at which line, and who holds it."""
-    listed = list(timeline.lock_waits.values())[:_LISTED]
+    listed = list(view.lock_waits.values())[:_LISTED]
     return [
         Evidence(
             source="file lock",
             rank=wait.rank,
-            text=f"Waits for the lock on {wait.lock.path}, {place_words(timeline.activities[wait.rank].place)}: "
+            text=f"Waits for the lock on {wait.lock.path}, {place_words(view.activities[wait.rank].place)}: "
             f"{wait.holder_words}.",
         )
         for wait in listed
     ]
 
 
-def _child_evidence(timeline: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
+def _child_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     """The child process that a rank waits for, and what this one has started."""
-    for facts in (timeline.facts[rank] for rank in [*ranks][:_LISTED] if rank in timeline.facts):
+    for facts in (view.facts[rank] for rank in [*ranks][:_LISTED] if rank in view.facts):
         for child in facts.awaited_processes:
             is_awaited = child == facts.awaited_processes[0]
             who = "Waits for its child process" if is_awaited else f"Process {child.parent} has started process"
@@ -302,15 +297,15 @@ def _child_words(child: ChildProcess) -> Iterator[str]:
         yield f"started {duration_words(child.age_s)} ago"
 
 
-def how_we_know(timeline: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
+def how_we_know(view: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
     """The evidence of nearly every finding: stack, phase, recorder, file locks and awaited processes of these ranks."""
     listed = list(ranks)
     return (
-        *stack_evidence(timeline, listed),
-        *phase_evidence(timeline, listed),
-        *recorder_evidence(timeline),
-        *_lock_evidence(timeline),
-        *_child_evidence(timeline, listed),
+        *stack_evidence(view, listed),
+        *phase_evidence(view, listed),
+        *recorder_evidence(view),
+        *_lock_evidence(view),
+        *_child_evidence(view, listed),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
 from lightning_ncclsafe.facts import Collective, Frame
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in, trainer_start
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, is_in
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
 from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words, short_location, under_words
@@ -92,11 +92,8 @@ def unnoticed_shift(view: Timeline) -> Shift | None:
     if set(view.waiting) != set(view.facts) or view.silent:
         return None
     shifts = (shift(view, group.name) for group in view.groups)
-    return next((first for first in shifts if first is not None and first.count and _is_users(first.call)), None)
-
-
-def _is_users(call: Collective) -> bool:
-    return deepest_user_frame(call.stack[trainer_start(call.stack) :]) is not None
+    by_count = (one for one in shifts if one is not None and one.count)
+    return next((one for one in by_count if deepest_user_frame(inside_trainer(one.call.stack))), None)
 
 
 def _condition_of(call: Collective) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -18,10 +18,10 @@ from lightning_ncclsafe.facts import (
     ProcessFacts,
     RankFacts,
 )
-from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity
+from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity, open_collectives
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
 from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
-from lightning_ncclsafe.rules.kit.rule import View, once, view_of
+from lightning_ncclsafe.rules.kit.rule import Rules, View, once, view_of
 from lightning_ncclsafe.rules.kit.wording import numel
 
 # Only the recorder's recent entries are compared: ranks that ran ahead have overwritten older ones.
@@ -78,6 +78,13 @@ class GroupView:
         return () if seq is None else tuple(sorted(rank for rank, last in self.enqueued.items() if last < seq))
 
 
+def minority(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks that are not in the largest of these parts, ascending; empty if no part is larger than all others."""
+    largest, *others = sorted(parts, key=len, reverse=True) or [()]
+    is_larger = not others or len(others[0]) < len(largest)
+    return tuple(sorted(chain.from_iterable(others))) if is_larger else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """The first sequence number of a group at which ranks called different collectives.
@@ -102,11 +109,8 @@ class Divergence:
 
     @property
     def deviating(self) -> tuple[int, ...]:
-        """The ranks that called something else than most did; all of them if there is no majority."""
-        made_by = [ranks for _, ranks in self.variants]
-        if len(made_by) > 1 and len(made_by[0]) == len(made_by[1]):
-            return tuple(sorted(self.calls))
-        return tuple(sorted(chain.from_iterable(made_by[1:])))
+        """The ranks that called something else than most did; all of them if no call was made by most."""
+        return minority(ranks for _, ranks in self.variants) or tuple(sorted(self.calls))
 
 
 class Timeline(View):
@@ -149,6 +153,11 @@ class Timeline(View):
         oldest = self._oldest()
         return tuple(self._view(name, by_rank, oldest.get(name, {})) for name, by_rank in sorted(seen.items()))
 
+    @cached_property
+    def groups_by_name(self) -> dict[str, GroupView]:
+        """The same by name."""
+        return {group.name: group for group in self.groups}
+
     def _view(self, name: str, by_rank: dict[int, Group], oldest: dict[int, int]) -> GroupView:
         known = next((group.ranks for group in by_rank.values() if group.ranks), ())
         members = known or tuple(range(self.job.world_size))
@@ -160,7 +169,8 @@ class Timeline(View):
         for rank, group in by_rank.items():
             # The recorder's ring may have lost the entry, but not its counters.
             is_outstanding = group.last_enqueued > max(group.last_completed, 0)
-            if rank not in oldest and is_outstanding and self._has_no_entry(rank, name):
+            entries = (entry for entry in self.facts[rank].collectives if entry.group == name and not entry.is_p2p)
+            if rank not in oldest and is_outstanding and not any(entries):
                 oldest[rank] = max(group.last_completed, 0) + 1
         return GroupView(name, members, enqueued, oldest)
 
@@ -171,15 +181,11 @@ class Timeline(View):
             return any(group.why is not NotRecorded.LOST for group in unrecorded)
         return any(group.name == name for group in unrecorded)
 
-    def _has_no_entry(self, rank: int, name: str) -> bool:
-        return not any(entry.group == name and not entry.is_p2p for entry in self.facts[rank].collectives)
-
     def _oldest(self) -> dict[str, dict[int, int]]:
         oldest: dict[str, dict[int, int]] = defaultdict(dict)
         for rank, facts in self.facts.items():
-            for entry in facts.collectives:
-                if not entry.completed and not entry.is_p2p:
-                    oldest[entry.group].setdefault(rank, entry.seq)
+            for entry in open_collectives(facts):
+                oldest[entry.group].setdefault(rank, entry.seq)
         return oldest
 
     def waits(self, rank: int) -> bool:
@@ -292,20 +298,16 @@ class Timeline(View):
                 return Divergence(group.name, seq, calls[seq])
         return None
 
-    @cached_property
-    def _is_counted(self) -> bool:
-        """Whether ranks have counted their calls themselves; dumps and logs may be incomplete."""
-        return self.job.incident.kind is not IncidentKind.RECORDED
-
     @once
     def _calls(self, name: str) -> dict[int, dict[int, Collective]]:
         """The recent calls in a group, by sequence number and rank."""
-        group = next(group for group in self.groups if group.name == name)
+        group = self.groups_by_name[name]
         first = max((group.seq or 0) - _WINDOW, 0)
         calls: dict[int, dict[int, Collective]] = defaultdict(dict)
         for rank in self.facts.keys() & group.enqueued.keys():
-            # Later entries were called in a destroyed group whose name this one has taken over.
-            last = group.enqueued[rank] if self._is_counted else math.inf
+            # Later entries were called in a destroyed group whose name this one has taken over; but the counters of
+            # dumps and logs may be incomplete.
+            last = math.inf if self.job.incident.kind is IncidentKind.RECORDED else group.enqueued[rank]
             for entry in self.facts[rank].collectives:
                 if first <= entry.seq <= last and entry.group == group.name and not entry.is_p2p:
                     calls[entry.seq][rank] = self.with_stack(entry)
@@ -313,9 +315,8 @@ class Timeline(View):
 
     def sequences(self, name: str) -> dict[int, list[Collective]]:
         """What each answering member has called in a group recently, in order."""
-        is_known = any(group.name == name for group in self.groups)
         by_rank: dict[int, list[Collective]] = defaultdict(list)
-        for _, calls in sorted(self._calls(name).items() if is_known else ()):
+        for _, calls in sorted(self._calls(name).items() if name in self.groups_by_name else ()):
             for rank, call in calls.items():
                 by_rank[rank].append(call)
         return dict(by_rank)
@@ -341,3 +342,18 @@ class Timeline(View):
 def timeline(job: JobFacts) -> Timeline:
     """The view of this job; consecutive calls for one job return the same object."""
     return view_of(Timeline, job)
+
+
+def stack_of(view: Timeline, rank: int) -> tuple[Frame, ...]:
+    """A rank's stack, or that of its exception, or the last one of its process if that is gone; may be empty."""
+    if rank not in view.facts:
+        return view.witnesses[rank].stack if rank in view.witnesses else ()
+    facts = view.facts[rank]
+    return facts.exception.stack if facts.exception is not None else facts.stack
+
+
+WHY_RANKS_WAIT = Rules(Timeline)
+WHAT_WAS_RECORDED = Rules(Timeline)
+
+hang_rule = WHY_RANKS_WAIT.rule
+recorded_rule = WHAT_WAS_RECORDED.rule

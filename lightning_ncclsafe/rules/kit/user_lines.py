@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, trainer_start
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
-from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature
+from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
 from lightning_ncclsafe.rules.kit.wording import capitalised, condition_words, joined, location_of, short_location
 
 # A reader of the code would look at the first of these first.
@@ -22,14 +22,6 @@ _RANKED = (Decides.RANK, Decides.VALUE, Decides.PASSES, Decides.EXCEPTION)
 _LISTED = 4
 
 _Stack = tuple[Frame, ...]
-
-
-def stack_of(view: Timeline, rank: int) -> tuple[Frame, ...]:
-    """A rank's stack, or that of its exception, or the last one of its process if that is gone; may be empty."""
-    if rank not in view.facts:
-        return view.witnesses[rank].stack if rank in view.witnesses else ()
-    facts = view.facts[rank]
-    return facts.exception.stack if facts.exception is not None else facts.stack
 
 
 def in_own_call(view: Timeline, rank: int) -> bool:
@@ -40,13 +32,13 @@ def in_own_call(view: Timeline, rank: int) -> bool:
 def called_at(view: Timeline, rank: int) -> Frame | None:
     """The deepest line of the user's code below the Trainer on a rank's stack; see :func:`stack_of`."""
     stack = stack_of(view, rank)
-    return deepest_user_frame(stack[trainer_start(stack) :])
+    return deepest_user_frame(inside_trainer(stack))
 
 
 def call_location(view: Timeline, ranks: Iterable[int]) -> str:
     """The location of the deepest user line of the first of these ranks that has one, preferably below the Trainer."""
     stacks = [stack_of(view, rank) for rank in ranks]
-    frames = (deepest_user_frame(part) for part in (*(stack[trainer_start(stack) :] for stack in stacks), *stacks))
+    frames = (deepest_user_frame(part) for part in (*(inside_trainer(stack) for stack in stacks), *stacks))
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
 
@@ -195,7 +187,7 @@ def decision(view: Timeline, location: str) -> DecidingBranches | None:
 def _user_frames(stack: Iterable[Frame]) -> _Stack:
     """The user's frames of a stack, below the Trainer."""
     frames = tuple(stack)
-    return tuple(frame for frame in frames[trainer_start(frames) :] if frame.user)
+    return tuple(frame for frame in inside_trainer(frames) if frame.user)
 
 
 def leading_branches(branches: Iterable[tuple[Frame, Branch]]) -> tuple[tuple[Frame, Branch], ...]:

@@ -15,14 +15,15 @@ from lightning_ncclsafe.rules.kit.activity import (
     Kind,
     condition_around,
     deepest_user_frame,
+    inside_trainer,
     is_in,
     is_landmark,
-    trainer_start,
+    open_collectives,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, signature
-from lightning_ncclsafe.rules.kit.user_lines import depth_passed, in_own_call, stack_of
+from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, minority, signature, stack_of
+from lightning_ncclsafe.rules.kit.user_lines import depth_passed, in_own_call
 from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
 _P2P_CALLS = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
@@ -75,19 +76,20 @@ def different_waits(view: Timeline) -> DifferentWaits | None:
     if under := under_rank_condition(view, view.waiting):
         return DifferentWaits(calls=calls, ranks=tuple(sorted(under)), why=next(iter(under.values())))
     own = tuple(rank for rank in view.waiting if in_own_call(view, rank))
-    few = view.waiting if len(calls[0]) == len(calls[1]) else tuple(sorted(sum(calls[1:], ())))
+    few = minority(calls) or view.waiting
     return DifferentWaits(calls=calls, ranks=own if own and 2 * len(own) <= len(view.waiting) else few)
 
 
 def _path_to_wait(stack: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
     """The lines within the Trainer that lead to the wait, without the collective's own code."""
-    inside = [*stack[trainer_start(stack) :]]
-    while len(inside) > 1 and not inside[-1].user and _is_of_wait(inside[-1]):
+    inside = [*inside_trainer(stack)]
+    while len(inside) > 1 and not inside[-1].user and is_of_wait(inside[-1]):
         inside.pop()
     return tuple((frame.file, frame.function, frame.line) for frame in inside)
 
 
-def _is_of_wait(frame: Frame) -> bool:
+def is_of_wait(frame: Frame) -> bool:
+    """Whether a frame is part of a wait or a collective itself, rather than of its caller."""
     return is_landmark(frame) or DISTRIBUTED.has(frame.file, frame.function)
 
 
@@ -108,7 +110,7 @@ def line_passed(view: Timeline, waits: DifferentWaits) -> Frame | None:
     others = [rank for rank in view.waiting if rank not in waits.ranks]
     if not others or waits.why:
         return None
-    own, other = ((stack := stack_of(view, rank))[trainer_start(stack) :] for rank in (waits.ranks[0], others[0]))
+    own, other = (inside_trainer(stack_of(view, rank)) for rank in (waits.ranks[0], others[0]))
     depth = depth_passed(own, other)
     return deepest_user_frame(other[depth:]) if depth is not None else None
 
@@ -201,7 +203,7 @@ def _in_calls_of_their_own(view: Timeline, ranks: tuple[int, ...]) -> dict[int, 
     A call that Lightning makes depending on a rank's own values counts as the rank's own. If the others have skipped
     what they called in every step before, they are the ones.
     """
-    inside = {rank: (stack := stack_of(view, rank))[trainer_start(stack) :] for rank in ranks}
+    inside = {rank: inside_trainer(stack_of(view, rank)) for rank in ranks}
     own = {rank: why for rank, stack in inside.items() if (why := _own_call(stack))}
     others = tuple(rank for rank in ranks if rank not in own)
     if not own or len(own) != len(others) or not all(map(inside.__getitem__, others)):
@@ -279,7 +281,7 @@ def finished_early(view: Timeline) -> tuple[int, ...]:
     have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
     if not have_finished or 2 * len(view.behind) >= len(view.facts) or {*view.behind, *view.waiting} != {*view.facts}:
         return ()
-    inside = (view.facts[rank].stack[trainer_start(view.facts[rank].stack) :] for rank in view.waiting)
+    inside = (inside_trainer(view.facts[rank].stack) for rank in view.waiting)
     lines = {deepest_user_frame(stack) for stack in inside}
     return view.behind if len(lines) == 1 and None not in lines else ()
 
@@ -290,7 +292,8 @@ def different_call_sites(view: Timeline) -> tuple[int, ...]:
     for rank in view.waiting:
         doing = view.activities[rank]
         # With several outstanding, the stack shows nothing about the oldest.
-        if doing.kind is not Kind.COLLECTIVE or doing.frame is None or not _has_one_outstanding(view, rank):
+        is_sole = len([*open_collectives(view.facts[rank])]) == 1 and not doing.on_device
+        if doing.kind is not Kind.COLLECTIVE or doing.frame is None or not is_sole:
             return ()
         sites[(doing.frame.file, doing.frame.function)].append(rank)
     if len(sites) < 2 or not any(view.joined(group) for group in view.groups):
@@ -298,8 +301,3 @@ def different_call_sites(view: Timeline) -> tuple[int, ...]:
     most = max(sites.values(), key=len)
     few = tuple(rank for who in sites.values() if who is not most for rank in who)
     return tuple(sorted(few if len(few) < len(most) else (*few, *most)))
-
-
-def _has_one_outstanding(view: Timeline, rank: int) -> bool:
-    pending = [entry for entry in view.facts[rank].collectives if not entry.completed and not entry.is_p2p]
-    return len(pending) == 1 and not view.activities[rank].on_device

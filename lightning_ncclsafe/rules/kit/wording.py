@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from math import prod
 from pathlib import PurePath
 
 from lightning_ncclsafe.facts import PAST, Collective, Frame
@@ -70,6 +71,16 @@ def size_words(count: int) -> str:
     return f"{count} bytes"
 
 
+def counted(count: int, unit: str) -> str:
+    """``"1 batch"``, ``"1,250 batches"``."""
+    return f"{count:,} {unit if count == 1 else plural(unit)}"
+
+
+def plural(unit: str) -> str:
+    """``"batches"``, ``"entries"``, ``"ranks"``."""
+    return f"{unit[:-1]}ies" if unit.endswith("y") else f"{unit}es" if unit.endswith("h") else f"{unit}s"
+
+
 def condition_words(condition: str) -> str:
     """A condition with its line number, on one line and marked as code: ``"`if rank == 0:` (line 41)"``."""
     code, mark, line = " ".join(condition.split()).rpartition(" (line ")
@@ -110,17 +121,12 @@ def short_location(frame: Frame) -> str:
 
 def numel(collective: Collective) -> int:
     """Number of elements of this collective's inputs, or of its outputs if it has no inputs."""
-    return _elements(collective.input_sizes) or _elements(collective.output_sizes)
+    return elements(collective.input_sizes) or elements(collective.output_sizes)
 
 
-def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
-    total = 0
-    for shape in shapes:
-        count = 1
-        for length in shape:
-            count *= length
-        total += count
-    return total
+def elements(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Number of elements of tensors with these shapes."""
+    return sum(map(prod, shapes))
 
 
 def collective_words(collective: Collective, meaning: str = "") -> str:
@@ -142,7 +148,7 @@ def call_words(collective: Collective) -> str:
 def _amount(collective: Collective) -> list[str]:
     count = numel(collective)
     kind = f" of {collective.dtypes[0]}" if collective.dtypes else ""
-    return [f"{count:,} {'element' if count == 1 else 'elements'}{kind}"] if count else []
+    return [f"{counted(count, 'element')}{kind}"] if count else []
 
 
 def group_words(name: str) -> str:

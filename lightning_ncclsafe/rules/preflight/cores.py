@@ -1,8 +1,10 @@
 """Ranks that have too few cores for their workers, or not the intended ones."""
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 
-from lightning_ncclsafe.rules.kit import Host, JobHosts, Severity, core_pools, core_shares, threads, total
+from lightning_ncclsafe.facts import PreflightFacts
+from lightning_ncclsafe.rules.kit import Host, JobHosts, Severity, counted, total
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _ERROR_ABOVE = 2.0
@@ -33,24 +35,41 @@ def too_many_workers(view: JobHosts) -> Iterator[Problem]:
         Other jobs on the host, and workers that mostly wait for storage and need less than a core.
     """
     for host in view.hosts:
-        shares = core_shares(host)
-        for pool in core_pools(host):
+        shares = host.core_shares()
+        for pool in _pools(host):
             ranks = tuple(rank for rank in pool if rank in shares)
             cores = sum(shares[rank] for rank in ranks)
             workers = total(host.facts[rank].load.loader_workers for rank in ranks)
-            busy = sum(threads(host.facts[rank], shares[rank]) for rank in ranks)
+            busy = sum(_threads(host.facts[rank], shares[rank]) for rank in ranks)
             if workers > 0 and workers + busy > cores + _ROUNDING:
                 yield _problem(ranks, workers, busy, cores)
+
+
+def _pools(host: Host) -> list[tuple[int, ...]]:
+    """Ranks that share the same cores under the same quotas; ranks that are not bound are one pool."""
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, facts in host.facts.items():
+        alike[frozenset(host.quotas(rank)), facts.capacity.cpus].append(rank)
+    return [tuple(ranks) for ranks in alike.values()]
+
+
+def _threads(facts: PreflightFacts, share: float) -> int:
+    """How many busy threads a rank has besides its workers.
+
+    A pool of threads no larger than the rank's share is what torch and Lightning set by default, and works in bursts;
+    with a GPU it has next to nothing to do. In both cases only the main thread counts.
+    """
+    pool = facts.load.omp_threads or 1
+    return 1 if facts.is_cuda or pool <= max(share, 1.0) else pool
 
 
 def _problem(ranks: tuple[int, ...], workers: int, busy: int, cores: float) -> Problem:
     ratio = (workers + busy) / cores
     room = max(int((cores - busy + _ROUNDING) // len(ranks)), 0)
     text = (
-        f"{workers:,} loader {'worker' if workers == 1 else 'workers'} and {busy:,} other "
-        f"{'thread' if busy == 1 else 'threads'} on {round(cores, 1):g} "
-        f"{'core' if cores == 1 else 'cores'}, {ratio:.1f} for each core; there is room for {room:,} "
-        f"{'worker' if room == 1 else 'workers'} per rank"
+        f"{counted(workers, 'loader worker')} and {counted(busy, 'other thread')} on {round(cores, 1):g} "
+        f"{'core' if cores == 1 else 'cores'}, {ratio:.1f} for each core; there is room for {counted(room, 'worker')} "
+        "per rank"
     )
     severity = Severity.ERROR if ratio > _ERROR_ABOVE + _ROUNDING else Severity.WARNING
     return Problem(ranks=ranks, text=text, badness=ratio, severity=severity)
@@ -63,7 +82,7 @@ def _problem(ranks: tuple[int, ...], workers: int, busy: int, cores: float) -> P
         "since Slurm 22.05 srun does not take sbatch's --cpus-per-task), torchrun --numa-binding, mpirun --bind-to."
     ),
 )
-def cores_mismatch(view: JobHosts) -> Iterable[Problem]:
+def cores_mismatch(view: JobHosts) -> Iterator[Problem]:
     """A rank may run on fewer cores than Slurm gave it, on a single one, or on some of those of another rank.
 
     Symptom:
@@ -78,8 +97,10 @@ def cores_mismatch(view: JobHosts) -> Iterable[Problem]:
     Cannot see:
         Other jobs on the same cores.
     """
-    problems = (problem for host in view.hosts for problem in (*_too_few(host), *_single(host), *_overlapping(host)))
-    return problems
+    for host in view.hosts:
+        yield from _too_few(host)
+        yield from _single(host)
+        yield from _overlapping(host)
 
 
 def _too_few(host: Host) -> Iterator[Problem]:

@@ -1,19 +1,42 @@
 """Directories that cannot be written to, have no room left, or are slow."""
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import DirectoryFacts
-from lightning_ncclsafe.rules.kit import (
-    WRITTEN,
-    CheckedDirectory,
-    JobHosts,
-    Severity,
-    checked_directories,
-    most,
-    path_words,
-    size_words,
-)
+from lightning_ncclsafe.rules.kit import JobHosts, Severity, most, size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
+
+# The roles of directories that the run writes to.
+_WRITTEN = ("logs", "checkpoints")
+_NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2"} | {
+    "orangefs",
+    "panfs",
+    "smb3",
+    "smbfs",
+    "virtiofs",
+    "wekafs",
+}
+
+CheckedDirectory = dict[int, DirectoryFacts]
+"""What some ranks have found about one directory."""
+
+
+def checked_directories(view: JobHosts) -> list[CheckedDirectory]:
+    """The directories that ranks have checked, by role and path, each with what its ranks found."""
+    found: dict[tuple[str, str], CheckedDirectory] = defaultdict(dict)
+    for rank, facts in view.facts.items():
+        for directory in facts.directories:
+            found[directory.role, directory.path][rank] = directory
+    return list(found.values())
+
+
+def _path_words(directory: DirectoryFacts) -> str:
+    """``"the logs at /mnt/logs (nfs4, a network file system)"``."""
+    kind = directory.filesystem
+    network = ", a network file system" if kind in _NETWORK or kind.startswith("fuse.") else ""
+    return f"the {directory.role} at {directory.path}{f' ({kind}{network})' if kind else ''}"
+
 
 # Words of the probe if its time was up, so that the directory may still answer, and if there is no directory.
 _UNANSWERED = ("no answer", "without an answer")
@@ -27,7 +50,7 @@ _NOT_TRIED = "not tried"
     ),
     source="storage",
 )
-def unusable_directory(view: JobHosts) -> Iterable[Problem]:
+def unusable_directory(view: JobHosts) -> Iterator[Problem]:
     """A directory for logs, checkpoints or data failed the check.
 
     Symptom:
@@ -42,19 +65,16 @@ def unusable_directory(view: JobHosts) -> Iterable[Problem]:
     Cannot see:
         Directories that are chosen only later.
     """
-    problems = (
-        _problem(rank, one)
-        for directory in checked_directories(view)
-        for rank, one in directory.items()
-        if one.problem.strip() and _NOT_TRIED not in one.problem
-    )
-    return problems
+    for directory in checked_directories(view):
+        for rank, one in directory.items():
+            if one.problem.strip() and _NOT_TRIED not in one.problem:
+                yield _problem(rank, one)
 
 
 def _problem(rank: int, one: DirectoryFacts) -> Problem:
     # Lightning's loggers and most checkpoints are written by rank 0 alone.
-    fails = one.role in WRITTEN and rank == 0 and not any(words in one.problem for words in _UNANSWERED)
-    text = f"{path_words(one)} cannot be used: {one.problem.strip().rstrip('.')}"
+    fails = one.role in _WRITTEN and rank == 0 and not any(words in one.problem for words in _UNANSWERED)
+    text = f"{_path_words(one)} cannot be used: {one.problem.strip().rstrip('.')}"
     return Problem(ranks=(rank,), text=text, severity=Severity.ERROR if fails else Severity.WARNING)
 
 
@@ -71,7 +91,7 @@ _COUNTS_INODES = ("ext", "xfs", "tmpfs", "overlay")
     remedy="Free space there, raise the quota, or write elsewhere (default_root_dir, dirpath); keep fewer checkpoints.",
     source="storage",
 )
-def full_directory(view: JobHosts) -> Iterable[Problem]:
+def full_directory(view: JobHosts) -> Iterator[Problem]:
     """A directory for logs or checkpoints has less room than the run is about to need.
 
     Symptom:
@@ -87,24 +107,20 @@ def full_directory(view: JobHosts) -> Iterable[Problem]:
         How many checkpoints will be kept, the optimizer's part of them, and quotas that the file system hides.
     """
     model = most((facts.load.parameter_bytes for facts in view.facts.values()), 0)
-    problems = (
-        Problem(ranks=(rank,), text=text, badness=-float(one.free_bytes or 0))
-        for directory in checked_directories(view)
-        for rank, one in directory.items()
-        if one.role in WRITTEN
-        for text in _room_words(one, model)
-    )
-    return problems
+    for directory in checked_directories(view):
+        for rank, one in directory.items():
+            for text in _room_words(one, model) if one.role in _WRITTEN else ():
+                yield Problem(ranks=(rank,), text=text, badness=-float(one.free_bytes or 0))
 
 
 def _room_words(one: DirectoryFacts, model: int) -> Iterator[str]:
     need = max(_LEAST_BYTES, _CHECKPOINTS * model if one.role == "checkpoints" else 0)
     if one.free_bytes is not None and one.free_bytes < need:
         why = f", and two checkpoints of the model alone take {size_words(need)}" if need > _LEAST_BYTES else ""
-        yield f"{size_words(max(one.free_bytes, 0))} free for {path_words(one)}{why}"
+        yield f"{size_words(max(one.free_bytes, 0))} free for {_path_words(one)}{why}"
     files = one.free_inodes
     if files is not None and files < _LEAST_FILES and (files > 0 or one.filesystem.startswith(_COUNTS_INODES)):
-        yield f"only {files:,} more files can be created for {path_words(one)}"
+        yield f"only {files:,} more files can be created for {_path_words(one)}"
 
 
 # A logger that appends once per step may take this long before steps of 100 ms are noticeably slower.
@@ -122,7 +138,7 @@ _READ_S = 0.050
     ),
     source="storage",
 )
-def slow_directory(view: JobHosts) -> Iterable[Problem]:
+def slow_directory(view: JobHosts) -> Iterator[Problem]:
     """Appending to or syncing a directory, or reading from one, takes longer than a training step should wait for it.
 
     Symptom:
@@ -137,17 +153,13 @@ def slow_directory(view: JobHosts) -> Iterable[Problem]:
     Cannot see:
         How it is under load, and caches that make the check's small files faster than the run's.
     """
-    problems = (problem for directory in checked_directories(view) for problem in _problems(directory))
-    return problems
-
-
-def _problems(directory: CheckedDirectory) -> Iterator[Problem]:
-    slow = {rank: slowness for rank, one in directory.items() if (slowness := _slowness(one)) > 1.0}
-    if slow:
-        worst = max(slow, key=lambda rank: slow[rank])
-        others = f", the slowest of {len(slow):,} ranks" if len(slow) > 1 else ""
-        text = f"{path_words(directory[worst])}: {', '.join(_speed_words(directory[worst]))}{others}"
-        yield Problem(ranks=tuple(slow), text=text, badness=slow[worst])
+    for directory in checked_directories(view):
+        slow = {rank: slowness for rank, one in directory.items() if (slowness := _slowness(one)) > 1.0}
+        if slow:
+            worst = max(slow, key=lambda rank: slow[rank])
+            others = f", the slowest of {len(slow):,} ranks" if len(slow) > 1 else ""
+            text = f"{_path_words(directory[worst])}: {', '.join(_speed_words(directory[worst]))}{others}"
+            yield Problem(ranks=tuple(slow), text=text, badness=slow[worst])
 
 
 def _slowness(one: DirectoryFacts) -> float:
@@ -166,7 +178,7 @@ def _speed_words(one: DirectoryFacts) -> list[str]:
 def _times(one: DirectoryFacts) -> Iterator[tuple[str, float, float]]:
     times = (("append", one.append_s, _APPEND_S), ("slowest append", one.append_worst_s, _WORST_S))
     written = (*times, ("fsync", one.fsync_s, _FSYNC_S))
-    relevant = written if one.role in WRITTEN else (("opening and reading 4 KiB", one.read_s, _READ_S),)
+    relevant = written if one.role in _WRITTEN else (("opening and reading 4 KiB", one.read_s, _READ_S),)
     for what, seconds, allowed in relevant:
         if seconds is not None:
             yield what, seconds, allowed

@@ -1,10 +1,10 @@
 """GPUs that lack memory, have errors, or are shared."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from statistics import median_high
 
 from lightning_ncclsafe.facts import GpuFacts
-from lightning_ncclsafe.rules.kit import JobHosts, Plan, Severity, size_words
+from lightning_ncclsafe.rules.kit import JobHosts, Plan, Severity, counted, size_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 # Share of the GPU's memory below the median of its peers: more than two CUDA contexts take (some 0.5 GB each).
@@ -18,7 +18,7 @@ _OUTLIER = 0.1
         "use a lower precision, or larger GPUs."
     ),
 )
-def gpu_memory_short(view: JobHosts) -> Iterable[Problem]:
+def gpu_memory_short(view: JobHosts) -> Iterator[Problem]:
     """The model does not fit into the free memory of a GPU, or one GPU has much less free memory than its peers.
 
     Symptom:
@@ -33,7 +33,8 @@ def gpu_memory_short(view: JobHosts) -> Iterable[Problem]:
     Cannot see:
         Memory for activations, which depends on the batch.
     """
-    return (*_too_short(view), *_outliers(view))
+    yield from _too_short(view)
+    yield from _outliers(view)
 
 
 def _too_short(view: JobHosts) -> Iterator[Problem]:
@@ -98,7 +99,7 @@ def _words(gpu: GpuFacts) -> Iterator[str]:
     if gpu.xids:
         yield f"Xid {', '.join(gpu.xids[-_LISTED:])}"
     if gpu.ecc_errors and gpu.ecc_errors > 0:
-        yield f"{gpu.ecc_errors:,} uncorrected memory {'error' if gpu.ecc_errors == 1 else 'errors'}"
+        yield f"{counted(gpu.ecc_errors, 'uncorrected memory error')}"
     if gpu.pending_repair:
         yield "a repair of its memory is pending or has failed"
     if gpu.throttled_by:
@@ -117,7 +118,7 @@ def _badness(gpu: GpuFacts) -> int:
         "and end the other processes, which may be left over from an earlier run, or take other GPUs."
     ),
 )
-def gpu_shared(view: JobHosts) -> Iterable[Problem]:
+def gpu_shared(view: JobHosts) -> Iterator[Problem]:
     """Two ranks use one GPU, or processes that are not ranks of this job use it.
 
     Symptom:
@@ -132,7 +133,8 @@ def gpu_shared(view: JobHosts) -> Iterable[Problem]:
     Cannot see:
         Processes of other containers, where the driver hides them.
     """
-    return (*_among_ranks(view), *_with_others(view))
+    yield from _among_ranks(view)
+    yield from _with_others(view)
 
 
 def _among_ranks(view: JobHosts) -> Iterator[Problem]:

@@ -1,9 +1,8 @@
 """Ranks that do not answer, and hosts with wrong limits or clocks."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.rules.kit import JobHosts, duration_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
@@ -17,7 +16,7 @@ from lightning_ncclsafe.rules.preflight.problem import Problem, check
     ),
     source="process",
 )
-def silent_at_preflight(view: JobHosts) -> Iterable[Problem]:
+def silent_at_preflight(view: JobHosts) -> Iterator[Problem]:
     """Some ranks did not take part in the check of the hosts.
 
     Symptom:
@@ -32,13 +31,10 @@ def silent_at_preflight(view: JobHosts) -> Iterable[Problem]:
     Cannot see:
         What the rank does instead, unless a rank of the same host has seen it.
     """
-    return _problems(view.job) if view.facts else ()
-
-
-def _problems(job: JobFacts) -> Iterator[Problem]:
+    job = view.job
     states = {process.rank: process.state for process in job.witnessed}
     by_state: dict[str, list[int]] = defaultdict(list)
-    for rank in job.silent:
+    for rank in job.silent if view.facts else ():
         by_state[states.get(rank, "")].append(rank)
     for state, ranks in by_state.items():
         there = f", {'its process is' if len(ranks) == 1 else 'their processes are'} {state}" if state else ""

@@ -1,6 +1,6 @@
 """Hosts that lack memory, or shared memory, or have begun to swap."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
 from lightning_ncclsafe.rules.kit import (
@@ -8,6 +8,7 @@ from lightning_ncclsafe.rules.kit import (
     JobHosts,
     PreflightByRank,
     Severity,
+    counted,
     in_flight_bytes,
     least,
     most,
@@ -28,7 +29,7 @@ DOCKER_DEFAULT_BYTES = 64 * 2**20
         "prefetch_factor of the loaders."
     ),
 )
-def shm_too_small(view: JobHosts) -> Iterable[Problem]:
+def shm_too_small(view: JobHosts) -> Iterator[Problem]:
     """/dev/shm, through which workers and NCCL hand over data, has less room than the batches in flight need.
 
     Symptom:
@@ -44,11 +45,12 @@ def shm_too_small(view: JobHosts) -> Iterable[Problem]:
     Cannot see:
         Loaders whose workers share memory through files elsewhere.
     """
-    problems = (problem for host in view.hosts for part in host.parts() for problem in _problems(part))
-    return problems
+    for host in view.hosts:
+        for container in host.parts():
+            yield from _too_small(container)
 
 
-def _problems(facts: PreflightByRank) -> Iterator[Problem]:
+def _too_small(facts: PreflightByRank) -> Iterator[Problem]:
     free = least(one.capacity.shm_free_bytes for one in facts.values())
     size = least(one.capacity.shm_total_bytes for one in facts.values())
     need = sum(in_flight_bytes(one) for one in facts.values())
@@ -64,7 +66,7 @@ def _problems(facts: PreflightByRank) -> Iterator[Problem]:
 def _need_words(facts: PreflightByRank, need: int) -> str:
     counts = [one.load.batches_in_flight for one in facts.values() if in_flight_bytes(one)]
     batches, ranks = total(counts), f" of {len(counts)} ranks" if len(counts) > 1 else ""
-    return f"{batches:,} {'batch' if batches == 1 else 'batches'} in flight{ranks}, {size_words(need)}"
+    return f"{counted(batches, 'batch')} in flight{ranks}, {size_words(need)}"
 
 
 def _default_words(size: int | None) -> str:
@@ -88,7 +90,7 @@ _SCARCE = 0.05
         "(memory-mapped files); or raise the memory limit (--mem, resources.limits.memory)."
     ),
 )
-def memory_short(view: JobHosts) -> Iterable[Problem]:
+def memory_short(view: JobHosts) -> Iterator[Problem]:
     """The batches that workers prefetch, and a model on the CPU, need more memory than is left.
 
     Symptom:
@@ -104,8 +106,10 @@ def memory_short(view: JobHosts) -> Iterable[Problem]:
     Cannot see:
         What the workers use for themselves, and what grows later.
     """
-    problems = (problem for host in view.hosts for problem in (*_of_groups(host), *_of_host(host), *_of_ranks(host)))
-    return problems
+    for host in view.hosts:
+        yield from _of_groups(host)
+        yield from _of_host(host)
+        yield from _of_ranks(host)
 
 
 def _of_groups(host: Host) -> Iterator[Problem]:

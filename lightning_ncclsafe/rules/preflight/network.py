@@ -1,7 +1,7 @@
 """Interfaces through which hosts cannot reach each other, or not as fast as possible."""
 
 import ipaddress
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from lightning_ncclsafe.facts import PreflightFacts
@@ -22,7 +22,7 @@ _LOOPBACK = ("lo", "lo0")
         "(ip route get ADDRESS_OF_ANOTHER_HOST shows which one it is; '^docker,lo' leaves some out)."
     ),
 )
-def unreachable_interface(view: JobHosts) -> Iterable[Problem]:
+def unreachable_interface(view: JobHosts) -> Iterator[Problem]:
     """A named interface does not exist; hosts have none, or the same address, different networks or different speeds.
 
     Symptom:
@@ -41,13 +41,11 @@ def unreachable_interface(view: JobHosts) -> Iterable[Problem]:
         Firewalls, and routes between different networks, over which hosts may well reach each other.
     """
     misnamed = tuple(_misnamed(view))
-    reported = {rank for problem in misnamed for rank in problem.ranks}
-    between = (
-        (*_absent(view, reported), *_same_address(view), *_different_networks(view), *_slower(view))
-        if view.several
-        else ()
-    )
-    return (*misnamed, *(replace(problem, confidence=Confidence.LIKELY) for problem in between))
+    yield from misnamed
+    if view.several:
+        reported = {rank for problem in misnamed for rank in problem.ranks}
+        between = (*_absent(view, reported), *_same_address(view), *_different_networks(view), *_slower(view))
+        yield from (replace(problem, confidence=Confidence.LIKELY) for problem in between)
 
 
 def _misnamed(view: JobHosts) -> Iterator[Problem]:
@@ -139,7 +137,7 @@ def _speed(facts: PreflightFacts) -> str | None:
         "ports active (ibstat), locked memory unlimited (ulimit -l); NCCL_DEBUG=INFO on one rank shows what it uses."
     ),
 )
-def socket_fallback(view: JobHosts) -> Iterable[Problem]:
+def socket_fallback(view: JobHosts) -> Iterator[Problem]:
     """Active InfiniBand ports are not used, or hosts have different numbers of them.
 
     Symptom:
@@ -155,7 +153,9 @@ def socket_fallback(view: JobHosts) -> Iterable[Problem]:
     Cannot see:
         Whether the ports reach each other; other fast networks than InfiniBand and RoCE.
     """
-    return (*_unused(view), *_unequal(view)) if view.several else ()
+    if view.several:
+        yield from _unused(view)
+        yield from _unequal(view)
 
 
 def _unused(view: JobHosts) -> Iterator[Problem]:

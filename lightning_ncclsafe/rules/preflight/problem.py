@@ -42,7 +42,7 @@ class Problem:
     confidence: Confidence = Confidence.CERTAIN
 
 
-Check = Callable[[JobHosts], Iterable[Problem]]
+Check = Callable[[JobHosts], Iterator[Problem]]
 
 
 def check(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import PreflightFacts
-from lightning_ncclsafe.rules.kit import Groups, Host, JobHosts, Severity, core_shares, spread_words
+from lightning_ncclsafe.rules.kit import Groups, Host, JobHosts, Severity, spread_words
 from lightning_ncclsafe.rules.preflight.problem import Problem, check
 
 _OFF = {"", "0", "false", "no", "n", "off"}
@@ -177,7 +177,7 @@ def harmful_settings(view: JobHosts) -> Iterator[Problem]:
     """
     verbose = [rank for rank, facts in view.facts.items() if value_of(facts, "NCCL_DEBUG") == "INFO"]
     for host in view.hosts:
-        shares = core_shares(host)
+        shares = host.core_shares()
         for rank, facts in host.facts.items():
             words = [*_of_rank(facts), *_of_host(facts, host), *_of_job(facts, view, len(verbose))]
             words += _thread_words(facts, shares.get(rank))

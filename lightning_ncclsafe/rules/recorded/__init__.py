@@ -1,4 +1,9 @@
-"""Causes that dumps and logs show after a run: nobody was asked, and no Python stack was taken."""
+"""Causes that dumps and logs show after a run: nobody was asked, and no Python stack was taken. One cause per file.
+
+``wait_graph`` is what most of them read: who waits for whom, and where that ends, from the ``calls`` of all ranks and
+their ``circles``. ``divergences`` are calls that differ under one number, ``ends`` how ranks ended, ``statements`` what
+lines of a log state, and ``evidence`` the words.
+"""
 
 from lightning_ncclsafe.rules.hang.gpu_memory_exhausted import gpu_memory_exhausted
 from lightning_ncclsafe.rules.hang.shm_exhausted import shm_exhausted

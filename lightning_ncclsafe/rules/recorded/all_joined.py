@@ -12,23 +12,18 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     capitalised,
     duration_words,
+    finding,
     group_words,
     has_one_size,
     ranks_words,
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
-from lightning_ncclsafe.rules.recorded.splits import split_of
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_dumps, roots_of
-from lightning_ncclsafe.rules.recorded.telling import (
-    consequence_evidence,
-    counters_evidence,
-    described,
-    quotes,
-    record_kinds,
-    recorded,
-)
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, open_p2p
+from lightning_ncclsafe.rules.recorded.divergences import conflict
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import consequence_evidence, counters_evidence, described, log_evidence
+from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
 
 _REMEDY = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, error "
@@ -43,7 +38,7 @@ _REMEDY_LATE = (
 _MOST_OF_IT = 0.8
 
 
-class Late(NamedTuple):
+class _Late(NamedTuple):
     """The ranks that came late, how long after the first the last of them did, and their timeout, seconds."""
 
     ranks: tuple[int, ...]
@@ -69,7 +64,7 @@ def all_joined(view: Timeline) -> Iterator[Finding]:
         Which link or device it is. A rank that arrived just before the others gave up looks the same in a log; dumps
         have the times of all calls.
     """
-    if gone(view) or split_of(view) is not None:
+    if failed(view) or conflict(view) is not None:
         return
     if has_dumps(view.job):
         yield from _of_dumps(view)
@@ -85,7 +80,6 @@ def all_joined(view: Timeline) -> Iterator[Finding]:
 
 
 def _of_dumps(view: Timeline) -> Iterator[Finding]:
-    groups = {group.name: group for group in view.groups}
     for root in roots_of(view, RootCause.JOINED)[:1]:
         if not root.ops:
             yield _of_two(view, root)
@@ -97,15 +91,16 @@ def _of_dumps(view: Timeline) -> Iterator[Finding]:
             for call in view.facts[call_rank].collectives
             if (call.group, call.seq, call.is_p2p) == (name, seq, False)
         }
-        if len(groups[name].members) == len(calls) > 1:
-            yield _finding(view, groups[name], calls, known=root.is_sure)
+        if len(view.groups_by_name[name].members) == len(calls) > 1:
+            yield _finding(view, view.groups_by_name[name], calls, known=root.is_sure)
 
 
 def _of_two(view: Timeline, root: Root) -> Finding:
     """A send and its receive."""
-    calls = {rank: next(pending_p2p(view.facts[rank])) for rank in root.ranks}
+    calls = {rank: open_p2p(view.facts[rank])[0] for rank in root.ranks}
     words = " and ".join(f"rank {rank} waits in {described(call)}" for rank, call in calls.items())
-    return recorded(
+    return finding(
+        view,
         root.ranks,
         f"{words}: both sides have been called, and if they had waited there for long, a link or one of the two "
         "devices is at fault.",
@@ -132,7 +127,8 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, 
     )
     if late is not None:
         text = _late_words(group, calls, late)
-    return recorded(
+    return finding(
+        view,
         ranks if late is None else late.ranks,
         text,
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
@@ -141,7 +137,7 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective], *, 
     )
 
 
-def _late(calls: dict[int, Collective]) -> Late | None:
+def _late(calls: dict[int, Collective]) -> _Late | None:
     """Who called it last, if the others had then waited for most of their timeout, and so gave up soon after."""
     last = {rank: call.created_ns for rank, call in calls.items() if call.created_ns}
     timeout_s = max(call.timeout_ms for call in calls.values()) / 1e3
@@ -149,10 +145,10 @@ def _late(calls: dict[int, Collective]) -> Late | None:
         return None
     first_ns = min(last.values())
     ranks = tuple(rank for rank in sorted(last) if last[rank] - first_ns > _MOST_OF_IT * timeout_s * 1e9)
-    return Late(ranks, (max(last.values()) - first_ns) / 1e9, timeout_s) if ranks else None
+    return _Late(ranks, (max(last.values()) - first_ns) / 1e9, timeout_s) if ranks else None
 
 
-def _late_words(group: GroupView, calls: dict[int, Collective], late: Late) -> str:
+def _late_words(group: GroupView, calls: dict[int, Collective], late: _Late) -> str:
     who = f"{capitalised(ranks_words(late.ranks))} called {described(calls[late.ranks[0]])}"
     after = f"{duration_words(late.by_s)} after the first of the {len(calls):,} ranks of {group_words(group.name)}"
     came = f"{verb(late.ranks, 'it', 'they')} came, but probably too late for those that had waited"
@@ -161,14 +157,12 @@ def _late_words(group: GroupView, calls: dict[int, Collective], late: Late) -> s
 
 def _is_complete(job: JobFacts, group: GroupView) -> bool:
     """Whether no member is missing: of a group that not all ranks are in, logs name only the members that speak."""
-    dumps, _ = record_kinds(job)
-    return job.is_sized and (dumps or len(group.members) == job.world_size)
+    return job.is_sized and (has_dumps(job) or len(group.members) == job.world_size)
 
 
 def _evidence(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Iterator[Evidence]:
     yield from counters_evidence(view.facts, group)
-    dumps, _ = record_kinds(view.job)
-    if dumps and all(call.backend.startswith("nccl") for call in calls.values()):
+    if has_dumps(view.job) and all(call.backend.startswith("nccl") for call in calls.values()):
         waiting = tuple(rank for rank, call in sorted(calls.items()) if not call.started)
         text = f"Not started on the device of {ranks_words(waiting)}." if waiting else "Started on every device."
         yield Evidence(source="flight recorder", text=text)
@@ -178,4 +172,4 @@ def _evidence(view: Timeline, group: GroupView, calls: dict[int, Collective]) ->
         span_s = (last[late] - min(last.values())) / 1e9
         yield Evidence(source="flight recorder", text=f"Rank {late} called it last, {span_s:,.1f} s after the first.")
     for rank in sorted(calls)[:2]:
-        yield from quotes(view.facts[rank])
+        yield from log_evidence(view.facts[rank])

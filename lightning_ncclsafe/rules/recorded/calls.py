@@ -1,12 +1,12 @@
-"""The calls of all ranks in dumps, and their states on each rank."""
+"""What ranks have called, according to dumps and logs: sends and receives, idle ranks, and all calls of a job."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
-from lightning_ncclsafe.facts import Collective, Group
-from lightning_ncclsafe.rules.kit import Timeline, numel
+from lightning_ncclsafe.facts import Collective, Group, JobFacts, RankFacts
+from lightning_ncclsafe.rules.kit import GroupView, Timeline, numel
 
 # "send 0->1", "recv 1<-0", in ranks of the group: the calling rank comes first.
 _ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
@@ -29,6 +29,47 @@ class Seen(Enum):
     UNREAD = "unread"
 
 
+def has_dumps(job: JobFacts) -> bool:
+    """Whether dumps were read, so that it is known what ranks have called."""
+    return any(facts.record is not None and facts.record.has_dump for facts in job.ranks)
+
+
+def has_logs(job: JobFacts) -> bool:
+    """Whether lines of ranks in logs were read."""
+    return any(facts.record is not None and facts.record.has_log for facts in job.ranks)
+
+
+def open_calls(facts: RankFacts) -> list[Collective]:
+    """Collectives, sends and receives that are not known to have completed, the oldest first."""
+    return [call for call in facts.collectives if not call.completed]
+
+
+def open_p2p(facts: RankFacts) -> list[Collective]:
+    """The sends and receives among these."""
+    return [call for call in open_calls(facts) if call.is_p2p]
+
+
+def has_called_in(view: Timeline, rank: int, group: str) -> bool:
+    """Whether any call of this rank in a group is known."""
+    facts = view.facts.get(rank)
+    return facts is not None and any(own.name == group for own in facts.groups)
+
+
+def idle_behind(view: Timeline, group: GroupView) -> tuple[int, ...]:
+    """Members that are known not to have called what others wait in, and that wait for nothing themselves."""
+    return tuple(
+        rank
+        for rank in group.behind
+        if has_called_in(view, rank, group.name) and not view.waits(rank) and not open_p2p(view.facts[rank])
+    )
+
+
+def members_of(view: Timeline, call: Collective) -> tuple[int, ...]:
+    """The members of the group of a call; empty if the group is unknown."""
+    group = view.groups_by_name.get(call.group)
+    return group.members if group is not None else ()
+
+
 def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
     """``("send", 4)``: the kind of a send or receive, and the global rank of its other side."""
     ends = _ENDS.match(call.op)
@@ -43,7 +84,7 @@ def caller_of(call: Collective, members: tuple[int, ...]) -> int | None:
     return members[number] if 0 <= number < len(members) else None
 
 
-def is_of_all(call: Collective) -> bool:
+def waits_for_all(call: Collective) -> bool:
     """Whether it ends on no rank before all have called it; a broadcast may end earlier on its root."""
     return call.op.startswith(_OF_ALL) and call.backend.startswith("nccl")
 
@@ -69,9 +110,7 @@ class Calls:
         self.groups: dict[int, dict[str, Group]] = {
             rank: {group.name: group for group in facts.groups} for rank, facts in view.facts.items()
         }
-        self.open = {
-            rank: [call for call in facts.collectives if not call.completed] for rank, facts in view.facts.items()
-        }
+        self.open = {rank: open_calls(facts) for rank, facts in view.facts.items()}
         # The first number that is still in a rank's ring, if dumps include what has ended.
         self._first: dict[tuple[int, str], int] = {}
         with_ended = sum(any(one.completed for one in facts.collectives) for facts in view.facts.values())
@@ -139,7 +178,7 @@ class Calls:
         is_lost = self._is_whole and op[1] < self._first.get((rank, op[0]), 0)
         return Seen.ENDED if op[0] in self.waits[rank] and not is_lost else Seen.CALLED
 
-    def is_told_ended(self, rank: int, op: Op) -> bool:
+    def has_surely_ended(self, rank: int, op: Op) -> bool:
         """Whether an entry or the counters show the end; a call that is only missing may have been overwritten."""
         group = self.groups[rank].get(op[0]) if rank in self.groups else None
         return rank in self._ended.get(op, ()) or (group is not None and op[1] <= group.last_completed)

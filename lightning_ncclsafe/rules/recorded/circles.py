@@ -41,7 +41,7 @@ def _postorder(start: Node, edges: Edges, seen: set[Node]) -> Iterator[Node]:
             path.append((other, iter(edges.get(other, ()))))
 
 
-def all_before(nodes: Iterable[Node], before: Mapping[Node, list[Node]]) -> set[int]:
+def ranks_before(nodes: Iterable[Node], before: Mapping[Node, list[Node]]) -> set[int]:
     """All ranks from which these can be reached."""
     seen = set(nodes)
     todo = list(seen)
@@ -53,7 +53,7 @@ def all_before(nodes: Iterable[Node], before: Mapping[Node, list[Node]]) -> set[
     return {node for node in seen if isinstance(node, int)}
 
 
-def in_circle(pairs: Iterable[tuple[int, int]]) -> set[int]:
+def ranks_in_circles(pairs: Iterable[tuple[int, int]]) -> set[int]:
     """Ranks that wait for one another in sends and receives alone."""
     edges: dict[Node, dict[Node, None]] = defaultdict(dict)
     for one, other in pairs:

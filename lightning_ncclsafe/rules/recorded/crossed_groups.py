@@ -11,19 +11,14 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     capitalised,
     clause,
+    finding,
     group_words,
-    location_of,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.questions import gone
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_dumps, roots_of
-from lightning_ncclsafe.rules.recorded.telling import (
-    call_site,
-    consequence_evidence,
-    counters_evidence,
-    described,
-    recorded,
-)
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, open_calls
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import consequence_evidence, counters_evidence, described, first_site
+from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
 
 _LISTED = 4
 
@@ -56,30 +51,29 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
     if not has_dumps(view.job):
         yield from crossed_on_stacks(view)
         return
-    if not gone(view):
+    if not failed(view):
         yield from (_finding(view, root) for root in roots_of(view, RootCause.ORDER))
 
 
 def _finding(view: Timeline, root: Root) -> Finding:
-    first = {rank: next(c for c in view.facts[rank].collectives if not c.completed) for rank in root.circle}
+    first = {rank: open_calls(view.facts[rank])[0] for rank in root.circle}
     parts = [f"rank {rank} waits in {described(call)} of {group_words(call.group)}" for rank, call in first.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
-    sites = (call_site(first[rank]) for rank in root.ranks)
     odd = "" if root.ranks == root.circle else (f"; {clause(root.ranks, 'uses|use a different order from most')}")
-    return recorded(
+    return finding(
+        view,
         root.ranks,
         f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for each other in a circle{odd}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
-        location=next((location_of(site) for site in sites if site is not None), ""),
+        location=first_site(first[rank] for rank in root.ranks),
         evidence=(*_evidence(view, root), *consequence_evidence([root])),
     )
 
 
 def _evidence(view: Timeline, root: Root) -> Iterator[Evidence]:
-    groups = {group.name: group for group in view.groups}
     for rank in root.circle[:_LISTED]:
-        calls = [call for call in view.facts[rank].collectives if not call.completed][:3]
+        calls = open_calls(view.facts[rank])[:3]
         order = ", then ".join(f"{described(call)} of {group_words(call.group)}" for call in calls)
         yield Evidence(source="flight recorder", rank=rank, text=f"Called {order}.")
     for name in dict.fromkeys(name for name, _ in root.ops[:_LISTED]):
-        yield from counters_evidence(view.facts, groups[name])
+        yield from counters_evidence(view.facts, view.groups_by_name[name])

@@ -3,24 +3,29 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.facts import StatementKind
 from lightning_ncclsafe.rules.hang.dead_rank import is_ended_by_gloo
-from lightning_ncclsafe.rules.kit import Confidence, Evidence, Finding, Timeline, clause, ranks_words, recorded_rule
-from lightning_ncclsafe.rules.recorded.questions import (
-    FATAL,
-    anybody_gave_up,
-    compared,
-    details_of,
-    died,
-    fatal,
-    fatal_exit,
-    gone,
-    lines_of,
-    raised,
-    said_of_all,
-    stated,
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Evidence,
+    Finding,
+    Timeline,
+    clause,
+    finding,
+    ranks_words,
+    recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.telling import recorded
+from lightning_ncclsafe.rules.recorded.ends import (
+    FATAL,
+    a_timeout_expired,
+    died,
+    failed,
+    fatal_signal,
+    fatal_signal_of,
+    raised,
+)
+from lightning_ncclsafe.rules.recorded.evidence import waited_words
+from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
 
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."
 _REMEDIES = {
@@ -55,76 +60,74 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
     """
     alike: dict[int, list[int]] = defaultdict(list)
     for rank in died(view):
-        alike[fatal_exit(view, rank)].append(rank)
+        alike[fatal_signal_of(view, rank)].append(rank)
     if raised(view):
         # Whoever else was ended then was ended because of that.
         return
     for code, ranks in alike.items():
         yield _finding(view, code, tuple(ranks))
-    if not gone(view):
+    if not failed(view):
         yield from _nameless(view) if _killed(view) else _lost(view)
 
 
-def _killed(view: Timeline) -> tuple[Statement, ...]:
+def _killed(view: Timeline) -> LogStatements:
     """Ends of processes of unknown ranks, except by an exception or an abort."""
-    ends = stated(view.job, StatementKind.ENDED)
-    return tuple(one for one in ends if one.exit_code is None or fatal(one.exit_code))
+    ends = stated(view, StatementKind.ENDED)
+    return LogStatements(one for one in ends if one.exit_code is None or fatal_signal(one.exit_code))
 
 
 def _nameless(view: Timeline) -> Iterator[Finding]:
     found = _killed(view)
-    codes = [code for one in found if (code := fatal(one.exit_code))]
+    codes = [code for one in found if (code := fatal_signal(one.exit_code))]
     how = FATAL[codes[0]] if codes else ""
     local = next((one.local_rank for one in found if one.local_rank is not None), None)
     which = f"process {local} of a host" if local is not None else "a process"
-    said = next(details_of(found), "")
-    tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
-    what = f"{said or 'a launcher'} says that {which} was {how}" if codes else said or f"{which} is dead"
-    ranks = said_of_all(found) if _are_named(found) else ()
-    text = f"{what}{'' if ranks else '; the log does not say which rank that is'}{tail}"
-    yield recorded(
+    detail = next(iter(found.details), "")
+    what = f"{detail or 'a launcher'} says that {which} was {how}" if codes else detail or f"{which} is dead"
+    ranks = found.ranks if _are_named(found) else ()
+    text = f"{what}{'' if ranks else '; the log does not say which rank that is'}{waited_words(view)}"
+    yield finding(
+        view,
         ranks,
         f"{text}.",
         confidence=Confidence.LIKELY if codes else Confidence.POSSIBLE,
-        evidence=lines_of(found),
+        evidence=found.evidence,
         remedy=_REMEDIES.get(codes[0], _REMEDY) if codes else _REMEDY,
     )
 
 
-def _are_named(found: tuple[Statement, ...]) -> bool:
+def _are_named(found: LogStatements) -> bool:
     """Whether the ranks of all are known; Ray may report one death twice, once with the rank."""
     nameless = [one for one in found if not one.ranks]
-    told_twice = len(nameless) < len(found) == 2 and all(one.detail.startswith("Ray") for one in found)
-    return not nameless or told_twice
+    is_repeated = len(nameless) < len(found) == 2 and all(one.detail.startswith("Ray") for one in found)
+    return not nameless or is_repeated
 
 
 def _lost(view: Timeline) -> Iterator[Finding]:
     """The end of a connection is closed by whoever ends it, or by the kernel of whoever is dead."""
-    found = stated(view.job, StatementKind.PEER_LOST)
-    if not found or anybody_gave_up(view) or compared(view.job) or stated(view.job, StatementKind.UNREACHABLE):
+    found = stated(view, StatementKind.PEER_LOST)
+    if not found or a_timeout_expired(view) or compared(view) or stated(view, StatementKind.UNREACHABLE):
         return
-    by = tuple(sorted({one.by for one in found if one.by is not None}))
-    who = f" on {ranks_words(by)}" if by else ""
+    who = f" on {ranks_words(found.by)}" if found.by else ""
     text = (
         f"a connection was closed by its other end{who}: the process there ended, was killed, or failed, and the "
         "log does not say which rank that was"
     )
-    yield recorded(
+    yield finding(
+        view,
         (),
         f"{text}.",
         confidence=Confidence.POSSIBLE,
-        evidence=lines_of(found),
+        evidence=found.evidence,
         remedy="Read the logs of all ranks and of all hosts: the first one that ended says why. " + _REMEDY,
     )
 
 
 def _finding(view: Timeline, code: int, ranks: tuple[int, ...]) -> Finding:
-    others = tuple(rank for rank in view.waiting if rank not in ranks)
-    tail = f"; {ranks_words(others)} waited in vain" if others else ""
-    text = f"{clause(ranks, 'was|were')} {FATAL[code]}{tail}."
-    return recorded(
+    return finding(
+        view,
         ranks,
-        text,
+        f"{clause(ranks, 'was|were')} {FATAL[code]}{waited_words(view, ranks)}.",
         confidence=Confidence.LIKELY if len(ranks) == 1 else Confidence.POSSIBLE,
         evidence=tuple(
             Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {code}.") for rank in ranks[:8]

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, StatementKind
 from lightning_ncclsafe.rules.hang.failed_rank import is_told_as_exception
@@ -12,26 +12,20 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Timeline,
     capitalised,
+    deepest_user_frame,
     exception_place,
+    finding,
     location_of,
     ranks_words,
     recorded_rule,
     short_location,
 )
-from lightning_ncclsafe.rules.recorded.questions import (
-    anybody_gave_up,
-    compared,
-    details_of,
-    died,
-    failed_in_nccl,
-    is_error,
-    lines_of,
-    raised,
-    stated,
-)
-from lightning_ncclsafe.rules.recorded.telling import recorded
+from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, died, failed_in_nccl, is_error, raised
+from lightning_ncclsafe.rules.recorded.evidence import exception_in_log, waited_words
+from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
 
 _GIST = 200
+_LISTED = 8
 _OF_DEVICE = (
     "Look at this GPU and at its host: nvidia-smi -q, the kernel's log (dmesg | grep -i xid), its ECC counters. Take "
     "the host out if it happens again; if it moves to another GPU with the code, CUDA_LAUNCH_BLOCKING=1 finds its "
@@ -102,17 +96,17 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     exception, frame = facts.exception, exception_place(facts)
     name, message = (exception.type, exception.message) if exception else ("", "")
-    said = f"{name}: {_cut(message)}" if message else name
+    what = f"{name}: {_cut(message)}" if message else name
     at = f" at {short_location(frame)}" if frame else ""
-    others = tuple(rank for rank in view.waiting if rank not in ranks)
-    tail = f"; {ranks_words(others)} waited in vain" if others else ""
-    is_sure = bool(others) or name in _SURE or any(_ended(view, rank) for rank in ranks)
-    return recorded(
+    waited = waited_words(view, ranks)
+    is_sure = bool(waited) or name in _SURE or any(_ended(view, rank) for rank in ranks)
+    return finding(
+        view,
         ranks,
-        f"{ranks_words(ranks)} raised {said}{at}{tail}.",
+        f"{ranks_words(ranks)} raised {what}{at}{waited}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         location=location_of(frame),
-        evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
+        evidence=_evidence(view, ranks),
         remedy=_remedy(name, at, "the other ranks print"),
     )
 
@@ -129,7 +123,7 @@ def _ended(view: Timeline, rank: int) -> bool:
 
 
 def _ended_first(view: Timeline) -> Iterator[Finding]:
-    """By its launcher's word a rank was the first to fail, or one of those, by an error that was read nowhere."""
+    """A launcher reports that a rank was the first to fail, or one of several, by an error that no log shows."""
     codes: dict[int, int] = {}
     for rank, facts in sorted(view.facts.items()):
         code = facts.record.exit_code if facts.record is not None and facts.record.ended_first else None
@@ -140,13 +134,14 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
         return
     one = f"{ranks_words(ranks)} was the first to end, with exit code {words}; its traceback was not read."
     several = f"{ranks_words(ranks)} ended with exit code {words}; the log does not say which was the first."
-    yield recorded(
+    yield finding(
+        view,
         ranks,
         one if len(ranks) == 1 else several,
         confidence=Confidence.POSSIBLE,
         evidence=tuple(
             Evidence(source="log", rank=rank, text=f"Its launcher reports exit code {codes[rank]}, no earlier one.")
-            for rank in ranks[:8]
+            for rank in ranks[:_LISTED]
         ),
         remedy="Look for the traceback in the output of these ranks, and pass those files as well."
         if len(ranks) > 1
@@ -155,40 +150,42 @@ def _ended_first(view: Timeline) -> Iterator[Finding]:
 
 
 def _lost_its_worker(view: Timeline) -> Iterator[Finding]:
-    """A worker was ended by SIGTERM, as when a job is stopped, and of no other rank anything is said."""
+    """SIGTERM ended a worker, as when a job is stopped, and the log is about no other rank."""
     for rank, facts in view.facts.items():
         message = facts.exception.message if facts.exception is not None else ""
-        if len(view.facts) == 1 and not anybody_gave_up(view) and _ENDED_WORKER.search(message):
-            yield recorded(
+        if len(view.facts) == 1 and not a_timeout_expired(view) and _ENDED_WORKER.search(message):
+            yield finding(
+                view,
                 (rank,),
                 f"Rank {rank} raised {_cut(message)}: somebody ended its loader's worker, or the whole job.",
                 confidence=Confidence.POSSIBLE,
-                evidence=(_evidence(facts),),
+                evidence=_evidence(view, (rank,)),
                 remedy="Look at who sends SIGTERM on that host: a scheduler, a script that ends leftover processes.",
             )
 
 
 def _in_nccl(view: Timeline) -> Iterator[Finding]:
-    """NCCL has failed on ranks without a word of a peer: it is their own, or a peer's of which nothing is said."""
+    """NCCL failed on ranks and names no peer: it is their own error, or one of a peer that the log does not show."""
     ranks = failed_in_nccl(view)
-    if not ranks or anybody_gave_up(view) or died(view) or stated(view.job, *_OF_PEERS):
+    if not ranks or a_timeout_expired(view) or died(view) or stated(view, *_OF_PEERS):
         return
     exception = view.facts[ranks[0]].exception
     message = _cut(exception.message) if exception is not None else ""
-    yield recorded(
+    yield finding(
+        view,
         ranks,
         f"{ranks_words(ranks)} raised {message}; the log does not say why, and a peer that has ended may be behind it.",
         confidence=Confidence.POSSIBLE,
-        evidence=tuple(_evidence(view.facts[rank]) for rank in ranks[:8]),
+        evidence=_evidence(view, ranks),
         remedy="Run again with NCCL_DEBUG=WARN: NCCL then says what has failed. Read the logs of all ranks and hosts.",
     )
 
 
 def _ended_nameless(view: Timeline) -> Iterator[Finding]:
-    """Processes ended with an error, and it is not said of which rank, or which of several was the first."""
-    if anybody_gave_up(view) or compared(view.job) or died(view):
+    """Processes ended with an error, and the log does not name their ranks, or which of several ended first."""
+    if a_timeout_expired(view) or compared(view) or died(view):
         return
-    ends = tuple(one for one in stated(view.job, StatementKind.ENDED) if is_error(one.exit_code))
+    ends = LogStatements(one for one in stated(view, StatementKind.ENDED) if is_error(one.exit_code))
     several = tuple(rank for rank in sorted(view.facts) if _ended(view, rank) and not view.waits(rank))
     if not ends and not several:
         return
@@ -196,31 +193,34 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     codes = {one.exit_code for one in ends} | {one.exit_code for one in records}
     who = f"{ranks_words(several)} ended" if several else "a process ended"
     which = "which of them was the first" if several else "which rank it was"
-    by = f" ({said})" if (said := next(details_of(ends), "")) else ""
+    by = f" ({ends.details[0]})" if ends.details else ""
     text = f"{who} with exit code {' or '.join(map(str, sorted(codes, key=str)))}{by}; the log does not say {which}"
-    ended = tuple(Evidence(source="log", rank=rank, text="Its launcher reports that it ended.") for rank in several[:8])
-    yield recorded(
+    ended = tuple(
+        Evidence(source="log", rank=rank, text="Its launcher reports that it ended.") for rank in several[:_LISTED]
+    )
+    yield finding(
+        view,
         (),
         f"{capitalised(text)}, and its traceback was not read.",
         confidence=Confidence.POSSIBLE,
-        evidence=lines_of(ends) or ended,
+        evidence=ends.evidence or ended,
         remedy="Look for the first traceback in the output of all ranks, and pass that file as well.",
     )
 
 
 def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
-    frame = next((one for one in reversed(exception.stack) if one.user), None)
-    said = f"{exception.type}: {_cut(exception.message)}" if exception.message else exception.type
+    frame = deepest_user_frame(exception.stack)
+    what = f"{exception.type}: {_cut(exception.message)}" if exception.message else exception.type
     at = f" at {short_location(frame)}" if frame else ""
-    tail = f"; {ranks_words(view.waiting)} waited in vain" if view.waiting else ""
     is_sure = any(_ended(view, rank) for rank in view.facts)
-    tail += "" if is_sure else "; the log does not say whether that ended it"
-    return recorded(
+    doubt = "" if is_sure else "; the log does not say whether that ended it"
+    return finding(
+        view,
         (),
-        f"A rank that the log does not name raised {said}{at}{tail}.",
+        f"A rank that the log does not name raised {what}{at}{waited_words(view)}{doubt}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         location=location_of(frame),
-        evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),
+        evidence=(exception_in_log(exception),),
         remedy=_remedy(exception.type, at, "ranks print"),
     )
 
@@ -229,6 +229,6 @@ def _cut(message: str) -> str:
     return message.rstrip(".") if len(message) <= _GIST else f"{message[:_GIST]}…"
 
 
-def _evidence(facts: RankFacts) -> Evidence:
-    text = f"{facts.exception.type}: {facts.exception.message}" if facts.exception else ""
-    return Evidence(source="log", rank=facts.rank, text=text)
+def _evidence(view: Timeline, ranks: Iterable[int]) -> tuple[Evidence, ...]:
+    exceptions = ((rank, view.facts[rank].exception) for rank in ranks)
+    return tuple(exception_in_log(one, rank) for rank, one in exceptions if one is not None)[:_LISTED]

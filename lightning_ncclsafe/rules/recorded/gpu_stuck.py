@@ -6,23 +6,24 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
-    GroupView,
     Timeline,
     capitalised,
+    counted,
+    finding,
     group_words,
     ranks_words,
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.questions import gone
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_of
-from lightning_ncclsafe.rules.recorded.telling import (
+from lightning_ncclsafe.rules.recorded.calls import open_calls
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import (
     consequence_evidence,
     counters_evidence,
     described,
     oldest_outstanding,
-    recorded,
 )
+from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
 
 
 @recorded_rule(
@@ -51,7 +52,7 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
         that no rank completes looks like a faulty link (all-joined). A dump that was written earlier than the others,
         and shows everything that the rank had called, looks like a GPU that has failed since.
     """
-    found = [] if gone(view) else roots_of(view, RootCause.DEVICE)
+    found = [] if failed(view) else roots_of(view, RootCause.DEVICE)
     for is_sure in (True, False):
         alike = [root for root in found if root.is_sure is is_sure]
         if alike:
@@ -59,30 +60,32 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
 
 
 def _finding(view: Timeline, found: list[Root], confidence: Confidence) -> Finding:
-    groups = {group.name: group for group in view.groups}
     ranks = tuple(sorted({rank for root in found for rank in root.ranks}))
-    parts = [_part(view, groups, root) for root in found[:4]]
-    return recorded(
+    parts = [_part(view, root) for root in found[:4]]
+    return finding(
+        view,
         ranks,
         f"{capitalised('; '.join(parts))}.",
         confidence=confidence,
-        evidence=(*_evidence(view, groups, found), *consequence_evidence(found)),
+        evidence=(*_evidence(view, found), *consequence_evidence(found)),
     )
 
 
-def _part(view: Timeline, groups: dict[str, GroupView], root: Root) -> str:
+def _part(view: Timeline, root: Root) -> str:
     rank = root.ranks[0]
     of = f"the {verb(root.ranks, 'GPU', 'GPUs')} of {ranks_words(root.ranks)}"
     has = verb(root.ranks, "has", "have")
     if not root.ops:
-        waiting = next(call for call in view.facts[rank].collectives if not call.completed)
+        waiting = open_calls(view.facts[rank])[0]
         if waiting.pair_number:
             return f"{of} {has} not completed {described(waiting)}, although the other side has come to it"
         return f"{of} {has} not started {described(waiting)}, although the other side has started"
     name, seq = root.ops[0]
     call = oldest_outstanding(view.facts[rank], name)
     others = tuple(
-        other for other in groups[name].members if other in view.facts and _is_through(view, other, name, seq)
+        other
+        for other in view.groups_by_name[name].members
+        if other in view.facts and _is_through(view, other, name, seq)
     )
     what = described(call) if call is not None else f"number {seq:,} of {group_words(name)}"
     if not others:
@@ -98,11 +101,11 @@ def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:
     return any(group.name == name and group.last_completed >= seq for group in facts.groups)
 
 
-def _evidence(view: Timeline, groups: dict[str, GroupView], found: list[Root]) -> Iterator[Evidence]:
+def _evidence(view: Timeline, found: list[Root]) -> Iterator[Evidence]:
     for name in dict.fromkeys(root.ops[0][0] for root in found[:4] if root.ops):
-        yield from counters_evidence(view.facts, groups[name])
+        yield from counters_evidence(view.facts, view.groups_by_name[name])
     for root in found[:4]:
         for rank in root.ranks[:4]:
-            count = sum(not call.completed for call in view.facts[rank].collectives)
-            text = f"Its dump has {count:,} {'entry' if count == 1 else 'entries'} that have not completed."
+            entries = counted(len(open_calls(view.facts[rank])), "entry")
+            text = f"Its dump has {entries} that have not completed."
             yield Evidence(source="flight recorder", rank=rank, text=text)

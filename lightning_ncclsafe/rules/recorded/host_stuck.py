@@ -1,8 +1,10 @@
 """The cause host-stuck: a rank has nothing outstanding, and has not called what the others wait in."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timezone
 
+from lightning_ncclsafe.facts import Collective, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -11,27 +13,29 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     capitalised,
     clause,
+    duration_words,
+    finding,
     group_words,
     recorded_rule,
+    short_location,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
-from lightning_ncclsafe.rules.recorded.questions import gone, idle_behind
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, has_dumps, roots, roots_of
-from lightning_ncclsafe.rules.recorded.telling import (
-    LOOK_THERE,
-    called_words,
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, idle_behind
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import (
+    NO_LONGER_TIMEOUT,
+    call_site,
     consequence_evidence,
     counters_evidence,
-    last_call_evidence,
-    last_site,
-    one_element,
-    quotes,
-    recorded,
+    described,
+    log_evidence,
+    one_element_evidence,
     waiting_in,
     waiting_on_peers,
     waiting_words,
 )
+from lightning_ncclsafe.rules.recorded.late_at_init import SET_UP
+from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots, roots_of
 
 
 @recorded_rule(
@@ -42,7 +46,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
         "data that does not arrive, a compilation, one batch fewer than the others, or an exception that was caught. "
         "py-spy dump --pid PID shows the line while it hangs. "
     )
-    + LOOK_THERE,
+    + NO_LONGER_TIMEOUT,
 )
 def host_stuck(view: Timeline) -> Iterator[Finding]:
     """All others wait in a collective that this rank never called; it has completed everything that it called.
@@ -60,7 +64,7 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         At which line it is: neither dumps nor logs have the main thread's stack, only where collectives were called.
     """
-    if gone(view):
+    if failed(view):
         return
     if has_dumps(view.job):
         found = roots_of(view, RootCause.HOST)
@@ -79,6 +83,45 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
         yield from _named(view)
 
 
+def _called_words(group: GroupView, ranks: Iterable[int]) -> str:
+    """``"called 60 collectives of the default group"``, or a range."""
+    counts = sorted({group.enqueued[rank] for rank in ranks})
+    number = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    return f"called {number} collective{'s' * (counts != [1])} of {group_words(group.name)}"
+
+
+def _last_call_evidence(facts: RankFacts, group: GroupView, waiting: Mapping[int, Collective]) -> Iterable[Evidence]:
+    """The last call of a rank that waits for nothing, and how long before the others' wait it was."""
+    call = _last_call(facts, group.name)
+    if call is None:
+        return
+    text = f"Its last collective there was {described(call)}"
+    since = min((other.created_ns for other in waiting.values() if other.created_ns), default=0)
+    if call.created_ns and since:
+        text += f", called at {_clock(call.created_ns)}; the first of the others began to wait at {_clock(since)}"
+        if since > call.created_ns:
+            text += f", {duration_words((since - call.created_ns) / 1e9)} later"
+    yield Evidence(source="flight recorder", rank=facts.rank, text=f"{text}.")
+
+
+def _clock(moment_ns: int) -> str:
+    try:
+        return f"{datetime.fromtimestamp(moment_ns / 1e9, tz=timezone.utc):%H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"
+
+
+def _last_site(facts: RankFacts, group: str) -> str:
+    """``"at train.py:40 in training_step"``, the line of a rank's last call in a group; empty if unknown."""
+    site = call_site(_last_call(facts, group))
+    return f"at {short_location(site)}" if site is not None else ""
+
+
+def _last_call(facts: RankFacts, group: str) -> Collective | None:
+    """The last collective of a group that this rank has called."""
+    return next((call for call in reversed(facts.collectives) if call.group == group and not call.is_p2p), None)
+
+
 def _of_dumps(view: Timeline, culprits: list[Root], is_sure: bool) -> Finding:
     """All ranks of which dumps say so, in whichever groups others wait for them."""
     by_op: dict[tuple[str, int] | None, list[int]] = defaultdict(list)
@@ -86,10 +129,10 @@ def _of_dumps(view: Timeline, culprits: list[Root], is_sure: bool) -> Finding:
         by_op[root.ops[0] if root.ops else None] += root.ranks
     ranks = tuple(sorted(rank for root in culprits for rank in root.ranks))
     parts = [_part(view, op, tuple(sorted(who))) for op, who in by_op.items()]
-    groups = {group.name: group for group in view.groups}
-    first = next((groups[op[0]] for op in by_op if op is not None), None)
-    site = last_site(view.facts[ranks[0]], first.name) if len(ranks) == 1 and first is not None else ""
-    return recorded(
+    first = next((view.groups_by_name[op[0]] for op in by_op if op is not None), None)
+    site = _last_site(view.facts[ranks[0]], first.name) if len(ranks) == 1 and first is not None else ""
+    return finding(
+        view,
         ranks,
         f"{capitalised('; '.join(parts))}{f'; its last call was {site}' if site else ''}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
@@ -104,10 +147,10 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
             f"{clause(ranks, 'has|have finished all that')} {verb(ranks, 'it', 'they')} called, "
             f"but not called the other side, while {waiting_words(waiting)}"
         )
-    group = next(one for one in view.groups if one.name == op[0])
+    group = view.groups_by_name[op[0]]
     waiting = waiting_in(view.facts, group)
     known = all(rank in group.enqueued and group.enqueued[rank] for rank in ranks)
-    called = f"{called_words(group, ranks)} and finished all" if known else "finished all that was called there"
+    called = f"{_called_words(group, ranks)} and finished all" if known else "finished all that was called there"
     of = "" if known else f" of {group_words(group.name)}"
     return (
         f"{clause(ranks, 'has|have')} {called}, and never called number {op[1]:,}{of}, while {waiting_words(waiting)}"
@@ -115,35 +158,35 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
 
 
 def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
-    groups = {group.name: group for group in view.groups}
     for root in culprits[:4]:
         if root.ops:
-            group = groups[root.ops[0][0]]
+            group = view.groups_by_name[root.ops[0][0]]
             waiting = waiting_in(view.facts, group)
             for rank in root.ranks:
-                yield from last_call_evidence(view.facts[rank], group, waiting)
+                yield from _last_call_evidence(view.facts[rank], group, waiting)
     for name in dict.fromkeys(root.ops[0][0] for root in culprits[:4] if root.ops):
-        yield from counters_evidence(view.facts, groups[name])
-        yield from one_element(waiting_in(view.facts, groups[name]).values())
+        yield from counters_evidence(view.facts, view.groups_by_name[name])
+        yield from one_element_evidence(waiting_in(view.facts, view.groups_by_name[name]).values())
     for root in culprits[:2]:
-        yield from quotes(view.facts[root.ranks[0]])
+        yield from log_evidence(view.facts[root.ranks[0]])
 
 
 def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Finding:
     waiting = waiting_in(view.facts, group)
     text = (
-        f"{clause(ranks, 'has|have')} {called_words(group, ranks)} and finished all, and never "
+        f"{clause(ranks, 'has|have')} {_called_words(group, ranks)} and finished all, and never "
         f"called number {group.seq:,}, while {waiting_words(waiting)}"
     )
-    site = last_site(view.facts[ranks[0]], group.name) if len(ranks) == 1 else ""
-    return recorded(
+    site = _last_site(view.facts[ranks[0]], group.name) if len(ranks) == 1 else ""
+    return finding(
+        view,
         ranks,
         f"{capitalised(text)}{f'; its last call was {site}' if site else ''}.",
         evidence=(
-            *(item for rank in ranks[:4] for item in last_call_evidence(view.facts[rank], group, waiting)),
+            *(item for rank in ranks[:4] for item in _last_call_evidence(view.facts[rank], group, waiting)),
             *counters_evidence(view.facts, group),
-            *(item for rank in ranks[:2] for item in quotes(view.facts[rank])),
-            *one_element(waiting.values()),
+            *(item for rank in ranks[:2] for item in log_evidence(view.facts[rank])),
+            *one_element_evidence(waiting.values()),
         ),
     )
 
@@ -156,7 +199,10 @@ def _named(view: Timeline) -> Iterator[Finding]:
             continue
         ranks = record.awaited
         text = f"{clause(ranks, 'has|have not reached')} {record.awaited_in}, according to PyTorch"
-        yield recorded(
-            ranks, f"{text}.", evidence=tuple(quotes(facts, most=4)) or (Evidence(source="log", rank=rank, text=text),)
+        yield finding(
+            view,
+            ranks,
+            f"{text}.",
+            evidence=tuple(log_evidence(facts, most=4)) or (Evidence(source="log", rank=rank, text=text),),
         )
         return

@@ -3,16 +3,17 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Statement, StatementKind
-from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule
-from lightning_ncclsafe.rules.recorded.questions import gone, lines_of, stated
-from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, quotes, recorded
+from lightning_ncclsafe.facts import StatementKind
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, finding, ranks_words, recorded_rule
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, log_evidence
+from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 
 SET_UP = "the set-up of the NCCL communicator"
 _REMEDY_JOIN = (
     "Look at the output of the missing ranks: a rank that was never started, that failed before, that has a different "
     "world size, address or port (WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or that prepares data first. "
-) + LOOK_THERE
+) + NO_LONGER_TIMEOUT
 _REMEDY_STORE = (
     "Give every launch its own port (torchrun --rdzv-endpoint, MASTER_PORT), or a new file with "
     "init_method=file://, and start each rank once: torchrun and a script that starts processes itself make them twice."
@@ -24,7 +25,7 @@ _REMEDY_STORE = (
     remedy=(
         "The network is not to blame: look at what this rank does before its first collective. Do downloads, "
         "tokenising, indexing and reading of large files once, ahead of the job or in prepare_data; see whether its "
-        "host swaps. " + LOOK_THERE
+        "host swaps. " + NO_LONGER_TIMEOUT
     ),
 )
 def late_at_init(view: Timeline) -> Iterator[Finding]:
@@ -44,23 +45,25 @@ def late_at_init(view: Timeline) -> Iterator[Finding]:
         What that rank did; that is in its own output, or in a report of this package's guard.
     """
     awaited = _awaited(view)
-    if gone(view):
+    if failed(view):
         return
     if awaited:
         yield _finding(view, awaited)
     else:
-        yield from _not_joined(stated(view.job, StatementKind.NOT_JOINED))
+        yield from _not_joined(view, stated(view, StatementKind.NOT_JOINED))
 
 
-def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
+def _not_joined(view: Timeline, found: LogStatements) -> Iterator[Finding]:
     """The finding of a store that has counted the ranks that joined."""
     if not found:
         return
     last = max(found, key=lambda one: one.count)
     if not last.of:
-        yield _uncounted(found)
+        waited = f"{found.by_words} waited in vain {found[0].detail} while the process group was being made"
+        text = f"{waited}; the log does not say who is missing"
+        yield finding(view, (), f"{text}.", evidence=found.evidence, remedy=_REMEDY_JOIN)
         return
-    came = {one.by for one in found if one.by is not None}
+    came = found.by
     names_all = bool(last.of) and len(came) == last.count and all(rank < last.of for rank in came)
     ranks = tuple(rank for rank in range(last.of) if rank not in came) if names_all and last.count < last.of else ()
     too_many = last.count >= last.of
@@ -72,21 +75,14 @@ def _not_joined(found: tuple[Statement, ...]) -> Iterator[Finding]:
     else:
         who = clause(ranks, "has|have") if ranks else f"{last.of - last.count:,} ranks have"
         text = f"{last.count:,} of {last.of:,} ranks joined the store while the process group was being made, {who} not"
-    yield recorded(
+    yield finding(
+        view,
         ranks,
         f"{text}.",
         confidence=Confidence.POSSIBLE if too_many or all(one.detail for one in found) else Confidence.LIKELY,
-        evidence=lines_of(found),
+        evidence=found.evidence,
         remedy=_REMEDY_STORE if too_many else _REMEDY_JOIN,
     )
-
-
-def _uncounted(found: tuple[Statement, ...]) -> Finding:
-    by = tuple(sorted({one.by for one in found if one.by is not None}))
-    who = ranks_words(by) if by else "a rank that the log does not name"
-    waited = f"{who} waited in vain {found[0].detail} while the process group was being made"
-    text = f"{waited}; the log does not say who is missing"
-    return recorded((), f"{text}.", evidence=lines_of(found), remedy=_REMEDY_JOIN)
 
 
 def _awaited(view: Timeline) -> dict[int, int]:
@@ -106,4 +102,6 @@ def _finding(view: Timeline, awaited: dict[int, int]) -> Finding:
     text = (
         f"{clause(ranks, 'has|have not reached the first collective, for whose set-up')} {ranks_words(waited)} waited"
     )
-    return recorded(ranks, f"{text}.", evidence=tuple(line for rank in waited[:3] for line in quotes(view.facts[rank])))
+    return finding(
+        view, ranks, f"{text}.", evidence=tuple(line for rank in waited[:3] for line in log_evidence(view.facts[rank]))
+    )

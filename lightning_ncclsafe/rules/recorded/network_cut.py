@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Statement, StatementKind
-from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, recorded_rule
-from lightning_ncclsafe.rules.recorded.questions import anybody_gave_up, details_of, gone, lines_of, stated
-from lightning_ncclsafe.rules.recorded.telling import recorded
+from lightning_ncclsafe.facts import StatementKind
+from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, finding, recorded_rule
+from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, failed
+from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 
 # Only when connecting: during a transfer, the address has worked.
 _LINK_LOCAL = re.compile(r"\b(?:connecting to|the store at) \W{0,4}fe80:", re.IGNORECASE)
@@ -38,20 +38,21 @@ def network_cut(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Whether the process at the other end was alive: both look alike from here.
     """
-    found = stated(view.job, StatementKind.UNREACHABLE)
-    if found and not gone(view) and not anybody_gave_up(view):
-        yield _finding(found)
+    found = stated(view, StatementKind.UNREACHABLE)
+    if found and not failed(view) and not a_timeout_expired(view):
+        yield _finding(view, found)
 
 
-def _finding(found: tuple[Statement, ...]) -> Finding:
-    details = list(details_of(found))
+def _finding(view: Timeline, found: LogStatements) -> Finding:
+    details = found.details
     more = f", and {len(details) - 1} more like it" if len(details) > 1 else ""
     is_link_local = _LINK_LOCAL.search(details[0]) is not None
     why = "that is an address of a single link" if is_link_local else "the network, or the process at the other end"
-    return recorded(
+    return finding(
+        view,
         (),
         f"{details[0]}{more}: {why}.",
         confidence=Confidence.LIKELY if is_link_local else Confidence.POSSIBLE,
-        evidence=lines_of(found),
+        evidence=found.evidence,
         remedy=_REMEDY_LINK_LOCAL if is_link_local else _REMEDY,
     )

@@ -2,20 +2,28 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.rules.kit import Confidence, Finding, Timeline, clause, ranks_words, recorded_rule, verb
-from lightning_ncclsafe.rules.recorded.questions import gone
-from lightning_ncclsafe.rules.recorded.splits import split_of
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots, roots_of
-from lightning_ncclsafe.rules.recorded.telling import (
+from lightning_ncclsafe.rules.kit import (
+    Confidence,
+    Finding,
+    Timeline,
+    clause,
+    finding,
+    ranks_words,
+    recorded_rule,
+    verb,
+)
+from lightning_ncclsafe.rules.recorded.calls import has_dumps
+from lightning_ncclsafe.rules.recorded.divergences import conflict
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import (
     consequence_evidence,
     counters_evidence,
-    one_element,
-    record_kinds,
-    recorded,
+    one_element_evidence,
     waiting_in,
     waiting_on_peers,
     waiting_words,
 )
+from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots, roots_of
 
 
 @recorded_rule(
@@ -41,19 +49,19 @@ def no_dump(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Anything about that rank. A dump that is older than the others, or of another run, counts as none.
     """
-    if not record_kinds(view.job)[0]:
+    if not has_dumps(view.job):
         return
     found = roots_of(view, RootCause.UNREAD)
-    if found and not gone(view):
+    if found and not failed(view):
         yield _finding(view, max(found, key=lambda root: len(root.held)), found)
 
 
 def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     ranks = tuple(sorted(rank for root in found for rank in root.ranks))
-    group = next((one for one in view.groups if first.ops and one.name == first.ops[0][0]), None)
+    group = view.groups_by_name.get(first.ops[0][0]) if first.ops else None
     waiting = waiting_in(view.facts, group) if group is not None else waiting_on_peers(view, ranks)
     only = len(view.silent) == 1 and all(seen is RootCause.UNREAD for seen in (root.cause for root in roots(view)))
-    only = only and split_of(view) is None and view.facts.keys() == set(first.held)
+    only = only and conflict(view) is None and view.facts.keys() == set(first.held)
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
     others = tuple(rank for rank in ranks if rank in view.job.left_out)
     if others:
@@ -72,13 +80,14 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
             who = f"the {verb(ranks, 'dump', 'dumps')} of {clause(ranks, 'says|say nothing')}"
         then = f"{'It is' if len(ranks) == 1 else 'One of them is'} probably what they wait for"
     text = f"{who}: {waiting_words(waiting)}. {then}"
-    return recorded(
+    return finding(
+        view,
         ranks,
         f"{text}.",
         confidence=Confidence.LIKELY if only and not (older or others) else Confidence.POSSIBLE,
         evidence=(
             *(counters_evidence(view.facts, group) if group is not None else ()),
-            *one_element(waiting.values()),
+            *one_element_evidence(waiting.values()),
             *consequence_evidence(found),
         ),
     )

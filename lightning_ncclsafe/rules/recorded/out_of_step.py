@@ -8,22 +8,22 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
-    capitalised,
     clause,
+    finding,
     group_words,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.questions import gone, idle_behind, lines_of, stated
-from lightning_ncclsafe.rules.recorded.splits import OF_TWO
-from lightning_ncclsafe.rules.recorded.standstill import has_dumps
-from lightning_ncclsafe.rules.recorded.telling import (
+from lightning_ncclsafe.rules.recorded.calls import has_dumps, idle_behind
+from lightning_ncclsafe.rules.recorded.divergences import OF_TWO
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import (
     counters_evidence,
-    one_element,
-    quotes,
-    recorded,
+    log_evidence,
+    one_element_evidence,
     waiting_in,
     waiting_words,
 )
+from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 
 # The root of these may complete before the others call.
 _ROOTED = ("broadcast", "reduce", "scatter", "gather")
@@ -57,10 +57,10 @@ def out_of_step(view: Timeline) -> Iterator[Finding]:
         Which of the two it is, from logs: a rank names only what it waits in. Dumps tell them apart
         (diverged-collectives, gpu-stuck).
     """
-    if gone(view) or has_dumps(view.job):
+    if failed(view) or has_dumps(view.job):
         return
-    for said in stated(view.job, StatementKind.AHEAD)[:1]:
-        yield recorded(said.ranks, f"{capitalised(said.detail)}.", evidence=lines_of((said,)))
+    if first := LogStatements(stated(view, StatementKind.AHEAD)[:1]):
+        yield finding(view, first[0].ranks, f"{first[0].detail}.", evidence=first.evidence)
     for group in view.groups:
         seq = group.seq or 0
         later = [rank for rank, oldest in sorted(group.oldest.items()) if oldest > seq]
@@ -88,13 +88,14 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
         f"{group_words(group.name)}, in which {clause(least, 'waits|wait')}: "
         f"{waiting_words(waiting)}"
     )
-    return recorded(
+    return finding(
+        view,
         ranks,
         f"{text}.",
         confidence=Confidence.POSSIBLE if rooted and len(ahead) == 1 else Confidence.LIKELY,
         evidence=(
             *counters_evidence(view.facts, group),
-            *one_element(waiting.values()),
-            *(line for rank in (least[0], ahead[0]) for line in quotes(view.facts[rank])),
+            *one_element_evidence(waiting.values()),
+            *(line for rank in (least[0], ahead[0]) for line in log_evidence(view.facts[rank])),
         ),
     )

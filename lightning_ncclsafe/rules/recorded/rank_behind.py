@@ -2,23 +2,28 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.rules.hang.rank_behind import is_named_otherwise
 from lightning_ncclsafe.rules.kit import (
     Confidence,
-    Evidence,
     Finding,
     GroupView,
     Timeline,
     clause,
     deepest_user_frame,
+    finding,
     group_words,
     location_of,
     recorded_rule,
     short_location,
 )
-from lightning_ncclsafe.rules.recorded.standstill import has_moved
-from lightning_ncclsafe.rules.recorded.telling import counters_evidence, quotes, recorded, waiting_in, waiting_words
+from lightning_ncclsafe.rules.recorded.evidence import (
+    counters_evidence,
+    exception_in_log,
+    log_evidence,
+    waiting_in,
+    waiting_words,
+)
+from lightning_ncclsafe.rules.recorded.wait_graph import has_moved
 
 
 @recorded_rule(
@@ -53,33 +58,35 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
     elif view.waiting:
         yield _without_collectives(view)
     else:
-        yield from _unnamed(view.job)
+        yield from _unnamed(view)
 
 
 def _without_collectives(view: Timeline) -> Finding:
     who = view.waiting
     text = clause(who, "reports|report that a peer was gone or late, but not which")
-    lost = ((rank, view.facts[rank].exception) for rank in who[:4])
-    said = tuple(Evidence(source="log", rank=rank, text=f"{e.type}: {e.message}") for rank, e in lost if e is not None)
-    return recorded(
+    raised = ((rank, view.facts[rank].exception) for rank in who[:4])
+    exceptions = (exception_in_log(one, rank) for rank, one in raised if one is not None)
+    return finding(
+        view,
         (),
         f"{text}.",
         confidence=Confidence.POSSIBLE,
-        evidence=(*said, *(line for rank in who[:2] for line in quotes(view.facts[rank]))),
+        evidence=(*exceptions, *(line for rank in who[:2] for line in log_evidence(view.facts[rank]))),
     )
 
 
-def _unnamed(job: JobFacts) -> Iterator[Finding]:
-    lost = [exception for exception in job.unnamed if exception.is_consequence]
+def _unnamed(view: Timeline) -> Iterator[Finding]:
+    lost = [exception for exception in view.job.unnamed if exception.is_consequence]
     for exception in lost[:1]:
         frame = deepest_user_frame(exception.stack)
         at = f" at {short_location(frame)}" if frame else ""
-        yield recorded(
+        yield finding(
+            view,
             (),
             f"A rank that the log does not name waited in vain{at}: a peer was gone or late, but not named.",
             confidence=Confidence.POSSIBLE,
             location=location_of(frame),
-            evidence=(Evidence(source="log", text=f"{exception.type}: {exception.message}"),),
+            evidence=(exception_in_log(exception),),
         )
 
 
@@ -91,12 +98,13 @@ def _finding(view: Timeline, group: GroupView) -> Finding:
     text = f"In {group_words(group.name)} {waiting_words(waiting)}, and what was read does not show for whom"
     if ranks:
         text += f"; {clause(ranks, 'is|are furthest behind')}"
-    return recorded(
+    return finding(
+        view,
         ranks,
         f"{text}.",
         confidence=Confidence.POSSIBLE,
         evidence=(
             *counters_evidence(view.facts, group),
-            *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),
+            *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
         ),
     )

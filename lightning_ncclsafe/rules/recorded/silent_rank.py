@@ -2,42 +2,37 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Statement, StatementKind
+from lightning_ncclsafe.facts import StatementKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    GroupView,
     Timeline,
     capitalised,
     clause,
     deepest_user_frame,
+    finding,
     ranks_words,
     recorded_rule,
     short_location,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.questions import (
-    Absence,
-    absences,
-    compared,
-    failed_in_nccl,
-    gone,
-    lines_of,
-    said_of_all,
-    stated,
-)
-from lightning_ncclsafe.rules.recorded.splits import OF_TWO, split_of
-from lightning_ncclsafe.rules.recorded.telling import (
-    LOOK_THERE,
+from lightning_ncclsafe.rules.recorded.calls import has_called_in, has_dumps, idle_behind
+from lightning_ncclsafe.rules.recorded.divergences import OF_TWO, conflict
+from lightning_ncclsafe.rules.recorded.ends import failed, failed_in_nccl
+from lightning_ncclsafe.rules.recorded.evidence import (
+    NO_LONGER_TIMEOUT,
     counters_evidence,
-    one_element,
-    quotes,
-    record_kinds,
-    recorded,
+    exception_in_log,
+    log_evidence,
+    one_element_evidence,
     waiting_in,
     waiting_words,
 )
+from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
 
 
 @recorded_rule(
@@ -48,7 +43,7 @@ from lightning_ncclsafe.rules.recorded.telling import (
         "waits for data, had one batch fewer, or is dead. If it was merely ended before it could log anything, read "
         "the logs of all ranks. "
     )
-    + LOOK_THERE,
+    + NO_LONGER_TIMEOUT,
 )
 def silent_rank(view: Timeline) -> Iterator[Finding]:
     """Ranks that time out name a collective; one member of that group reports nothing about it.
@@ -65,70 +60,66 @@ def silent_rank(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Whether it was merely ended by its launcher before its own watchdog could report.
     """
-    dumps, _ = record_kinds(view.job)
-    if dumps or compared(view.job):
+    if has_dumps(view.job) or compared(view):
         return
-    if named := stated(view.job, StatementKind.ABSENT):
-        yield _named(named)
+    if named := stated(view, StatementKind.ABSENT):
+        yield _named(view, named)
         return
-    if (warned := stated(view.job, StatementKind.LATE)[-1:]) and not gone(view):
-        yield replace(_named(warned), confidence=Confidence.POSSIBLE)
+    if (warned := LogStatements(stated(view, StatementKind.LATE)[-1:])) and not failed(view):
+        yield replace(_named(view, warned), confidence=Confidence.POSSIBLE)
         return
-    for absence in absences(view):
+    for absence in _absences(view):
         # An excerpt may show only one rank.
         if len(absence.group.oldest) > 1 or view.job.is_sized or view.job.log.works_on:
             yield _finding(view, absence)
             return
     if not any(group.seq is not None for group in view.groups):
-        waits = stated(view.job, StatementKind.STORE_WAIT)
+        waits = stated(view, StatementKind.STORE_WAIT)
         yield from _at_store(view, waits) if waits else _by_exceptions(view)
         yield from _at_barrier(view)
-    elif view.job.is_sized and 0 < len(view.job.silent) < len(view.waiting) and not gone(view):
+    elif view.job.is_sized and 0 < len(view.job.silent) < len(view.waiting) and not failed(view):
         yield _of_other_groups(view)
 
 
-def _named(named: tuple[Statement, ...]) -> Finding:
+def _named(view: Timeline, named: LogStatements) -> Finding:
     """The ranks that a tool reports after it has compared all."""
-    ranks = said_of_all(named)
-    return recorded(
+    ranks = named.ranks
+    return finding(
+        view,
         ranks,
         f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} not come: {named[0].detail}.",
-        evidence=lines_of(named),
+        evidence=named.evidence,
     )
 
 
-def _at_store(view: Timeline, waits: tuple[Statement, ...]) -> Iterator[Finding]:
+def _at_store(view: Timeline, waits: LogStatements) -> Iterator[Finding]:
     """A rank waited for a key that another one must set in the store; no line names that one."""
-    if gone(view) or stated(view.job, StatementKind.NOT_JOINED):
+    if failed(view) or stated(view, StatementKind.NOT_JOINED):
         return
-    by = tuple(sorted({one.by for one in waits if one.by is not None}))
-    who = ranks_words(by) if by else "a rank that the log does not name"
     detail = f" {waits[0].detail}" if waits[0].detail else ""
-    text = (
-        f"{who} waited in vain{detail} at the store for what another process must put there; the log does not say which"
-    )
-    yield recorded(
+    at_store = f"{waits.by_words} waited in vain{detail} at the store for what another process must put there"
+    yield finding(
+        view,
         (),
-        f"{capitalised(text)}{_meanwhile(view)}.",
+        f"{at_store}; the log does not say which{_meanwhile(view)}.",
         confidence=Confidence.LIKELY if view.job.log.works_on else Confidence.POSSIBLE,
-        evidence=(*lines_of(waits), *_works_on(view)),
+        evidence=(*waits.evidence, *_works_on(view)),
     )
 
 
 def _at_barrier(view: Timeline) -> Iterator[Finding]:
     """The rank that checks a monitored barrier did not answer: it is late itself, or waits for another."""
-    came = stated(view.job, StatementKind.BARRIER_WAIT)
-    by = tuple(sorted({one.by for one in came if one.by is not None}))
-    ranks = tuple(rank for rank in said_of_all(came) if rank not in by)
-    if not ranks or gone(view) or any(one.record is not None and one.record.awaited for one in view.facts.values()):
+    came = stated(view, StatementKind.BARRIER_WAIT)
+    ranks = tuple(rank for rank in came.ranks if rank not in came.by)
+    if not ranks or failed(view) or any(one.record is not None and one.record.awaited for one in view.facts.values()):
         return
     if any(rank in view.facts and view.facts[rank].exception is not None for rank in ranks):
         return
     text = (
-        f"{ranks_words(by)} came to a monitored barrier, and {ranks_words(ranks)} did not answer there: that one is "
-        "late, or has waited for another one, which its own log would name"
+        f"{ranks_words(came.by)} came to a monitored barrier, and {ranks_words(ranks)} did not answer there: that one "
+        "is late, or has waited for another one, which its own log would name"
     )
-    yield recorded(ranks, f"{text}.", confidence=Confidence.POSSIBLE, evidence=lines_of(came))
+    yield finding(view, ranks, f"{text}.", confidence=Confidence.POSSIBLE, evidence=came.evidence)
 
 
 def _meanwhile(view: Timeline) -> str:
@@ -145,14 +136,15 @@ def _of_other_groups(view: Timeline) -> Finding:
     ranks = view.job.silent
     groups = [group for group in view.groups if group.seq is not None]
     waiting = {rank: call for group in groups for rank, call in waiting_in(view.facts, group).items()}
-    alone = len(ranks) == 1 and len(waiting) == view.job.world_size - 1 and split_of(view) is None
-    return recorded(
+    alone = len(ranks) == 1 and len(waiting) == view.job.world_size - 1 and conflict(view) is None
+    return finding(
+        view,
         ranks,
         f"{capitalised(ranks_words(ranks))} {verb(ranks, 'says', 'say')} nothing, while {waiting_words(waiting)}.",
         confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
         evidence=(
             *(item for group in groups[:4] for item in counters_evidence(view.facts, group)),
-            *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),
+            *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
         ),
     )
 
@@ -166,7 +158,7 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
         for rank in range(view.job.world_size)
         if rank not in view.facts or (view.facts[rank].exception is None and rank not in view.waiting)
     )
-    if not gave_up or not silent or gone(view) or stated(view.job, StatementKind.UNREACHABLE):
+    if not gave_up or not silent or failed(view) or stated(view, StatementKind.UNREACHABLE):
         return
     exception = view.facts[gave_up[0]].exception
     stack = exception.stack if exception else ()
@@ -174,19 +166,37 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
     calls = stack[-1].function if stack else ""
     at = f" in {calls}" + (f" at {short_location(frame)}" if frame else "")
     text = f"{clause(silent, 'reports|report nothing, while')} {ranks_words(gave_up)} gave up waiting{at}"
-    yield recorded(
+    yield finding(
+        view,
         silent,
         f"{text}.",
         confidence=Confidence.LIKELY if len(silent) == 1 and len(gave_up) > 1 else Confidence.POSSIBLE,
         evidence=tuple(
-            Evidence(source="log", rank=rank, text=f"{found.type}: {found.message}")
-            for rank in gave_up[:4]
-            if (found := view.facts[rank].exception) is not None
+            exception_in_log(found, rank) for rank in gave_up[:4] if (found := view.facts[rank].exception) is not None
         ),
     )
 
 
-def _finding(view: Timeline, absence: Absence) -> Finding:
+class _Absence(NamedTuple):
+    """A group in which ranks wait, and the members that report nothing about it, ascending."""
+
+    group: GroupView
+    ranks: tuple[int, ...]
+
+
+def _absences(view: Timeline) -> Iterator[_Absence]:
+    """Groups that wait and have members that report nothing, if no reporting member is the one they wait for."""
+    if failed(view):
+        return
+    for group in view.groups:
+        if group.seq is None or idle_behind(view, group):
+            continue
+        ranks = tuple(rank for rank in group.members if not has_called_in(view, rank, group.name))
+        if ranks:
+            yield _Absence(group, ranks)
+
+
+def _finding(view: Timeline, absence: _Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
     waiting = waiting_in(view.facts, group)
     of_two = any(call.op in OF_TWO for call in waiting.values())
@@ -194,21 +204,22 @@ def _finding(view: Timeline, absence: Absence) -> Finding:
     is_known = view.job.is_sized or set(ranks) <= set(view.job.log.spoke) or len(waiting) > 2
     if len(waiting) == 1 and len(ranks) > 1 and not is_known:
         ranks = ()
-    alone = len(ranks) == 1 and len(waiting) > 1 and is_known and split_of(view) is None and not of_two
+    alone = len(ranks) == 1 and len(waiting) > 1 and is_known and conflict(view) is None and not of_two
     number = f" of number {group.seq:,}" if group.seq else ""
     text = f"{clause(ranks, 'reports|report nothing')}{number}, while {waiting_words(waiting)}"
     if not ranks:
         text = f"{waiting_words(waiting)}, and the log does not say for whom"
     if view.job.log.is_cut:
         text += "; the log ends before what others may have reported next"
-    return recorded(
+    return finding(
+        view,
         ranks,
         f"{capitalised(text)}{_meanwhile(view)}.",
         confidence=Confidence.LIKELY if alone and not view.job.log.is_cut else Confidence.POSSIBLE,
         evidence=(
             *_works_on(view),
             *counters_evidence(view.facts, group),
-            *one_element(waiting.values()),
-            *(line for rank in list(waiting)[:2] for line in quotes(view.facts[rank])),
+            *one_element_evidence(waiting.values()),
+            *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
         ),
     )

@@ -11,14 +11,14 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     capitalised,
     clause,
-    location_of,
+    finding,
     numel,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import peer_of
-from lightning_ncclsafe.rules.recorded.questions import gone, pending_p2p
-from lightning_ncclsafe.rules.recorded.standstill import Root, RootCause, roots_of
-from lightning_ncclsafe.rules.recorded.telling import LOOK_THERE, call_site, consequence_evidence, described, recorded
+from lightning_ncclsafe.rules.recorded.calls import members_of, open_p2p, peer_of
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, consequence_evidence, described, first_site
+from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
 
 _LISTED = 6
 
@@ -30,7 +30,7 @@ _LISTED = 6
         "alone or has failed, sends and receives in another order than on its neighbour. Where ranks wait for one "
         "another in a circle, pair each send with its receive in dist.batch_isend_irecv. "
     )
-    + LOOK_THERE,
+    + NO_LONGER_TIMEOUT,
     plan=Plan.STOP,
 )
 def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
@@ -49,29 +49,28 @@ def unmatched_p2p(view: Timeline) -> Iterator[Finding]:
         Which side called one too many; which pair it is, if several pairs of a circle wait for each other. A rank
         that has nothing outstanding and that neighbours wait for is reported as host-stuck.
     """
-    if not gone(view):
+    if not failed(view):
         yield from (_finding(view, root) for root in roots_of(view, RootCause.UNMATCHED))
 
 
 def _finding(view: Timeline, root: Root) -> Finding:
-    first = {rank: next(pending_p2p(view.facts[rank]), None) for rank in root.circle}
+    first = {rank: next(iter(open_p2p(view.facts[rank])), None) for rank in root.circle}
     calls = {rank: call for rank, call in first.items() if call is not None}
     passed = tuple(rank for rank, call in first.items() if call is None)
-    members = {group.name: group.members for group in view.groups}
-    parts = [_hop(rank, call, members.get(call.group, ())) for rank, call in calls.items()]
+    parts = [_hop(view, rank, call) for rank, call in calls.items()]
     more = f" and {len(parts) - _LISTED:,} more" if len(parts) > _LISTED else ""
     why = "they wait for each other in a circle"
-    if len(calls) == 2 and len({numel(call) for call in calls.values()}) == 2 and _is_a_pair(calls, members):
+    if len(calls) == 2 and len({numel(call) for call in calls.values()}) == 2 and _is_a_pair(view, calls):
         sizes = " and ".join(f"{numel(call):,} elements" for call in calls.values())
         why = f"what is sent and what is received differ in size ({sizes})"
     if passed:
         why = clause(passed, "has|have continued without the other side")
-    sites = (call_site(call) for call in calls.values())
-    return recorded(
+    return finding(
+        view,
         root.ranks,
         f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
-        location=next((location_of(site) for site in sites if site is not None), ""),
+        location=first_site(calls.values()),
         evidence=(
             *(
                 Evidence(source="flight recorder", rank=rank, text=f"Has not completed {described(call)}.")
@@ -82,13 +81,13 @@ def _finding(view: Timeline, root: Root) -> Finding:
     )
 
 
-def _is_a_pair(calls: dict[int, Collective], members: dict[str, tuple[int, ...]]) -> bool:
+def _is_a_pair(view: Timeline, calls: dict[int, Collective]) -> bool:
     """Whether one is the other side of the other."""
-    ends = {rank: peer_of(call, members.get(call.group, ())) for rank, call in calls.items()}
+    ends = {rank: peer_of(call, members_of(view, call)) for rank, call in calls.items()}
     kinds = {end[0] for end in ends.values() if end is not None and end[1] in calls}
     return kinds == {"send", "recv"}
 
 
-def _hop(rank: int, call: Collective, members: tuple[int, ...]) -> str:
-    end = peer_of(call, members) if call.is_p2p else None
+def _hop(view: Timeline, rank: int, call: Collective) -> str:
+    end = peer_of(call, members_of(view, call)) if call.is_p2p else None
     return f"rank {rank} waits in {call.op}" + (f" for rank {end[1]}" if end is not None else "")

@@ -8,12 +8,13 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     capitalised,
     duration_words,
+    finding,
     ranks_words,
     recorded_rule,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.questions import gone
-from lightning_ncclsafe.rules.recorded.telling import quotes, recorded
+from lightning_ncclsafe.rules.recorded.ends import failed
+from lightning_ncclsafe.rules.recorded.evidence import log_evidence
 
 
 @recorded_rule(
@@ -40,7 +41,7 @@ def watchdog_stuck(view: Timeline) -> Iterator[Finding]:
         Which of the two it is; whether the rank was the first to get stuck, if all ranks report it.
     """
     ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.record and facts.record.stuck_s)
-    if ranks and not gone(view):
+    if ranks and not failed(view):
         yield _finding(view, ranks)
 
 
@@ -50,9 +51,10 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     text = f"NCCL's watchdog made no progress on {ranks_words(ranks)} for {duration_words(longest)}"
     text += f", while it did on {ranks_words(others)}" if others else ", on every rank that the log names"
     held = f"something holds the GIL {verb(ranks, 'there', 'on them')}, or a call of CUDA does not return"
-    return recorded(
+    return finding(
+        view,
         ranks,
         f"{capitalised(text)}: {held}.",
         confidence=Confidence.LIKELY if len(ranks) < len(others) else Confidence.POSSIBLE,
-        evidence=tuple(line for rank in ranks[:3] for line in quotes(view.facts[rank])),
+        evidence=tuple(line for rank in ranks[:3] for line in log_evidence(view.facts[rank])),
     )

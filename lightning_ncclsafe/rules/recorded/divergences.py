@@ -18,8 +18,8 @@ from lightning_ncclsafe.rules.kit import (
     call_words,
     capitalised,
     collective_words,
+    finding,
     group_words,
-    location_of,
     numel,
     once,
     ranks_words,
@@ -28,8 +28,15 @@ from lightning_ncclsafe.rules.kit import (
     signature,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.questions import details_of, gone, lines_of, misled, said_of_all, stated
-from lightning_ncclsafe.rules.recorded.telling import call_site, described, one_element, quotes, recorded
+from lightning_ncclsafe.rules.recorded.ends import failed, misled
+from lightning_ncclsafe.rules.recorded.evidence import (
+    call_site,
+    described,
+    first_site,
+    log_evidence,
+    one_element_evidence,
+)
+from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 
 # Operations in logs that may involve only two ranks.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")
@@ -39,13 +46,13 @@ _COMPARED = 64
 
 
 @once
-def split_of(view: Timeline) -> Divergence | None:
+def conflict(view: Timeline) -> Divergence | None:
     """The first number under which ranks called what cannot complete together; None if there is none."""
     split = view.divergence
-    if split is None or gone(view):
+    if split is None or failed(view):
         return None
     calls = {rank: call for rank, call in split.calls.items() if _is_comparable(view, rank, call)}
-    return Divergence(split.group, split.seq, calls) if _conflict(calls.values()) else None
+    return Divergence(split.group, split.seq, calls) if _any_differ(calls.values()) else None
 
 
 def _is_comparable(view: Timeline, rank: int, call: Collective) -> bool:
@@ -55,12 +62,12 @@ def _is_comparable(view: Timeline, rank: int, call: Collective) -> bool:
     return bool(call.op) and not (is_of_log and call.op in OF_TWO)
 
 
-def is_one_operation(split: Divergence) -> bool:
+def _is_one_operation(split: Divergence) -> bool:
     """Whether all called the same operation, so that only sizes or types differ."""
     return len({_operation(call) for call in split.calls.values()}) == 1
 
 
-def _conflict(calls: Iterable[Collective]) -> bool:
+def _any_differ(calls: Iterable[Collective]) -> bool:
     """Whether any two differ; details that a log does not give are no difference."""
     variants = {signature(call): call for call in calls}
     return any(_differ(one, other) for one, other in combinations(list(variants.values())[:_COMPARED], 2))
@@ -80,8 +87,8 @@ def _operation(call: Collective) -> str:
     return call.op.removesuffix("_barrier")
 
 
-def split_finding(view: Timeline, split: Divergence, why: str) -> Finding:
-    """The finding.
+def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
+    """The finding if the calls of the ranks are known.
 
     Args:
         why: What follows from it, the end of a sentence.
@@ -91,28 +98,29 @@ def split_finding(view: Timeline, split: Divergence, why: str) -> Finding:
     listed = [f"{ranks_words(who)} called {_words(call)}" for call, who in different[:3]]
     more = f" and {len(different) - 3:,} other variants" if len(different) > 3 else ""
     text = f"{' and '.join(listed)}{more} as number {split.seq:,} of {group_words(split.group)}"
-    sites = (call_site(split.calls[rank]) for rank in ranks)
-    return recorded(
+    return finding(
+        view,
         ranks,
         f"{capitalised(text)}: {why}.",
         confidence=Confidence.CERTAIN if _is_certain(view, split) else Confidence.LIKELY,
-        location=next((location_of(site) for site in sites if site is not None), ""),
-        evidence=(*_evidence(view, different), *one_element(call for call, _ in different)),
+        location=first_site(split.calls[rank] for rank in ranks),
+        evidence=(*_evidence(view, different), *one_element_evidence(call for call, _ in different)),
     )
 
 
-def stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[Finding]:
-    """The same where PyTorch or NCCL itself has compared the ranks; none where it has not.
+def _stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[Finding]:
+    """The finding if PyTorch or NCCL itself has compared the ranks.
 
     Args:
         why: What follows from it, the end of a sentence.
     """
-    found = stated(view.job, kind)
-    if found and split_of(view) is None and not gone(view):
-        yield recorded(
-            said_of_all(found[:1]),
-            f"{next(details_of(found), 'a check of collectives has failed')}: {why}.",
-            evidence=lines_of(found),
+    found = stated(view, kind)
+    if found and conflict(view) is None and not failed(view):
+        yield finding(
+            view,
+            LogStatements(found[:1]).ranks,
+            f"{next(iter(found.details), 'a check of collectives has failed')}: {why}.",
+            evidence=found.evidence,
         )
 
 
@@ -132,7 +140,7 @@ def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> I
     for call, who in variants[:_LISTED]:
         record = view.facts[who[0]].record
         if record is not None and not record.has_dump:
-            yield from quotes(view.facts[who[0]])
+            yield from log_evidence(view.facts[who[0]])
         else:
             words = described(call) if call.stack else collective_words(call)
             rank = who[0] if len(who) == 1 else None
@@ -174,10 +182,10 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Which of the two it is, if the recorder kept no stacks; sizes that may differ (all_to_all, coalesced).
     """
-    split = split_of(view)
-    if split is not None and is_one_operation(split):
-        yield split_finding(view, split, _WHY_MISMATCHED)
-    yield from stated_finding(view, StatementKind.OTHER_SIZES, _WHY_MISMATCHED)
+    split = conflict(view)
+    if split is not None and _is_one_operation(split):
+        yield _finding(view, split, _WHY_MISMATCHED)
+    yield from _stated_finding(view, StatementKind.OTHER_SIZES, _WHY_MISMATCHED)
 
 
 _WHY_DIVERGED = "these can never complete together"
@@ -212,9 +220,9 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         What came before the recorder's oldest entry: this is the first difference among the entries that were kept.
     """
-    split = split_of(view)
-    if split is not None and not is_one_operation(split):
-        yield split_finding(view, split, _WHY_DIVERGED)
-    yield from stated_finding(view, StatementKind.OTHER_OPERATIONS, _WHY_DIVERGED)
-    for finding in stated_finding(view, StatementKind.APART, _UNLESS):
-        yield replace(finding, confidence=Confidence.POSSIBLE)
+    split = conflict(view)
+    if split is not None and not _is_one_operation(split):
+        yield _finding(view, split, _WHY_DIVERGED)
+    yield from _stated_finding(view, StatementKind.OTHER_OPERATIONS, _WHY_DIVERGED)
+    for unsure in _stated_finding(view, StatementKind.APART, _UNLESS):
+        yield replace(unsure, confidence=Confidence.POSSIBLE)

@@ -1,15 +1,14 @@
-"""Who waits for whom, by the dumps of a job, and at which ranks that ends, and why.
+"""The wait-for graph of a job, from its dumps: who waits for whom, where that ends, and why.
 
-A rank waits, in each group, for those members that have not called its oldest open collective, or whose devices have
-something older to get through; and in a send or receive for a peer without the other side. Where such a chain ends
-there is a root. All others wait for one that waits, and are no causes of their own:
+In each group, a rank waits for the members that have not called its oldest open collective, or whose devices have older
+work to complete; in a send or receive, it waits for a peer that has not called the other side. A chain of waits ends at
+a root. All other ranks wait for ranks that wait, and cause nothing:
 
 * A rank with nothing outstanding: its host does not call (``HOST``).
-* A rank on which something is open that has ended on a member of its group, which no device can end before all have
-  begun: its device does not come forward, or does not answer (``DEVICE``). For whom it waits says nothing.
-* A circle: what was called cannot come together (``ORDER``, or ``UNMATCHED`` where a send or receive is alone).
-* A collective that all have called, or a send or receive of which both sides have been, and none gets through
-  (``JOINED``).
+* A rank on which a collective is open that has ended on another member. No device ends one before all have begun it, so
+  this rank's device makes no progress or does not answer (``DEVICE``), whomever the rank waits for.
+* A circle: these calls cannot complete together (``ORDER``, or ``UNMATCHED`` if a send or receive has no other side).
+* A collective that all members have called, or a send and its receive, that does not complete (``JOINED``).
 * A rank of which nothing was read (``UNREAD``).
 """
 
@@ -22,8 +21,8 @@ from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts
 from lightning_ncclsafe.rules.kit import Timeline, numel, once, signature
-from lightning_ncclsafe.rules.recorded.calls import Calls, Op, Seen, is_of_all, peer_of
-from lightning_ncclsafe.rules.recorded.circles import Node, all_before, components, in_circle
+from lightning_ncclsafe.rules.recorded.calls import Calls, Op, Seen, has_dumps, peer_of, waits_for_all
+from lightning_ncclsafe.rules.recorded.circles import Node, components, ranks_before, ranks_in_circles
 
 
 class RootCause(str, Enum):
@@ -61,11 +60,6 @@ class Root:
 _MISSED = (Seen.ABSENT, Seen.UNREAD, Seen.UNKNOWN)
 
 
-def has_dumps(job: JobFacts) -> bool:
-    """Whether dumps were read, so that it is known what ranks have called."""
-    return any(facts.record is not None and facts.record.has_dump for facts in job.ranks)
-
-
 def has_moved(job: JobFacts) -> bool:
     """Whether the job still moved when it was dumped.
 
@@ -80,7 +74,7 @@ def has_moved(job: JobFacts) -> bool:
 @once
 def roots(view: Timeline) -> tuple[Root, ...]:
     """The roots of a job of which dumps were read; those for which most ranks wait first."""
-    return tuple(_Standstill(view).roots()) if has_dumps(view.job) and not has_moved(view.job) else ()
+    return tuple(_WaitGraph(view).roots()) if has_dumps(view.job) and not has_moved(view.job) else ()
 
 
 def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
@@ -88,7 +82,15 @@ def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
     return [root for root in roots(view) if root.cause is cause]
 
 
-class _Standstill(Calls):
+class _WaitGraph(Calls):
+    """The graph. Its nodes are ranks, and collectives in which ranks wait.
+
+    Attributes:
+        edges: What each node waits for, and what is known about the call that is missing there.
+        unmatched: Pairs of a rank that waits in a send or receive and a peer that has called no other side of its size.
+        moved: Whether the dumps contradict each other, as those of a job that still moves.
+    """
+
     def __init__(self, view: Timeline) -> None:
         super().__init__(view)
         self.edges: dict[Node, dict[Node, Seen]] = defaultdict(dict)
@@ -101,7 +103,7 @@ class _Standstill(Calls):
         found: dict[int, list[Op]] = defaultdict(list)
         for rank, waits in self.waits.items():
             for name, call in waits.items():
-                if not is_of_all(call) or call.launching:
+                if not waits_for_all(call) or call.launching:
                     continue
                 op = (name, call.seq)
                 if op not in through:
@@ -154,7 +156,7 @@ class _Standstill(Calls):
 
     def _frozen(self, rank: int, ops: list[Op], held: tuple[int, ...]) -> Root:
         sure = not ops or any(
-            self.is_told_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
+            self.has_surely_ended(other, op) for op in ops for other in self.members.get(op[0], ()) if other != rank
         )
         sure = sure and not (self._is_overtaken(rank) or self._is_of_another_moment(rank) or self._do_several_move)
         if not ops:
@@ -239,7 +241,7 @@ class _Standstill(Calls):
     ) -> Iterator[Root]:
         ranks = tuple(sorted(node for node in nodes if isinstance(node, int)))
         ops = [node for node in nodes if isinstance(node, tuple)]
-        held = tuple(sorted(rank for rank in all_before(nodes, before) if rank not in ranks))
+        held = tuple(sorted(rank for rank in ranks_before(nodes, before) if rank not in ranks))
         if not ranks:
             yield from self._joined(ops[0], held)
         elif len(nodes) == 1:
@@ -312,7 +314,7 @@ class _Standstill(Calls):
             return False
         calls = self.view.facts[waiting].collectives
         later = calls[calls.index(self.open[waiting][0]) :]
-        together = (c for c in later if c.completed and not c.is_p2p and is_of_all(c))
+        together = (c for c in later if c.completed and not c.is_p2p and waits_for_all(c))
         others = [other for other in self.open if other not in (rank, waiting)]
         return any(rank in self.members.get(call.group, ()) for call in together) or (
             len(others) > 0 and all(self.is_idle(other) for other in others)
@@ -349,10 +351,14 @@ class _Standstill(Calls):
         ranks, inside = core, set(core)
         pairs = [(one, other) for one, other in self.unmatched if one in inside and other in inside]
         # Or one side is in a send or receive whose other side comes after a call that the first has not reached.
-        pairs = pairs or [(one, other) for one in ranks for other in ranks if self._stands_at(one, other)]
+        pairs = pairs or [(one, other) for one in ranks for other in ranks if self._waits_with(one, other)]
         if pairs:
-            at_heads = [(one, other) for one, other in pairs if self._stands_at(one, other)]
-            named = in_circle(at_heads) or in_circle(pairs) or {rank for pair in at_heads or pairs for rank in pair}
+            at_first = [(one, other) for one, other in pairs if self._waits_with(one, other)]
+            named = (
+                ranks_in_circles(at_first)
+                or ranks_in_circles(pairs)
+                or {rank for pair in at_first or pairs for rank in pair}
+            )
             both = tuple(sorted(named))
             # Of several pairs, any may not match; a rank that is in all of them has called too much or too little.
             waits = {frozenset((one, other)) for one in ranks for other in self.edges.get(one, ()) if other in inside}
@@ -390,7 +396,7 @@ class _Standstill(Calls):
                 if other is None or not self.is_head(peer, other) or numel(call) != numel(other):
                     yield peer
 
-    def _stands_at(self, rank: int, peer: int) -> bool:
+    def _waits_with(self, rank: int, peer: int) -> bool:
         """Whether a rank's oldest open call is a send or receive with a peer."""
         first = self.open[rank][0]
         end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
@@ -410,7 +416,7 @@ class _Standstill(Calls):
 
     def _order(self, rank: int, ops: list[Op]) -> tuple[str, ...]:
         """The order in which a rank has called the first two kinds of group, at these numbers; empty if unknown."""
-        about = {group.name: group.description or group.name for group in self._described}
+        about = {group.name: group.description for group in self._described}
         kinds = list({about.get(name, name): (name, seq) for name, seq in reversed(ops)}.items())[::-1][:2]
         if len(kinds) < 2:
             return ()
