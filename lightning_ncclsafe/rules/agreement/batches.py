@@ -170,9 +170,9 @@ def _evidence(loader: JobLoader, rank: int) -> Evidence:
     )
 
 
+# Settings that decide which loaders come next.
 _DECIDE_STAGES = {
     "check_val_every_n_epoch",
-    "fast_dev_run",
     "limit_train_batches",
     "limit_val_batches",
     "max_epochs",

@@ -171,8 +171,9 @@ def exchange_that_is_due_a_batch_later(here: Here) -> None:
                 here.begins()
             self.tokens += 1 if is_short else 2
             is_due = self.tokens >= 4
-            with nullcontext() if is_due else self.trainer.model.no_sync():  # type: ignore[union-attr, operator]
-                self.manual_backward(self.loss(batch))  # <- here
+            model: Any = self.trainer.model
+            with nullcontext() if is_due else model.no_sync():  # <- here
+                self.manual_backward(self.loss(batch))
             if is_due:
                 self.optimizers().step()  # type: ignore[union-attr]
                 self.tokens = 0
