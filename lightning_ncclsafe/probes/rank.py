@@ -218,11 +218,12 @@ class RankProbe:
     def look(self, idle_s: float, *, deadline_s: float = 0.5) -> RankFacts:
         """All facts. Those that need storage or other processes have a deadline, and are left out if they miss it.
 
-        On a starved host all are slow, and none hangs: as long as some answer, the others are waited for, up to 2 s.
+        On a starved host, all are slow although nothing hangs: as long as some arrive, it waits for the others, up to
+        2 s in all.
 
         Args:
             idle_s: Seconds since this rank last made progress.
-            deadline_s: Seconds in which one of the slow facts has to come.
+            deadline_s: Seconds within which the next of the slow facts has to arrive.
         """
         facts = self.snapshot(idle_s)
         if self._trainer.is_on_gpu():
@@ -233,7 +234,7 @@ class RankProbe:
             lambda: flight_recorder.with_call_sites(facts.collectives), facts.collectives, "call sites", missing
         )
         error = facts.exception.message if facts.exception is not None else ""
-        # First what other causes than the rank's place are found by; last what takes longest.
+        # First the facts that decide between causes; last those that take longest.
         slow: dict[str, Callable[[], Any]] = {
             "trainer": self._trainer.facts,
             "steps": lambda: self._steps.facts(error=error) if self._steps else None,

@@ -29,7 +29,7 @@ from lightning_ncclsafe.rules.kit import (
 
 _CLASSES: Questions[LoaderFacts] = {
     "loader": lambda facts: facts.loader,
-    # How many parts of a class there are is a matter of their contents.
+    # Without the number of parts: more parts of one class are other contents, and no other class.
     "dataset": lambda facts: (
         tuple(name.partition(" \N{MULTIPLICATION SIGN}")[0] for name in facts.datasets) or (facts.dataset,)
     ),

@@ -155,7 +155,7 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
         decided_at=deciding.decided_at,
         evidence=(*finding.evidence, *deciding.evidence()),
     )
-    # Otherwise ranks that are no majority are named for the call that they made, as all should have.
+    # Without a majority, the rank that made the call may have been named, although it is the other one that jumped.
     is_other_side = 0 < 2 * len(deciding.around) <= len(view.facts) and finding.ranks != deciding.around
     if deciding.is_of_rank and is_other_side and finding.confidence is not Confidence.CERTAIN:
         return replace(finding, ranks=deciding.around, location=deciding.decided_at)
