@@ -251,6 +251,13 @@ def microbatch_too_few(net: Backend) -> JobFacts:
     return job(net.waiting(0, seq=61, world=2), replace(receives, collectives=called, steps=StepFacts(peer=0)), world=2)
 
 
+def receive_too_many(net: Backend) -> JobFacts:
+    """Of four ranks, one waits for a send of its neighbour, which waits for its gradients like all others."""
+    receives = net.working(2, user("receive", 76), RECV, seq=60, action=TRAINING_STEP)
+    own = replace(receives, steps=StepFacts(peer=1))
+    return job(*(own if rank == 2 else net.waiting(rank, seq=61) for rank in range(4)))
+
+
 def shape_that_is_not_sent(net: Backend) -> JobFacts:
     """Rank 1 receives a shape first, and rank 0 has sent the values without one: under another tag."""
     sends = net.working(0, user("hand_over", 71), SEND, seq=60, action=TRAINING_STEP, world=2)
@@ -522,6 +529,7 @@ CALL_SCENES = (
         f"{USER_FILE}:44 in write_on_epoch_end",
     ),
     Scene("shape not sent", shape_that_is_not_sent, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in take_over"),
+    Scene("receive too many", receive_too_many, "unmatched-p2p", (2,), f"{USER_FILE}:76 in receive"),
     Scene("microbatch too few", microbatch_too_few, "unmatched-p2p", (0, 1), f"{USER_FILE}:76 in receive"),
     Scene(
         "groups made by their members",
