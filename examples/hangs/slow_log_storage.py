@@ -40,22 +40,26 @@ class LoggerOnStallingStorage(TensorBoardLogger):
         if step == STALL_AT_STEP:
             [event_file] = Path(self.log_dir).glob("events.*")
             written = event_file.rename(event_file.with_name("written"))
-            os.mkfifo(event_file)
-            threading.Thread(target=self.answer_late, args=(event_file, written), daemon=True).start()
+            # The pipe has a second name to be read by: LoggerOffload delivers before this program opens an event file.
+            pipe = event_file.with_name("pipe")
+            os.mkfifo(pipe)
+            event_file.hardlink_to(pipe)
+            threading.Thread(target=self.answer_late, args=(event_file, written, pipe), daemon=True).start()
         super().log_metrics(metrics, step)
 
     @rank_zero_only
     def save(self) -> None:
         super().save()  # <- rank 0 is here
 
-    def answer_late(self, event_file: Path, written: Path) -> None:
+    def answer_late(self, event_file: Path, written: Path, pipe: Path) -> None:
         time.sleep(self.stall)
-        with open(event_file, "rb") as pipe, open(written, "ab") as file:
+        with open(pipe, "rb") as late, open(written, "ab") as file:
             # Who opens the file now waits until this is closed: what is late comes before what is written next.
             fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # in place of SIGIO, which ends a process
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             written.rename(event_file)
-            file.write(pipe.read())
+            file.write(late.read())
+        pipe.unlink()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import os
 import resource
 import socket
-import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,8 @@ def nowhere(tmp_path: Path) -> ControlGroups:
     return ControlGroups(tmp_path / "none", tmp_path / "neither")
 
 
-def test_this_host_within_milliseconds() -> None:
-    capacity()
-    took = []
-    for _ in range(5):
-        begin = time.thread_time()
-        facts = capacity()
-        took.append(time.thread_time() - begin)
-    assert min(took) < 0.005
+def test_this_host() -> None:
+    facts = capacity()
     assert facts.machine and facts.cpus == tuple(sorted(os.sched_getaffinity(0)))
     assert facts.memory_total_bytes and facts.memory_available_bytes
     assert 0 < facts.memory_available_bytes <= facts.memory_total_bytes
