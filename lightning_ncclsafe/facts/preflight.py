@@ -84,7 +84,8 @@ class GpuFacts:
         uuid: Its UUID; two ranks with the same one share the GPU.
         total_bytes: Its memory.
         free_bytes: Its free memory.
-        foreign_processes: Processes on it that are not ranks of this job, ``"pid 4711 (python), 12.3 GB"``.
+        foreign_processes: Processes on it besides this one and the ranks that it knows, ``"pid 4711 (python), 12.3
+            GB"``.
         ecc_errors: Uncorrected memory errors since the driver was loaded.
         pending_repair: Whether memory rows wait to be remapped, or the last remapping failed.
         throttled_by: What reduces its clocks besides power saving: ``"thermal slowdown"``, ``"power brake"``.

@@ -3,7 +3,7 @@
 import os
 import resource
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,6 @@ def preflight_facts(
     local_rank: int,
     is_cuda: bool,
     gpu_index: int | None = None,
-    peer_pids: Collection[int] = (),
     environment: Mapping[str, str] = os.environ,
     deadline_s: float = 2.0,
 ) -> PreflightFacts:
@@ -49,7 +48,6 @@ def preflight_facts(
         directories: Paths by what they are for: ``"logs"``, ``"checkpoints"``, ``"data"``.
         gpu_index: Place of this rank's GPU among those that CUDA sees; by default ``local_rank``, which it is unless
             the user has chosen some of them (``devices=[2, 3]``).
-        peer_pids: Processes of the other ranks of this host.
         environment: Environment variables to read settings from: those of this process, or an earlier copy.
         deadline_s: Seconds that each part has; all of it takes 0.3 s more at most.
     """
@@ -65,7 +63,7 @@ def preflight_facts(
         "swap": lambda: _watched_swap(deadline_s),
     }
     if is_cuda:
-        parts["gpu"] = lambda: gpu_facts(local_rank if gpu_index is None else gpu_index, own_pids=peer_pids)
+        parts["gpu"] = lambda: gpu_facts(local_rank if gpu_index is None else gpu_index)
     found, missing = run_parts(parts, deadline_s + _ENDING_S)
     facts = PreflightFacts(load=load, is_cuda=is_cuda, missing=tuple(missing), **found)
     return replace(facts, versions=_with_driver(facts), took_s=round(time.monotonic() - began_s, 3))

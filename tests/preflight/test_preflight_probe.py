@@ -50,15 +50,13 @@ def test_this_host(tmp_path: Path) -> None:
     assert decode(PreflightFacts, encode(facts)) == facts
 
 
-def test_the_gpu_is_asked_where_there_are_some_and_peers_are_not_foreign(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpu_is_asked_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(module, "gpu_facts", lambda place, own_pids: asked.append((place, own_pids)) or GPU)
-    facts = look(tmp_path, is_cuda=True, local_rank=1, peer_pids=(7, 8))
+    monkeypatch.setattr(module, "gpu_facts", lambda place: asked.append(place) or GPU)
+    facts = look(tmp_path, is_cuda=True, local_rank=1)
     look(tmp_path, is_cuda=True, local_rank=1, gpu_index=5)
     look(tmp_path, is_cuda=False)
-    assert asked == [(1, (7, 8)), (5, ())]
+    assert asked == [1, 5]
     assert facts.gpu == GPU and facts.is_cuda
     assert (facts.versions["driver"], facts.versions["CUDA of the driver"]) == ("570.86.10", "12.8")
 
@@ -83,7 +81,7 @@ def test_every_part_may_fail_for_itself(tmp_path: Path, monkeypatch: pytest.Monk
     for function, part in PARTS.items():
         with monkeypatch.context() as patched:
             patched.setattr(module, "_WATCHED_S", 0.0)
-            patched.setattr(module, "gpu_facts", lambda place, own_pids: GPU)
+            patched.setattr(module, "gpu_facts", lambda place: GPU)
             patched.setattr(module, "try_directories", lambda *_: (DirectoryFacts(role="logs", path="/"),))
             patched.setattr(module, function, refuse)
             facts = look(tmp_path, is_cuda=True)

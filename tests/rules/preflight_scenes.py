@@ -280,6 +280,17 @@ GPUS = (
         ("Rank 9 (node-1): other processes on the GPU: pid 7 (python), 3 GB; b; c, and 1 more",),
     ),
     Scene(
+        "somebody else beside another rank",
+        gpu(
+            replace(TWO, ranks=tuple(replace(one, pid=100 + one.rank) for one in TWO.ranks)),
+            9,
+            foreign_processes=("pid 108 (python), 3 GB", "pid 101 (python)", "pid 10 (python)"),
+        ),
+        "gpu-shared",
+        (9,),
+        ("Rank 9 (node-1): other processes on the GPU: pid 101 (python); pid 10 (python)",),
+    ),
+    Scene(
         "no room for the model",
         loading(gpu(ONE, free_bytes=14 * GB), replica_bytes=15 * GB),
         "gpu-memory-short",
@@ -580,7 +591,10 @@ SCENES = (*WORKERS, *MEMORY, *GPUS, *AGREEMENT, *STORAGE, *OTHERS)
 # What is wrong there brings another finding with it.
 TOGETHER = {"prefetching 1,000 batches, as in Wenet": {"shm-too-small"}}
 
+# A process for each rank; numbers of one host exist on the other as well.
+WITH_PIDS = replace(TWO, ranks=tuple(replace(one, pid=100 + one.local_rank) for one in TWO.ranks))
 QUIET = {
+    "another rank on the GPU": gpu(WITH_PIDS, 9, foreign_processes=("pid 100 (python), 3 GB",)),
     "as many workers and threads as cores": loading(ONE, loader_workers=7),
     "more threads than the share where GPUs compute": loading(loading(ALONE, loader_workers=60), omp_threads=64),
     "threads of the CPU that fit": loading(on_cpu(ONE), loader_workers=7),

@@ -145,7 +145,9 @@ def _among_ranks(view: JobHosts) -> Iterator[Problem]:
 
 def _with_others(view: JobHosts) -> Iterator[Problem]:
     for rank, facts in view.facts.items():
-        others = facts.gpu.foreign_processes if facts.gpu is not None else ()
-        if others:
+        seen = facts.gpu.foreign_processes if facts.gpu is not None else ()
+        # Before ranks have met, none knows the processes of the others.
+        ranks = tuple(f"pid {one.pid} (" for one in view.job.ranks if one.host == view.names[rank])
+        if others := [process for process in seen if not process.startswith(ranks)]:
             more = f", and {len(others) - _LISTED:,} more" if len(others) > _LISTED else ""
             yield Problem(ranks=(rank,), text=f"other processes on the GPU: {'; '.join(others[:_LISTED])}{more}")
