@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.facts.collectives import Group
 from lightning_ncclsafe.facts.frames import ExceptionFacts, Frame
+from lightning_ncclsafe.facts.trainer import Progress
 
 GONE = "gone"
 """The state of a process that no longer exists."""
@@ -11,6 +12,22 @@ ENDED = (GONE, "zombie", "dead")
 """States of a process that has ended."""
 ANSWERING = ("running", "sleeping", "idle")
 """States in which a process can be asked for its stack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastSeen:
+    """Where a rank was when it last wrote that down, about a quarter of a second before it ended.
+
+    Attributes:
+        progress: The progress of its Trainer.
+        stack: The user's frames below the Trainer, outermost first; empty if it was making progress.
+        stayed: How many of these, the outermost ones, are in functions that it had not been seen outside of since its
+            last progress.
+    """
+
+    progress: Progress
+    stack: tuple[Frame, ...] = ()
+    stayed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +53,7 @@ class ProcessFacts:
         said: Why it aborted itself: the last lines on its stderr. Other ranks may write to the same file.
         exit_code: The status with which it exited; None if it is alive, or if that is unknown.
         raised: The exception that left its program, outside of the Trainer; None if there is none, or it is unknown.
+        last_seen: Where it was shortly before it ended; None if it is alive, or if that is unknown.
         ran_share: Share of a core that its main thread got between two looks, 0 to 1.
         queued_share: Share of the time between them in which it was ready to run but waited for a core.
     """
@@ -56,6 +74,7 @@ class ProcessFacts:
     said: str = ""
     exit_code: int | None = None
     raised: ExceptionFacts | None = None
+    last_seen: LastSeen | None = None
     ran_share: float | None = None
     queued_share: float | None = None
 

@@ -192,6 +192,7 @@ class Guard:
         if self._detector.phase is Phase.INIT:
             self._own.probe.note_memory()
         self._own.probe.note_machine()
+        self._own.probe.note_place(idle_s)
         if connection.has_joined:
             self._local_ranks.meet(connection.exchange)
             self._rank_hosts.meet(connection.exchange)

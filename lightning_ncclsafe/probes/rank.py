@@ -47,6 +47,7 @@ from lightning_ncclsafe.probes.process.growth import (
     needs_second_look,
     with_core_shares,
 )
+from lightning_ncclsafe.probes.process.last_seen import LastSeenFile
 from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread
 from lightning_ncclsafe.probes.process.traceback_signal import Armed
 from lightning_ncclsafe.probes.trainer import model_units
@@ -149,6 +150,7 @@ class RankProbe:
         self._armed = self._signal.arm() or _NOT_ARMED
         self._slow_look = SideThread("ncclsafe-look")
         self._crash_traces = CrashTraces()
+        self._last_seen = LastSeenFile()
         self._peers: tuple[RankInfo, ...] = ()
         self.exception: ExceptionFacts | None = None
         self.info = RankInfo(
@@ -187,6 +189,7 @@ class RankProbe:
         """Restores the signal, and closes what is open of other processes."""
         traceback_signal.leave(self._signal)
         self._crash_traces.close()
+        self._last_seen.close()
         self._machine.close()
 
     def snapshot(self, idle_s: float) -> RankFacts:
@@ -273,6 +276,16 @@ class RankProbe:
         """Records what delays this process and its host, at most once a second; cheap."""
         self._machine.note()
 
+    def note_place(self, idle_s: float) -> None:
+        """Records where this rank is, for peers that find its process gone; cheap.
+
+        Args:
+            idle_s: Seconds since this rank last made progress.
+        """
+        with suppress(Exception):  # the Trainer may be changing at this moment
+            progress = self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s)
+            self._last_seen.note(progress)
+
     def note_memory(self) -> None:
         """Records this process's memory, at most every 2 s, so that its growth is known; cheap."""
         if time.monotonic() - self._noted_s >= _NOTE_S:
@@ -284,6 +297,7 @@ class RankProbe:
 
         If its process has ended: what it wrote last.
         """
+        self._crash_traces.hold([(peer.pid, peer.fd)])
         seen = look_at(peer.pid, rank=peer.rank, started=peer.started or None)
         if (raised := self._crash_traces.raised(peer.pid)) is not None:
             seen = replace(seen, raised=replace(raised, stack=stacks.with_source(raised.stack)))
@@ -301,7 +315,10 @@ class RankProbe:
         ended_by = seen.ended_by or (ended_by if seen.exit_code is None else "")
         said = said if ended_by in ("", "SIGABRT") and seen.exit_code is None else ""
         own, others = stacks.with_source_in_time(stack), stacks.with_source_in_time(thread_stack)
-        return replace(seen, ended_by=ended_by, stack=own, thread_stack=others, said=said)
+        last = self._crash_traces.last_seen(seen.pid)
+        if last is not None:
+            last = replace(last, stack=stacks.with_source_in_time(last.stack))
+        return replace(seen, ended_by=ended_by, stack=own, thread_stack=others, said=said, last_seen=last)
 
     def witness(self, silent: Iterable[RankInfo]) -> list[ProcessFacts]:
         """Ranks of this host that do not answer, as seen from outside, with their stacks if they run.

@@ -31,16 +31,19 @@ from call_scenes import RESULT
 from judged import first, found
 
 from lightning_ncclsafe.facts import (
+    Action,
     Collective,
     Frame,
     GarbageFacts,
     Group,
     JobFacts,
+    LastSeen,
     LoaderFacts,
     LoggedKey,
     MainThreadFacts,
     ModelUnit,
     Phase,
+    Progress,
     RankFacts,
     StepFacts,
     UnitKind,
@@ -315,6 +318,37 @@ def test_a_process_that_gloo_has_ended_is_a_consequence_of_work_alone() -> None:
 def test_a_process_that_is_gone_after_the_others_have_finished_may_have_finished_too() -> None:
     done = (GLOO.finished(n, seq=60, batch=19) for n in range(3))
     assert found(job(*done, witnessed=(process(3, "gone"),))) == {"dead-rank": POSSIBLE}
+
+
+def test_a_process_that_is_gone_is_told_with_its_last_place() -> None:
+    """The line is where it had stayed: what it was in for a moment, it may have left before it ended."""
+    stack = (user("on_train_epoch_end", 60), user("evaluate", 73), user("score", 90))
+    hook = (
+        Action(name="run_training_epoch", for_s=9.0),
+        Action(name="[LightningModule]Net.on_train_epoch_end", for_s=4),
+    )
+
+    def told(idle_s: float, stayed: int) -> tuple[str, str]:
+        progress = Progress(phase=Phase.TRAIN, actions=hook, epoch=1, batch_idx=19, idle_s=idle_s)
+        seen = LastSeen(progress=progress, stack=stack, stayed=stayed)
+        gone = process(1, "gone", ended_by="SIGKILL", last_seen=seen)
+        finding = first(job(*(GLOO.waiting(n, seq=61) for n in (0, 2, 3)), witnessed=(gone,)))
+        assert finding.rule == "dead-rank"
+        return finding.location, finding.summary.partition("last seen ")[2].partition(", while")[0]
+
+    at = "/home/me/project/train.py:73 in evaluate"
+    assert told(4.0, 2) == (at, "in Net.on_train_epoch_end at train.py:73 in evaluate, batch 19 of epoch 1")
+    nowhere = ("", "in Net.on_train_epoch_end, batch 19 of epoch 1")
+    assert told(0.4, 2) == nowhere, "for too short a time"
+    assert told(4.0, 0) == nowhere
+
+
+def test_each_of_several_processes_that_are_gone_has_its_last_place_in_the_evidence() -> None:
+    seen = LastSeen(progress=Progress(phase=Phase.VALIDATE, epoch=0, batch_idx=3, idle_s=0.1))
+    gone = (process(1, "gone", last_seen=seen), process(2, "gone"))
+    finding = first(job(GLOO.waiting(0, seq=61), GLOO.waiting(3, seq=61), witnessed=gone))
+    assert (finding.rule, finding.ranks, finding.location) == ("dead-rank", (1, 2), "")
+    assert [one.rank for one in finding.evidence if one.text == "Last seen batch 3 of epoch 0, in validation."] == [1]
 
 
 TIMED_OUT = "[gloo/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation to complete"

@@ -1,4 +1,4 @@
-"""What a dead process of this host left: its stack at a fatal signal, its exception, and why it aborted.
+"""What a dead process of this host left: its stack at a fatal signal, its exception, why it aborted, its last place.
 
 ``faulthandler`` writes to the file of ``traceback_signal`` when a fatal signal (SIGABRT, SIGSEGV, SIGBUS, SIGFPE,
 SIGILL) ends the process; ``sys.excepthook`` writes an uncaught exception there. A peer that opened the file earlier can
@@ -14,9 +14,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.side_thread import NoThreadError, SideThread
-from lightning_ncclsafe.facts import ExceptionFacts, Frame, codec
+from lightning_ncclsafe.facts import ExceptionFacts, Frame, LastSeen, codec
+from lightning_ncclsafe.probes.process.last_seen import open_last_seen, read_last_seen
 from lightning_ncclsafe.probes.process.stacks import stack_in_collective
-from lightning_ncclsafe.probes.process.traceback_signal import RAISED, parse_threads
+from lightning_ncclsafe.probes.process.traceback_signal import RAISED, armed_in, parse_threads
 
 _FATAL = "Fatal Python error: "
 _SIGNALS = {
@@ -62,19 +63,26 @@ class CrashTraces:
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         # With the size of each when it was opened.
         self._stderr: dict[int, tuple[int, int]] = {}
         self._storage = SideThread("ncclsafe-stderr")
         self._is_closed = False
 
     def hold(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Opens the files of processes, given as process id and file descriptor in it; -1 where it has none."""
-        new = [(pid, fd) for pid, fd in processes if fd >= 0 and pid not in self._files]
-        for pid, fd in new:
-            with suppress(OSError):
-                self._files[pid] = _open(pid, fd)
+        """Opens the files of processes, given as process id and file descriptor in it; -1 where that is unknown."""
+        new: list[int] = []
+        for pid, fd in processes:
+            if pid not in self._places and (place := open_last_seen(pid)) is not None:
+                self._places[pid] = place
+            if fd < 0 and pid not in self._files and (armed := armed_in(pid)) is not None:
+                fd = armed.fd
+            if fd >= 0 and pid not in self._files:
+                new.append(pid)
+                with suppress(OSError):
+                    self._files[pid] = _open(pid, fd)
         if new:
-            self._from_storage(lambda: self._hold_stderr([pid for pid, _ in new]))
+            self._from_storage(lambda: self._hold_stderr(new))
 
     def _hold_stderr(self, pids: Iterable[int]) -> str:
         for pid in pids:
@@ -112,11 +120,15 @@ class CrashTraces:
             return codec.decode(ExceptionFacts, found[2].partition("\n")[0].encode()) if found[1] else None
         return None
 
+    def last_seen(self, pid: int) -> LastSeen | None:
+        """Where a dead process was shortly before it ended; None if that is unknown."""
+        return read_last_seen(self._places[pid]) if pid in self._places else None
+
     def close(self) -> None:
         """Closes the files."""
         self._is_closed = True
-        held = [*self._files.values(), *(file for file, _ in self._stderr.values())]
-        self._files, self._stderr = {}, {}
+        held = [*self._files.values(), *self._places.values(), *(file for file, _ in self._stderr.values())]
+        self._files, self._places, self._stderr = {}, {}, {}
         for file in held:
             with suppress(OSError):
                 os.close(file)

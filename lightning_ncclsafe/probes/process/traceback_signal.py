@@ -17,6 +17,7 @@ import faulthandler
 import os
 import re
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -212,7 +213,9 @@ def armed_in(pid: int) -> Armed | None:
     with suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):  # closed meanwhile
-                if found := _LINK.match(os.readlink(f"/proc/{pid}/fd/{name}")):
+                found = _LINK.match(os.readlink(f"/proc/{pid}/fd/{name}"))
+                # It may have those of its peers open to read.
+                if found and os.lstat(f"/proc/{pid}/fd/{name}").st_mode & stat.S_IWUSR:
                     return Armed(signum=int(found[1]), fd=int(name))
     return None
 

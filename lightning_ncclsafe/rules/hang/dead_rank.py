@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Frame, Phase, RankFacts
+from lightning_ncclsafe.facts import Frame, LastSeen, Phase, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -17,12 +17,15 @@ from lightning_ncclsafe.rules.kit import (
     aborted_elsewhere,
     aborted_model_run,
     alone_in_trainer,
+    batch_words,
     capitalised,
     continued_before_abort,
     deepest_user_frame,
     finding,
     hang_rule,
     has_given_up,
+    hook_words,
+    innermost_action,
     is_gone,
     left_in_order,
     location_of,
@@ -37,6 +40,8 @@ from lightning_ncclsafe.rules.kit import (
 
 # The status of timeout(1), with which the guard also ends processes.
 _ENDED_BY_GUARD = 124
+# A rank that had made no progress for so long has not gone far since it was last seen, a quarter of a second ago.
+_STAYED_S = 1.0
 _GONE = "is gone; how it ended is not known here, but its launcher may report it"
 _REMEDY = "Look at the end of this rank's own output, at its launcher's messages and at the kernel's log (dmesg)."
 _REMEDY_EXITED = (
@@ -193,6 +198,9 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
     killer = ", and the kernel's out-of-memory killer was active on its host" if kills else ""
     frame = _place(view, ranks)
     at = f" {place_words(frame)}" if frame else ""
+    if not frame and len(ranks) == 1 and (seen := _last_seen(view, ranks[0])) is not None:
+        frame = _stayed_in(seen)
+        at = f", last seen {_seen_words(seen)}"
     text = f"The process of {ranks_words(ranks)} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}."
     return finding(
         view,
@@ -215,6 +223,23 @@ def _place(view: Timeline, ranks: tuple[int, ...]) -> Frame | None:
     return frames.pop() if len(frames) == 1 else None
 
 
+def _last_seen(view: Timeline, rank: int) -> LastSeen | None:
+    process = view.witnesses.get(rank)
+    return process.last_seen if process is not None else None
+
+
+def _stayed_in(seen: LastSeen) -> Frame | None:
+    """The innermost user line of the function that the rank had been in for some time; None if it moved on."""
+    return deepest_user_frame(seen.stack[: seen.stayed]) if seen.progress.idle_s >= _STAYED_S else None
+
+
+def _seen_words(seen: LastSeen) -> str:
+    """``"in Net.on_train_epoch_end at train.py:42 in evaluate, batch 3 of epoch 0"``."""
+    action = innermost_action(seen.progress)
+    words = (f"in {hook_words(action.name)}" if action else "", place_words(_stayed_in(seen)))
+    return ", ".join(filter(None, (" ".join(filter(None, words)), batch_words(seen.progress))))
+
+
 def _remedy(end: _End) -> str:
     if end.status is not None:
         return _REMEDY_EXITED if end.status else _REMEDY_DONE
@@ -232,6 +257,8 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
             end = _end(view, rank)
             known = _words(end, many=False) if end.signal or end.status is not None else _GONE
             yield Evidence(source="process", rank=rank, text=f"Process {process.pid} {known}.")
+            if len(ranks) > 1 and process.last_seen is not None:
+                yield Evidence(source="process", rank=rank, text=f"Last seen {_seen_words(process.last_seen)}.")
             if process.said:
                 yield Evidence(source="stderr", rank=rank, text=f"Last output on stderr: {process.said}")
         else:

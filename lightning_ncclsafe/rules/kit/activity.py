@@ -9,7 +9,7 @@ from functools import lru_cache
 from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import RANK_ZERO_ONLY, Code
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import VOTE_GROUPS, Collective, Frame, NotRecorded, Phase, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUPS, Action, Collective, Frame, NotRecorded, Phase, Progress, RankFacts
 
 AGREEMENT = "agreement:"
 """Prefix of the name of an action in which a rank presents its loaders; the hook that returned them follows."""
@@ -169,7 +169,7 @@ def activity(facts: RankFacts) -> Activity:
     landmark, outer = _innermost_landmark(inside)
     collective = outstanding_collective(facts)
     kind, call = _kind(facts, landmark, collective)
-    action = next((one for one in reversed(facts.progress.actions) if one.name not in _WRAPPERS), None)
+    action = innermost_action(facts.progress)
     condition, frame = _rank_condition(outer)
     return Activity(
         kind=kind,
@@ -186,6 +186,11 @@ def activity(facts: RankFacts) -> Activity:
         rank_condition=condition,
         condition_frame=frame,
     )
+
+
+def innermost_action(progress: Progress) -> Action | None:
+    """What Lightning is doing: a hook, a data fetch, a save; None between hooks."""
+    return next((one for one in reversed(progress.actions) if one.name not in _WRAPPERS), None)
 
 
 def open_collectives(facts: RankFacts) -> Iterator[Collective]:

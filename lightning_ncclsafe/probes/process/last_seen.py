@@ -1,0 +1,118 @@
+"""Where a rank was when it last wrote that down, for peers that find its process gone.
+
+A process that is killed can tell nothing any more. So each rank keeps its place in a small file in memory, and a peer
+of its host that opened the file earlier, through ``/proc/PID/fd``, can still read it afterwards.
+"""
+
+import os
+import sys
+import traceback
+from contextlib import suppress
+from enum import Enum, auto
+from functools import lru_cache
+from itertools import takewhile
+
+from lightning_ncclsafe.code.libraries import TRAINER_RUN
+from lightning_ncclsafe.facts import Frame, LastSeen, Progress, codec
+from lightning_ncclsafe.probes.process.stacks import is_user_code, seen_frame, training_thread
+
+_MOST_BYTES = 1 << 16
+# Longer stacks are those of a recursion.
+_MOST_FRAMES = 100
+
+
+class LastSeenFile:
+    """Keeps the place of this process; nothing is kept where the system has no files in memory."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._idle_s = 0.0
+        self._stayed: tuple[Frame, ...] | None = None
+        with suppress(OSError, AttributeError):
+            self._fd = os.memfd_create(_name(os.getpid()))
+
+    def note(self, progress: Progress) -> None:
+        """Writes where the thread that trains is now; its stack only if it has made no progress since the last note.
+
+        Args:
+            progress: The progress of the Trainer.
+        """
+        if self._fd < 0:
+            return
+        has_moved, self._idle_s = progress.idle_s <= self._idle_s, progress.idle_s
+        stack = () if has_moved else _user_frames()
+        before = stack if has_moved or self._stayed is None else self._stayed
+        alike = takewhile(lambda pair: _function(pair[0]) == _function(pair[1]), zip(stack, before, strict=False))
+        self._stayed = None if has_moved else tuple(frame for frame, _ in alike)
+        seen = LastSeen(stack=stack, stayed=len(self._stayed or ()), progress=progress)
+        with suppress(OSError):  # no memory is left
+            os.pwrite(self._fd, codec.encode(seen) + b"\n", 0)
+
+    def close(self) -> None:
+        """Closes the file; who has it open finds nothing in it any more."""
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def open_last_seen(pid: int) -> int | None:
+    """Opens the file of another process of this user on this host; None if it has none.
+
+    Args:
+        pid: The process.
+    """
+    with suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            link = f"/proc/{pid}/fd/{number}"
+            with suppress(OSError):  # closed meanwhile
+                if os.readlink(link).startswith(f"/memfd:{_name(pid)} "):
+                    return os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+    return None
+
+
+def read_last_seen(file: int) -> LastSeen | None:
+    """What is in an open file; None if that is nothing, or was being written as the process ended.
+
+    Args:
+        file: Its descriptor.
+    """
+    with suppress(OSError, codec.DecodeError):
+        text, end, _ = os.pread(file, _MOST_BYTES, 0).partition(b"\n")
+        return codec.decode(LastSeen, text) if end else None
+    return None
+
+
+def _name(pid: int) -> str:
+    return f"ncclsafe-last-seen-{pid}"
+
+
+def _user_frames() -> tuple[Frame, ...]:
+    """The user's frames below the Trainer, outermost first; without their source, as reading that may take long."""
+    found: list[Frame] = []
+    innermost = sys._current_frames().get(training_thread().ident or 0)
+    for depth, (frame, line) in enumerate(traceback.walk_stack(innermost)):
+        place = _place(frame.f_code.co_filename, frame.f_code.co_name)
+        if depth == _MOST_FRAMES or place is _Place.TRAINER:
+            break
+        if place is _Place.USER:
+            found.append(seen_frame(frame.f_code.co_filename, line, frame.f_code.co_name))
+    return tuple(reversed(found))
+
+
+class _Place(Enum):
+    TRAINER = auto()
+    USER = auto()
+    LIBRARY = auto()
+
+
+# All the functions of a training, which are the same at each note.
+@lru_cache(maxsize=4096)
+def _place(file: str, function: str) -> _Place:
+    if TRAINER_RUN.has(file, function):
+        return _Place.TRAINER
+    return _Place.USER if is_user_code(file) else _Place.LIBRARY
+
+
+def _function(frame: Frame) -> tuple[str, str]:
+    return frame.file, frame.function
