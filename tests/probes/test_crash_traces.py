@@ -83,8 +83,12 @@ def started(script: str) -> tuple["subprocess.Popen[str]", list[int]]:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
-def test_they_outlive_their_process(words: CrashTraces) -> None:
-    """A process with a file that only it has; it ends itself, is waited for, and its words are still there."""
+@pytest.mark.parametrize("is_known", [True, False])
+def test_they_outlive_their_process(words: CrashTraces, is_known: bool) -> None:
+    """A process with a file that only it has; it ends itself, is waited for, and its words are still there.
+
+    The number of the file is unknown until ranks have met.
+    """
 
     script = (
         "import faulthandler, os, sys, time\n"
@@ -103,7 +107,7 @@ def test_they_outlive_their_process(words: CrashTraces) -> None:
     process, (fd, *states) = started(script)
     # What the user has switched on stays as it is.
     assert states == [0, 1, 0, 1, 1]
-    words.hold([(process.pid, fd), (process.pid, 99), (os.getpid(), -1)])
+    words.hold([(process.pid, fd if is_known else -1), (process.pid, 99), (os.getpid(), -1)])
     process.communicate("\n", timeout=30)
     assert process.returncode == -signal.SIGABRT
     found = words.of(process.pid)
