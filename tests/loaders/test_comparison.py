@@ -72,7 +72,7 @@ class Job:
         return self.run(lambda rank, agreement: agreement.compare(own[rank]), ranks)
 
 
-def test_ranks_that_agree_know_how_epochs_end_and_write_nothing(tmp_path: Path) -> None:
+def test_agreeing_ranks_get_epoch_ends_and_write_no_report(tmp_path: Path) -> None:
     job = Job(tmp_path / "reports", 4)
     assert job.compare(*[data(EQUAL, STREAM)] * 4) == [(EpochEnd(), EpochEnd(votes=True))] * 4
     assert job.said == []
@@ -95,7 +95,7 @@ def test_the_verdict_is_the_same_on_all_ranks_with_one_report(tmp_path: Path) ->
     assert job.said == [], "the error says it"
 
 
-def test_one_comparison_follows_the_other_over_the_same_keys(tmp_path: Path) -> None:
+def test_comparisons_reuse_their_keys(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
 
     def many(rank: int, agreement: Agreement) -> int:
@@ -128,7 +128,7 @@ def test_training_continues_if_the_user_wants_a_warning(tmp_path: Path) -> None:
     assert [numbers.last for numbers in job.incidents] == [1, 1], "on the rank that does not report, too"
 
 
-def test_loaders_that_differ_in_another_way_each_time_are_reported_once(tmp_path: Path) -> None:
+def test_changing_differences_are_reported_once(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for number in range(30):
         longer = replace(EQUAL, length=6 + number, batches=6 + number)
@@ -151,7 +151,7 @@ def two_halves(rank: int, number: int, **changes: Any) -> LoaderFacts:
     return replace(OTHER_DATA, sampler=sampler, fingerprints={"values": f"{rank} of {number}"}, **changes)
 
 
-def test_without_the_callback_other_data_is_reported_once_per_stage_and_training_continues(tmp_path: Path) -> None:
+def test_without_the_callback_other_data_is_only_reported(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for epoch in range(3):  # made anew for each
         presented = [data(two_halves(rank, epoch), on_mismatch="raise_on_hang") for rank in range(2)]
@@ -169,7 +169,7 @@ def test_without_the_callback_other_data_is_reported_once_per_stage_and_training
     assert len(job.said) == 2
 
 
-def test_with_the_callback_other_data_does_not_start_and_the_error_explains_how_it_would(tmp_path: Path) -> None:
+def test_with_the_callback_other_data_raises_with_a_remedy(tmp_path: Path) -> None:
     errors = Job(tmp_path, 2).compare(*(data(two_halves(rank, 0)) for rank in range(2)))
     assert {type(error) for error in errors} == {DatasetMismatchError}
     way = 'To train anyway: Trainer(callbacks=[DatasetAgreement(on_mismatch="warn")]).'
@@ -180,7 +180,7 @@ def test_with_the_callback_other_data_does_not_start_and_the_error_explains_how_
     assert read_report(path.read_bytes()).findings[0].remedy.endswith(way)
 
 
-def test_what_would_hang_does_not_start_without_the_callback_either(tmp_path: Path) -> None:
+def test_data_that_would_hang_raises_even_without_the_callback(tmp_path: Path) -> None:
     longer = replace(EQUAL, length=6, batches=6)
     errors = Job(tmp_path, 2).compare(*(data(its, on_mismatch="raise_on_hang") for its in (EQUAL, longer)))
     assert [error.findings[0].rule for error in errors] == ["uneven-batches"] * 2
@@ -200,7 +200,7 @@ def test_if_every_rank_evaluates_everything_nothing_is_printed_or_written(tmp_pa
     assert not (tmp_path / "reports").exists()
 
 
-def test_data_that_cannot_be_trained_on_raises_whatever_the_user_wants(tmp_path: Path) -> None:
+def test_unusable_data_always_raises(tmp_path: Path) -> None:
     warned = [data(EQUAL, on_mismatch="warn"), data(EQUAL, EQUAL, on_mismatch="warn")]
     assert [error.findings[0].rule for error in Job(tmp_path, 2).compare(*warned)] == ["loader-count"] * 2
 
@@ -211,7 +211,7 @@ def test_if_one_rank_wants_an_error_all_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("withdrawn", [0, 1])
-def test_a_rank_that_has_withdrawn_keeps_no_rank_waiting(tmp_path: Path, withdrawn: int) -> None:
+def test_a_withdrawn_rank_does_not_block_the_others(tmp_path: Path, withdrawn: int) -> None:
     job = Job(tmp_path, 3)
     others = tuple({0, 1, 2} - {withdrawn})
     assert job.compare(data(EQUAL), data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 3
@@ -222,12 +222,12 @@ def test_a_rank_that_has_withdrawn_keeps_no_rank_waiting(tmp_path: Path, withdra
 
 
 @pytest.mark.parametrize(("can", "all_can"), [((True, True, True), True), ((True, False, True), False)])
-def test_all_ranks_can_or_none_does(tmp_path: Path, can: tuple[bool, ...], all_can: bool) -> None:
+def test_all_can_is_true_only_if_every_rank_can(tmp_path: Path, can: tuple[bool, ...], all_can: bool) -> None:
     job = Job(tmp_path, 3)
     assert job.run(lambda rank, agreement: agreement.all_can(can[rank])) == [all_can] * 3
 
 
-def test_a_rank_that_never_arrives_is_named_after_the_deadline_and_waited_for(tmp_path: Path) -> None:
+def test_a_missing_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
     """Where it can never come the guard has ended the run before; here, its guard has failed."""
     job = Job(tmp_path, 3, deadline_s=0.3)
     assert job.compare(data(EQUAL), data(EQUAL), data(STREAM), ranks=(0, 2)) == [(), ()]
@@ -243,9 +243,7 @@ def test_a_late_rank_finds_the_verdict(tmp_path: Path) -> None:
     assert job.compare(data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 2
 
 
-def test_if_rank_0_never_arrives_the_others_do_not_wait_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_rank_0_does_not_block_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_VERDICT_S", 0.1)
     monkeypatch.setattr(meeting, "_ABSENT_S", 0.1)
     job = Job(tmp_path, 3, deadline_s=0.2)
@@ -258,21 +256,21 @@ def test_if_rank_0_never_arrives_the_others_do_not_wait_forever(
     assert job.compare(data(STREAM), data(EQUAL), data(EQUAL), ranks=(0,)) == [()], "what the others go by"
 
 
-def test_a_rank_that_has_missed_one_meeting_is_not_waited_for_again(tmp_path: Path) -> None:
+def test_a_rank_that_missed_a_comparison_does_not_delay_the_next(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, deadline_s=0.3)
     job.compare(data(EQUAL), data(EQUAL), ranks=(0,))
     job.agreements[0]._meeting._deadline_s = 60
     assert job.compare(data(EQUAL), data(EQUAL), ranks=(0,)) == [()]
 
 
-def test_rank_0_that_fails_lets_the_others_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_rank_0_releases_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "epoch_ends", lambda ranks: 1 / 0)
     outcome = Job(tmp_path, 3).compare(*[data(EQUAL)] * 3)
     assert isinstance(outcome[0], ZeroDivisionError)
     assert outcome[1:] == [(), ()]
 
 
-def test_an_exchange_that_misses_a_deadline_is_asked_again(tmp_path: Path) -> None:
+def test_a_missed_deadline_is_retried(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, through=Moody)
     assert job.compare(data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 2
 
@@ -296,14 +294,14 @@ class Moody:
         return call
 
 
-def test_an_exchange_that_is_lost_ends_the_comparison_at_once(tmp_path: Path) -> None:
+def test_a_lost_exchange_ends_the_comparison_at_once(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     job.exchanges[1].close()
     (error,) = job.compare(data(EQUAL), data(EQUAL), ranks=(1,))
     assert isinstance(error, ExchangeError)
 
 
-def test_a_folder_that_cannot_be_written_to_takes_nothing_from_the_error(tmp_path: Path) -> None:
+def test_an_unwritable_folder_does_not_hide_the_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     errors = Job(blocked, 2).compare(data(EQUAL), data(STREAM))
@@ -327,7 +325,7 @@ def test_an_uneven_end_has_the_same_words_on_all_ranks_and_one_report(tmp_path: 
 
 
 @pytest.mark.parametrize("on_uneven", ["stop_together", "repeat"])
-def test_an_uneven_end_that_is_allowed_is_printed_once(tmp_path: Path, on_uneven: str) -> None:
+def test_an_allowed_uneven_end_is_printed_once(tmp_path: Path, on_uneven: str) -> None:
     job = Job(tmp_path, 2)
     readings = [BatchesRead(batches=3, ended=True), BatchesRead(batches=4, ended=False)]
     presented = data(STREAM, on_uneven=on_uneven)
@@ -356,7 +354,7 @@ def first_batches(folder: Path, *rows: list[int], **settings: Any) -> list[Any]:
     return job.run(lambda rank, agreement: agreement.first_batches(presented, STREAM, votes, *rows[rank][1:]))
 
 
-def test_two_ranks_with_the_same_first_batches_are_named_by_all(tmp_path: Path) -> None:
+def test_ranks_with_equal_first_batches_are_named_by_all(tmp_path: Path) -> None:
     errors = first_batches(tmp_path, [0, 11, 12], [1, 21, 22], [2, 11, 12])
     assert {type(error) for error in errors} == {DatasetMismatchError}
     assert {error.findings[0].ranks for error in errors} == {(0, 2)}
@@ -372,7 +370,7 @@ def test_two_ranks_with_the_same_first_batches_are_named_by_all(tmp_path: Path) 
         pytest.param(([0, 11, 12], [0, 11, 12]), id="tensor-parallel peers read the same"),
     ],
 )
-def test_first_batches_that_say_nothing(tmp_path: Path, rows: tuple[list[int], ...]) -> None:
+def test_inconclusive_first_batches_are_ignored(tmp_path: Path, rows: tuple[list[int], ...]) -> None:
     assert first_batches(tmp_path, *rows) == [None] * 2
 
 
@@ -381,7 +379,7 @@ def test_the_same_first_batches_with_a_warning(tmp_path: Path, on_mismatch: str)
     assert first_batches(tmp_path, [0, 1, 2], [1, 1, 2], on_mismatch=on_mismatch) == [None] * 2
 
 
-def test_streams_that_are_the_same_are_not_sent_to_a_sampler(tmp_path: Path) -> None:
+def test_equal_streams_are_not_advised_to_use_a_sampler(tmp_path: Path) -> None:
     error, _ = first_batches(tmp_path, [0, 1, 2], [1, 1, 2])
     text = " ".join(str(error).split())
     assert "DistributedSampler" not in text
