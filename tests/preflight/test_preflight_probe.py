@@ -50,9 +50,7 @@ def test_this_host(tmp_path: Path) -> None:
     assert decode(PreflightFacts, encode(facts)) == facts
 
 
-def test_the_gpu_is_asked_where_there_are_some_and_peers_are_not_foreign(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpu_is_queried_only_with_cuda_and_knows_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(module, "gpu_facts", lambda place, own_pids: asked.append((place, own_pids)) or GPU)
     facts = look(tmp_path, is_cuda=True, local_rank=1, peer_pids=(7, 8))
@@ -76,7 +74,7 @@ PARTS = {
 }
 
 
-def test_every_part_may_fail_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_may_fail_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise psutil.AccessDenied(4711)
 
@@ -94,7 +92,7 @@ def test_every_part_may_fail_for_itself(tmp_path: Path, monkeypatch: pytest.Monk
         assert told | {"settings"} == (set(PARTS.values()) | {"settings"}) - ({part} - {"versions", "settings"})
 
 
-def test_a_part_that_hangs_is_named_and_the_others_are_returned(
+def test_a_hanging_part_is_named_and_the_others_are_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
     monkeypatch.setattr(module, "network_facts", lambda is_cuda: released.wait())
@@ -107,7 +105,7 @@ def test_a_part_that_hangs_is_named_and_the_others_are_returned(
     assert facts.network == PreflightFacts().network and facts.capacity.machine and facts.directories
 
 
-def test_a_host_that_shows_nothing_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_refuses_everything_is_handled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
@@ -144,7 +142,7 @@ def test_open_files_are_counted_with_and_without_psutil(monkeypatch: pytest.Monk
         os.close(file)
 
 
-def test_settings_that_matter_and_no_others() -> None:
+def test_only_relevant_settings_are_collected() -> None:
     matter = {
         "NCCL_DEBUG": "INFO",
         "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -175,7 +173,7 @@ def test_long_values_are_cut() -> None:
     assert environment.settings_seen({"NCCL_X": "a" * 500}) == {"NCCL_X": "a" * 200}
 
 
-def test_versions_of_packages_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_versions_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's and CUDA's packages are not there in a build for the processor; torch's version is the same."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     by_packages = environment.versions_seen()
@@ -193,7 +191,7 @@ def test_versions_of_packages_are_those_of_torch(monkeypatch: pytest.MonkeyPatch
     assert (versions.pop("nccl"), versions.pop("cuda"), list(versions)) == ("2.27.3", "12.8", ["python"])
 
 
-def test_looking_imports_neither_torch_nor_lightning() -> None:
+def test_the_probe_imports_neither_torch_nor_lightning() -> None:
     text = (
         "import sys\nfrom lightning_ncclsafe.preflight.probe import preflight_facts, LoadFacts\n"
         "preflight_facts(directories={}, load=LoadFacts(), local_rank=0, is_cuda=True)\n"
@@ -203,7 +201,7 @@ def test_looking_imports_neither_torch_nor_lightning() -> None:
     assert done.stdout == "\n"
 
 
-def test_settings_are_those_of_the_environment_that_is_given(tmp_path: Path) -> None:
+def test_settings_come_from_the_given_environment(tmp_path: Path) -> None:
     found = look(tmp_path, environment={"NCCL_DEBUG": "INFO", "HOME": "/root"})
     assert found.settings == {"NCCL_DEBUG": "INFO"}
 
@@ -227,7 +225,7 @@ CALL: dict[str, Any] = {"directories": {"logs": "/logs"}, "load": LoadFacts(), "
         (FULL, 1.0, {}, 2),
     ],
 )
-def test_the_next_call_of_the_trainer_knows_the_host(
+def test_the_next_trainer_call_reuses_recent_facts(
     monkeypatch: pytest.MonkeyPatch, found: PreflightFacts, after_s: float, changed: dict[str, Any], looks: int
 ) -> None:
     now, asked = [0.0], list[Any]()
