@@ -36,7 +36,7 @@ def released() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_this_host(tmp_path: Path) -> None:
+def test_facts_of_this_host_are_complete(tmp_path: Path) -> None:
     load = LoadFacts(loader_workers=4)
     facts = look(tmp_path, load=load)
     assert facts.missing == () and facts.load == load and not facts.is_cuda and facts.gpu is None
