@@ -57,7 +57,7 @@ def later(told: Window, number: int, *, steps: int, lasts_ns: int) -> Window:
 
 
 @pytest.mark.parametrize("step_ms", [5.0, 2000.0])
-def test_what_is_kept_of_steps(step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_steps_is_bounded(step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fast steps fill the minutes that are kept; of slow ones so many are kept as have room."""
     keep(monkeypatch, for_ns=2 * S)
     monkeypatch.setattr(history, "_LEAST_BYTES", 50_000)
@@ -78,7 +78,7 @@ def test_what_is_kept_of_steps(step_ms: float, monkeypatch: pytest.MonkeyPatch) 
     assert analysis.worst.blocks and analysis.forgotten > 10_000
 
 
-def test_what_is_kept_where_no_trace_is_wanted() -> None:
+def test_without_a_trace_no_collectives_are_kept() -> None:
     job, traced, untraced = Job(2, 1000), Analysis(2), Analysis(2, trace_bytes=0)
     for told in job.windows():
         for analysis in (traced, untraced):
@@ -87,7 +87,7 @@ def test_what_is_kept_where_no_trace_is_wanted() -> None:
     assert untraced.summary() == traced.summary(), "all else is the same"
 
 
-def test_what_is_kept_of_groups_that_are_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_recreated_groups_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is used for some calls of two ranks; of every tenth one rank never tells, and something is missing."""
     for module in (matching, analysis_module):
         for name in ("_MOST_GROUPS", "_MOST_KEYS"):

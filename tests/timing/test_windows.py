@@ -89,7 +89,7 @@ class Bomb:
         return open, (self.path, "w")
 
 
-def test_nothing_that_is_read_is_run(tmp_path: Any) -> None:
+def test_decoding_runs_no_code(tmp_path: Any) -> None:
     made = tmp_path / "made"
     bomb = np.array([Bomb(str(made))], dtype=object)
     buffer = io.BytesIO()
@@ -131,12 +131,12 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
-def test_data_that_is_not_a_window_is_refused(data: bytes) -> None:
+def test_invalid_data_is_refused(data: bytes) -> None:
     with pytest.raises(WindowError, match="cannot be read"):
         decode(data)
 
 
-def test_a_window_that_was_cut_off_is_refused() -> None:
+def test_a_truncated_window_is_refused() -> None:
     data = encode(full())
     for length in range(0, len(data), 7):
         with pytest.raises(WindowError):
@@ -175,14 +175,14 @@ def test_joining_windows_renumbers_their_groups_and_operations() -> None:
     assert len(found.groups) == 2 and len(found.ops) == 3
 
 
-def test_joining_leaves_the_windows_as_they_were() -> None:
+def test_joining_does_not_change_its_windows() -> None:
     first, second = window([call(0, 1, 1)], groups=[A]), window([call(1, 1, 1)], groups=[B, A])
     joined([first, second])
     assert (first.calls["group"][0], second.calls["group"][0]) == (0, 0)
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_members_that_one_rank_knows_are_known(turned: bool) -> None:
+def test_members_known_to_one_rank_are_known(turned: bool) -> None:
     unknown, is_known = GroupMembers(name="x"), GroupMembers(name="x", ranks=(0, 1))
     windows = [window(groups=[unknown]), window(groups=[is_known])]
     assert joined(windows[::-1] if turned else windows).groups == (is_known,)

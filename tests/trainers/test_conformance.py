@@ -92,7 +92,7 @@ def test_manual_optimization(outcome: Any, name: str) -> None:
 
 
 @on("ddp")
-def test_data_that_depends_on_when_it_is_read_is_read_when_stock_reads_it(outcome: Any, name: str) -> None:
+def test_data_is_read_at_the_same_moments_as_in_stock(outcome: Any, name: str) -> None:
     """Losses, metrics and the random numbers that come next are compared with stock's, too."""
     told = both(outcome, "played")
     assert [len(one["whole"]["losses"]) for one in told] == [10, 10]
@@ -142,7 +142,7 @@ def test_a_compiled_model(outcome: Any, name: str) -> None:
         ]
     ],
 )
-def test_what_either_strategy_has_saved_either_can_resume(outcome: Any, name: str, how: str) -> None:
+def test_checkpoints_of_either_strategy_can_be_resumed_by_both(outcome: Any, name: str, how: str) -> None:
     for told in both(outcome, f"checkpoint {how}"):
         resumed = told["resumed"]
         # Whoever has saved it, and whoever resumes: both() has compared the latter.
@@ -156,7 +156,7 @@ def test_what_either_strategy_has_saved_either_can_resume(outcome: Any, name: st
 
 
 @on("both-parallel")
-def test_all_that_the_guard_can_do_changes_nothing_and_reaches_the_groups_of_the_mesh(outcome: Any, name: str) -> None:
+def test_all_guard_features_change_no_result_and_cover_mesh_groups(outcome: Any, name: str) -> None:
     both(outcome, "watched")
     for rank, found in enumerate(outcome):
         # Everybody, and the rank's column and row in the mesh of two by two.
@@ -179,6 +179,6 @@ def test_all_that_the_guard_can_do_changes_nothing_and_reaches_the_groups_of_the
 
 
 @on("data-parallel")
-def test_a_slow_gathering_of_a_whole_checkpoint_is_no_mystery(outcome: Any, name: str) -> None:
+def test_slow_gathering_of_a_full_checkpoint_is_diagnosed(outcome: Any, name: str) -> None:
     findings = [report["findings"][0] for report in outcome[0]["reports"]]
     assert ("slow-checkpoint", [0]) in [(finding["rule"], finding["ranks"]) for finding in findings]
