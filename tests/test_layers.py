@@ -164,7 +164,7 @@ def namesakes(modules: Sources) -> dict[str, list[str]]:
 HOLLOW = dict.fromkeys([*(name for names in LAYERS for name in names), "probes.rank", "report.text"], "")
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_in_one_direction() -> None:
     assert upward(sources()) == []
 
 

@@ -27,7 +27,7 @@ def test_a_short_timeout_halves_suspect_after(timeout_s: float, suspect_after_s:
 
 @pytest.mark.parametrize("suspect_after", [30, 30.0, timedelta(seconds=30)])
 @pytest.mark.parametrize("timeout", [90, 90.0, timedelta(seconds=90)])
-def test_durations_and_seconds_mean_the_same(suspect_after: Any, timeout: Any) -> None:
+def test_durations_and_seconds_are_equivalent(suspect_after: Any, timeout: Any) -> None:
     limits = check_limits(suspect_after, timeout, "report")
     assert limits == Limits(suspect_after_s=30.0, timeout_s=90.0, on_timeout="report")
     assert type(limits.suspect_after_s) is type(limits.timeout_s) is float

@@ -172,7 +172,7 @@ def test_hundreds_of_identical_ranks_share_one_finding(show: Open) -> None:
     assert "The same was found for ranks 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, … (248 ranks)" in others[0]
 
 
-def test_nothing_from_facts_is_run(show: Open) -> None:
+def test_facts_run_no_code(show: Open) -> None:
     with show("hostile", PHONE) as page:
         assert page.evaluate("typeof pwned") == "undefined"
         assert page.evaluate("document.querySelectorAll('script, img, a[href^=javascript]').length") == 0
@@ -249,7 +249,7 @@ LEAST_CONTRAST = """(() => {
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", ["a silent rank", "the longest"])
-def test_everything_can_be_read(show: Open, name: str, dark: bool) -> None:
+def test_all_text_has_enough_contrast(show: Open, name: str, dark: bool) -> None:
     with show(name, DESKTOP, dark=dark) as page:
         page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (

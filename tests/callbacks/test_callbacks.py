@@ -22,7 +22,7 @@ from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.settings import AgreementSettings
 
 
-def test_the_defaults_are_those_of_a_strategy_without_the_callback() -> None:
+def test_defaults_match_a_strategy_without_the_callback() -> None:
     assert DatasetAgreement().settings == AgreementSettings()
     assert AgreementSettings() == AgreementSettings(on_mismatch="raise", content="sample", on_uneven="raise")
 
@@ -36,7 +36,7 @@ def test_the_defaults_are_those_of_a_strategy_without_the_callback() -> None:
     ],
 )
 @pytest.mark.parametrize("value", ["RAISE", None, True])
-def test_an_unknown_word_is_refused_with_what_is_allowed(argument: str, allowed: str, value: Any) -> None:
+def test_an_unknown_option_is_refused_with_the_allowed_ones(argument: str, allowed: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{argument}={value!r} is unknown; it must be {allowed}"):
         DatasetAgreement(**{argument: value})
 

@@ -137,7 +137,7 @@ def test_detaching_saves_the_trace_and_prints_it_after_enough_steps(
     assert ("trace: here" in capfd.readouterr().err) is is_printed
 
 
-def test_a_timer_that_is_off_shows_nothing(attached: Attached, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_disabled_timer_shows_nothing(attached: Attached, capfd: pytest.CaptureFixture[str]) -> None:
     attached.timer.is_off = True
     logger = Logger()
     CollectiveTimer().teardown(trainer_of(logger), LightningModule(), "fit")
@@ -168,7 +168,7 @@ def test_only_rank_0_prints(attached: Attached, capfd: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("stage", "steps"), [("validate", 900), ("test", 900), ("predict", 900), ("fit", 49)])
-def test_only_a_fit_of_enough_steps_prints(
+def test_only_a_long_enough_fit_prints(
     attached: Attached, capfd: pytest.CaptureFixture[str], stage: str, steps: int
 ) -> None:
     attached.steps, logger = steps, Logger()
@@ -266,7 +266,7 @@ def test_scalars_reach_the_loggers(fitted: Fitted) -> None:
     }
 
 
-def test_the_picture_of_lateness_is_logged_once(fitted: Fitted) -> None:
+def test_the_heat_map_is_logged_once(fitted: Fitted) -> None:
     folder, _, _ = fitted
     (image,) = EventAccumulator(str(folder / "tb/version_0")).Reload().Images(HEAT_MAP)
     assert image.encoded_image_string.startswith(b"\x89PNG")
@@ -281,7 +281,7 @@ def test_the_table_is_printed_once_and_names_the_straggler(fitted: Fitted) -> No
     assert len([line for line in said if line.startswith("trace: ")]) == 1
 
 
-def test_the_trace_is_private_and_can_be_read(fitted: Fitted) -> None:
+def test_the_trace_is_private_and_readable(fitted: Fitted) -> None:
     folder, _, _ = fitted
     table, path = sorted((folder / "reports/collectives").iterdir())
     assert path.name.endswith("Z-trace.json.gz") and table.name == path.name.replace("trace.json.gz", "collectives.txt")

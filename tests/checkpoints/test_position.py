@@ -264,7 +264,7 @@ def test_a_second_resume_in_the_same_epoch_works() -> None:
     assert first.seen + second.seen + third.seen == whole.seen
 
 
-def test_lightning_s_warning_is_suppressed_if_training_resumes_and_no_filter_is_left() -> None:
+def test_lightnings_warning_is_suppressed_without_leaving_a_filter() -> None:
     seed()
     first = Trained(LOADERS["shuffled"]())
     first.go_on(first.begin(), 2)

@@ -43,7 +43,7 @@ def test_savers_are_tried_in_order(candidates: Sequence[Candidate], order: list[
     assert [each.rank for each in savers(candidates)] == order
 
 
-def test_why_no_rank_saves_is_printed_once_for_all_ranks() -> None:
+def test_the_reason_for_no_save_is_printed_once_for_all_ranks() -> None:
     middle = "in the middle of a step"
     candidates = [Candidate(rank=0, why=middle), Candidate(rank=2, why=middle), Candidate(rank=3, why="torn")]
     assert why_none(candidates, [""] * 5) == f"ranks 0, 2: {middle}; rank 3: torn; ranks 1, 4: no answer"
@@ -124,7 +124,7 @@ def saved(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.ckpt"))]
 
 
-def test_one_rank_saves_for_all_with_the_places_of_all(tmp_path: Path) -> None:
+def test_one_rank_saves_the_positions_of_all(tmp_path: Path) -> None:
     said = save_all(job(tmp_path, Noted(), Noted(), Noted()))
     (checkpoint,) = saved(tmp_path)
     ours = checkpoint.pop("lightning_ncclsafe")

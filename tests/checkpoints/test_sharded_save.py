@@ -390,7 +390,7 @@ def test_a_damaged_checkpoint_is_skipped(name: str, damage: Any, tmp_path: Path)
     assert found.candidates == () and str(path) in found.lines[0]
 
 
-def test_paths_are_plain(tmp_path: Path) -> None:
+def test_an_invalid_state_path_is_refused(tmp_path: Path) -> None:
     """What travels between ranks is read as data, and a path that is none is refused."""
     for path in ("[]", "[[]]", "[1.5]", json.dumps({"a": 1})):
         with pytest.raises(NotProvenError, match="is not a path of an entry"):

@@ -230,7 +230,7 @@ def test_weights_averaged_for_validation_are_not_saved() -> None:
     assert seen == ["'layers.0.weight' changed after the last optimizer step, outside of a step"]
 
 
-def test_within_a_step_nothing_is_saved() -> None:
+def test_nothing_is_saved_within_a_step() -> None:
     seen = []
 
     class Watches(torch.optim.SGD):

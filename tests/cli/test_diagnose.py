@@ -75,7 +75,7 @@ def report(kind: IncidentKind = IncidentKind.TIMEOUT) -> bytes:
     return report_json(judge(JobFacts(incident=incident, world_size=2, ranks=(rank(0), rank(1)))))
 
 
-def test_a_folder_of_dumps(dumps: Path, diagnose: Diagnose) -> None:
+def test_a_folder_of_dumps_is_explained(dumps: Path, diagnose: Diagnose) -> None:
     code, out, err = diagnose(dumps)
     assert (code, err) == (0, "")
     assert out.startswith(
@@ -85,7 +85,7 @@ def test_a_folder_of_dumps(dumps: Path, diagnose: Diagnose) -> None:
     assert "Ranks 0, 2: the default group: called 61, completed 60, waits in all_reduce (sequence number 61" in out
 
 
-def test_as_json(dumps: Path, diagnose: Diagnose) -> None:
+def test_json_output_is_a_report(dumps: Path, diagnose: Diagnose) -> None:
     code, out, _ = diagnose(dumps, "--format", "json")
     assert code == 0
     first = json.loads(out)["findings"][0]
@@ -108,7 +108,7 @@ def test_a_large_report_is_read_under_any_name(
     assert diagnose(tmp_path / "saved.json")[0] == 0
 
 
-def test_a_log_from_standard_input(diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_from_stdin_is_explained(diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "world_size=3\n" + TIMED_OUT.format(0) + TIMED_OUT.format(2)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     code, out, _ = diagnose("-")

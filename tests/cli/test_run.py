@@ -71,7 +71,7 @@ def test_a_wrong_option_is_refused(
     assert error.startswith(f"error: {said}") and error.count("\n") == 1 and executed == []
 
 
-def test_a_wrong_variable_is_refused_too(
+def test_a_wrong_variable_is_refused(
     executed: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NCCLSAFE_SUSPECT_AFTER", "soon")

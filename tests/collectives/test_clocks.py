@@ -249,7 +249,7 @@ def test_a_single_rank_is_its_own_reference() -> None:
     assert job.clock(0) == Clock(offset_ns=0, uncertainty_ns=0)
 
 
-def test_nothing_is_claimed_before_the_first_alignment() -> None:
+def test_clocks_are_unknown_before_the_first_alignment() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     assert job.clock(1).uncertainty_ns < 0
@@ -265,7 +265,7 @@ def test_the_bound_grows_by_50_ppm_until_the_next_session() -> None:
     assert job.clock(1).offset_ns == fresh.offset_ns
 
 
-def test_a_clock_is_aligned_again_after_a_minute() -> None:
+def test_a_clock_is_realigned_after_a_minute() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S], drift=[0, 40e-6]), world)
     job.run(200)
@@ -318,7 +318,7 @@ def job_of_two_hosts(world: World) -> Job:
     return Job([here, there, there, far], world)
 
 
-def test_setting_the_clock_of_rank_0_voids_all_alignments() -> None:
+def test_setting_the_clock_of_rank_0_invalidates_all_alignments() -> None:
     world = World()
     job = job_of_two_hosts(world)
     job.run(15)

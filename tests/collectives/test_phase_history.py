@@ -67,7 +67,7 @@ def test_a_very_short_phase_is_merged_into_the_previous_one(clock: Callable[[int
     ]
 
 
-def test_times_are_those_of_the_wall_clock() -> None:
+def test_times_are_wall_clock_times() -> None:
     began_ns, phase_history = time.time_ns(), PhaseHistory()
     phase_history(NEXT)
     assert began_ns <= phase_history.current[0] <= time.time_ns()
@@ -84,7 +84,7 @@ def test_times_are_those_of_the_wall_clock() -> None:
         "[_TrainingEpochLoop].val_dataloader_next",
     ],
 )
-def test_a_step_begins_when_a_batch_is_fetched(action: str) -> None:
+def test_a_step_starts_when_a_batch_is_fetched(action: str) -> None:
     phase_history = PhaseHistory()
     for _ in range(3):
         phase_history(action), phase_history(""), phase_history(BACKWARD), phase_history("")
@@ -171,5 +171,5 @@ def test_memory_is_bounded_without_a_reader(clock: Callable[[int], None]) -> Non
         ("[LightningModule]Net.on_before_optimizer_step", StepPhase.HOOKS),
     ],
 )
-def test_the_phase_of_each_of_lightnings_actions(action: str, phase: StepPhase) -> None:
+def test_each_lightning_action_has_its_phase(action: str, phase: StepPhase) -> None:
     assert step_phase(action) is phase

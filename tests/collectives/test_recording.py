@@ -258,7 +258,7 @@ def test_each_message_is_in_one_window() -> None:
     assert read().missing == ()
 
 
-def test_calls_belong_to_the_step_whose_batch_was_fetched_last() -> None:
+def test_calls_belong_to_the_step_of_the_last_fetched_batch() -> None:
     read = Read()
     read.phase_history.starts.extend(BEGAN_NS + at * MS for at in (10, 20, 30))
     window = read(*(entry(number, at_ms=at) for number, at in enumerate((5, 15, 25, 29, 35))))
@@ -291,7 +291,7 @@ def test_phases_are_read_once_with_the_rank() -> None:
     assert read().spans.tolist() == [(2, data, BEGAN_NS + 3 * MS)]
 
 
-def test_a_span_is_read_once_even_if_the_wall_clock_was_set_back() -> None:
+def test_a_span_is_read_once_even_if_the_clock_is_set_back() -> None:
     read, (data, compute) = Read(), (STEP_PHASES.index(StepPhase.DATA), STEP_PHASES.index(StepPhase.COMPUTE))
     read.phase_history.current = (BEGAN_NS + 1000 * MS, data)
     assert read().spans.tolist() == [(0, data, BEGAN_NS + 1000 * MS)]
@@ -357,7 +357,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_recorder_of_a_real_group(warm: Warm, tmp_path: Path) -> None:
+def test_a_real_group_is_recorded(warm: Warm, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(REAL)
     envs = [{"TORCH_FR_BUFFER_SIZE": "1000"}]
     codes, output = warm.run([str(tmp_path / "program.py")], tmp_path, timeout_s=50, envs=envs)
@@ -442,7 +442,7 @@ dist.destroy_process_group()
 """
 
 
-def test_stacks_are_read_without_the_import_of_inductor() -> None:
+def test_stacks_are_read_without_importing_inductor() -> None:
     """Which would take a second, and may be what the main thread stands still in."""
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "1000"}
     done = subprocess.run([sys.executable, "-c", STACKS], capture_output=True, text=True, timeout=50, env=environment)

@@ -94,7 +94,7 @@ def test_every_name_is_valid_for_all_loggers(name: str, op: str) -> None:
         assert re.fullmatch(r"[\w./\-: ]+", metric), metric
 
 
-def test_the_numbers_are_plain() -> None:
+def test_values_are_plain_floats() -> None:
     assert {type(value) for value in taken(block([[0], [1]], [[1.0], [2.0]])).values()} == {float}
 
 

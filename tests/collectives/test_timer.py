@@ -158,7 +158,7 @@ def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
     assert not ranks[0].timer.is_off and not ranks[1].timer.is_off
 
 
-def test_a_straggler_is_printed_by_rank_0_alone_and_known_to_all(make: Make) -> None:
+def test_only_rank_0_prints_a_straggler_and_all_ranks_know_it(make: Make) -> None:
     shared, recorders, said = SharedMemory(), [Recorder(5000), Recorder(5000)], [Said(), Said()]
     ranks = [make(rank, recorders[rank], MemoryExchange(shared), say=said[rank]) for rank in range(2)]
     until_clocks_are_known(ranks)

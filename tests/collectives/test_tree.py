@@ -202,7 +202,7 @@ def test_empty_windows_write_nothing() -> None:
 
 
 @pytest.mark.parametrize("what", ["calls", "spans", "own", "totals", "lost", "left_out", "last", "missing"])
-def test_every_kind_of_content_is_sent(what: str) -> None:
+def test_every_kind_of_content_arrives(what: str) -> None:
     window, whole = empty_window(), own(1, 0, last=True)
     values = {
         "calls": whole.calls,

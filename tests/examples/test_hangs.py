@@ -82,7 +82,7 @@ def test_a_hang_is_reported_before_the_guard_ends_the_run(outcome: Outcome) -> N
 
 
 @pytest.mark.program(*UNSEEDED)
-def test_an_unseeded_split_ends_before_the_first_step(outcome: Outcome) -> None:
+def test_an_unseeded_split_fails_before_the_first_step(outcome: Outcome) -> None:
     output = outcome.output
     assert outcome.exit_code == 1, output
     [folder] = outcome.folder.glob("ncclsafe/*")

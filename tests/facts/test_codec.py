@@ -201,7 +201,7 @@ def test_types_in_either_notation_are_read() -> None:
     ],
     ids=["all", "every eighth", "downwards", "few", "uneven", "equal", "an odd last one"],
 )
-def test_the_members_of_a_large_group_are_written_as_a_range(ranks: tuple[int, ...], written: object) -> None:
+def test_large_groups_are_written_as_a_range(ranks: tuple[int, ...], written: object) -> None:
     group = Group(name="0", ranks=ranks)
     assert json.loads(encode(group))["ranks"] == written
     assert decode(Group, encode(group)) == group
@@ -240,7 +240,7 @@ def test_the_total_size_of_ranges_is_limited(monkeypatch: pytest.MonkeyPatch) ->
         read(8_000_000, 11)
 
 
-def test_only_members_of_groups_may_be_a_range() -> None:
+def test_only_group_members_may_be_a_range() -> None:
     plain = json.loads(encode(JOB))
     plain["ranks"][0]["collectives"][0]["input_sizes"] = [{"range": [0, 9, 1]}]
     with pytest.raises(DecodeError, match=r"input_sizes\[0\]: found .*, expected list"):
@@ -256,7 +256,7 @@ def test_equal_values_of_many_ranks_share_one_object() -> None:
     assert first.collectives[0].input_sizes is second.collectives[0].input_sizes
 
 
-def test_equal_values_of_other_types_are_not_mixed_up() -> None:
+def test_equal_values_of_different_types_are_kept_apart() -> None:
     numbers = decode(Group, b'{"name": "0", "ranks": [0, 1]}').ranks
     assert [type(number) for number in numbers] == [int, int]
     assert decode(Collective, b'{"group": "0", "seq": 1, "op": "x", "completed": true}').completed is True

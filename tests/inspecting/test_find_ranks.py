@@ -45,7 +45,7 @@ def test_rank_0_of_lightning_is_the_parent_of_the_others() -> None:
     assert placed(found) == {20: (0, 0, 3, 3), 21: (1, 1, 3, 3), 22: (2, 2, 3, 3)}
 
 
-def test_ranks_of_lightning_on_its_second_host_follow_those_of_the_first() -> None:
+def test_lightning_ranks_on_the_second_host_follow_the_first() -> None:
     given = JOB | {"NODE_RANK": "1", "WORLD_SIZE": "6"}
     others = [process(20 + rank, 20, given | {"LOCAL_RANK": str(rank)}) for rank in (1, 2)]
     assert placed(find_ranks([process(20, env={}), *others])) == {20: (3, 0, 6, 3), 21: (4, 1, 6, 3), 22: (5, 2, 6, 3)}

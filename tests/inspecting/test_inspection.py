@@ -417,7 +417,7 @@ def test_unreadable_stacks_give_a_reason_and_no_finding() -> None:
     assert "could not be read: it may not be read" in render_text(diagnosis)
 
 
-def test_a_rank_past_the_call_of_the_trainer_has_finished_and_one_before_it_has_not_begun() -> None:
+def test_ranks_after_and_before_the_trainer_call_are_recognised() -> None:
     trainer = SeenFrame(f"{SITE}/lightning/pytorch/trainer/trainer.py", 5, "_run")
     inside = rank(0, *(look(at, user(40), trainer, BARRIER) for at in (0, 1)), of=3)
     after = rank(1, *(look(at, user(45)) for at in (0, 1)), of=3)

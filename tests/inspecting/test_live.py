@@ -83,7 +83,7 @@ def diagnosis_of(text: str, folder: Path) -> Diagnosis:
     return diagnosis
 
 
-def test_the_reader_of_stacks_is_installed() -> None:
+def test_the_stack_reader_is_installed() -> None:
     """It comes with what is installed for tests: without it nothing here would be seen."""
     assert StackReader().is_there
 
@@ -137,7 +137,7 @@ def test_a_single_look_is_refused(arguments: list[str]) -> None:
     assert main(["inspect", *arguments]) == 2
 
 
-def test_the_command_writes_what_diagnose_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_reads_the_output_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning_ncclsafe.cli import main
 
     with started(MOVING, tmp_path) as process:

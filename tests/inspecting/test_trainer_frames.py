@@ -85,7 +85,7 @@ def test_the_batch_comes_from_the_loop_and_not_from_user_code() -> None:
     )
 
 
-def test_a_loader_and_a_save_are_actions() -> None:
+def test_creating_a_loader_and_saving_are_actions() -> None:
     fetch = frame(f"{PL}/loops/fetchers.py", "__next__")
     assert progress_in([*TRAINING, fetch], 0).actions[-1].name == "[_TrainingEpochLoop].train_dataloader_next"
     save = frame(f"{PL}/trainer/trainer.py", "save_checkpoint")

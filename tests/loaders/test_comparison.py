@@ -79,7 +79,7 @@ def test_agreeing_ranks_get_epoch_ends_and_write_no_report(tmp_path: Path) -> No
     assert not (tmp_path / "reports").exists()
 
 
-def test_the_verdict_is_the_same_on_all_ranks_with_one_report(tmp_path: Path) -> None:
+def test_all_ranks_get_the_same_verdict_and_one_report(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
     errors = job.compare(data(EQUAL), data(replace(EQUAL, length=5, batches=5)), data(EQUAL))
     assert {type(error) for error in errors} == {DatasetMismatchError}
@@ -187,7 +187,7 @@ def test_data_that_would_hang_raises_even_without_the_callback(tmp_path: Path) -
     assert 'DatasetAgreement(on_mismatch="warn", on_uneven="stop_together")' in " ".join(str(errors[0]).split())
 
 
-def test_if_every_rank_evaluates_everything_nothing_is_printed_or_written(tmp_path: Path) -> None:
+def test_evaluating_everything_on_every_rank_prints_nothing(tmp_path: Path) -> None:
     whole = replace(
         EQUAL,
         name="val_dataloader",
@@ -205,7 +205,7 @@ def test_unusable_data_always_raises(tmp_path: Path) -> None:
     assert [error.findings[0].rule for error in Job(tmp_path, 2).compare(*warned)] == ["loader-count"] * 2
 
 
-def test_if_one_rank_wants_an_error_all_raise(tmp_path: Path) -> None:
+def test_all_ranks_raise_if_one_wants_an_error(tmp_path: Path) -> None:
     errors = Job(tmp_path, 2).compare(data(EQUAL, on_mismatch="warn"), data(STREAM, on_mismatch="raise"))
     assert {type(error) for error in errors} == {DatasetMismatchError}
 
@@ -308,7 +308,7 @@ def test_an_unwritable_folder_does_not_hide_the_error(tmp_path: Path) -> None:
     assert {str(error).splitlines()[0][:18] for error in errors} == {"sized-and-unsized:"}
 
 
-def test_an_uneven_end_has_the_same_words_on_all_ranks_and_one_report(tmp_path: Path) -> None:
+def test_an_uneven_end_has_one_message_on_all_ranks_and_one_report(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
     readings = [
         BatchesRead(batches=9, ended=False),
@@ -375,7 +375,7 @@ def test_inconclusive_first_batches_are_ignored(tmp_path: Path, rows: tuple[list
 
 
 @pytest.mark.parametrize("on_mismatch", ["warn", "raise_on_hang"])
-def test_the_same_first_batches_with_a_warning(tmp_path: Path, on_mismatch: str) -> None:
+def test_equal_first_batches_are_only_a_warning_on_request(tmp_path: Path, on_mismatch: str) -> None:
     assert first_batches(tmp_path, [0, 1, 2], [1, 1, 2], on_mismatch=on_mismatch) == [None] * 2
 
 

@@ -42,7 +42,7 @@ def test_a_length_claimed_by_all_iterables_is_believed() -> None:
     assert end(SIZED_STREAM, SIZED_STREAM) == EpochEnd()
 
 
-def test_different_claims_are_voted_on() -> None:
+def test_different_claimed_lengths_are_voted_on() -> None:
     other = LoaderFacts(iterable=True, length=6, batches=6)
     assert end(SIZED_STREAM, other) == EpochEnd(votes=True, hides_length=True)
     assert end(SIZED_STREAM, other, on_uneven="stop_together") == EpochEnd(votes=True, length=4)

@@ -272,7 +272,7 @@ def test_an_unreadable_batch_is_compared_as_zero() -> None:
     assert sorted(compared) == [(1, 2), (7, 0)]
 
 
-def test_a_rank_with_one_batch_leaves_nothing_to_compare() -> None:
+def test_a_rank_with_one_batch_prevents_the_comparison() -> None:
     compared: list[tuple[int, ...]] = []
 
     def body(rank: int, votes: ThreadVotes) -> list[int]:

@@ -124,7 +124,7 @@ def test_a_refused_write_is_retried_and_reported_once_per_series(
     assert (delivery.faults, told) == (4, ["first", "fourth"])
 
 
-def test_the_same_frames_and_more_are_tried_again(store: Store, storage: Storage, delivery: Delivery) -> None:
+def test_a_retry_includes_newer_frames(store: Store, storage: Storage, delivery: Delivery) -> None:
     storage.answers.clear()
     storage.refusals = [OSError("no")]
     stage(store, b"a")
@@ -339,7 +339,7 @@ def test_a_job_with_an_impossible_path_is_given_up_after_three_tries(
     assert told[-1].startswith("lost: ")
 
 
-def test_nothing_is_delivered_before_the_rest_of_an_earlier_offload(store: Store, storage: Storage) -> None:
+def test_the_rest_of_an_earlier_offload_is_delivered_first(store: Store, storage: Storage) -> None:
     before = threading.Event()
     late = Delivery(store, storage, name="test", on_fault=lambda _: None, after=before)
     stage(store, b"a")

@@ -289,7 +289,7 @@ def test_a_first_row_of_zeros_is_recognised(logs: Path, first: dict[str, Any]) -
     assert len(parsed((logs / CSV).read_bytes())) == 2
 
 
-def test_another_run_in_the_same_place_is_left_alone(again: Callable[[str], Again]) -> None:
+def test_a_file_of_another_run_is_left_alone(again: Callable[[str], Again]) -> None:
     foreign = b"loss,step\r\n9,9\r\n"
     for after in range(25):
         one = again(str(after))

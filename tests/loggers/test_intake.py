@@ -285,7 +285,7 @@ def test_only_the_newest_is_dropped_if_all_are_in_progress() -> None:
     assert (queue.take(), queue.dropped_points) == ([], 1)
 
 
-def test_training_waits_no_longer_than_the_limit_and_then_points_are_thinned() -> None:
+def test_training_waits_up_to_the_limit_before_points_are_thinned() -> None:
     queue = intake(10 * SCALARS, "block", block_s=0.05)
     for step in range(10):
         queue.put(scalars(step))
@@ -362,7 +362,7 @@ def test_the_first_entry_wakes_the_waiting_thread() -> None:
     assert answers == [True]
 
 
-def test_a_wait_for_media_is_separate_from_one_for_other_entries() -> None:
+def test_waiting_for_media_is_separate_from_other_entries() -> None:
     queue = intake()
     found: list[LoggedCall | None] = []
     thread = in_thread(lambda: found.append(queue.take_media()))

@@ -244,7 +244,7 @@ def test_a_metric_refused_by_tensorboard_raises_as_in_stock(tmp_path: Path, valu
     assert scalars(offloaded, "before") == [(1, 1.0)]
 
 
-def test_a_wrong_call_of_the_experiment_is_reported_once_and_counted(
+def test_a_wrong_experiment_call_is_reported_once_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call_wrongly(model: Model) -> None:
@@ -620,7 +620,7 @@ def test_paths_and_types_match_stock(tmp_path: Path) -> None:
     check_given_back(tmp_path, logger)
 
 
-def test_a_rate_thins_points_but_no_calls_of_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_limit_thins_points_but_no_experiment_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = [math.sin(number / 7) for number in range(300)]
     values[100], values[200] = 5.0, -5.0
 
@@ -644,7 +644,7 @@ def test_a_rate_thins_points_but_no_calls_of_the_experiment(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("policy", ["thin", "drop_oldest", "block"])
-def test_a_storage_that_stalls_costs_points_but_never_hyperparameters(
+def test_stalled_storage_may_lose_points_but_no_hyperparameters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, policy: Any
 ) -> None:
     count = 6000
@@ -719,7 +719,7 @@ def test_a_storage_that_stalls_costs_points_but_never_hyperparameters(
     ],
     ids=str,
 )
-def test_a_wrong_argument_is_named_with_its_value_and_what_is_allowed(
+def test_a_wrong_argument_is_reported_with_the_allowed_values(
     arguments: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -752,7 +752,7 @@ def test_a_failed_start_leaves_the_logger_unchanged(
     assert (tmp_path / "logs" / path).read_bytes() == (tmp_path / "stock" / path).read_bytes()
 
 
-def test_a_program_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_working_directory_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     loggers = [TensorBoardLogger("logs", name="run", version=0), CSVLogger("csv", name="run", version=0)]
@@ -763,7 +763,7 @@ def test_a_program_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_two_running_trainers_may_share_a_logger(tmp_path: Path) -> None:
+def test_two_running_trainers_can_share_a_logger(tmp_path: Path) -> None:
     for name in ("stock", "offloaded"):
         callbacks = partial(list) if name == "stock" else lambda: [offload(tmp_path)]
         logger = csv(tmp_path / name)
@@ -935,7 +935,7 @@ class Finishing(L.Callback):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_wandb_has_every_row_in_order_with_its_time(tmp_path: Path, wandb_offline: Any) -> None:
+def test_wandb_gets_every_row_in_order_with_its_time(tmp_path: Path, wandb_offline: Any) -> None:
     rows = []
     for name, callbacks in (("stock", []), ("offloaded", [offload(tmp_path)])):
         (tmp_path / name).mkdir()

@@ -120,7 +120,7 @@ def other_process(tmp_path: Path, statements: str, *arguments: object) -> "subpr
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_an_event_file_of_a_killed_process_is_read_by_tensorboard(tmp_path: Path, logs: Path) -> None:
+def test_tensorboard_reads_the_event_file_of_a_killed_process(tmp_path: Path, logs: Path) -> None:
     with other_process(tmp_path, KILLED, tmp_path / "staging", logs) as process:
         assert process.wait(30) == -signal.SIGKILL
     ((folder, _),) = leftovers(tmp_path / "staging")

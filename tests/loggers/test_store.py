@@ -314,7 +314,7 @@ def test_dropping_a_damaged_segment_counts_all_its_points(folder: Path) -> None:
     assert store.read() is None
 
 
-def test_counters_know_points_and_records(folder: Path) -> None:
+def test_points_and_records_are_counted(folder: Path) -> None:
     store = Store(folder)
     store.count_dropped(StagedFrame(kind="append", file="f", body=b"", points=3, records=2))
     store.count_dropped(StagedFrame(kind="append", file="f", body=b"", points=1))
@@ -442,7 +442,7 @@ def test_an_uncreatable_folder_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_threads_append_while_another_delivers(folder: Path) -> None:
+def test_threads_can_append_during_a_delivery(folder: Path) -> None:
     store = Store(folder)
     threads = [threading.Thread(target=append, args=(store, *range(first, first + 50))) for first in (0, 1000, 2000)]
     for thread in threads:

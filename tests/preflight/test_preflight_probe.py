@@ -118,7 +118,7 @@ def test_a_host_that_refuses_everything_is_handled(tmp_path: Path, monkeypatch: 
     assert facts.open_files is not None and facts.open_files > 0
 
 
-def test_parts_run_at_the_same_time_and_are_returned_in_order(released: threading.Event) -> None:
+def test_parts_run_concurrently_and_are_returned_in_order(released: threading.Event) -> None:
     """Each waits for the other."""
     together = threading.Barrier(2, timeout=10)
     found, missing = run_parts({"a": together.wait, "b": together.wait, "c": lambda: None, "d": lambda: 1 / 0}, 10)
@@ -126,7 +126,7 @@ def test_parts_run_at_the_same_time_and_are_returned_in_order(released: threadin
     assert missing == ["d: ZeroDivisionError: division by zero"]
 
 
-def test_an_unlimited_number_of_open_files_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlimited_open_files_give_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert open_files_limit() is None
 
@@ -169,7 +169,7 @@ def test_only_relevant_settings_are_collected() -> None:
     assert seen == matter and list(seen) == sorted(matter)
 
 
-def test_long_values_are_cut() -> None:
+def test_long_values_are_truncated() -> None:
     assert environment.settings_seen({"NCCL_X": "a" * 500}) == {"NCCL_X": "a" * 200}
 
 

@@ -274,7 +274,7 @@ CONTENTS: list[Any] = [
 class TestValues:
     @pytest.mark.parametrize(("one", "other"), PAIRS)
     @pytest.mark.parametrize("content", ["sample", "full"])
-    def test_other_values_are_different(self, one: Any, other: Any, content: str) -> None:
+    def test_other_values_differ(self, one: Any, other: Any, content: str) -> None:
         told = found(one, content, items=False)
         assert told == found(one, content, items=False)
         others = found(other, content, items=False)
@@ -349,7 +349,7 @@ class TestValues:
 
         assert found([torch.zeros(2).as_subclass(Remote)]) == {}
 
-    def test_large_data_are_sampled(self) -> None:
+    def test_large_data_is_sampled(self) -> None:
         start = time.perf_counter()
         found([[list(range(2_000))] * 3] * 2_000)
         found(torch.zeros(1, dtype=torch.uint8).expand(1 << 20, 1 << 20))
@@ -443,7 +443,7 @@ class TestHuggingFace:
     def make(self, first: int = 0, length: int = 50) -> Any:
         return self.library.Dataset.from_dict({"x": list(range(first, first + length)), "s": ["a"] * length})
 
-    def test_rows_count_and_transforms_do_not(self) -> None:
+    def test_rows_count_and_transforms_are_ignored(self) -> None:
         plain = self.make()
         dressed = plain.with_transform(lambda rows: never(0))
         assert set(found(plain)) == {"values"}

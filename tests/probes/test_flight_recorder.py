@@ -55,7 +55,7 @@ GLOO: dict[str, Any] = {
 }
 
 
-def test_gloo_entries_are_completed_when_they_are_retired() -> None:
+def test_retired_gloo_entries_are_completed() -> None:
     groups, collectives = flight_recorder.parse(GLOO, {})
     assert groups == [Group(name="0", description="default_pg", last_enqueued=4, last_started=-1, last_completed=3)]
     assert [collective.completed for collective in collectives] == [True, False]
@@ -116,7 +116,7 @@ def test_a_group_without_entries_in_the_ring_keeps_its_name_and_position() -> No
     assert not collectives
 
 
-def test_a_position_without_a_name_is_not_guessed_at() -> None:
+def test_a_position_without_a_name_is_not_assigned() -> None:
     """The number under which a process keeps a group means another group on another rank."""
     assert flight_recorder.parse({**GLOO, "entries": []}, {}) == ([], [])
 
@@ -310,7 +310,7 @@ def test_reading_entries_does_not_break_graph_capture(
     assert [*recorders.dumps(collectives=True)] == [{}, {}] and seen == [0, 0]
 
 
-def test_entries_are_not_read_while_the_driver_does_not_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_not_read_while_the_driver_is_unresponsive(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """To read them would wait for the driver with the GIL."""
 
     def dump(collectives: bool, *_: bool) -> str:

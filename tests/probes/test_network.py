@@ -102,7 +102,7 @@ def test_the_variable_selects_the_gloo_interface_by_exact_name(rule: str, name: 
 
 
 @pytest.mark.parametrize("resolve", [nobody, lambda _: "8.8.8.8"])
-def test_a_host_without_a_name_is_reached_on_the_route_to_the_master(resolve: Any) -> None:
+def test_without_a_hostname_the_route_to_the_master_decides(resolve: Any) -> None:
     assert gloo_interface((ETH, LO), {"MASTER_ADDR": "127.0.0.1"}, resolve) == ("lo", "route to MASTER_ADDR")
 
 

@@ -50,7 +50,7 @@ DRAWS: list[tuple[str, Callable[[], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "seed"), SEEDS, ids=map(str, range(len(SEEDS))))
-def test_after_seeding_nothing_has_been_drawn(name: str, seed: Callable[[], object]) -> None:
+def test_nothing_is_drawn_after_seeding(name: str, seed: Callable[[], object]) -> None:
     seed()
     assert not state(name).drawn
 
@@ -66,7 +66,7 @@ def test_a_drawn_number_changes_the_digest(name: str, draw: Callable[[], object]
     assert after[name].drawn
 
 
-def test_equal_seeds_have_equal_digests_and_others_do_not() -> None:
+def test_equal_seeds_have_equal_digests() -> None:
     digests = []
     for seed in (1, 1, 2):
         seed_all(seed)

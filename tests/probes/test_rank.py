@@ -267,7 +267,7 @@ def test_a_peer_sampled_before_needs_no_wait(probe: RankProbe, monkeypatch: pyte
     assert (facts.memory_growth_bytes_per_s, gone.state) == (50_000_000, "gone")
 
 
-def test_a_peer_without_a_guard_is_busy_and_does_not_keep_the_gil(
+def test_a_peer_without_a_guard_is_busy_and_does_not_hold_the_gil(
     probe: RankProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked by what its open files show, as it has published nothing."""

@@ -70,7 +70,7 @@ def source(tmp_path: Path) -> str:
         (23, ""),
     ],
 )
-def test_the_condition_on_the_rank_around_a_line_is_found(source: str, line: int, condition: str) -> None:
+def test_the_rank_condition_around_a_line_is_found(source: str, line: int, condition: str) -> None:
     assert rank_condition(source, line) == condition
 
 

@@ -174,7 +174,7 @@ def test_unreduced_passes_and_optimizer_steps_are_counted() -> None:
     assert record.facts().under_way == ()
 
 
-def test_batches_of_validation_are_counted() -> None:
+def test_validation_batches_are_counted() -> None:
     _, record = begun()
     assert record.facts().validated == 0
     for _ in range(3):

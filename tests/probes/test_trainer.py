@@ -239,7 +239,7 @@ def test_finished_overrides_any_phase(tmp_path: Path) -> None:
     assert probe.progress((Action(name="save_checkpoint", for_s=1.0),), "", 0.0).phase is Phase.FINISHED
 
 
-def test_epoch_batch_and_step_count(tmp_path: Path) -> None:
+def test_epoch_batch_and_step_are_counted(tmp_path: Path) -> None:
     look = Look("on_train_batch_start", part=progress)
     run(tmp_path, look)
     seen = [(p.epoch, p.batch_idx, p.global_step, p.is_last_batch) for p in look.seen["on_train_batch_start"]]

@@ -717,7 +717,7 @@ def test_lines_of_any_form_are_read_in_bounded_time() -> None:
         assert time.perf_counter() - begin < 8, unit
 
 
-def test_a_rank_that_failed_explains_horovods_warning() -> None:
+def test_a_failed_rank_explains_horovods_warning() -> None:
     """Whoever has failed comes no more; the warning stands above or below."""
     failed = '[1,1]<stderr>:Traceback (most recent call last):\n[1,1]<stderr>:  File "a.py", line 2, in f\n'
     failed += "[1,1]<stderr>:    g()\n[1,1]<stderr>:ValueError: bad\n"

@@ -223,7 +223,7 @@ def test_a_group_with_different_names_on_its_members_is_one() -> None:
 # G: an entry between two open ones may be gone.
 
 
-def test_streams_end_out_of_order() -> None:
+def test_streams_may_end_out_of_order() -> None:
     made = json.loads(json.dumps(pickle.loads((HERE / "gpu_error_1st" / "_dump_15").read_bytes())))
     recorder = Recorder(made["entries"], made["pg_status"])
     assert [work.seq for work in recorder.works][:3] == [20_537, 20_538, 42_819]

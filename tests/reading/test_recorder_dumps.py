@@ -103,7 +103,7 @@ VERSIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_versions_differ_in_keys(version: str) -> None:
+def test_keys_of_all_versions_are_read(version: str) -> None:
     change = VERSIONS[version]
     one = {key: value for key, value in entry(61, state="started").items() if key not in change["drop"]} | change["set"]
     _, (call,) = parsed(dump(one, enqueued=61, completed=60))
@@ -141,7 +141,7 @@ def with_groups(*names: str, status: dict[str, dict[str, int]]) -> dict[str, Any
     return made
 
 
-def test_a_group_without_a_position_has_called_nothing() -> None:
+def test_a_group_without_a_position_has_no_calls() -> None:
     groups, _ = parsed(with_groups("tp", status={}))
     assert [(group.name, group.last_enqueued) for group in groups] == [("0", 61), ("tp", 0)]
 
@@ -297,7 +297,7 @@ def test_groups_entered_in_another_order_are_crossed(tmp_path: Path) -> None:
     assert first.rule == "crossed-groups"
 
 
-def test_groups_of_one_name_and_other_members_are_kept_apart(tmp_path: Path) -> None:
+def test_groups_with_one_name_and_different_members_are_kept_apart(tmp_path: Path) -> None:
     """Each pair has its own group "1": rank 2 is behind in that of ranks 2 and 3, and rank 1 in none."""
 
     def pair(rank: int, seq: int, state: str) -> dict[str, Any]:

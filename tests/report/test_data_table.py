@@ -161,7 +161,7 @@ def test_fingerprints_are_compared_beyond_the_shown_part() -> None:
     assert len(list(data_table(job(2, lambda rank: (shared(rank, **prints(rank)),))))) == 4
 
 
-def test_many_rows_are_cut() -> None:
+def test_many_rows_are_truncated() -> None:
     lines = list(data_table(job(1_024, lambda rank: (shared(rank, samples=rank),))))
     assert len(lines) == 23 and lines[-1] == "  … 1,004 more"
 
@@ -185,7 +185,7 @@ def test_an_empty_table_is_empty() -> None:
     assert list(data_table(replace(job(2, lambda rank: ()), ranks=()))) == []
 
 
-def test_long_names_are_cut() -> None:
+def test_long_names_are_truncated() -> None:
     lines = list(data_table(job(2, lambda rank: (shared(rank, datasets=("x" * 900 + str(rank),)),))))
     assert max(map(len, lines)) < 400
 

@@ -255,7 +255,7 @@ def test_common_frames_are_shown_once_and_library_frames_folded() -> None:
     assert html.index("<h3>Rank 0</h3>") < html.index("<h3>Ranks 1-7</h3>")
 
 
-def test_a_traceback_is_shown_as_one() -> None:
+def test_a_traceback_is_shown() -> None:
     assert "Rank 0, where ValueError was raised" in Page(render_html(raised())).text
 
 

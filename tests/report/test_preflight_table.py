@@ -129,7 +129,7 @@ def test_a_share_of_cores_is_in_the_table() -> None:
     assert lines == ["  rank  host    cores", "  0-3   node-0  1.0", "  4-7   node-1  4.0"]
 
 
-def test_many_columns_and_rows_are_cut_and_counted() -> None:
+def test_many_columns_and_rows_are_truncated_and_counted() -> None:
     names = {f"NCCL_{index}": str(index) for index in range(30)}
     make: Make = lambda rank: replace(good(rank), settings={name: f"{value}{rank}" for name, value in names.items()})  # noqa: E731
     lines = preflight_table(job(32, make))

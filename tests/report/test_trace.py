@@ -101,7 +101,7 @@ def process_names(read: dict[str, Any]) -> list[str]:
     return [event["args"]["name"] for event in read["traceEvents"] if event["name"] == "process_name"]
 
 
-def test_every_rank_waits_from_its_arrival_to_the_last_one(path: Path) -> None:
+def test_every_rank_waits_from_its_arrival_to_the_last(path: Path) -> None:
     found = threads(written(path, calls=[block([[0, 100], [30.000_001, 101], [10, 130]])]))
     waits = [found[rank, "waits (group of 0)"] for rank in range(3)]
     assert drawn(waits[0]) == [("waits for rank 1", 0, 30_000.001), ("waits for rank 2", 100_000, 130_000)]
@@ -225,7 +225,7 @@ def test_times_are_microseconds_from_the_first_event(path: Path) -> None:
     assert read["otherData"]["start"].startswith("2023-11-14T22:13:20.126")
 
 
-def test_times_keep_their_nanoseconds_for_a_month(path: Path) -> None:
+def test_times_are_exact_to_the_nanosecond_for_a_month(path: Path) -> None:
     month_ms = 30 * 24 * 3600 * 1000.0
     calls = [block([[0], [1]]), block([[month_ms], [month_ms]], first=1)]
     calls[1].arrival_ns[0] += 7

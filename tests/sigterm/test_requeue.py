@@ -61,7 +61,7 @@ def test_without_slurm_nothing_is_requeued(asked: Path) -> None:
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_slurms_signal_stops_before_the_next_batch(takes: bool) -> None:
+def test_the_slurm_signal_stops_before_the_next_batch(takes: bool) -> None:
     trainer, agreement, saved = Trainer(), Agreement(), list[int]()
     connector = trainer._signal_connector
     connector._slurm_sigusr_handler_fn = lambda signum, frame: saved.append(signum)  # type: ignore[attr-defined]

@@ -183,7 +183,7 @@ def test_a_late_signal_is_passed_to_lightning_on_detach(trainer: Trainer, stop: 
     assert trainer._signal_connector.received_sigterm
 
 
-def test_without_a_signal_nothing_is_known_afterwards(trainer: Trainer, stop: StopSignal) -> None:
+def test_without_a_signal_lightning_sees_none(trainer: Trainer, stop: StopSignal) -> None:
     trainer.loop.advance("batch")
     stop.detach()
     assert not trainer._signal_connector.received_sigterm
@@ -291,7 +291,7 @@ def test_a_fork_does_not_change_the_ranks_signals() -> None:
 
 
 @pytest.mark.usefixtures("handled")
-def test_a_forked_process_has_the_handler_from_before_the_trainer(trainer: Trainer) -> None:
+def test_a_forked_process_has_the_original_handler(trainer: Trainer) -> None:
     trainer._signal_connector._original_handlers[signal.SIGTERM] = signal.SIG_IGN
     fork = multiprocessing.get_context("fork")
     is_ignored = fork.Value("b", False)

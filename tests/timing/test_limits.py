@@ -54,7 +54,7 @@ def test_a_few_distant_calls_are_all_kept() -> None:
     assert len(seqs(thinned, 1)) == 50
 
 
-def test_as_many_as_are_allowed_are_all_kept() -> None:
+def test_calls_up_to_the_limit_are_all_kept() -> None:
     whole = made(1000)
     assert limited(whole, 1000) is whole
     two = limited(joined([made(1000), made(1000, rank=1)]), 1000)

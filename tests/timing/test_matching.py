@@ -63,7 +63,7 @@ def window_of_both(numbers: range, *, name: str = "0") -> Window:
     return window(rows, groups=[world(2, name=name)], clocks=known(range(2)))
 
 
-def test_after_a_gap_nothing_follows() -> None:
+def test_a_collective_after_a_gap_follows_none() -> None:
     matcher = Matcher()
     matcher.add(window_of_both(range(3)))
     (calls,) = matcher.add(window_of_both(range(5, 7)))
@@ -119,7 +119,7 @@ def test_the_latest_clock_counts() -> None:
     assert calls.arrival_ns.tolist() == [[100], [100]]
 
 
-def test_sub_groups_of_other_ranks_are_matched_among_their_members() -> None:
+def test_subgroups_are_matched_among_their_members() -> None:
     left = GroupMembers(name="left", ranks=(0, 2))
     right = GroupMembers(name="right", ranks=(1, 3))
     rows = [call(rank, 1, 10 + rank, group=rank % 2) for rank in range(4)] + [

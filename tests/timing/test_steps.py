@@ -37,7 +37,7 @@ def test_a_step_is_complete_two_steps_later() -> None:
     assert numbers(steps.complete(all_of_them=True)) == []
 
 
-def test_the_collectives_of_a_step_are_added_up_over_blocks_and_groups() -> None:
+def test_collectives_of_a_step_are_summed_over_blocks_and_groups() -> None:
     steps = Steps(3)
     first = matched([[0, 1], [0, 1], [0, 1]], step=[1, 1])
     steps.add(first, late_by(first, [[0, 0], [5, 1], [0, 0]]))

@@ -146,7 +146,7 @@ def test_too_few_steps_name_no_rank(ranks: int) -> None:
     assert [one.rank for _, one in told_of(behind, 50, every=1).said] == [1]
 
 
-def test_the_first_steps_do_not_count() -> None:
+def test_the_first_steps_are_ignored() -> None:
     """One rank compiles, starts its loader's workers, …: that takes eight steps and more, and is over."""
     behind = np.zeros((2, 200))
     behind[1, :WARM_UP_STEPS] = 400
@@ -175,7 +175,7 @@ def test_an_almost_always_late_rank_is_named_with_its_numbers() -> None:
     assert not named.is_over
 
 
-def test_two_stragglers_of_eight_are_named_both() -> None:
+def test_two_stragglers_of_eight_are_both_named() -> None:
     for seed in range(10):
         random = np.random.default_rng(seed)
         behind = with_late(jitter(random, 8, 400), random, 2, 50)
@@ -190,11 +190,11 @@ def test_a_negligible_cost_is_not_reported() -> None:
     assert told_of(with_late(jitter(random, 4, 600), random, 1, 0, share=0.05, late_ms=30), 1000).said == []
 
 
-def test_less_than_the_noise_of_a_scheduler_is_never_late() -> None:
+def test_delays_below_scheduler_noise_are_ignored() -> None:
     assert told_of(with_late(np.zeros((4, 600)), np.random.default_rng(0), 1, 0, share=1, late_ms=1.9), 10).said == []
 
 
-def test_a_bad_moment_is_not_reported() -> None:
+def test_a_single_bad_moment_is_not_reported() -> None:
     behind = jitter(np.random.default_rng(0), 4, 600)
     behind[1, 200:240] += 30
     assert told_of(behind, 50).said == []
@@ -237,7 +237,7 @@ def test_an_unknown_phase_is_empty() -> None:
     assert [(one.rank, one.phase) for _, one in told.said] == [(3, "")]
 
 
-def test_a_straggler_has_the_time_since_when() -> None:
+def test_a_straggler_has_its_start_time() -> None:
     random = np.random.default_rng(0)
     behind = with_late(np.zeros((4, 400)), random, 3, 150, share=0.5)
     steps = steps_of(behind, 50)
@@ -247,7 +247,7 @@ def test_a_straggler_has_the_time_since_when() -> None:
     assert told.stragglers.named[0].until_ns == late[-1]
 
 
-def test_the_beginning_is_kept_when_it_is_out_of_sight() -> None:
+def test_the_start_time_is_kept_beyond_the_window() -> None:
     random = np.random.default_rng(0)
     told = told_of(with_late(np.zeros((4, 2000)), random, 3, 0, share=0.5), 50)
     assert told.stragglers.named[0].since_ns < BEGAN_NS + 2 * S

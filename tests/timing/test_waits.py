@@ -33,7 +33,7 @@ def within_ms(waits: Intervals, rank: int, begin_ms: float, end_ms: float) -> fl
     return float(waits.within_ns([rank], begin_ns, end_ns)[0, 0]) / MS
 
 
-def test_the_first_rank_waits_for_the_last_but_no_longer_than_until_its_next_call() -> None:
+def test_a_wait_ends_at_the_latest_with_the_next_call() -> None:
     waits = Waits(blocks({0: [0, 100, 105], 1: [30, 100, 140]}, GroupMembers(name="1", ranks=(0, 1))))
     assert within_ms(waits, 0, 0, 50) == pytest.approx(30)
     assert within_ms(waits, 0, 10, 20) == pytest.approx(10)

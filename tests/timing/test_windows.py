@@ -54,11 +54,11 @@ def assert_same(first: Window, second: Window) -> None:
 
 
 @pytest.mark.parametrize("given", [full(), empty_window()], ids=["full", "empty"])
-def test_a_decoded_window_is_the_encoded_one(given: Window) -> None:
+def test_a_window_round_trips(given: Window) -> None:
     assert_same(decode(encode(given)), given)
 
 
-def test_a_window_of_500_steps_is_some_kilobytes() -> None:
+def test_a_window_of_500_steps_takes_a_few_kilobytes() -> None:
     rows = [call(0, seq, 1_700_000_000_000_000_000 + seq * MS * 10) for seq in range(5_000)]
     assert len(encode(window(rows, groups=[A]))) < 40_000
 
@@ -143,7 +143,7 @@ def test_a_truncated_window_is_refused() -> None:
             decode(data[:length])
 
 
-def test_random_bytes_and_broken_windows_are_refused_or_read_but_raise_nothing_else() -> None:
+def test_random_bytes_raise_no_other_error() -> None:
     random, data = np.random.default_rng(0), encode(full())
     for _ in range(300):
         with pytest.raises(WindowError):
@@ -188,7 +188,7 @@ def test_members_known_to_one_rank_are_known(turned: bool) -> None:
     assert joined(windows[::-1] if turned else windows).groups == (is_known,)
 
 
-def test_joined_windows_have_their_numbers_added_up() -> None:
+def test_joined_windows_add_up_their_numbers() -> None:
     total = OpTotal(group="0", op="all_reduce", count=1, size_bytes=2, duration_ns=3, timed=1)
     other = OpTotal(group="0", op="reduce", count=5)
     first = window(totals={0: (total,)}, lost={0: 1}, left_out={0: 2}, missing=("a",), clocks=known([0]))

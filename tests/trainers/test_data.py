@@ -67,14 +67,14 @@ def test_raise_stops_all_ranks_before_the_same_batch_and_names_the_short_one(out
 
 
 @pytest.mark.parametrize("case", ["stop-together", "workers"])
-def test_stop_together_trains_on_as_many_batches_as_the_shortest_has(outcomes: Outcomes, case: str) -> None:
+def test_stop_together_trains_on_the_shortest_length(outcomes: Outcomes, case: str) -> None:
     for rank, outcome in enumerate(outcomes[case]):
         assert outcome["raised"] == ""
         assert outcome["trained"] == batches(rank, 0, 1, 2) * 2, "two epochs"
         assert (outcome["steps"], outcome["epochs"]) == (6, 2)
 
 
-def test_repeat_trains_on_as_many_batches_as_the_longest_has(outcomes: Outcomes) -> None:
+def test_repeat_trains_on_the_longest_length(outcomes: Outcomes) -> None:
     orders = ((0, 1, 2, 3, 4), (0, 1, 2, 0, 1), (0, 1, 2, 3, 0))
     for rank, outcome in enumerate(outcomes["repeat"]):
         assert outcome["trained"] == batches(rank, *orders[rank]) * 2
@@ -106,7 +106,7 @@ def test_without_the_callback_ranks_validate_their_whole_streams(outcomes: Outco
         assert len(outcome["evaluated"]) == 2 + (5, 3, 4)[rank]
 
 
-def test_different_claims_are_cut_to_the_least(outcomes: Outcomes) -> None:
+def test_different_claimed_lengths_are_cut_to_the_shortest(outcomes: Outcomes) -> None:
     for rank, outcome in enumerate(outcomes["claimed-lengths"]):
         assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1)), "0.7 of 3"
 
@@ -247,7 +247,7 @@ def test_an_internal_failure_is_printed_and_training_continues(outcomes: Outcome
     assert "our own fault" in said[0]
 
 
-def test_loaders_are_what_they_were_afterwards(outcomes: Outcomes) -> None:
+def test_loaders_are_restored_afterwards(outcomes: Outcomes) -> None:
     types = {name for of_ranks in outcomes.values() for outcome in of_ranks for name in outcome.get("types", ())}
     assert types == {"DataLoader", "OddLength", "CombinedLoader", "Data", "list", "Batches"}
     left = [outcome["left"] for of_ranks in outcomes.values() for outcome in of_ranks if "left" in outcome]

@@ -166,7 +166,7 @@ def test_torchrun_on_two_nodes_restarts_and_prints_the_previous_incident(outcome
 
 
 @pytest.mark.program("slurm", "raise", "--rank=1", "--suspect-after=3")
-def test_slurm_may_number_ranks_in_turn_over_its_nodes(outcome: Outcome) -> None:
+def test_slurm_ranks_may_alternate_over_nodes(outcome: Outcome) -> None:
     assert outcome.said[0].startswith("watching 4 ranks"), outcome.output
     (report,) = outcome.reports()
     assert (report["findings"][0]["rule"], report["findings"][0]["ranks"]) == ("failed-rank", [1])
@@ -175,7 +175,7 @@ def test_slurm_may_number_ranks_in_turn_over_its_nodes(outcome: Outcome) -> None
 
 
 @pytest.mark.program("kubeflow", "raise", "--rank=1", "--suspect-after=3", "--devices=1")
-def test_kubeflow_has_one_rank_a_pod(outcome: Outcome) -> None:
+def test_kubeflow_runs_one_rank_per_pod(outcome: Outcome) -> None:
     assert outcome.said[0].startswith("watching 2 ranks"), outcome.output
     (report,) = outcome.reports()
     assert (report["findings"][0]["rule"], report["findings"][0]["ranks"]) == ("failed-rank", [1])

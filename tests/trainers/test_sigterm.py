@@ -115,7 +115,7 @@ def test_sigterm_on_one_accumulating_rank_stops_all(outcome: Outcome) -> None:
 
 
 @pytest.mark.program(*VALIDATING)
-def test_one_rank_in_validation(outcome: Outcome) -> None:
+def test_sigterm_on_one_validating_rank_stops_all(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     rank = agreed(outcome, 3)
     assert 1 <= rank.validation < 6
@@ -123,7 +123,7 @@ def test_one_rank_in_validation(outcome: Outcome) -> None:
 
 
 @pytest.mark.program(*ALL_AT_ONCE)
-def test_all_ranks_at_once(outcome: Outcome) -> None:
+def test_sigterm_on_all_ranks_at_once_stops_all(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert_saved(outcome, agreed(outcome, 3).steps)
 
@@ -143,13 +143,13 @@ def test_the_launching_rank_forwards_sigterm(outcome: Outcome) -> None:
 
 
 @pytest.mark.program(*WORKER)
-def test_a_worker_of_torchrun(outcome: Outcome) -> None:
+def test_sigterm_on_a_torchrun_worker_stops_all(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert_saved(outcome, agreed(outcome, 2).steps)
 
 
 @pytest.mark.program(*AGENT)
-def test_torchrun_itself(outcome: Outcome) -> None:
+def test_sigterm_on_torchrun_stops_all(outcome: Outcome) -> None:
     """It tells its workers, waits for them, and fails."""
     assert "got signal: 15" in outcome.output
     assert outcome.exit_code == 1

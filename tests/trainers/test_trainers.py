@@ -103,7 +103,7 @@ def test_a_rank_that_raises_is_named_with_its_line(outcome: Outcome, start_metho
 
 
 @pytest.mark.program("raise", "--start-method", "popen")
-def test_the_traceback_is_printed_once_after_the_report_and_is_the_users_alone(outcome: Outcome) -> None:
+def test_the_users_traceback_is_printed_once_after_the_report(outcome: Outcome) -> None:
     assert outcome.output.count("Traceback (most recent call last)") == 1, outcome.output
     report, _, traceback = outcome.output.partition("Traceback (most recent call last)")
     assert "the run cannot continue" in report
@@ -136,7 +136,7 @@ def test_an_exit_of_the_launching_rank_is_not_a_success(outcome: Outcome) -> Non
 
 
 @pytest.mark.program("cluster", "kill", "--devices", "2", "--rank", "0")
-def test_the_death_of_rank_0_is_reported_by_the_others(outcome: Outcome) -> None:
+def test_the_others_report_the_death_of_rank_0(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("dead-rank", [0])
 
 
@@ -149,7 +149,7 @@ def test_forked_ranks_end_at_the_limit(outcome: Outcome) -> None:
 
 
 @pytest.mark.program("torchrun", "stall", "--hook", "on_train_epoch_end", "--suspect-after", "4", "--timeout", "15")
-def test_torchrun_and_the_limit(outcome: Outcome) -> None:
+def test_torchrun_ranks_end_at_the_limit(outcome: Outcome) -> None:
     finding = first_finding(outcome)
     assert (finding["rule"], finding["ranks"]) == ("rank-zero-only-work", [1])
     assert "on_train_epoch_end" in finding["summary"]

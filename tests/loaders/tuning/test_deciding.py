@@ -105,7 +105,7 @@ def test_a_trial_starts_after_all_ranks_have_read_it(took_s: float, part: int, b
     assert trial is None if took_s == 1.0 and trial is None else trial is not None and trial.interval == begins
 
 
-def test_one_loader_is_tried_at_a_time() -> None:
+def test_only_one_loader_is_tried_at_a_time() -> None:
     job = Job()
     job.begin()
     job.begin("val_dataloader")
@@ -122,7 +122,7 @@ def test_concurrently_read_loaders_share_the_cores() -> None:
     assert trial is not None and trial.workers == 2
 
 
-def test_a_seeded_run_is_advised_once_and_left_alone() -> None:
+def test_a_seeded_run_gets_advice_once_and_no_change() -> None:
     job = Job()
     job.begin()
     job.measure(replace(SLOW, interval=Interval(99), seeded=True), 1)
@@ -135,7 +135,7 @@ def test_a_seeded_run_is_advised_once_and_left_alone() -> None:
     assert job.deciding.decide().settled
 
 
-def test_one_seeded_rank_is_enough() -> None:
+def test_one_seeded_rank_makes_the_run_seeded() -> None:
     job = Job()
     job.begin()
     for epoch in range(1, 20):

@@ -62,7 +62,7 @@ def unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unseeded")
-def test_a_run_is_seeded_by_lightning_or_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_of_lightning_and_torch_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(ROWS)
     assert not is_seeded(loader)
     with monkeypatch.context() as patched:

@@ -179,7 +179,7 @@ class Graph:
         self.edges = np.zeros(3)
 
 
-def test_the_size_of_a_batch_of_anything() -> None:
+def test_the_size_of_any_batch_is_measured() -> None:
     image, scan = torch.zeros(4), np.zeros(3)
     assert size_of(image) == BatchSize(16, 1)
     assert size_of({"a": image, "b": [image, (image, "text")], "c": None, "d": 3}) == BatchSize(52, 3)

@@ -274,7 +274,7 @@ def test_without_order_only_the_failed_batch_is_read_again() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_fewer_batches_than_workers_read_ahead(count: int) -> None:
+def test_fewer_batches_than_prefetched_are_read_completely(count: int) -> None:
     sampler = SequentialSampler(range(count))
     tuned = tuned_of(DataLoader(Items(count), sampler=sampler), 3)
     tuned.resize(2)
@@ -419,7 +419,7 @@ def test_each_worker_runs_worker_init_fn_once_and_pools_do_not_overlap() -> None
     assert max(alive[:]) <= 3
 
 
-def test_workers_of_the_next_epoch_start_while_those_of_the_last_end(tmp_path: Path) -> None:
+def test_next_workers_start_while_the_last_ones_end(tmp_path: Path) -> None:
     def wait_for_the_next() -> None:
         give_up = time.monotonic() + 4
         while not (tmp_path / "begun-1").exists() and time.monotonic() < give_up:
@@ -733,7 +733,7 @@ def test_the_worker_count_is_requested_per_interval(monkeypatch: pytest.MonkeyPa
     assert observer.interval == Interval(6, 1)
 
 
-def test_why_a_loader_cannot_be_resized() -> None:
+def test_an_unresizable_loader_has_a_reason() -> None:
     class Own(DataLoader[Any]):
         def __iter__(self) -> Any:
             return iter([1])

@@ -88,7 +88,7 @@ def make() -> Iterator[Callable[..., Ranks]]:
     assert own_threads("tuner") == []
 
 
-def test_the_budget_is_the_least_of_all_hosts() -> None:
+def test_the_budget_is_the_smallest_of_all_hosts() -> None:
     small = Capacity(machine="b", cpus=(0, 1, 2), memory_available_bytes=2 * 10**6, shm_free_bytes=10**12)
     budget = least_budget([HOST, HOST, small])
     assert (budget.workers, budget.memory_bytes) == (3, 10**6)
