@@ -30,7 +30,7 @@ def blocks(page: str, *languages: str) -> list[str]:
         ("lightning_ncclsafe/rules/hang/at_breakpoint.py", "tests/rules/scenes.py", "tests/rules/scenes.py"),
         strict=True,
     ),
-    ids=["rule", "scene", "its place"],
+    ids=["rule", "scene", "registration"],
 )
 def test_documented_code_matches_its_file(block: str, file: str) -> None:
     assert block.strip() in (DOCS.parent / file).read_text()

@@ -30,9 +30,7 @@ from lightning_ncclsafe._lightning import (
 OTHER_NAME = Path(__file__).with_name("other_name.py")
 # Stand for Lightning's two, in that order.
 NAMES = ("bolt.pytorch", "pytorch_bolt")
-needs_both = pytest.mark.skipif(
-    find_spec("lightning") is None, reason="lightning is not installed, which meets the other"
-)
+needs_both = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning as the other package")
 
 
 @pytest.fixture
@@ -246,7 +244,7 @@ def test_a_lightning_trainer_is_refused_by_pytorch_lightning_classes(outcome: di
 
 @needs_both
 def test_both_packages_train_in_one_program(outcome: dict[str, Any]) -> None:
-    """Those that were refused before, too, as the error says."""
+    """Even those that were refused before, as the error promises."""
     assert outcome["followed"] == {
         "lightning.pytorch": {"steps": 2, "said": [], "points": 2, "by_name": "SafeDDP"},
         "pytorch_lightning": {"steps": 2, "said": [], "points": 2, "by_name": "SafeDDP"},

@@ -84,7 +84,7 @@ def test_known_code_exists(place: CodePlace, name: str) -> None:
     if not place.versions or SpecifierSet(place.versions, prereleases=True).contains(version_of(name)):
         assert absent == []
     else:
-        assert absent, f"{name} {version_of(name)} has it, too: {place.versions} is not so"
+        assert absent, f"{name} {version_of(name)} has it, too: {place.versions} is wrong"
 
 
 @pytest.mark.parametrize("name", NEEDED)

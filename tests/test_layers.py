@@ -173,7 +173,7 @@ def test_no_import_cycle_exists() -> None:
 
 
 def test_no_class_name_is_used_twice() -> None:
-    """But for the public classes, which are there once for each package of Lightning's."""
+    """Except the public classes, which exist once for each Lightning package."""
     assert namesakes({name: source for name, source in sources().items() if name != "pytorch_lightning"}) == {}
 
 

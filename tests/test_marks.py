@@ -395,7 +395,7 @@ def test_no_frame_is_matched_by_function_name_outside_the_table() -> None:
 
 
 def test_a_stack_from_faulthandler_has_the_same_marks() -> None:
-    """Of the text that faulthandler writes."""
+    """Parsed from the text that faulthandler writes."""
     exchange = MemoryExchange()
     one = meeting(exchange, rank=1)
     call = lambda: one.meet(FACTS, lambda ranks: Agreed())  # noqa: E731

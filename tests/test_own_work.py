@@ -107,7 +107,7 @@ def test_starting_an_epoch_of_a_tuned_loader_is_own_work(monkeypatch: pytest.Mon
 
 
 def test_putting_entries_into_the_offload_is_own_work() -> None:
-    """Where its queue is full, the caller may have to wait."""
+    """The caller may have to wait if the queue is full."""
     offload = Offload.__new__(Offload)
     vars(offload).update(_intake=SimpleNamespace(put=work), _is_forked=False, ledger=Ledger("CSVLogger", print))
     offload.put(MARKER)

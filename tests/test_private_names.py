@@ -58,7 +58,7 @@ def said_in(module: str, name: str) -> Callable[[], object]:
 
     def check() -> None:
         text = inspect.getsource(importlib.import_module(module))
-        assert re.search(rf"\b{name}\b", text), f"{module} does not say {name}"
+        assert re.search(rf"\b{name}\b", text), f"{module} does not mention {name}"
 
     return check
 

@@ -56,7 +56,7 @@ def test_the_recipe_has_the_version_and_the_same_requirements() -> None:
 
 
 def test_every_requirement_has_a_comment() -> None:
-    """But for what a user of Lightning has in any case."""
+    """Except those that every Lightning user already has."""
     text = (ROOT / "pyproject.toml").read_text()
     block = text[text.index("dependencies = [") : text.index("[project.scripts]")]
     lines = [line.strip() for line in block.splitlines() if line.strip().startswith('"')]

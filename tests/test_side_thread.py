@@ -68,7 +68,7 @@ def test_each_thread_gets_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_asking_while_another_call_starts_gets_the_earlier_answer() -> None:
-    """Of the call before, and not of the one that begins, which has not returned."""
+    """The answer of the earlier call, as the starting one has not returned."""
 
     class Between(SideThread):
         """Another call begins just when the thread of the first one has been looked up."""

@@ -124,7 +124,7 @@ def test_a_failure_to_print_results_does_not_end_the_run(
 def test_detaching_saves_the_trace_and_prints_it_after_enough_steps(
     steps: int, is_printed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that fails at its first step, or a search for a learning rate, has no timings that anybody asks for."""
+    """A run that fails at its first step, or a learning-rate search, has no timings worth printing."""
     exchange, saved = MemoryExchange(), list[Path]()
     made = AttachedTimer(
         SimpleNamespace(), ActionTracker(), exchange, TimerSettings(), rank=0, world_size=1, report_dir=tmp_path
@@ -164,7 +164,7 @@ def test_only_rank_0_prints(attached: Attached, capfd: pytest.CaptureFixture[str
     CollectiveTimer().teardown(trainer_of(Logger(), rank=rank), LightningModule(), "fit")
     said = capfd.readouterr().err
     assert said.count("collectives of 50 steps") == said.count("trace: here") == (1 if rank == 0 else 0)
-    assert attached.ended == 1, "each rank shares what is left"
+    assert attached.ended == 1, "each rank shares the rest"
 
 
 @pytest.mark.parametrize(("stage", "steps"), [("validate", 900), ("test", 900), ("predict", 900), ("fit", 49)])
@@ -174,7 +174,7 @@ def test_only_a_long_enough_fit_prints(
     attached.steps, logger = steps, Logger()
     CollectiveTimer().teardown(trainer_of(logger), LightningModule(), stage)
     assert capfd.readouterr().err == ""
-    assert attached.ended == 1 and logger.metrics, "loggers are given what they always are"
+    assert attached.ended == 1 and logger.metrics, "loggers still get their scalars"
 
 
 def test_logging_scalars_counts_as_own_work(attached: Attached) -> None:
@@ -227,7 +227,7 @@ def test_the_heat_map_goes_to_loggers_that_accept_images() -> None:
     wandb = SimpleNamespace(log_image=lambda *told, **more: seen.append((*told, more)))
     history = LatenessHistory(2)
     results.log_heat_map(history, [board, wandb, SimpleNamespace()], 7)
-    assert seen == [], "nothing was late, as nothing was compared"
+    assert seen == [], "nothing was compared, so nothing was late"
     history._used = 3
     results.log_heat_map(history, [board, wandb, SimpleNamespace()], 7)
     (name, picture, step, how), (key, images, more) = seen

@@ -142,7 +142,7 @@ class Told:
 
 
 def test_untrusted_objects_are_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hyperparameters may be objects of any class; ours is read all the same, and nothing of theirs runs."""
+    """Hyperparameters may be objects of any class: our part is still read, and no code of theirs runs."""
     torch.save({KEY: {"run": MINE, "odd": Told()}, "code": Told(), "hparams": tmp_path}, path := tmp_path / "code.ckpt")
     part = own_part(path)
     assert part["run"] == MINE and capsys.readouterr().out == ""

@@ -107,7 +107,7 @@ def test_a_mismatch_with_the_model_is_explained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_weights_only_checkpoint_is_skipped(is_split: bool, tmp_path: Path) -> None:
-    """``ModelCheckpoint(save_weights_only=True)``: each start would end by an error of Lightning's."""
+    """``ModelCheckpoint(save_weights_only=True)``: each start would end with an error from Lightning."""
     path = tmp_path / "best.ckpt"
     if is_split:
         path.mkdir()

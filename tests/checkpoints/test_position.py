@@ -286,7 +286,7 @@ def test_lightnings_warning_is_suppressed_without_leaving_a_filter() -> None:
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if name != "sample by sample"])
 def test_resuming_after_the_last_batch_starts_the_next_epoch(name: str) -> None:
-    """As where a run is ended in the validation at the end of an epoch."""
+    """As when a run is ended during the validation at the end of an epoch."""
     make = LOADERS[name]
     seed()
     first = Trained(make())
@@ -308,7 +308,7 @@ def left() -> Iterator[PositionFile]:
 
 
 def test_the_position_after_the_step_is_written_in_the_backward_pass(left: PositionFile) -> None:
-    """From its backward pass on: before the others could make the step, and before its own batch is over."""
+    """From the backward pass on: before the others can make the step, and before the rank's own batch ends."""
     seed()
     training = Trained(LOADERS["shuffled"](), left)
     batches = training.begin()
@@ -327,7 +327,7 @@ def test_the_position_after_the_step_is_written_in_the_backward_pass(left: Posit
     random.random()
     assert str(read_position(left.path, 3)) == str(ahead) != str(then := capture(training) | {"step": 3})
     assert str(read_position(left.path, 3)) == str(then)
-    assert read_position(left.path, 2) is None, "of the step before nobody goes on any more"
+    assert read_position(left.path, 2) is None, "no rank resumes from the previous step"
 
 
 @pytest.mark.parametrize("why", ["accumulates", "is manual", "fails"])
@@ -390,7 +390,7 @@ def test_a_checkpoint_without_a_position_continues_if_the_order_is_determined(sa
 
 @pytest.mark.parametrize(("name", "goes_on"), [("distributed", True), ("in order", True), ("shuffled", False)])
 def test_all_ranks_restart_the_epoch_if_one_position_is_unknown(name: str, goes_on: bool) -> None:
-    """Else ranks would have different numbers of batches left."""
+    """Otherwise ranks would have different numbers of batches left."""
     seed()
     first = Trained(LOADERS[name]())
     first.go_on(first.begin(), 3)

@@ -26,10 +26,10 @@ def told(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
 @pytest.mark.parametrize(("step", "batches"), [(2, 6), (4, BATCHES), (6, BATCHES + 2 * WINDOW)])
 def test_a_resumed_fit_ends_with_the_same_weights(told: tuple[dict[str, Any], str], step: int, batches: int) -> None:
     whole, later = told[0]["whole"], told[0][f"from {step}"]
-    assert later["batches"] == whole["batches"][batches:], "the very next batch comes first"
+    assert later["batches"] == whole["batches"][batches:], "it starts with the very next batch"
     assert later["weights"] == whole["weights"]
     assert later["step"] == whole["step"] == 2 * (BATCHES // WINDOW + 1)
-    assert later["loaded"] == 2 * SAMPLES - 2 * batches, "no sample is loaded that was seen"
+    assert later["loaded"] == 2 * SAMPLES - 2 * batches, "no sample is loaded again"
 
 
 @pytest.mark.timeout(LIMIT_S + 10)

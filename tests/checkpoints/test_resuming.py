@@ -99,7 +99,7 @@ def test_a_newer_modelcheckpoint_file_comes_first(folder: Path, monkeypatch: Pat
 
 
 def test_a_job_without_checkpoints_resumes_from_another_jobs(folder: Path, monkeypatch: Patch, capsys: Said) -> None:
-    """A job that is submitted again has another number."""
+    """A resubmitted job has another job ID."""
     theirs = save(folder, 2, job="SLURM job 4711")
     assert gone_on_from(folder, monkeypatch) == theirs
     assert f"resuming from {theirs}, saved by another job (SLURM job 4711)" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_sigterm_during_accumulation_saves(outcome: Outcome, undisturbed: dict[i
 
 @pytest.mark.program(*OVERDUE)
 def test_sigterm_saves_if_no_rank_reaches_its_next_batch(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
-    """It is saved beside the main threads, before the limit is reached, and not once more at the limit."""
+    """A side thread saves before the limit is reached, and nothing is saved again at the limit."""
     assert_went_on(outcome, undisturbed[1], 11)
     assert outcome.output.index("saved the state") < outcome.output.index("the run cannot continue")
 

@@ -176,7 +176,7 @@ class InStep(Noted):
 
 
 def test_the_newest_state_is_saved_if_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on SIGTERM in a long batch, which ends while the state before it is being written."""
+    """As on SIGTERM in a long batch that ends while the previous state is being written."""
 
     class GoesOn(Noted):
         def check(self, boundary: Boundary) -> None:
@@ -205,7 +205,7 @@ def test_saving_waits_for_a_step_about_to_end(tmp_path: Path) -> None:
 
 
 def test_saving_does_not_wait_for_queued_device_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks a device, as a scaler's state does, goes over a stream of its own, of the device that is trained on."""
+    """What reads from a device, such as a scaler's state, uses its own stream on the device that is trained on."""
     of_thread = threading.local()
 
     @contextmanager
@@ -313,7 +313,7 @@ def saved_before(folder: Path) -> Path:
 
 
 def test_another_rank_saves_if_the_saver_dies_midway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has written a half, and nobody hears of it any more."""
+    """It has written half of the checkpoint when it falls silent."""
     dies, is_over, write = threading.Event(), threading.Event(), saving.tensors.save
 
     def half(value: Any, file: BinaryIO) -> None:

@@ -95,7 +95,7 @@ def test_a_raising_rank_is_saved_before_a_hang_is_suspected(outcome: Outcome) ->
 
 @pytest.mark.program(*FSDP2_TERMINATED)
 def test_sigterm_saves_all_shards(outcome: Outcome) -> None:
-    """All ranks stop before the same batch; which one is the machine's business."""
+    """All ranks stop before the same batch; which one depends on timing."""
     assert_saved(outcome, max(map(int, re.findall(r"after step (\d+) has", outcome.output))))
 
 

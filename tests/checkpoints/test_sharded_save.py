@@ -374,9 +374,9 @@ def test_a_checkpoint_of_the_same_name_is_not_overwritten(tmp_path: Path) -> Non
 
 
 def damages() -> Iterator[Any]:
-    yield pytest.param("__1_0.distcp", lambda path: path.write_bytes(path.read_bytes()[:-1]), id="cut off")
-    yield pytest.param("__0_0.distcp", Path.unlink, id="a part is gone")
-    yield pytest.param("meta.pt", lambda path: path.write_bytes(path.read_bytes()[:-100]), id="the rest is cut off")
+    yield pytest.param("__1_0.distcp", lambda path: path.write_bytes(path.read_bytes()[:-1]), id="truncated")
+    yield pytest.param("__0_0.distcp", Path.unlink, id="a missing shard")
+    yield pytest.param("meta.pt", lambda path: path.write_bytes(path.read_bytes()[:-100]), id="truncated metadata")
     yield pytest.param(".metadata", Path.unlink, id="no metadata")
 
 
@@ -391,7 +391,7 @@ def test_a_damaged_checkpoint_is_skipped(name: str, damage: Any, tmp_path: Path)
 
 
 def test_an_invalid_state_path_is_refused(tmp_path: Path) -> None:
-    """What travels between ranks is read as data, and a path that is none is refused."""
+    """What is sent between ranks is read as plain data, and an invalid path is refused."""
     for path in ("[]", "[[]]", "[1.5]", json.dumps({"a": 1})):
         with pytest.raises(NotProvenError, match="is not a path of an entry"):
             joined({0: share(part(0, 4, path=path))}, [])

@@ -132,7 +132,7 @@ def places(**settings: Any) -> list[int]:
 @pytest.mark.parametrize(
     "settings",
     [{"accumulate": 2}, {"val_check_interval": 2, "accumulate": 4}, {"limit_val_batches": 0}, {"manual": True}],
-    ids=["accumulates", "validates within windows", "validates never", "manual"],
+    ids=["accumulation", "validation within windows", "no validation", "manual"],
 )
 def test_a_saved_and_resumed_run_matches_an_undisturbed_one(settings: dict[str, Any], tmp_path: Path) -> None:
     undisturbed = fit(**settings)
@@ -202,7 +202,7 @@ def test_weights_changed_outside_a_step_are_not_saved() -> None:
 
 
 def test_replaced_weights_are_not_saved() -> None:
-    """As a teacher's that follow its student's, or those of lower precision that DDP may compute with."""
+    """As a teacher's weights that follow a student's, or weights of lower precision that DDP may compute with."""
 
     def change(trainer: Any, ledger: StepLedger) -> str:
         weight = trainer.lightning_module.layers[2].weight
@@ -291,7 +291,7 @@ def test_the_boundary_is_the_one_the_device_has_reached(step: int) -> None:
 
 
 def test_a_tensor_learning_rate_is_that_of_the_boundary() -> None:
-    """As a compiled step needs it; schedulers change it in place, and the host is ahead of the device."""
+    """A compiled step needs a tensor; schedulers change it in place, and the host is ahead of the device."""
     rate = torch.tensor(0.5)
 
     def look(trainer: Any, ledger: StepLedger) -> Any:

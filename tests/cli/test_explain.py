@@ -86,7 +86,7 @@ def test_without_a_name_all_rules_are_listed(capsys: pytest.CaptureFixture[str])
         ("", "ncclsafe explain lists all causes"),
         ("\x1b[31m", "ncclsafe explain lists all causes"),
     ],
-    ids=["a part", "misspelt", "nothing like it", "empty", "escape"],
+    ids=["partial", "misspelt", "unrelated", "empty", "escape"],
 )
 def test_an_unknown_name_is_a_single_error(capsys: pytest.CaptureFixture[str], name: str, hint: str) -> None:
     assert main(["explain", name]) == 2

@@ -103,7 +103,7 @@ def written(change: Callable[[dict[str, Any]], Any]) -> bytes:
         "an object",
         "truncated",
         "another schema",
-        "a part is gone",
+        "a missing part",
         "a wrong type",
         "a huge world",
         "a negative world",

@@ -48,7 +48,7 @@ def test_the_pause_depends_on_recent_readings(seen: dict[str, float], expected_s
 @pytest.mark.parametrize("rate", [10, 1_000, 10_000])
 @pytest.mark.parametrize("world_size", [2, 1024])
 def test_reading_keeps_up_with_the_ring(rate: int, world_size: int) -> None:
-    """At once, and after a reading at which it was too late."""
+    """From the start, and after a reading that came too late."""
     pace = Pace(world_size=world_size, every_n_steps=50, recorder_size=SIZE)
     pause, lost = 0.1, []
     for _ in range(200):

@@ -131,7 +131,7 @@ def test_a_phase_of_50_microseconds_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
         now_ns[0] = at_ns
         phase_history(action)
     assert [STEP_PHASES[phase] for _, phase in phase_history.marks] == [StepPhase.OTHER, StepPhase.COMPUTE]
-    assert phase_history.current == (149_999, STEP_PHASES.index(StepPhase.DATA)), "it goes on"
+    assert phase_history.current == (149_999, STEP_PHASES.index(StepPhase.DATA)), "the phase continues"
 
 
 def test_memory_is_bounded_without_a_reader(clock: Callable[[int], None]) -> None:

@@ -95,7 +95,7 @@ def test_overwritten_entries_are_counted_as_lost() -> None:
     read(*(entry(number) for number in range(10)))
     window = read(*(entry(number) for number in range(10, 35)))
     assert (window.lost, seqs(window)) == ({0: 15}, [*range(26, 36)])
-    assert read.recording.new == 10, "the recorder was full of new ones"
+    assert read.recording.new == 10, "the recorder was full of new entries"
     assert read(entry(35)).lost == {}
 
 
@@ -191,7 +191,7 @@ def test_a_window_lists_only_the_groups_it_uses() -> None:
     assert window.calls["group"].tolist() == [0]
     assert read().groups == ()
     only_sent = read(entry(3, 1, name="gloo:send 0->1", is_p2p=True))
-    assert [group.name for group in only_sent.groups] == ["0"], "totals are of a group as well"
+    assert [group.name for group in only_sent.groups] == ["0"], "totals belong to a group as well"
 
 
 def test_the_size_of_an_entry_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_the_size_of_an_entry_is_computed_once(monkeypatch: pytest.MonkeyPatch) 
     read()
     read.recorder.finish(1, 1.0)
     window = read()
-    assert asked == [0, 1], "once it is told of"
+    assert asked == [0, 1], "once it is reported"
     assert window.calls["size_bytes"].tolist() == [40] and window.totals[0][0].size_bytes == 40
 
 
@@ -220,9 +220,7 @@ def test_a_destroyed_group_is_reported_once() -> None:
     assert read(entry(1, group=("9", "short-lived"))).missing == ()
 
 
-def test_device_timing_is_enabled_for_each_new_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_device_timing_is_enabled_for_each_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[int] = []
     monkeypatch.setattr(process_groups, "time_collectives_on_device", lambda: times.append(1))
     read = Read()
@@ -326,7 +324,7 @@ def test_a_phase_that_ends_during_a_read_is_read_once_in_order() -> None:
 
 
 def test_entries_of_an_earlier_trainer_call_are_not_read_again() -> None:
-    """The recorder is the process's: ``fit`` and then ``test`` have the same one."""
+    """The recorder belongs to the process: ``fit`` and a later ``test`` share it."""
     recorder = Recorder(size=1000)
     recorder.add(*(entry(number) for number in range(10)))
     recording = Recording(0, PhaseHistory(), since_ns=BEGAN_NS + 10 * MS, entries=recorder.entries)
@@ -410,7 +408,7 @@ def test_a_dump_other_than_plain_data_is_refused(dump: list[Any], value: Any) ->
 
 
 def test_a_batch_of_sends_and_receives_is_not_a_collective() -> None:
-    """Its whole has the number of the collective before it, and does not say that it is none."""
+    """The batch as a whole has the number of the previous collective, and no mark of point-to-point."""
     parts = [
         entry(number, 9, name=name, retired=False, is_p2p=True)
         for number, name in ((1, "nccl:send 0->1"), (2, "nccl:recv 0<-1"))
@@ -443,7 +441,7 @@ dist.destroy_process_group()
 
 
 def test_stacks_are_read_without_importing_inductor() -> None:
-    """Which would take a second, and may be what the main thread stands still in."""
+    """The import would take a second, and the main thread may be blocked in it."""
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "1000"}
     done = subprocess.run([sys.executable, "-c", STACKS], capture_output=True, text=True, timeout=50, env=environment)
     assert done.stdout.splitlines()[-1:] == ["['call', '<module>'] False"], done.stderr
@@ -464,4 +462,4 @@ def test_the_inductor_stub_falls_back_to_the_real_module(monkeypatch: pytest.Mon
         assert vars(torch)["_inductor"].codecache.PyCodeCache.load == "the real one"
     real.codecache = cache  # type: ignore[attr-defined]
     with recorders._inductor_not_imported():
-        assert vars(torch)["_inductor"] is real, "it is there: nothing has to stand for it"
+        assert vars(torch)["_inductor"] is real, "the real module is there: no stub is needed"

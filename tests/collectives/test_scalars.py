@@ -89,7 +89,7 @@ def test_each_group_and_operation_has_its_own_names() -> None:
 @pytest.mark.parametrize("name", ["0", "1", "mesh_tp", "7f3a", "default:cpu", "a [group] of (mine)", "größer"])
 @pytest.mark.parametrize("op", ["all_reduce", "_allgather_base", "send 0->1"])
 def test_every_name_is_valid_for_all_loggers(name: str, op: str) -> None:
-    """MLflow refuses a metric whose name has more than letters, digits, and a few signs; and then training ends."""
+    """MLflow refuses metric names with other than letters, digits, and a few signs, and that ends training."""
     for metric in taken(block([[0], [1]], op=op, name=name)):
         assert re.fullmatch(r"[\w./\-: ]+", metric), metric
 

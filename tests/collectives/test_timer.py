@@ -153,7 +153,7 @@ def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
     assert (op.count, op.compared, summary.lost, summary.left_out) == (30, 30, 0, 0)
     assert op.skew_s == pytest.approx(0.010 * 20 / 30)
     assert scalars["straggler/rank"] in (0.0, 1.0)
-    assert ranks[0].timer.scalars() != {} == ranks[0].timer.scalars(), "each is given once"
+    assert ranks[0].timer.scalars() != {} == ranks[0].timer.scalars(), "each value is returned once"
     assert own_threads() == []
     assert not ranks[0].timer.is_off and not ranks[1].timer.is_off
 
@@ -176,7 +176,7 @@ def test_only_rank_0_prints_a_straggler_and_all_ranks_know_it(make: Make) -> Non
 
 @pytest.mark.parametrize("rank", [0, 1, 32])
 def test_waiting_for_silent_peers_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Rank 0 waits for all others, rank 32 for those that it leads, and rank 1 for nobody."""
+    """Rank 0 waits for all others, rank 32 for its members, and rank 1 for no rank."""
     monkeypatch.setattr(timer, "_LAST_S", 0.4)
     one = make(rank, Recorder(), MemoryExchange(SharedMemory()), world_size=40)
     one.timer.start()
@@ -277,7 +277,7 @@ def test_unshared_calls_do_not_pile_up(make: Make, monkeypatch: pytest.MonkeyPat
     for number in range(200):
         recorder.add(entry(number))
         one.turn()
-    assert passed_on == [1] * 200, "each turn what is new, and the tree keeps the rest"
+    assert passed_on == [1] * 200, "each turn passes on what is new, and the tree keeps the rest"
     assert exchange.asked == 200, "each turn tries"
     exchange.answers = True
 
@@ -296,11 +296,11 @@ def test_reading_is_frequent_and_sharing_is_periodic(make: Make, monkeypatch: py
     assert passed_on.said == ["[1, 2, 3, 4]", "[5, 6, 7, 8]"]
     recorder.add(entry(9))
     one.end()
-    assert passed_on.said[2:] == ["[9, 10]"], "at the end whatever there is"
+    assert passed_on.said[2:] == ["[9, 10]"], "at the end it shares whatever is left"
 
 
 def test_ending_waits_until_the_last_window_is_sent(make: Make) -> None:
-    """Its reader is behind, and then reads what is there."""
+    """Its reader is behind at first, and then catches up."""
     shared, recorder = SharedMemory(), Recorder()
     one, tree = make(1, recorder, MemoryExchange(shared)), Tree(MemoryExchange(shared), rank=0, world_size=2)
     one.pace.share_s = 0.0

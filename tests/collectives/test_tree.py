@@ -138,7 +138,7 @@ def test_a_long_delayed_reader_catches_up_completely(missed: int) -> None:
     for number in range(missed, missed + 10):
         ranks.turn(number, [1])
         ranks.relay([0])
-        assert ranks.got[-1] == (1, number), "each arrives at once again"
+        assert ranks.got[-1] == (1, number), "each arrives at once from then on"
     assert ranks.trees[0].overwritten == 0 and len(ranks.got) == missed + 10
 
 
@@ -162,7 +162,7 @@ def test_a_large_own_window_is_thinned() -> None:
 
 
 def test_an_overwritten_window_is_counted() -> None:
-    """Which no rank does; only whoever writes to the store beside it."""
+    """No rank does this; only another writer to the same store could."""
     ranks, value = Ranks(2), encode(own(1, 6))
     ranks.turn(0, [1])
     ranks.relay([0])
@@ -186,7 +186,7 @@ def test_a_tree_is_done_after_the_last_windows() -> None:
     ranks = Ranks(5, 2)
     ranks.turn(0)
     assert not ranks.trees[0].is_done and not ranks.trees[2].is_done
-    assert ranks.trees[1].is_done, "it waits for nobody"
+    assert ranks.trees[1].is_done, "it waits for no rank"
     ranks.turn(1, [1, 3, 4, 2], last=True)
     ranks.relay([2])
     assert ranks.trees[2].is_done
@@ -273,7 +273,7 @@ class Sometimes(MemoryExchange):
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("failing", [0, 2, 3])
 def test_everything_arrives_once_despite_any_failed_call(failing: int, times: int, is_done_first: bool) -> None:
-    """Of rank 0, of a leader, and of one who leads nobody; in turns of four ranks."""
+    """A call of rank 0, of a leader, or of a member fails, in turns of four ranks."""
     at, is_over = 0, False
     while not is_over:
         ranks = Ranks(4, 2)
@@ -296,14 +296,14 @@ def test_everything_arrives_once_despite_any_failed_call(failing: int, times: in
 
 
 def test_a_possibly_sent_window_is_resent_unchanged() -> None:
-    """What has come since does not go with it: a reader that has got it already takes no notice."""
+    """It is sent without newer windows: a reader that already has it ignores it."""
     ranks = Ranks(2)
     exchange = Sometimes(ranks.shared)
     exchange.fails_at, exchange.is_done_first = range(1, 2), True
     ranks.trees[1] = Tree(exchange, rank=1, world_size=2)
     with pytest.raises(ExchangeError):
         ranks.turn(0, [1])
-    assert ranks.trees[1].holds, "nobody knows"
+    assert ranks.trees[1].holds, "it may not have arrived"
     ranks.turn(1, [1])
     ranks.relay([0, 1, 0, 1, 0])
     assert ranks.got == [(1, 0), (1, 1)] and not ranks.trees[1].holds
@@ -329,7 +329,7 @@ def test_invalid_windows_are_skipped_and_counted(value: bytes) -> None:
     for number in range(3):
         ranks.turn(number, [1])
         ranks.relay([0])
-    assert ranks.got == [(1, 0), (1, 1), (1, 2)], "the number of what is none means nothing"
+    assert ranks.got == [(1, 0), (1, 1), (1, 2)], "the number of an invalid window is ignored"
     assert (ranks.trees[0].unreadable, ranks.trees[0].overwritten) == (1, 0)
 
 
@@ -358,7 +358,7 @@ def test_windows_of_foreign_ranks_are_skipped_and_counted(what: str, stray: int)
 
 
 def test_a_turn_of_rank_0_of_1024_takes_a_fraction_of_a_second() -> None:
-    """Some 390 calls of each rank in a turn, as many as such a job shares at most."""
+    """About 390 calls of each rank in a turn, the most that such a job shares."""
     ranks = Ranks(1024)
     rows = own(0, 0, calls=390)
     for rank in [*(rank for rank in range(1024) if rank % 32), *range(32, 1024, 32)]:

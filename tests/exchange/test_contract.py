@@ -176,7 +176,7 @@ def test_only_keys_of_an_earlier_exchange_are_removed() -> None:
         assert "0/key/7" not in first.published and len(first.published) == 200
         other.set("theirs", b"")
         second.set("key/1", b"new")
-        assert second.get_many(["run", "theirs", "key/1"]) == {"key/1": b"new"}, "each has keys of its own"
+        assert second.get_many(["run", "theirs", "key/1"]) == {"key/1": b"new"}, "each exchange has its own keys"
         second.forget(first.published)
         # One thread makes all calls, one after the other.
         assert second.get_many(["key/1"]) == {"key/1": b"new"}

@@ -49,7 +49,7 @@ def store_host() -> Iterator[StoreHost]:
     process = _FORK.Process(target=host_store, args=(sender,), daemon=True)
     process.start()
     try:
-        assert receiver.poll(30), "it has not begun"
+        assert receiver.poll(30), "it has not started"
         yield process, receiver.recv()
     finally:
         process.kill()
@@ -70,9 +70,7 @@ def stop(process: ForkProcess) -> None:
     os.waitpid(process.pid, os.WUNTRACED)
 
 
-def test_a_stopped_store_host_is_given_up_after_three_deadlines(
-    store_host: StoreHost,
-) -> None:
+def test_a_stopped_store_host_is_given_up_after_three_deadlines(store_host: StoreHost) -> None:
     process, port = store_host
     exchange = exchange_with(port)
     exchange.set("key", b"value")
@@ -230,7 +228,7 @@ def test_an_uncreatable_directory_raises_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_value_deleted_during_set_if_absent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a rank that goes over to the job's store, and takes its files with it."""
+    """As by a rank that switches to the job's store and removes its files."""
     exchange = DirectoryExchange(tmp_path / "x")
 
     def taken(written: Path, path: Path) -> None:
@@ -316,7 +314,7 @@ def test_an_unused_exchange_has_no_thread_and_one_miss_is_tolerated() -> None:
             with pytest.raises(ExchangeError, match="did not answer"):
                 exchange.set("k", value)
         answers.set()
-        assert exchange.get_many(["k"]) == {"k": value}, "an answer counts anew"
+        assert exchange.get_many(["k"]) == {"k": value}, "an answer resets the count"
     assert not exchange.lost
     exchange.close()
     assert not own_threads("files")
@@ -325,7 +323,7 @@ def test_an_unused_exchange_has_no_thread_and_one_miss_is_tolerated() -> None:
 
 
 def test_a_closed_exchange_releases_its_connection(store_host: StoreHost) -> None:
-    """At once, though what has used it is still there, or is not collected as garbage yet."""
+    """At once, even while its user still exists or has not been garbage-collected yet."""
     process, port = store_host
     open_files = Path(f"/proc/{process.pid}/fd")
     exchange = exchange_with(port)

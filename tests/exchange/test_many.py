@@ -96,7 +96,7 @@ def test_repeated_trainer_calls_do_not_accumulate_keys(monkeypatch: pytest.Monke
                     exchange.set(key, str(number).encode())
                 assert exchange.get_many(["card/0"]) == {"card/0": str(number).encode()}
                 keys.append(server.num_keys())
-        assert outer.get_many(["card/0"]) == {"card/0": b"outer"}, "within which the others have been"
+        assert outer.get_many(["card/0"]) == {"card/0": b"outer"}, "the outer exchange still has its keys"
     assert keys[0] < keys[1] == keys[2] == keys[-1]
 
 

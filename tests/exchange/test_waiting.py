@@ -147,7 +147,7 @@ def test_all_ranks_agree_on_which_came_first() -> None:
 
 
 def test_a_finished_rank_polls_quickly_and_then_less_often(clock: Clock) -> None:
-    """Most often the others are milliseconds behind, at the end of each call of the Trainer."""
+    """At the end of a Trainer call the others are usually only milliseconds behind."""
     exchange = MemoryExchange()
     clock.on_sleep = lambda: exchange.set("finished/all", b"") if len(clock.slept_s) == 10 else None
     stay_until_all_finished(exchange, rank=1, world_size=2, may_leave=lambda: False, leave_behind=lambda: None)

@@ -146,7 +146,7 @@ def test_a_duration_must_be_finite(number: str) -> None:
 
 
 def test_no_depth_of_nesting_overflows_the_stack() -> None:
-    """Where JSON can just be read, the error that shows it must not fail in its turn."""
+    """Where JSON is just readable, building the error message must not fail in turn."""
     limit = sys.getrecursionlimit()
     for depth in range(limit - 300, limit + 1):
         with pytest.raises(DecodeError):
@@ -227,7 +227,7 @@ def test_an_invalid_range_is_refused(ranks: object) -> None:
 
 
 def test_the_total_size_of_ranges_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some 20 bytes stand for a hundred thousand numbers, and a file may have millions of them."""
+    """About 20 bytes stand for a hundred thousand numbers, and a file may contain millions of ranges."""
     monkeypatch.setattr(codec, "_MOST_MEMBERS", 1000)
     plain = json.loads(encode(RANK))
 

@@ -106,7 +106,7 @@ def test_a_process_with_an_unreadable_environment_is_not_a_rank() -> None:
 
 
 def test_cyclic_parents_terminate() -> None:
-    """Numbers of processes are given anew while others are listed."""
+    """Process IDs are reused while processes are being listed."""
     others = [process(12, 13), process(13, 12)]
     assert [*placed(find_ranks([process(11, 12, torchrun(0, 0)), *others]))] == [11]
     assert [*placed(find_ranks([process(11, 12, torchrun(0, 0)), process(12, 11)]))] == [11]

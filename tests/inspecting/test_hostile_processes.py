@@ -56,9 +56,7 @@ def program(folder: Path, text: str) -> StackReader:
     return StackReader(str(path))
 
 
-def test_a_reused_pid_is_not_taken_for_the_rank(
-    waiting: "subprocess.Popen[bytes]",
-) -> None:
+def test_a_reused_pid_is_not_taken_for_the_rank(waiting: "subprocess.Popen[bytes]") -> None:
     started = started_at(waiting.pid)
     assert started is not None
     same = looks.look(waiting.pid, Told(user(20)), 0.0, started=started)
@@ -80,7 +78,7 @@ def test_a_pid_reused_between_looks_means_the_rank_ended(
 
 
 def test_a_reader_whose_child_keeps_its_output_open_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that cannot be killed: whoever waits for its end would wait for as long as the hang."""
+    """As a reader that cannot be killed: waiting for its end would last as long as the hang."""
     monkeypatch.setattr(looks, "_DEADLINE_S", 3.0)
     left = tmp_path / "left"
     text = f"""

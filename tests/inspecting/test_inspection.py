@@ -75,7 +75,7 @@ def test_a_job_whose_ranks_all_change_between_looks_moves(others: dict[str, obje
 
 
 def test_library_frames_below_the_users_line_are_not_movement() -> None:
-    """A wait that is tried again and again."""
+    """A wait in a retry loop."""
     poll = [SeenFrame(f"{SITE}/torch/utils/data/dataloader.py", line, "_try_get_data") for line in (1, 2)]
     ranks = [rank(number, *(look(at, user(20), poll[at]) for at in (0, 1))) for number in (0, 1)]
     assert [facts.inspection.moved for facts in job_facts(ranks).ranks if facts.inspection] == [False, False]
@@ -167,7 +167,7 @@ def test_importing_torch_distributed_is_not_a_collective() -> None:
 
 
 def test_a_rank_voting_on_early_stopping_may_have_diverged() -> None:
-    """Beside that, ranks that are past their batches have run out of them, as far as can be told."""
+    """Ranks that are past their last batch in any other way have probably run out of batches."""
 
     def named(file: str, function: str) -> tuple[str, tuple[int, ...]]:
         votes = (user(10), SIGTERM[0], SeenFrame(f"{SITE}/lightning/pytorch/loops/fit_loop.py", 9, "on_advance_end"))
@@ -345,7 +345,7 @@ def test_a_zombie_shows_how_its_rank_ended() -> None:
 
 
 def test_ended_ranks_are_not_called_dead() -> None:
-    """So does a job that comes to its end."""
+    """A job that finishes looks the same."""
     ended = [rank(number, *(look(at, state="gone") for at in (0, 1))) for number in (0, 1)]
     assert judged(*ended).findings == ()
     assert "have ended" in render_text(judged(*ended)).splitlines()[0]
@@ -485,7 +485,7 @@ def test_a_rank_in_a_container_uses_its_own_source(tmp_path: Path, monkeypatch: 
 
 
 def test_impossible_file_names_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read while it changes may be anything, and so may the name that a program gives its code."""
+    """Memory read while it changes may hold anything, and a program may name its code anything."""
     monkeypatch.setattr(linecache, "cache", {})
     names = ["/a\0b", "/a\ud800b", "", "/" + "a" * 5000, "/tmp"]
     remember_sources(os.getpid(), names)

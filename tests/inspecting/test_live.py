@@ -79,12 +79,12 @@ def diagnosis_of(text: str, folder: Path) -> Diagnosis:
     with started(text, folder, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="1") as process:
         (seen,) = (one for one in python_processes() if one.pid == process.pid)
         (diagnosis,) = inspect(looks=3, over_s=0.5, processes=lambda: [seen]).diagnoses
-        assert process.poll() is None, "whoever looks does not disturb it"
+        assert process.poll() is None, "the inspection does not disturb it"
     return diagnosis
 
 
 def test_the_stack_reader_is_installed() -> None:
-    """It comes with what is installed for tests: without it nothing here would be seen."""
+    """It is installed with the test requirements: without it these tests could find nothing."""
     assert StackReader().is_there
 
 

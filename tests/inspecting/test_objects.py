@@ -267,7 +267,7 @@ def test_unreadable_memory_is_an_error_and_not_a_crash() -> None:
 
 
 def test_reading_an_ended_process_is_an_error() -> None:
-    """The kernel answers with no bytes, and not with an error."""
+    """The kernel returns no bytes instead of an error."""
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
         memory = layouts.Memory(process.pid)
     with memory:
@@ -286,13 +286,13 @@ def test_a_truncated_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_high_addresses_of_other_processors_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 64-bit ARM libraries and what they ask for lie here."""
+    """64-bit ARM maps libraries and their memory here."""
     with layouts.Memory(os.getpid()) as own:
         monkeypatch.setattr(os, "pread", lambda *_: b"\7" + bytes(7))
         assert own.word(0xFFFF_9C00_0000) == 7
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tables of lines were others")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="line tables had another format")
 def test_line_numbers_match_python() -> None:
     code = layouts._learned_of.__code__
     first = {}
@@ -309,7 +309,7 @@ def test_an_invalid_line_table_terminates() -> None:
 
 
 def test_concurrent_layout_lookups_agree() -> None:
-    """Each learns anew: what is found has to be the same, and found in spite of them."""
+    """Each lookup starts afresh: all must find the same layout despite the other threads."""
     ends = threading.Event()
 
     def come_and_go() -> None:

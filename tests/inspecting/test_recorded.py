@@ -52,7 +52,7 @@ def test_rank_0_evaluating_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_barrier_on_rank_0_alone_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was paired with a collective that followed on the other rank: both wait in ModelCheckpoint, in two calls."""
+    """The barrier was paired with a later collective of the other rank: both wait in ModelCheckpoint, in two calls."""
     first = recorded("barrier_on_rank_zero", monkeypatch).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (0, 1), Confidence.POSSIBLE)
     assert "barrier; rank 1 waits in" in first.summary and "in all_reduce" in first.summary

@@ -151,7 +151,7 @@ def test_a_silent_server_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_socket_of_another_process_is_not_used(tmp_path: Path) -> None:
-    """Where all ranks were given one name, one of them has it."""
+    """If all ranks were given one socket name, only one of them owns it."""
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
         try:
             with serving(tmp_path / "0.sock", {"fr_trace_json": json.dumps(DUMP).encode()}) as asked:
@@ -250,7 +250,7 @@ PROGRAM = """
 
 
 @pytest.mark.skipif(
-    "fr_trace_json" not in _distributed_c10d._get_handler_names(), reason="this PyTorch serves NCCL's recorder alone"
+    "fr_trace_json" not in _distributed_c10d._get_handler_names(), reason="this PyTorch serves only NCCL's recorder"
 )
 def test_pytorchs_worker_server_shows_the_pending_collectives(warm: Warm, tmp_path: Path) -> None:
     program, begun = tmp_path / "train.py", tmp_path / "begun"

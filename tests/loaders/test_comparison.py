@@ -92,7 +92,7 @@ def test_all_ranks_get_the_same_verdict_and_one_report(tmp_path: Path) -> None:
     assert report.findings[0].ranks == (1,)
     assert report.job.ranks[1].data == data(replace(EQUAL, length=5, batches=5), data_rank=1, data_ranks=3)
     assert f"The report is in {path.parent}" in text
-    assert job.said == [], "the error says it"
+    assert job.said == [], "the error contains it"
 
 
 def test_comparisons_reuse_their_keys(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_comparisons_reuse_their_keys(tmp_path: Path) -> None:
         return sum(len(agreement.compare(data(EQUAL))) for _ in range(40))
 
     assert job.run(many) == [40] * 3
-    assert sum(map(len, job.shared.values.values())) < 8_000, "what has been read is taken back"
+    assert sum(map(len, job.shared.values.values())) < 8_000, "keys that were read are removed"
     assert {*job.shared.values} == {"data/0", "data/1", "data/2", "data/verdict/40"}
 
 
@@ -111,7 +111,7 @@ def test_a_disagreement_in_a_later_comparison_is_found(tmp_path: Path) -> None:
     job.compare(data(EQUAL), data(EQUAL))
     errors = job.compare(data(EQUAL), data(STREAM))
     assert [error.findings[0].rule for error in errors] == ["sized-and-unsized"] * 2
-    assert Path(errors[0].report_folder).name.endswith("Z-incident-1"), "however many comparisons there were"
+    assert Path(errors[0].report_folder).name.endswith("Z-incident-1"), "regardless of the number of comparisons"
 
 
 def test_training_continues_if_the_user_wants_a_warning(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_training_continues_if_the_user_wants_a_warning(tmp_path: Path) -> None:
     assert "report: " in said
     (report,) = tmp_path.glob("*/report.json")
     assert report.parent.name.endswith("Z-incident-1")
-    assert [numbers.last for numbers in job.incidents] == [1, 1], "on the rank that does not report, too"
+    assert [numbers.last for numbers in job.incidents] == [1, 1], "on the rank that does not report as well"
 
 
 def test_changing_differences_are_reported_once(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_all_can_is_true_only_if_every_rank_can(tmp_path: Path, can: tuple[bool,
 
 
 def test_a_missing_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
-    """Where it can never come the guard has ended the run before; here, its guard has failed."""
+    """A rank that can never arrive is normally ended by its guard; here, the guard has failed."""
     job = Job(tmp_path, 3, deadline_s=0.3)
     assert job.compare(data(EQUAL), data(EQUAL), data(STREAM), ranks=(0, 2)) == [(), ()]
     (said,) = job.said
@@ -253,7 +253,7 @@ def test_a_missing_rank_0_does_not_block_the_others(tmp_path: Path, monkeypatch:
         said[len("rank 1: ") :]
         == "rank 0 did not compare the ranks' data within 0.2 s; continuing without the comparison"
     )
-    assert job.compare(data(STREAM), data(EQUAL), data(EQUAL), ranks=(0,)) == [()], "what the others go by"
+    assert job.compare(data(STREAM), data(EQUAL), data(EQUAL), ranks=(0,)) == [()], "the verdict the others follow"
 
 
 def test_a_rank_that_missed_a_comparison_does_not_delay_the_next(tmp_path: Path) -> None:
@@ -364,10 +364,10 @@ def test_ranks_with_equal_first_batches_are_named_by_all(tmp_path: Path) -> None
     "rows",
     [
         pytest.param(([0, 11, 12], [1, 21, 22]), id="different"),
-        pytest.param(([0, 11, 12], [1, 11, 22]), id="only the first batch is the same"),
-        pytest.param(([0, 11, 11], [1, 11, 11]), id="batches that are all alike are made up"),
-        pytest.param(([0, 0, 12], [1, 0, 12]), id="no digest could be made"),
-        pytest.param(([0, 11, 12], [0, 11, 12]), id="tensor-parallel peers read the same"),
+        pytest.param(([0, 11, 12], [1, 11, 22]), id="only the first batches are equal"),
+        pytest.param(([0, 11, 11], [1, 11, 11]), id="synthetic identical batches"),
+        pytest.param(([0, 0, 12], [1, 0, 12]), id="no digest"),
+        pytest.param(([0, 11, 12], [0, 11, 12]), id="equal tensor-parallel peers"),
     ],
 )
 def test_inconclusive_first_batches_are_ignored(tmp_path: Path, rows: tuple[list[int], ...]) -> None:

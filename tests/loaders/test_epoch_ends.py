@@ -33,7 +33,7 @@ def test_unknown_lengths_are_voted_on() -> None:
 
 @pytest.mark.parametrize(("workers", "looks_ahead"), [((2, 2), True), ((2, 0), False), ((0, 0), False)])
 def test_look_ahead_needs_workers_on_all_ranks(workers: tuple[int, ...], looks_ahead: bool) -> None:
-    """What a rank makes by itself may depend on what has been trained by then."""
+    """Batches made in the main process may depend on the training so far."""
     streams = [LoaderFacts(iterable=True, num_workers=count, made_by_workers=count > 0) for count in workers]
     assert end(*streams) == EpochEnd(votes=True, looks_ahead=looks_ahead)
 
@@ -109,7 +109,7 @@ def test_different_loader_counts_have_no_epoch_end() -> None:
 
 
 def test_loaders_that_still_end_together_are_left_alone() -> None:
-    """The shorter ones go round while the longest is read; where a stream is among them, nobody knows how often."""
+    """Shorter loaders cycle while the longest is read; beside a stream, the number of cycles is unknown."""
 
     def rank(short: int, *more: LoaderFacts) -> DataFacts:
         return DataFacts(stage="train_dataloader", mode="max_size_cycle", loaders=(of(6), of(short), *more))

@@ -71,7 +71,7 @@ def test_only_iteration_and_length_are_replaced() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda read: pickle.loads(pickle.dumps(read))])
 def test_a_fetcher_in_mid_epoch_can_be_copied(copied: Any) -> None:
-    """A Trainer that is copied in the middle of an epoch has iterators of its loaders: here, generators."""
+    """A Trainer copied in mid-epoch holds iterators of its loaders: here, generators."""
     own = loader()
     ReplacedIteration(own, lambda begin: (batch for batch in begin()))
     combined = CombinedLoader({"a": own})

@@ -124,7 +124,7 @@ def test_one_shot_data_cannot_be_repeated() -> None:
 
     outcome = as_ranks(2, body)
     assert outcome[0] == 2
-    assert type(outcome[1]) is RuntimeError, "this rank alone has failed"
+    assert type(outcome[1]) is RuntimeError, "only this rank has failed"
     assert "after 2 batches and cannot start over" in str(outcome[1])
 
 
@@ -147,7 +147,7 @@ def test_a_batch_may_be_none() -> None:
 
 
 def test_look_ahead_starts_the_next_vote_without_waiting() -> None:
-    """The second rank is handed nothing, so votes on its side stop after the first: the other gets one batch."""
+    """The second rank takes no batch, so it votes only once: the other rank gets one batch."""
 
     def body(rank: int, votes: ThreadVotes) -> int:
         iterator = Lockstep(lambda: iter(range(3)), votes, "raise", lambda readings: End(), looks_ahead=True)
@@ -175,7 +175,7 @@ def test_a_batch_is_fetched_at_most_one_ahead(looks_ahead: bool) -> None:
 
 
 def test_a_data_error_is_raised_when_its_batch_is_due() -> None:
-    """The other rank gets as far as it would without anybody's looking ahead."""
+    """The other rank gets as far as it would without looking ahead."""
 
     def body(rank: int, votes: ThreadVotes) -> Any:
         def begin() -> Iterator[int]:
@@ -346,12 +346,12 @@ def test_independent_ranks_continue_when_one_ends(lengths: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize(("lengths", "calls"), [((5, 3, 4), (0, 0, 1)), ((5, 0, 4), (0, 0, 0))])
 def test_an_uneven_end_is_reported_if_any_rank_may_wait(lengths: tuple[int, ...], calls: tuple[int, ...]) -> None:
-    """Also where a rank has nothing at all: what it never logs the others reduce."""
+    """Even if a rank has no data at all: the others reduce what it never logs."""
     assert [type(outcome) for outcome in evaluated(lengths, calls)] == [End] * 3
 
 
 def test_a_call_at_the_first_batch_may_belong_to_the_previous_loader() -> None:
-    """Lightning reduces its results when it has fetched two batches of the next."""
+    """Lightning reduces its results after fetching two batches of the next loader."""
 
     def body(rank: int, votes: ThreadVotes) -> int:
         reader = Parting(rank, LENGTHS[rank], votes, 0)

@@ -79,7 +79,7 @@ def test_a_logger_that_keeps_waiting_is_slow_before_its_next_call(waits_s: float
     tried.call(3)
     assert tried.slow == []
     tried.call(5)
-    assert tried.slow == [False], "once, when the logger is itself again"
+    assert tried.slow == [False], "once, after the logger is restored"
     assert [step for _, step in tried.log.points] == [*range(3), *range(5)], "each call once, in order"
 
 

@@ -549,9 +549,7 @@ def test_rows_added_by_another_program_replace_none_of_ours(again: Callable[[str
     assert [row["step"] for row in parsed((one.folder / CSV).read_bytes())] == ["0", "7", "8", "1", "2", "3"]
 
 
-def test_rows_added_after_half_a_delivery_replace_none_of_ours(
-    again: Callable[[str], Again],
-) -> None:
+def test_rows_added_after_half_a_delivery_replace_none_of_ours(again: Callable[[str], Again]) -> None:
     rows = [{"loss": number, "note": None, "step": number} for number in range(4)]
     one = again("logs")
     one.deliver([rows_frame(rows[0])])

@@ -197,7 +197,7 @@ def assert_complete(case: Case, last: int, *, exit_code: int = 0) -> None:
 
 
 def assert_at_most_the_last_second_is_missing(case: Case, steps: list[int]) -> None:
-    assert steps == list(range(len(steps))), "no gap, and nothing twice"
+    assert steps == list(range(len(steps))), "no gap and no duplicate"
     assert len(steps) > max(step for step, time in case.logged.items() if time < case.ended - 1.0)
 
 
@@ -208,7 +208,7 @@ def test_a_killed_process_loses_at_most_its_last_second(
 ) -> None:
     case, before, again = crashed.first[name], crashed.before[name, logger], crashed.again[name]
     assert case.exit_code == exit_code, case.output
-    assert before == list(range(len(before))), "no gap, and nothing twice"
+    assert before == list(range(len(before))), "no gap and no duplicate"
     assert len(before) > 50, "storage was there"
     assert_at_most_the_last_second_is_missing(case, again.steps(logger))
     assert again.steps(logger, version=1) == list(range(20))
@@ -255,9 +255,7 @@ def test_the_end_of_the_program_finalizes_loggers_lightning_does_not(ended: Case
     assert not case.staged
 
 
-def test_a_failing_finalize_raises_as_in_stock_and_loses_no_points(
-    ended: Cases,
-) -> None:
+def test_a_failing_finalize_raises_as_in_stock_and_loses_no_points(ended: Cases) -> None:
     case = ended["finalize"]
     assert case.exit_code == 1
     assert "RuntimeError: the server has said goodbye" in case.output
@@ -282,7 +280,7 @@ def test_removed_staging_loses_no_later_points(ended: Cases, logger: str) -> Non
     case = ended["no-staging-any-more"]
     assert case.exit_code == 0, case.output
     steps = case.steps(logger)
-    assert steps == sorted(set(steps)), "in order, and nothing twice"
+    assert steps == sorted(set(steps)), "in order and without duplicates"
     assert set(range(350, 600)) <= set(steps)
     assert "left behind: []" in case.output
 
@@ -373,4 +371,4 @@ def test_the_guard_flushes_loggers_before_ending_the_run(launched: Cases) -> Non
     assert case.exit_code not in (0, -signal.SIGALRM), case.output
     for logger in LOGGERS:
         assert case.steps(logger) == list(range(60)), case.output
-    assert not (case.folder / "staging").exists(), "it holds nothing"
+    assert not (case.folder / "staging").exists(), "staging is gone"

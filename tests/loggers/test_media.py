@@ -47,7 +47,7 @@ def test_an_exception_in_the_process_is_raised_here(process: MediaProcess) -> No
     assert process.make("add_image", ("image", IMAGE, 7), {}, 0.0)
 
 
-@pytest.mark.parametrize("argument", [lambda: None, OnlyHere()], ids=["not to be sent", "not to be read there"])
+@pytest.mark.parametrize("argument", [lambda: None, OnlyHere()], ids=["cannot be sent", "cannot be read there"])
 def test_an_unpicklable_call_raises_and_the_process_survives(
     process: MediaProcess, argument: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

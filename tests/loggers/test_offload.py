@@ -112,7 +112,7 @@ def test_a_forked_child_leaves_everything_to_its_parent(tmp_path: Path, said: li
     logger.log_metrics({"a": 2.0}, step=1)
     end(logger, offload)
     assert rows(logger) == ["a,step", "1.0,0", "2.0,1"]
-    assert not said, "of what went well nothing is said"
+    assert not said, "a success prints nothing"
 
 
 def test_one_bad_step_loses_no_other(tmp_path: Path, said: list[str]) -> None:

@@ -116,7 +116,7 @@ def test_a_fatal_problem_raises_on_all_ranks(tmp_path: Path) -> None:
     assert len({str(error) for error in errors}) == 1
     assert "unusable-directory" in str(errors[1]) and "Permission denied" in str(errors[1])
     assert [finding.rule for finding in errors[1].findings] == ["unusable-directory"]
-    assert ranks.said == [], "who raises need not say it, too"
+    assert ranks.said == [], "the error makes a printed message unnecessary"
 
 
 def test_a_slowdown_does_not_raise(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_an_invalid_port_is_a_single_error(port: str, capsys: pytest.CaptureFixt
     assert main(["preflight"]) == 2
     said = f"error: MASTER_PORT={port} is not a port; set it to a number from 1 to 65535, the same on all ranks\n"
     assert capsys.readouterr().err == said
-    assert launched({"MASTER_ADDR": "a", "MASTER_PORT": port}) == Launched(), "no launcher, nobody to be reached"
+    assert launched({"MASTER_ADDR": "a", "MASTER_PORT": port}) == Launched(), "without a launcher no peers"
 
 
 @pytest.mark.parametrize("option", ["--workers=-5", "--timeout=0"])

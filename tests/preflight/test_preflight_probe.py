@@ -119,7 +119,7 @@ def test_a_host_that_refuses_everything_is_handled(tmp_path: Path, monkeypatch: 
 
 
 def test_parts_run_concurrently_and_are_returned_in_order(released: threading.Event) -> None:
-    """Each waits for the other."""
+    """Each part waits for the other."""
     together = threading.Barrier(2, timeout=10)
     found, missing = run_parts({"a": together.wait, "b": together.wait, "c": lambda: None, "d": lambda: 1 / 0}, 10)
     assert sorted(found) == ["a", "b"]
@@ -174,7 +174,7 @@ def test_long_values_are_truncated() -> None:
 
 
 def test_package_versions_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's and CUDA's packages are not there in a build for the processor; torch's version is the same."""
+    """CPU builds come without the NCCL and CUDA packages; torch's version is the same."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     by_packages = environment.versions_seen()
     monkeypatch.undo()

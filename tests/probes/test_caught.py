@@ -198,7 +198,7 @@ def test_an_exception_being_handled_is_marked_as_held(watch: CaughtExceptions) -
 
 
 def test_an_exception_passing_through_lightning_is_not_caught_yet(watch: CaughtExceptions) -> None:
-    """Peers may ask at the very moment at which a rank fails."""
+    """Peers may ask at the very moment a rank fails."""
     found: list[tuple[CaughtException, ...]] = []
     lightning = foreign(
         "def call(step, ask):\n"
@@ -260,10 +260,8 @@ def test_a_hook_replaced_by_others_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert logging.getLogRecordFactory() is before[1]
 
 
-def test_wrapped_hooks_still_work_in_the_next_trainer_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As libraries do that trace a program; each line that was logged would have the two call each other for ever."""
+def test_wrapped_hooks_still_work_in_the_next_trainer_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing libraries wrap hooks like this; each logged line could make the two call each other forever."""
     monkeypatch.setattr(caught, "_MONITORING", None)
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
     watch, factory = CaughtExceptions(), logging.getLogRecordFactory()

@@ -176,7 +176,7 @@ def test_a_group_outside_the_namespace_falls_back_to_the_root(tmp_path: Path) ->
 
 
 def test_groups_of_two_containers_have_different_names(tmp_path: Path) -> None:
-    """Both see their own as the root."""
+    """Both containers see their own group as the root."""
     names = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -42,7 +42,7 @@ def branches(source: str) -> list[str]:
                     return None
             """,
             ["2 value"],
-            id="a condition around it, and none behind it",
+            id="a condition around it, none after it",
         ),
         pytest.param(
             """
@@ -55,7 +55,7 @@ def branches(source: str) -> list[str]:
                     return
             """,
             ["2 value", "4 value", "5 value"],
-            id="the other branch, and one within",
+            id="the other branch with a nested one",
         ),
         pytest.param(
             """
@@ -70,7 +70,7 @@ def branches(source: str) -> list[str]:
                         continue
             """,
             ["2 passes", "4 continue value", "7 break value"],
-            id="a loop, what leaves its pass before, and what ends it behind",
+            id="a loop, a continue before and a break after",
         ),
         pytest.param(
             """
@@ -85,7 +85,7 @@ def branches(source: str) -> list[str]:
                 reduce(part)  # <-
             """,
             ["8 return value"],
-            id="of loops before it only what leaves the function",
+            id="from earlier loops only what leaves the function",
         ),
         pytest.param(
             """
@@ -98,7 +98,7 @@ def branches(source: str) -> list[str]:
                                 return
             """,
             ["7 return value"],
-            id="a loop whose passes stand there decides nothing",
+            id="an unconditional loop decides nothing",
         ),
         pytest.param(
             """
@@ -129,7 +129,7 @@ def branches(source: str) -> list[str]:
                     log()
             """,
             ["5 exception"],
-            id="an exception that is handled",
+            id="a handled exception",
         ),
         pytest.param(
             """
@@ -142,7 +142,7 @@ def branches(source: str) -> list[str]:
                     reduce(batch)  # <-
             """,
             ["6 exception"],
-            id="one that is raised again, and one that is suppressed",
+            id="a reraised and a suppressed exception",
         ),
         pytest.param(
             """
@@ -156,7 +156,7 @@ def branches(source: str) -> list[str]:
                 reduce(loss)  # <-
             """,
             ["7 return exception"],
-            id="a return where an exception is handled",
+            id="a return in a handler",
         ),
         pytest.param(
             """
@@ -167,7 +167,7 @@ def branches(source: str) -> list[str]:
                     reduce(batch)  # <-
             """,
             ["4 exception"],
-            id="in the handler itself",
+            id="inside the handler",
         ),
         pytest.param(
             """
@@ -200,7 +200,7 @@ def branches(source: str) -> list[str]:
                 return [reduce(part) for part in parts] + [part if part else 0 for part in parts]  # <-
             """,
             ["2 passes"],
-            id="a loop that makes a list",
+            id="a list comprehension",
         ),
         pytest.param(
             """
@@ -210,7 +210,7 @@ def branches(source: str) -> list[str]:
                         reduce(kind)  # <-
             """,
             ["3 value"],
-            id="a case",
+            id="a match case",
         ),
         pytest.param(
             """
@@ -224,7 +224,7 @@ def branches(source: str) -> list[str]:
                 reduce(batch)  # <-
             """,
             ["3 return common", "5 return rank", "7 return value"],
-            id="what all count alike, the rank, and a value",
+            id="a common count, the rank, and a value",
         ),
         pytest.param(
             """
@@ -239,7 +239,7 @@ def branches(source: str) -> list[str]:
                 reduce(batch)  # <-
             """,
             ["6 return value"],
-            id="a return on some of the other ranks; who raises ends",
+            id="a return on other ranks, and a raise",
         ),
         pytest.param(
             """
@@ -253,7 +253,7 @@ def branches(source: str) -> list[str]:
                 return hook
             """,
             [],
-            id="only what is in the function itself",
+            id="only the function itself",
         ),
         pytest.param(
             """
@@ -267,7 +267,7 @@ def branches(source: str) -> list[str]:
                     reduce(self)  # <-
             """,
             [],
-            id="what is run in any case",
+            id="unconditional code",
         ),
     ],
 )

@@ -82,9 +82,9 @@ def started(script: str) -> tuple["subprocess.Popen[str]", list[int]]:
     return process, [int(number) for number in process.stdout.readline().split()]
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
 def test_crash_traces_outlive_their_process(words: CrashTraces) -> None:
-    """A process with a file that only it has; it ends itself, is waited for, and its words are still there."""
+    """The file is private to a process that ends and is reaped, and its trace is still readable."""
 
     script = (
         "import faulthandler, os, sys, time\n"
@@ -131,7 +131,7 @@ def test_faulthandler_changes_by_the_user_are_kept() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
 def test_a_crashing_fork_leaves_no_trace_for_its_parent(words: CrashTraces) -> None:
     script = (
         "import os, signal, sys\n"
@@ -151,7 +151,7 @@ def test_a_crashing_fork_leaves_no_trace_for_its_parent(words: CrashTraces) -> N
     assert words.of(process.pid) == NOTHING
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
 def test_an_uncaught_exception_outlives_its_process(words: CrashTraces) -> None:
     script = (
         "import sys\n"
@@ -194,7 +194,7 @@ def test_the_reason_for_an_abort_is_parsed(text: str, said: str) -> None:
     assert why(text) == said
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
 def test_only_later_output_of_a_stderr_file_is_read(words: CrashTraces, tmp_path: Path) -> None:
     script = (
         "import os, sys\n"

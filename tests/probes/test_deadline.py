@@ -38,7 +38,7 @@ def test_a_failing_program_has_no_output() -> None:
 
 
 def test_a_blocked_program_is_killed_at_the_deadline(tmp_path: Path) -> None:
-    """It waits for somebody to write into a pipe, which nobody does; the other's answer counts."""
+    """It reads from a pipe without a writer; the other program's answer counts."""
     pipe, told = tmp_path / "pipe", tmp_path / "pid"
     os.mkfifo(pipe)
     begin = time.monotonic()
@@ -63,7 +63,7 @@ def test_all_programs_run_concurrently() -> None:
 
 
 def test_an_unkillable_program_is_reaped_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in uninterruptible sleep: here nobody kills it."""
+    """As in uninterruptible sleep: here, killing is disabled."""
     monkeypatch.setattr(directories.os, "killpg", lambda pid, signum: None)
     begin = time.monotonic()
     assert run_all({"a": ["sleep", "0.6"]}, 0.1) == {"a": None}

@@ -74,7 +74,7 @@ def test_the_callers_order_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_hanging_directory_is_given_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its trial opens a pipe that nobody writes to, as one on a dead mount waits for the server; the other goes on."""
+    """The trial opens a pipe without a writer, as a dead mount waits for its server; the other trial continues."""
     pipe, hanging = tmp_path / "pipe", tmp_path / "hanging.py"
     os.mkfifo(pipe)
     real = module._PROGRAM

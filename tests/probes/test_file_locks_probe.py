@@ -98,7 +98,7 @@ def waited_for(process: "subprocess.Popen[str]") -> dict[str, Any]:
         ("flock", FILELOCK, True),
         ("flock", AGAIN, False),
     ],
-    ids=["flock", "lockf", "filelock", "again and again"],
+    ids=["flock", "lockf", "filelock", "retry loop"],
 )
 def test_a_waiter_sees_the_lock_holder(tmp_path: Path, call: str, wait: str, is_certain: bool) -> None:
     path = tmp_path / "x.lock"
@@ -151,7 +151,7 @@ def test_a_process_without_a_wait_has_no_lock(tmp_path: Path) -> None:
 
 
 def test_holders_without_a_visible_process_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks of open files have no process (-1), and those of another host or container none that is seen here (0)."""
+    """Open-file locks have no process (-1), and locks of another host or container none visible here (0)."""
     path = tmp_path / "x.lock"
     path.touch()
     status = path.stat()

@@ -528,7 +528,7 @@ print([fingerprints(d, content=c, batches=[[1]]) for d in datasets for c in ("sa
 
 
 def test_another_process_makes_the_same_fingerprints(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its strings have other hashes, its objects other addresses, its generators other states."""
+    """Another process has other string hashes, object addresses and generator states."""
     seed = next(seed for seed in ("1", "2") if seed != os.environ.get("PYTHONHASHSEED"))
     there = subprocess.run(
         [sys.executable, "-c", SAME_EVERYWHERE],

@@ -117,7 +117,7 @@ def test_a_group_without_entries_in_the_ring_keeps_its_name_and_position() -> No
 
 
 def test_a_position_without_a_name_is_not_assigned() -> None:
-    """The number under which a process keeps a group means another group on another rank."""
+    """The number a process gives a group may mean another group on another rank."""
     assert flight_recorder.parse({**GLOO, "entries": []}, {}) == ([], [])
 
 
@@ -175,9 +175,7 @@ def test_unrecorded_groups_are_reported_with_a_reason(
     assert recorder.unrecorded == ((told,) if why else ())
 
 
-def test_a_group_without_entries_in_the_ring_is_lost_and_not_unused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_without_entries_in_the_ring_is_lost_and_not_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [process_groups.OwnGroup("0", "default_pg", (0, 1)), process_groups.OwnGroup("1", "tp", (0, 1))]
     monkeypatch.setattr(process_groups, "own_groups", lambda: members)
     calls = [process_groups.GroupCalls("0", ("gloo",), 4), process_groups.GroupCalls("1", ("gloo",), 2)]
@@ -311,7 +309,7 @@ def test_reading_entries_does_not_break_graph_capture(
 
 
 def test_entries_are_not_read_while_the_driver_is_unresponsive(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read them would wait for the driver with the GIL."""
+    """Reading would wait for the driver while holding the GIL."""
 
     def dump(collectives: bool, *_: bool) -> str:
         assert not collectives
@@ -363,7 +361,7 @@ def test_the_position_follows_call_counts_without_a_recorder(monkeypatch: pytest
 
 
 def test_a_mixed_group_is_not_behind() -> None:
-    """A batch leaves its parts and a whole, and its number in the counters: 9 here, beside 4 collectives."""
+    """A batch records its parts and a whole, and counts in the counters: 9 here, beside 4 collectives."""
     dump = nccl("completed", retired=True)
     parts = [
         {**dump["entries"][0], "record_id": record, "profiling_name": name, "is_p2p": is_p2p, "p2p_seq_id": 9} | more
@@ -384,7 +382,7 @@ def test_a_mixed_group_is_not_behind() -> None:
 
 
 def test_a_rank_blocked_in_its_first_nccl_call_is_launching() -> None:
-    """Its events were never recorded, and so look completed; the watchdog would have retired it long since."""
+    """Its events were never recorded and so look completed; the watchdog would have retired it long ago."""
     dump = nccl("completed", retired=False)
     (group,), (call,) = flight_recorder.parse(dump, {})
     assert (call.completed, call.launching, group.last_enqueued, group.last_completed) == (False, True, 4, 3)

@@ -310,7 +310,7 @@ def test_at_most_eight_newest_xids_are_kept(tmp_path: Path) -> None:
 
 
 def test_reading_a_log_without_an_end_does_not_block(tmp_path: Path) -> None:
-    """Like /dev/kmsg, a pipe somebody may yet write to gives EAGAIN, and no end."""
+    """Like /dev/kmsg, a pipe with a writer returns EAGAIN instead of an end."""
     pipe = tmp_path / "kmsg"
     os.mkfifo(pipe)
     both = os.open(pipe, os.O_RDWR)

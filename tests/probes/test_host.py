@@ -97,7 +97,7 @@ def test_only_multiprocessing_children_are_workers(child: int) -> None:
 
 
 def test_a_spawned_child_is_a_worker(tmp_path: Path) -> None:
-    """As multiprocessing's ``spawn`` starts it; a real one would import this test's modules anew, for seconds."""
+    """As multiprocessing's ``spawn`` starts it; a real one would import this test's modules again, for seconds."""
     command = [sys.executable, "-S", "-c", "input()", "--multiprocessing-fork"]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:

@@ -247,7 +247,7 @@ def test_every_collective_of_fsdp_is_named(seen: Result, model: str) -> None:
     ],
 )
 def test_the_unit_of_a_blocked_rank_is_named(seen: Result, model: str, words: str) -> None:
-    """DDP holds its reducer's lock meanwhile, so that nothing may be asked of the reducer."""
+    """DDP holds its reducer's lock at that moment, so the reducer must not be queried."""
     said, took_s = seen[f"blocked: {model}"]
     assert said == words
     assert took_s < 2

@@ -108,7 +108,7 @@ def test_another_numpy_generator_is_left_alone() -> None:
 
 
 def test_numpy_is_restored_only_once_it_is_imported() -> None:
-    """And a process that has not seeded has drawn nothing."""
+    """An unseeded process has drawn nothing."""
     script = (
         "import os\n"
         "from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept, seed_all\n"

@@ -133,7 +133,7 @@ def test_a_hanging_probe_loses_only_later_facts(probe: RankProbe, monkeypatch: p
 
 
 def test_slow_probes_are_awaited_while_some_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a starved host no deadline is met, although nothing hangs."""
+    """On an overloaded host no deadline is met although nothing hangs."""
     host_goes_on, lock_is_read, lock_goes_on = (threading.Event() for _ in range(3))
     deadlines: list[float] = []
 
@@ -270,7 +270,7 @@ def test_a_peer_sampled_before_needs_no_wait(probe: RankProbe, monkeypatch: pyte
 def test_a_peer_without_a_guard_is_busy_and_does_not_hold_the_gil(
     probe: RankProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked by what its open files show, as it has published nothing."""
+    """It has published nothing, so its open files show how to ask it."""
     asked: list[traceback_signal.Armed] = []
     frame = stacks.main_thread_stack()[-1]
     armed = traceback_signal.Armed(signum=61, fd=9)

@@ -163,7 +163,7 @@ def test_only_user_files_are_user_code() -> None:
 
 
 def test_a_training_thread_other_than_the_main_one_is_examined() -> None:
-    """As in Ray's workers, whose main thread serves Ray; one that is over trains no more."""
+    """As in Ray's workers, whose main thread serves Ray; a finished thread no longer trains."""
     trains, seen = threading.Event(), threading.Event()
 
     def train() -> None:
@@ -201,7 +201,7 @@ def test_another_thread_can_read_the_main_threads_line() -> None:
 
 
 def test_source_on_unresponsive_storage_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be what the thread waits for; then the watchdog's thread would wait as well."""
+    """The thread may be waiting for that storage; the watchdog's thread would then wait as well."""
     file, asked, answers = str(tmp_path / "user.py"), list[str](), threading.Event()
     there, goes_on = threading.Lock(), threading.Lock()
     Path(file).write_text("def wait(there, lock):\n    there.release(); lock.acquire()\n")
@@ -275,7 +275,7 @@ class Unspeakable(RuntimeError):
 
 
 def test_an_exception_without_text_is_handled() -> None:
-    """The guard would be off otherwise, just as a rank fails."""
+    """Otherwise the guard would switch itself off just when a rank fails."""
     error = Unspeakable()
     assert not process_groups.is_communication_error(error)
     assert stacks.exception_facts(error, is_consequence=False).message == "<exception str() failed>"

@@ -112,7 +112,7 @@ def open_files() -> list[str]:
 
 
 def test_signals_used_by_others_are_left_alone(armed: Armed) -> None:
-    """One is used from C, as is that of another guard of this process, one from Python, and one is ignored."""
+    """One signal is used from C, like that of another guard of this process, one from Python, and one is ignored."""
     taken = signal.signal(armed.signum - 1, print)
     ignored = signal.signal(armed.signum - 2, signal.SIG_IGN)
     other = TracebackSignal()
@@ -130,7 +130,7 @@ def test_signals_used_by_others_are_left_alone(armed: Armed) -> None:
 
 
 def test_the_signal_of_a_rank_stays_for_the_next_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning sets all signals back to what Python knows of them, and takes the number of ranks away again."""
+    """Lightning resets all signals to the handlers Python knows, and removes the rank variables again."""
     for name, value in {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     traceback = TracebackSignal()
@@ -213,7 +213,7 @@ def arm_as_a_rank(connection: Connection) -> None:
 
 
 def test_a_forked_rank_keeps_its_own_signal() -> None:
-    """As where a server has imported the package and forks the ranks."""
+    """As when a server imports the package and forks the ranks."""
     here, there = FORK.Pipe()
     process = FORK.Process(target=arm_as_a_rank, args=(there,))
     process.start()
@@ -284,7 +284,7 @@ expand()
 
 
 def test_a_rank_answers_once_it_has_imported_the_package() -> None:
-    """Long before it has a Trainer, and without importing anything heavy for it."""
+    """Long before it has a Trainer, and without any heavy import."""
     process = subprocess.Popen(
         [sys.executable, "-c", IMPORTS],
         env=os.environ | {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},

@@ -255,7 +255,7 @@ def test_the_batch_index_is_unset_before_the_first_batch_and_kept_after_the_last
 
 
 def test_the_first_hooks_of_an_epoch_have_no_batch(tmp_path: Path) -> None:
-    """Lightning still counts these then."""
+    """Lightning still has the counts of the previous epoch then."""
 
     def place(probe: TrainerProbe) -> tuple[int, int, bool, int]:
         now, facts = progress(probe), probe.facts()
@@ -540,7 +540,7 @@ def test_compared_settings_are_those_at_the_start_of_training(tmp_path: Path) ->
 
 
 def test_accumulation_set_by_a_callback_is_compared(tmp_path: Path) -> None:
-    """It sets the Trainer's number when an epoch begins: what is there before the first one says nothing."""
+    """The callback sets the Trainer's value when an epoch starts: the value before the first epoch means nothing."""
     trainer = make_trainer(tmp_path, GradientAccumulationScheduler({4: 8, 0: 2}))
     probe = TrainerProbe(trainer)
     probe.started = True

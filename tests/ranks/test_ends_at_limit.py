@@ -242,13 +242,13 @@ def test_blocked_code_at_the_end_changes_no_checkpoint(number: int, held_up: End
 
 @pytest.mark.parametrize("job", ["woken", "held_up"])
 def test_all_ranks_end_on_their_own_and_in_time(job: str, request: pytest.FixtureRequest) -> None:
-    """Those that do not are killed by the test, which is another exit code."""
+    """The test kills ranks that do not, which gives another exit code."""
     ended = request.getfixturevalue(job)
     assert ended.ranks.exit_codes == [EXIT_CODE] * (len(ended.is_good) + 2), ended.ranks.said
 
 
 def test_a_hanging_report_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage that it goes to may be what hangs."""
+    """The storage it is written to may be what hangs."""
     monkeypatch.setattr(reporter, "write_report", lambda *_: threading.Event().wait())
     monkeypatch.setattr("lightning_ncclsafe.guard.participation.AT_LIMIT_S", 4.0)
     assert ending.AT_LIMIT_S < 30

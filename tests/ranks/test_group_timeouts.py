@@ -75,7 +75,7 @@ def test_groups_follow_the_phase_timeout_and_are_restored(tmp_path: Path) -> Non
     run(tmp_path, body)
 
 
-@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="gloo of this torch keeps the timeout of the group's start")
+@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="this torch's gloo keeps a group's initial timeout")
 def test_a_collective_times_out_by_the_phase_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_timeouts, "BACKSTOP_S", 0.0)
     limits = check_limits(None, 30, "abort", {"train": 0.5, "checkpoint": 20.0})

@@ -245,7 +245,7 @@ def test_ranks_that_finish_leave_nothing_behind(tmp_path: Path) -> None:
 def test_a_run_ends_at_its_limit_without_a_recorder(
     build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a backward pass the stack alone does not tell a wait for others."""
+    """In a backward pass the stack alone does not show a wait for other ranks."""
     if build == "off":
         monkeypatch.setattr(recorders, "dumps", lambda **_: iter([{"version": "2.9"}]))
     for name in RECORDERS if build == "without a dump" else ():
@@ -269,7 +269,7 @@ def test_a_run_ends_at_its_limit_without_a_recorder(
 
 
 def test_repeated_calls_in_one_hook_are_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is recorded, and Lightning says nothing of what goes on in a hook."""
+    """Nothing is recorded, and Lightning reports no progress within a hook."""
     monkeypatch.setattr(recorders, "dumps", lambda **_: iter([{"version": "2.9"}]))
 
     def body(rank: int) -> None:

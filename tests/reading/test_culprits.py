@@ -32,7 +32,7 @@ def told(dumps: dict[int, Any]) -> list[tuple[str, tuple[int, ...], Confidence]]
     ("name", "rule", "ranks"), [("gpu_error_1st", "gpu-stuck", (12, 14)), ("lock_gil_2nd", "host-stuck", (10, 15))]
 )
 def test_real_jobs_are_diagnosed(name: str, rule: str, ranks: tuple[int, ...]) -> None:
-    """Both culprits of each, of the right kind, and nobody else: see fault_injection.log."""
+    """Both culprits of each job, of the right kind, and no other rank: see fault_injection.log."""
     assert told(real(name)) == [(rule, ranks, Confidence.LIKELY)]
 
 
@@ -135,7 +135,7 @@ def test_simulated_incidents_are_diagnosed() -> None:
 
 @pytest.mark.parametrize(("fault", "seed"), [(unmatched, 5497), (unmatched_send, 5062), (unmatched_send, 5192)])
 def test_ranks_whose_devices_form_a_circle_are_named(fault: Fault, seed: int) -> None:
-    """All other ranks wait for these two, and each has called something behind that which nobody has come to."""
+    """All other ranks wait for these two, and each has made a further call that no other rank has reached."""
     incident = fault(made(seed))
     assert incident is not None
     (found,) = told(incident.dumps)

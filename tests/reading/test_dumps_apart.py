@@ -51,7 +51,7 @@ def test_a_moving_run_dumped_rank_by_rank_does_not_hang(tmp_path: Path) -> None:
 
 
 def test_counters_alone_reveal_an_older_dump(tmp_path: Path) -> None:
-    """Of dumps of open entries: the operation that has ended is not known, and a broadcast's root may be ahead."""
+    """In dumps of open entries the ended operation is unknown, and a broadcast's root may be ahead."""
 
     def active(seq: int) -> Made:
         return dump(entry(seq, state="scheduled"), enqueued=seq, completed=seq - 1)
@@ -131,7 +131,7 @@ def test_without_a_timeout_links_are_blamed_conditionally(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("early", [waiting(), idle(40)], ids=["waits", "idle"])
 def test_a_dump_of_an_earlier_start_is_left_out(early: Made, tmp_path: Path) -> None:
-    """An hour before the others' last calls, with a timeout of ten minutes; and its number does not fit."""
+    """It is an hour older than the others' last calls, the timeout is ten minutes, and its number does not match."""
     others = {rank: waiting(65) for rank in (0, 2, 3)}
     for made in others.values():
         made["entries"].insert(0, entry(40))

@@ -51,9 +51,9 @@ def test_a_pickle_that_would_run_code_is_refused(
         pytest.param(b"\x80\x02Pabc\n.", "not plain data", id="a persistent id"),
         pytest.param(b"\x80\x02\x82\x01.", "not plain data", id="an extension"),
         pytest.param(b"\x80\x02(lp0\n.", "not plain data", id="protocol 0"),
-        pytest.param(b"\x80\x02u.", "damaged pickle", id="items of nothing"),
+        pytest.param(b"\x80\x02u.", "damaged pickle", id="items without a container"),
         pytest.param(b"\x80\x02}]K\x01s.", "damaged pickle", id="a list as a key"),
-        pytest.param(b"\x80\x02h\x07.", "damaged pickle", id="a memo that is not there"),
+        pytest.param(b"\x80\x02h\x07.", "damaged pickle", id="a missing memo"),
         pytest.param(b"\x80\x02" + b"]" * 5_000_001 + b".", "more than 5,000,000 lists", id="a bomb of lists"),
     ],
 )
@@ -77,7 +77,7 @@ def test_deeply_nested_json_is_an_error() -> None:
 
 
 def test_lists_that_contain_each_other_are_not_expanded() -> None:
-    """Two to the power of sixty frames, by way of thirty lists that hold the one before twice."""
+    """Billions of frames from thirty lists that each contain the previous one twice."""
     made: list[Any] = [{"filename": "a.py"}]
     for _ in range(30):
         made = [made, made]

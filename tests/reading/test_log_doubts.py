@@ -64,7 +64,7 @@ def test_a_lost_peer_reported_by_an_unknown_rank_is_a_consequence() -> None:
 
 @pytest.mark.parametrize("again", [AGAIN + BANNER.format(4), "requeued\n" + BANNER.format(4)], ids=["torchrun", "srun"])
 def test_a_log_with_a_second_start_is_split(again: str) -> None:
-    """Of 8 ranks the third raised; of 4, in the next start, rank 0 never came."""
+    """Rank 3 of 8 raised; in the next start, rank 0 of 4 never arrived."""
     before = BANNER.format(8) + prefixed("[rank3]: ", TRACEBACK) + timeout(0) + timeout(1)
     diagnosis = judged(before + again + timeout(1, seq=7) + timeout(2, seq=7) + timeout(3, seq=7))
     first = diagnosis.findings[0]
@@ -90,7 +90,7 @@ def test_torchrun_attempt_folders_are_separate_starts(tmp_path: Path) -> None:
 
 
 def test_interleaved_lines_are_separated() -> None:
-    """Ranks share standard error, and write the end of a line apart from the line."""
+    """Ranks share standard error, and write a line and its end separately."""
     text = "world_size=4\n" + "".join(timeout(rank).splitlines()[0] for rank in (1, 2, 3))
     first = judged(text).findings[0]
     assert (first.rule, first.ranks) == ("silent-rank", (0,))
@@ -100,7 +100,7 @@ def test_interleaved_lines_are_separated() -> None:
 
 @pytest.mark.parametrize("cut", ["OpType=ALLREDUC", "NumelIn=40", "SeqNum=6"])
 def test_a_word_cut_in_half_is_not_another_word(cut: str) -> None:
-    """Another rank's line has begun in the middle of rank 1's."""
+    """Another rank's line starts in the middle of rank 1's."""
     whole = timeout(1).splitlines(keepends=True)[0]
     at = whole.index(cut) + len(cut)
     diagnosis = judged("world_size=4\n" + whole[:at] + timeout(2) + whole[at:] + timeout(3))
@@ -142,7 +142,7 @@ def test_sequence_numbers_of_sends_and_receives_are_not_compared() -> None:
 
 
 def test_a_single_silent_rank_among_many_groups_is_named() -> None:
-    """Rank 2 waits in its pair with rank 3, which says nothing; the others wait in theirs."""
+    """Rank 2 waits in a pair with the silent rank 3; the others wait in their own groups."""
     text = timeout(0, group="11") + timeout(1, group="12") + timeout(2, seq=300, group="17")
     (only,) = judged("world_size=4\n" + text).findings
     assert (only.rule, only.ranks, only.confidence) == ("silent-rank", (3,), LIKELY)

@@ -131,7 +131,7 @@ def test_without_a_world_size_no_higher_rank_is_silent() -> None:
 
 
 def test_a_subgroup_of_unknown_size_has_no_silent_ranks() -> None:
-    """Ranks 0 and 1 of a group of which nobody says how large it is, in a job of 8."""
+    """Ranks 0 and 1 of a group of unknown size, in a job of 8."""
     first = judged("world_size=8\n" + timeout(0, group="5") + timeout(1, group="5")).findings[0]
     assert (first.rule, first.confidence) == ("all-joined", Confidence.POSSIBLE)
     assert judged(timeout(0, group="5") + timeout(3, group="5")).job.is_sized is False
@@ -148,7 +148,7 @@ def test_a_rank_with_nothing_outstanding_is_stuck_on_the_host() -> None:
 
 
 def test_a_position_in_one_group_does_not_apply_to_another() -> None:
-    """Rank 2 is known to have finished in the default group; the others wait in group 1."""
+    """Rank 2 has finished in the default group; the others wait in group 1."""
     signal = (
         "[rank2]:[E] [PG ID 0 PG GUID 0(default_pg) Rank 2] Received a dump signal due to a collective timeout from "
         "rank 1. Last enqueued NCCL work: 6, last completed NCCL work: 6.\n"
@@ -175,7 +175,7 @@ def test_interleaved_tracebacks_of_several_ranks_are_separated() -> None:
 
 @pytest.mark.parametrize(("prefix", "ranks"), [("3: ", (3,)), ("[default3]:", ()), ("[pod/w-3/main] ", ())])
 def test_the_prefix_gives_the_rank_of_a_traceback(prefix: str, ranks: tuple[int, ...]) -> None:
-    """A task of srun's is a rank; torchrun's local rank is one on a single node alone, which cannot be known."""
+    """An srun task is a rank; torchrun's local rank is one only on a single node, which cannot be known."""
     first = judged(prefixed(prefix, TRACEBACK)).findings[0]
     assert (first.rule, first.ranks) == ("failed-rank", ranks)
 
@@ -277,7 +277,7 @@ def test_the_last_of_several_starts_counts() -> None:
 
 
 def test_a_rank_in_an_unknown_group_is_not_a_global_rank() -> None:
-    """Rank 13 is number 1 of its group; which that is, stands in a line that is not there."""
+    """Rank 13 is number 1 of its group; the line that names the group is missing."""
     text = timeout(0) + timeout(1) + timeout(13, op="BROADCAST").replace("[Rank 13] W", "[Rank 1] W").splitlines()[0]
     diagnosis = judged(text)
     assert "diverged-collectives" not in {finding.rule for finding in diagnosis.findings}

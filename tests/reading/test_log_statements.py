@@ -579,7 +579,7 @@ def test_a_peer_lost_after_a_timeout_is_a_consequence() -> None:
 
 
 def test_the_innermost_of_several_exceptions_counts() -> None:
-    """What is raised while another exception is handled follows from that."""
+    """An exception raised while another is handled is a consequence of it."""
     chained = "\nDuring handling of the above exception, another exception occurred:\n\n"
     outer = TRACEBACK.replace("ValueError: bad label 11", "TypeError: outer")
     for text in (TRACEBACK + chained + outer, TRACEBACK.replace("ValueError", "KeyError") + chained + outer):
@@ -718,7 +718,7 @@ def test_lines_of_any_form_are_read_in_bounded_time() -> None:
 
 
 def test_a_failed_rank_explains_horovods_warning() -> None:
-    """Whoever has failed comes no more; the warning stands above or below."""
+    """A failed rank never arrives; the warning may come before or after its traceback."""
     failed = '[1,1]<stderr>:Traceback (most recent call last):\n[1,1]<stderr>:  File "a.py", line 2, in f\n'
     failed += "[1,1]<stderr>:    g()\n[1,1]<stderr>:ValueError: bad\n"
     warned = f"[1,0]<stderr>:{STALL}\n[1,0]<stderr>:Stalled ops:a [missing ranks: 1]\n"

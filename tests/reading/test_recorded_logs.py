@@ -114,7 +114,7 @@ def test_certain_findings_are_true_and_likely_ranks_are_derivable(folder: str, t
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_file_name_does_not_matter(folder: str, tmp_path: Path) -> None:
-    """Whatever it says of ranks: the lines are those of other ranks, or of all."""
+    """Whatever rank the name suggests: the lines belong to other ranks, or to all."""
     for truth in truths(folder):
         path = LOGS / folder / truth["file"]
         for name in ("8ranks.log", "allranks-4711.out", "rank99.log"):

@@ -94,7 +94,7 @@ def test_counters_or_later_calls_show_that_a_call_has_ended() -> None:
 
 
 def test_a_batch_is_one_work_and_not_a_collective() -> None:
-    """Its whole comes under the number of the previous collective, which has ended long since."""
+    """The batch as a whole has the number of the previous collective, which ended long ago."""
     recorder = Recorder(
         [
             call(1, 26, pg=6),
@@ -122,7 +122,7 @@ def test_parts_end_with_their_batch() -> None:
 
 
 def test_parts_of_an_ended_batch_are_not_open() -> None:
-    """A dump of open entries: parts never end, wholes do."""
+    """In a dump of open entries, parts never end and batches do."""
     made = [sent(record, record, "send 0->3") for record in range(1, 6)]
     counters = {"6": status(5, 4)}
     assert [work.state for work in Recorder(made, counters).works] == [State.ENDED] * 4 + [State.WAITING]
@@ -249,7 +249,7 @@ def test_a_coalesced_entry_has_several_sizes() -> None:
 
 
 def test_counters_reveal_overwritten_entries() -> None:
-    """Number 62 is the first open one, and 60 the last that has ended."""
+    """Number 62 is the first open entry, and 60 the last that has ended."""
     assert Recorder([waits(9, 62)], {"5": status(62, 60)}).has_lost
     assert not Recorder([waits(9, 61)], {"5": status(61, 60)}).has_lost
     sends = [sent(2, 9, "send 1->2"), sent(3, 9, "recv 1<-2"), whole(4, 9, state="scheduled", retired=False)]

@@ -124,7 +124,7 @@ def test_uninitialised_counters_are_ignored() -> None:
 
 
 def test_the_default_group_has_a_position_without_entries() -> None:
-    """A dump of active entries alone, of the one rank that has none."""
+    """A dump of active entries only, from the one rank without any."""
     (group,), calls = parsed(dump(enqueued=60, completed=60))
     assert (group.name, group.description, group.last_enqueued, calls) == ("0", "default_pg", 60, ())
 
@@ -298,7 +298,7 @@ def test_groups_entered_in_another_order_are_crossed(tmp_path: Path) -> None:
 
 
 def test_groups_with_one_name_and_different_members_are_kept_apart(tmp_path: Path) -> None:
-    """Each pair has its own group "1": rank 2 is behind in that of ranks 2 and 3, and rank 1 in none."""
+    """Each pair has its own group "1": rank 2 is behind in the group of ranks 2 and 3, and rank 1 in none."""
 
     def pair(rank: int, seq: int, state: str) -> dict[str, Any]:
         low = rank // 2 * 2
@@ -321,7 +321,7 @@ def test_groups_with_one_name_and_different_members_are_kept_apart(tmp_path: Pat
 
 
 def test_two_recorders_of_a_rank_are_joined(tmp_path: Path) -> None:
-    """NCCL's recorder and the general one are dumped apart: this is no conflict."""
+    """NCCL's recorder and the general one are dumped separately: this is not a conflict."""
     gloo = dump(entry(3, op="gloo:barrier", pg_id=1, process_group=("9", "side")), enqueued=0, completed=0)
     gloo["pg_status"], gloo["pg_config"] = {}, {}
     write(tmp_path, {rank: waiting() for rank in (0, 1, 3)} | {2: idle()})
@@ -376,7 +376,7 @@ def test_sends_in_a_circle_are_found(tmp_path: Path) -> None:
 
 
 def test_parts_end_with_their_coalesced_call(tmp_path: Path) -> None:
-    """The recorder sees no end of the parts; the whole has ended."""
+    """The recorder does not record the end of the parts; the coalesced call has ended."""
     parts = [
         entry(0, op=f"nccl:{op}", state="scheduled", is_p2p=True, p2p_seq_id=9) for op in ("send 0->1", "recv 0<-1")
     ]
@@ -386,7 +386,7 @@ def test_parts_end_with_their_coalesced_call(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_for_its_neighbour_is_not_idle(tmp_path: Path) -> None:
-    """Ranks 0 and 1 wait for rank 2, which waits for rank 3, which does nothing."""
+    """Ranks 0 and 1 wait for rank 2, which waits for the idle rank 3."""
     receiving = waiting()
     receiving["pg_status"]["0"] |= {"last_enqueued_collective": 60}
     receiving["entries"] = [entry(60), entry(60, op="nccl:recv 2<-3", state="started", is_p2p=True, p2p_seq_id=4)]

@@ -191,7 +191,7 @@ def test_nothing_writable_raises_an_oserror(tmp_path: Path, monkeypatch: pytest.
 def test_unresponsive_storage_does_not_block_the_report(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be the very cause, and whoever writes the report is to say so."""
+    """Storage may be the very cause, and the process that writes the report has to name it."""
     answers, asked = threading.Event(), list[Path]()
     write = report_folder._write_file
 
@@ -212,11 +212,11 @@ def test_unresponsive_storage_does_not_block_the_report(
         answers.set()
     join_own_threads("report")
     assert write_report(at(incident(3)), tmp_path / "reports").parent == tmp_path / "reports"
-    assert len([*(tmp_path / "reports").iterdir()]) == 2, "what it has taken at last, and the third"
+    assert len([*(tmp_path / "reports").iterdir()]) == 2, "the late report and the third one"
 
 
 def test_unresponsive_storage_does_not_block_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage stops to answer after the report; then an earlier page is not removed either, which would wait, too."""
+    """Storage stops responding after the report; removing an earlier page would block too, so it is left."""
     folder = write_report(at(incident()), tmp_path / "reports")
     answers, unlink = threading.Event(), Path.unlink
     monkeypatch.setattr(report_folder, "_write_file", lambda *_: answers.wait(AMPLE_S))

@@ -203,7 +203,7 @@ def test_numbers_are_rounded_sensibly() -> None:
 
 
 def test_in_a_notebook_the_table_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There rich would show it in the cell instead, over a connection that forked ranks do not have."""
+    """Rich would show it in the cell, over a connection that forked ranks do not have."""
     elsewhere = render_timing(summary())
     monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
     assert render_timing(summary()) == elsewhere and "late in" in elsewhere

@@ -111,7 +111,7 @@ def test_other_modules_are_ignored(seen: list[Any]) -> None:
 
 
 def test_the_watched_classes_exist_in_lightning() -> None:
-    """In the source of those of its packages that are installed."""
+    """They are looked up in the source of the installed packages."""
     for name, (kind, _) in at_import._ON_NEW.items():
         package, *path = name.split(".")
         found = importlib.util.find_spec(package)

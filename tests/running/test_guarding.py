@@ -121,7 +121,7 @@ def test_a_strategy_instance_keeps_all_its_arguments() -> None:
     [(DDPStrategy(), False), (FSDPStrategy(), True), (ModelParallelStrategy(tensor_parallel_size=1), True)],
 )
 def test_model_sharding_strategies_are_recognised(strategy: Any, communicates: bool) -> None:
-    """As their own classes of this package are; of FSDP there is no Trainer without a GPU."""
+    """As with this package's own classes; there is no FSDP Trainer without a GPU."""
     guard_trainer(SimpleNamespace(strategy=strategy, callbacks=[]))
     assert guards(strategy) and strategy.forward_communicates is communicates
 

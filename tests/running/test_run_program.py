@@ -124,7 +124,7 @@ def test_ranks_with_recommended_callbacks_train_like_stock(programs: Programs) -
 @pytest.mark.program(*STOCK)
 @pytest.mark.program(*ON_ONE_RANK)
 def test_the_guard_is_off_on_all_ranks_if_one_lacks_it(programs: Programs) -> None:
-    """And train as ever."""
+    """They train as without the guard."""
     output = trained_as_stock(programs, ON_ONE_RANK)
     (_, line) = (line for line in output.splitlines() if "[ncclsafe]" in line)
     assert line.startswith("[ncclsafe] not all ranks have the guard, so it is off on all of them"), output

@@ -261,11 +261,11 @@ def test_without_an_agreement_only_signalled_ranks_stop() -> None:
     assert ranks[0].said[1].startswith("rank 0 stops alone: a rank received SIGTERM, but the ranks did not agree")
     assert ranks[1].said[0].startswith("rank 1 continues alone: ")
     settle(ranks)
-    assert give_up(ranks) == [(0, True), (4, False), (4, False), (4, False)], "what came too late changes nothing"
+    assert give_up(ranks) == [(0, True), (4, False), (4, False), (4, False)], "late answers change nothing"
 
 
 def test_no_rank_gives_up_once_all_have_agreed() -> None:
-    """The decision is there, and has not come to this rank yet."""
+    """The decision exists, but has not reached this rank yet."""
     ranks = ranks_of(training(20), deadline_s=0)
     for _ in range(3):
         ranks[0].step()
@@ -357,7 +357,7 @@ def watch() -> Iterator[list[StopAgreement]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_threads_meeting_in_collectives_stop_before_the_same_batch(watch: list[StopAgreement], seed: int) -> None:
-    """Every fourth batch they wait for one another, so that some wait there while others wait for the decision."""
+    """Every fourth batch has a collective, so some ranks wait there while others wait for the decision."""
     chance = random.Random(seed)
     shared, collective = SharedMemory(), threading.Barrier(WORLD)
     ranks = [Rank(shared, number, training(100_000), hosts_store=number == 0) for number in range(WORLD)]

@@ -162,7 +162,7 @@ def test_training_stops_after_an_epoch(trainer: Trainer, agreement: Agreement, s
     agreement.poll()
     with pytest.raises(Stopped):
         trainer.fit_loop.on_advance_end()
-    assert trainer.fit_loop.epochs == 2, "the end of the epoch is no place to leave things undone"
+    assert trainer.fit_loop.epochs == 2, "the end of the epoch is completed"
     assert agreement.positions == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
@@ -212,7 +212,7 @@ def test_detaching_restores_lightning(trainer: Trainer, stop: StopSignal) -> Non
     trainer.loop.advance("batch")
     handler(signal.SIGTERM, None)
     assert trainer.loop.broadcasts == 1
-    assert trainer._signal_connector.handled == [signal.SIGTERM], "whoever has kept the handler has Lightning's again"
+    assert trainer._signal_connector.handled == [signal.SIGTERM], "a kept reference to the handler is Lightning's again"
 
 
 def test_a_lightning_without_broadcast_is_supported(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
@@ -254,7 +254,7 @@ def handled(trainer: Trainer, stop: StopSignal) -> Iterator[None]:
 
 @pytest.mark.usefixtures("handled")
 def test_a_pool_forked_by_a_hook_can_be_terminated(trainer: Trainer) -> None:
-    """Its processes would inherit the handler: that of a rank does not end the process."""
+    """Its processes would inherit the rank's handler, which does not end a process."""
     fork = multiprocessing.get_context("fork")
     runs = fork.Event()
     child = fork.Process(target=lambda: runs.set() or threading.Event().wait(60.0))
@@ -270,7 +270,7 @@ def test_a_pool_forked_by_a_hook_can_be_terminated(trainer: Trainer) -> None:
 
 @pytest.mark.usefixtures("handled")
 def test_a_forked_process_terminated_at_once_ends() -> None:
-    """Python forgets what is pending in a process that it has just forked, where it handles the signal itself."""
+    """Python drops pending signals in a process it has just forked if it handles them itself."""
     fork = multiprocessing.get_context("fork")
     for _ in range(20):
         child = fork.Process(target=threading.Event().wait, args=(60.0,))

@@ -55,7 +55,7 @@ def test_the_summary_of_a_handmade_job_is_exact() -> None:
     assert (reduce.op, reduce.group, reduce.backend, reduce.ranks) == ("all_reduce", "0", "nccl", 2)
     assert (reduce.count, reduce.compared, reduce.size_bytes) == (3, 3, 8_000_000)
     assert reduce.skew_s == pytest.approx(0.014 / 3)
-    assert reduce.wait_s == pytest.approx(0.007 / 3), "the mean of both ranks, of which one never waits"
+    assert reduce.wait_s == pytest.approx(0.007 / 3), "the mean of both ranks, one of which never waits"
     assert reduce.transfer_s == pytest.approx(0.002)
     assert reduce.algorithm_bandwidth == pytest.approx(4e9)
     assert reduce.bus_bandwidth == pytest.approx(4e9), "2 * (n - 1) / n is 1 for two ranks"
@@ -171,7 +171,7 @@ def test_untaken_calls_do_not_pile_up() -> None:
 
 
 def test_a_step_reported_by_groups_at_different_times_counts_once() -> None:
-    """The windows of some ranks come by way of a leader, and so a turn later."""
+    """The windows of some ranks pass through a leader and arrive a turn later."""
     left, right = GroupMembers(name="left", ranks=(0, 1)), GroupMembers(name="right", ranks=(2, 3))
     analysis = Analysis(4)
     for begin in range(0, 400, 50):
@@ -189,7 +189,7 @@ def test_a_step_reported_by_groups_at_different_times_counts_once() -> None:
 
 
 def test_a_large_job_is_compared_completely() -> None:
-    """One turn of 64 ranks: its windows take some kilobytes each, and far less than a second."""
+    """One turn of 64 ranks, whose windows take a few kilobytes each."""
     job = Job(64, 100, buckets=5, jitter_ms=np.random.default_rng(0).exponential(0.3, (64, 100)))
     assert len(encode(job.window(0, 50, ranks=[0]))) < 10_000
     analysis = Analysis(64)

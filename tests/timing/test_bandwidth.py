@@ -53,7 +53,7 @@ def test_the_factor_of_an_all_reduce_depends_on_the_number_of_ranks(ranks: int, 
 
 
 def test_a_scatter_counts_the_data_of_all_ranks() -> None:
-    """The recorder keeps no input of the ranks that only receive, so its size is that of one rank's part."""
+    """The recorder keeps no input of receiving ranks, so the size is that of one rank's part."""
     found = bandwidth("scatter", ranks=4, size_bytes=MB, seconds=1.0)
     assert found is not None
     assert (found.algorithm, found.bus) == (pytest.approx(4 * MB), pytest.approx(3 * MB))

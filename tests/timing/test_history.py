@@ -155,7 +155,7 @@ def test_old_collectives_are_forgotten() -> None:
     for number in range(1, 101):
         run.second(number)
     assert seconds(run.calls.blocks) == [number + 0.5 for number in range(90, 101)]
-    assert run.phases(0)[0] == (2, 89.25), "what led to the first of them is still known"
+    assert run.phases(0)[0] == (2, 89.25), "the phases before the first of them are still known"
     assert run.worst.blocks == []
 
 
@@ -174,7 +174,7 @@ def test_the_worst_forgotten_collectives_keep_their_phases() -> None:
     run = Run()
     for number in range(1, 101):
         run.second(number, late_ms={20: 40.0, 30: 3.0, 50: 60.0, 99: 90.0}.get(number, 0.0))
-    assert seconds(run.worst.blocks) == [20.5, 50.5], "the last one has not been forgotten, another was not late"
+    assert seconds(run.worst.blocks) == [20.5, 50.5], "the last one is not forgotten yet, and another was not late"
     late = run.worst.blocks[1]
     assert (late.arrival_ns.shape, late.seq.shape, late.follows.tolist()) == ((2, 1), (1,), [True])
     assert late.arrival_ns[1, 0] - late.arrival_ns[0, 0] == 60 * MS

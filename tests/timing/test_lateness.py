@@ -37,7 +37,7 @@ def test_one_late_rank_makes_the_others_wait(ranks: int, late_rank: int) -> None
 
 
 def test_lateness_is_relative_to_the_median() -> None:
-    """One rank that is early is no reason to call all others late."""
+    """One early rank does not make all others late."""
     late = lateness(matched([[0], [50], [50], [53], [50]]), {})
     assert late.late_ns[:, 0].tolist() == [0, 0, 0, 3 * MS, 0]
 
@@ -73,7 +73,7 @@ def test_a_rank_that_waits_is_not_late_for_the_next() -> None:
 @pytest.mark.parametrize("is_timed", [False, True])
 @pytest.mark.parametrize("buckets", [1, 4])
 def test_lateness_belongs_to_the_phase_that_caused_it(phase: StepPhase, is_timed: bool, buckets: int) -> None:
-    """Also where the others wait in that very phase."""
+    """Even if the others wait in that very phase."""
     job = Job(4, 10, late={(2, 6): (phase, 20)}, waits_in=phase, is_timed=is_timed, buckets=buckets)
     calls, late = of_job(job)
     at = np.flatnonzero(calls.step == 6)[0]
@@ -126,9 +126,7 @@ DURATIONS = [[23.0], [3.0], [22.0]]
 
 
 @pytest.mark.parametrize("uncertainty_ns", [[0, 0, 0], [UNKNOWN] * 3, [0, 10**12, 10**12]])
-def test_device_durations_need_no_clocks(
-    uncertainty_ns: list[int],
-) -> None:
+def test_device_durations_need_no_clocks(uncertainty_ns: list[int]) -> None:
     late = lateness(matched([[0], [-500], [900]], duration_ns=DURATIONS, uncertainty_ns=uncertainty_ns), {})
     assert late.transfer_ns.tolist() == [3 * MS]
     assert late.wait_ns[:, 0].tolist() == [20 * MS, 0, 19 * MS]
@@ -149,7 +147,7 @@ def test_one_unknown_duration_falls_back_to_clocks() -> None:
 
 
 def test_a_slow_device_with_a_timely_host_computes_slowly() -> None:
-    """The host has called everything early; the collective itself begins late, and so is short."""
+    """The host calls everything early; the collective itself starts late and is therefore short."""
     job = Job(4, 6, is_timed=True)
     (calls,) = Matcher().add(job.window())
     calls.duration_ns[:, 3] = [20 * MS, 20 * MS, 1 * MS, 20 * MS]
@@ -169,7 +167,7 @@ def test_lateness_within_clock_uncertainty_is_not_reported(uncertainty_ns: int, 
 @pytest.mark.parametrize("ahead_ms", [-1000, 1000])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_rank_is_late_if_no_clock_is_known(ranks: int, ahead_ms: float) -> None:
-    """Half of the ranks are on a host whose clock may show anything."""
+    """Half of the ranks are on a host with an unknown clock."""
     half = ranks // 2
     arrival = np.tile([0.0, 10.0, 20.0], (ranks, 1))
     arrival[half:] += ahead_ms

@@ -33,7 +33,7 @@ def test_excess_calls_are_dropped_in_the_same_runs_on_every_rank() -> None:
     assert kept[0] == kept[1]
     runs = sorted({seq // 64 for seq in kept[0]})
     assert all(second - first == 4 for first, second in pairwise(runs))
-    assert {run * 64 + k for run in runs[1:-1] for k in range(64)} <= kept[0], "a run hangs together"
+    assert {run * 64 + k for run in runs[1:-1] for k in range(64)} <= kept[0], "a run is kept whole"
 
 
 def test_only_a_rank_and_group_with_too_many_calls_are_thinned() -> None:
@@ -68,13 +68,13 @@ def test_earlier_omissions_are_added() -> None:
 
 
 def test_repeated_limiting_stays_bounded() -> None:
-    """Each keeps what is left of all that was made, not of what the one before has left."""
+    """Each round samples from all calls so far, not only from what the previous round kept."""
     held, turns = made(0), 40
     for turn in range(turns):
         held = limited(joined([held, *(made(100, first=100 * (turn * 10 + part)) for part in range(10))]), 500)
         assert len(held.calls) <= 564
     assert held.left_out == {0: turns * 1000 - len(held.calls)}
-    assert max(seqs(held)) - min(seqs(held)) > turns * 800, "of the whole time"
+    assert max(seqs(held)) - min(seqs(held)) > turns * 800, "from the whole time"
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(1, 400), (3, 1200)])

@@ -35,7 +35,7 @@ def test_windows_of_any_rank_may_arrive_in_any_order() -> None:
     matcher, found = Matcher(), []
     for number in random.permutation(len(windows)):
         found += matcher.add(windows[number])
-    assert sorted(seqs(found)) == [*range(100)], "each is given once"
+    assert sorted(seqs(found)) == [*range(100)], "each is returned once"
     for calls in found:
         assert calls.arrival_ns.tolist() == [[seq * MS + rank * MS // 2 for seq in calls.seq] for rank in range(4)]
     assert matcher.unmatched == 0
@@ -127,7 +127,7 @@ def test_subgroups_are_matched_among_their_members() -> None:
     ]
     found = Matcher().add(window(rows, groups=[left, right, world(4)], clocks=known(range(4))))
     by_name = {calls.group.name: calls.arrival_ns.tolist() for calls in found}
-    assert by_name == {"left": [[10], [12]], "right": [[11], [13]]}, "of the whole two ranks are missing"
+    assert by_name == {"left": [[10], [12]], "right": [[11], [13]]}, "two ranks of the whole group are missing"
 
 
 def test_non_members_are_ignored() -> None:
@@ -150,7 +150,7 @@ def test_operations_are_matched_by_name() -> None:
 
 
 def test_members_may_become_known_later() -> None:
-    """Of a group that is destroyed at once only some ranks get to know the members."""
+    """Only some ranks learn the members of a group that is destroyed at once."""
     matcher = Matcher()
     unknown = GroupMembers(name="x")
     assert matcher.add(window([call(0, 1, 1)], groups=[unknown], clocks=known([0]))) == []
@@ -172,7 +172,7 @@ def test_calls_a_member_never_reports_are_given_up_and_counted() -> None:
     matcher = Matcher()
     for second in range(0, 200, 2):
         matcher.add(told(0, range(second * 10, second * 10 + 20), begins_ns=second * S))
-    assert matcher.unmatched == pytest.approx(2_000 - 60 / 2 * 20, abs=40), "those of the last 60 s may still come"
+    assert matcher.unmatched == pytest.approx(2_000 - 60 / 2 * 20, abs=40), "calls of the last 60 s may still arrive"
 
 
 def test_pending_calls_are_bounded_and_the_oldest_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

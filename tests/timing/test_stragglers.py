@@ -83,7 +83,7 @@ def test_a_rank_20_ms_late_in_a_tenth_of_steps_is_named_within_200(step_ms: floa
         random = np.random.default_rng(seed)
         rank, first = int(random.integers(ranks)), 50 + seed % 40
         told = told_of(with_late(jitter(random, ranks, 500), random, rank, first), step_ms)
-        assert told.said, f"seed {seed}: nobody was named"
+        assert told.said, f"seed {seed}: no rank was named"
         after, straggler = told.said[0]
         assert (straggler.rank, straggler.phase) == (rank, "data loading"), f"seed {seed}"
         assert after - first <= within, f"seed {seed}"
@@ -121,7 +121,7 @@ def test_no_rank_is_named_in_a_healthy_job(noise: Callable[[Random, int, int], M
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
 def test_a_straggler_stands_out_from_common_delays(ranks: int) -> None:
-    """Some rank is late by 3 ms in nearly each step; one by 20 ms in a tenth of them."""
+    """Some rank is 3 ms late in nearly every step, and one is 40 ms late in a tenth of them."""
     for seed in range(5):
         random = np.random.default_rng(seed)
         behind = random.exponential(3, (ranks, 450))
@@ -147,12 +147,12 @@ def test_too_few_steps_name_no_rank(ranks: int) -> None:
 
 
 def test_the_first_steps_are_ignored() -> None:
-    """One rank compiles, starts its loader's workers, …: that takes eight steps and more, and is over."""
+    """One rank compiles, starts its loader's workers, …: that takes eight or more steps and then ends."""
     behind = np.zeros((2, 200))
     behind[1, :WARM_UP_STEPS] = 400
     assert told_of(behind, 50).said == []
     behind[1, ::25] = 400
-    assert told_of(behind, 50).said == [], "seven late steps are left"
+    assert told_of(behind, 50).said == [], "seven late steps remain"
 
 
 def test_identical_ranks_name_no_straggler() -> None:

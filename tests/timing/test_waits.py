@@ -64,9 +64,9 @@ def lateness_ms(*own: tuple[int, int, int], follows: bool = True, **more: Any) -
 def test_own_work_makes_no_rank_late(timed: dict[str, Any]) -> None:
     assert lateness_ms(**timed) == [0, pytest.approx(20)]
     assert lateness_ms(own_work(1, 10, 30), **timed) == [0, pytest.approx(0)]
-    assert lateness_ms(own_work(1, 10, 15), **timed) == [0, pytest.approx(15)], "of the rest it is"
+    assert lateness_ms(own_work(1, 10, 15), **timed) == [0, pytest.approx(15)], "it is late by the rest"
     assert lateness_ms(own_work(1, 10, 20), own_work(1, 15, 25), **timed) == [0, pytest.approx(5)], "counted once"
-    assert lateness_ms(own_work(1, -40, 0), **timed) == [0, pytest.approx(20)], "that was before"
+    assert lateness_ms(own_work(1, -40, 0), **timed) == [0, pytest.approx(20)], "earlier work does not count"
     assert lateness_ms(own_work(0, 10, 30), **timed) == [0, pytest.approx(20)], "nor does one make another late"
 
 
@@ -75,7 +75,7 @@ def test_own_work_counts_without_a_previous_collective() -> None:
 
 
 def test_own_work_is_aligned_to_the_ranks_clock() -> None:
-    """Rank 1's clock is an hour ahead, and it is kept busy in every step."""
+    """Rank 1's clock is an hour ahead, and the rank is kept busy in every step."""
     ahead_ns = 3_600 * S
     for is_ours in (False, True):
         job = Job(2, 300, late={(1, step): (StepPhase.HOOKS, 20) for step in range(300)}, clock_ahead_ns={1: ahead_ns})
@@ -99,7 +99,7 @@ def test_only_the_latest_own_work_is_kept() -> None:
 
 @pytest.mark.parametrize("late_rank", [0, 1, 2, 3])
 def test_the_original_straggler_is_named_and_not_its_partner(late_rank: int) -> None:
-    """In each step first the pairs meet, then all: the late one's partner is late for the second, too."""
+    """In each step the pairs meet first and then all ranks, so the late rank's partner is late for the second."""
     analysis, named, noise = Analysis(4), [], np.random.default_rng(late_rank)
     for first in range(0, 300, 50):
         rows = []
@@ -115,7 +115,7 @@ def test_the_original_straggler_is_named_and_not_its_partner(late_rank: int) -> 
                 ]
         named += analysis.add(window(rows, groups=[WORLD, *PAIRS], clocks=known(range(4))))
     assert [straggler.rank for straggler in named] == [late_rank]
-    assert named[0].mean_s == pytest.approx(0.020, abs=0.003), "a delay that shows in two groups is one"
+    assert named[0].mean_s == pytest.approx(0.020, abs=0.003), "a delay in two groups counts once"
 
 
 def test_ranks_with_unknown_clocks_are_not_compared() -> None:

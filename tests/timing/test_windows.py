@@ -205,7 +205,7 @@ def test_joined_windows_add_up_their_numbers() -> None:
     assert found.totals == {0: (twice, other), 1: (total,)}
     assert (found.lost, found.left_out, found.last) == ({0: 4, 1: 4}, {0: 2, 1: 5}, frozenset([1]))
     assert found.missing == ("a", "b")
-    assert found.clocks == {0: Clock(offset_ns=7, uncertainty_ns=1)}, "the later word counts"
+    assert found.clocks == {0: Clock(offset_ns=7, uncertainty_ns=1)}, "the later clock counts"
 
 
 def test_nothing_joined_is_an_empty_window() -> None:

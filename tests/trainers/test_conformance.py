@@ -93,7 +93,7 @@ def test_manual_optimization_matches_stock(outcome: Any, name: str) -> None:
 
 @on("ddp")
 def test_data_is_read_at_the_same_moments_as_in_stock(outcome: Any, name: str) -> None:
-    """Losses, metrics and the random numbers that come next are compared with stock's, too."""
+    """Losses, metrics and subsequent random numbers are also compared with stock."""
     told = both(outcome, "played")
     assert [len(one["whole"]["losses"]) for one in told] == [10, 10]
     # Two batches make a step, and Lightning reads one ahead where it does not know how many come.

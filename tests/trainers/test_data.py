@@ -99,7 +99,7 @@ def test_the_second_of_two_validation_streams_ends_unevenly(outcomes: Outcomes) 
 
 
 def test_without_the_callback_ranks_validate_their_whole_streams(outcomes: Outcomes) -> None:
-    """As with stock: nothing is called for a batch, and what is logged is reduced at the end."""
+    """As in stock: no collective runs per batch, and logged values are reduced at the end."""
     for rank, outcome in enumerate(outcomes["uneven-validation-alone"]):
         assert outcome["raised"] == ""
         assert outcome["evaluated"][:2] == batches(rank, 0, 1)
@@ -118,7 +118,7 @@ def test_each_rank_predicts_its_whole_shard(outcomes: Outcomes) -> None:
 
 
 def test_combined_loaders_end_together(outcomes: Outcomes) -> None:
-    """One stream of 5, 3 and 4 batches, beside a list of 4, 2 and 5 that goes round."""
+    """A stream of 5, 3 and 4 batches, beside a list of 4, 2 and 5 that cycles."""
     for rank, outcome in enumerate(outcomes["combined"]):
         assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1, 2))
 

@@ -151,7 +151,7 @@ def test_both_sides_name_a_disconnected_host(outcome: Outcome) -> None:
     assert all(outcome.codes), outcome.output
 
 
-@pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch cannot list what the last start has left")
+@pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch cannot list the previous start's keys")
 @pytest.mark.program("agents")
 def test_torchrun_on_two_nodes_restarts_and_prints_the_previous_incident(outcome: Outcome) -> None:
     assert outcome.codes == [0, 0], outcome.output

@@ -33,7 +33,7 @@ def test_a_restart_with_the_same_faulty_code_ends_before_training(warm: Warm, tm
     ours = [line for line in output.splitlines() if line.startswith("[ncclsafe]")]
     assert output.count("this start ends before training: the previous start ended with failed-rank") == 1
     assert any(str(path) in line for line in ours) and "Traceback" not in output, output
-    assert len([*tmp_path.glob("ncclsafe/*/report.json")]) == 1, "that is no incident of its own"
+    assert len([*tmp_path.glob("ncclsafe/*/report.json")]) == 1, "it is not an incident of its own"
 
     path.unlink()
     codes, output = start(warm, tmp_path, "nothing")

@@ -107,10 +107,10 @@ def assert_saved(outcome: Outcome, steps: int) -> None:
 
 @pytest.mark.program(*ACCUMULATING)
 def test_sigterm_on_one_accumulating_rank_stops_all(outcome: Outcome) -> None:
-    """Between two steps no rank waits for another, so that each is at a batch of its own."""
+    """Between two steps no rank waits for another, so each may be at a different batch."""
     assert outcome.exit_code == 0, outcome.output
     rank = agreed(outcome, 3)
-    assert rank.batches >= 5, "the batch of the signal is the fifth"
+    assert rank.batches >= 5, "the signal arrives in the fifth batch"
     assert_saved(outcome, rank.steps)
 
 
@@ -150,7 +150,7 @@ def test_sigterm_on_a_torchrun_worker_stops_all(outcome: Outcome) -> None:
 
 @pytest.mark.program(*AGENT)
 def test_sigterm_on_torchrun_stops_all(outcome: Outcome) -> None:
-    """It tells its workers, waits for them, and fails."""
+    """Torchrun forwards the signal to its workers, waits for them, and fails."""
     assert "got signal: 15" in outcome.output
     assert outcome.exit_code == 1
     assert_saved(outcome, agreed(outcome, 2).steps)

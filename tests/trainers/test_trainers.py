@@ -194,7 +194,7 @@ def test_a_rank_without_a_loader_is_named_with_its_line(outcome: Outcome) -> Non
     assert outcome.said[-1] == "the run cannot continue, so the guard ends it"
 
 
-@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="groups of a mesh keep the timeout that torch gives them")
+@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="mesh groups keep the timeout torch gives them")
 @pytest.mark.program("cluster", "stall", "--devices", "4", "--tensor-parallel", "2", "--rank", "2", "--timeout", "5")
 def test_a_rank_its_mesh_neighbours_wait_for_is_named(outcome: Outcome) -> None:
     finding = first_finding(outcome)
@@ -209,7 +209,7 @@ def test_a_rank_its_mesh_neighbours_wait_for_is_named(outcome: Outcome) -> None:
 
 @pytest.mark.program("cluster", "raise", "--devices", "2", "--tensor-parallel", "1", "--keep")
 def test_a_raising_rank_of_a_sharded_model_is_named_despite_saving(outcome: Outcome) -> None:
-    """OnExceptionCheckpoint saves on the rank that has failed, and all ranks have a part of the model."""
+    """OnExceptionCheckpoint saves on the failed rank although all ranks hold a part of the model."""
     finding = first_finding(outcome)
     assert (finding["rule"], finding["ranks"]) == ("failed-rank", [1])
     assert finding["location"].startswith(line_of("raise"))

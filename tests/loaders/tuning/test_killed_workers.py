@@ -197,9 +197,7 @@ def test_a_killed_user_worker_raises_with_its_signal(
         indices(epoch)
 
 
-def test_a_user_worker_reaped_by_other_code_has_an_unknown_status(
-    tuned: Callable[..., ResizableLoader],
-) -> None:
+def test_a_user_worker_reaped_by_other_code_has_an_unknown_status(tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items(), user_workers=1)
     epoch = loader.begin()
     next(epoch)
@@ -210,9 +208,7 @@ def test_a_user_worker_reaped_by_other_code_has_an_unknown_status(
         indices(epoch)
 
 
-def test_a_dead_worker_is_noticed_before_a_long_user_timeout(
-    tuned: Callable[..., ResizableLoader],
-) -> None:
+def test_a_dead_worker_is_noticed_before_a_long_user_timeout(tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items(), workers=1, user_workers=1, timeout=3600)
     epoch = loader.begin()
     next(epoch)

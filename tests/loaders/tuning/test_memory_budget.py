@@ -126,5 +126,5 @@ def test_tuned_workers_stay_within_the_memory_limit() -> None:
     assert not isinstance(found, str), found
     taken, most, budget_bytes = found
     assert taken == BATCHES
-    assert most >= 2, "it makes batches ahead all the same"
+    assert most >= 2, "it still prefetches batches"
     assert most * BATCH_BYTES <= budget_bytes <= ROOM_BYTES / 2, found

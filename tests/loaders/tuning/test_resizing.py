@@ -573,7 +573,7 @@ def test_an_unreadable_sample_raises_as_in_stock(user_workers: int) -> None:
 @pytest.mark.parametrize("workers", [1, 6])
 @pytest.mark.parametrize("user_workers", [0, 1])
 def test_a_sampler_error_is_raised_unchanged(user_workers: int, workers: int) -> None:
-    """Also of one that 6 workers have come to before the first batch."""
+    """Even one that 6 workers reach before the first batch."""
     tuned = tuned_of(DataLoader(Items(), sampler=BadSampler(), num_workers=user_workers), workers)
     with pytest.raises(LookupError, match="no index"):
         [*tuned.begin()]
@@ -644,7 +644,7 @@ class Lazy(Sampler[int]):
 @pytest.mark.parametrize("most", [1, 2, 5, 50])
 @pytest.mark.parametrize("persists", [False, True])
 def test_less_prefetching_does_not_change_the_batches(most: int, persists: bool) -> None:
-    """Each is made by the same worker; a sampler draws when it would from a generator that the training has as well."""
+    """The same worker makes each batch, and a sampler draws from a shared generator at the same moments as before."""
 
     def kind() -> Loader:
         return DataLoader(
@@ -777,9 +777,7 @@ def test_stateful_samplers_and_loaders_are_left_alone() -> None:
     assert [unsafe(kind()) or unresizable(kind()) for kind in KINDS.values()] == [""] * len(KINDS)
 
 
-def test_an_unshareable_dataset_is_left_alone_below_two_user_workers(
-    tmp_path: Path,
-) -> None:
+def test_an_unshareable_dataset_is_left_alone_below_two_user_workers(tmp_path: Path) -> None:
     dataset = Opening(tmp_path)
     assert unsafe(DataLoader(dataset)) == ""
     dataset.file = threading.Lock()

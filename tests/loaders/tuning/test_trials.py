@@ -130,7 +130,7 @@ def test_no_20_epochs_are_2_percent_slower_than_the_users_setting(user_workers: 
             slower.append((costs, worst, workers))
         faster += loader.took_s(workers[-1]) < 0.8 * loader.took_s(user_workers)
     assert not slower, (len(slower), slower[:3])
-    assert faster > 10, "and many are a lot faster"
+    assert faster > 10, "many are much faster"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -192,7 +192,7 @@ def test_a_failed_trial_is_printed_and_not_repeated() -> None:
 
 
 def test_a_trial_is_compared_with_the_epochs_before_and_after_it() -> None:
-    """Batches that have become cheap by themselves are no gain of the workers."""
+    """Batches that became cheap on their own are not a gain of the workers."""
     dear, cheap = Loader(gap_s=0.01, batch_s=0.03), Loader(gap_s=0.01, batch_s=0.002)
     workers, changes = train(lambda epoch: dear if epoch < 6 else cheap, 0, 30)
     assert [change.kind for change in changes] == ["no gain"]
@@ -208,7 +208,7 @@ def test_a_setting_that_becomes_slower_is_reverted_for_good() -> None:
 
 
 def test_the_users_worker_count_is_rechecked_now_and_then() -> None:
-    """With them batches have become cheap meanwhile, which the others do not show."""
+    """Batches have become cheap with the user's workers, which epochs with other workers do not show."""
     dear, cheap = Loader(gap_s=0.01, batch_s=0.03), Loader(gap_s=0.01, batch_s=0.0001)
     workers, changes = train(lambda epoch: dear if epoch < 15 else cheap, 0, 100)
     assert [change.kind for change in changes] == ["kept", "taken back"]

@@ -190,7 +190,7 @@ def test_too_many_workers_are_reduced_from_the_start(make: Callable[..., Ranks])
         assert tuning is not None
         before = children()
         epoch = tuning(lambda: iter(loader))
-        assert children() - before == 4, "four for each core of the rank's one"
+        assert children() - before == 4, "four workers for the rank's one core"
         assert len(list(epoch)) == 8
         one.take("train_dataloader", [loader])
     (line,) = ranks.said[0]
@@ -210,9 +210,7 @@ def test_concurrently_read_loaders_share_the_budget(make: Callable[..., Ranks]) 
     assert [line.partition(":")[0] for line in ranks.said[0]] == ["train_dataloader[0]"]
 
 
-def test_prefetching_is_reduced_and_printed_once_if_memory_is_short(
-    make: Callable[..., Ranks],
-) -> None:
+def test_prefetching_is_reduced_and_printed_once_if_memory_is_short(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0,), memory_available_bytes=10 * 32))
     loader = DataLoader(Numbers(40, 0), batch_size=4, num_workers=2, prefetch_factor=50)
     (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
@@ -238,7 +236,7 @@ def test_iterable_datasets_are_changed_on_request_and_restored(make: Callable[..
     loader = DataLoader(Stream(), num_workers=6, prefetch_factor=5)
     (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
     assert (loader.num_workers, loader.prefetch_factor) == (4, 5)
-    assert tuning is not None and len(list(tuning(lambda: iter(loader)))) == 400, "each of four gives all"
+    assert tuning is not None and len(list(tuning(lambda: iter(loader)))) == 400, "each of four yields all"
     ranks.close()
     assert (loader.num_workers, loader.prefetch_factor) == (6, 5)
 
