@@ -104,6 +104,9 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_try_put_index": takes(LOADERS, "_MultiProcessingDataLoaderIter._try_put_index", None),
     "_try_get_data": takes(LOADERS, "_MultiProcessingDataLoaderIter._try_get_data", None, 1.0),
     "_remove_worker_pids": lambda: importlib.import_module(f"{LOADERS}")._utils.signal_handling._remove_worker_pids,
+    "_set_worker_signal_handlers": said_in(
+        "torch.utils.data._utils.worker", "signal_handling._set_worker_signal_handlers()"
+    ),
     # DDP
     "_DEFAULT_FIRST_BUCKET_BYTES": lambda: c10d._DEFAULT_FIRST_BUCKET_BYTES + 1,
     "_compute_bucket_assignment_by_size": calls("_compute_bucket_assignment_by_size", [torch.ones(1)], [1, 2]),
