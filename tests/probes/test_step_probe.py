@@ -118,6 +118,30 @@ def test_a_batch_without_a_backward_pass_is_noted() -> None:
     )
 
 
+class SparingModule(torch.nn.Linear):
+    automatic_optimization = True
+
+    def training_step(self) -> None: ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if not torch.isfinite(loss):
+            return  # <- spared
+        loss.backward()
+
+
+def test_a_backward_of_the_users_that_makes_no_pass_is_a_batch_without_one() -> None:
+    module = SparingModule(2, 1)
+    of, record = begun(module)
+    for batch in range(4):
+        begin(of, batch=batch)
+        loss = module(torch.ones(2)).sum() * (float("nan") if batch == 2 else 1.0)
+        record.backward(loss)
+        assert record.facts().with_backward == batch - (batch == 3), "it has not begun yet"
+        module.backward(loss)
+    assert skipped(record) == (3, 1, 0, 2)
+    assert record.facts().returns_nothing == (f"{HERE}:{line_of('spared')} in backward",)
+
+
 def skipping(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def guarded(*args: Any) -> Any:
