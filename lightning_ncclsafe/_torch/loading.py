@@ -30,14 +30,15 @@ def around_worker_handlers(before: Callable[[], object], after: Callable[[], obj
         before: Called before torch sets its handlers of SIGSEGV, SIGBUS and SIGFPE.
         after: Called after that.
     """
-    original = signal_handling._set_worker_signal_handlers
+    handling: Any = signal_handling
+    original = handling._set_worker_signal_handlers
 
     def set_handlers() -> None:
         before()
         original()
         after()
 
-    signal_handling._set_worker_signal_handlers = set_handlers
+    handling._set_worker_signal_handlers = set_handlers
 
 
 class WorkersSilent(Exception):

@@ -73,6 +73,18 @@ print(functions(crash_of(crashed))[-1])
     assert lines == ["True True", "decode"]
 
 
+def test_forks_that_fail_leave_no_files() -> None:
+    """Their hooks run, but no child writes its number."""
+    lines = run("""
+listen()
+for _ in range(200):
+    child_crashes._before_fork()
+    child_crashes._in_parent()
+print(len(child_crashes._files) <= 65)
+""")
+    assert lines == ["True"]
+
+
 def test_a_child_that_arms_its_own_signal_writes_to_its_own_file() -> None:
     """A forked rank: its peers look there."""
     lines = run("""

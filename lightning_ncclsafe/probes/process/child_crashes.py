@@ -8,8 +8,7 @@ number, so that the parent knows whose file it is. Spawned children, and those o
 import faulthandler
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import psutil
 
@@ -25,15 +24,10 @@ _NUMBER_BYTES = 16
 _MOST_BYTES = 1 << 18
 
 _listeners = 0
-_lock = threading.Lock()
+# A signal's handler may fork.
+_lock = threading.RLock()
 _files: list[int] = []
 _made = threading.local()
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    with suppress(OSError, AttributeError, ValueError):
-        yield
 
 
 def listen() -> None:
@@ -58,14 +52,14 @@ def crash_of(pid: int) -> tuple[Frame, ...]:
         held = [*_files]
     for file in held:
         if _pid_in(file) == pid:
-            with _quietly():
+            with suppress(OSError):
                 text = os.pread(file, _MOST_BYTES, _NUMBER_BYTES).decode("utf-8", "replace")
                 return with_source_in_time(parse_crash(text).stack)
     return ()
 
 
 def _pid_in(file: int) -> int:
-    with _quietly():
+    with suppress(OSError, ValueError):
         return int(os.pread(file, _NUMBER_BYTES, 0) or 0)
     return 0
 
@@ -73,7 +67,7 @@ def _pid_in(file: int) -> int:
 def _before_fork() -> None:
     _made.file = -1
     if _listeners and writes_crashes():
-        with _quietly():
+        with suppress(OSError, AttributeError):
             _made.file = os.memfd_create("ncclsafe-crash")
 
 
@@ -82,16 +76,16 @@ def _in_parent() -> None:
         with _lock:
             _files.append(file)
             if len(_files) > _MOST:
-                _close([file for file in _files if _is_over(file)])
+                _close([file for file in _files[:-1] if _is_over(file)])
 
 
 def _in_child() -> None:
     global _listeners, _lock
     # Another thread may have held it.
-    _lock, _listeners = threading.Lock(), 0
+    _lock, _listeners = threading.RLock(), 0
     _close(_files)
     if (file := getattr(_made, "file", -1)) >= 0:
-        with _quietly():
+        with suppress(OSError):
             os.write(file, str(os.getpid()).encode().ljust(_NUMBER_BYTES))
             write_crashes_to(file)
             # A worker's own handlers of torch take the place of these; they come first if they are set before.
@@ -99,14 +93,14 @@ def _in_child() -> None:
 
 
 def _is_over(file: int) -> bool:
-    """Whether a child has ended without a crash."""
+    """Whether a child has ended without a crash, or there never was one because the fork failed."""
     pid = _pid_in(file)
-    return bool(pid) and os.fstat(file).st_size <= _NUMBER_BYTES and not psutil.pid_exists(pid)
+    return not pid or (os.fstat(file).st_size <= _NUMBER_BYTES and not psutil.pid_exists(pid))
 
 
 def _close(files: list[int]) -> None:
     for file in [*files]:
-        with _quietly():
+        with suppress(OSError):
             os.close(file)
         _files.remove(file)
 
