@@ -30,9 +30,9 @@ def blocks(page: str, *languages: str) -> list[str]:
         ("lightning_ncclsafe/rules/hang/at_breakpoint.py", "tests/rules/scenes.py", "tests/rules/scenes.py"),
         strict=True,
     ),
-    ids=["rule", "scene", "its place"],
+    ids=["rule", "scene", "registration"],
 )
-def test_the_cause_that_is_added_is_there(block: str, file: str) -> None:
+def test_documented_code_matches_its_file(block: str, file: str) -> None:
     assert block.strip() in (DOCS.parent / file).read_text()
 
 
@@ -54,7 +54,7 @@ def said(output: str) -> str:
 
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.program(True)
-def test_the_program_of_the_first_page_hangs_and_says_why(outcome: tuple[list[int], str, Path]) -> None:
+def test_the_program_on_the_first_page_hangs_as_documented(outcome: tuple[list[int], str, Path]) -> None:
     codes, output, folder = outcome
     # In what the other rank waits depends on Lightning.
     shown, waits, _ = said(blocks("start.md", "text")[0]).partition(", while rank 1 waits in ")
@@ -65,7 +65,7 @@ def test_the_program_of_the_first_page_hangs_and_says_why(outcome: tuple[list[in
 
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.program(False)
-def test_without_its_mistake_it_trains_and_one_line_is_ours(outcome: tuple[list[int], str, Path]) -> None:
+def test_the_corrected_program_trains_and_prints_one_line(outcome: tuple[list[int], str, Path]) -> None:
     codes, output, folder = outcome
     assert codes == [0, 0], output
     ours = [line for line in output.splitlines() if "[ncclsafe]" in line]

@@ -30,9 +30,7 @@ from lightning_ncclsafe._lightning import (
 OTHER_NAME = Path(__file__).with_name("other_name.py")
 # Stand for Lightning's two, in that order.
 NAMES = ("bolt.pytorch", "pytorch_bolt")
-needs_both = pytest.mark.skipif(
-    find_spec("lightning") is None, reason="lightning is not installed, which meets the other"
-)
+needs_both = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning as the other package")
 
 
 @pytest.fixture
@@ -53,7 +51,7 @@ def install(folder: Path, name: str, source: str = "") -> None:
     (package / "__init__.py").write_text(source)
 
 
-def test_of_both_the_first_is_taken(installed: Path) -> None:
+def test_the_first_of_both_is_used(installed: Path) -> None:
     for name in NAMES:
         install(installed, name)
     assert import_lightning(NAMES).__name__ == "bolt.pytorch"
@@ -61,45 +59,45 @@ def test_of_both_the_first_is_taken(installed: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_one_that_is_installed_is_taken(name: str, installed: Path) -> None:
+def test_the_installed_package_is_used(name: str, installed: Path) -> None:
     install(installed, name)
     assert import_lightning(NAMES).__name__ == name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_one_that_is_imported_is_taken(name: str, installed: Path) -> None:
+def test_the_imported_package_is_used(name: str, installed: Path) -> None:
     for each in NAMES:
         install(installed, each)
     __import__(name)
     assert import_lightning(NAMES).__name__ == name
 
 
-def test_if_both_are_imported_the_first_is_taken(installed: Path) -> None:
+def test_if_both_are_imported_the_first_is_used(installed: Path) -> None:
     for name in reversed(NAMES):
         install(installed, name)
         __import__(name)
     assert import_lightning(NAMES).__name__ == "bolt.pytorch"
 
 
-def test_a_folder_with_the_name_is_no_package(installed: Path) -> None:
+def test_a_folder_of_that_name_is_not_a_package(installed: Path) -> None:
     (installed / "bolt").mkdir()
     install(installed, "pytorch_bolt")
     assert import_lightning(NAMES).__name__ == "pytorch_bolt"
 
 
-def test_if_none_is_installed_that_is_said(installed: Path) -> None:
+def test_a_missing_package_is_an_error(installed: Path) -> None:
     with pytest.raises(ImportError, match=r"neither bolt\.pytorch nor pytorch_bolt is installed: pip install"):
         import_lightning(NAMES)
 
 
-def test_what_an_installed_one_misses_is_said_as_it_is(installed: Path) -> None:
+def test_a_broken_package_raises_its_own_error(installed: Path) -> None:
     install(installed, "bolt.pytorch", "import not_there")
     install(installed, "pytorch_bolt")
     with pytest.raises(ModuleNotFoundError, match="No module named 'not_there'"):
         import_lightning(NAMES)
 
 
-def test_the_one_that_the_variable_names_is_taken(installed: Path) -> None:
+def test_the_package_named_by_the_variable_is_used(installed: Path) -> None:
     for name in NAMES:
         install(installed, name)
     __import__("bolt.pytorch")
@@ -107,13 +105,13 @@ def test_the_one_that_the_variable_names_is_taken(installed: Path) -> None:
     assert import_lightning(NAMES, wanted="bolt").__name__ == "bolt.pytorch"
 
 
-def test_another_word_in_the_variable_is_refused_with_what_is_allowed(installed: Path) -> None:
+def test_an_unknown_value_of_the_variable_is_refused(installed: Path) -> None:
     install(installed, "bolt.pytorch")
     with pytest.raises(ValueError, match=r"^NCCLSAFE_LIGHTNING='pl' in .* it must be 'bolt' or 'pytorch_bolt'\.$"):
         import_lightning(NAMES, wanted="pl")
 
 
-def test_of_the_one_that_the_variable_names_it_is_said_that_it_is_not_installed(installed: Path) -> None:
+def test_a_missing_package_named_by_the_variable_is_an_error(installed: Path) -> None:
     install(installed, "bolt.pytorch")
     with pytest.raises(ImportError, match=r"^NCCLSAFE_LIGHTNING='pytorch_bolt' .* not installed: pytorch_bolt\.$"):
         import_lightning(NAMES, wanted="pytorch_bolt")
@@ -132,16 +130,14 @@ def test_the_variable_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lightning_ncclsafe.SafeDDP is SafeDDP
 
 
-def test_a_name_that_stands_for_the_other_package_or_for_none_is_not_imported(
-    installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_alias_or_stub_does_not_count_as_imported(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(installed, "bolt.pytorch")
     for other in (__import__("bolt.pytorch").pytorch, ModuleType("pytorch_bolt"), Mock(), None):
         monkeypatch.setitem(sys.modules, "pytorch_bolt", other)
         assert imported(NAMES) == ["bolt.pytorch"]
 
 
-def test_the_module_for_either_is_the_same_but_for_the_name() -> None:
+def test_both_modules_differ_only_in_the_package_name() -> None:
     folder = Path(lightning_ncclsafe.__file__).parent
     swapped = (folder / "lightning.py").read_text()
     for here, there in (
@@ -159,7 +155,7 @@ def trainer_of(module: str) -> Any:
 
 
 @needs_both
-def test_here_it_is_lightning() -> None:
+def test_lightning_is_the_default_here() -> None:
     assert chosen() == "lightning.pytorch"
     assert SafeDDP.__module__ == module_for(chosen()) == "lightning_ncclsafe.lightning"
     for module in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.callbacks", "pytorch_lightning_trainer.x"):
@@ -167,7 +163,7 @@ def test_here_it_is_lightning() -> None:
 
 
 @needs_both
-def test_the_other_trainer_is_refused_with_what_to_import() -> None:
+def test_a_trainer_of_the_other_package_is_refused_with_the_right_import() -> None:
     with pytest.raises(TypeError) as caught:
         CollectiveTimer().setup(trainer_of("pytorch_lightning.trainer.trainer"), Any, "fit")
     assert str(caught.value) == (
@@ -179,7 +175,7 @@ def test_the_other_trainer_is_refused_with_what_to_import() -> None:
 
 
 @needs_both
-def test_of_a_class_of_the_users_own_the_line_names_ours() -> None:
+def test_the_message_names_our_class_for_a_user_subclass() -> None:
     class OwnTimer(CollectiveTimer):
         pass
 
@@ -188,7 +184,7 @@ def test_of_a_class_of_the_users_own_the_line_names_ours() -> None:
 
 
 @needs_both
-def test_a_strategy_is_shown_to_all_but_the_other_trainer() -> None:
+def test_a_strategy_is_hidden_only_from_the_other_trainer() -> None:
     asking = {"__name__": "pytorch_lightning.trainer.connectors.accelerator_connector", "strategy": SafeDDP()}
     with pytest.raises(TypeError, match=r"^SafeDDP is for a Trainer of lightning\.pytorch, but"):
         eval("f'{strategy!r}'", asking)
@@ -227,12 +223,12 @@ def test_with_only_pytorch_lightning_everything_works(outcome: dict[str, Any]) -
 
 
 @needs_both
-def test_tensorboard_is_not_loaded_where_another_logger_writes(outcome: dict[str, Any]) -> None:
+def test_tensorboard_is_not_imported_for_another_logger(outcome: dict[str, Any]) -> None:
     assert outcome["tensorboard"] is False
 
 
 @needs_both
-def test_the_other_way_round_a_trainer_of_lightning_is_refused(outcome: dict[str, Any]) -> None:
+def test_a_lightning_trainer_is_refused_by_pytorch_lightning_classes(outcome: dict[str, Any]) -> None:
     said = "is for a Trainer of pytorch_lightning, but was given to one of lightning.pytorch: "
     assert outcome["strategy_refused"].startswith(f"TypeError: SafeDDP {said}")
     assert len(outcome["callbacks_refused"]) == 5
@@ -247,8 +243,8 @@ def test_the_other_way_round_a_trainer_of_lightning_is_refused(outcome: dict[str
 
 
 @needs_both
-def test_both_train_in_one_program(outcome: dict[str, Any]) -> None:
-    """Those that were refused before, too, as the error says."""
+def test_both_packages_train_in_one_program(outcome: dict[str, Any]) -> None:
+    """Even those that were refused before, as the error promises."""
     assert outcome["followed"] == {
         "lightning.pytorch": {"steps": 2, "said": [], "points": 2, "by_name": "SafeDDP"},
         "pytorch_lightning": {"steps": 2, "said": [], "points": 2, "by_name": "SafeDDP"},
@@ -256,7 +252,7 @@ def test_both_train_in_one_program(outcome: dict[str, Any]) -> None:
 
 
 @needs_both
-def test_for_either_package_there_is_everything_and_errors_are_the_same() -> None:
+def test_both_modules_are_complete_and_share_their_errors() -> None:
     from lightning_ncclsafe import lightning, pytorch_lightning
 
     for module in (lightning, pytorch_lightning):
@@ -266,7 +262,7 @@ def test_for_either_package_there_is_everything_and_errors_are_the_same() -> Non
 
 
 @needs_both
-def test_each_is_of_its_package_and_not_of_the_other() -> None:
+def test_each_class_belongs_to_its_own_package_only() -> None:
     import lightning.pytorch as one
     import pytorch_lightning as other
 
@@ -285,7 +281,7 @@ def test_each_is_of_its_package_and_not_of_the_other() -> None:
 
 @needs_both
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
-def test_either_is_made_from_a_configuration(package: str) -> None:
+def test_both_can_be_created_from_a_configuration(package: str) -> None:
     import lightning.pytorch
     import pytorch_lightning
 
@@ -304,7 +300,7 @@ def test_either_is_made_from_a_configuration(package: str) -> None:
 
 
 @needs_both
-def test_both_registries_have_the_names_and_the_variable_decides_what_is_meant(outcome: dict[str, Any]) -> None:
+def test_both_strategy_registries_have_the_names(outcome: dict[str, Any]) -> None:
     assert outcome["with_the_variable"] == [
         "lightning_ncclsafe.lightning",
         "lightning_ncclsafe.pytorch_lightning",

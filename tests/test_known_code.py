@@ -76,7 +76,7 @@ def words(place: CodePlace, name: str) -> str:
         for one in resolved()
     ],
 )
-def test_what_is_known_is_there(place: CodePlace, name: str) -> None:
+def test_known_code_exists(place: CodePlace, name: str) -> None:
     folder = folder_of(name)
     if folder is None:
         pytest.skip(f"{name} is not installed")
@@ -84,16 +84,16 @@ def test_what_is_known_is_there(place: CodePlace, name: str) -> None:
     if not place.versions or SpecifierSet(place.versions, prereleases=True).contains(version_of(name)):
         assert absent == []
     else:
-        assert absent, f"{name} {version_of(name)} has it, too: {place.versions} is not so"
+        assert absent, f"{name} {version_of(name)} has it, too: {place.versions} is wrong"
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_torch_and_lightning_are_among_what_is_looked_at(name: str) -> None:
+def test_torch_and_lightning_are_checked(name: str) -> None:
     names = [known for place in PLACES for known in place.package.names if name in known]
     assert any(folder_of(known) is not None for known in names)
 
 
-def test_what_is_not_there_is_found() -> None:
+def test_missing_code_is_found() -> None:
     torch = libraries.COLLECTIVES.places[0].package
     folder = folder_of("torch")
     assert folder is not None
@@ -132,11 +132,11 @@ SITE = "/venv/lib/python3.12/site-packages"
         (libraries.DEBUGGERS, f"{SITE}/IPython/terminal/embed.py", "mainloop", True),
     ],
 )
-def test_a_frame_is_found_by_the_end_of_its_path(code: Code, file: str, function: str, is_in: bool) -> None:
+def test_a_frame_is_recognised_by_the_end_of_its_path(code: Code, file: str, function: str, is_in: bool) -> None:
     assert code.has(file, function) is is_in
 
 
-def test_a_star_is_the_only_sign_with_a_meaning() -> None:
+def test_a_star_is_the_only_wildcard() -> None:
     package = Package(names=("one",), folder="/one/")
     place = CodePlace(package=package, file="a.b+c.py", functions=("f*",))
     assert place.has("/one/a.b+c.py", "f1")

@@ -164,16 +164,16 @@ def namesakes(modules: Sources) -> dict[str, list[str]]:
 HOLLOW = dict.fromkeys([*(name for names in LAYERS for name in names), "probes.rank", "report.text"], "")
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_in_one_direction() -> None:
     assert upward(sources()) == []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_import_cycle_exists() -> None:
     assert cycle(sources()) == []
 
 
 def test_no_class_name_is_used_twice() -> None:
-    """But for the public classes, which are there once for each package of Lightning's."""
+    """Except the public classes, which exist once for each Lightning package."""
     assert namesakes({name: source for name, source in sources().items() if name != "pytorch_lightning"}) == {}
 
 
@@ -181,7 +181,7 @@ def test_every_name_in_the_table_exists() -> None:
     assert {name for names in LAYERS for name in names} <= set(sources())
 
 
-def test_torch_and_lightning_are_imported_where_that_is_said() -> None:
+def test_torch_and_lightning_are_imported_only_where_listed() -> None:
     assert importers(sources(), "torch") == IMPORTS_TORCH
     found = sources()
     for module, package in IMPORTS_LIGHTNING.items():
@@ -208,7 +208,7 @@ def test_torch_and_lightning_are_imported_where_that_is_said() -> None:
         ("probes.new", "def f():\n    from lightning_ncclsafe.guard.new import Guard", "probes.new imports guard"),
     ],
 )
-def test_an_import_that_points_up_is_found(module: str, line: str, said: str) -> None:
+def test_an_upward_import_is_found(module: str, line: str, said: str) -> None:
     assert upward(HOLLOW | {module: line}) == [said]
 
 
@@ -222,7 +222,7 @@ def test_a_cycle_is_found() -> None:
     assert set(cycle(modules)) == {"rules.a", "rules.b"}
 
 
-def test_a_class_name_that_is_used_twice_is_found() -> None:
+def test_a_duplicate_class_name_is_found() -> None:
     assert namesakes({"a": "class Frame: ...", "b": "class Frame: ...", "c": "class Line: ..."}) == {
         "Frame": ["a", "b"]
     }
@@ -251,7 +251,7 @@ def loaded_with(statement: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_judging_and_reporting_need_neither_torch_nor_lightning() -> None:
+def test_rules_and_reports_need_neither_torch_nor_lightning() -> None:
     names = (
         ".facts.findings",
         ".facts.codec",
@@ -268,11 +268,11 @@ def test_the_command_line_needs_neither_torch_nor_lightning() -> None:
     assert loaded_with(f"import {PACKAGE}.cli.logs") == []
 
 
-def test_what_is_heavy_would_be_seen() -> None:
+def test_a_heavy_import_is_detected() -> None:
     assert loaded_with(f"import {PACKAGE}.probes.host.resources") == ["psutil"]
 
 
-def test_public_names_are_there_when_asked_for() -> None:
+def test_public_names_are_available() -> None:
     from lightning_ncclsafe import strategies
     from lightning_ncclsafe.errors import CollectiveTimeoutError
     from lightning_ncclsafe.lightning import SafeDDP

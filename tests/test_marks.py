@@ -219,14 +219,14 @@ def facts_with(stack: tuple[Frame, ...]) -> RankFacts:
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_rank_of_ours_that_waits_for_others_is_seen_to_wait(name: str) -> None:
+def test_own_code_that_waits_for_ranks_is_recognised(name: str) -> None:
     wait = WAITS[name]()
     doing = activity(facts_with(seen(wait.call, wait.at, wait.release)))
     assert doing.waits_for_peers, doing
     assert doing.kind is (Kind.COLLECTIVE if wait.at is process_groups.wait_for_vote else Kind.STORE)
 
 
-def test_what_waits_for_itself_or_for_a_logger_does_not_wait_for_ranks() -> None:
+def test_own_code_without_a_wait_for_ranks_is_not_a_wait() -> None:
     assert activity(facts_with(in_preflight())).kind is Kind.LIGHTNING
     assert activity(facts_with(in_offload())).kind is Kind.LOGGER
     assert {frame.mark for frame in in_preflight() if frame.mark} == {Mark.OWN}
@@ -321,7 +321,7 @@ def waits(node: ast.AST) -> bool:
     return name in WAITING_CALLS and not (name == "join" and is_text)
 
 
-def test_whatever_waits_says_so_or_is_known_to_wait_for_something_else() -> None:
+def test_every_waiting_function_is_marked_or_listed() -> None:
     for module in (
         "strategies.guarded",
         "callbacks.declared",
@@ -355,7 +355,7 @@ def texts(source: str) -> Iterator[str]:
             yield node.value
 
 
-def test_no_code_of_ours_is_known_by_its_path() -> None:
+def test_no_own_code_is_matched_by_its_path() -> None:
     found = {
         (path.relative_to(FOLDER).as_posix(), name)
         for path in FOLDER.rglob("*.py")
@@ -370,7 +370,7 @@ def test_no_code_of_ours_is_known_by_its_path() -> None:
     "text",
     [r"/lightning_ncclsafe/loaders/agreement\.py$", "/lightning_ncclsafe/", "exchange/meeting.py", "watchdog.py"],
 )
-def test_a_path_of_ours_would_be_found(text: str) -> None:
+def test_a_match_by_path_is_found(text: str) -> None:
     assert own_name_in(text)
 
 
@@ -389,13 +389,13 @@ def operands(node: ast.Compare) -> list[ast.expr]:
     return [node.left, *node.comparators]
 
 
-def test_no_frame_is_known_by_the_name_of_its_function_outside_of_the_table() -> None:
+def test_no_frame_is_matched_by_function_name_outside_the_table() -> None:
     assert [text for path in FOLDER.rglob("*.py") for text in compared_functions(path.read_text())] == []
     assert compared_functions('any(frame.function == "wait_for_vote" for frame in stack)')
 
 
-def test_another_process_that_is_asked_by_signal_tells_the_same() -> None:
-    """Of the text that faulthandler writes."""
+def test_a_stack_from_faulthandler_has_the_same_marks() -> None:
+    """Parsed from the text that faulthandler writes."""
     exchange = MemoryExchange()
     one = meeting(exchange, rank=1)
     call = lambda: one.meet(FACTS, lambda ranks: Agreed())  # noqa: E731
@@ -407,7 +407,7 @@ def test_another_process_that_is_asked_by_signal_tells_the_same() -> None:
     assert activity(facts_with(stack)).kind is Kind.STORE
 
 
-def test_a_raised_exception_tells_it_and_what_is_read_again_has_it() -> None:
+def test_marks_of_an_exception_survive_a_round_trip() -> None:
     exchange = MemoryExchange()
     exchange.close()
     with pytest.raises(Exception) as raised:
@@ -417,7 +417,7 @@ def test_a_raised_exception_tells_it_and_what_is_read_again_has_it() -> None:
     assert codec.decode(RankFacts, codec.encode(facts_with(stack))).stack == stack
 
 
-def test_what_was_written_before_there_were_marks_is_read() -> None:
+def test_frames_without_marks_are_read() -> None:
     old = b'{"file":"/a.py","line":1,"function":"f","code":"","user":false,"rank_condition":""}'
     assert codec.decode(Frame, old).mark == ""
     assert codec.decode(Frame, old[:-1] + b',"mark":"of a newer version"}').mark == "of a newer version"
@@ -459,7 +459,7 @@ class Logger:
 """
 
 
-def test_functions_of_one_name_are_told_by_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_one_name_are_distinguished_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "häuser 家" / "module.py"
     load(file, MODULE, monkeypatch)
     for name in (str(file), str(file).encode("ascii", "backslashreplace").decode()):
@@ -471,12 +471,12 @@ def test_functions_of_one_name_are_told_by_their_lines(tmp_path: Path, monkeypat
     assert mark_at("/home/me/module.py", 4, "wait") == ""
 
 
-def test_a_folder_whose_name_only_begins_like_ours_is_not_ours() -> None:
+def test_a_folder_with_our_name_as_prefix_is_not_ours() -> None:
     assert mark_at(f"{FOLDER}_and_more/guard.py", 1, "f") == ""
     assert mark_at(f"{FOLDER}{os.sep}guard.py", 1, "f") == Mark.OWN
 
 
-def test_a_marked_function_stays_what_it_is() -> None:
+def test_a_marked_function_is_unchanged() -> None:
     def wait() -> None:
         pass
 

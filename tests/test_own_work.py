@@ -37,7 +37,7 @@ def busy_ns() -> int:
     return sum(end_ns - begin_ns for begin_ns, end_ns in take_own_work())
 
 
-def test_it_is_given_once() -> None:
+def test_own_work_is_returned_once() -> None:
     before_ns = time.time_ns()
     with OwnWork():
         work()
@@ -46,7 +46,7 @@ def test_it_is_given_once() -> None:
     assert take_own_work() == []
 
 
-def test_also_that_of_other_threads_and_of_what_raises() -> None:
+def test_own_work_of_threads_and_failures_counts() -> None:
     def fails() -> None:
         with suppress(ZeroDivisionError), OwnWork():
             work()
@@ -58,14 +58,14 @@ def test_also_that_of_other_threads_and_of_what_raises() -> None:
     assert busy_ns() >= MS
 
 
-def test_what_is_too_short_to_matter_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_short_own_work_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_work, "_LEAST_NS", 3_600 * 1000 * MS)
     with OwnWork():
         pass
     assert take_own_work() == []
 
 
-def test_it_is_bounded_where_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_work_is_bounded_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_work, "_LEAST_NS", 0)
     for _ in range(5000):
         with OwnWork():
@@ -91,12 +91,12 @@ def collector(**more: Any) -> LoaderCollector:
     )
 
 
-def test_the_comparison_of_loaders_and_their_tuning_are_ours() -> None:
+def test_comparing_and_tuning_loaders_is_own_work() -> None:
     collector(on_stage=work).prepared(Loader())
     assert busy_ns() >= MS
 
 
-def test_so_is_the_beginning_of_an_epoch_of_a_loader_that_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_an_epoch_of_a_tuned_loader_is_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
     iterates: list[Any] = []
     monkeypatch.setattr(collecting, "ReplacedIteration", lambda _, iterate, **__: iterates.append(iterate))
     tuner = SimpleNamespace(take=lambda *_, **__: [lambda begin: (work(), begin())[1]])
@@ -106,8 +106,8 @@ def test_so_is_the_beginning_of_an_epoch_of_a_loader_that_is_tuned(monkeypatch: 
     assert busy_ns() >= MS
 
 
-def test_what_a_logger_is_given_is_taken_in_by_us() -> None:
-    """Where its queue is full, the caller may have to wait."""
+def test_putting_entries_into_the_offload_is_own_work() -> None:
+    """The caller may have to wait if the queue is full."""
     offload = Offload.__new__(Offload)
     vars(offload).update(_intake=SimpleNamespace(put=work), _is_forked=False, ledger=Ledger("CSVLogger", print))
     offload.put(MARKER)

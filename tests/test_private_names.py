@@ -58,7 +58,7 @@ def said_in(module: str, name: str) -> Callable[[], object]:
 
     def check() -> None:
         text = inspect.getsource(importlib.import_module(module))
-        assert re.search(rf"\b{name}\b", text), f"{module} does not say {name}"
+        assert re.search(rf"\b{name}\b", text), f"{module} does not mention {name}"
 
     return check
 
@@ -104,6 +104,9 @@ OF_TORCH: dict[str, Callable[[], object]] = {
     "_try_put_index": takes(LOADERS, "_MultiProcessingDataLoaderIter._try_put_index", None),
     "_try_get_data": takes(LOADERS, "_MultiProcessingDataLoaderIter._try_get_data", None, 1.0),
     "_remove_worker_pids": lambda: importlib.import_module(f"{LOADERS}")._utils.signal_handling._remove_worker_pids,
+    "_set_worker_signal_handlers": said_in(
+        "torch.utils.data._utils.worker", "signal_handling._set_worker_signal_handlers()"
+    ),
     # DDP
     "_DEFAULT_FIRST_BUCKET_BYTES": lambda: c10d._DEFAULT_FIRST_BUCKET_BYTES + 1,
     "_compute_bucket_assignment_by_size": calls("_compute_bucket_assignment_by_size", [torch.ones(1)], [1, 2]),
@@ -237,11 +240,11 @@ def options_of_backends() -> Iterator[Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_private_name_exists_and_takes_what_it_is_given(name: str) -> None:
+def test_a_private_name_exists_with_its_expected_signature(name: str) -> None:
     ALL[name]()
 
 
-def test_nccl_s_names_are_those_of_builds_that_have_it() -> None:
+def test_nccl_names_exist_only_in_nccl_builds() -> None:
     assert hasattr(c10d, "_dump_nccl_trace_json") is hasattr(c10d, "_dump_nccl_trace") is HAS_NCCL
     assert HAS_NCCL or torch.version.cuda is None
 
@@ -277,13 +280,13 @@ def ours(paths: list[Path]) -> set[str]:
     return found
 
 
-def test_every_private_name_that_is_used_is_listed() -> None:
+def test_every_used_private_name_is_listed() -> None:
     listed = {*OF_TORCH, *OF_MULTIPROCESSING} - {"_dump_fr_trace", "_dump_nccl_trace"}
     assert set().union(*map(used_in, OWN_OF_TORCH)) - ours(OWN_OF_TORCH) - listed == set()
     others = [path for path in HERE.rglob("*.py") if path not in OWN_OF_TORCH]
     assert set().union(*map(used_in, others)) - ours([*others, *OWN_OF_TORCH]) - ALL.keys() == set()
 
 
-def test_a_name_that_is_listed_is_used() -> None:
+def test_every_listed_private_name_is_used() -> None:
     said = "\n".join(path.read_text() for path in HERE.rglob("*.py"))
     assert [name for name in ALL if not re.search(rf"\b{name}\b", said)] == ["_dump_fr_trace", "_dump_nccl_trace"]

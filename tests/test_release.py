@@ -31,19 +31,19 @@ def sections() -> list[tuple[str, str]]:
     return re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
-def test_the_version_is_the_newest_of_the_changelog() -> None:
+def test_the_version_is_the_newest_in_the_changelog() -> None:
     (unreleased, no_date), (version, date), *_ = sections()
     assert (unreleased, no_date) == ("Unreleased", "")
     assert version == lightning_ncclsafe.__version__ and date
 
 
-def test_it_is_cited_with_its_version_and_date() -> None:
+def test_the_citation_has_the_version_and_date() -> None:
     released = sections()[1]
     assert (CITATION["version"], CITATION["date-released"]) == released
     assert (CITATION["title"], CITATION["license"]) == (PROJECT["name"], PROJECT["license"])
 
 
-def test_the_recipe_has_the_version_and_asks_for_the_same() -> None:
+def test_the_recipe_has_the_version_and_the_same_requirements() -> None:
     assert RECIPE["context"] == {"name": PROJECT["name"], "version": lightning_ncclsafe.__version__}
     wanted = {}
     for requirement in map(Requirement, PROJECT["dependencies"]):
@@ -55,8 +55,8 @@ def test_the_recipe_has_the_version_and_asks_for_the_same() -> None:
     assert RECIPE["build"]["python"]["entry_points"] == [f"ncclsafe = {PROJECT['scripts']['ncclsafe']}"]
 
 
-def test_every_requirement_says_what_it_is_for() -> None:
-    """But for what a user of Lightning has in any case."""
+def test_every_requirement_has_a_comment() -> None:
+    """Except those that every Lightning user already has."""
     text = (ROOT / "pyproject.toml").read_text()
     block = text[text.index("dependencies = [") : text.index("[project.scripts]")]
     lines = [line.strip() for line in block.splitlines() if line.strip().startswith('"')]
@@ -65,7 +65,7 @@ def test_every_requirement_says_what_it_is_for() -> None:
     assert unexplained == {"torch", "torchmetrics", "tensorboard"}
 
 
-def test_extras_that_others_are_made_of_are_there() -> None:
+def test_extras_named_by_other_extras_exist() -> None:
     extras = PROJECT["optional-dependencies"]
     named = {extra for asked in extras.values() for each in asked for extra in _extras_of_ours(each)}
     assert named <= extras.keys()
@@ -77,7 +77,7 @@ def _extras_of_ours(requirement: str) -> set[str]:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_actions_are_pinned_and_nothing_may_more_than_it_needs(workflow: Path) -> None:
+def test_actions_are_pinned_with_minimal_permissions(workflow: Path) -> None:
     text = workflow.read_text()
     uses = re.findall(r"uses: (\S+)(.*)", text)
     assert uses
@@ -91,7 +91,7 @@ def test_actions_are_pinned_and_nothing_may_more_than_it_needs(workflow: Path) -
     assert all(job["permissions"] and job["timeout-minutes"] for job in read["jobs"].values())
 
 
-def test_only_the_job_that_publishes_can() -> None:
+def test_only_the_publish_job_can_publish() -> None:
     read = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     may = {name for name, job in read["jobs"].items() if "id-token" in job["permissions"]}
     assert may == {"publish"} and read["jobs"]["publish"]["environment"] == "pypi"
@@ -109,7 +109,7 @@ def test_forms_ask_for_the_report(form: Path) -> None:
     assert all(field["attributes"]["label"] for field in fields.values())
 
 
-def test_paths_that_the_papers_name_are_there() -> None:
+def test_paths_named_in_documents_exist() -> None:
     for paper in ("CONTRIBUTING.md", "SECURITY.md", "examples/README.md"):
         text = (ROOT / paper).read_text()
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):

@@ -14,20 +14,20 @@ from lightning_ncclsafe.settings import Limits, check_limits, report_folder
 MINUTE = timedelta(minutes=1)
 
 
-def test_by_default_half_an_hour_and_what_the_run_itself_shows() -> None:
+def test_the_default_is_half_an_hour_with_an_adaptive_suspicion() -> None:
     assert check_limits(None, None, "abort") == Limits(
         suspect_after_s=60.0, timeout_s=1800.0, on_timeout="abort", learned=True
     )
 
 
 @pytest.mark.parametrize(("timeout_s", "suspect_after_s"), [(20, 10), (119, 59.5), (120, 60), (7200, 60)])
-def test_with_a_short_timeout_half_of_it(timeout_s: float, suspect_after_s: float) -> None:
+def test_a_short_timeout_halves_suspect_after(timeout_s: float, suspect_after_s: float) -> None:
     assert check_limits(None, timedelta(seconds=timeout_s), "report").suspect_after_s == suspect_after_s
 
 
 @pytest.mark.parametrize("suspect_after", [30, 30.0, timedelta(seconds=30)])
 @pytest.mark.parametrize("timeout", [90, 90.0, timedelta(seconds=90)])
-def test_durations_and_seconds_mean_the_same(suspect_after: Any, timeout: Any) -> None:
+def test_durations_and_seconds_are_equivalent(suspect_after: Any, timeout: Any) -> None:
     limits = check_limits(suspect_after, timeout, "report")
     assert limits == Limits(suspect_after_s=30.0, timeout_s=90.0, on_timeout="report")
     assert type(limits.suspect_after_s) is type(limits.timeout_s) is float
@@ -93,12 +93,12 @@ def test_the_strategy_checks_the_others() -> None:
         SafeDDP(timeout=timedelta(0))
 
 
-def test_the_strategys_own_defaults_are_allowed_and_its_timeout_counts() -> None:
+def test_strategy_defaults_are_valid_and_its_timeout_counts() -> None:
     assert guard_of(SafeDDP()).limits == check_limits(None, None, "abort")
     assert guard_of(SafeDDP(timeout=None)).limits.timeout_s == 1800.0
     assert guard_of(SafeDDP(timeout=timedelta(seconds=30))).limits.suspect_after_s == 15.0
 
 
-def test_the_report_folder_is_under_the_trainers_unless_it_is_given() -> None:
+def test_the_report_folder_defaults_to_the_trainers() -> None:
     assert report_folder(None, "/runs") == Path("/runs/ncclsafe")
     assert report_folder("here", "/runs") == report_folder(Path("here"), "/runs") == Path("here")

@@ -20,7 +20,7 @@ def answers() -> Iterator[threading.Event]:
     join_own_threads("aside")
 
 
-def test_what_a_call_gives_or_raises_is_passed_on_and_no_thread_is_left() -> None:
+def test_results_and_errors_are_passed_on_and_no_thread_is_left() -> None:
     side = SideThread("ncclsafe-aside")
     assert side.call(lambda: threading.current_thread().name, AMPLE_S) == "ncclsafe-aside"
 
@@ -33,7 +33,7 @@ def test_what_a_call_gives_or_raises_is_passed_on_and_no_thread_is_left() -> Non
     assert not side.is_busy and not own_threads("aside")
 
 
-def test_while_a_call_has_not_returned_no_other_is_made(answers: threading.Event) -> None:
+def test_no_second_call_starts_before_the_first_returns(answers: threading.Event) -> None:
     side, made = SideThread("ncclsafe-aside"), list[str]()
 
     def call() -> str:
@@ -52,7 +52,7 @@ def test_while_a_call_has_not_returned_no_other_is_made(answers: threading.Event
     assert side.call(lambda: "again", AMPLE_S) == "again"
 
 
-def test_of_several_threads_each_gets_the_answer_to_its_own_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_thread_gets_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     side, join, others = SideThread("ncclsafe-aside"), threading.Thread.join, list[str]()
 
     def join_and_ask(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -67,8 +67,8 @@ def test_of_several_threads_each_gets_the_answer_to_its_own_question(monkeypatch
     assert others == ["asked", "to another thread"]
 
 
-def test_who_asks_while_another_call_begins_gets_the_answer_to_one_of_them() -> None:
-    """Of the call before, and not of the one that begins, which has not returned."""
+def test_asking_while_another_call_starts_gets_the_earlier_answer() -> None:
+    """The answer of the earlier call, as the starting one has not returned."""
 
     class Between(SideThread):
         """Another call begins just when the thread of the first one has been looked up."""
@@ -86,12 +86,12 @@ def test_who_asks_while_another_call_begins_gets_the_answer_to_one_of_them() -> 
     assert side.answer(AMPLE_S) == "first"
 
 
-def test_it_keeps_no_process_alive(answers: threading.Event) -> None:
+def test_the_thread_is_a_daemon(answers: threading.Event) -> None:
     SideThread("ncclsafe-aside").begin(lambda: answers.wait(AMPLE_S))
     assert [thread.daemon for thread in own_threads("aside")] == [True]
 
 
-def test_without_an_answer_there_is_none_and_without_threads_that_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_answer_and_a_failed_thread_start_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     side = SideThread("ncclsafe-aside")
     with pytest.raises(UnansweredError):
         side.answer(0.0)

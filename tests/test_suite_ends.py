@@ -139,7 +139,7 @@ def test_the_run_ends_and_names_the_test(culprit: str, outcome: Ended) -> None:
 
 
 @pytest.mark.program("is stopped")
-def test_of_a_stopped_process_the_line_is_shown(outcome: Ended) -> None:
+def test_the_line_of_a_stopped_process_is_shown(outcome: Ended) -> None:
     # Its time limit is over as well once it goes on: faulthandler or pytest-timeout tells it, whichever comes first.
     assert re.search(r'test_culprit\.py", line 2,? in test_it', outcome.text)
 
@@ -158,7 +158,7 @@ def test_each_file_is_imported_once_and_each_test_runs_once(tmp_path: Path) -> N
     assert {path.stem for path in tmp_path.glob("*.ran")} == names
 
 
-def test_the_trainers_run_alone(tmp_path: Path) -> None:
+def test_trainer_tests_run_alone(tmp_path: Path) -> None:
     times = (
         "import pathlib, time, pytest\n@pytest.mark.parametrize('number', range(3))\ndef test_it(number):\n"
         "    began = time.monotonic()\n    time.sleep(0.2)\n"
@@ -182,7 +182,7 @@ def test_the_files_that_are_begun_first_are_there() -> None:
     assert [name for name in BEGUN_FIRST if not (ROOT / name).is_file()] == []
 
 
-def test_what_fails_is_shown_and_the_rest_runs(tmp_path: Path) -> None:
+def test_a_failure_is_shown_and_the_rest_runs(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_bad(): assert 6 * 7 == 43\n")
     (tmp_path / "test_b.py").write_text(GOOD)
     (tmp_path / "test_c.py").write_text("import pytest\ndef test_not(): pytest.skip('not here')\n")
@@ -193,7 +193,7 @@ def test_what_fails_is_shown_and_the_rest_runs(tmp_path: Path) -> None:
     assert "not here" in ended.text
 
 
-def test_what_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
+def test_an_import_error_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("import no_such_module\n")
     (tmp_path / "test_b.py").write_text(GOOD)
     ended = run(tmp_path)
@@ -201,7 +201,7 @@ def test_what_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
     assert "No module named 'no_such_module'" in ended.text
 
 
-def test_at_the_first_failure_no_further_file_is_begun(tmp_path: Path) -> None:
+def test_the_first_failure_starts_no_further_file(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_bad(): assert False\n")
     for number in range(10):
         (tmp_path / f"test_b{number}.py").write_text("import time\ndef test_it(): time.sleep(0.5)\n")
@@ -214,7 +214,7 @@ def test_without_tests_the_run_fails(tmp_path: Path) -> None:
     assert run(tmp_path).status == 5
 
 
-def test_told_to_end_twice_it_leaves_nothing(tmp_path: Path) -> None:
+def test_two_sigterms_leave_no_process(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import os, psutil, signal\ndef test_it():\n    watching = psutil.Process().parent().ppid()\n"
         "    os.kill(watching, signal.SIGTERM)\n    os.kill(watching, signal.SIGTERM)\n    signal.pause()\n"

@@ -23,6 +23,23 @@ _CUT_POLL_S = 0.05
 _UNKNOWN_EXIT_CODE = 255
 
 
+def around_worker_handlers(before: Callable[[], object], after: Callable[[], object]) -> None:
+    """In a child that may become a loader's worker: calls functions around the setting of its signal handlers.
+
+    Args:
+        before: Called before torch sets its handlers of SIGSEGV, SIGBUS and SIGFPE.
+        after: Called after that.
+    """
+    original = signal_handling._set_worker_signal_handlers
+
+    def set_handlers() -> None:
+        before()
+        original()
+        after()
+
+    signal_handling._set_worker_signal_handlers = set_handlers
+
+
 class WorkersSilent(Exception):
     """Workers did not return a batch in time."""
 

@@ -5,6 +5,7 @@ None, or empty, means that this host does not report it.
 
 from dataclasses import dataclass, field
 
+from lightning_ncclsafe.facts.frames import Frame
 from lightning_ncclsafe.facts.preflight import GpuFacts
 
 COLLECTOR = "<garbage collector>"
@@ -130,6 +131,7 @@ class EndedProcess:
         exit_code: Its exit code, if it exited by itself.
         ago_s: Seconds since it ended; None if its end was not observed and its parent has not reaped it.
         is_replaced: Whether its parent has reaped it; a process pool has then started another.
+        stack: Where its main thread was, outermost frame first, if a signal that it caused itself has ended it.
     """
 
     pid: int
@@ -137,6 +139,7 @@ class EndedProcess:
     exit_code: int | None = None
     ago_s: float | None = None
     is_replaced: bool = False
+    stack: tuple[Frame, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,6 +192,8 @@ class StepFacts:
             within the group; -1 if unknown.
         groups_made: How many process groups this rank has taken part in creating, as a member or not, including the
             one that it is creating; -1 if unknown.
+        making: Global ranks of the members of the group that it is creating; empty if these are all ranks, or if it
+            creates none.
         groups_at: ``"file:line in setup"`` of the calls of ``new_group`` under a condition on the rank, in the user's
             functions that the main thread is in, else in those of the module and callbacks; searched only while it
             creates a group.
@@ -230,6 +232,7 @@ class StepFacts:
     peer: int = -1
     root: int = -1
     groups_made: int = -1
+    making: tuple[int, ...] = ()
     groups_at: tuple[str, ...] = ()
     accumulates_at: tuple[str, ...] = ()
 

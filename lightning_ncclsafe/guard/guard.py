@@ -35,6 +35,8 @@ from lightning_ncclsafe.settings import Limits
 # The watchdog checks for progress four times a second, and reads the log as often: all ranks together ask the store for
 # it no more than about a thousand times a second.
 _POLL_S, _POLLS_PER_S = 0.25, 1000.0
+# How long a rank waits for the others of its host to publish their info, once all have joined, and how often it looks.
+_MEETING_S, _MEETING_TURNS = 0.5, 10
 # Groups of this process, by name, for which it is known whether they are recorded.
 _asked_about: set[str] = set()
 
@@ -128,7 +130,11 @@ class Guard:
             self._rank_hosts.announce(
                 exchange, own_address_towards(self._own.place.master_address, self._own.place.master_port)
             )
-        self._watchdog.wake()
+        # A rank that ends soon, in its very first collective for instance, leaves nothing to those that do not know it.
+        for _ in range(_MEETING_TURNS):
+            self._watchdog.wake()
+            if self._local_ranks.wait_until_met(_MEETING_S / _MEETING_TURNS) or self._own.state.is_off:
+                break
 
     def set_up(self) -> None:
         """Checks whether the process groups that ranks have made are recorded; one rank prints which are not."""

@@ -3,6 +3,7 @@
 In a later call of the Trainer, they are known from the call before.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -60,7 +61,9 @@ class LocalRanks:
         self._early: dict[int, RankInfo] = {rank: replace(peer, has_guard=False) for rank, peer in self._met.items()}
         self._gone: dict[int, int] = {}
         self._next_look_s = 0.0
-        self._have_met = place.local_world_size == 1
+        self._have_met = threading.Event()
+        if place.local_world_size == 1:
+            self._have_met.set()
         self.has_lost = False
         if self._early:
             self._probe.peers = tuple(self._early.values())
@@ -68,20 +71,24 @@ class LocalRanks:
     def meet(self, exchange: Exchange) -> None:
         """Reads what they have published, once all have: later, the store may be gone."""
         self.has_lost = False
-        if self._have_met:
+        if self._have_met.is_set():
             return
         keys = [info_key(rank) for rank in self._place.ranks_here if rank != self._place.rank]
         with suppress(ExchangeError):
             peers = [codec.decode(RankInfo, peer) for peer in exchange.get_many(keys).values()]
             if len(peers) == len(keys):
-                self._have_met = True
                 self._probe.peers = tuple(peer for peer in peers if peer.host == self._probe.info.host)
                 self._met.clear()
                 self._met.update({peer.rank: peer for peer in self._probe.peers})
+                self._have_met.set()
+
+    def wait_until_met(self, within_s: float) -> bool:
+        """Waits, on any thread, until the ranks of this host know each other; False if they do not by then."""
+        return self._have_met.wait(within_s)
 
     def look_around(self, idle_s: float) -> None:
         """Looks every 2 s at the ranks that have not joined, once this rank has been idle, waiting for them."""
-        if self._have_met or idle_s < _PATIENCE_S or self._clock() < self._next_look_s:
+        if self._have_met.is_set() or idle_s < _PATIENCE_S or self._clock() < self._next_look_s:
             return
         began_s = self._clock()
         # The guard works without what the host does not let this process see.
@@ -101,7 +108,7 @@ class LocalRanks:
 
     def search(self) -> None:
         """Finds the processes of ranks of this host that have not published their info yet."""
-        if self._have_met:
+        if self._have_met.is_set():
             return
         for local_rank, pid in self._find_in_time().items():
             if local_rank != self._place.local_rank and local_rank < self._place.local_world_size:

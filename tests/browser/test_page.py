@@ -106,7 +106,7 @@ TOO_WIDE = """[...document.body.querySelectorAll('*')]
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 @pytest.mark.parametrize("name", MADE)
-def test_it_fits_and_is_quiet(show: Open, name: str, width: int) -> None:
+def test_the_page_fits_and_requests_nothing_else(show: Open, name: str, width: int) -> None:
     with show(name, width) as page:
         assert page.evaluate("document.documentElement.scrollWidth") == width
         page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
@@ -126,7 +126,7 @@ ANSWERS = """Object.fromEntries(['who', 'where', 'why', 'what-to-do'].map(id => 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 @pytest.mark.parametrize("name", ["2 ranks", "1,024 ranks", "the longest"])
-def test_who_where_why_and_what_to_do_are_on_the_first_screen(show: Open, name: str, width: int) -> None:
+def test_the_first_screen_shows_who_where_why_and_what_to_do(show: Open, name: str, width: int) -> None:
     with show(name, width) as page:
         boxes = page.evaluate(ANSWERS)
     assert [*boxes] == ["who", "where", "why", "what-to-do"]
@@ -136,7 +136,7 @@ def test_who_where_why_and_what_to_do_are_on_the_first_screen(show: Open, name: 
         assert box["height"] >= 15 and box["cut"] <= 1, boxes
 
 
-def test_what_is_longer_than_any_does_not_push_the_rest_away(show: Open, browser: Browser, tmp_path: Path) -> None:
+def test_an_overlong_answer_stays_on_the_first_screen(show: Open, browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     base = longest()
     first = replace(base.findings[0], summary=SUMMARY * 4, remedy=REMEDY * 4)
@@ -149,7 +149,7 @@ def test_what_is_longer_than_any_does_not_push_the_rest_away(show: Open, browser
 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
-def test_a_click_selects_the_answer_as_text(show: Open, width: int) -> None:
+def test_a_click_selects_the_whole_answer(show: Open, width: int) -> None:
     with show("the longest", width) as page:
         assert page.evaluate("document.querySelector('summary').innerText") == "The answer as text, to copy"
         page.click("summary")
@@ -162,7 +162,7 @@ def test_a_click_selects_the_answer_as_text(show: Open, width: int) -> None:
     assert others[-1].startswith("Incident 1: rank 1 made no progress for 41 s. 263 of 512 ranks answered.")
 
 
-def test_what_is_the_same_on_hundreds_of_ranks_is_told_once(show: Open) -> None:
+def test_hundreds_of_identical_ranks_share_one_finding(show: Open) -> None:
     with show("the longest", DESKTOP) as page:
         others = page.evaluate(
             "[...document.querySelectorAll('section[aria-labelledby=others] details')].map(one => one.textContent)"
@@ -172,14 +172,14 @@ def test_what_is_the_same_on_hundreds_of_ranks_is_told_once(show: Open) -> None:
     assert "The same was found for ranks 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, … (248 ranks)" in others[0]
 
 
-def test_nothing_from_facts_is_run(show: Open) -> None:
+def test_facts_run_no_code(show: Open) -> None:
     with show("hostile", PHONE) as page:
         assert page.evaluate("typeof pwned") == "undefined"
         assert page.evaluate("document.querySelectorAll('script, img, a[href^=javascript]').length") == 0
         assert "<script>pwned = 1</script>" in page.evaluate("document.body.innerText")
 
 
-def test_the_policy_would_stop_what_slipped_through(browser: Browser, tmp_path: Path) -> None:
+def test_the_policy_blocks_injected_content(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     slipped = "<script>pwned = 1</script><img src='http://127.0.0.1:9/x' onerror='pwned = 1'><p style='color: red'>"
     path.write_text(html_of("2 ranks").replace("<main>", f"<main>{slipped}"))
@@ -189,12 +189,12 @@ def test_the_policy_would_stop_what_slipped_through(browser: Browser, tmp_path: 
         assert len([text for text in page.complaints() if "Content Security Policy" in text]) >= 3
 
 
-def test_its_own_style_is_admitted(show: Open) -> None:
+def test_the_policy_allows_the_pages_own_style(show: Open) -> None:
     with show("2 ranks", DESKTOP) as page:
         assert page.evaluate("getComputedStyle(document.querySelector('.lanes')).listStyleType") == "none"
 
 
-def test_a_link_opens_the_facts_it_leads_to(show: Open) -> None:
+def test_a_link_unfolds_its_target(show: Open) -> None:
     with show("2 ranks", PHONE) as page:
         assert page.evaluate("document.querySelector('#rank-0').open") is False
         click = "document.querySelector('a[href=\"#rank-0-progress\"]').click()"
@@ -205,7 +205,7 @@ def test_a_link_opens_the_facts_it_leads_to(show: Open) -> None:
         assert -1 < top < 844
 
 
-def test_on_paper_nothing_is_folded_away_or_cut_off(show: Open) -> None:
+def test_print_shows_everything_unfolded(show: Open) -> None:
     folded = "[...document.querySelectorAll('details > :not(summary)')].filter(one => !one.checkVisibility()).length"
     with show("2 ranks", 680) as page:
         assert page.evaluate(folded.replace("checkVisibility()", "checkVisibility({contentVisibilityAuto: true})")) > 0
@@ -249,7 +249,7 @@ LEAST_CONTRAST = """(() => {
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", ["a silent rank", "the longest"])
-def test_everything_can_be_read(show: Open, name: str, dark: bool) -> None:
+def test_all_text_has_enough_contrast(show: Open, name: str, dark: bool) -> None:
     with show(name, DESKTOP, dark=dark) as page:
         page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
@@ -258,7 +258,7 @@ def test_everything_can_be_read(show: Open, name: str, dark: bool) -> None:
         assert page.evaluate(LEAST_CONTRAST) >= 4.5
 
 
-def test_the_picture_says_in_words_what_it_shows(show: Open) -> None:
+def test_the_picture_has_text_labels(show: Open) -> None:
     with show("1,024 ranks", PHONE) as page:
         labels = page.evaluate(
             "[...document.querySelectorAll('.lanes svg')].map(one => one.getAttribute('aria-label'))"
@@ -269,7 +269,7 @@ def test_the_picture_says_in_words_what_it_shows(show: Open) -> None:
         assert page.evaluate("document.querySelectorAll('.lanes li:last-child .call').length") > 20
 
 
-def test_headings_go_down_one_by_one(show: Open) -> None:
+def test_heading_levels_are_not_skipped(show: Open) -> None:
     with show("1,024 ranks", DESKTOP) as page:
         levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(one => +one.tagName[1])")
     assert levels.count(1) == 1 and levels[0] == 1

@@ -22,7 +22,7 @@ from lightning_ncclsafe.checkpoints.folder import KEY
 from lightning_ncclsafe.settings import AgreementSettings
 
 
-def test_the_defaults_are_those_of_a_strategy_without_the_callback() -> None:
+def test_defaults_match_a_strategy_without_the_callback() -> None:
     assert DatasetAgreement().settings == AgreementSettings()
     assert AgreementSettings() == AgreementSettings(on_mismatch="raise", content="sample", on_uneven="raise")
 
@@ -36,19 +36,19 @@ def test_the_defaults_are_those_of_a_strategy_without_the_callback() -> None:
     ],
 )
 @pytest.mark.parametrize("value", ["RAISE", None, True])
-def test_an_unknown_word_is_refused_with_what_is_allowed(argument: str, allowed: str, value: Any) -> None:
+def test_an_unknown_option_is_refused_with_the_allowed_ones(argument: str, allowed: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{argument}={value!r} is unknown; it must be {allowed}"):
         DatasetAgreement(**{argument: value})
 
 
-def test_a_strategy_that_compares_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_stock_strategy_is_refused(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(strategy=DDPStrategy())
     with pytest.raises(TypeError, match=r"DatasetAgreement needs a strategy .*, but this Trainer has DDPStrategy"):
         DatasetAgreement().setup(trainer, LightningModule(), "fit")
 
 
 @pytest.mark.parametrize("kind", [CollectiveTimer, DatasetAgreement, HostPreflight, JustInTimeCheckpoint, LoaderTuner])
-def test_a_second_one_of_a_class_is_refused(kind: type[Callback]) -> None:
+def test_a_second_callback_of_the_same_class_is_refused(kind: type[Callback]) -> None:
     derived = type("Derived", (kind,), {})
 
     def setup(*callbacks: Callback) -> None:
@@ -66,7 +66,7 @@ def test_a_second_one_of_a_class_is_refused(kind: type[Callback]) -> None:
     setup(*safe_callbacks(kind()))
 
 
-def test_a_strategy_of_ours_is_taken() -> None:
+def test_a_safe_strategy_is_accepted() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, strategy=SafeDDP(), logger=False)
     DatasetAgreement(on_uneven="repeat").setup(trainer, LightningModule(), "fit")
 
@@ -80,12 +80,12 @@ def test_a_strategy_of_ours_is_taken() -> None:
         ({"grace": 0}, "grace=0 must be longer than 0 s"),
     ],
 )
-def test_what_a_checkpoint_at_the_last_moment_cannot_be(settings: dict[str, Any], text: str) -> None:
+def test_invalid_just_in_time_settings_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         JustInTimeCheckpoint(**settings)
 
 
-def test_a_run_that_goes_on_keeps_its_name() -> None:
+def test_a_resumed_run_keeps_its_name() -> None:
     first, second = JustInTimeCheckpoint(), JustInTimeCheckpoint()
     assert first.settings.run != second.settings.run
     second.on_load_checkpoint(Trainer(logger=False), LightningModule(), {KEY: {"run": first.settings.run}})
@@ -101,7 +101,7 @@ def batch_hooks(callback: Callback) -> set[str]:
     return {name for name in named if callable(getattr(callback, name))}
 
 
-def test_a_callback_has_only_those_hooks_of_a_batch_that_do_something() -> None:
+def test_callbacks_define_only_the_batch_hooks_they_need() -> None:
     assert len(batch_hooks(Callback())) == 12
     found = {type(one).__name__: batch_hooks(one) for one in [*safe_callbacks(), JustInTimeCheckpoint()]}
     assert found == {
@@ -123,7 +123,7 @@ class Counting(Callback):
         self.batches += 1
 
 
-def test_a_class_derived_from_ours_has_the_hooks_that_it_gets_elsewhere() -> None:
+def test_a_subclass_keeps_its_own_batch_hooks() -> None:
     class Derived(LoaderTuner):
         begun = 0
 

@@ -42,18 +42,18 @@ def test_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "50"])
-def test_steps_that_are_no_number_of_steps_are_refused(value: Any) -> None:
+def test_an_invalid_every_n_steps_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"every_n_steps={value!r} must be a whole number of at least 1")):
         CollectiveTimer(every_n_steps=value)
 
 
-def test_a_strategy_that_times_nothing_is_refused() -> None:
+def test_a_stock_strategy_is_refused() -> None:
     trainer: Any = SimpleNamespace(strategy=DDPStrategy())
     with pytest.raises(TypeError, match=r"this Trainer has DDPStrategy\. Use .*SafeDDP"):
         CollectiveTimer().setup(trainer, LightningModule(), "fit")
 
 
-def test_a_strategy_of_ours_is_taken() -> None:
+def test_a_safe_strategy_is_accepted() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, strategy=SafeDDP(), logger=False)
     CollectiveTimer().setup(trainer, LightningModule(), "fit")
 
@@ -99,7 +99,7 @@ def batch_ends(callback: CollectiveTimer, trainer: Any) -> None:
     callback.on_train_batch_end(trainer, LightningModule(), None, None, 0)
 
 
-def test_scalars_go_to_the_loggers_of_rank_0_every_so_many_steps(attached: Attached) -> None:
+def test_rank_0_logs_scalars_every_n_steps(attached: Attached) -> None:
     logger, callback = Logger(), CollectiveTimer(every_n_steps=50)
     batch_ends(callback, trainer_of(logger, step=99))
     batch_ends(callback, trainer_of(logger, rank=1))
@@ -108,7 +108,7 @@ def test_scalars_go_to_the_loggers_of_rank_0_every_so_many_steps(attached: Attac
     assert logger.metrics == [({"a": 1.0}, 100)]
 
 
-def test_results_that_cannot_be_shown_do_not_end_the_run(
+def test_a_failure_to_print_results_does_not_end_the_run(
     attached: Attached, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -121,10 +121,10 @@ def test_results_that_cannot_be_shown_do_not_end_the_run(
 
 
 @pytest.mark.parametrize(("steps", "is_printed"), [(LEAST_STEPS, True), (LEAST_STEPS - 1, False)])
-def test_where_nobody_has_ended_it_the_trace_is_kept_and_named_after_enough_steps(
+def test_detaching_saves_the_trace_and_prints_it_after_enough_steps(
     steps: int, is_printed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that fails at its first step, or a search for a learning rate, has no timings that anybody asks for."""
+    """A run that fails at its first step, or a learning-rate search, has no timings worth printing."""
     exchange, saved = MemoryExchange(), list[Path]()
     made = AttachedTimer(
         SimpleNamespace(), ActionTracker(), exchange, TimerSettings(), rank=0, world_size=1, report_dir=tmp_path
@@ -137,14 +137,14 @@ def test_where_nobody_has_ended_it_the_trace_is_kept_and_named_after_enough_step
     assert ("trace: here" in capfd.readouterr().err) is is_printed
 
 
-def test_a_timer_that_is_off_shows_nothing(attached: Attached, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_disabled_timer_shows_nothing(attached: Attached, capfd: pytest.CaptureFixture[str]) -> None:
     attached.timer.is_off = True
     logger = Logger()
     CollectiveTimer().teardown(trainer_of(logger), LightningModule(), "fit")
     assert logger.metrics == [] and capfd.readouterr().err == "" and attached.ended == 1
 
 
-def test_a_logger_that_fails_is_said_so_once_and_the_others_go_on(
+def test_a_failing_logger_is_reported_once_and_the_others_continue(
     attached: Attached, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Broken(Logger):
@@ -164,20 +164,20 @@ def test_only_rank_0_prints(attached: Attached, capfd: pytest.CaptureFixture[str
     CollectiveTimer().teardown(trainer_of(Logger(), rank=rank), LightningModule(), "fit")
     said = capfd.readouterr().err
     assert said.count("collectives of 50 steps") == said.count("trace: here") == (1 if rank == 0 else 0)
-    assert attached.ended == 1, "each rank shares what is left"
+    assert attached.ended == 1, "each rank shares the rest"
 
 
 @pytest.mark.parametrize(("stage", "steps"), [("validate", 900), ("test", 900), ("predict", 900), ("fit", 49)])
-def test_only_a_fit_of_enough_steps_prints(
+def test_only_a_long_enough_fit_prints(
     attached: Attached, capfd: pytest.CaptureFixture[str], stage: str, steps: int
 ) -> None:
     attached.steps, logger = steps, Logger()
     CollectiveTimer().teardown(trainer_of(logger), LightningModule(), stage)
     assert capfd.readouterr().err == ""
-    assert attached.ended == 1 and logger.metrics, "loggers are given what they always are"
+    assert attached.ended == 1 and logger.metrics, "loggers still get their scalars"
 
 
-def test_scalars_of_a_slow_logger_make_nobody_late(attached: Attached) -> None:
+def test_logging_scalars_counts_as_own_work(attached: Attached) -> None:
     class Slow(Logger):
         def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             time.sleep(0.001)
@@ -187,7 +187,7 @@ def test_scalars_of_a_slow_logger_make_nobody_late(attached: Attached) -> None:
     assert sum(end_ns - begin_ns for begin_ns, end_ns in take_own_work()) >= 1e6
 
 
-def test_what_is_not_wanted_is_not_made(attached: Attached, capfd: pytest.CaptureFixture[str]) -> None:
+def test_disabled_outputs_are_not_printed(attached: Attached, capfd: pytest.CaptureFixture[str]) -> None:
     CollectiveTimer(table=False, trace=False, heat_map=False).teardown(trainer_of(Logger()), LightningModule(), "fit")
     assert capfd.readouterr().err == ""
 
@@ -195,7 +195,7 @@ def test_what_is_not_wanted_is_not_made(attached: Attached, capfd: pytest.Captur
 NOTHING_TIMED: Any = SimpleNamespace(calls=SimpleNamespace(blocks=[]), spans=SimpleNamespace(all=lambda: []))
 
 
-def test_what_cannot_be_written_is_said_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_write_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "collectives").write_text("a file in the way")
     assert results.save(NOTHING_TIMED, TimingSummary(), tmp_path, TimerSettings()) == ""
     said = capfd.readouterr().err
@@ -203,7 +203,7 @@ def test_what_cannot_be_written_is_said_so(tmp_path: Path, capfd: pytest.Capture
     assert said.count("\n") == 1
 
 
-def test_the_table_of_every_call_is_kept_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_each_call_writes_its_table_to_a_new_file(tmp_path: Path) -> None:
     settings = TimerSettings(trace=False)
     for steps in (0, 3):
         assert results.save(NOTHING_TIMED, TimingSummary(steps=steps), tmp_path, settings) == ""
@@ -216,18 +216,18 @@ def test_the_table_of_every_call_is_kept_in_a_file_of_its_own(tmp_path: Path) ->
     assert {stat.S_IMODE(path.stat().st_mode) for path in tables} == {0o600}
 
 
-def test_nothing_is_written_where_nothing_is_wanted(tmp_path: Path) -> None:
+def test_disabled_outputs_are_not_written(tmp_path: Path) -> None:
     assert results.save(NOTHING_TIMED, TimingSummary(), tmp_path, TimerSettings(trace=False, table=False)) == ""
     assert [*tmp_path.iterdir()] == []
 
 
-def test_pictures_go_to_the_loggers_that_take_them() -> None:
+def test_the_heat_map_goes_to_loggers_that_accept_images() -> None:
     seen: list[tuple[Any, ...]] = []
     board = SimpleNamespace(experiment=SimpleNamespace(add_image=lambda *told, **more: seen.append((*told, more))))
     wandb = SimpleNamespace(log_image=lambda *told, **more: seen.append((*told, more)))
     history = LatenessHistory(2)
     results.log_heat_map(history, [board, wandb, SimpleNamespace()], 7)
-    assert seen == [], "nothing was late, as nothing was compared"
+    assert seen == [], "nothing was compared, so nothing was late"
     history._used = 3
     results.log_heat_map(history, [board, wandb, SimpleNamespace()], 7)
     (name, picture, step, how), (key, images, more) = seen
@@ -266,13 +266,13 @@ def test_scalars_reach_the_loggers(fitted: Fitted) -> None:
     }
 
 
-def test_the_picture_of_lateness_is_logged_once(fitted: Fitted) -> None:
+def test_the_heat_map_is_logged_once(fitted: Fitted) -> None:
     folder, _, _ = fitted
     (image,) = EventAccumulator(str(folder / "tb/version_0")).Reload().Images(HEAT_MAP)
     assert image.encoded_image_string.startswith(b"\x89PNG")
 
 
-def test_the_table_is_printed_once_and_says_who_was_late_where(fitted: Fitted) -> None:
+def test_the_table_is_printed_once_and_names_the_straggler(fitted: Fitted) -> None:
     _, said, _ = fitted
     assert len([line for line in said if line.startswith("collectives of ")]) == 1
     (told,) = [line for line in said if re.match(r"rank \d+ (was|is)", line)]
@@ -281,7 +281,7 @@ def test_the_table_is_printed_once_and_says_who_was_late_where(fitted: Fitted) -
     assert len([line for line in said if line.startswith("trace: ")]) == 1
 
 
-def test_the_trace_is_private_and_can_be_read(fitted: Fitted) -> None:
+def test_the_trace_is_private_and_readable(fitted: Fitted) -> None:
     folder, _, _ = fitted
     table, path = sorted((folder / "reports/collectives").iterdir())
     assert path.name.endswith("Z-trace.json.gz") and table.name == path.name.replace("trace.json.gz", "collectives.txt")
@@ -293,7 +293,7 @@ def test_the_trace_is_private_and_can_be_read(fitted: Fitted) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_everything_is_as_it_was(fitted: Fitted, rank: int) -> None:
+def test_everything_is_restored_after_the_fit(fitted: Fitted, rank: int) -> None:
     _, _, seen = fitted
     found = seen[rank]
     assert found["steps"] == 240

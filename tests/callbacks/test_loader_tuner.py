@@ -28,13 +28,13 @@ def test_the_defaults() -> None:
     assert HostPreflight(data_dir=Path("data")).settings.data_dir == "data"
 
 
-def test_an_unknown_word_is_refused() -> None:
+def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("on_problem='stop' is unknown; it must be 'warn' or 'raise'.")):
         HostPreflight(on_problem="stop")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("callback", [LoaderTuner(), HostPreflight()])
-def test_a_strategy_that_does_nothing_of_it_is_refused(callback: Any) -> None:
+def test_a_stock_strategy_is_refused(callback: Any) -> None:
     trainer: Any = SimpleNamespace(strategy=DDPStrategy())
     with pytest.raises(TypeError, match=r"this Trainer has DDPStrategy\. Use .*SafeDDP"):
         callback.setup(trainer, LightningModule(), "fit")
@@ -58,7 +58,7 @@ def order(rank: int) -> list[float]:
 
 
 @pytest.mark.program("tuned")
-def test_every_sample_comes_in_stock_order(outcome: Any) -> None:
+def test_samples_come_in_stock_order(outcome: Any) -> None:
     assert outcome.codes == [0, 0], outcome.output
     for rank, seen in enumerate(outcome.ranks):
         assert seen["samples"] == order(rank)
@@ -70,13 +70,13 @@ def most_workers() -> int:
 
 
 @pytest.mark.program("tuned")
-def test_far_more_workers_than_cores_are_fewer_from_the_start(outcome: Any) -> None:
+def test_too_many_workers_are_reduced_from_the_start(outcome: Any) -> None:
     for seen in outcome.ranks:
         assert max(seen["workers"]) == most_workers() + VALIDATES, outcome.output
 
 
 @pytest.mark.program("tuned")
-def test_what_was_changed_is_said_by_rank_0_once_and_nothing_else(outcome: Any) -> None:
+def test_rank_0_reports_a_changed_worker_count_once(outcome: Any) -> None:
     said = [line for line in outcome.output.splitlines() if "_dataloader: " in line]
     changed = f"num_workers={most_workers()} instead of {ASKED} on every rank: the cores allow no more"
     assert len(said) == (most_workers() < ASKED)
@@ -93,7 +93,7 @@ def test_nothing_is_left_behind(outcome: Any) -> None:
 
 @pytest.mark.program("equal")
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_seeded_run_with_random_augmentation_gives_the_weights_of_stock(outcome: Any, workers: str) -> None:
+def test_a_seeded_run_with_random_augmentation_matches_stock_weights(outcome: Any, workers: str) -> None:
     assert outcome.codes == [0, 0], outcome.output
     for seen in outcome.ranks:
         weights = seen["weights"][workers]

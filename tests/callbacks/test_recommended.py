@@ -26,38 +26,38 @@ def kinds(callbacks: list[Callback]) -> list[type[Callback]]:
     return [type(callback) for callback in callbacks]
 
 
-def test_they_are_all_that_we_have_and_new_at_each_call() -> None:
+def test_each_call_returns_new_instances_of_all_recommended() -> None:
     once, again = safe_callbacks(), safe_callbacks()
     assert kinds(once) == kinds(again) == RECOMMENDED
     assert not {*map(id, once)} & {*map(id, again)}
 
 
-def test_of_each_its_defaults() -> None:
+def test_each_callback_has_its_defaults() -> None:
     found = {type(callback): callback.settings for callback in safe_callbacks()}  # type: ignore[attr-defined]
     lenient = AgreementSettings(on_mismatch="raise_on_hang")
     assert found == {kind: kind().settings for kind in RECOMMENDED} | {DatasetAgreement: lenient}
 
 
-def test_data_that_stock_trains_on_is_refused_only_where_that_is_asked_for_by_name() -> None:
+def test_an_explicit_dataset_agreement_keeps_its_strict_default() -> None:
     (given,) = (one for one in safe_callbacks(DatasetAgreement()) if isinstance(one, DatasetAgreement))
     assert given.settings.on_mismatch == "raise"
 
 
 @pytest.mark.parametrize("own", [CollectiveTimer(trace=False), OwnTimer()])
-def test_one_of_the_same_class_takes_its_place(own: CollectiveTimer) -> None:
+def test_an_own_callback_replaces_the_recommended_one_of_its_class(own: CollectiveTimer) -> None:
     callbacks = safe_callbacks(own)
     assert callbacks[-1] is own
     assert kinds(callbacks[:-1]) == RECOMMENDED[:-1]
 
 
-def test_one_in_the_middle_keeps_the_order() -> None:
+def test_a_replaced_callback_keeps_its_position() -> None:
     own = DatasetAgreement(on_uneven="repeat")
     callbacks = safe_callbacks(own)
     assert kinds(callbacks) == RECOMMENDED
     assert callbacks[1] is own
 
 
-def test_others_follow_in_their_order_as_many_as_there_are() -> None:
+def test_other_callbacks_follow_in_their_order() -> None:
     others = [ModelCheckpoint(), EarlyStopping("loss"), ModelCheckpoint(monitor="loss")]
     callbacks = safe_callbacks(others[0], LoaderTuner(apply=False), *others[1:])
     assert kinds(callbacks[:5]) == RECOMMENDED
@@ -65,11 +65,11 @@ def test_others_follow_in_their_order_as_many_as_there_are() -> None:
 
 
 @pytest.mark.parametrize("without", [(LoaderTuner,), [LoaderTuner], {LoaderTuner}])
-def test_one_is_left_out(without: Any) -> None:
+def test_one_callback_can_be_left_out(without: Any) -> None:
     assert kinds(safe_callbacks(without=without)) == [kind for kind in RECOMMENDED if kind is not LoaderTuner]
 
 
-def test_all_are_left_out() -> None:
+def test_all_callbacks_can_be_left_out() -> None:
     own = ModelCheckpoint()
     assert safe_callbacks(own, without=RECOMMENDED) == [own]
 
@@ -83,7 +83,7 @@ def test_all_are_left_out() -> None:
         ((), ("LoaderTuner",), "has 'LoaderTuner', which is not recommended; only"),
     ],
 )
-def test_what_contradicts_itself_is_refused(own: Any, without: Any, said: str) -> None:
+def test_contradictory_arguments_are_refused(own: Any, without: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         safe_callbacks(*own, without=without)
 
@@ -99,6 +99,6 @@ def test_what_contradicts_itself_is_refused(own: Any, without: Any, said: str) -
         ((), None, "without=None must be a list with classes"),
     ],
 )
-def test_what_is_no_callback_is_refused(own: Any, without: Any, said: str) -> None:
+def test_a_non_callback_is_refused(own: Any, without: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         safe_callbacks(*own, without=without)

@@ -37,20 +37,20 @@ def value_of(path: Path) -> Any:
     return torch.load(path, weights_only=True)["value"]
 
 
-def test_a_checkpoint_has_its_name_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_a_write_leaves_only_the_named_checkpoint(tmp_path: Path) -> None:
     path = folder(tmp_path / "new").write(3, 41, writes(7), nothing)
     assert path.name == "just-in-time-epoch=3-step=41.ckpt" and names(path.parent) == [path.name]
     assert value_of(path) == 7
 
 
-def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     first = folder(tmp_path).write(0, 1, writes(1), nothing)
     second = folder(tmp_path).write(0, 1, writes(2), nothing)
     assert second.name == "just-in-time-epoch=0-step=1-v1.ckpt"
     assert (value_of(first), value_of(second)) == (1, 2)
 
 
-def test_two_that_write_at_once_are_both_there(tmp_path: Path) -> None:
+def test_concurrent_writes_both_succeed(tmp_path: Path) -> None:
     barrier = threading.Barrier(2)
     paths: list[Path] = []
 
@@ -66,7 +66,7 @@ def test_two_that_write_at_once_are_both_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("breaks", ["while it is written", "before it has its name"])
-def test_what_breaks_leaves_what_was_there(breaks: str, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_earlier_checkpoint(breaks: str, tmp_path: Path) -> None:
     before = folder(tmp_path).write(0, 1, writes(1), nothing)
 
     def fail(*args: Any) -> None:
@@ -82,7 +82,7 @@ def test_what_breaks_leaves_what_was_there(breaks: str, tmp_path: Path) -> None:
     assert names(tmp_path) == [before.name] and value_of(before) == 1
 
 
-def test_only_so_many_are_kept_and_those_of_other_runs_stay(tmp_path: Path) -> None:
+def test_only_old_checkpoints_of_this_run_are_pruned(tmp_path: Path) -> None:
     other = folder(tmp_path).write(0, 0, writes(run="another"), nothing)
     (tmp_path / "just-in-time-epoch=0-step=9.ckpt").write_bytes(b"what nobody can read")
     (tmp_path / "best.ckpt").write_bytes(b"a ModelCheckpoint's")
@@ -95,7 +95,7 @@ def test_only_so_many_are_kept_and_those_of_other_runs_stay(tmp_path: Path) -> N
     }
 
 
-def test_what_a_writer_has_left_that_is_gone_is_cleared_away(tmp_path: Path) -> None:
+def test_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, timeout=30)
     host, pid = socket.gethostname(), int(gone.stdout)
     space = os.stat("/proc/self/ns/pid").st_ino
@@ -119,7 +119,7 @@ def test_what_a_writer_has_left_that_is_gone_is_cleared_away(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["shorter", "overwritten"])
-def test_what_storage_has_not_kept_is_found(damage: str, tmp_path: Path) -> None:
+def test_lost_or_corrupt_bytes_are_detected(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "written.ckpt"
     torch.save({"weights": torch.ones(1000)}, path)
     size = path.stat().st_size
@@ -141,14 +141,14 @@ class Told:
         return print, ("run",)
 
 
-def test_what_could_run_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Hyperparameters may be objects of any class; ours is read all the same, and nothing of theirs runs."""
+def test_untrusted_objects_are_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hyperparameters may be objects of any class: our part is still read, and no code of theirs runs."""
     torch.save({KEY: {"run": MINE, "odd": Told()}, "code": Told(), "hparams": tmp_path}, path := tmp_path / "code.ckpt")
     part = own_part(path)
     assert part["run"] == MINE and capsys.readouterr().out == ""
 
 
-def test_calls_with_objects_of_any_class_are_not_kept_forever(tmp_path: Path) -> None:
+def test_checkpoints_with_arbitrary_objects_are_pruned_too(tmp_path: Path) -> None:
     def write(file: BinaryIO) -> None:
         torch.save({KEY: {"run": MINE}, "hyper_parameters": {"data_dir": tmp_path}}, file)
 

@@ -41,7 +41,7 @@ def paths(seen: CheckpointList) -> list[str]:
     return [Path(one.path).name for one in seen.candidates]
 
 
-def test_the_newest_is_first_whichever_folder_it_is_in(tmp_path: Path) -> None:
+def test_the_newest_comes_first_across_folders(tmp_path: Path) -> None:
     save(tmp_path / "ours" / "a.ckpt", second=1)
     save(tmp_path / "theirs" / "b.ckpt", second=3)
     save(tmp_path / "ours" / "c.ckpt", second=2)
@@ -63,7 +63,7 @@ def test_incomplete_files_and_other_files_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
-def test_a_file_that_was_cut_off_is_passed_over_with_a_line(tmp_path: Path, share: float) -> None:
+def test_a_truncated_file_is_skipped_with_a_message(tmp_path: Path, share: float) -> None:
     save(tmp_path / "good.ckpt")
     bad = cut(save(tmp_path / "bad.ckpt"), share)
     seen = found_in([tmp_path])
@@ -72,7 +72,7 @@ def test_a_file_that_was_cut_off_is_passed_over_with_a_line(tmp_path: Path, shar
     assert line.startswith(f"{bad} is skipped: it is truncated or damaged")
 
 
-def test_a_file_of_something_else_is_not_one_of_pytorchs(tmp_path: Path) -> None:
+def test_an_unrelated_file_is_not_a_pytorch_checkpoint(tmp_path: Path) -> None:
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as file:
@@ -82,7 +82,7 @@ def test_a_file_of_something_else_is_not_one_of_pytorchs(tmp_path: Path) -> None
     assert why_not_whole(tmp_path / "pipe.ckpt") == "it is not a file"
 
 
-def test_a_sharded_one_needs_its_index_and_the_rest(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_needs_its_index_and_metadata(tmp_path: Path) -> None:
     folder = tmp_path / "sharded.ckpt"
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(b"x")
@@ -95,7 +95,7 @@ def test_a_sharded_one_needs_its_index_and_the_rest(tmp_path: Path) -> None:
     assert paths(found_in([tmp_path])) == ["sharded.ckpt"]
 
 
-def test_what_differs_in_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+def test_a_mismatch_with_the_model_is_explained(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt", names=("net.weight", "head.weight"))
     model = {name: torch.ones(100) for name in NAMES}
     assert why_unfit(path, model) == "it is of another model: it lacks 'net.bias', it has 'head.weight'"
@@ -106,8 +106,8 @@ def test_what_differs_in_a_checkpoint_of_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_one_that_has_weights_alone_is_passed_over(is_split: bool, tmp_path: Path) -> None:
-    """``ModelCheckpoint(save_weights_only=True)``: each start would end by an error of Lightning's."""
+def test_a_weights_only_checkpoint_is_skipped(is_split: bool, tmp_path: Path) -> None:
+    """``ModelCheckpoint(save_weights_only=True)``: each start would end with an error from Lightning."""
     path = tmp_path / "best.ckpt"
     if is_split:
         path.mkdir()
@@ -126,7 +126,7 @@ class Sly:
         return os.mkdir, (str(self.path),)
 
 
-def test_what_is_looked_at_is_not_run(tmp_path: Path) -> None:
+def test_inspecting_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     odd = {"more": Sly(tmp_path / "run"), "where": tmp_path, "named": [Sly(tmp_path / "too")], "why": OSError("x")}
@@ -143,13 +143,13 @@ def seen(*names: str, size: int = 1) -> CheckpointList:
     )
 
 
-def test_the_newest_that_all_see_alike_is_taken() -> None:
+def test_the_newest_checkpoint_visible_to_all_ranks_is_chosen() -> None:
     choice = chosen([seen("b", "a"), seen("c", "b", "a")], 2)
     assert choice.path == "b"
     assert choice.lines == ("c is skipped: rank 0 does not see all of it",)
 
 
-def test_one_that_differs_between_ranks_is_not_the_same() -> None:
+def test_a_checkpoint_that_differs_between_ranks_is_skipped() -> None:
     choice = chosen(
         [seen("b", "a"), CheckpointList(candidates=(*seen("b", size=2).candidates, *seen("a").candidates))], 2
     )
@@ -161,7 +161,7 @@ def test_no_checkpoint_at_the_first_start_is_not_an_error() -> None:
     assert (choice.path, choice.error, choice.lines) == ("", "", ())
 
 
-def test_checkpoints_that_some_ranks_lack_are_an_error_and_not_lost() -> None:
+def test_checkpoints_missing_on_some_ranks_are_an_error() -> None:
     choice = chosen([CheckpointList(), seen("a"), CheckpointList()], 3)
     assert choice.path == "" and "Only some ranks see these checkpoints: a." in choice.error
 
@@ -170,7 +170,7 @@ def test_missing_ranks_are_an_error() -> None:
     assert chosen([seen("a")], 3).error.startswith("2 of 3 ranks did not report")
 
 
-def test_one_that_does_not_fit_is_passed_over() -> None:
+def test_an_unfit_checkpoint_is_skipped() -> None:
     choice = chosen([seen("b", "a")], 1, lambda path: "it is of another model" if path.name == "b" else "")
     assert (choice.path, choice.lines) == ("a", ("b is skipped: it is of another model",))
 
@@ -193,7 +193,7 @@ def agreed(folders: list[Path], **settings: float) -> tuple[list[str], list[str]
         return [*pool.map(agree, range(len(folders)))], said
 
 
-def test_all_ranks_take_the_same(tmp_path: Path) -> None:
+def test_all_ranks_choose_the_same_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", second=1)
     newest = save(tmp_path / "b.ckpt", second=2)
     cut(save(tmp_path / "c.ckpt"))
@@ -202,7 +202,7 @@ def test_all_ranks_take_the_same(tmp_path: Path) -> None:
     assert len(said) == 1 and "c.ckpt is skipped" in said[0]
 
 
-def test_all_ranks_fail_alike_where_only_one_host_has_it(tmp_path: Path) -> None:
+def test_all_ranks_fail_if_only_one_host_has_the_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "one" / "a.ckpt")
     found, _ = agreed([tmp_path / "none", tmp_path / "one"])
     assert len({*found}) == 1 and found[0].startswith("error: Only some ranks see these checkpoints")

@@ -107,7 +107,7 @@ def read_on_all(split: Callable[[nn.Module], None]) -> list[tuple[str, str, list
         (tensor_parallel, [0, 1, 2, 3]),
     ],
 )
-def test_the_parts_of_all_ranks_are_the_whole(split: Callable[[nn.Module], None], parts: list[int]) -> None:
+def test_the_shards_of_all_ranks_cover_the_whole(split: Callable[[nn.Module], None], parts: list[int]) -> None:
     found = read_on_all(split)
     layouts = [layout for layout, *_ in found]
     assert [layouts.index(layout) for layout in layouts] == parts

@@ -201,7 +201,7 @@ def resumed(
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", LOADERS)
-def test_the_rest_of_the_epoch_is_bit_for_bit_the_same(name: str, workers: int) -> None:
+def test_the_rest_of_the_epoch_is_bit_identical(name: str, workers: int) -> None:
     options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
     make = LOADERS[name]
 
@@ -244,7 +244,7 @@ def torch_round_trip(saved: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def test_a_second_resume_in_the_same_epoch_continues_as_well() -> None:
+def test_a_second_resume_in_the_same_epoch_works() -> None:
     make = LOADERS["shuffled"]
     seed()
     whole = Trained(make())
@@ -264,7 +264,7 @@ def test_a_second_resume_in_the_same_epoch_continues_as_well() -> None:
     assert first.seen + second.seen + third.seen == whole.seen
 
 
-def test_lightning_s_warning_is_suppressed_if_training_resumes_and_no_filter_is_left() -> None:
+def test_lightnings_warning_is_suppressed_without_leaving_a_filter() -> None:
     seed()
     first = Trained(LOADERS["shuffled"]())
     first.go_on(first.begin(), 2)
@@ -285,8 +285,8 @@ def test_lightning_s_warning_is_suppressed_if_training_resumes_and_no_filter_is_
 
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if name != "sample by sample"])
-def test_after_the_last_batch_nothing_is_loaded_and_the_next_epoch_is_as_ever(name: str) -> None:
-    """As where a run is ended in the validation at the end of an epoch."""
+def test_resuming_after_the_last_batch_starts_the_next_epoch(name: str) -> None:
+    """As when a run is ended during the validation at the end of an epoch."""
     make = LOADERS[name]
     seed()
     first = Trained(make())
@@ -307,8 +307,8 @@ def left() -> Iterator[PositionFile]:
     made.close()
 
 
-def test_a_rank_that_ends_while_others_make_the_step_has_left_behind_where_it_would_be(left: PositionFile) -> None:
-    """From its backward pass on: before the others could make the step, and before its own batch is over."""
+def test_the_position_after_the_step_is_written_in_the_backward_pass(left: PositionFile) -> None:
+    """From the backward pass on: before the others can make the step, and before the rank's own batch ends."""
     seed()
     training = Trained(LOADERS["shuffled"](), left)
     batches = training.begin()
@@ -327,11 +327,11 @@ def test_a_rank_that_ends_while_others_make_the_step_has_left_behind_where_it_wo
     random.random()
     assert str(read_position(left.path, 3)) == str(ahead) != str(then := capture(training) | {"step": 3})
     assert str(read_position(left.path, 3)) == str(then)
-    assert read_position(left.path, 2) is None, "of the step before nobody goes on any more"
+    assert read_position(left.path, 2) is None, "no rank resumes from the previous step"
 
 
 @pytest.mark.parametrize("why", ["accumulates", "is manual", "fails"])
-def test_nothing_is_left_ahead_where_no_step_follows_for_sure(left: PositionFile, why: str) -> None:
+def test_no_position_is_written_ahead_without_a_certain_step(left: PositionFile, why: str) -> None:
     training = Trained(LOADERS["shuffled"](), left)
     batches = training.begin()
     capture(training)
@@ -347,7 +347,7 @@ def test_nothing_is_left_ahead_where_no_step_follows_for_sure(left: PositionFile
     assert read_position(left.path, 1) is None and read_position(left.path, 0) is not None
 
 
-def test_an_iterable_dataset_begins_again_with_a_message() -> None:
+def test_an_iterable_dataset_restarts_with_a_message() -> None:
     loader = DataLoader(Stream(), batch_size=BATCH)
     first = Trained(loader)
     first.go_on(first.begin(), 3)
@@ -359,7 +359,7 @@ def test_an_iterable_dataset_begins_again_with_a_message() -> None:
     assert len(later.said) == 1 and "restarts epoch 1 from its first batch, after 3 batches" in later.said[0]
 
 
-def test_a_loader_with_a_state_of_its_own_is_given_it_back() -> None:
+def test_a_stateful_loader_gets_its_state_back() -> None:
     class Stateful:
         sampler, state = None, 0
 
@@ -389,8 +389,8 @@ def test_a_checkpoint_without_a_position_continues_if_the_order_is_determined(sa
 
 
 @pytest.mark.parametrize(("name", "goes_on"), [("distributed", True), ("in order", True), ("shuffled", False)])
-def test_all_ranks_begin_again_where_one_could_not_say_where_it_was(name: str, goes_on: bool) -> None:
-    """Else ranks would have different numbers of batches left."""
+def test_all_ranks_restart_the_epoch_if_one_position_is_unknown(name: str, goes_on: bool) -> None:
+    """Otherwise ranks would have different numbers of batches left."""
     seed()
     first = Trained(LOADERS[name]())
     first.go_on(first.begin(), 3)
@@ -400,7 +400,7 @@ def test_all_ranks_begin_again_where_one_could_not_say_where_it_was(name: str, g
     assert bool(silent.said) is not goes_on
 
 
-def test_a_sampler_that_cannot_be_asked_again_is_noticed() -> None:
+def test_an_unrepeatable_sampler_is_detected() -> None:
     seed()
     first = Trained(of(Unasked()))
     first.go_on(first.begin(), 3)
@@ -408,7 +408,7 @@ def test_a_sampler_that_cannot_be_asked_again_is_noticed() -> None:
     assert len(later.said) == 1 and "the order of samples differs from the previous start" in later.said[0]
 
 
-def test_samplers_and_lightning_are_left_as_they_were() -> None:
+def test_detaching_restores_samplers_and_lightning() -> None:
     trained = Trained(of(SequentialSampler(range(SAMPLES))))
     sampler, kind = trained.loader.batch_sampler, BatchSampler
     trained.go_on(trained.begin(), 1)
@@ -419,7 +419,7 @@ def test_samplers_and_lightning_are_left_as_they_were() -> None:
     assert "_load_combined_loader_states" not in vars(trained.fit_loop)
 
 
-def test_without_a_callback_there_are_random_states_at_least() -> None:
+def test_random_states_are_kept_without_a_callback() -> None:
     trainer = SimpleNamespace(fit_loop=Loop(None))
     assert capture(Plain(trainer))["loaders"] is None
 
@@ -438,7 +438,7 @@ def test_unusable_random_states_are_reported_and_change_nothing(broken: dict[str
     assert len(later.said) == 1 and "random states of the checkpoint are unusable" in later.said[0]
 
 
-def test_states_are_put_back() -> None:
+def test_random_states_are_restored() -> None:
     seed()
     saved = torch_round_trip(saved_states())
     drawn = [random.random(), float(np.random.rand()), torch.rand(1).item()]
@@ -446,7 +446,7 @@ def test_states_are_put_back() -> None:
     assert [random.random(), float(np.random.rand()), torch.rand(1).item()] == drawn
 
 
-def test_a_trainer_that_is_gone_is_not_kept() -> None:
+def test_a_collected_trainer_is_forgotten() -> None:
     import gc
 
     before = len(position._of_trainer)

@@ -44,18 +44,18 @@ def is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def test_what_is_packed_is_the_same_when_unpacked() -> None:
+def test_unpacking_returns_what_was_packed() -> None:
     told = position(4) | {"none": None, "text": "x", "share": 0.5, "pair": (1, "a")}
     assert is_same(unpacked(packed(told)), told)
 
 
 @pytest.mark.parametrize("odd", [object(), {1: 2}, {"x": torch.ones(2, 2)}, {"x": {3}}, {"x": (-1,) * 100}])
-def test_data_that_is_not_plain_is_refused(odd: Any) -> None:
+def test_data_other_than_plain_values_is_refused(odd: Any) -> None:
     with pytest.raises((TypeError, ValueError, OverflowError)):
         packed({"odd": odd})
 
 
-def test_the_last_one_is_read(kept: PositionFile) -> None:
+def test_the_latest_position_is_read(kept: PositionFile) -> None:
     assert read_position(kept.path) is None
     for batches in range(5):
         kept.write(position(batches))
@@ -63,7 +63,7 @@ def test_the_last_one_is_read(kept: PositionFile) -> None:
         assert read is not None and read["batches"] == batches
 
 
-def test_one_that_could_not_be_written_hides_those_before_it(kept: PositionFile) -> None:
+def test_a_failed_write_hides_earlier_positions(kept: PositionFile) -> None:
     kept.write(position(1))
     for odd in (object(), "x" * (1 << 19)):
         kept.write({"odd": odd})
@@ -71,7 +71,7 @@ def test_one_that_could_not_be_written_hides_those_before_it(kept: PositionFile)
 
 
 @pytest.mark.parametrize("at", [0, 5, 13, 20, 400, 5000])
-def test_where_the_writer_ended_in_the_middle_the_one_before_is_whole(kept: PositionFile, at: int) -> None:
+def test_a_torn_write_leaves_the_previous_position_intact(kept: PositionFile, at: int) -> None:
     kept.write(position(1))
     kept.write(position(2))
     start = 2 % 2 * position_file._ROOM
@@ -81,7 +81,7 @@ def test_where_the_writer_ended_in_the_middle_the_one_before_is_whole(kept: Posi
     assert read is not None and read["batches"] in ((1, 2) if at == 0 or at == 5 else (1,))
 
 
-def test_a_rank_that_was_killed_has_left_it_behind(kept: PositionFile) -> None:
+def test_the_position_survives_a_killed_rank(kept: PositionFile) -> None:
     pid = os.fork()
     if not pid:
         for batches in range(1 << 30):
@@ -97,7 +97,7 @@ def test_a_rank_that_was_killed_has_left_it_behind(kept: PositionFile) -> None:
 
 
 @pytest.mark.timeout(10)
-def test_other_files_are_no_positions(tmp_path: Path) -> None:
+def test_other_files_are_not_read_as_positions(tmp_path: Path) -> None:
     path = tmp_path / "x"
     assert read_position(path) is None
     os.mkfifo(path)
@@ -109,7 +109,7 @@ def test_other_files_are_no_positions(tmp_path: Path) -> None:
         assert read_position(path) is None, json.dumps(str(body))
 
 
-def test_it_counts_where_it_is_of_the_same_step(kept: PositionFile) -> None:
+def test_a_position_counts_only_for_its_own_step(kept: PositionFile) -> None:
     def start(rank: int) -> Resuming:
         trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), _checkpoint_connector=None)
         settings = CheckpointSettings(dirpath=kept.path.parent)
@@ -125,7 +125,7 @@ def test_it_counts_where_it_is_of_the_same_step(kept: PositionFile) -> None:
     one._left_behind.close()
 
 
-def test_what_was_left_long_ago_is_removed(kept: PositionFile, tmp_path: Path) -> None:
+def test_stale_position_files_are_removed(kept: PositionFile, tmp_path: Path) -> None:
     names = {"old": (1 << 22) + 1, "mine": os.getpid()}
     paths = {name: tmp_path / f"{position_file._PREFIX}{pid}-0-{name}" for name, pid in names.items()}
     recent = tmp_path / f"{position_file._PREFIX}{names['old']}-1-recent"

@@ -24,22 +24,22 @@ def told(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
 
 @pytest.mark.timeout(LIMIT_S + 10)
 @pytest.mark.parametrize(("step", "batches"), [(2, 6), (4, BATCHES), (6, BATCHES + 2 * WINDOW)])
-def test_it_ends_with_the_same_weights(told: tuple[dict[str, Any], str], step: int, batches: int) -> None:
+def test_a_resumed_fit_ends_with_the_same_weights(told: tuple[dict[str, Any], str], step: int, batches: int) -> None:
     whole, later = told[0]["whole"], told[0][f"from {step}"]
-    assert later["batches"] == whole["batches"][batches:], "the very next batch comes first"
+    assert later["batches"] == whole["batches"][batches:], "it starts with the very next batch"
     assert later["weights"] == whole["weights"]
     assert later["step"] == whole["step"] == 2 * (BATCHES // WINDOW + 1)
-    assert later["loaded"] == 2 * SAMPLES - 2 * batches, "no sample is loaded that was seen"
+    assert later["loaded"] == 2 * SAMPLES - 2 * batches, "no sample is loaded again"
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
-def test_what_is_iterated_begins_its_epoch_again(told: tuple[dict[str, Any], str]) -> None:
+def test_an_iterable_dataset_restarts_its_epoch(told: tuple[dict[str, Any], str]) -> None:
     found, output = told
     assert found["stream"]["batches"] == [*range(BATCHES)] * 2
     assert output.count("training restarts epoch 0 from its first batch, after 6 batches") == 1
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
-def test_the_first_start_prints_nothing_and_the_next_what_it_resumes_from(told: tuple[dict[str, Any], str]) -> None:
+def test_only_a_resumed_start_prints_its_checkpoint(told: tuple[dict[str, Any], str]) -> None:
     lines = [line for line in told[1].splitlines() if "resuming from" in line]
     assert [re.findall(r"step=(\d+)", line) for line in lines] == [["2"], ["4"], ["6"], ["2"]]

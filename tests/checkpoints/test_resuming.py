@@ -83,9 +83,7 @@ Patch = pytest.MonkeyPatch
 Said = pytest.CaptureFixture[str]
 
 
-def test_a_job_resumes_from_its_own_checkpoint_if_another_one_saves_into_the_same_folder(
-    folder: Path, monkeypatch: Patch, capsys: Said
-) -> None:
+def test_a_job_prefers_its_own_checkpoint_in_a_shared_folder(folder: Path, monkeypatch: Patch, capsys: Said) -> None:
     mine, theirs = save(folder, 1), save(folder, 2, job="job theirs")
     assert gone_on_from(folder, monkeypatch) == mine
     said = capsys.readouterr().err
@@ -94,24 +92,20 @@ def test_a_job_resumes_from_its_own_checkpoint_if_another_one_saves_into_the_sam
     assert gone_on_from(folder, monkeypatch, "theirs") == theirs
 
 
-def test_what_a_modelcheckpoint_has_saved_since_comes_first(folder: Path, monkeypatch: Patch) -> None:
+def test_a_newer_modelcheckpoint_file_comes_first(folder: Path, monkeypatch: Patch) -> None:
     save(folder, 1)
     newest = save(folder, 2, job=None)
     assert gone_on_from(folder, monkeypatch) == newest
 
 
-def test_a_job_that_has_saved_nothing_resumes_from_another_jobs_checkpoint_and_prints_that(
-    folder: Path, monkeypatch: Patch, capsys: Said
-) -> None:
-    """A job that is submitted again has another number."""
+def test_a_job_without_checkpoints_resumes_from_another_jobs(folder: Path, monkeypatch: Patch, capsys: Said) -> None:
+    """A resubmitted job has another job ID."""
     theirs = save(folder, 2, job="SLURM job 4711")
     assert gone_on_from(folder, monkeypatch) == theirs
     assert f"resuming from {theirs}, saved by another job (SLURM job 4711)" in capsys.readouterr().err
 
 
-def test_what_is_damaged_or_of_another_model_is_passed_over_and_stays(
-    folder: Path, monkeypatch: Patch, capsys: Said
-) -> None:
+def test_damaged_or_foreign_checkpoints_are_skipped_and_kept(folder: Path, monkeypatch: Patch, capsys: Said) -> None:
     good, older = save(folder, 2), save(folder, 1)
     other, cut = save(folder, 3, model="head.weight"), save(folder, 4)
     os.truncate(cut, 300)
@@ -122,18 +116,14 @@ def test_what_is_damaged_or_of_another_model_is_passed_over_and_stays(
     assert all(os.path.exists(path) for path in (good, older, other, cut))
 
 
-def test_a_trainer_that_fits_once_more_does_not_go_back_behind_what_it_has(
-    folder: Path, monkeypatch: Patch, capsys: Said
-) -> None:
+def test_a_second_fit_never_resumes_from_an_earlier_step(folder: Path, monkeypatch: Patch, capsys: Said) -> None:
     newest = save(folder, 3, job=None)
     assert gone_on_from(folder, monkeypatch, steps=4) is None
     assert f"{newest} is skipped: it is of step 3, but this Trainer has already made 4 steps" in capsys.readouterr().err
     assert gone_on_from(folder, monkeypatch, steps=3) == newest
 
 
-def test_with_another_number_of_ranks_random_numbers_start_again(
-    folder: Path, monkeypatch: Patch, capsys: Said
-) -> None:
+def test_another_world_size_restarts_random_numbers(folder: Path, monkeypatch: Patch, capsys: Said) -> None:
     path = save(folder, 1, ranks=2)
     assert gone_on_from(folder, monkeypatch) == path
     assert f"resuming from {path}; random numbers of rank 0 start anew" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def assert_went_on(outcome: Outcome, undisturbed: Any, steps: int) -> None:
 
 
 @pytest.mark.program(*RAISES)
-def test_a_rank_that_raises(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
+def test_a_run_whose_rank_raises_is_saved(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
     assert_went_on(outcome, undisturbed[1], 11)
     assert "rank 0 saved" in outcome.output
     assert "the batch is broken" in outcome.output
@@ -85,22 +85,22 @@ def test_a_rank_that_raises(outcome: Outcome, undisturbed: dict[int, Any]) -> No
 
 
 @pytest.mark.program(*KILLED)
-def test_a_dead_rank_that_hosts_the_store(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
+def test_a_run_whose_store_host_dies_is_saved(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
     assert_went_on(outcome, undisturbed[1], 11)
 
 
 @pytest.mark.program(*VALIDATES)
-def test_a_rank_that_dies_in_validation(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
+def test_a_run_whose_rank_dies_in_validation_is_saved(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
     assert_went_on(outcome, undisturbed[1], 8)
 
 
 @pytest.mark.program(*STALLS)
-def test_a_hang_at_its_limit_while_gradients_accumulate(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
+def test_a_hang_during_accumulation_is_saved(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
     assert_went_on(outcome, undisturbed[3], 4)
 
 
 @pytest.mark.program(*TERMINATED)
-def test_sigterm_while_gradients_accumulate(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
+def test_sigterm_during_accumulation_saves(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
     steps = int(re.findall(r"saved the state after step (\d+)", outcome.output)[0])
     assert_went_on(outcome, undisturbed[3], steps)
     # All ranks stop before the same batch; how soon they agree on it is the machine's business.
@@ -109,14 +109,14 @@ def test_sigterm_while_gradients_accumulate(outcome: Outcome, undisturbed: dict[
 
 
 @pytest.mark.program(*OVERDUE)
-def test_sigterm_when_no_rank_reaches_its_next_batch(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
-    """It is saved beside the main threads, before the limit is reached, and not once more at the limit."""
+def test_sigterm_saves_if_no_rank_reaches_its_next_batch(outcome: Outcome, undisturbed: dict[int, Any]) -> None:
+    """A side thread saves before the limit is reached, and nothing is saved again at the limit."""
     assert_went_on(outcome, undisturbed[1], 11)
     assert outcome.output.index("saved the state") < outcome.output.index("the run cannot continue")
 
 
 @pytest.mark.program(*ALONE)
-def test_sigterm_in_a_long_batch_of_a_rank_without_others(outcome: Outcome) -> None:
+def test_sigterm_in_a_long_batch_of_a_single_rank_saves(outcome: Outcome) -> None:
     assert len(outcome.saved) == 1, outcome.output
     assert outcome.output.index("rank 0 saved the state after step 11") < outcome.output.index("the batch goes on")
     assert "rank 0 has made 16 steps" in outcome.resumed, outcome.resumed

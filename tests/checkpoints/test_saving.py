@@ -39,11 +39,11 @@ def able(rank: int, step: int = 5, **more: Any) -> Candidate:
         ([], []),
     ],
 )
-def test_who_saves(candidates: Sequence[Candidate], order: list[int]) -> None:
+def test_savers_are_tried_in_order(candidates: Sequence[Candidate], order: list[int]) -> None:
     assert [each.rank for each in savers(candidates)] == order
 
 
-def test_why_no_rank_saves_is_printed_once_for_all_ranks() -> None:
+def test_the_reason_for_no_save_is_printed_once_for_all_ranks() -> None:
     middle = "in the middle of a step"
     candidates = [Candidate(rank=0, why=middle), Candidate(rank=2, why=middle), Candidate(rank=3, why="torn")]
     assert why_none(candidates, [""] * 5) == f"ranks 0, 2: {middle}; rank 3: torn; ranks 1, 4: no answer"
@@ -124,7 +124,7 @@ def saved(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.ckpt"))]
 
 
-def test_one_rank_saves_for_all_with_the_places_of_all(tmp_path: Path) -> None:
+def test_one_rank_saves_the_positions_of_all(tmp_path: Path) -> None:
     said = save_all(job(tmp_path, Noted(), Noted(), Noted()))
     (checkpoint,) = saved(tmp_path)
     ours = checkpoint.pop("lightning_ncclsafe")
@@ -133,7 +133,7 @@ def test_one_rank_saves_for_all_with_the_places_of_all(tmp_path: Path) -> None:
     assert len(said) == 1 and "rank 0 saved the state after step 5 in " in said[0]
 
 
-def test_a_dead_rank_is_not_waited_for_long(tmp_path: Path) -> None:
+def test_a_dead_rank_does_not_delay_the_save(tmp_path: Path) -> None:
     began = time.monotonic()
     said = save_all(job(tmp_path, None, Noted(), Noted()))
     assert time.monotonic() - began < 4.0
@@ -142,7 +142,7 @@ def test_a_dead_rank_is_not_waited_for_long(tmp_path: Path) -> None:
     assert ["rank 1 saved" in line for line in said] == [True]
 
 
-def test_the_next_one_tries_where_one_cannot_write(tmp_path: Path) -> None:
+def test_the_next_rank_saves_if_one_cannot_write(tmp_path: Path) -> None:
     ranks = job(tmp_path, Noted(why_then="training continued meanwhile"), Noted())
     said = save_all(ranks)
     assert len(saved(tmp_path)) == 1
@@ -153,7 +153,7 @@ def test_the_next_one_tries_where_one_cannot_write(tmp_path: Path) -> None:
     assert "rank 1 saved the state" in said[1]
 
 
-def test_what_cannot_be_proven_is_not_saved_and_reported_once(tmp_path: Path) -> None:
+def test_an_unproven_state_is_not_saved_and_reported_once(tmp_path: Path) -> None:
     why = "the main thread was in an optimizer step"
     said = save_all(job(tmp_path, Noted(why=why), Noted(why=why), last_path=lambda: "last.ckpt"))
     assert said == [f"no checkpoint was saved: ranks 0-1: {why}; the last checkpoint is last.ckpt"]
@@ -175,10 +175,8 @@ class InStep(Noted):
         return bool(self.why)
 
 
-def test_if_training_continues_meanwhile_its_newest_state_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on SIGTERM in a long batch, which ends while the state before it is being written."""
+def test_the_newest_state_is_saved_if_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on SIGTERM in a long batch that ends while the previous state is being written."""
 
     class GoesOn(Noted):
         def check(self, boundary: Boundary) -> None:
@@ -200,14 +198,14 @@ def test_if_training_continues_meanwhile_its_newest_state_is_saved(
     assert len(said) == 1 and said[0].startswith("rank 0 saved the state after step 6 in ")
 
 
-def test_a_step_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+def test_saving_waits_for_a_step_about_to_end(tmp_path: Path) -> None:
     (line,) = save_all(job(tmp_path, InStep(), Noted()))
     assert "rank 0 saved the state after step 5" in line
     assert saved(tmp_path)[0]["lightning_ncclsafe"]["positions"] == {0: {"seed": 5}, 1: {"seed": 5}}
 
 
-def test_what_is_queued_on_a_device_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks a device, as a scaler's state does, goes over a stream of its own, of the device that is trained on."""
+def test_saving_does_not_wait_for_queued_device_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads from a device, such as a scaler's state, uses its own stream on the device that is trained on."""
     of_thread = threading.local()
 
     @contextmanager
@@ -242,11 +240,11 @@ def test_what_is_queued_on_a_device_is_not_waited_for(tmp_path: Path, monkeypatc
     assert seen == [(asked, "another of cuda:3") for asked in ("newest", "contents", "check")]
 
 
-def test_before_the_first_step_there_is_nothing_to_say(tmp_path: Path) -> None:
+def test_before_the_first_step_nothing_is_reported(tmp_path: Path) -> None:
     assert save_all(job(tmp_path, Noted(why=NO_STEP), Noted(why=NO_STEP))) == []
 
 
-def test_what_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+def test_a_save_that_cannot_finish_in_time_is_not_started(tmp_path: Path) -> None:
     said = save_all(job(tmp_path, Noted(), last_save_s=lambda: 60.0))
     assert said == [
         "rank 0 saved no checkpoint of step 5: the last one took 60 s, and 5 s are left; "
@@ -254,7 +252,7 @@ def test_what_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     ]
 
 
-def test_storage_that_does_not_answer_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_storage_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(saving.tensors, "save", lambda value, file: answers.wait(20))
     ranks = job(tmp_path, Noted())
@@ -276,7 +274,7 @@ class Lost(MemoryExchange):
     set = set_if_absent = get_many = delete = _fail  # type: ignore[assignment]
 
 
-def test_without_an_exchange_each_saves_and_none_harms_another(tmp_path: Path) -> None:
+def test_without_an_exchange_each_rank_saves_on_its_own(tmp_path: Path) -> None:
     ranks = job(tmp_path, Noted(), Noted())
     for rank in ranks:
         rank.exchange = Lost()
@@ -285,9 +283,7 @@ def test_without_an_exchange_each_saves_and_none_harms_another(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("folder", ["a file", "read-only", "full", "gone meanwhile"])
-def test_a_folder_that_cannot_be_written_to_is_reported(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_folder_is_reported(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoints"
     good = saved_before(tmp_path / "regular")
 
@@ -316,8 +312,8 @@ def saved_before(folder: Path) -> Path:
     return folder / "good.ckpt"
 
 
-def test_where_the_saver_dies_in_the_middle_another_one_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has written a half, and nobody hears of it any more."""
+def test_another_rank_saves_if_the_saver_dies_midway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written half of the checkpoint when it falls silent."""
     dies, is_over, write = threading.Event(), threading.Event(), saving.tensors.save
 
     def half(value: Any, file: BinaryIO) -> None:
@@ -346,7 +342,7 @@ def test_where_the_saver_dies_in_the_middle_another_one_saves(tmp_path: Path, mo
     assert len([*tmp_path.iterdir()]) == 1
 
 
-def test_it_is_done_once_however_many_threads_ask(tmp_path: Path) -> None:
+def test_concurrent_requests_save_once(tmp_path: Path) -> None:
     (rank,) = job(tmp_path, Noted())
     done: list[Callable[[], None]] = []
     for _ in range(3):

@@ -79,38 +79,38 @@ def assert_went_on(outcome: Outcome, undisturbed: Outcome) -> None:
 
 
 @pytest.mark.program(*FSDP2_RAISES)
-def test_fsdp2_where_a_rank_raises(outcome: Outcome) -> None:
+def test_fsdp2_is_saved_if_a_rank_raises(outcome: Outcome) -> None:
     assert_saved(outcome)
 
 
 @pytest.mark.program(*FSDP_STALLS)
-def test_fsdp_at_its_limit(outcome: Outcome) -> None:
+def test_fsdp_is_saved_at_its_limit(outcome: Outcome) -> None:
     assert_saved(outcome)
 
 
 @pytest.mark.program(*FSDP2_PATIENT)
-def test_the_others_save_with_a_rank_that_raises_before_they_suspect_anything(outcome: Outcome) -> None:
+def test_a_raising_rank_is_saved_before_a_hang_is_suspected(outcome: Outcome) -> None:
     assert_saved(outcome)
 
 
 @pytest.mark.program(*FSDP2_TERMINATED)
-def test_sigterm(outcome: Outcome) -> None:
-    """All ranks stop before the same batch; which one is the machine's business."""
+def test_sigterm_saves_all_shards(outcome: Outcome) -> None:
+    """All ranks stop before the same batch; which one depends on timing."""
     assert_saved(outcome, max(map(int, re.findall(r"after step (\d+) has", outcome.output))))
 
 
 @pytest.mark.program(*FSDP2_UNDISTURBED)
-def test_fsdp2_resumes_as_if_nothing_had_happened(outcome: Outcome, programs: dict[tuple[str, ...], object]) -> None:
+def test_fsdp2_resumes_with_identical_results(outcome: Outcome, programs: dict[tuple[str, ...], object]) -> None:
     assert_went_on(programs[FSDP2_RAISES].result(), outcome)  # type: ignore[attr-defined]
 
 
 @pytest.mark.program(*FSDP_UNDISTURBED)
-def test_fsdp_resumes_as_if_nothing_had_happened(outcome: Outcome, programs: dict[tuple[str, ...], object]) -> None:
+def test_fsdp_resumes_with_identical_results(outcome: Outcome, programs: dict[tuple[str, ...], object]) -> None:
     assert_went_on(programs[FSDP_STALLS].result(), outcome)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("arguments", [FSDP2_UNDISTURBED, FSDP_UNDISTURBED])
-def test_a_part_is_read_without_a_collective(
+def test_a_shard_is_read_without_a_collective(
     arguments: tuple[str, ...], programs: dict[tuple[str, ...], object]
 ) -> None:
     output = programs[arguments].result().output  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_a_part_is_read_without_a_collective(
 
 
 @pytest.mark.program(*FSDP2_KILLED)
-def test_a_dead_rank_takes_its_part_with_it(outcome: Outcome) -> None:
+def test_a_dead_ranks_missing_shard_prevents_the_save(outcome: Outcome) -> None:
     assert outcome.saved == []
     (line,) = re.findall(r"no checkpoint was saved: .*", outcome.output)
     assert line == (

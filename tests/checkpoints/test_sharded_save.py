@@ -40,7 +40,7 @@ MOMENTS = WEIGHTS * 10
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (4, 1, 3), (2, 3, 2, 2)])
-def test_a_range_is_made_of_boxes_in_its_order(shape: tuple[int, ...]) -> None:
+def test_a_flat_range_splits_into_ordered_boxes(shape: tuple[int, ...]) -> None:
     whole = torch.arange(prod(shape)).reshape(shape)
     for begin, end in product(range(prod(shape) + 1), repeat=2):
         found: list[int] = []
@@ -65,7 +65,7 @@ def test_a_range_is_made_of_boxes_in_its_order(shape: tuple[int, ...]) -> None:
         ([((0,), (12,))], "has a shard with other dimensions"),
     ],
 )
-def test_why_parts_do_not_cover_a_tensor_exactly_once(boxes: Any, problem: str) -> None:
+def test_gaps_and_overlaps_between_shards_are_explained(boxes: Any, problem: str) -> None:
     assert why_not_covered((4, 3), boxes) == problem
 
 
@@ -93,12 +93,12 @@ def share(*chunks: Chunk) -> Share:
         ([share(part(0, 4, path="{}"))], "no rank saved"),
     ],
 )
-def test_what_ranks_say_of_their_files_is_checked(shares: Sequence[Share], problem: str) -> None:
+def test_file_lists_from_ranks_are_validated(shares: Sequence[Share], problem: str) -> None:
     with pytest.raises(NotProvenError, match=problem):
         joined(dict(enumerate(shares)), [W])
 
 
-def test_of_replicas_of_a_part_one_is_taken() -> None:
+def test_one_replica_of_each_shard_is_used() -> None:
     (entry,) = joined({rank: share(part(0, 4)) for rank in (2, 5)}, [])
     assert [chunk.file for chunk in entry.chunks] == ["__2_0.distcp"]
 
@@ -124,11 +124,11 @@ def able(rank: int, shard: str, step: int = 5, **more: Any) -> Candidate:
         ([able(0, "a", raised=True), able(1, "b"), able(2, "a"), able(3, "b")], [1, 2]),
     ],
 )
-def test_one_rank_saves_each_part_of_one_step(candidates: Sequence[Candidate], who: list[int]) -> None:
+def test_each_shard_of_one_step_has_one_saver(candidates: Sequence[Candidate], who: list[int]) -> None:
     assert writers(savers(candidates, {"a", "b"})) == who
 
 
-def test_the_message_names_the_rank_that_is_the_reason() -> None:
+def test_the_message_names_the_ranks_at_fault() -> None:
     parts = ["a", "b", "a", "b"]
     assert why_none([able(0, "a"), able(2, "a")], parts) == (
         "ranks 0, 2: has a shard of the model, of step 5; "
@@ -261,7 +261,7 @@ def assert_is_whole(path: Path) -> dict[str, Any]:
     return rest
 
 
-def test_all_save_one_checkpoint_that_pytorch_reads(tmp_path: Path) -> None:
+def test_ranks_together_save_a_checkpoint_pytorch_can_read(tmp_path: Path) -> None:
     line = Job(tmp_path, {0: Noted(), 1: Noted()}).save()
     path = the_one_in(tmp_path)
     assert line.startswith("ranks 0-1 saved the state after step 5 together in ") and line.endswith(str(path))
@@ -271,7 +271,7 @@ def test_all_save_one_checkpoint_that_pytorch_reads(tmp_path: Path) -> None:
     assert sorted(rest[KEY]["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
 
 
-def test_where_a_rank_of_one_replica_is_dead_the_other_s_takes_its_place(tmp_path: Path) -> None:
+def test_another_replica_replaces_a_dead_rank(tmp_path: Path) -> None:
     job = Job(tmp_path, {0: Noted(), 2: Noted(), 3: Noted()}, world_size=4)
     assert job.save().startswith("ranks 0, 3 saved the state after step 5")
     rest = assert_is_whole(the_one_in(tmp_path))
@@ -283,7 +283,7 @@ def nothing_of(folder: Path) -> bool:
     return not folder.exists() or not [*folder.iterdir()]
 
 
-def test_where_a_part_is_lost_nothing_is_saved(tmp_path: Path) -> None:
+def test_a_lost_shard_prevents_the_save(tmp_path: Path) -> None:
     assert Job(tmp_path, {0: Noted()}).save() == (
         "no checkpoint was saved: rank 0: has a shard of the model, of step 5; "
         "rank 1: no answer, and no other rank has its shard of the model; the last checkpoint is last.ckpt"
@@ -291,7 +291,7 @@ def test_where_a_part_is_lost_nothing_is_saved(tmp_path: Path) -> None:
     assert nothing_of(tmp_path)
 
 
-def test_where_a_rank_is_a_step_ahead_nothing_is_saved(tmp_path: Path) -> None:
+def test_a_rank_a_step_ahead_prevents_the_save(tmp_path: Path) -> None:
     assert Job(tmp_path, {0: Noted(5), 1: Noted(6)}).save() == (
         "no checkpoint was saved: rank 0: has a shard of the model, of step 5; "
         "rank 1: has a shard of the model, of step 6; the last checkpoint is last.ckpt"
@@ -300,7 +300,7 @@ def test_where_a_rank_is_a_step_ahead_nothing_is_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_where_a_rank_s_weights_change_meanwhile_nothing_is_saved(rank: int, tmp_path: Path) -> None:
+def test_weights_that_change_during_the_save_prevent_it(rank: int, tmp_path: Path) -> None:
     ledgers = {0: Noted(), 1: Noted()} | {rank: Noted(why_then="training continued meanwhile")}
     line = Job(tmp_path, ledgers).save()
     assert line.startswith("no checkpoint of step 5 was saved: ") and line.endswith(
@@ -310,13 +310,13 @@ def test_where_a_rank_s_weights_change_meanwhile_nothing_is_saved(rank: int, tmp
     assert nothing_of(tmp_path)
 
 
-def test_what_ranks_have_in_common_is_alike_or_nothing_is_saved(tmp_path: Path) -> None:
+def test_differing_common_state_prevents_the_save(tmp_path: Path) -> None:
     line = Job(tmp_path, {0: Noted(), 1: Noted()}, shard_1=Shard(1, common=4.0)).save()
     assert "'optimizer_0.state.w.step' differs between rank 0 and rank 1" in line
     assert nothing_of(tmp_path)
 
 
-def test_a_rank_whose_part_is_smaller_than_it_reported(tmp_path: Path) -> None:
+def test_a_shard_smaller_than_reported_prevents_the_save(tmp_path: Path) -> None:
     short = Shard(1)
     short.begin = 8
     line = Job(tmp_path, {0: Noted(), 1: Noted()}, shard_1=short).save()
@@ -325,7 +325,9 @@ def test_a_rank_whose_part_is_smaller_than_it_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seen_by", ["the rank that has written it", "the first rank"])
-def test_storage_that_has_not_kept_a_file(seen_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_lost_by_storage_prevents_the_save(
+    seen_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = sharded_save.write_synced
 
     def lose(path: Path, act: Any) -> int:
@@ -342,14 +344,14 @@ def test_storage_that_has_not_kept_a_file(seen_by: str, tmp_path: Path, monkeypa
     assert nothing_of(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_to_is_reported_at_once(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     path.write_text("mine")
     assert Job(path, {0: Noted(), 1: Noted()}).save().startswith("no checkpoint of step 5 was saved: FileExistsError: ")
     assert path.read_text() == "mine"
 
 
-def test_older_ones_of_the_run_are_removed_and_what_a_dead_attempt_has_left(tmp_path: Path) -> None:
+def test_old_checkpoints_and_dead_attempts_are_removed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     here = f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
@@ -362,7 +364,7 @@ def test_older_ones_of_the_run_are_removed_and_what_a_dead_attempt_has_left(tmp_
     assert sorted(os.listdir(tmp_path)) == [f"just-in-time-epoch=1-step={step}.ckpt" for step in (4, 5)]
 
 
-def test_a_namesake_is_not_written_over(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_same_name_is_not_overwritten(tmp_path: Path) -> None:
     for _ in range(2):
         Job(tmp_path, {0: Noted(), 1: Noted()}).save()
     names = ["just-in-time-epoch=1-step=5-v1.ckpt", "just-in-time-epoch=1-step=5.ckpt"]
@@ -372,14 +374,14 @@ def test_a_namesake_is_not_written_over(tmp_path: Path) -> None:
 
 
 def damages() -> Iterator[Any]:
-    yield pytest.param("__1_0.distcp", lambda path: path.write_bytes(path.read_bytes()[:-1]), id="cut off")
-    yield pytest.param("__0_0.distcp", Path.unlink, id="a part is gone")
-    yield pytest.param("meta.pt", lambda path: path.write_bytes(path.read_bytes()[:-100]), id="the rest is cut off")
+    yield pytest.param("__1_0.distcp", lambda path: path.write_bytes(path.read_bytes()[:-1]), id="truncated")
+    yield pytest.param("__0_0.distcp", Path.unlink, id="a missing shard")
+    yield pytest.param("meta.pt", lambda path: path.write_bytes(path.read_bytes()[:-100]), id="truncated metadata")
     yield pytest.param(".metadata", Path.unlink, id="no metadata")
 
 
 @pytest.mark.parametrize(("name", "damage"), damages())
-def test_a_checkpoint_that_is_no_longer_whole_is_skipped(name: str, damage: Any, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(name: str, damage: Any, tmp_path: Path) -> None:
     Job(tmp_path, {0: Noted(), 1: Noted()}).save()
     path = the_one_in(tmp_path)
     assert [one.path for one in found_in([tmp_path]).candidates] == [str(path)]
@@ -388,8 +390,8 @@ def test_a_checkpoint_that_is_no_longer_whole_is_skipped(name: str, damage: Any,
     assert found.candidates == () and str(path) in found.lines[0]
 
 
-def test_paths_are_plain(tmp_path: Path) -> None:
-    """What travels between ranks is read as data, and a path that is none is refused."""
+def test_an_invalid_state_path_is_refused(tmp_path: Path) -> None:
+    """What is sent between ranks is read as plain data, and an invalid path is refused."""
     for path in ("[]", "[[]]", "[1.5]", json.dumps({"a": 1})):
         with pytest.raises(NotProvenError, match="is not a path of an entry"):
             joined({0: share(part(0, 4, path=path))}, [])

@@ -132,9 +132,9 @@ def places(**settings: Any) -> list[int]:
 @pytest.mark.parametrize(
     "settings",
     [{"accumulate": 2}, {"val_check_interval": 2, "accumulate": 4}, {"limit_val_batches": 0}, {"manual": True}],
-    ids=["accumulates", "validates within windows", "validates never", "manual"],
+    ids=["accumulation", "validation within windows", "no validation", "manual"],
 )
-def test_a_run_that_is_saved_and_resumed_ends_as_one_that_went_on(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_saved_and_resumed_run_matches_an_undisturbed_one(settings: dict[str, Any], tmp_path: Path) -> None:
     undisturbed = fit(**settings)
     resumed = 0
     for number in places(**settings):
@@ -173,11 +173,11 @@ def why(trainer: Any, ledger: StepLedger) -> str:
     return str(caught.value)
 
 
-def test_before_the_first_step_there_is_nothing() -> None:
+def test_no_boundary_exists_before_the_first_step() -> None:
     assert newest_at("on_after_backward", 0, why) == NO_STEP
 
 
-def test_steps_of_an_optimizer_that_lightning_does_not_know_are_reported_as_uncounted() -> None:
+def test_steps_of_a_raw_optimizer_are_reported_as_uncounted() -> None:
     """``self.optimizers(use_pl_optimizer=False)``, for instance."""
 
     def step(trainer: Any, ledger: StepLedger) -> str:
@@ -190,7 +190,7 @@ def test_steps_of_an_optimizer_that_lightning_does_not_know_are_reported_as_unco
     assert newest_at("on_after_backward", 1, step, accumulate=4) == said
 
 
-def test_weights_that_were_changed_outside_of_a_step_are_not_saved() -> None:
+def test_weights_changed_outside_a_step_are_not_saved() -> None:
     def change(trainer: Any, ledger: StepLedger) -> str:
         with torch.no_grad():
             trainer.lightning_module.layers[0].weight.mul_(0.5)
@@ -201,8 +201,8 @@ def test_weights_that_were_changed_outside_of_a_step_are_not_saved() -> None:
     )
 
 
-def test_weights_in_whose_place_others_were_put_are_not_saved() -> None:
-    """As a teacher's that follow its student's, or those of lower precision that DDP may compute with."""
+def test_replaced_weights_are_not_saved() -> None:
+    """As a teacher's weights that follow a student's, or weights of lower precision that DDP may compute with."""
 
     def change(trainer: Any, ledger: StepLedger) -> str:
         weight = trainer.lightning_module.layers[2].weight
@@ -214,7 +214,7 @@ def test_weights_in_whose_place_others_were_put_are_not_saved() -> None:
     )
 
 
-def test_weights_that_are_averaged_during_a_validation_are_not_saved() -> None:
+def test_weights_averaged_for_validation_are_not_saved() -> None:
     """As Lightning's WeightAveraging does, which writes through ``.data``."""
     seen = []
 
@@ -230,7 +230,7 @@ def test_weights_that_are_averaged_during_a_validation_are_not_saved() -> None:
     assert seen == ["'layers.0.weight' changed after the last optimizer step, outside of a step"]
 
 
-def test_within_a_step_nothing_is_saved() -> None:
+def test_nothing_is_saved_within_a_step() -> None:
     seen = []
 
     class Watches(torch.optim.SGD):
@@ -277,7 +277,7 @@ def pass_up_to(ledger: StepLedger, step: int, *, next_begins: bool = False) -> N
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
-def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_reached(step: int) -> None:
+def test_the_boundary_is_the_one_the_device_has_reached(step: int) -> None:
     """The host has made five steps."""
 
     def look(trainer: Any, ledger: StepLedger) -> int:
@@ -290,8 +290,8 @@ def test_on_a_device_that_is_behind_the_boundary_is_the_one_that_it_has_reached(
     assert newest_at("on_after_backward", 5, look, device={"make_event": Event}) == step
 
 
-def test_a_learning_rate_that_is_a_tensor_is_that_of_the_boundary() -> None:
-    """As a compiled step needs it; schedulers change it in place, and the host is ahead of the device."""
+def test_a_tensor_learning_rate_is_that_of_the_boundary() -> None:
+    """A compiled step needs a tensor; schedulers change it in place, and the host is ahead of the device."""
     rate = torch.tensor(0.5)
 
     def look(trainer: Any, ledger: StepLedger) -> Any:
@@ -318,7 +318,7 @@ def test_a_device_in_the_middle_of_a_step_has_nothing_to_save() -> None:
     assert found == "the device was in an optimizer step"
 
 
-def test_what_has_run_behind_an_aborted_collective_is_not_saved() -> None:
+def test_steps_after_an_aborted_collective_are_not_saved() -> None:
     def look(trainer: Any, ledger: StepLedger) -> str:
         pass_up_to(ledger, 5)
         return why(trainer, ledger)
@@ -327,7 +327,7 @@ def test_what_has_run_behind_an_aborted_collective_is_not_saved() -> None:
     assert newest_at("training_step", 5, look, device=device).startswith("a collective was aborted")
 
 
-def test_boundaries_that_the_device_has_passed_are_forgotten() -> None:
+def test_boundaries_passed_by_the_device_are_forgotten() -> None:
     def look(trainer: Any, ledger: StepLedger) -> int:
         return len(ledger._boundaries)
 
@@ -335,7 +335,7 @@ def test_boundaries_that_the_device_has_passed_are_forgotten() -> None:
     assert newest_at("training_step", 5, look, device=passes) == 1
 
 
-def test_a_ledger_that_fails_leaves_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_ledger_does_not_affect_training(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise AttributeError("a state that cannot be had any more")
 

@@ -75,7 +75,7 @@ def report(kind: IncidentKind = IncidentKind.TIMEOUT) -> bytes:
     return report_json(judge(JobFacts(incident=incident, world_size=2, ranks=(rank(0), rank(1)))))
 
 
-def test_a_folder_of_dumps(dumps: Path, diagnose: Diagnose) -> None:
+def test_a_folder_of_dumps_is_explained(dumps: Path, diagnose: Diagnose) -> None:
     code, out, err = diagnose(dumps)
     assert (code, err) == (0, "")
     assert out.startswith(
@@ -85,7 +85,7 @@ def test_a_folder_of_dumps(dumps: Path, diagnose: Diagnose) -> None:
     assert "Ranks 0, 2: the default group: called 61, completed 60, waits in all_reduce (sequence number 61" in out
 
 
-def test_as_json(dumps: Path, diagnose: Diagnose) -> None:
+def test_json_output_is_a_report(dumps: Path, diagnose: Diagnose) -> None:
     code, out, _ = diagnose(dumps, "--format", "json")
     assert code == 0
     first = json.loads(out)["findings"][0]
@@ -93,14 +93,14 @@ def test_as_json(dumps: Path, diagnose: Diagnose) -> None:
     assert read_report(out.encode()).job.incident.kind is IncidentKind.RECORDED
 
 
-def test_what_it_wrote_as_json_it_reads_again(dumps: Path, diagnose: Diagnose, tmp_path: Path) -> None:
+def test_its_own_json_output_is_readable(dumps: Path, diagnose: Diagnose, tmp_path: Path) -> None:
     _, out, _ = diagnose(dumps, "--format", "json")
     (tmp_path / "saved.json").write_text(out)
     code, again, _ = diagnose(tmp_path / "saved.json")
     assert (code, again.partition(":")[0]) == (0, "host-stuck")
 
 
-def test_a_large_report_is_read_by_whatever_name(
+def test_a_large_report_is_read_under_any_name(
     dumps: Path, diagnose: Diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "saved.json").write_text(diagnose(dumps, "--format", "json")[1])
@@ -108,7 +108,7 @@ def test_a_large_report_is_read_by_whatever_name(
     assert diagnose(tmp_path / "saved.json")[0] == 0
 
 
-def test_a_log_from_standard_input(diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_from_stdin_is_explained(diagnose: Diagnose, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "world_size=3\n" + TIMED_OUT.format(0) + TIMED_OUT.format(2)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     code, out, _ = diagnose("-")
@@ -141,7 +141,7 @@ def test_a_log_without_a_hang_has_nothing_to_explain(tmp_path: Path, diagnose: D
         ("report.json", b'{"schema": 99, "findings": []}', "schema 99"),
     ],
 )
-def test_what_cannot_be_read_is_one_error(
+def test_unreadable_input_is_a_single_error(
     name: str, content: bytes | None, said: str, tmp_path: Path, diagnose: Diagnose
 ) -> None:
     if content is not None:
@@ -156,14 +156,14 @@ def test_an_empty_folder_is_an_error(tmp_path: Path, diagnose: Diagnose) -> None
     assert diagnose(tmp_path) == (2, "", "error: these files contain no dump, report or log\n")
 
 
-def test_one_bad_file_among_good_ones_is_said_and_the_rest_is_explained(dumps: Path, diagnose: Diagnose) -> None:
+def test_a_bad_file_is_reported_and_the_rest_explained(dumps: Path, diagnose: Diagnose) -> None:
     (dumps / "nccl_trace_rank_7").write_bytes(b"\x80\x02cposix\nsystem\n.")
     code, out, err = diagnose(dumps)
     assert (code, out.partition(":")[0]) == (0, "host-stuck")
     assert err.count("\n") == 1 and "posix.system" in err
 
 
-def test_reports_are_judged_again(tmp_path: Path, diagnose: Diagnose) -> None:
+def test_reports_are_diagnosed_again(tmp_path: Path, diagnose: Diagnose) -> None:
     (tmp_path / "report.json").write_bytes(report())
     (tmp_path / "report.txt").write_text(TIMED_OUT.format(0))
     code, out, err = diagnose(tmp_path)
@@ -172,7 +172,7 @@ def test_reports_are_judged_again(tmp_path: Path, diagnose: Diagnose) -> None:
     assert "rank-behind" in out.splitlines()[0]
 
 
-def test_several_reports_are_told_apart(tmp_path: Path, diagnose: Diagnose) -> None:
+def test_each_of_several_reports_has_a_heading(tmp_path: Path, diagnose: Diagnose) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "report.json").write_bytes(report())
@@ -183,12 +183,12 @@ def test_several_reports_are_told_apart(tmp_path: Path, diagnose: Diagnose) -> N
     ]
 
 
-def test_a_name_that_drives_terminals_is_written_out(tmp_path: Path, diagnose: Diagnose) -> None:
+def test_escape_codes_in_a_name_are_escaped(tmp_path: Path, diagnose: Diagnose) -> None:
     _, _, err = diagnose(tmp_path / "\x1b[31mred")
     assert "\x1b" not in err and "\\x1b[31mred" in err
 
 
-def test_what_hostile_facts_say_is_written_out(tmp_path: Path, diagnose: Diagnose) -> None:
+def test_escape_codes_in_a_dump_are_escaped(tmp_path: Path, diagnose: Diagnose) -> None:
     made: dict[str, Any] = pickle.loads(dump(61))
     made["entries"][0] |= {
         "profiling_name": "nccl:\x1b]0;title\x07all",
@@ -199,7 +199,7 @@ def test_what_hostile_facts_say_is_written_out(tmp_path: Path, diagnose: Diagnos
     assert not {"\x1b", "\x07", "\u202e"} & set(out)
 
 
-def test_closed_output_is_no_error(dumps: Path) -> None:
+def test_a_closed_output_is_not_an_error(dumps: Path) -> None:
     script = f"import sys; from lightning_ncclsafe.cli import main; sys.exit(main(['diagnose', {str(dumps)!r}]))"
     done = subprocess.run(
         f'"{sys.executable}" -c "{script}" | true', shell=True, capture_output=True, text=True, timeout=60
@@ -217,7 +217,7 @@ def test_neither_torch_nor_lightning_is_needed(dumps: Path) -> None:
     assert done.stdout.splitlines()[-1] == "end"
 
 
-def test_a_report_of_compared_ranks_is_told_as_it_was() -> None:
+def test_a_data_report_keeps_its_findings() -> None:
     saved = read_report(report())
     job = replace(saved.job, incident=replace(saved.job.incident, kind=IncidentKind.DATA))
     from lightning_ncclsafe.cli.diagnose import _judged_again
@@ -226,7 +226,7 @@ def test_a_report_of_compared_ranks_is_told_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("mark", "is_judged"), [("", False), ("own", True)])
-def test_a_report_from_before_frames_of_ours_said_what_they_are_is_told_as_it_was(mark: str, is_judged: bool) -> None:
+def test_a_report_without_frame_marks_keeps_its_findings(mark: str, is_judged: bool) -> None:
     from lightning_ncclsafe.cli.diagnose import _judged_again
 
     ours = Frame(file="/venv/site-packages/lightning_ncclsafe/a.py", line=1, function="f", mark=mark)

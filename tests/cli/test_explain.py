@@ -26,7 +26,7 @@ def explained(capsys: pytest.CaptureFixture[str]) -> Explained:
     return run
 
 
-def test_no_kind_of_rule_is_forgotten() -> None:
+def test_every_rule_is_listed() -> None:
     told = [rule for group in explain.RULES.values() for rule in group]
     assert len(told) == len(LISTED) and set(told) == set(LISTED)
 
@@ -34,7 +34,7 @@ def test_no_kind_of_rule_is_forgotten() -> None:
 @pytest.mark.parametrize(
     "rule", dict.fromkeys(LISTED), ids=lambda rule: f"{rule.ask.__module__.partition('.rules.')[2]}.{rule.name}"
 )
-def test_every_rule_says_what_it_is_about(rule: Rule[Any]) -> None:
+def test_every_rule_has_a_summary_and_all_sections(rule: Rule[Any]) -> None:
     summary, sections = rule.summary, rule.sections
     assert summary.endswith(".") and len(summary) < 200
     assert tuple(sections) == SECTIONS
@@ -44,31 +44,31 @@ def test_every_rule_says_what_it_is_about(rule: Rule[Any]) -> None:
     assert " ".join((rule.ask.__doc__ or "").split()) == told
 
 
-def test_one_is_explained(explained: Explained) -> None:
+def test_one_rule_is_explained(explained: Explained) -> None:
     lines = explained("rank-zero-only-work").splitlines()
     assert lines[0] == "rank-zero-only-work  why ranks wait"
     assert [line for line in lines if line in SECTIONS] == [*SECTIONS]
     assert not [line for line in lines if line != line.rstrip() or len(line) > 100]
 
 
-def test_the_name_of_the_function_will_do(explained: Explained) -> None:
+def test_the_function_name_is_accepted(explained: Explained) -> None:
     assert explained("Swap_In_Use").startswith("swap-in-use  what is wrong with hosts before training\n")
 
 
-def test_a_name_that_two_rules_have_is_explained_twice(explained: Explained) -> None:
+def test_a_name_shared_by_two_rules_is_explained_twice(explained: Explained) -> None:
     out = explained("unpresented-loader")
     assert "unpresented-loader  why ranks wait\n" in out
     assert "unpresented-loader  what ranks disagree about before they train\n" in out
 
 
-def test_one_that_is_of_two_kinds_is_explained_once(monkeypatch: pytest.MonkeyPatch, explained: Explained) -> None:
+def test_a_rule_of_two_kinds_is_explained_once(monkeypatch: pytest.MonkeyPatch, explained: Explained) -> None:
     monkeypatch.setitem(explain.RULES, "What is wrong with hosts before training", HANG_RULES)
     told = explained("slow-logger")
     assert told.startswith("slow-logger  why ranks wait; what is wrong with hosts before training\n")
     assert told.count("Symptom\n") == 1
 
 
-def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_name_all_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[:2] == "  " and line[2:3] != " "] == [
@@ -86,9 +86,9 @@ def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
         ("", "ncclsafe explain lists all causes"),
         ("\x1b[31m", "ncclsafe explain lists all causes"),
     ],
-    ids=["a part", "misspelt", "nothing like it", "empty", "escape"],
+    ids=["partial", "misspelt", "unrelated", "empty", "escape"],
 )
-def test_an_unknown_name_is_one_error(capsys: pytest.CaptureFixture[str], name: str, hint: str) -> None:
+def test_an_unknown_name_is_a_single_error(capsys: pytest.CaptureFixture[str], name: str, hint: str) -> None:
     assert main(["explain", name]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1

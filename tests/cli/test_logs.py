@@ -55,14 +55,16 @@ def left(staging: Path, version: Path | str, name: str = "one", **said: Any) -> 
     return folder
 
 
-def test_one_folder_of_staging(default: Path, logs: Path, recover: Recover) -> None:
+def test_one_staging_folder_is_recovered(default: Path, logs: Path, recover: Recover) -> None:
     folder, other = left(default, logs), left(default, logs, "other")
     assert recover(folder) == (0, f"{folder}: recovered 1 point of CSVLogger run/7: in {logs}\n", "")
     assert (logs / "log.txt").read_text() == "one"
     assert not folder.exists() and other.exists()
 
 
-def test_a_folder_of_folders_of_staging(tmp_path: Path, default: Path, logs: Path, recover: Recover) -> None:
+def test_all_folders_in_a_staging_directory_are_recovered(
+    tmp_path: Path, default: Path, logs: Path, recover: Recover
+) -> None:
     left(tmp_path / "staging", logs / "a", "first")
     left(tmp_path / "staging", logs / "b", "second")
     elsewhere = left(default, logs / "c")
@@ -74,7 +76,7 @@ def test_a_folder_of_folders_of_staging(tmp_path: Path, default: Path, logs: Pat
     assert elsewhere.exists()
 
 
-def test_staging_within_the_loggers_directory_is_meant_once(logs: Path, recover: Recover) -> None:
+def test_staging_inside_the_logger_directory_is_recovered_once(logs: Path, recover: Recover) -> None:
     folder = left(logs / "staging", logs)
     code, out, err = recover(logs, "--staging-dir", logs / "staging")
     assert (code, out.count("recovered"), err) == (0, 1, "")
@@ -84,7 +86,7 @@ def test_staging_within_the_loggers_directory_is_meant_once(logs: Path, recover:
 
 
 @pytest.mark.parametrize("meant", ["runs/version_0", "runs", ".", "../logs/", "../link", "../link/runs"])
-def test_a_loggers_directory_or_one_above_it(
+def test_a_logger_directory_or_its_parent_is_recovered(
     tmp_path: Path, default: Path, logs: Path, recover: Recover, meant: str
 ) -> None:
     (tmp_path / "link").symlink_to(logs)
@@ -98,7 +100,7 @@ def test_a_loggers_directory_or_one_above_it(
     assert others[0].exists()
 
 
-def test_what_is_beside_a_directory_is_not_below_it(tmp_path: Path, default: Path, recover: Recover) -> None:
+def test_a_sibling_directory_is_left_alone(tmp_path: Path, default: Path, recover: Recover) -> None:
     folder = left(default, tmp_path / "logs2")
     (tmp_path / "logs2").mkdir()
     (tmp_path / "logs").mkdir()
@@ -106,7 +108,7 @@ def test_what_is_beside_a_directory_is_not_below_it(tmp_path: Path, default: Pat
     assert folder.exists()
 
 
-def test_the_save_dir_of_a_logger_that_says_no_more(default: Path, logs: Path, recover: Recover) -> None:
+def test_a_logger_without_log_dir_is_found_by_its_save_dir(default: Path, logs: Path, recover: Recover) -> None:
     left(default, "https://server/project", kind="calls", root=str(logs))
     below = left(default, "https://server/project", "below", kind="calls", root=str(logs / "below"))
     code, _, err = recover(logs)
@@ -115,7 +117,7 @@ def test_the_save_dir_of_a_logger_that_says_no_more(default: Path, logs: Path, r
     assert "below" not in err and below.exists()
 
 
-def test_a_logger_without_a_directory_belongs_to_none(
+def test_a_logger_without_a_directory_is_left_alone(
     default: Path, logs: Path, recover: Recover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(logs)
@@ -123,14 +125,14 @@ def test_a_logger_without_a_directory_belongs_to_none(
     assert recover(".")[1].startswith("nothing to recover")
 
 
-def test_staging_that_is_elsewhere(tmp_path: Path, logs: Path, recover: Recover) -> None:
+def test_another_staging_directory_is_recovered(tmp_path: Path, logs: Path, recover: Recover) -> None:
     left(tmp_path / "fast", logs)
     assert recover(logs)[1].startswith("nothing to recover")
     assert recover(logs, "--staging-dir", tmp_path / "fast")[0] == 0
     assert (logs / "log.txt").read_text() == "one"
 
 
-def test_urls_are_compared_as_they_are_written(default: Path, recover: Recover) -> None:
+def test_urls_are_compared_literally(default: Path, recover: Recover) -> None:
     left(default, "memory://bucket/logs/run")
     assert recover("memory://bucket/log")[1].startswith("nothing to recover")
     assert recover("bucket/logs")[0] == 2
@@ -138,7 +140,7 @@ def test_urls_are_compared_as_they_are_written(default: Path, recover: Recover) 
     assert (code, "in memory://bucket/logs/run" in out) == (0, True)
 
 
-def test_calls_are_found_in_the_files_that_are_named(default: Path, logs: Path, recover: Recover) -> None:
+def test_recovered_calls_are_in_the_printed_files(default: Path, logs: Path, recover: Recover) -> None:
     folder = left(default, logs, "calls", kind="calls", logger="WandbLogger", root=str(logs))
     next(folder.glob("*.frames")).unlink()
     body = json.dumps({"step": 1, "values": {"loss": 0.5}, "created": 1.0}).encode()
@@ -152,7 +154,7 @@ def test_calls_are_found_in_the_files_that_are_named(default: Path, logs: Path, 
     assert sorted(named) == sorted(map(str, logs.iterdir()))
 
 
-def test_nothing_is_left(tmp_path: Path, default: Path, logs: Path, recover: Recover) -> None:
+def test_nothing_to_recover_is_reported(tmp_path: Path, default: Path, logs: Path, recover: Recover) -> None:
     code, out, err = recover(logs)
     assert (code, err) == (0, "")
     assert out.startswith(f"nothing to recover: {logs} ") and str(default) in out
@@ -161,14 +163,14 @@ def test_nothing_is_left(tmp_path: Path, default: Path, logs: Path, recover: Rec
     assert recover(logs, "--staging-dir", tmp_path / "none")[1].endswith("none, which does not exist\n")
 
 
-def test_staging_in_which_nothing_is_left_is_removed(default: Path, logs: Path, recover: Recover) -> None:
+def test_empty_staging_is_removed(default: Path, logs: Path, recover: Recover) -> None:
     folder = left(default, logs)
     next(folder.glob("*.frames")).unlink()
     assert recover(folder) == (0, f"{folder}: nothing of CSVLogger run/7 was left in it\n", "")
     assert not folder.exists()
 
 
-def test_a_directory_that_does_not_exist_is_one_error(tmp_path: Path, recover: Recover) -> None:
+def test_a_missing_directory_is_a_single_error(tmp_path: Path, recover: Recover) -> None:
     code, out, err = recover(tmp_path / "nowhere")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {tmp_path}/nowhere does not exist")
@@ -176,7 +178,7 @@ def test_a_directory_that_does_not_exist_is_one_error(tmp_path: Path, recover: R
     assert recover(tmp_path / "file")[2].startswith(f"error: {tmp_path}/file is not a directory")
 
 
-def test_a_directory_that_is_gone_is_still_found_in_staging(default: Path, logs: Path, recover: Recover) -> None:
+def test_staging_of_a_removed_directory_is_still_found(default: Path, logs: Path, recover: Recover) -> None:
     folder = left(default, logs / "version_0", root=str(logs))
     logs.rmdir()
     code, _, err = recover(logs)
@@ -187,7 +189,7 @@ def test_a_directory_that_is_gone_is_still_found_in_staging(default: Path, logs:
     )
 
 
-def test_a_directory_that_cannot_be_read_is_one_error(
+def test_an_unreadable_directory_is_a_single_error(
     logs: Path, recover: Recover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(path: Path) -> None:
@@ -197,7 +199,7 @@ def test_a_directory_that_cannot_be_read_is_one_error(
     assert recover(logs) == (1, "", f"error: {logs} cannot be read: Permission denied\n")
 
 
-def test_what_a_live_process_writes_is_left_alone(default: Path, logs: Path, recover: Recover) -> None:
+def test_staging_of_a_live_process_is_left_alone(default: Path, logs: Path, recover: Recover) -> None:
     script = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX);"
         " print(flush=True); sys.stdin.read()"
@@ -221,7 +223,7 @@ def test_staging_of_this_process_is_left_alone(default: Path, logs: Path, recove
     assert folder.exists()
 
 
-def test_damaged_staging_keeps_nothing_from_the_others(default: Path, logs: Path, recover: Recover) -> None:
+def test_damaged_staging_does_not_block_the_others(default: Path, logs: Path, recover: Recover) -> None:
     for name, text in [("a", "{"), ("b", '{"schema": 2}'), ("c", '{"schema": 1, "pid": "\\u001b[31m"}')]:
         (left(default, logs, name) / "manifest.json").write_text(text)
     left(default, logs, "d")
@@ -233,14 +235,14 @@ def test_damaged_staging_keeps_nothing_from_the_others(default: Path, logs: Path
     assert "\x1b" not in err
 
 
-def test_a_hostile_manifest_drives_no_terminal(default: Path, logs: Path, recover: Recover) -> None:
+def test_escape_codes_in_a_manifest_are_escaped(default: Path, logs: Path, recover: Recover) -> None:
     left(default, logs, identity="\x1b]0;owned\x07\nfake line \ud800", logger="Ünï")
     code, out, _ = recover(logs)
     assert (code, out.count("\n")) == (0, 1)
     assert "\x1b" not in out and "\\x1b]0;owned\\x07 fake line \\ud800" in out
 
 
-def test_bytes_that_cannot_be_read_are_counted(default: Path, logs: Path, recover: Recover) -> None:
+def test_unreadable_bytes_are_counted(default: Path, logs: Path, recover: Recover) -> None:
     folder = left(default, logs)
     half = encode(StagedFrame(kind="append", file="log.txt", body=b"two"))[:-1]
     with next(folder.glob("*.frames")).open("ab") as file:
@@ -250,7 +252,7 @@ def test_bytes_that_cannot_be_read_are_counted(default: Path, logs: Path, recove
     assert err.startswith(f"error: {len(half)} bytes of {folder} cannot be read and are lost")
 
 
-def test_a_storage_that_refuses_is_one_error_and_the_others_are_recovered(
+def test_a_refusing_storage_is_a_single_error_and_the_others_are_recovered(
     default: Path, logs: Path, recover: Recover
 ) -> None:
     (logs / "full").write_text("a file")
@@ -262,14 +264,16 @@ def test_a_storage_that_refuses_is_one_error_and_the_others_are_recovered(
     assert err.endswith(f"still in {first}\n") and first.exists() and not second.exists()
 
 
-def test_without_a_stdout_nothing_is_said(default: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_works_without_stdout(default: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left(default, logs)
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["logs", "recover", str(logs)]) == 0
     assert (logs / "log.txt").read_text() == "one"
 
 
-def test_ctrl_c_is_no_traceback(default: Path, logs: Path, recover: Recover, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_exits_without_a_traceback(
+    default: Path, logs: Path, recover: Recover, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -283,14 +287,14 @@ def test_ctrl_c_is_no_traceback(default: Path, logs: Path, recover: Recover, mon
 @pytest.mark.parametrize(
     ("arguments", "said"), [([], "logs"), (["logs"], "recover"), (["logs", "recover"], "recover.dir")]
 )
-def test_what_is_missing_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_argument_is_reported(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_it_is_installed_and_a_reader_that_goes_away_stops_nothing(tmp_path: Path, default: Path, logs: Path) -> None:
+def test_the_installed_command_survives_a_closed_pipe(tmp_path: Path, default: Path, logs: Path) -> None:
     for name in ("first", "second"):
         left(default, logs / name, name, root=str(logs), logger="Ünï")
     command = [Path(sys.executable).with_name("ncclsafe"), "logs", "recover", default]
@@ -303,7 +307,7 @@ def test_it_is_installed_and_a_reader_that_goes_away_stops_nothing(tmp_path: Pat
     assert [path.read_text() for path in sorted(logs.glob("*/log.txt"))] == ["first", "second"]
 
 
-def test_a_pipe_in_staging_is_one_error_and_the_others_are_recovered(
+def test_a_pipe_in_staging_is_a_single_error_and_the_others_are_recovered(
     default: Path, logs: Path, recover: Recover
 ) -> None:
     first, second = left(default, logs, "first"), left(default, logs, "second")

@@ -19,14 +19,14 @@ from lightning_ncclsafe.__main__ import words_of
         (["-h"], ["--help"]),
     ],
 )
-def test_commands_are_understood_and_all_else_is_a_program(
+def test_commands_are_recognised_and_anything_else_is_a_program(
     given: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert words_of(given) == words
 
 
-def test_a_program_that_is_there_comes_before_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_program_takes_precedence_over_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inspect").touch()
     assert words_of(["inspect", "--fast"]) == ["run", "inspect", "--fast"]

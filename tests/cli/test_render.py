@@ -39,36 +39,36 @@ def report(tmp_path: Path) -> Path:
     return path
 
 
-def test_text_by_default_from_the_file_or_its_folder(report: Path, render: Render) -> None:
+def test_the_default_is_text_from_a_file_or_its_folder(report: Path, render: Render) -> None:
     assert render(report) == (0, render_text(incident_of(2)), "")
     assert render(report.parent) == (0, render_text(incident_of(2)), "")
 
 
-def test_a_page_and_a_trace(report: Path, render: Render) -> None:
+def test_html_and_trace_are_rendered(report: Path, render: Render) -> None:
     assert render(report, "--format", "html") == (0, render_html(incident_of(2)), "")
     code, out, err = render(report, "--format=trace")
     assert (code, err) == (0, "") and json.loads(out)["traceEvents"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_to_a_file(report: Path, render: Render, tmp_path: Path, format: str) -> None:
+def test_output_goes_to_a_file(report: Path, render: Render, tmp_path: Path, format: str) -> None:
     expected = render(report, "--format", format)[1]
     assert render(report, "--format", format, "--output", tmp_path / "made") == (0, "", "")
     assert (tmp_path / "made").read_text() == expected
 
 
-def test_where_it_cannot_be_written(report: Path, render: Render, tmp_path: Path) -> None:
+def test_an_unwritable_output_is_an_error(report: Path, render: Render, tmp_path: Path) -> None:
     assert render(report, "--output", tmp_path) == (2, "", f"error: {tmp_path}: Is a directory\n")
     gone = tmp_path / "no" / "where"
     assert render(report, "--output", gone) == (2, "", f"error: {gone}: No such file or directory\n")
 
 
-def test_what_is_not_there(render: Render, tmp_path: Path) -> None:
+def test_a_missing_report_is_an_error(render: Render, tmp_path: Path) -> None:
     assert render(tmp_path / "no") == (2, "", f"error: {tmp_path / 'no'}: No such file or directory\n")
     assert render(tmp_path)[2] == f"error: {tmp_path / 'report.json'}: No such file or directory\n"
 
 
-def test_folders_of_incidents_are_named(render: Render, report: Path) -> None:
+def test_the_error_lists_incident_folders(render: Render, report: Path) -> None:
     said = f"error: {report.parent.parent}: it contains 1 incident; choose one, for example the last: {report.parent}\n"
     assert render(report.parent.parent) == (2, "", said)
 
@@ -103,7 +103,7 @@ def written(change: Callable[[dict[str, Any]], Any]) -> bytes:
         "an object",
         "truncated",
         "another schema",
-        "a part is gone",
+        "a missing part",
         "a wrong type",
         "a huge world",
         "a negative world",
@@ -111,7 +111,9 @@ def written(change: Callable[[dict[str, Any]], Any]) -> bytes:
     ],
 )
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_is_no_report_is_one_error(tmp_path: Path, render: Render, data: bytes, said: str, format: str) -> None:
+def test_an_invalid_report_is_a_single_error(
+    tmp_path: Path, render: Render, data: bytes, said: str, format: str
+) -> None:
     (tmp_path / "report.json").write_bytes(data)
     code, out, err = render(tmp_path, "--format", format)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -129,9 +131,7 @@ def numbers(value: Any) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_numbers_that_nobody_has_measured_end_in_a_report_or_one_error(
-    tmp_path: Path, render: Render, format: str
-) -> None:
+def test_absurd_numbers_give_a_report_or_a_single_error(tmp_path: Path, render: Render, format: str) -> None:
     chosen = random.Random(7)
     for _ in range(6):
         plain = json.loads(report_json(incident_of(2)))
@@ -143,14 +143,14 @@ def test_numbers_that_nobody_has_measured_end_in_a_report_or_one_error(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_hostile_text_does_not_drive_the_terminal(tmp_path: Path, render: Render, format: str) -> None:
+def test_escape_codes_in_a_report_are_escaped(tmp_path: Path, render: Render, format: str) -> None:
     (tmp_path / "report.json").write_bytes(report_json(poisoned(incident_of(4, silent=(3,)))))
     code, out, _ = render(tmp_path, "--format", format)
     assert code == 0
     assert not [char for char in out if char not in "\n\xa0" and not char.isprintable()]
 
 
-def test_a_file_that_is_too_large_is_not_read(report: Path, render: Render, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_file_is_not_read(report: Path, render: Render, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ncclsafe.cli.render._LARGEST_BYTES", 1_000)
     assert render(report) == (2, "", f"error: {report}: Not a report: it has more than 1,000 bytes.\n")
 
@@ -159,7 +159,7 @@ def test_a_device_is_not_read(render: Render) -> None:
     assert render("/dev/zero") == (2, "", "error: /dev/zero: Not a report: it is not a file.\n")
 
 
-def test_a_reader_that_goes_away_is_no_error(report: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(report: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     script = f"import sys; from lightning_ncclsafe.cli import main; sys.exit(main(['render', {str(report)!r}]))"
@@ -168,7 +168,7 @@ def test_a_reader_that_goes_away_is_no_error(report: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_only_what_is_needed_is_imported(report: Path) -> None:
+def test_only_needed_modules_are_imported(report: Path) -> None:
     script = f"""
 import sys
 from lightning_ncclsafe.cli import main

@@ -40,7 +40,7 @@ def run_main(*arguments: str) -> None:
         (["-m", "package.train", "-m", "x", "--", "y"],) * 2,
     ],
 )
-def test_the_program_has_its_arguments(given: list[str], program: list[str], executed: list[Any]) -> None:
+def test_the_program_gets_its_arguments(given: list[str], program: list[str], executed: list[Any]) -> None:
     run_main(*given)
     assert executed == [program, {"NCCLSAFE": "1"}]
 
@@ -71,7 +71,7 @@ def test_a_wrong_option_is_refused(
     assert error.startswith(f"error: {said}") and error.count("\n") == 1 and executed == []
 
 
-def test_a_wrong_variable_is_refused_too(
+def test_a_wrong_variable_is_refused(
     executed: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NCCLSAFE_SUSPECT_AFTER", "soon")
@@ -79,7 +79,7 @@ def test_a_wrong_variable_is_refused_too(
     assert capsys.readouterr().err.startswith("error: NCCLSAFE_SUSPECT_AFTER='soon' in the environment: it must be")
 
 
-def test_where_python_would_not_load_it_that_is_said(
+def test_a_missing_pth_file_is_an_error(
     executed: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lightning_ncclsafe.pth").unlink()
@@ -101,5 +101,5 @@ def test_where_python_would_not_load_it_that_is_said(
         (["python", "-X", "dev", "-W", "error", "/m/-m", "run", "x"], ["-X", "dev", "-W", "error"]),
     ],
 )
-def test_options_of_python_itself_are_kept(words: list[str], options: list[str]) -> None:
+def test_python_options_are_kept(words: list[str], options: list[str]) -> None:
     assert run._interpreter_options(words, ["the program", "run", "x"]) == options

@@ -214,7 +214,7 @@ def test_the_true_offset_is_always_within_the_bound(seed: int) -> None:
     assert all(job.clock(rank).uncertainty_ns > 0 for rank in (1, 2, 3))
 
 
-def test_a_store_nearby_aligns_hosts_to_a_millisecond_within_some_ticks() -> None:
+def test_a_nearby_store_aligns_hosts_to_a_millisecond_within_a_few_ticks() -> None:
     world = World()
     job = Job(hosts_of(world, [0, 3 * S, -7 * MS]), world)
     job.run(8)
@@ -223,7 +223,7 @@ def test_a_store_nearby_aligns_hosts_to_a_millisecond_within_some_ticks() -> Non
     assert abs(job.clock(2).offset_ns + 7 * MS) < MS
 
 
-def test_ranks_of_one_host_read_what_one_of_them_has_measured() -> None:
+def test_ranks_on_one_host_share_a_measurement() -> None:
     world = World()
     here, there = Host(world, "here"), Host(world, "there", 2 * S)
     job = Job([here, there, there, there], world)
@@ -233,7 +233,7 @@ def test_ranks_of_one_host_read_what_one_of_them_has_measured() -> None:
     assert sum(f"clock/ping/{rank}" in job.shared.values for rank in (1, 2, 3)) == 1
 
 
-def test_ranks_on_the_host_of_rank_0_cost_nothing() -> None:
+def test_ranks_on_the_host_of_rank_0_need_no_alignment() -> None:
     world = World()
     here = Host(world, "here", 5 * S)
     job = Job([here, here, here], world)
@@ -243,13 +243,13 @@ def test_ranks_on_the_host_of_rank_0_cost_nothing() -> None:
     assert max(job.exchanges[1].calls, job.exchanges[2].calls) <= 3
 
 
-def test_a_rank_alone_is_its_own_reference() -> None:
+def test_a_single_rank_is_its_own_reference() -> None:
     world = World()
     job = Job(hosts_of(world, [0]), world)
     assert job.clock(0) == Clock(offset_ns=0, uncertainty_ns=0)
 
 
-def test_nothing_is_claimed_before_the_first_alignment() -> None:
+def test_clocks_are_unknown_before_the_first_alignment() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     assert job.clock(1).uncertainty_ns < 0
@@ -265,7 +265,7 @@ def test_the_bound_grows_by_50_ppm_until_the_next_session() -> None:
     assert job.clock(1).offset_ns == fresh.offset_ns
 
 
-def test_a_clock_is_aligned_again_after_a_minute() -> None:
+def test_a_clock_is_realigned_after_a_minute() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S], drift=[0, 40e-6]), world)
     job.run(200)
@@ -277,7 +277,7 @@ def test_a_clock_is_aligned_again_after_a_minute() -> None:
 
 
 @pytest.mark.parametrize("step_ns", [-3 * S, -10 * MS, 50 * MS])
-def test_a_wall_clock_that_is_set_is_unknown_until_it_is_aligned_again(step_ns: int) -> None:
+def test_a_set_wall_clock_is_unknown_until_realigned(step_ns: int) -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     job.run(10)
@@ -291,7 +291,7 @@ def test_a_wall_clock_that_is_set_is_unknown_until_it_is_aligned_again(step_ns: 
     assert job.clock(1).uncertainty_ns > 0
 
 
-def test_a_small_correction_is_taken_for_a_possible_error() -> None:
+def test_a_small_correction_widens_the_uncertainty() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     job.run(10)
@@ -300,7 +300,7 @@ def test_a_small_correction_is_taken_for_a_possible_error() -> None:
     assert job.clock(1).uncertainty_ns >= before.uncertainty_ns + 150_000
 
 
-def test_a_wall_clock_that_is_slewed_is_unknown_soon() -> None:
+def test_a_slewed_wall_clock_soon_becomes_unknown() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     job.run(10)
@@ -318,7 +318,7 @@ def job_of_two_hosts(world: World) -> Job:
     return Job([here, there, there, far], world)
 
 
-def test_setting_the_clock_of_rank_0_voids_all_alignments() -> None:
+def test_setting_the_clock_of_rank_0_invalidates_all_alignments() -> None:
     world = World()
     job = job_of_two_hosts(world)
     job.run(15)
@@ -332,7 +332,7 @@ def test_setting_the_clock_of_rank_0_voids_all_alignments() -> None:
     assert [job.clock(rank).uncertainty_ns for rank in (1, 2, 3)] == [-1, -1, -1]
 
 
-def test_setting_the_clock_of_rank_0_aligns_all_again_at_once() -> None:
+def test_setting_the_clock_of_rank_0_realigns_all_hosts_at_once() -> None:
     world = World()
     job = job_of_two_hosts(world)
     job.run(15)
@@ -342,7 +342,7 @@ def test_setting_the_clock_of_rank_0_aligns_all_again_at_once() -> None:
     assert all(job.clock(rank).uncertainty_ns > 0 for rank in (1, 2, 3))
 
 
-def test_a_silent_rank_0_costs_no_rank_any_time() -> None:
+def test_a_silent_rank_0_delays_no_rank() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S, S]), world)
     job.run(60, silent=frozenset({0}))
@@ -350,7 +350,7 @@ def test_a_silent_rank_0_costs_no_rank_any_time() -> None:
     assert max(job.longest_tick_s) < 0.01
 
 
-def test_a_host_that_has_died_costs_the_others_nothing() -> None:
+def test_a_dead_host_does_not_delay_the_others() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S, 2 * S]), world)
     # It says that it is there, and never comes again.
@@ -362,7 +362,7 @@ def test_a_host_that_has_died_costs_the_others_nothing() -> None:
     assert job.longest_tick_s[0] < 0.4
 
 
-def test_hosts_that_have_died_make_room_for_those_that_live() -> None:
+def test_dead_hosts_make_room_for_live_ones() -> None:
     world = World()
     job = Job(hosts_of(world, range(0, 12 * S, S)), world)
     dead = range(1, 11)
@@ -372,7 +372,7 @@ def test_hosts_that_have_died_make_room_for_those_that_live() -> None:
     assert job.clock(11).uncertainty_ns > 0
 
 
-def test_a_turn_that_is_over_is_not_waited_for_again() -> None:
+def test_an_expired_turn_causes_no_further_wait() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     job.run(10)
@@ -383,7 +383,7 @@ def test_a_turn_that_is_over_is_not_waited_for_again() -> None:
     assert world.now_ns - began_ns < 10 * MS
 
 
-def test_who_is_invited_knows_how_long_rank_0_takes_from_tick_to_tick() -> None:
+def test_an_invitation_contains_the_tick_interval_of_rank_0() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     for rank in (0, 1, 1, 0):
@@ -395,7 +395,7 @@ def test_who_is_invited_knows_how_long_rank_0_takes_from_tick_to_tick() -> None:
     assert told[0] == pytest.approx(8 * S, rel=0.01) and told[1:] == (1, 1)
 
 
-def test_rank_0_answers_for_a_third_of_a_second_at_most_however_many_hosts_there_are() -> None:
+def test_the_answers_of_rank_0_are_time_bounded_for_many_hosts() -> None:
     world = World()
     job = Job(hosts_of(world, range(0, 40 * S, S)), world, way_s=(2e-3, 2e-3))
     job.run(90)
@@ -414,7 +414,7 @@ def test_keys_do_not_grow_with_time() -> None:
     assert set(job.shared.values) == keys
 
 
-def test_an_exchange_that_fails_is_asked_again() -> None:
+def test_failed_exchange_calls_are_retried() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     for exchange in job.exchanges:
@@ -436,7 +436,7 @@ def test_unreadable_messages_are_skipped() -> None:
     assert job.clock(1).uncertainty_ns > 0
 
 
-def test_a_rank_that_is_stopped_does_not_wait_for_its_turn() -> None:
+def test_a_stopping_rank_does_not_wait_for_its_turn() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
 
@@ -471,7 +471,7 @@ class EndsAfter(threading.Event):
         return self.left < 0
 
 
-def test_a_thread_of_its_own_ticks_until_it_is_ended_or_stopped() -> None:
+def test_the_thread_ticks_until_it_is_ended_or_stopped() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     world.run([lambda: job.syncs[0].run(EndsAfter(3))], 5)
@@ -482,7 +482,7 @@ def test_a_thread_of_its_own_ticks_until_it_is_ended_or_stopped() -> None:
     assert job.exchanges[0].calls == 5
 
 
-def test_a_thread_of_its_own_ticks_at_once() -> None:
+def test_the_thread_ticks_at_once() -> None:
     world = World()
     job = Job(hosts_of(world, [0, S]), world)
     world.run([lambda: job.syncs[0].run(EndsAfter(0))], 5)
@@ -500,14 +500,14 @@ def test_rounds_bound_the_offset_from_both_sides() -> None:
     assert found.epoch == 7
 
 
-def test_rounds_that_no_offset_explains_give_none() -> None:
+def test_inconsistent_rounds_give_no_alignment() -> None:
     now = Reading(100 * S, 100 * S)
     assert aligned([Round(0, 0, 0, 10), Round(2000, 1000, 1000, 2010)], now, now, epoch=0) is None
     assert aligned([], now, now, epoch=0) is None
     assert aligned([Round(0, 0, 0, 10)], now, Reading(101 * S, 100 * S), epoch=0) is None
 
 
-def test_a_monotonic_clock_that_is_another_host_s_is_noticed() -> None:
+def test_a_monotonic_clock_of_another_host_is_detected() -> None:
     found = Alignment(0, 10, Reading(100 * S, 50 * S), 0)
     assert found.clock(Reading(101 * S, 20 * S)) == Clock()
     assert found.clock(Reading(71 * S, 21 * S)) == Clock()
@@ -520,5 +520,5 @@ def test_texts_without_numbers_are_empty() -> None:
     assert read_alignment("1 -2 3 4 5") is None
 
 
-def test_the_oscillator_goes_forward() -> None:
+def test_the_oscillator_does_not_go_backward() -> None:
     assert oscillator_s() <= oscillator_s()

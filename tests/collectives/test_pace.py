@@ -41,14 +41,14 @@ def pause_s(
         ({"new": 0}, 2.5),
     ],
 )
-def test_the_pause_for_what_was_seen(seen: dict[str, float], expected_s: float) -> None:
+def test_the_pause_depends_on_recent_readings(seen: dict[str, float], expected_s: float) -> None:
     assert pause_s(**seen) == pytest.approx(expected_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rate", [10, 1_000, 10_000])
 @pytest.mark.parametrize("world_size", [2, 1024])
-def test_it_keeps_ahead_of_the_ring(rate: int, world_size: int) -> None:
-    """At once, and after a reading at which it was too late."""
+def test_reading_keeps_up_with_the_ring(rate: int, world_size: int) -> None:
+    """From the start, and after a reading that came too late."""
     pace = Pace(world_size=world_size, every_n_steps=50, recorder_size=SIZE)
     pause, lost = 0.1, []
     for _ in range(200):
@@ -61,7 +61,7 @@ def test_it_keeps_ahead_of_the_ring(rate: int, world_size: int) -> None:
     assert not any(lost[10:])
 
 
-def test_if_calls_suddenly_become_faster_it_catches_up() -> None:
+def test_reading_catches_up_when_calls_become_faster() -> None:
     pace, pause, lost = Pace(world_size=2, every_n_steps=50, recorder_size=SIZE), 5.0, []
     for turn in range(30):
         new = (100 if turn < 5 else 5_000) * pause
@@ -71,7 +71,7 @@ def test_if_calls_suddenly_become_faster_it_catches_up() -> None:
 
 
 @pytest.mark.parametrize("rate", [10, 100, 200])
-def test_of_a_core_it_takes_no_more_than_its_share(rate: int) -> None:
+def test_reading_stays_within_its_share_of_a_core(rate: int) -> None:
     pace, pause, cpu_s, passed_s = Pace(world_size=2, every_n_steps=1, recorder_size=SIZE), 0.1, 0.0, 0.0
     for _ in range(100):
         passed_s += pause
@@ -81,15 +81,15 @@ def test_of_a_core_it_takes_no_more_than_its_share(rate: int) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "share_s"), [(1, 0.5), (8, 0.5), (200, 2.0), (1024, 10.24)])
-def test_the_more_ranks_the_more_seldom_they_share(world_size: int, share_s: float) -> None:
+def test_ranks_share_less_often_in_larger_jobs(world_size: int, share_s: float) -> None:
     assert Pace(world_size=world_size, every_n_steps=50, recorder_size=SIZE).share_s == pytest.approx(share_s)
 
 
-def test_it_never_turns_without_a_pause() -> None:
+def test_there_is_always_a_pause() -> None:
     for new in (0, 1, 10**9):
         assert pause_s(every=1, took_s=1e-6, new=new, steps=10**6) >= 0.05
 
 
-def test_a_recorder_that_is_off_is_looked_at_seldom() -> None:
+def test_a_disabled_recorder_is_polled_rarely() -> None:
     pace = Pace(world_size=2, every_n_steps=50, recorder_size=0)
     assert pace.pause_s(took_s=0.5, cpu_s=0.001, new=0, steps=10) == pytest.approx(1.25)

@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return every_ns
 
 
-def test_a_phase_is_written_down_when_it_changes(clock: Callable[[int], None]) -> None:
+def test_a_phase_is_recorded_when_it_changes(clock: Callable[[int], None]) -> None:
     phase_history = PhaseHistory()
     for action in (NEXT, "[Strategy]SafeDDP.batch_to_device", "[Strategy]SafeDDP.training_step", BACKWARD, "", ""):
         phase_history(action)
@@ -42,14 +42,14 @@ def test_a_phase_is_written_down_when_it_changes(clock: Callable[[int], None]) -
     assert times == sorted({*times})
 
 
-def test_what_is_between_two_hooks_belongs_to_the_first(clock: Callable[[int], None]) -> None:
+def test_time_between_hooks_belongs_to_the_first(clock: Callable[[int], None]) -> None:
     phase_history = PhaseHistory()
     for action in (NEXT, "", "run_training_batch", BACKWARD, "", NEXT, ""):
         phase_history(action)
     assert phases(phase_history) == [StepPhase.OTHER, StepPhase.DATA, StepPhase.COMPUTE, StepPhase.DATA]
 
 
-def test_what_took_next_to_no_time_counts_with_what_was_before(clock: Callable[[int], None]) -> None:
+def test_a_very_short_phase_is_merged_into_the_previous_one(clock: Callable[[int], None]) -> None:
     phase_history = PhaseHistory()
     phase_history(NEXT)
     phase_history(BACKWARD)
@@ -67,7 +67,7 @@ def test_what_took_next_to_no_time_counts_with_what_was_before(clock: Callable[[
     ]
 
 
-def test_times_are_those_of_the_wall_clock() -> None:
+def test_times_are_wall_clock_times() -> None:
     began_ns, phase_history = time.time_ns(), PhaseHistory()
     phase_history(NEXT)
     assert began_ns <= phase_history.current[0] <= time.time_ns()
@@ -84,14 +84,14 @@ def test_times_are_those_of_the_wall_clock() -> None:
         "[_TrainingEpochLoop].val_dataloader_next",
     ],
 )
-def test_a_step_begins_when_a_batch_is_fetched(action: str) -> None:
+def test_a_step_starts_when_a_batch_is_fetched(action: str) -> None:
     phase_history = PhaseHistory()
     for _ in range(3):
         phase_history(action), phase_history(""), phase_history(BACKWARD), phase_history("")
     assert len(phase_history.starts) == 3
 
 
-def test_it_hears_of_a_trackers_actions(clock: Callable[[int], None]) -> None:
+def test_it_listens_to_a_tracker(clock: Callable[[int], None]) -> None:
     tracker, phase_history = ActionTracker(), PhaseHistory()
     tracker.listeners += (phase_history,)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_it_hears_of_a_trackers_actions(clock: Callable[[int], None]) -> None:
     assert phases(phase_history) == [StepPhase.OTHER, *[StepPhase.DATA, StepPhase.COMPUTE] * 3]
 
 
-def test_what_happens_within_a_fetch_makes_no_further_step() -> None:
+def test_an_action_inside_a_fetch_starts_no_step() -> None:
     tracker, phase_history = ActionTracker(), PhaseHistory()
     tracker.listeners += (phase_history,)
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_what_happens_within_a_fetch_makes_no_further_step() -> None:
     assert len(phase_history.starts) == 3
 
 
-def test_a_fetch_after_something_outside_of_it_is_a_step_of_its_own() -> None:
+def test_a_fetch_after_another_action_starts_a_step() -> None:
     phase_history, inner = PhaseHistory(), "[Callback]Mine.on_fetch"
     for action in (NEXT, inner, NEXT, inner, NEXT):
         phase_history(action)
@@ -123,7 +123,7 @@ def test_a_fetch_after_something_outside_of_it_is_a_step_of_its_own() -> None:
     assert len(phase_history.starts) == 4
 
 
-def test_50_microseconds_are_no_longer_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_of_50_microseconds_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = [0]
     monkeypatch.setattr(module, "time_ns", lambda: now_ns[0])
     phase_history = PhaseHistory()
@@ -131,10 +131,10 @@ def test_50_microseconds_are_no_longer_short(monkeypatch: pytest.MonkeyPatch) ->
         now_ns[0] = at_ns
         phase_history(action)
     assert [STEP_PHASES[phase] for _, phase in phase_history.marks] == [StepPhase.OTHER, StepPhase.COMPUTE]
-    assert phase_history.current == (149_999, STEP_PHASES.index(StepPhase.DATA)), "it goes on"
+    assert phase_history.current == (149_999, STEP_PHASES.index(StepPhase.DATA)), "the phase continues"
 
 
-def test_memory_is_bounded_if_nothing_is_read(clock: Callable[[int], None]) -> None:
+def test_memory_is_bounded_without_a_reader(clock: Callable[[int], None]) -> None:
     phase_history = PhaseHistory()
     for _ in range(70_000):
         phase_history(NEXT), phase_history(BACKWARD), phase_history("")
@@ -171,5 +171,5 @@ def test_memory_is_bounded_if_nothing_is_read(clock: Callable[[int], None]) -> N
         ("[LightningModule]Net.on_before_optimizer_step", StepPhase.HOOKS),
     ],
 )
-def test_the_phase_of_each_of_lightnings_actions(action: str, phase: StepPhase) -> None:
+def test_each_lightning_action_has_its_phase(action: str, phase: StepPhase) -> None:
     assert step_phase(action) is phase

@@ -65,7 +65,7 @@ def test_each_entry_is_read_once() -> None:
     assert seqs(read(entry(3), entry(4))) == [4, 5]
 
 
-def test_a_call_is_read_with_all_that_is_known_of_it() -> None:
+def test_a_call_is_read_with_all_its_details() -> None:
     window = Read(rank=3)(entry(0, 9, group=("7", "mine"), name="gloo:_allgather_base", at_ms=2, sizes=[(10,), (2, 5)]))
     (row,) = window.calls
     assert (row["rank"], row["seq"], row["size_bytes"], row["created_ns"]) == (3, 9, 80, BEGAN_NS + 2 * MS)
@@ -78,32 +78,32 @@ def test_a_call_is_read_with_all_that_is_known_of_it() -> None:
     assert (total.group, total.op, total.count, total.size_bytes, total.timed) == ("7", "_allgather_base", 1, 80, 0)
 
 
-def test_own_work_is_read_once_and_that_of_earlier_calls_never(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_work_is_read_once_and_only_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     read, own = Read(rank=3, since_ns=BEGAN_NS), [(BEGAN_NS - 5, BEGAN_NS - 1), (BEGAN_NS, BEGAN_NS + MS)]
     monkeypatch.setattr(recording_module, "take_own_work", lambda: [own.pop(0) for _ in [*own]])
     assert read().own.tolist() == [(3, BEGAN_NS, BEGAN_NS + MS)]
     assert len(read().own) == 0
 
 
-def test_a_name_without_a_back_end_is_the_operations_own() -> None:
+def test_a_name_without_a_back_end_is_the_operation() -> None:
     window = Read()(entry(0, name="all_reduce"))
     assert (window.ops, window.groups[0].backend) == (("all_reduce",), "")
 
 
-def test_what_the_ring_has_overwritten_before_it_was_read_is_counted() -> None:
+def test_overwritten_entries_are_counted_as_lost() -> None:
     read = Read(size=10)
     read(*(entry(number) for number in range(10)))
     window = read(*(entry(number) for number in range(10, 35)))
     assert (window.lost, seqs(window)) == ({0: 15}, [*range(26, 36)])
-    assert read.recording.new == 10, "the recorder was full of new ones"
+    assert read.recording.new == 10, "the recorder was full of new entries"
     assert read(entry(35)).lost == {}
 
 
-def test_what_a_full_ring_held_at_first_is_not_called_lost() -> None:
+def test_entries_from_before_the_first_read_are_not_lost() -> None:
     assert Read(*(entry(number) for number in range(500, 510)), size=10)().lost == {}
 
 
-def test_a_call_that_has_not_ended_on_the_device_is_read_once_with_its_duration() -> None:
+def test_a_running_call_is_read_once_with_its_duration() -> None:
     read = Read()
     assert seqs(read(nccl(0), nccl(1))) == []
     assert read.recording.new == 2
@@ -117,7 +117,7 @@ def test_a_call_that_has_not_ended_on_the_device_is_read_once_with_its_duration(
     assert seqs(read()) == []
 
 
-def test_at_the_end_it_is_read_without_a_duration() -> None:
+def test_a_running_call_is_read_without_a_duration_at_the_end() -> None:
     read = Read()
     read(nccl(0))
     window = read(last=True)
@@ -126,7 +126,7 @@ def test_at_the_end_it_is_read_without_a_duration() -> None:
     assert seqs(read(last=True)) == []
 
 
-def test_one_that_the_recorder_overwrites_meanwhile_is_kept_as_it_was() -> None:
+def test_a_running_call_survives_being_overwritten() -> None:
     read = Read(size=5)
     read(nccl(0))
     window = read(*(nccl(number, duration_ms=1) for number in range(1, 6)))
@@ -135,22 +135,22 @@ def test_one_that_the_recorder_overwrites_meanwhile_is_kept_as_it_was() -> None:
     assert seqs(read()) == []
 
 
-def test_waiting_for_a_duration_ends() -> None:
+def test_waiting_for_a_duration_is_bounded() -> None:
     read = Read()
     assert seqs(read(nccl(0, at_ms=0))) == []
     assert seqs(read(nccl(1, at_ms=31_000))) == [1]
     assert seqs(read()) == []
 
 
-def test_on_gloo_no_duration_is_waited_for() -> None:
+def test_gloo_calls_do_not_wait_for_a_duration() -> None:
     assert seqs(Read()(entry(0, state="scheduled", retired=False))) == [1]
 
 
-def test_one_that_was_given_up_by_the_watchdog_is_not_waited_for() -> None:
+def test_a_call_retired_by_the_watchdog_does_not_wait() -> None:
     assert seqs(Read()(nccl(0, state="scheduled", retired=True))) == [1]
 
 
-def test_two_recorders_are_read_each_for_itself() -> None:
+def test_two_recorders_are_read_independently() -> None:
     first, second = Recorder(), Recorder()
     first.add(entry(0), entry(1))
     second.add(nccl(0, duration_ms=1, group=("7", "mine")))
@@ -167,23 +167,23 @@ def test_point_to_point_calls_are_counted_and_not_compared() -> None:
     assert {(total.op, total.count) for total in window.totals[0]} == {("all_reduce", 1), ("send 0->1", 1)}
 
 
-def test_votes_that_are_on_their_way_while_ranks_train_are_no_collectives_of_the_training() -> None:
+def test_votes_in_the_background_are_not_training_collectives() -> None:
     window = Read()(entry(0, group=("5", VOTE_AHEAD_GROUP)))
     assert (seqs(window), window.groups, window.totals, window.missing) == ([], (), {0: ()}, ())
 
 
-def test_a_vote_that_ranks_wait_for_shows_who_is_late_with_its_data() -> None:
+def test_a_blocking_vote_is_recorded() -> None:
     window = Read()(entry(7, group=("5", VOTE_GROUP)))
     assert [group.description for group in window.groups] == [VOTE_GROUP]
     assert len(window.calls) == 1
 
 
-def test_everything_is_read_however_much_it_is() -> None:
+def test_a_large_number_of_entries_is_read_completely() -> None:
     window = Read(size=30_000)(*(entry(number) for number in range(25_000)))
     assert (len(window.calls), window.left_out, window.totals[0][0].count) == (25_000, {}, 25_000)
 
 
-def test_a_window_names_the_groups_that_its_collectives_use_and_no_others() -> None:
+def test_a_window_lists_only_the_groups_it_uses() -> None:
     read = Read()
     read(entry(0), entry(1, group=("7", "mine")))
     window = read(entry(2, group=("7", "mine")))
@@ -191,7 +191,7 @@ def test_a_window_names_the_groups_that_its_collectives_use_and_no_others() -> N
     assert window.calls["group"].tolist() == [0]
     assert read().groups == ()
     only_sent = read(entry(3, 1, name="gloo:send 0->1", is_p2p=True))
-    assert [group.name for group in only_sent.groups] == ["0"], "totals are of a group as well"
+    assert [group.name for group in only_sent.groups] == ["0"], "totals belong to a group as well"
 
 
 def test_the_size_of_an_entry_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,11 +207,11 @@ def test_the_size_of_an_entry_is_computed_once(monkeypatch: pytest.MonkeyPatch) 
     read()
     read.recorder.finish(1, 1.0)
     window = read()
-    assert asked == [0, 1], "once it is told of"
+    assert asked == [0, 1], "once it is reported"
     assert window.calls["size_bytes"].tolist() == [40] and window.totals[0][0].size_bytes == 40
 
 
-def test_a_group_that_no_longer_exists_is_reported_once() -> None:
+def test_a_destroyed_group_is_reported_once() -> None:
     read = Read()
     window = read(entry(0, group=("9", "short-lived")))
     assert window.groups[0].ranks == ()
@@ -220,9 +220,7 @@ def test_a_group_that_no_longer_exists_is_reported_once() -> None:
     assert read(entry(1, group=("9", "short-lived"))).missing == ()
 
 
-def test_collectives_are_timed_on_the_device_whenever_a_group_is_met_for_the_first_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_device_timing_is_enabled_for_each_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[int] = []
     monkeypatch.setattr(process_groups, "time_collectives_on_device", lambda: times.append(1))
     read = Read()
@@ -233,9 +231,7 @@ def test_collectives_are_timed_on_the_device_whenever_a_group_is_met_for_the_fir
 
 
 @pytest.mark.parametrize("error", [AttributeError("_enable_collectives_timing"), RuntimeError("no")])
-def test_a_torch_that_times_nothing_on_the_device_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_missing_device_timing_is_reported_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail() -> None:
         raise error
 
@@ -246,21 +242,21 @@ def test_a_torch_that_times_nothing_on_the_device_is_reported_once(
     assert read(entry(1, group=("7", "mine"))).missing == ()
 
 
-def test_a_recorder_that_is_off_gives_empty_windows() -> None:
+def test_a_disabled_recorder_gives_empty_windows() -> None:
     for entries in ([], [[]]):
         recording = Recording(0, PhaseHistory(), entries=lambda entries=entries: iter(entries))  # type: ignore[misc]
         window = recording.read(CLOCK)
         assert len(window.calls) == 0 and window.lost == {} and recording.new == 0
 
 
-def test_each_sentence_is_in_one_window() -> None:
+def test_each_message_is_in_one_window() -> None:
     read = Read()
     read.recording.say("it is raining.")
     assert read().missing == ("Rank 0: it is raining.",)
     assert read().missing == ()
 
 
-def test_calls_belong_to_the_step_whose_batch_was_fetched_last() -> None:
+def test_calls_belong_to_the_step_of_the_last_fetched_batch() -> None:
     read = Read()
     read.phase_history.starts.extend(BEGAN_NS + at * MS for at in (10, 20, 30))
     window = read(*(entry(number, at_ms=at) for number, at in enumerate((5, 15, 25, 29, 35))))
@@ -270,7 +266,7 @@ def test_calls_belong_to_the_step_whose_batch_was_fetched_last() -> None:
     assert read(entry(5, at_ms=38), entry(6, at_ms=45)).calls["step"].tolist() == [3, 4]
 
 
-def test_steps_are_counted_on_over_thousands() -> None:
+def test_step_counting_continues_over_thousands_of_steps() -> None:
     read = Read()
     for number in range(10_000):
         read.phase_history.starts.append(BEGAN_NS + number * MS)
@@ -293,7 +289,7 @@ def test_phases_are_read_once_with_the_rank() -> None:
     assert read().spans.tolist() == [(2, data, BEGAN_NS + 3 * MS)]
 
 
-def test_a_span_is_read_once_even_if_the_wall_clock_was_set_back() -> None:
+def test_a_span_is_read_once_even_if_the_clock_is_set_back() -> None:
     read, (data, compute) = Read(), (STEP_PHASES.index(StepPhase.DATA), STEP_PHASES.index(StepPhase.COMPUTE))
     read.phase_history.current = (BEGAN_NS + 1000 * MS, data)
     assert read().spans.tolist() == [(0, data, BEGAN_NS + 1000 * MS)]
@@ -321,14 +317,14 @@ class MovesOn(PhaseHistory):
         """It begins when it is looked at."""
 
 
-def test_a_phase_that_ends_while_it_is_read_is_read_once_and_in_order() -> None:
+def test_a_phase_that_ends_during_a_read_is_read_once_in_order() -> None:
     recording = Recording(0, MovesOn(), entries=lambda: iter(()))  # type: ignore[arg-type]
     began_ns = [int(began_ns) for _ in range(5) for began_ns in recording.read(CLOCK).spans["begin_ns"]]
     assert began_ns == [BEGAN_NS + number * MS for number in range(6)]
 
 
-def test_what_was_recorded_by_a_call_of_the_trainer_before_is_not_read_again() -> None:
-    """The recorder is the process's: ``fit`` and then ``test`` have the same one."""
+def test_entries_of_an_earlier_trainer_call_are_not_read_again() -> None:
+    """The recorder belongs to the process: ``fit`` and a later ``test`` share it."""
     recorder = Recorder(size=1000)
     recorder.add(*(entry(number) for number in range(10)))
     recording = Recording(0, PhaseHistory(), since_ns=BEGAN_NS + 10 * MS, entries=recorder.entries)
@@ -359,7 +355,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_recorder_of_a_real_group(warm: Warm, tmp_path: Path) -> None:
+def test_a_real_group_is_recorded(warm: Warm, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(REAL)
     envs = [{"TORCH_FR_BUFFER_SIZE": "1000"}]
     codes, output = warm.run([str(tmp_path / "program.py")], tmp_path, timeout_s=50, envs=envs)
@@ -398,21 +394,21 @@ def test_the_dump_is_read_as_plain_data(dump: list[Any]) -> None:
     assert [*recorders.entries()] == [[entry(0)]]
 
 
-def test_a_recorder_that_takes_too_long_to_read_is_left_alone(dump: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_too_large_to_read_is_left_alone(dump: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     dump[0] = {"entries": [entry(0)], "version": "2.10"}
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20001")
     assert [*recorders.entries()] == []
 
 
 @pytest.mark.parametrize("value", [Evil(), {"entries": [Evil()]}, io.BytesIO, os.system])
-def test_a_dump_that_asks_for_anything_else_is_refused(dump: list[Any], value: Any) -> None:
+def test_a_dump_other_than_plain_data_is_refused(dump: list[Any], value: Any) -> None:
     dump[0] = value
     with pytest.raises(pickle.UnpicklingError, match="it should be plain data"):
         list(recorders.entries())
 
 
 def test_a_batch_of_sends_and_receives_is_not_a_collective() -> None:
-    """Its whole has the number of the collective before it, and does not say that it is none."""
+    """The batch as a whole has the number of the previous collective, and no mark of point-to-point."""
     parts = [
         entry(number, 9, name=name, retired=False, is_p2p=True)
         for number, name in ((1, "nccl:send 0->1"), (2, "nccl:recv 0<-1"))
@@ -421,7 +417,7 @@ def test_a_batch_of_sends_and_receives_is_not_a_collective() -> None:
     assert seqs(Read()(nccl(0, duration_ms=1.0), *parts, whole, last=True)) == [1]
 
 
-def test_of_groups_that_are_made_again_and_again_the_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_recent_groups_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording_module, "_MOST_GROUPS", 5)
     read = Read()
     for number in range(100):
@@ -444,14 +440,14 @@ dist.destroy_process_group()
 """
 
 
-def test_stacks_are_read_without_the_import_of_inductor() -> None:
-    """Which would take a second, and may be what the main thread stands still in."""
+def test_stacks_are_read_without_importing_inductor() -> None:
+    """The import would take a second, and the main thread may be blocked in it."""
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "1000"}
     done = subprocess.run([sys.executable, "-c", STACKS], capture_output=True, text=True, timeout=50, env=environment)
     assert done.stdout.splitlines()[-1:] == ["['call', '<module>'] False"], done.stderr
 
 
-def test_what_stands_for_inductor_is_the_real_one_but_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inductor_stub_falls_back_to_the_real_module(monkeypatch: pytest.MonkeyPatch) -> None:
     real, cache = ModuleType("torch._inductor"), ModuleType("torch._inductor.codecache")
     cache.PyCodeCache = SimpleNamespace(load="the real one")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, real.__name__, real)
@@ -466,4 +462,4 @@ def test_what_stands_for_inductor_is_the_real_one_but_for_stacks(monkeypatch: py
         assert vars(torch)["_inductor"].codecache.PyCodeCache.load == "the real one"
     real.codecache = cache  # type: ignore[attr-defined]
     with recorders._inductor_not_imported():
-        assert vars(torch)["_inductor"] is real, "it is there: nothing has to stand for it"
+        assert vars(torch)["_inductor"] is real, "the real module is there: no stub is needed"

@@ -41,7 +41,7 @@ def taken(*blocks: MatchedCalls) -> dict[str, float]:
     return scalars.take()
 
 
-def test_the_means_of_all_collectives_since_the_last_time() -> None:
+def test_values_are_means_since_the_last_take() -> None:
     found = taken(block([[0, 0, 0], [10, 0, 2]]), block([[0], [8]]))
     assert found == {
         "collectives/all_reduce/skew_ms": pytest.approx(20 / 4),
@@ -52,7 +52,7 @@ def test_the_means_of_all_collectives_since_the_last_time() -> None:
     }
 
 
-def test_with_durations_there_is_a_bandwidth() -> None:
+def test_durations_give_a_bandwidth() -> None:
     found = taken(block([[0], [0], [0], [0]], [[2.0], [6.0], [2.0], [2.0]]))
     assert found["collectives/all_reduce/transfer_ms"] == pytest.approx(2.0)
     # 4 MB in 2 ms, times 2 * 3/4.
@@ -65,7 +65,7 @@ def test_an_operation_without_a_definition_has_no_bandwidth() -> None:
     assert "collectives/barrier/busbw_gb_per_s" not in found
 
 
-def test_what_was_taken_is_gone() -> None:
+def test_taking_scalars_resets_them() -> None:
     scalars, calls = TimingScalars(2), block([[0], [10]])
     assert scalars.take() == {}
     scalars.add(calls, lateness(calls, {}))
@@ -78,7 +78,7 @@ def test_what_was_taken_is_gone() -> None:
     assert (found["straggler/rank"], found["straggler/late_ms_per_step"]) == (0.0, pytest.approx(5.0))
 
 
-def test_each_group_and_operation_has_names_of_its_own() -> None:
+def test_each_group_and_operation_has_its_own_names() -> None:
     names = taken(block([[0], [1]]), block([[0], [1]], op="broadcast"), block([[0], [1]], name="mesh_tp")).keys()
     skews = {name for name in names if name.endswith("/skew_ms")}
     assert len(skews) == 3
@@ -88,17 +88,17 @@ def test_each_group_and_operation_has_names_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["0", "1", "mesh_tp", "7f3a", "default:cpu", "a [group] of (mine)", "größer"])
 @pytest.mark.parametrize("op", ["all_reduce", "_allgather_base", "send 0->1"])
-def test_every_name_is_one_that_all_loggers_take(name: str, op: str) -> None:
-    """MLflow refuses a metric whose name has more than letters, digits, and a few signs; and then training ends."""
+def test_every_name_is_valid_for_all_loggers(name: str, op: str) -> None:
+    """MLflow refuses metric names with other than letters, digits, and a few signs, and that ends training."""
     for metric in taken(block([[0], [1]], op=op, name=name)):
         assert re.fullmatch(r"[\w./\-: ]+", metric), metric
 
 
-def test_the_numbers_are_plain() -> None:
+def test_values_are_plain_floats() -> None:
     assert {type(value) for value in taken(block([[0], [1]], [[1.0], [2.0]])).values()} == {float}
 
 
-def test_of_groups_that_are_made_again_and_again_the_later_ones_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_groups_share_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scalars_module, "_MOST_NAMES", 3)
     blocks = [block([[0], [number]], name=str(number)) for number in range(30)]
     names = {name.removesuffix("/skew_ms") for name in taken(*blocks) if name.endswith("/skew_ms")}

@@ -27,17 +27,17 @@ from lightning_ncclsafe.facts import element_bytes
         ([[10], [20]], ["Float"], 120),
     ],
 )
-def test_bytes_are_those_of_the_shapes_and_types(shapes: Any, dtypes: Any, expected: int) -> None:
+def test_sizes_follow_from_shapes_and_types(shapes: Any, dtypes: Any, expected: int) -> None:
     assert size_bytes({"input_sizes": shapes, "input_dtypes": dtypes}) == expected
 
 
 @pytest.mark.parametrize("inputs", [{}, {"input_sizes": [], "input_dtypes": []}, {"input_sizes": [[0]]}])
-def test_of_a_rank_that_only_receives_the_output_counts(inputs: Any) -> None:
+def test_the_output_counts_for_a_receiving_rank(inputs: Any) -> None:
     assert size_bytes({**inputs, "output_sizes": [[4]], "output_dtypes": ["Float"]}) == 16
 
 
 @pytest.mark.parametrize("entry", [{}, {"input_sizes": [[3]]}, {"input_sizes": [], "output_sizes": []}])
-def test_where_nothing_is_known_it_is_nothing(entry: Any) -> None:
+def test_an_unknown_size_is_zero(entry: Any) -> None:
     assert size_bytes(entry) == 0
 
 
@@ -60,5 +60,5 @@ def test_where_nothing_is_known_it_is_nothing(entry: Any) -> None:
         (torch.float8_e5m2, "Float8_e5m2"),
     ],
 )
-def test_an_element_is_as_large_as_torch_says(dtype: torch.dtype, name: str) -> None:
+def test_element_sizes_match_torch(dtype: torch.dtype, name: str) -> None:
     assert element_bytes(name) == dtype.itemsize

@@ -153,12 +153,12 @@ def test_two_ranks_are_compared_and_end_together(make: Make) -> None:
     assert (op.count, op.compared, summary.lost, summary.left_out) == (30, 30, 0, 0)
     assert op.skew_s == pytest.approx(0.010 * 20 / 30)
     assert scalars["straggler/rank"] in (0.0, 1.0)
-    assert ranks[0].timer.scalars() != {} == ranks[0].timer.scalars(), "each is given once"
+    assert ranks[0].timer.scalars() != {} == ranks[0].timer.scalars(), "each value is returned once"
     assert own_threads() == []
     assert not ranks[0].timer.is_off and not ranks[1].timer.is_off
 
 
-def test_a_straggler_is_printed_by_rank_0_alone_and_known_to_all(make: Make) -> None:
+def test_only_rank_0_prints_a_straggler_and_all_ranks_know_it(make: Make) -> None:
     shared, recorders, said = SharedMemory(), [Recorder(5000), Recorder(5000)], [Said(), Said()]
     ranks = [make(rank, recorders[rank], MemoryExchange(shared), say=said[rank]) for rank in range(2)]
     until_clocks_are_known(ranks)
@@ -175,10 +175,8 @@ def test_a_straggler_is_printed_by_rank_0_alone_and_known_to_all(make: Make) -> 
 
 
 @pytest.mark.parametrize("rank", [0, 1, 32])
-def test_peers_that_are_silent_are_not_waited_for_longer_than_the_bound(
-    make: Make, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    """Rank 0 waits for all others, rank 32 for those that it leads, and rank 1 for nobody."""
+def test_waiting_for_silent_peers_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Rank 0 waits for all others, rank 32 for its members, and rank 1 for no rank."""
     monkeypatch.setattr(timer, "_LAST_S", 0.4)
     one = make(rank, Recorder(), MemoryExchange(SharedMemory()), world_size=40)
     one.timer.start()
@@ -190,7 +188,7 @@ def test_peers_that_are_silent_are_not_waited_for_longer_than_the_bound(
     assert own_threads() == []
 
 
-def test_ending_twice_or_before_it_began_is_nothing(make: Make) -> None:
+def test_ending_twice_or_before_the_start_is_harmless(make: Make) -> None:
     one = make(1, Recorder(), MemoryExchange())
     one.end()
     other = make(1, Recorder(), MemoryExchange())
@@ -201,7 +199,7 @@ def test_ending_twice_or_before_it_began_is_nothing(make: Make) -> None:
 
 
 @pytest.mark.parametrize("where", ["read", "pass_on", "add"])
-def test_a_failing_part_switches_it_off_once_and_prints_that(
+def test_a_failure_disables_the_timer_and_is_printed_once(
     make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], where: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -250,7 +248,7 @@ class Broken(MemoryExchange):
             raise ExchangeError("The job's store cannot be used: it did not answer.")
 
 
-def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missed_deadline_loses_no_calls(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SharedMemory()
     exchange = Broken(shared)
     recorders = [Recorder(), Recorder()]
@@ -271,7 +269,7 @@ def test_a_deadline_that_is_missed_costs_a_turn_and_no_calls(make: Make, monkeyp
     assert [sentence for sentence in missing if "Rank 1: some timings could not be shared" in sentence]
 
 
-def test_what_cannot_be_shared_does_not_pile_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unshared_calls_do_not_pile_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange, recorder, passed_on = Broken(SharedMemory()), Recorder(), []
     one = make(1, recorder, exchange)
     pass_on, one.pace.share_s = one.tree.pass_on, 0.0
@@ -279,12 +277,12 @@ def test_what_cannot_be_shared_does_not_pile_up(make: Make, monkeypatch: pytest.
     for number in range(200):
         recorder.add(entry(number))
         one.turn()
-    assert passed_on == [1] * 200, "each turn what is new, and the tree keeps the rest"
+    assert passed_on == [1] * 200, "each turn passes on what is new, and the tree keeps the rest"
     assert exchange.asked == 200, "each turn tries"
     exchange.answers = True
 
 
-def test_it_is_read_often_and_shared_when_it_is_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_is_frequent_and_sharing_is_periodic(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, recorder, passed_on = [100.0], Recorder(), Said()
     clock = SimpleNamespace(monotonic=lambda: now_s[0], thread_time=time.thread_time, time_ns=time.time_ns)
     monkeypatch.setattr(timer, "time", clock)
@@ -298,11 +296,11 @@ def test_it_is_read_often_and_shared_when_it_is_time(make: Make, monkeypatch: py
     assert passed_on.said == ["[1, 2, 3, 4]", "[5, 6, 7, 8]"]
     recorder.add(entry(9))
     one.end()
-    assert passed_on.said[2:] == ["[9, 10]"], "at the end whatever there is"
+    assert passed_on.said[2:] == ["[9, 10]"], "at the end it shares whatever is left"
 
 
-def test_it_stays_until_its_last_word_is_sent(make: Make) -> None:
-    """Its reader is behind, and then reads what is there."""
+def test_ending_waits_until_the_last_window_is_sent(make: Make) -> None:
+    """Its reader is behind at first, and then catches up."""
     shared, recorder = SharedMemory(), Recorder()
     one, tree = make(1, recorder, MemoryExchange(shared)), Tree(MemoryExchange(shared), rank=0, world_size=2)
     one.pace.share_s = 0.0
@@ -318,9 +316,7 @@ def test_it_stays_until_its_last_word_is_sent(make: Make) -> None:
     assert joined(found).calls["seq"].tolist() == [*range(1, 7)] and joined(found).last == {1}
 
 
-def test_of_a_reader_that_never_reads_it_waits_no_longer_than_the_bound(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_an_absent_reader_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timer, "_LAST_S", 0.4)
     recorder = Recorder()
     one = make(1, recorder, MemoryExchange())
@@ -334,7 +330,7 @@ def test_of_a_reader_that_never_reads_it_waits_no_longer_than_the_bound(
     assert own_threads() == [] and not one.timer.is_off
 
 
-def test_a_straggler_that_could_not_be_sent_is_sent_the_next_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsent_straggler_is_sent_on_the_next_turn(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     shared, said = SharedMemory(), Said()
     exchange = Broken(shared)
     monkeypatch.setattr(exchange, "get_many", partial(MemoryExchange.get_many, exchange))
@@ -354,7 +350,7 @@ def test_a_straggler_that_could_not_be_sent_is_sent_the_next_time(make: Make, mo
     assert exchange.told == 2 and len(said.said) == 1, "once"
 
 
-def test_what_cannot_be_read_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_messages_are_reported_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SharedMemory()
     one, other = (make(rank, Recorder(), MemoryExchange(shared)) for rank in range(2))
     one.pace.share_s = 0.0
@@ -369,7 +365,7 @@ def test_what_cannot_be_read_is_reported(make: Make, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_if_the_exchange_is_lost_training_continues_and_the_timer_ends_at_once(
+def test_a_lost_exchange_ends_the_timer_and_not_the_training(
     make: Make, capfd: pytest.CaptureFixture[str], rank: int
 ) -> None:
     exchange = Broken(SharedMemory())
@@ -387,7 +383,7 @@ def test_if_the_exchange_is_lost_training_continues_and_the_timer_ends_at_once(
 
 
 @pytest.mark.parametrize(("size", "words"), [("0", "is off"), ("20001", "keeps 20,001 entries")])
-def test_a_recorder_that_is_not_read_is_reported_once(
+def test_an_unusable_recorder_is_reported_once(
     size: str, words: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)
@@ -398,7 +394,7 @@ def test_a_recorder_that_is_not_read_is_reported_once(
     assert f"the Flight Recorder {words}" in sentence and "TORCH_FR_BUFFER_SIZE" in sentence
 
 
-def test_ranks_that_are_not_rank_0_keep_nothing_of_the_others(make: Make) -> None:
+def test_only_rank_0_keeps_timings_of_other_ranks(make: Make) -> None:
     one = make(1, Recorder(), MemoryExchange(), world_size=1024)
     assert one.timer.analysis.history.late_s.shape[0] == 1
     assert one.timer.scalars() == {}

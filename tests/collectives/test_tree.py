@@ -72,7 +72,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize(("world_size", "fan"), [(1, 32), (2, 32), (33, 32), (100, 32), (100, 4), (17, 4), (5, 2)])
-def test_everything_of_every_rank_arrives_once_and_nothing_stays(world_size: int, fan: int) -> None:
+def test_every_window_arrives_once_and_no_key_remains(world_size: int, fan: int) -> None:
     ranks = Ranks(world_size, fan)
     for number in range(6):
         ranks.turn(number)
@@ -84,7 +84,7 @@ def test_everything_of_every_rank_arrives_once_and_nothing_stays(world_size: int
     assert all(tree.overwritten == 0 for tree in ranks.trees)
 
 
-def test_no_rank_reads_more_than_some_tens() -> None:
+def test_no_rank_reads_from_more_than_62_others() -> None:
     asked: dict[int, int] = {}
 
     class Counting(MemoryExchange):
@@ -105,7 +105,7 @@ def test_no_rank_reads_more_than_some_tens() -> None:
     assert all(count == 1 for rank, count in asked.items() if rank % 32) and len(asked) == 1024
 
 
-def test_the_order_in_which_ranks_take_their_turns_does_not_matter() -> None:
+def test_the_order_of_turns_does_not_matter() -> None:
     random, ranks = np.random.default_rng(0), Ranks(40, 8)
     for number in range(8):
         ranks.turn(number, random.permutation(40).tolist())
@@ -115,7 +115,7 @@ def test_the_order_in_which_ranks_take_their_turns_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("missed", [1, 2, 3, 4])
-def test_a_reader_that_is_held_up_for_some_turns_misses_nothing(missed: int) -> None:
+def test_a_briefly_delayed_reader_misses_nothing(missed: int) -> None:
     ranks = Ranks(2)
     for number in range(missed):
         ranks.turn(number, [1])
@@ -126,7 +126,7 @@ def test_a_reader_that_is_held_up_for_some_turns_misses_nothing(missed: int) -> 
 
 
 @pytest.mark.parametrize("missed", [5, 6, 9, 13, 63, 64, 65, 300])
-def test_a_reader_that_is_delayed_for_long_gets_everything_once_it_reads_again(missed: int) -> None:
+def test_a_long_delayed_reader_catches_up_completely(missed: int) -> None:
     ranks = Ranks(2)
     for number in range(missed):
         ranks.turn(number, [1])
@@ -138,11 +138,11 @@ def test_a_reader_that_is_delayed_for_long_gets_everything_once_it_reads_again(m
     for number in range(missed, missed + 10):
         ranks.turn(number, [1])
         ranks.relay([0])
-        assert ranks.got[-1] == (1, number), "each arrives at once again"
+        assert ranks.got[-1] == (1, number), "each arrives at once from then on"
     assert ranks.trees[0].overwritten == 0 and len(ranks.got) == missed + 10
 
 
-def test_of_what_waits_for_long_no_more_is_kept_than_may_be_passed_on_at_a_time() -> None:
+def test_held_calls_are_bounded() -> None:
     ranks = Ranks(2)
     ranks.trees[1] = Tree(ranks.exchanges[1], rank=1, world_size=2, most_calls=1000)
     for number in range(400):
@@ -154,15 +154,15 @@ def test_of_what_waits_for_long_no_more_is_kept_than_may_be_passed_on_at_a_time(
     assert total.count == 200_000 == len(whole.calls) + whole.left_out[1], "all are counted"
 
 
-def test_of_ones_own_window_no_more_is_passed_on_than_is_allowed() -> None:
+def test_a_large_own_window_is_thinned() -> None:
     tree = Tree(MemoryExchange(), rank=0, world_size=1, most_calls=100)
     found = tree.pass_on(own(0, 0, calls=400))
     assert found is not None and len(found.calls) <= 164
     assert found.left_out == {0: 400 - len(found.calls)}
 
 
-def test_a_window_that_was_overwritten_after_all_is_counted() -> None:
-    """Which no rank does; only whoever writes to the store beside it."""
+def test_an_overwritten_window_is_counted() -> None:
+    """No rank does this; only another writer to the same store could."""
     ranks, value = Ranks(2), encode(own(1, 6))
     ranks.turn(0, [1])
     ranks.relay([0])
@@ -171,7 +171,7 @@ def test_a_window_that_was_overwritten_after_all_is_counted() -> None:
     assert ranks.got == [(1, 0), (1, 6)] and ranks.trees[0].overwritten == 5
 
 
-def test_the_last_window_arrives_from_a_writer_that_is_faster_than_its_reader() -> None:
+def test_the_last_window_of_a_fast_writer_arrives() -> None:
     ranks = Ranks(2)
     for number in range(20):
         ranks.turn(number, [1], last=number == 19)
@@ -182,11 +182,11 @@ def test_the_last_window_arrives_from_a_writer_that_is_faster_than_its_reader() 
     assert (1, 19) in ranks.got and ranks.trees[0].is_done
 
 
-def test_ranks_that_have_sent_their_last_window_are_known() -> None:
+def test_a_tree_is_done_after_the_last_windows() -> None:
     ranks = Ranks(5, 2)
     ranks.turn(0)
     assert not ranks.trees[0].is_done and not ranks.trees[2].is_done
-    assert ranks.trees[1].is_done, "it waits for nobody"
+    assert ranks.trees[1].is_done, "it waits for no rank"
     ranks.turn(1, [1, 3, 4, 2], last=True)
     ranks.relay([2])
     assert ranks.trees[2].is_done
@@ -195,14 +195,14 @@ def test_ranks_that_have_sent_their_last_window_are_known() -> None:
     assert ranks.trees[0].is_done
 
 
-def test_nothing_is_written_where_there_is_nothing_to_say() -> None:
+def test_empty_windows_write_nothing() -> None:
     ranks = Ranks(2)
     ranks.relay([1])
     assert ranks.shared.values == {}
 
 
 @pytest.mark.parametrize("what", ["calls", "spans", "own", "totals", "lost", "left_out", "last", "missing"])
-def test_every_kind_of_content_is_sent(what: str) -> None:
+def test_every_kind_of_content_arrives(what: str) -> None:
     window, whole = empty_window(), own(1, 0, last=True)
     values = {
         "calls": whole.calls,
@@ -231,7 +231,7 @@ def test_stragglers_are_sent_to_all_ranks() -> None:
     assert [tree.newest_report() for tree in ranks.trees] == [told] * 3
 
 
-def test_an_exchange_that_does_not_answer_raises_and_the_next_turn_continues() -> None:
+def test_a_failed_exchange_raises_and_the_next_turn_continues() -> None:
     ranks = Ranks(2)
     ranks.exchanges[1].close()
     with pytest.raises(ExchangeError):
@@ -272,10 +272,8 @@ class Sometimes(MemoryExchange):
 @pytest.mark.parametrize("is_done_first", [False, True])
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("failing", [0, 2, 3])
-def test_at_whichever_call_the_exchange_fails_everything_arrives_once(
-    failing: int, times: int, is_done_first: bool
-) -> None:
-    """Of rank 0, of a leader, and of one who leads nobody; in turns of four ranks."""
+def test_everything_arrives_once_despite_any_failed_call(failing: int, times: int, is_done_first: bool) -> None:
+    """A call of rank 0, of a leader, or of a member fails, in turns of four ranks."""
     at, is_over = 0, False
     while not is_over:
         ranks = Ranks(4, 2)
@@ -297,21 +295,21 @@ def test_at_whichever_call_the_exchange_fails_everything_arrives_once(
     assert at > 12
 
 
-def test_what_may_have_been_sent_is_sent_again_as_it_was() -> None:
-    """What has come since does not go with it: a reader that has got it already takes no notice."""
+def test_a_possibly_sent_window_is_resent_unchanged() -> None:
+    """It is sent without newer windows: a reader that already has it ignores it."""
     ranks = Ranks(2)
     exchange = Sometimes(ranks.shared)
     exchange.fails_at, exchange.is_done_first = range(1, 2), True
     ranks.trees[1] = Tree(exchange, rank=1, world_size=2)
     with pytest.raises(ExchangeError):
         ranks.turn(0, [1])
-    assert ranks.trees[1].holds, "nobody knows"
+    assert ranks.trees[1].holds, "it may not have arrived"
     ranks.turn(1, [1])
     ranks.relay([0, 1, 0, 1, 0])
     assert ranks.got == [(1, 0), (1, 1)] and not ranks.trees[1].holds
 
 
-def test_a_leader_whose_reader_is_behind_leaves_its_members_windows_where_they_are() -> None:
+def test_a_leader_with_a_slow_reader_leaves_member_windows_in_place() -> None:
     ranks = Ranks(4, 2)
     for number in range(4):
         ranks.turn(number, [2])
@@ -323,7 +321,7 @@ def test_a_leader_whose_reader_is_behind_leaves_its_members_windows_where_they_a
 
 
 @pytest.mark.parametrize("value", [b"x", b"nonsense", (0).to_bytes(8, "little") + b"nonsense"])
-def test_data_that_is_not_a_window_is_skipped_and_counted(value: bytes) -> None:
+def test_invalid_windows_are_skipped_and_counted(value: bytes) -> None:
     ranks = Ranks(2)
     ranks.exchanges[1].set("timing/1/3", value)
     ranks.relay([0])
@@ -331,13 +329,13 @@ def test_data_that_is_not_a_window_is_skipped_and_counted(value: bytes) -> None:
     for number in range(3):
         ranks.turn(number, [1])
         ranks.relay([0])
-    assert ranks.got == [(1, 0), (1, 1), (1, 2)], "the number of what is none means nothing"
+    assert ranks.got == [(1, 0), (1, 1), (1, 2)], "the number of an invalid window is ignored"
     assert (ranks.trees[0].unreadable, ranks.trees[0].overwritten) == (1, 0)
 
 
 @pytest.mark.parametrize("stray", [2, -1])
 @pytest.mark.parametrize("what", ["calls", "spans", "own", "groups", "clocks", "totals", "lost", "left_out", "last"])
-def test_a_window_of_a_rank_that_is_not_of_this_job_is_left_aside_and_counted(what: str, stray: int) -> None:
+def test_windows_of_foreign_ranks_are_skipped_and_counted(what: str, stray: int) -> None:
     whole, spans = own(1, 0), np.zeros(1, SPAN)
     strange, spans["rank"] = own(stray, 0), stray
     own_work = np.array([(stray, 0, 1)], OWN)
@@ -359,8 +357,8 @@ def test_a_window_of_a_rank_that_is_not_of_this_job_is_left_aside_and_counted(wh
     assert ranks.got == [(1, 1)]
 
 
-def test_rank_0_of_1024_is_done_with_a_turn_in_a_fraction_of_a_second() -> None:
-    """Some 390 calls of each rank in a turn, as many as such a job shares at most."""
+def test_a_turn_of_rank_0_of_1024_takes_a_fraction_of_a_second() -> None:
+    """About 390 calls of each rank in a turn, the most that such a job shares."""
     ranks = Ranks(1024)
     rows = own(0, 0, calls=390)
     for rank in [*(rank for rank in range(1024) if rank % 32), *range(32, 1024, 32)]:

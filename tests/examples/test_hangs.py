@@ -68,13 +68,13 @@ def test_the_hang_is_named(name: str, outcome: Outcome) -> None:
 
 
 @pytest.mark.program("late_rank0", *FORKED)
-def test_the_memory_of_a_rank_that_is_late_is_told_with_its_growth(outcome: Outcome) -> None:
+def test_the_report_shows_the_memory_growth_of_a_late_rank(outcome: Outcome) -> None:
     assert outcome.report is not None
     assert re.search(r" MB resident, growing by [\d.]+ MB/s", outcome.report["findings"][0]["summary"])
 
 
 @pytest.mark.program(*LIMITED)
-def test_a_hang_ends_with_its_report_and_not_before(outcome: Outcome) -> None:
+def test_a_hang_is_reported_before_the_guard_ends_the_run(outcome: Outcome) -> None:
     assert outcome.exit_code in (1, EXIT_CODE)
     assert outcome.output.count("[ncclsafe] rank-zero-only-work: Rank 0") == 1, outcome.output
     assert outcome.output.count("[ncclsafe] still rank-zero-only-work after ") == 1, outcome.output
@@ -82,7 +82,7 @@ def test_a_hang_ends_with_its_report_and_not_before(outcome: Outcome) -> None:
 
 
 @pytest.mark.program(*UNSEEDED)
-def test_an_unseeded_split_ends_before_the_first_step(outcome: Outcome) -> None:
+def test_an_unseeded_split_fails_before_the_first_step(outcome: Outcome) -> None:
     output = outcome.output
     assert outcome.exit_code == 1, output
     [folder] = outcome.folder.glob("ncclsafe/*")
@@ -101,7 +101,7 @@ def test_an_unseeded_split_ends_before_the_first_step(outcome: Outcome) -> None:
 
 
 @pytest.mark.program(*OFFLOADED)
-def test_offloaded_logging_does_not_notice_its_storage(outcome: Outcome) -> None:
+def test_offloaded_logging_survives_slow_storage(outcome: Outcome) -> None:
     output = outcome.output
     assert outcome.exit_code == 0, output
     assert not list(outcome.folder.glob("ncclsafe/*/report.json"))

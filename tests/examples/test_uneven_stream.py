@@ -46,7 +46,7 @@ def finding(folder: Path) -> dict[str, Any]:
 
 # A rank that imports torch on a busy machine is not to meet the example's limit of 12 s.
 @pytest.mark.program("--on-uneven", "raise", "--timeout", "60")
-def test_raise_names_the_rank_that_ended_on_all_ranks(outcome: Outcome) -> None:
+def test_raise_names_the_ended_rank_on_all_ranks(outcome: Outcome) -> None:
     code, output, folder = outcome
     assert code == 1, output
     assert all(f"[rank{rank}]: lightning_ncclsafe.errors.UnevenDataError: {END}" in output for rank in range(2))
@@ -56,7 +56,7 @@ def test_raise_names_the_rank_that_ended_on_all_ranks(outcome: Outcome) -> None:
 
 
 @pytest.mark.program("--on-uneven", "stop_together", *FORK)
-def test_stop_together_leaves_the_rest_of_the_longer_stream_out(outcome: Outcome) -> None:
+def test_stop_together_drops_the_rest_of_the_longer_stream(outcome: Outcome) -> None:
     code, output, folder = outcome
     assert code == 0, output
     assert trained(output) == {0: (20, FILES_OF_RANK_0 - 182), 1: (20, FILES_OF_RANK_1)}
@@ -66,7 +66,7 @@ def test_stop_together_leaves_the_rest_of_the_longer_stream_out(outcome: Outcome
 
 
 @pytest.mark.program("--on-uneven", "repeat", *FORK)
-def test_repeat_begins_the_shorter_stream_again(outcome: Outcome) -> None:
+def test_repeat_restarts_the_shorter_stream(outcome: Outcome) -> None:
     code, output, folder = outcome
     assert code == 0, output
     assert trained(output) == {0: (26, FILES_OF_RANK_0), 1: (26, FILES_OF_RANK_1 + 192)}

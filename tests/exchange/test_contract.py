@@ -90,13 +90,13 @@ def make(request: pytest.FixtureRequest) -> MakeExchange:
     return request.getfixturevalue(f"make_{request.param}")  # type: ignore[no-any-return]
 
 
-def test_other_ranks_see_what_was_set(make: MakeExchange) -> None:
+def test_other_ranks_see_a_set_value(make: MakeExchange) -> None:
     mine, other = make(), make()
     mine.set("facts/3", b'{"rank":3}')
     assert other.get_many(["facts/2", "facts/3"]) == {"facts/3": b'{"rank":3}'}
 
 
-def test_nothing_is_there_at_first(make: MakeExchange) -> None:
+def test_a_new_exchange_is_empty(make: MakeExchange) -> None:
     assert make().get_many(["log/0"]) == {}
     assert make().get_many([]) == {}
 
@@ -108,7 +108,7 @@ def test_a_value_can_be_replaced_and_may_be_empty(make: MakeExchange) -> None:
     assert exchange.get_many(["key"]) == {"key": b""}
 
 
-def test_the_first_rank_to_set_wins_and_all_learn_who_it_was(make: MakeExchange) -> None:
+def test_the_first_value_set_wins_on_all_ranks(make: MakeExchange) -> None:
     exchanges = [make() for _ in range(4)]
     answers: dict[int, bytes] = {}
     start = threading.Barrier(len(exchanges))
@@ -126,7 +126,7 @@ def test_the_first_rank_to_set_wins_and_all_learn_who_it_was(make: MakeExchange)
     assert set(answers.values()) == {stands}
 
 
-def test_keys_with_slashes_do_not_meet(make: MakeExchange) -> None:
+def test_keys_with_slashes_do_not_collide(make: MakeExchange) -> None:
     exchange = make()
     exchange.set("a/b", b"1")
     exchange.set("a%2Fb", b"2")
@@ -140,7 +140,7 @@ def test_a_megabyte_arrives_whole(make: MakeExchange) -> None:
     assert make().get_many(["big"]) == {"big": value}
 
 
-def test_what_is_deleted_is_as_if_it_had_never_been_set(make: MakeExchange) -> None:
+def test_a_deleted_key_can_be_set_again(make: MakeExchange) -> None:
     mine, other = make(), make()
     mine.set("a/1", b"old")
     mine.set_if_absent("a/2", b"old")
@@ -151,7 +151,7 @@ def test_what_is_deleted_is_as_if_it_had_never_been_set(make: MakeExchange) -> N
     assert other.get_many(["a/2"]) == {"a/2": b"new"}
 
 
-def test_use_after_close_is_one_clear_error(make: MakeExchange) -> None:
+def test_use_after_close_raises_a_clear_error(make: MakeExchange) -> None:
     exchange = make()
     exchange.close()
     exchange.close()
@@ -160,7 +160,7 @@ def test_use_after_close_is_one_clear_error(make: MakeExchange) -> None:
             call()
 
 
-def test_what_an_earlier_exchange_of_this_rank_has_published_is_taken_away_and_nothing_else() -> None:
+def test_only_keys_of_an_earlier_exchange_are_removed() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=45))
 
     def at(prefix: str) -> TcpStoreExchange:
@@ -176,7 +176,7 @@ def test_what_an_earlier_exchange_of_this_rank_has_published_is_taken_away_and_n
         assert "0/key/7" not in first.published and len(first.published) == 200
         other.set("theirs", b"")
         second.set("key/1", b"new")
-        assert second.get_many(["run", "theirs", "key/1"]) == {"key/1": b"new"}, "each has keys of its own"
+        assert second.get_many(["run", "theirs", "key/1"]) == {"key/1": b"new"}, "each exchange has its own keys"
         second.forget(first.published)
         # One thread makes all calls, one after the other.
         assert second.get_many(["key/1"]) == {"key/1": b"new"}

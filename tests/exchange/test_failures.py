@@ -49,7 +49,7 @@ def store_host() -> Iterator[StoreHost]:
     process = _FORK.Process(target=host_store, args=(sender,), daemon=True)
     process.start()
     try:
-        assert receiver.poll(30), "it has not begun"
+        assert receiver.poll(30), "it has not started"
         yield process, receiver.recv()
     finally:
         process.kill()
@@ -70,9 +70,7 @@ def stop(process: ForkProcess) -> None:
     os.waitpid(process.pid, os.WUNTRACED)
 
 
-def test_a_store_whose_host_is_stopped_is_given_up_after_some_deadlines(
-    store_host: StoreHost,
-) -> None:
+def test_a_stopped_store_host_is_given_up_after_three_deadlines(store_host: StoreHost) -> None:
     process, port = store_host
     exchange = exchange_with(port)
     exchange.set("key", b"value")
@@ -89,7 +87,7 @@ def test_a_store_whose_host_is_stopped_is_given_up_after_some_deadlines(
     assert not own_threads("store")
 
 
-def test_a_store_that_misses_one_deadline_is_used_again(store_host: StoreHost) -> None:
+def test_a_store_that_misses_one_deadline_is_kept(store_host: StoreHost) -> None:
     process, port = store_host
     exchange = exchange_with(port)
     exchange.set("key", b"value")
@@ -104,7 +102,7 @@ def test_a_store_that_misses_one_deadline_is_used_again(store_host: StoreHost) -
     assert not own_threads("store")
 
 
-def test_a_store_whose_host_is_killed_is_given_up_at_once(store_host: StoreHost) -> None:
+def test_a_killed_store_host_is_given_up_at_once(store_host: StoreHost) -> None:
     process, port = store_host
     exchange = exchange_with(port)
     process.kill()
@@ -116,7 +114,7 @@ def test_a_store_whose_host_is_killed_is_given_up_at_once(store_host: StoreHost)
     assert not own_threads("store")
 
 
-def test_ranks_go_on_in_the_directory_when_the_store_is_lost(store_host: StoreHost, tmp_path: Path) -> None:
+def test_ranks_fall_back_to_the_directory_when_the_store_is_lost(store_host: StoreHost, tmp_path: Path) -> None:
     process, port = store_host
     ranks = [FallbackExchange(exchange_with(port), DirectoryExchange(tmp_path / "x")) for _ in range(2)]
     ranks[0].set("before", b"1")
@@ -138,7 +136,7 @@ def test_files_are_private_to_the_user(tmp_path: Path) -> None:
     assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
 
 
-def test_each_rank_takes_back_what_it_published_and_the_last_one_the_folder(tmp_path: Path) -> None:
+def test_each_rank_removes_its_files_and_the_last_one_the_folder(tmp_path: Path) -> None:
     ranks = [DirectoryExchange(tmp_path / "exchange") for _ in range(2)]
     for number, rank in enumerate(ranks):
         rank.set(f"facts/{number}", b"")
@@ -157,7 +155,7 @@ def test_each_rank_takes_back_what_it_published_and_the_last_one_the_folder(tmp_
         ("another-host", NOBODY, True),
     ],
 )
-def test_the_last_one_takes_what_a_killed_rank_has_left(
+def test_the_last_rank_removes_files_of_a_killed_one(
     host: str, pid: int, is_left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed, last = (DirectoryExchange(tmp_path / "exchange") for _ in range(2))
@@ -171,7 +169,7 @@ def test_the_last_one_takes_what_a_killed_rank_has_left(
     assert (tmp_path / "exchange").exists() is is_left
 
 
-def test_a_killed_child_that_nobody_has_waited_for_is_no_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zombie_does_not_count_as_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     try:
         killed, last = (DirectoryExchange(tmp_path / "exchange") for _ in range(2))
@@ -190,7 +188,7 @@ def test_a_killed_child_that_nobody_has_waited_for_is_no_user(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("before", "meanwhile", "is_left"), [(False, False, False), (True, False, True), (False, True, True)]
 )
-def test_a_folder_of_reports_that_was_made_for_files_goes_with_them(
+def test_an_unused_report_folder_is_removed_with_the_files(
     before: bool, meanwhile: bool, is_left: bool, tmp_path: Path
 ) -> None:
     reports = tmp_path / "runs" / "ncclsafe"
@@ -207,21 +205,21 @@ def test_a_folder_of_reports_that_was_made_for_files_goes_with_them(
     assert not (reports / ".exchange-x").exists()
 
 
-def test_one_that_has_published_nothing_takes_nothing(tmp_path: Path) -> None:
+def test_an_exchange_without_files_removes_nothing(tmp_path: Path) -> None:
     exchange = DirectoryExchange(tmp_path / "exchange")
     exchange.set("facts/0", b"")
     DirectoryExchange(tmp_path / "exchange").close()
     assert [*exchange.get_many(["facts/0"])] == ["facts/0"]
 
 
-def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+def test_a_world_writable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "exchange").mkdir()
     (tmp_path / "exchange").chmod(0o777)
     with pytest.raises(ExchangeError, match="others may write"):
         DirectoryExchange(tmp_path / "exchange").set("key", b"")
 
 
-def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+def test_an_uncreatable_directory_raises_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     exchange = DirectoryExchange(tmp_path / "file" / "exchange")
     for call in (lambda: exchange.set("k", b""), lambda: exchange.set_if_absent("k", b"")):
@@ -229,10 +227,8 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> N
             call()
 
 
-def test_a_value_that_is_deleted_just_when_another_rank_finds_its_place_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by a rank that goes over to the job's store, and takes its files with it."""
+def test_a_value_deleted_during_set_if_absent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a rank that switches to the job's store and removes its files."""
     exchange = DirectoryExchange(tmp_path / "x")
 
     def taken(written: Path, path: Path) -> None:
@@ -244,7 +240,7 @@ def test_a_value_that_is_deleted_just_when_another_rank_finds_its_place_taken(
     exchange.close()
 
 
-def test_a_fallback_whose_first_exchange_does_not_close_takes_its_files(tmp_path: Path) -> None:
+def test_a_fallback_removes_its_files_even_if_the_first_close_fails(tmp_path: Path) -> None:
     class Stuck(MemoryExchange):
         lost = "the store is gone"
 
@@ -262,7 +258,7 @@ def test_a_fallback_whose_first_exchange_does_not_close_takes_its_files(tmp_path
     assert not (tmp_path / "x").exists()
 
 
-def test_a_fallback_uses_the_first_while_it_works(tmp_path: Path) -> None:
+def test_a_fallback_uses_the_first_exchange_while_it_works(tmp_path: Path) -> None:
     exchange = FallbackExchange(MemoryExchange(), DirectoryExchange(tmp_path / "x"))
     exchange.set("k", b"v")
     assert exchange.get_many(["k"]) == {"k": b"v"}
@@ -270,7 +266,7 @@ def test_a_fallback_uses_the_first_while_it_works(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_storage_that_does_not_answer_is_given_up_and_left_behind() -> None:
+def test_unresponsive_storage_is_given_up() -> None:
     answers, asked = threading.Event(), list[str]()
 
     class Dead(MemoryExchange):
@@ -300,7 +296,7 @@ def test_storage_that_does_not_answer_is_given_up_and_left_behind() -> None:
     exchange.close()
 
 
-def test_one_that_was_never_used_has_no_thread_and_one_miss_is_forgiven() -> None:
+def test_an_unused_exchange_has_no_thread_and_one_miss_is_tolerated() -> None:
     unused = InTimeExchange(MemoryExchange(), what="the folder")
     assert not own_threads("files")
     unused.close()
@@ -318,7 +314,7 @@ def test_one_that_was_never_used_has_no_thread_and_one_miss_is_forgiven() -> Non
             with pytest.raises(ExchangeError, match="did not answer"):
                 exchange.set("k", value)
         answers.set()
-        assert exchange.get_many(["k"]) == {"k": value}, "an answer counts anew"
+        assert exchange.get_many(["k"]) == {"k": value}, "an answer resets the count"
     assert not exchange.lost
     exchange.close()
     assert not own_threads("files")
@@ -326,8 +322,8 @@ def test_one_that_was_never_used_has_no_thread_and_one_miss_is_forgiven() -> Non
         exchange.get_many(["k"])
 
 
-def test_a_closed_exchange_gives_its_connection_back(store_host: StoreHost) -> None:
-    """At once, though what has used it is still there, or is not collected as garbage yet."""
+def test_a_closed_exchange_releases_its_connection(store_host: StoreHost) -> None:
+    """At once, even while its user still exists or has not been garbage-collected yet."""
     process, port = store_host
     open_files = Path(f"/proc/{process.pid}/fd")
     exchange = exchange_with(port)
@@ -339,7 +335,7 @@ def test_a_closed_exchange_gives_its_connection_back(store_host: StoreHost) -> N
         exchange.get_many(["key"])
 
 
-def test_one_that_is_closed_just_when_it_is_first_used_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_during_the_first_use_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = InTimeExchange(MemoryExchange(), what="the folder", deadline_s=5.0)
     start, closing = threading.Thread.start, threading.Thread(target=exchange.close)
 

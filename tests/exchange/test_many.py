@@ -46,7 +46,7 @@ def facts_of(*ranks: int) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("missing", "most"), [((), 2), ((5,), 15), ((5, 40), 27), (tuple(range(64)), 127)], ids=["none", "1", "2", "all"]
 )
-def test_a_few_ranks_that_are_missing_cost_a_few_questions(missing: tuple[int, ...], most: int) -> None:
+def test_missing_ranks_cost_only_a_few_requests(missing: tuple[int, ...], most: int) -> None:
     answered = facts_of(*(rank for rank in range(64) if rank not in missing))
     store = CountingStore(answered)
     exchange = TcpStoreExchange(store)
@@ -55,7 +55,7 @@ def test_a_few_ranks_that_are_missing_cost_a_few_questions(missing: tuple[int, .
     exchange.close()
 
 
-def test_many_keys_are_asked_for_in_parts_each_with_a_deadline_of_its_own() -> None:
+def test_many_keys_are_requested_in_parts() -> None:
     store = CountingStore(facts_of(*range(1000)))
     exchange = TcpStoreExchange(store)
     keys = [f"facts/{rank}" for rank in range(1001)]
@@ -66,7 +66,7 @@ def test_many_keys_are_asked_for_in_parts_each_with_a_deadline_of_its_own() -> N
     exchange.close()
 
 
-def test_a_value_that_a_store_would_break_the_connection_for_is_refused_and_the_store_is_kept() -> None:
+def test_an_oversized_value_is_refused_and_the_store_is_kept() -> None:
     store = CountingStore({})
     exchange = TcpStoreExchange(store)
     with pytest.raises(ExchangeError, match="takes no value of 8,000,001 bytes: facts/3"):
@@ -77,9 +77,7 @@ def test_a_value_that_a_store_would_break_the_connection_for_is_refused_and_the_
     exchange.close()
 
 
-def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_repeated_trainer_calls_do_not_accumulate_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A program may fit and validate any number of times in one process."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 
@@ -98,7 +96,7 @@ def test_any_number_of_calls_of_the_trainer_leave_the_keys_of_two(
                     exchange.set(key, str(number).encode())
                 assert exchange.get_many(["card/0"]) == {"card/0": str(number).encode()}
                 keys.append(server.num_keys())
-        assert outer.get_many(["card/0"]) == {"card/0": b"outer"}, "within which the others have been"
+        assert outer.get_many(["card/0"]) == {"card/0": b"outer"}, "the outer exchange still has its keys"
     assert keys[0] < keys[1] == keys[2] == keys[-1]
 
 

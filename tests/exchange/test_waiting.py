@@ -63,33 +63,33 @@ class Busy(MemoryExchange):
         return super().get_many(self.asked[-1])
 
 
-def test_the_first_true_answer_ends_the_wait(clock: Clock) -> None:
+def test_the_first_truthy_answer_ends_the_wait(clock: Clock) -> None:
     answers = iter(["", "", "here", "later"])
     assert wait_for(lambda: next(answers), deadline_s=10.0, poll_s=0.5) == "here"
     assert clock.slept_s == [0.5, 0.5]
 
 
-def test_whoever_asks_does_so_once_at_least_and_not_beyond_the_deadline(clock: Clock) -> None:
+def test_waiting_polls_at_least_once_and_ends_at_the_deadline(clock: Clock) -> None:
     assert wait_for(lambda: "here", deadline_s=-1.0) == "here"
     assert wait_for(lambda: False, deadline_s=1.0, poll_s=0.4) is None
     assert clock.slept_s == [0.4, 0.4, 0.4]
 
 
-def test_questions_become_rarer_up_to_a_limit(clock: Clock) -> None:
+def test_polling_slows_down_to_a_limit(clock: Clock) -> None:
     wait_for(lambda: False, deadline_s=0.9, poll_s=0.1, longest_poll_s=0.3)
     assert clock.slept_s == pytest.approx([0.1, 0.15, 0.225, 0.3, 0.3])
 
 
-def test_a_wait_may_be_given_up_without_a_deadline(clock: Clock) -> None:
+def test_a_wait_without_a_deadline_can_be_given_up(clock: Clock) -> None:
     assert wait_for(lambda: False, deadline_s=math.inf, poll_s=1.0, give_up=lambda: clock.now_s >= 3) is None
     assert len(clock.slept_s) == 3
 
 
-def test_an_answer_counts_more_than_giving_up(clock: Clock) -> None:
+def test_an_answer_takes_precedence_over_giving_up(clock: Clock) -> None:
     assert wait_for(lambda: True, deadline_s=math.inf, give_up=lambda: True)
 
 
-def test_a_missed_deadline_is_forgiven_on_request_only(clock: Clock) -> None:
+def test_a_missed_deadline_is_tolerated_only_on_request(clock: Clock) -> None:
     exchange = Busy(misses=2)
     exchange.set("key", b"value")
     with pytest.raises(ExchangeError, match="busy"):
@@ -97,7 +97,7 @@ def test_a_missed_deadline_is_forgiven_on_request_only(clock: Clock) -> None:
     assert wait_for(lambda: exchange.get_many(["key"]), deadline_s=10.0, forgive=exchange) == {"key": b"value"}
 
 
-def test_a_lost_exchange_is_not_forgiven(clock: Clock) -> None:
+def test_a_lost_exchange_is_not_tolerated(clock: Clock) -> None:
     exchange = Busy(misses=math.inf)
     clock.on_sleep = exchange.close
     with pytest.raises(ExchangeError):
@@ -105,7 +105,7 @@ def test_a_lost_exchange_is_not_forgiven(clock: Clock) -> None:
     assert len(exchange.asked) == 2
 
 
-def test_each_key_is_asked_for_until_it_has_a_value(clock: Clock) -> None:
+def test_each_key_is_requested_until_it_has_a_value(clock: Clock) -> None:
     exchange = Busy(misses=0)
     exchange.set("b", b"2")
     clock.on_sleep = lambda: exchange.set("a", b"1")
@@ -113,7 +113,7 @@ def test_each_key_is_asked_for_until_it_has_a_value(clock: Clock) -> None:
     assert exchange.asked == [["a", "b"], ["a"]]
 
 
-def test_the_keys_that_came_are_there_after_the_deadline_and_none_need_no_question(clock: Clock) -> None:
+def test_after_the_deadline_the_available_keys_are_returned(clock: Clock) -> None:
     exchange = Busy(misses=0)
     exchange.set("b", b"2")
     assert wait_for_keys(exchange, ["a", "b"], deadline_s=0.1) == {"b": b"2"}
@@ -121,33 +121,33 @@ def test_the_keys_that_came_are_there_after_the_deadline_and_none_need_no_questi
     assert wait_for_keys(exchange, [], deadline_s=0.1) == {}
 
 
-def test_a_call_that_has_to_succeed_is_made_until_it_does(clock: Clock) -> None:
+def test_a_required_call_is_retried_until_it_succeeds(clock: Clock) -> None:
     exchange = Busy(misses=3)
     assert keep_trying(exchange, lambda: exchange.get_many(["a"]), deadline_s=10.0) == {}
     assert len(exchange.asked) == 4
 
 
-def test_a_call_that_never_succeeds_raises_what_it_raised(clock: Clock) -> None:
+def test_a_call_that_never_succeeds_raises_its_last_error(clock: Clock) -> None:
     exchange = Busy(misses=math.inf)
     with pytest.raises(ExchangeError, match="busy"):
         keep_trying(exchange, lambda: exchange.get_many(["a"]), deadline_s=1.0)
     assert 1.0 < clock.now_s < 1.1
 
 
-def test_the_more_ranks_ask_the_rarer_each_does() -> None:
+def test_ranks_poll_less_often_in_larger_jobs() -> None:
     assert poll_interval_s(8) == waiting.POLL_S
     assert poll_interval_s(16384) == pytest.approx(8.192)
     assert poll_interval_s(16384, polls_per_s=1000.0) == pytest.approx(16.384)
     assert poll_interval_s(8, least_s=0.25) == 0.25
 
 
-def test_all_ranks_know_which_came_first() -> None:
+def test_all_ranks_agree_on_which_came_first() -> None:
     exchange = MemoryExchange()
     assert [first_rank(exchange, "point", rank) for rank in (3, 0, 3)] == [3, 3, 3]
 
 
-def test_a_rank_that_has_finished_asks_soon_and_then_more_rarely(clock: Clock) -> None:
-    """Most often the others are milliseconds behind, at the end of each call of the Trainer."""
+def test_a_finished_rank_polls_quickly_and_then_less_often(clock: Clock) -> None:
+    """At the end of a Trainer call the others are usually only milliseconds behind."""
     exchange = MemoryExchange()
     clock.on_sleep = lambda: exchange.set("finished/all", b"") if len(clock.slept_s) == 10 else None
     stay_until_all_finished(exchange, rank=1, world_size=2, may_leave=lambda: False, leave_behind=lambda: None)
@@ -155,7 +155,7 @@ def test_a_rank_that_has_finished_asks_soon_and_then_more_rarely(clock: Clock) -
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nobody_waits_on_in_a_meeting_once_the_run_is_over(clock: Clock, rank: int) -> None:
+def test_a_meeting_ends_once_the_run_is_over(clock: Clock, rank: int) -> None:
     def check() -> None:
         if len(clock.slept_s) == 3:
             raise CollectiveTimeoutError("rank 2 raised")

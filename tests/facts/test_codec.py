@@ -66,31 +66,31 @@ def unset(value: Any, place: str = "JobFacts") -> Iterator[str]:
             yield from unset(inner, f"{place}.{field.name}")
 
 
-def test_the_facts_of_these_tests_are_full() -> None:
+def test_the_test_facts_fill_every_field() -> None:
     assert list(unset(JOB)) == []
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_encoding_round_trips() -> None:
     assert decode(JobFacts, encode(JOB)) == JOB
 
 
-def test_whole_numbers_are_read_where_seconds_are_expected_and_stay_floats() -> None:
+def test_integers_are_read_as_float_seconds() -> None:
     action = decode(Action, b'{"name": "fit", "for_s": 3}')
     assert (action.for_s, type(action.for_s)) == (3.0, float)
 
 
-def test_what_a_newer_writer_adds_is_ignored_at_every_depth() -> None:
+def test_unknown_fields_are_ignored_at_every_depth() -> None:
     plain = json.loads(encode(JOB))
     plain["colour"] = plain["incident"]["colour"] = plain["ranks"][0]["stack"][0]["colour"] = ["blue"]
     assert decode(JobFacts, json.dumps(plain).encode()) == JOB
 
 
-def test_what_an_older_writer_does_not_know_takes_its_default() -> None:
+def test_missing_fields_take_their_defaults() -> None:
     facts = decode(RankFacts, b'{"rank": 1, "progress": {"phase": "init"}}')
     assert facts == RankFacts(rank=1, progress=Progress(phase=Phase.INIT))
 
 
-def test_null_is_read_where_it_is_allowed() -> None:
+def test_null_is_accepted_where_allowed() -> None:
     assert decode(HostFacts, b'{"rss_bytes": null, "cores": 2}') == HostFacts(cores=2)
 
 
@@ -133,7 +133,7 @@ def at_rank(**changes: Any) -> bytes:
         (at_rank(host_facts={"load_1min": "high"}), "RankFacts.host_facts.load_1min: found 'high', expected float."),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_place(data: bytes, said: str) -> None:
+def test_a_type_error_names_its_place(data: bytes, said: str) -> None:
     with pytest.raises(DecodeError) as caught:
         decode(RankFacts, data)
     assert said in str(caught.value)
@@ -146,7 +146,7 @@ def test_a_duration_must_be_finite(number: str) -> None:
 
 
 def test_no_depth_of_nesting_overflows_the_stack() -> None:
-    """Where JSON can just be read, the error that shows it must not fail in its turn."""
+    """Where JSON is just readable, building the error message must not fail in turn."""
     limit = sys.getrecursionlimit()
     for depth in range(limit - 300, limit + 1):
         with pytest.raises(DecodeError):
@@ -157,13 +157,13 @@ def test_no_depth_of_nesting_overflows_the_stack() -> None:
     "data",
     [at_rank(host=[0] * 100_000), at_rank(rank="x" * 100_000), at_rank(progress={"phase": "x" * 100_000})],
 )
-def test_an_error_is_short_whatever_was_found(data: bytes) -> None:
+def test_an_error_is_always_short(data: bytes) -> None:
     with pytest.raises(DecodeError) as caught:
         decode(RankFacts, data)
     assert len(str(caught.value)) < 300
 
 
-def test_a_message_that_is_no_text_does_not_prevent_the_sending() -> None:
+def test_an_undecodable_message_can_be_encoded() -> None:
     # Of a file name whose bytes are not UTF-8, Python makes a string with lone surrogates.
     undecodable = b"/data/\xff\xfe.py".decode("utf-8", "surrogateescape")
     facts = ExceptionFacts(type="OSError", message=undecodable + " \ud800 \x00 \U0001f600 \x1b[31m")
@@ -172,12 +172,12 @@ def test_a_message_that_is_no_text_does_not_prevent_the_sending() -> None:
     assert decode(ExceptionFacts, sent).message == "/data/??.py ? \x00 \U0001f600 \x1b[31m"
 
 
-def test_a_surrogate_that_is_read_can_be_written_again() -> None:
+def test_a_decoded_surrogate_can_be_encoded() -> None:
     facts = decode(ExceptionFacts, b'{"type": "E", "message": "\\ud800"}')
     assert decode(ExceptionFacts, encode(facts)).message == "?"
 
 
-def test_types_written_in_either_way_are_read() -> None:
+def test_types_in_either_notation_are_read() -> None:
     from typing import Optional
 
     @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ def test_types_written_in_either_way_are_read() -> None:
     ],
     ids=["all", "every eighth", "downwards", "few", "uneven", "equal", "an odd last one"],
 )
-def test_the_members_of_a_large_group_are_written_as_a_range(ranks: tuple[int, ...], written: object) -> None:
+def test_large_groups_are_written_as_a_range(ranks: tuple[int, ...], written: object) -> None:
     group = Group(name="0", ranks=ranks)
     assert json.loads(encode(group))["ranks"] == written
     assert decode(Group, encode(group)) == group
@@ -221,13 +221,13 @@ def test_the_members_of_a_large_group_are_written_as_a_range(ranks: tuple[int, .
     ],
     ids=["empty", "no step", "step of 0", "too long", "longer", "downwards", "no number", "no list"],
 )
-def test_a_range_that_is_none_is_refused(ranks: object) -> None:
+def test_an_invalid_range_is_refused(ranks: object) -> None:
     with pytest.raises(DecodeError, match=r"^Group\.ranks: found .*, expected list\.$"):
         decode(Group, json.dumps({"name": "0", "ranks": ranks}).encode())
 
 
-def test_ranges_may_not_have_any_number_of_members_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some 20 bytes stand for a hundred thousand numbers, and a file may have millions of them."""
+def test_the_total_size_of_ranges_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About 20 bytes stand for a hundred thousand numbers, and a file may contain millions of ranges."""
     monkeypatch.setattr(codec, "_MOST_MEMBERS", 1000)
     plain = json.loads(encode(RANK))
 
@@ -240,14 +240,14 @@ def test_ranges_may_not_have_any_number_of_members_in_all(monkeypatch: pytest.Mo
         read(8_000_000, 11)
 
 
-def test_only_members_of_groups_may_be_a_range() -> None:
+def test_only_group_members_may_be_a_range() -> None:
     plain = json.loads(encode(JOB))
     plain["ranks"][0]["collectives"][0]["input_sizes"] = [{"range": [0, 9, 1]}]
     with pytest.raises(DecodeError, match=r"input_sizes\[0\]: found .*, expected list"):
         decode(JobFacts, json.dumps(plain).encode())
 
 
-def test_what_many_ranks_say_alike_is_one_object_in_memory() -> None:
+def test_equal_values_of_many_ranks_share_one_object() -> None:
     wide = Group(name="dp", ranks=tuple(range(4096)))
     first, second = (decode(RankFacts, encode(dataclasses.replace(RANK, groups=(wide,)))) for _ in range(2))
     assert first == second
@@ -256,7 +256,7 @@ def test_what_many_ranks_say_alike_is_one_object_in_memory() -> None:
     assert first.collectives[0].input_sizes is second.collectives[0].input_sizes
 
 
-def test_equal_values_of_other_types_are_not_mixed_up() -> None:
+def test_equal_values_of_different_types_are_kept_apart() -> None:
     numbers = decode(Group, b'{"name": "0", "ranks": [0, 1]}').ranks
     assert [type(number) for number in numbers] == [int, int]
     assert decode(Collective, b'{"group": "0", "seq": 1, "op": "x", "completed": true}').completed is True

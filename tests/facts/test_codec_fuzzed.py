@@ -60,7 +60,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in (JobFacts, RankFacts)])
 @settings(QUICK, max_examples=3)
 @given(data=st.data())
-def test_any_facts_are_read_back(kind: type, data: st.DataObject) -> None:
+def test_any_facts_round_trip(kind: type, data: st.DataObject) -> None:
     made = data.draw(values(kind))
     assert decode(kind, encode(made)) == made
     assert from_plain(kind, to_plain(made)) == made
@@ -73,7 +73,7 @@ def test_any_facts_are_read_back(kind: type, data: st.DataObject) -> None:
     count=st.integers(0, 200),
     last=st.lists(st.integers(), max_size=1),
 )
-def test_any_members_are_read_back(start: int, step: int, count: int, last: list[int]) -> None:
+def test_any_members_round_trip(start: int, step: int, count: int, last: list[int]) -> None:
     group = Group(name="0", ranks=(*(start + step * number for number in range(count)), *last))
     assert decode(Group, encode(group)) == group
 
@@ -134,7 +134,7 @@ def test_a_wrong_value_at_any_place_is_read_or_refused(place: tuple[Any, ...], w
 
 @settings(QUICK, max_examples=50)
 @given(place=st.sampled_from(TABLES), key=TEXT, value=JSON)
-def test_what_a_newer_writer_adds_is_ignored(place: tuple[Any, ...], key: str, value: Any) -> None:
+def test_unknown_fields_are_ignored(place: tuple[Any, ...], key: str, value: Any) -> None:
     newer = replaced(PLAIN, place, lambda table: {**table, f"newer {key}": value})
     assert decode(JobFacts, json.dumps(newer).encode()) == JOB
 

@@ -167,11 +167,11 @@ def test_once_they_have_met_their_cards_count_and_nobody_is_searched_for(host: H
     left = {rank: RankInfo(rank=rank, host="node", pid=100 + rank, signum=61, fd=9) for rank in (3, 5)}
     exchange.set("info/3", codec.encode(left[3]))
     host.neighbours.meet(exchange)
-    assert not host.neighbours.has_lost
+    assert not host.neighbours.has_lost and not host.neighbours.wait_until_met(0.0)
     assert [peer.pid for peer in host.peers] == [70, 72]
     exchange.set("info/5", codec.encode(left[5]))
     host.neighbours.meet(exchange)
-    assert host.peers == (left[3], left[5])
+    assert host.peers == (left[3], left[5]) and host.neighbours.wait_until_met(0.0)
     searches = host.searches
     host.neighbours.search()
     host.tick()

@@ -33,7 +33,7 @@ def waits(number: int, *frames: SeenFrame, of: int = 2, **more: object) -> SeenR
     return replace(rank(number, *looks, of=of), **more)  # type: ignore[arg-type]
 
 
-def test_a_rank_in_the_next_batch_has_left_out_the_pass_that_the_others_are_in() -> None:
+def test_a_rank_in_the_next_batch_skipped_the_backward_pass() -> None:
     ranks = [
         waits(0, LOOP, BACKWARD, of=3, objects=in_batch(0, 3)),
         waits(1, LOOP, BROADCAST, of=3, objects=in_batch(0, 4)),
@@ -48,9 +48,7 @@ def test_a_rank_in_the_next_batch_has_left_out_the_pass_that_the_others_are_in()
 
 
 @pytest.mark.parametrize(("batches", "rule"), [(6, "stopped-early"), (None, "uneven-batches"), (4, "uneven-batches")])
-def test_a_rank_in_the_next_epoch_has_left_the_last_one_early_or_had_no_more_batches(
-    batches: int | None, rule: str
-) -> None:
+def test_a_rank_in_the_next_epoch_left_early_or_ran_out_of_batches(batches: int | None, rule: str) -> None:
     ranks = [
         waits(0, LOOP, BACKWARD, objects=in_batch(0, 3, batches=batches)),
         waits(1, LOOP, BROADCAST, objects=in_batch(1, 0, batches=batches)),
@@ -59,7 +57,7 @@ def test_a_rank_in_the_next_epoch_has_left_the_last_one_early_or_had_no_more_bat
     assert (first.rule, first.ranks) == (rule, (1,))
 
 
-def test_numbers_of_batches_that_are_known_leave_no_doubt_who_has_too_few() -> None:
+def test_known_batch_counts_make_uneven_batches_certain() -> None:
     for batch, confidence in ((307, Confidence.CERTAIN), (200, Confidence.POSSIBLE)):
         ranks = [
             waits(0, LOOP, BROADCAST, objects=in_batch(0, batch, batches=396)),
@@ -71,7 +69,7 @@ def test_numbers_of_batches_that_are_known_leave_no_doubt_who_has_too_few() -> N
         assert any("its loader has 396 batches" in one.text for one in first.evidence)
 
 
-def test_nobody_is_sent_to_compare_lengths_that_are_known_to_be_alike() -> None:
+def test_equal_known_lengths_are_not_suggested_as_a_cause() -> None:
     for batches, is_asked in ((None, True), (6, False)):
         ranks = [
             waits(0, LOOP, user(20), BARRIER, of=3, objects=in_batch(0, 3, batches=batches)),
@@ -83,7 +81,7 @@ def test_nobody_is_sent_to_compare_lengths_that_are_known_to_be_alike() -> None:
         assert ("compare the loaders' lengths" in first.summary) is is_asked
 
 
-def test_who_is_further_down_in_one_function_has_gone_past_the_call_of_the_others() -> None:
+def test_a_rank_further_down_a_function_has_skipped_the_call() -> None:
     def step(line: int, *frames: SeenFrame) -> tuple[SeenFrame, ...]:
         return (LOOP, user(line, "training_step"), *frames, BARRIER)
 
@@ -93,7 +91,7 @@ def test_who_is_further_down_in_one_function_has_gone_past_the_call_of_the_other
         assert (first.ranks, first.location.rpartition(":")[2]) == ((2,), told)
 
 
-def test_ranks_at_the_end_of_their_epoch_have_run_out_of_data() -> None:
+def test_ranks_at_the_end_of_their_epoch_ran_out_of_data() -> None:
     for others, confidence in ((2, Confidence.LIKELY), (1, Confidence.POSSIBLE)):
         ranks = [waits(number, LOOP, BROADCAST, of=others + 1, objects=in_batch(0, 4)) for number in range(others)]
         ranks.append(waits(others, END, BARRIER, of=others + 1, objects=in_batch(0, 3, is_last=True)))
@@ -102,19 +100,19 @@ def test_ranks_at_the_end_of_their_epoch_have_run_out_of_data() -> None:
         assert (first.rule, first.ranks, first.confidence) == ("uneven-batches", (others,), confidence)
 
 
-def test_between_counts_that_are_known_and_others_nothing_is_compared() -> None:
+def test_known_and_unknown_counts_are_not_compared() -> None:
     ranks = [waits(0, LOOP, BROADCAST, objects=in_batch(7, 4)), waits(1, END, BARRIER)]
     assert [facts.progress.epoch for facts in job_facts(ranks).ranks] == [-1, -1]
     assert all(facts.trainer is None for facts in job_facts(ranks).ranks)
 
 
-def test_counts_say_nothing_of_a_rank_outside_of_the_trainer() -> None:
+def test_counts_are_ignored_for_a_rank_outside_the_trainer() -> None:
     before = Progress(phase=Phase.FINISHED, epoch=-1)
     counters = in_batch(3, 2).counters
     assert counters is not None and counters.within(before) == before
 
 
-def test_ranks_that_wait_in_each_others_groups_wait_in_a_circle() -> None:
+def test_ranks_in_each_others_groups_form_a_circle() -> None:
     one, other = (Group(name=name, ranks=(0, 1)) for name in ("1", "2"))
     ranks = [waits(0, BARRIER, objects=RankObjects(group=one)), waits(1, BARRIER, objects=RankObjects(group=other))]
     job = job_facts(ranks)
@@ -129,7 +127,7 @@ def test_ranks_that_wait_in_each_others_groups_wait_in_a_circle() -> None:
     assert not wait_in_vain(same)
 
 
-def test_most_ranks_decide_which_group_is_entered_out_of_turn() -> None:
+def test_the_majority_decides_which_group_is_out_of_order() -> None:
     one, other = (Group(name=name, ranks=(0, 1, 2)) for name in ("1", "2"))
     ranks = [
         waits(number, BARRIER, of=3, objects=RankObjects(group=other if number == 2 else one)) for number in range(3)
@@ -137,13 +135,13 @@ def test_most_ranks_decide_which_group_is_entered_out_of_turn() -> None:
     assert diagnosis_of(job_facts(ranks)).findings[0].ranks == (2,)
 
 
-def test_groups_without_one_another_are_no_circle() -> None:
+def test_disjoint_groups_form_no_circle() -> None:
     groups = [Group(name="1", ranks=(0, 1)), Group(name="1", ranks=(0, 1)), Group(name="2", ranks=(2, 3))]
     ranks = [waits(number, BARRIER, of=3, objects=RankObjects(group=group)) for number, group in enumerate(groups)]
     assert all(finding.rule != "crossed-groups" for finding in diagnosis_of(job_facts(ranks)).findings)
 
 
-def test_ranks_that_all_wait_at_one_place_in_one_batch_may_have_joined_what_does_not_complete() -> None:
+def test_ranks_waiting_at_one_place_may_all_have_joined() -> None:
     ranks = [waits(number, LOOP, BACKWARD, objects=in_batch(0, 3)) for number in (0, 1)]
     first = diagnosis_of(job_facts(ranks)).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1), Confidence.POSSIBLE)
@@ -156,7 +154,7 @@ def test_ranks_that_all_wait_at_one_place_in_one_batch_may_have_joined_what_does
         assert all(finding.rule != "all-joined" for finding in diagnosis_of(job_facts(other)).findings)
 
 
-def test_a_name_server_that_does_not_answer_is_seen() -> None:
+def test_an_unresponsive_name_server_is_found() -> None:
     asks = SeenFrame("/usr/lib/python3.12/socket.py", 962, "getaddrinfo")
     ranks = [waits(0, LOOP, BACKWARD), waits(1, LOOP, asks, name_servers=("10.0.0.2",))]
     first = diagnosis_of(job_facts(ranks)).findings[0]
@@ -189,7 +187,7 @@ def main(epochs):
         ((7, None), "diverged-collectives", ""),
     ],
 )
-def test_who_has_left_the_loop_that_the_others_train_in_has_had_fewer_batches(
+def test_a_rank_that_left_the_training_loop_had_fewer_batches(
     tmp_path: Path, lines: tuple[int, int | None], rule: str, location: str
 ) -> None:
     source = tmp_path / "train.py"

@@ -26,7 +26,7 @@ def works(for_s: float, line: int = 30) -> SeenRank:
         (False, works(LONG_STEP_S), 1),
     ],
 )
-def test_a_terminal_shows_the_answer_so_far_and_only_what_differs_later(
+def test_a_terminal_shows_the_early_answer_and_then_only_changes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     is_terminal: bool,

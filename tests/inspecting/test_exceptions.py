@@ -85,7 +85,7 @@ def waiting(program: str) -> SeenRank:
     ("function", "line", "is_caught"),
     [("train", CAUGHT, True), ("train", FINALLY, False), ("pass_on", RAISES_AGAIN, False)],
 )
-def test_what_goes_on_from_its_block_is_the_end_and_what_stays_there_is_caught(
+def test_a_swallowing_block_catches_and_a_reraising_one_does_not(
     program: str, function: str, line: int, is_caught: bool
 ) -> None:
     stack = (Frame(file=program, line=line, function=function, user=True),)
@@ -97,7 +97,7 @@ def test_what_goes_on_from_its_block_is_the_end_and_what_stays_there_is_caught(
             assert one.stack[-1].code == 'raise KeyError("label")'
 
 
-def test_what_has_left_the_trainer_is_its_end_whoever_catches_it_then(program: str) -> None:
+def test_an_exception_that_left_the_trainer_ends_it_even_if_caught(program: str) -> None:
     stack = (Frame(file=program, line=CAUGHT, function="train", user=True),)
     one = ReadException(type="KeyError", places=((program, 3, "train"), CALL, (program, 19, "step")))
     # What has come while it was being ended is not what has ended it.
@@ -109,18 +109,18 @@ def test_what_has_left_the_trainer_is_its_end_whoever_catches_it_then(program: s
 
 
 @pytest.mark.parametrize("type", ["StopIteration", "GeneratorExit", "_TunerExitException"])
-def test_what_is_no_error_is_nothing(program: str, type: str) -> None:
+def test_exits_without_an_error_are_ignored(program: str, type: str) -> None:
     assert errors_of(RankObjects(handled=(raised(program, type=type),)), ()) == (None, ())
     assert not RankObjects(handled=(ReadException(type=type, places=(CALL,)),)).has_failed
 
 
-def test_without_source_nobody_says_that_it_goes_on() -> None:
+def test_without_source_an_exception_counts_as_caught() -> None:
     stack = (Frame(file="/nowhere/train.py", line=3, function="train", user=True),)
     exception, caught = errors_of(RankObjects(handled=(raised("/nowhere/train.py"),)), stack)
     assert exception is None and caught[0].is_held
 
 
-def test_a_rank_that_failed_and_waits_in_its_cleanup_is_told_as_failed(program: str) -> None:
+def test_a_rank_waiting_in_its_cleanup_has_failed(program: str) -> None:
     frames = (SeenFrame(program, 22, "<module>"), SeenFrame(program, FINALLY, "train"), BARRIER)
     first = judged(waiting(program), seen(1, *frames, handled=(raised(program),))).findings[0]
     assert (first.rule, first.ranks, first.location) == ("failed-rank", (1,), f"{program}:19 in step")
@@ -129,7 +129,7 @@ def test_a_rank_that_failed_and_waits_in_its_cleanup_is_told_as_failed(program: 
     assert "KeyError: 'label'" in first.summary and "rank 0 waits" in first.summary
 
 
-def test_a_rank_whose_program_has_ended_with_an_exception_is_told_so_at_once(program: str) -> None:
+def test_an_uncaught_exception_is_enough_to_answer_at_once(program: str) -> None:
     shutdown = SeenFrame("/usr/lib/python3.12/threading.py", 9, "_shutdown")
     ranks = (waiting(program), seen(1, shutdown, left=(raised(program),)))
     assert shows_enough(ranks) and not shows_enough((waiting(program), seen(1, shutdown)))
@@ -137,7 +137,7 @@ def test_a_rank_whose_program_has_ended_with_an_exception_is_told_so_at_once(pro
     assert (first.rule, first.ranks) == ("failed-rank", (1,))
 
 
-def test_a_program_is_over_in_a_function_of_atexit_and_not_in_a_module_however_it_was_started() -> None:
+def test_a_program_is_over_in_atexit_and_not_in_a_module() -> None:
     meets, runs = SeenFrame("/home/ada/train.py", 9, "meet"), SeenFrame("<frozen runpy>", 9, "_run_module_as_main")
     main = SeenFrame("/home/ada/train.py", 22, "<module>")
     shutdown = SeenFrame("/usr/lib/python3.12/threading.py", 9, "_shutdown")
@@ -145,14 +145,14 @@ def test_a_program_is_over_in_a_function_of_atexit_and_not_in_a_module_however_i
     assert not any(map(is_past_program, [(), (main, meets, BARRIER), (runs, main, meets), (runs, meets)]))
 
 
-def test_a_rank_that_still_handles_what_it_has_caught_is_the_one_that_waits_apart(program: str) -> None:
+def test_a_rank_still_handling_an_exception_has_diverged(program: str) -> None:
     frames = (SeenFrame(program, 22, "<module>"), SeenFrame(program, CAUGHT, "train"), BARRIER)
     first = judged(waiting(program), seen(1, *frames, handled=(raised(program),))).findings[0]
     assert (first.rule, first.ranks, first.location) == ("diverged-collectives", (1,), f"{program}:19 in step")
     assert f"in the `except` block (line {CAUGHT}) that caught KeyError: 'label'" in first.summary
 
 
-def test_an_error_of_the_connection_only_says_that_a_peer_is_gone(program: str) -> None:
+def test_a_connection_error_is_a_consequence(program: str) -> None:
     lost = raised(program, type="RuntimeError", message="[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
     frames = (SeenFrame(program, 22, "<module>"), SeenFrame(program, FINALLY, "train"), BARRIER)
     diagnosis = judged(waiting(program), seen(1, *frames, handled=(lost,)))

@@ -31,13 +31,13 @@ LOCKS = """\
 
 
 @pytest.mark.parametrize(("pid", "holders"), [(4712, [4711]), (4711, None), (4713, None), (1, None)])
-def test_who_waits_and_who_has_it_is_what_the_kernel_lists(tmp_path: Path, pid: int, holders: list[int] | None) -> None:
+def test_waiters_and_holders_come_from_the_kernel(tmp_path: Path, pid: int, holders: list[int] | None) -> None:
     (tmp_path / "locks").write_text(LOCKS)
     lock = awaited_lock(pid, tmp_path)
     assert (None if lock is None else [holder.pid for holder in lock.holders]) == holders
 
 
-def test_a_process_that_waits_for_a_lock_of_ours_is_seen_to(tmp_path: Path) -> None:
+def test_a_process_waiting_for_our_lock_is_found(tmp_path: Path) -> None:
     path = tmp_path / "cache.lock"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -50,7 +50,7 @@ def test_a_process_that_waits_for_a_lock_of_ours_is_seen_to(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("holder", "words"), [(100, "rank 0 holds it"), (4711, "process 4711 holds it")])
-def test_who_waits_for_a_lock_does_no_work_of_its_own(tmp_path: Path, holder: int, words: str) -> None:
+def test_a_rank_waiting_for_a_lock_is_not_at_work(tmp_path: Path, holder: int, words: str) -> None:
     source = tmp_path / "train.py"
     source.write_text("if rank == 1:\n    flock(file)\n")
     backward = SeenFrame(f"{SITE}/torch/autograd/graph.py", 9, "_engine_run_backward")

@@ -56,9 +56,7 @@ def program(folder: Path, text: str) -> StackReader:
     return StackReader(str(path))
 
 
-def test_another_process_that_was_given_the_number_is_not_taken_for_the_rank(
-    waiting: "subprocess.Popen[bytes]",
-) -> None:
+def test_a_reused_pid_is_not_taken_for_the_rank(waiting: "subprocess.Popen[bytes]") -> None:
     started = started_at(waiting.pid)
     assert started is not None
     same = looks.look(waiting.pid, Told(user(20)), 0.0, started=started)
@@ -69,7 +67,7 @@ def test_another_process_that_was_given_the_number_is_not_taken_for_the_rank(
     assert seen_rank(own, (other,), Told(), [own]) == SeenRank(process=own, looks=(other,))
 
 
-def test_a_rank_whose_number_is_given_anew_between_two_looks_has_ended(
+def test_a_pid_reused_between_looks_means_the_rank_ended(
     waiting: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = iter(range(1000))
@@ -79,10 +77,8 @@ def test_a_rank_whose_number_is_given_anew_between_two_looks_has_ended(
     assert (diagnosis.job.ranks, [one.state for one in diagnosis.job.witnessed]) == ((), ["gone"])
 
 
-def test_a_reader_that_leaves_its_output_to_another_process_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that cannot be killed: whoever waits for its end would wait for as long as the hang."""
+def test_a_reader_whose_child_keeps_its_output_open_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a reader that cannot be killed: waiting for its end would last as long as the hang."""
     monkeypatch.setattr(looks, "_DEADLINE_S", 3.0)
     left = tmp_path / "left"
     text = f"""
@@ -100,32 +96,32 @@ child.wait()
     assert threads == () and "no answer within" in why
 
 
-def test_stacks_without_variables_are_better_than_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_are_read_without_variables_if_need_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "_DEADLINE_S", 3.0)
     text = f"import sys, time\n'--locals' in sys.argv and time.sleep(60)\nprint({ANSWER!r})\n"
     threads, why = program(tmp_path, text).read(7)
     assert ([frame.function for frame in threads[0].frames], why) == (["main"], "")
 
 
-def test_more_threads_are_given_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_get_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "_DEADLINE_S", 0.0)
     monkeypatch.setattr(looks, "_thread_count", lambda pid: 10_000)
     threads, _ = program(tmp_path, f"print({ANSWER!r})\n").read(7)
     assert threads
 
 
-def test_the_reason_is_told_and_not_the_end_of_a_backtrace(tmp_path: Path) -> None:
+def test_the_reason_is_shown_instead_of_the_backtrace(tmp_path: Path) -> None:
     said = "Error: Failed to find a python interpreter\n\nStack backtrace:\n  11: main"
     _, why = program(tmp_path, f"import sys\nsys.exit({said!r})\n").read(7)
     assert why.endswith("(Error: Failed to find a python interpreter)")
 
 
-def test_a_main_thread_without_frames_is_said_to_have_none(waiting: "subprocess.Popen[bytes]") -> None:
+def test_a_main_thread_without_frames_is_reported(waiting: "subprocess.Popen[bytes]") -> None:
     seen = looks.look(waiting.pid, Told(), 0.0)
     assert (seen.stack, seen.problem) == ((), NO_MAIN_FRAMES)
 
 
-def test_a_process_whose_memory_is_locked_is_named_and_no_rank_is_called_gone(
+def test_an_unreadable_process_is_named_and_not_called_gone(
     waiting: "subprocess.Popen[bytes]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "_MEMORY_S", 0.2)
@@ -153,20 +149,18 @@ def test_a_process_whose_memory_is_locked_is_named_and_no_rank_is_called_gone(
         (["python3", "train.py"], False),
     ],
 )
-def test_another_inspection_is_no_rank(command: list[str], inspects: bool) -> None:
+def test_another_inspection_is_not_a_rank(command: list[str], inspects: bool) -> None:
     assert ranks._inspects(command) is inspects
 
 
-def test_a_process_that_its_parent_has_not_waited_for_has_ended(waiting: "subprocess.Popen[bytes]") -> None:
+def test_a_zombie_has_ended(waiting: "subprocess.Popen[bytes]") -> None:
     assert [one.has_ended for one in python_processes() if one.pid == waiting.pid] == [False]
     waiting.kill()
     os.waitid(os.P_PID, waiting.pid, os.WEXITED | os.WNOWAIT)
     assert [one.has_ended for one in python_processes() if one.pid == waiting.pid] == [True]
 
 
-def test_memory_that_does_not_answer_is_left_out(
-    waiting: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresponsive_memory_is_left_out(waiting: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(rank_objects, "_MEMORY_S", 0.05)
     monkeypatch.setattr(rank_objects, "Interpreter", lambda pid: answers.wait(60))
@@ -176,7 +170,7 @@ def test_memory_that_does_not_answer_is_left_out(
         answers.set()
 
 
-def test_a_free_threaded_python_is_said_not_to_read_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_threaded_python_reads_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(name == "Py_GIL_DISABLED"))
     seen = rank(0, *(look(at_s, user(20), BARRIER) for at_s in (0.0, 1.0)), of=1)
     found = objects_of(seen.process.pid, seen.looks[-1].stack)
@@ -185,7 +179,7 @@ def test_a_free_threaded_python_is_said_not_to_read_objects(monkeypatch: pytest.
     assert any("has objects of an unknown layout" in text for text in missing)
 
 
-def test_a_source_in_another_encoding_is_read_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_is_read_in_its_declared_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linecache, "cache", {})
     root = tmp_path / "7" / "root" / "srv"
     root.mkdir(parents=True)
@@ -196,7 +190,7 @@ def test_a_source_in_another_encoding_is_read_as_it_says(tmp_path: Path, monkeyp
     assert linecache.getlines("/srv/broken.py") == []
 
 
-def test_an_answer_that_cannot_be_written_is_printed_all_the_same(
+def test_an_answer_that_cannot_be_written_is_still_printed(
     waiting: "subprocess.Popen[bytes]", tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -207,7 +201,7 @@ def test_an_answer_that_cannot_be_written_is_printed_all_the_same(
     assert f"because {folder}" in printed.err and "cannot be written to" in printed.err
 
 
-def test_two_inspections_at_once_leave_both_their_reports(waiting: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
+def test_concurrent_inspections_keep_both_reports(waiting: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_ncclsafe", "inspect", "--pid", str(waiting.pid)]
     options = ["--seconds", "0.5", "--looks", "2", "--output", str(tmp_path)]
     both = [

@@ -66,7 +66,7 @@ def first(told: dict[str, object]) -> tuple[object, ...]:
     return tuple(findings[0][name] for name in ("ranks", "confidence", "location"))
 
 
-def test_the_rank_that_all_hosts_wait_for_is_named(
+def test_the_rank_all_hosts_wait_for_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "train.py"
@@ -84,7 +84,7 @@ def test_the_rank_that_all_hosts_wait_for_is_named(
     assert not job.get("elsewhere") and not job.get("witnessed")
 
 
-def test_without_the_evidence_of_one_host_it_is_said_where_nobody_has_looked(
+def test_a_host_without_evidence_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "evidence" / "node2-node1-29500").mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_without_the_evidence_of_one_host_it_is_said_where_nobody_has_looked(
     assert all(one["confidence"] == "possible" and not one["ranks"] for one in told["findings"])  # type: ignore[attr-defined]
 
 
-def test_of_two_hosts_that_were_looked_at_the_third_is_said_to_be_missing(
+def test_a_missing_third_host_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for host in HOSTS:
@@ -109,7 +109,7 @@ def test_of_two_hosts_that_were_looked_at_the_third_is_said_to_be_missing(
     assert all(one["confidence"] == "possible" and not one["ranks"] for one in told["findings"])  # type: ignore[attr-defined]
 
 
-def test_a_host_that_was_not_looked_at_keeps_what_is_at_work_here_from_being_sure(
+def test_a_working_rank_is_named_despite_a_missing_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inspected(monkeypatch, tmp_path / "evidence", "node2", {5: (SeenFrame(USERS, 30, "evaluate"),)})
@@ -117,7 +117,7 @@ def test_a_host_that_was_not_looked_at_keeps_what_is_at_work_here_from_being_sur
     assert first(told)[0] == [5]
 
 
-def test_a_rank_that_has_gone_on_one_host_is_named_for_both(
+def test_a_dead_rank_on_one_host_is_named_for_both(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for host in HOSTS:
@@ -126,7 +126,7 @@ def test_a_rank_that_has_gone_on_one_host_is_named_for_both(
     assert first(told)[:2] == ([6], "possible")
 
 
-def test_of_a_host_that_was_inspected_again_the_last_counts(
+def test_the_latest_inspection_of_a_host_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for works in (2, 5):

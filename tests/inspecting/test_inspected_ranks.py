@@ -84,7 +84,7 @@ def inspected(
     return inspect(over_s=over_s, say=said.append, so_far=so_far, processes=lambda: seen, reader=reader), said
 
 
-def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[bytes]]") -> None:
+def test_a_long_step_is_watched_until_it_ends(pair: "list[subprocess.Popen[bytes]]") -> None:
     works = pair[0].pid
 
     def stack(pid: int, time: int) -> tuple[SeenFrame, ...]:
@@ -101,7 +101,7 @@ def test_a_long_step_is_looked_at_until_it_is_over(pair: "list[subprocess.Popen[
     assert "So far: Rank 0 is" in said[0] and "possible)" in said[0]
 
 
-def test_the_answer_so_far_is_given_with_all_that_is_around_a_rank(
+def test_the_early_answer_has_all_facts_of_a_rank(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = FileLockFacts(path="/srv/cache.lock")
@@ -123,7 +123,7 @@ def test_the_answer_so_far_is_given_with_all_that_is_around_a_rank(
     assert len(said) == 1 and "So far" not in said[0] and "Ctrl-C answers now" in said[0]
 
 
-def test_whoever_asks_for_some_seconds_gets_an_answer_after_these(pair: "list[subprocess.Popen[bytes]]") -> None:
+def test_a_requested_duration_is_kept(pair: "list[subprocess.Popen[bytes]]") -> None:
     found, said = inspected(
         pair, reader := Scripted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER)), 0.5
     )
@@ -131,7 +131,7 @@ def test_whoever_asks_for_some_seconds_gets_an_answer_after_these(pair: "list[su
     assert found.diagnoses[0].findings[0].confidence is Confidence.POSSIBLE
 
 
-def test_what_the_kernel_says_to_stand_for_long_need_not_be_looked_at_for_long(
+def test_a_long_sleep_seen_by_the_kernel_shortens_the_inspection(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(looks, "slept_s", lambda pid: 614.2 if pid == pair[1].pid else 0.0)
@@ -144,7 +144,7 @@ def test_what_the_kernel_says_to_stand_for_long_need_not_be_looked_at_for_long(
 
 
 @pytest.mark.parametrize(("over_s", "times"), [(None, 2), (0.1, LOOKS)])
-def test_where_no_rank_has_run_for_long_two_looks_are_enough(
+def test_two_looks_suffice_if_no_rank_has_run_for_long(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch, over_s: float | None, times: int
 ) -> None:
     monkeypatch.setattr(looks, "slept_s", lambda pid: LONG_STEP_S)
@@ -155,7 +155,7 @@ def test_where_no_rank_has_run_for_long_two_looks_are_enough(
 
 
 @pytest.mark.parametrize(("over_s", "times"), [(None, 3), (0.3, LOOKS)])
-def test_looks_that_take_all_the_time_may_be_fewer(
+def test_slow_looks_reduce_their_number(
     pair: "list[subprocess.Popen[bytes]]", over_s: float | None, times: int
 ) -> None:
     def slow(pid: int, number: int) -> tuple[SeenFrame, ...]:
@@ -166,7 +166,7 @@ def test_looks_that_take_all_the_time_may_be_fewer(
     assert ({*reader.times.values()}, said, found.diagnoses[0].findings) == ({times}, [], ())
 
 
-def test_what_ends_meanwhile_is_told_as_it_was_before(pair: "list[subprocess.Popen[bytes]]") -> None:
+def test_a_rank_that_ends_meanwhile_keeps_its_earlier_facts(pair: "list[subprocess.Popen[bytes]]") -> None:
     works = pair[0]
 
     def stack(pid: int, time: int) -> tuple[SeenFrame, ...]:
@@ -182,12 +182,12 @@ def test_what_ends_meanwhile_is_told_as_it_was_before(pair: "list[subprocess.Pop
     assert not diagnosis.job.witnessed
 
 
-def test_where_no_stack_can_be_read_nobody_looks_on(pair: "list[subprocess.Popen[bytes]]") -> None:
+def test_unreadable_stacks_end_the_inspection(pair: "list[subprocess.Popen[bytes]]") -> None:
     _, said = inspected(pair, reader := Scripted(lambda pid, time: ()))
     assert ({*reader.times.values()}, said) == ({LOOKS}, [])
 
 
-def test_where_all_ranks_wait_in_different_calls_nobody_is_in_a_long_step(
+def test_diverged_ranks_are_not_in_a_long_step(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspected_ranks, "LONG_WAIT_S", 0.5)
@@ -201,7 +201,7 @@ def test_where_all_ranks_wait_in_different_calls_nobody_is_in_a_long_step(
 
 
 @pytest.mark.parametrize(("cpu_waited", "at_least_s"), [(None, 0.2), (0.0, 0.2), (0.8, 1.0)])
-def test_what_is_on_its_way_takes_longer_where_processes_wait_for_a_core(
+def test_a_busy_host_extends_the_wait(
     pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch, cpu_waited: float | None, at_least_s: float
 ) -> None:
     monkeypatch.setattr(inspected_ranks, "LONG_WAIT_S", 0.2)
@@ -210,16 +210,14 @@ def test_what_is_on_its_way_takes_longer_where_processes_wait_for_a_core(
     assert found.diagnoses[0].job.incident.idle_s >= at_least_s
 
 
-def test_ctrl_c_gives_the_answer_as_it_is(pair: "list[subprocess.Popen[bytes]]") -> None:
+def test_ctrl_c_gives_the_answer_so_far(pair: "list[subprocess.Popen[bytes]]") -> None:
     found, _ = inspected(
         pair, Interrupted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER))
     )
     assert found.diagnoses[0].findings[0].ranks == (0,)
 
 
-def test_another_python_is_said_to_be_one(
-    pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_python_is_reported(pair: "list[subprocess.Popen[bytes]]", monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "runtime_of", lambda pid: None)
     found, _ = inspected(
         pair, Scripted(lambda pid, time: (user(30),) if pid == pair[0].pid else (user(20), BARRIER)), 0.3

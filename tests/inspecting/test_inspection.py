@@ -54,7 +54,7 @@ def judged(*ranks: SeenRank) -> Diagnosis:
     return diagnosis_of(job_facts(ranks, taken_ns=1))
 
 
-def test_a_rank_that_others_wait_for_is_named_and_the_time_is_a_least() -> None:
+def test_an_awaited_rank_is_named_with_a_minimum_time() -> None:
     diagnosis = judged(waiting(0), rank(1, *(look(at, user(30, "evaluate")) for at in (0.0, 2.0))))
     first = diagnosis.findings[0]
     assert (first.ranks, first.location) == ((1,), f"{USERS}:30 in evaluate")
@@ -64,7 +64,7 @@ def test_a_rank_that_others_wait_for_is_named_and_the_time_is_a_least() -> None:
 
 
 @pytest.mark.parametrize("others", [{"line": 21}, {"digest": "b"}])
-def test_a_job_whose_ranks_all_do_something_else_between_looks_moves(others: dict[str, object]) -> None:
+def test_a_job_whose_ranks_all_change_between_looks_moves(others: dict[str, object]) -> None:
     changed = replace(user(20), **others)  # type: ignore[arg-type]
     ranks = [rank(number, look(0, user(20), BARRIER), look(1, changed, BARRIER)) for number in (0, 1)]
     diagnosis = judged(*ranks)
@@ -74,20 +74,20 @@ def test_a_job_whose_ranks_all_do_something_else_between_looks_moves(others: dic
     assert "of 2 in a collective" in text
 
 
-def test_what_others_code_does_below_the_users_line_is_no_movement() -> None:
-    """A wait that is tried again and again."""
+def test_library_frames_below_the_users_line_are_not_movement() -> None:
+    """A wait in a retry loop."""
     poll = [SeenFrame(f"{SITE}/torch/utils/data/dataloader.py", line, "_try_get_data") for line in (1, 2)]
     ranks = [rank(number, *(look(at, user(20), poll[at]) for at in (0, 1))) for number in (0, 1)]
     assert [facts.inspection.moved for facts in job_facts(ranks).ranks if facts.inspection] == [False, False]
 
 
-def test_a_rank_that_works_while_others_wait_is_named_though_it_moves() -> None:
+def test_a_working_rank_is_named_although_it_moves() -> None:
     works = rank(0, look(0, user(30, "evaluate")), look(1, user(31, "evaluate")))
     first = judged(works, waiting(1)).findings[0]
     assert first.ranks == (0,) and first.summary.count("and moves") == 1
 
 
-def test_of_a_rank_that_moves_the_look_at_which_it_waits_for_nobody_is_told() -> None:
+def test_a_moving_rank_is_shown_where_it_works() -> None:
     works = rank(0, look(0, user(30, "evaluate")), look(1, user(31, "reduce"), BARRIER))
     assert judged(works, waiting(1)).findings[0].location == f"{USERS}:30 in evaluate"
 
@@ -108,7 +108,7 @@ def in_own_call(number: int, line: int = 30, of: int = 3) -> SeenRank:
     return rank(number, *(look(at, *stack) for at in (0.0, 1.0, 2.0)), of=of)
 
 
-def test_ranks_that_all_wait_in_different_calls_have_diverged_and_the_line_is_the_users() -> None:
+def test_ranks_in_different_calls_have_diverged_at_the_users_line() -> None:
     first = judged(in_own_call(0), in_library(1), in_library(2)).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (0,), Confidence.POSSIBLE)
     assert first.location == f"{USERS}:30 in on_train_epoch_end"
@@ -118,7 +118,7 @@ def test_ranks_that_all_wait_in_different_calls_have_diverged_and_the_line_is_th
     assert (first.ranks, first.location) == ((2,), f"{USERS}:30 in on_train_epoch_end")
 
 
-def test_a_condition_on_the_rank_around_a_call_of_its_own_makes_it_likely(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_condition_around_a_call_makes_divergence_likely(tmp_path) -> None:  # type: ignore[no-untyped-def]
     program = tmp_path / "train.py"
     program.write_text("def meet(rank):\n    if rank == 0:\n        barrier()\n")
     own = (SIGTERM[0], SeenFrame(str(program), 3, "meet"), BARRIER)
@@ -127,7 +127,7 @@ def test_a_condition_on_the_rank_around_a_call_of_its_own_makes_it_likely(tmp_pa
     assert "`if rank == 0:` (line 2)" in first.summary
 
 
-def test_each_side_of_a_send_has_its_condition_which_does_not_tell_whose_fault_it_is(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_rank_conditions_around_a_send_blame_nobody(tmp_path) -> None:  # type: ignore[no-untyped-def]
     program = tmp_path / "train.py"
     program.write_text("def pass_on(rank):\n    if rank == 0:\n        send()\n    else:\n        recv()\n")
     receives = (
@@ -142,7 +142,7 @@ def test_each_side_of_a_send_has_its_condition_which_does_not_tell_whose_fault_i
         assert first.location == f"{program}:5 in pass_on"
 
 
-def test_who_waits_for_a_thread_of_its_own_is_behind_and_not_at_work_alone() -> None:
+def test_a_rank_waiting_for_its_own_thread_is_behind() -> None:
     hook = SeenFrame(f"{SITE}/lightning/pytorch/trainer/call.py", 1, "_call_lightning_module_hook")
     own = (user(10), *SIGTERM[:2], hook, user(66, "on_train_epoch_end"))
     queue = (
@@ -160,14 +160,14 @@ def test_who_waits_for_a_thread_of_its_own_is_behind_and_not_at_work_alone() -> 
     assert named(*queue) == ("rank-behind", Confidence.POSSIBLE)
 
 
-def test_who_imports_code_of_collectives_is_in_none() -> None:
+def test_importing_torch_distributed_is_not_a_collective() -> None:
     imports = (user(3, "<module>"), SeenFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 1, "<module>"))
     late = rank(1, *(look(at, *imports) for at in (0, 1, 2)))
     assert [finding.ranks for finding in judged(waiting(0), late).findings] == [(1,)]
 
 
-def test_who_votes_on_stopping_may_be_the_only_one_to_have_that_callback() -> None:
-    """Beside that, ranks that are past their batches have run out of them, as far as can be told."""
+def test_a_rank_voting_on_early_stopping_may_have_diverged() -> None:
+    """Ranks that are past their last batch in any other way have probably run out of batches."""
 
     def named(file: str, function: str) -> tuple[str, tuple[int, ...]]:
         votes = (user(10), SIGTERM[0], SeenFrame(f"{SITE}/lightning/pytorch/loops/fit_loop.py", 9, "on_advance_end"))
@@ -186,14 +186,14 @@ def test_who_votes_on_stopping_may_be_the_only_one_to_have_that_callback() -> No
     assert named("model_checkpoint.py", "_save_topk_checkpoint") == ("uneven-batches", (0,))
 
 
-def test_ranks_that_wait_in_one_call_or_beside_one_that_works_have_not_diverged() -> None:
+def test_ranks_in_one_call_or_beside_a_working_rank_have_not_diverged() -> None:
     together = judged(in_library(0, of=2), in_library(1, of=2))
     works = rank(2, *(look(at, user(10), SIGTERM[0], user(40, "evaluate")) for at in (0, 1, 2)), of=3)
     for diagnosis in (together, judged(in_own_call(0), in_library(1), works)):
         assert "diverged-collectives" not in [finding.rule for finding in diagnosis.findings]
 
 
-def test_where_nobody_is_awaited_and_a_rank_moves_nothing_is_found_and_it_is_told_to_move() -> None:
+def test_a_moving_rank_that_is_not_awaited_gives_no_finding() -> None:
     other = replace(user(10), digest="b")
     moves = rank(0, look(0, user(10), *SIGTERM), look(1, other, *SIGTERM), look(2, other, *SIGTERM))
     diagnosis = judged(moves, in_library(1, of=2))
@@ -201,7 +201,7 @@ def test_where_nobody_is_awaited_and_a_rank_moves_nothing_is_found_and_it_is_tol
     assert "rank 0 moves, and rank 1 stood still meanwhile" in render_text(diagnosis)
 
 
-def test_nothing_is_certain_of_a_rank_at_work_and_one_that_moves_is_possible_and_told_to_move(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_moving_rank_zero_is_only_possibly_at_fault(tmp_path) -> None:  # type: ignore[no-untyped-def]
     program = tmp_path / "train.py"
     program.write_text("def work(rank):\n    if rank == 0:\n        one()\n        two()\n")
     lines = [SeenFrame(str(program), line, "work") for line in (3, 4)]
@@ -213,7 +213,7 @@ def test_nothing_is_certain_of_a_rank_at_work_and_one_that_moves_is_possible_and
 
 
 @pytest.mark.parametrize("gil", [False, True])
-def test_who_stands_still_for_less_than_a_long_step_is_possibly_in_one(tmp_path, gil: bool) -> None:  # type: ignore[no-untyped-def]
+def test_a_short_standstill_lowers_the_confidence(tmp_path, gil: bool) -> None:  # type: ignore[no-untyped-def]
     program = tmp_path / "train.py"
     program.write_text("def work(rank):\n    if rank == 0:\n        evaluate()\n")
 
@@ -235,13 +235,13 @@ def test_who_stands_still_for_less_than_a_long_step_is_possibly_in_one(tmp_path,
     assert gil or "for at least 10 min 14 s" in before.summary
 
 
-def test_for_how_long_a_rank_has_slept_is_told() -> None:
+def test_the_report_shows_how_long_a_rank_has_slept() -> None:
     slept = rank(0, look(0, user(30, "evaluate")), replace(look(2, user(30, "evaluate")), slept_s=614.2))
     text = render_text(judged(slept, waiting(1)))
     assert "Rank 0 has not run for 10 min 14 s, according to the kernel." in " ".join(text.split())
 
 
-def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_before_is_told() -> None:
+def test_ranks_that_end_during_the_inspection_keep_their_finding() -> None:
     works = rank(0, *(look(at, user(30, "evaluate")) for at in (0, 2)))
     diagnosis = judged(replace(works, ended_after=True), waiting(1))
     assert diagnosis.findings[0].ranks == (0,)
@@ -252,7 +252,7 @@ def test_of_ranks_that_end_while_they_are_looked_at_for_longer_what_was_seen_bef
     assert diagnosis.findings == () and "Ranks 0-1 ended meanwhile: inspect again." in diagnosis.unanswered
 
 
-def test_where_all_ranks_end_after_that_it_may_have_been_a_step_and_nothing_is_found() -> None:
+def test_nothing_is_found_if_all_ranks_end_during_the_inspection() -> None:
     works = rank(0, *(look(at, user(30, "evaluate")) for at in (0, 8)))
     diagnosis = judged(*(replace(one, ended_after=True) for one in (works, waiting(1))))
     assert diagnosis.findings == ()
@@ -261,13 +261,13 @@ def test_where_all_ranks_end_after_that_it_may_have_been_a_step_and_nothing_is_f
     assert "Ranks 0-1 ended after that: these are all of them." in text and "train.py:30 in evaluate" in text
 
 
-def test_of_a_rank_whose_stack_was_read_once_nobody_knows_whether_it_stands() -> None:
+def test_a_stack_read_once_shows_no_standstill() -> None:
     ranks = [rank(0, look(0, user(30, "evaluate")), look(2)), waiting(1)]
     assert [facts.inspection.idle_s for facts in job_facts(ranks).ranks if facts.inspection] == [0.0, 2.0]
     assert judged(ranks[0], rank(1, look(0, user(20), BARRIER), look(2))).findings == ()
 
 
-def test_of_a_program_without_a_trainer_nobody_is_said_to_have_called_one(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_program_without_a_trainer_is_not_blamed_for_one(tmp_path) -> None:  # type: ignore[no-untyped-def]
     program = tmp_path / "train.py"
     program.write_text("def export():\n    work()\n\nif rank == 0:\n    export()\nbarrier()\n")
     works = (SeenFrame(str(program), 5, "<module>"), SeenFrame(str(program), 2, "export"))
@@ -288,7 +288,7 @@ def test_ranks_on_other_hosts_are_not_called_silent() -> None:
     assert {finding.confidence for finding in diagnosis.findings} <= {Confidence.POSSIBLE}
 
 
-def test_hosts_are_joined_and_of_each_the_last_inspection_counts() -> None:
+def test_hosts_are_joined_by_their_latest_inspection() -> None:
     here = [waiting(0, local_world_size=1), waiting(1, local_rank=0, local_world_size=1)]
     works = rank(1, *(look(at, user(30, "evaluate")) for at in (0.0, 2.0)), local_rank=0, local_world_size=1)
     jobs = [job_facts([one], taken_ns=number) for number, one in enumerate((here[0], here[1], works), 1)]
@@ -300,9 +300,7 @@ def test_hosts_are_joined_and_of_each_the_last_inspection_counts() -> None:
 
 
 @pytest.mark.parametrize(("ran_s", "is_shown"), [(0.0, True), (2.0, False)])
-def test_the_threads_are_shown_of_a_rank_whose_main_thread_may_wait_for_one(
-    tmp_path: Path, ran_s: float, is_shown: bool
-) -> None:
+def test_threads_are_shown_if_the_main_thread_may_wait_for_one(tmp_path: Path, ran_s: float, is_shown: bool) -> None:
     script = tmp_path / "train.py"
     script.write_text("with lock:\n    pass\nanswer = server.recv(1)\n")
     holds = SeenThread(name="Thread-1 (upload)", frames=(SeenFrame(str(script), 3, "upload"), BARRIER))
@@ -319,18 +317,18 @@ def test_the_threads_are_shown_of_a_rank_whose_main_thread_may_wait_for_one(
     assert ("should answer is still alive" in first.remedy) is is_shown
 
 
-def test_a_stopped_rank_is_told_to_be_stopped() -> None:
+def test_a_stopped_rank_is_found() -> None:
     stopped = rank(0, *(look(at, user(30), state="stopped") for at in (0, 1)))
     assert judged(stopped, waiting(1)).findings[0].rule == "stopped-process"
 
 
-def test_a_rank_that_its_launcher_has_started_and_that_is_not_there_is_gone() -> None:
+def test_a_missing_rank_of_a_launcher_is_gone() -> None:
     job = job_facts([waiting(1, of=2)])
     assert [(one.rank, one.state) for one in job.witnessed] == [(0, "gone")]
     assert job_facts([waiting(1, of=2)], are_all=False).witnessed == ()
 
 
-def test_how_a_rank_ended_is_known_if_its_parent_has_not_waited_for_it() -> None:
+def test_a_zombie_shows_how_its_rank_ended() -> None:
     killed = ProcessFacts(pid=9, state="zombie", ended_by="SIGKILL")
     job = job_facts([waiting(1, of=2)], beside=[killed])
     assert job.witnessed == (replace(killed, rank=0),)
@@ -346,8 +344,8 @@ def test_how_a_rank_ended_is_known_if_its_parent_has_not_waited_for_it() -> None
     assert [one.rank for one in job_facts([waiting(2, of=3)], beside=[killed, killed]).witnessed] == [0, 1]
 
 
-def test_ranks_that_have_ended_or_end_meanwhile_are_not_called_dead() -> None:
-    """So does a job that comes to its end."""
+def test_ended_ranks_are_not_called_dead() -> None:
+    """A job that finishes looks the same."""
     ended = [rank(number, *(look(at, state="gone") for at in (0, 1))) for number in (0, 1)]
     assert judged(*ended).findings == ()
     assert "have ended" in render_text(judged(*ended)).splitlines()[0]
@@ -360,7 +358,7 @@ def test_ranks_that_have_ended_or_end_meanwhile_are_not_called_dead() -> None:
     assert (first.rule, first.confidence) == ("dead-rank", Confidence.POSSIBLE)
 
 
-def test_who_is_at_the_end_of_the_trainers_call_when_the_others_have_ended_has_not_finished() -> None:
+def test_a_rank_in_teardown_after_the_others_ended_is_unfinished() -> None:
     hook = SeenFrame(f"{SITE}/lightning/pytorch/trainer/call.py", 1, "_call_callback_hooks")
     gone = rank(1, *(look(at, state="gone") for at in (0, 1)))
 
@@ -379,7 +377,7 @@ def test_who_is_at_the_end_of_the_trainers_call_when_the_others_have_ended_has_n
     assert after.findings == () and "gone" in render_text(after)
 
 
-def test_a_process_that_is_gone_explains_a_hang_only_where_others_wait() -> None:
+def test_a_dead_process_explains_a_hang_only_if_others_wait() -> None:
     gone = rank(1, *(look(at, state="gone") for at in (0, 1)))
     works = rank(0, *(look(at, user(30, "evaluate")) for at in (0.0, 2.0)))
     assert shows_enough([waiting(0), gone]) and not shows_enough([works, gone])
@@ -387,7 +385,7 @@ def test_a_process_that_is_gone_explains_a_hang_only_where_others_wait() -> None
     assert shows_enough([works, stopped])
 
 
-def test_a_rank_that_keeps_the_interpreters_lock_is_told_to(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_holds_the_gil_is_found(tmp_path) -> None:  # type: ignore[no-untyped-def]
     held = rank(0, *(look(at, user(30), state="running", gil=True, ran_s=float(at)) for at in (0, 1, 2)))
     first = judged(held, waiting(1)).findings[0]
     assert (first.rule, first.ranks) == ("gil-held", (0,))
@@ -407,19 +405,19 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_told_to(tmp_path) -> None:  
     assert judged(moving, waiting(1)).findings[0].rule != "gil-held"
 
 
-def test_a_rank_for_which_nobody_waits_is_not_behind() -> None:
+def test_a_rank_nobody_waits_for_is_not_behind() -> None:
     diagnosis = judged(rank(0, *(look(at, user(30)) for at in (0, 1, 2)), of=1))
     assert diagnosis.findings == ()
     assert "no rank is seen waiting" in render_text(diagnosis)
 
 
-def test_where_no_stack_can_be_read_nothing_is_concluded_and_why_is_said() -> None:
+def test_unreadable_stacks_give_a_reason_and_no_finding() -> None:
     diagnosis = judged(*(rank(number, look(0), look(1)) for number in (0, 1)))
     assert diagnosis.findings == ()
     assert "could not be read: it may not be read" in render_text(diagnosis)
 
 
-def test_a_rank_past_the_call_of_the_trainer_has_finished_and_one_before_it_has_not_begun() -> None:
+def test_ranks_after_and_before_the_trainer_call_are_recognised() -> None:
     trainer = SeenFrame(f"{SITE}/lightning/pytorch/trainer/trainer.py", 5, "_run")
     inside = rank(0, *(look(at, user(40), trainer, BARRIER) for at in (0, 1)), of=3)
     after = rank(1, *(look(at, user(45)) for at in (0, 1)), of=3)
@@ -428,7 +426,7 @@ def test_a_rank_past_the_call_of_the_trainer_has_finished_and_one_before_it_has_
     assert phases == [Phase.INIT, Phase.FINISHED, Phase.INIT]
 
 
-def test_what_py_spy_prints_is_read_outermost_first_and_without_the_users_data() -> None:
+def test_py_spy_output_is_read_without_user_data() -> None:
     variables = [{"name": "batch_idx", "addr": 1, "repr": "7"}, {"name": "password", "addr": 2, "repr": "'secret'"}]
     frames = [
         {"name": "Trainer._run", "filename": "trainer.py", "line": 9, "locals": variables},
@@ -452,7 +450,7 @@ def test_what_py_spy_prints_is_read_outermost_first_and_without_the_users_data()
     ("scope", "own_id", "said"),
     [("1", 1000, "ptrace_scope is 1: run with sudo"), ("2", 1000, "is 2: root alone"), ("0", 0, "CAP_SYS_PTRACE")],
 )
-def test_who_may_not_look_is_told_what_to_do(tmp_path, scope: str, own_id: int, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_missing_permission_is_explained_with_a_remedy(tmp_path, scope: str, own_id: int, said: str) -> None:  # type: ignore[no-untyped-def]
     yama = tmp_path / "ptrace_scope"
     yama.write_text(scope)
     # No process has this number, so that nobody owns it.
@@ -460,11 +458,11 @@ def test_who_may_not_look_is_told_what_to_do(tmp_path, scope: str, own_id: int, 
     assert said in words and "\n" not in words
 
 
-def test_a_process_of_another_user_is_named_as_such() -> None:
+def test_a_process_of_another_user_is_reported() -> None:
     assert "another user (uid 0)" in denied_words(1, own_id=1000)
 
 
-def test_of_a_rank_in_a_container_the_source_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_in_a_container_uses_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linecache, "cache", {})
     for folder, text in ((tmp_path, "of the host"), (tmp_path / "7" / "root" / str(tmp_path)[1:], "of the rank")):
         folder.mkdir(parents=True, exist_ok=True)
@@ -486,15 +484,15 @@ def test_of_a_rank_in_a_container_the_source_is_its_own(tmp_path: Path, monkeypa
     assert linecache.getline(file, 1) == "# of the rank\n"
 
 
-def test_names_that_no_file_can_have_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read while it changes may be anything, and so may the name that a program gives its code."""
+def test_impossible_file_names_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory read while it changes may hold anything, and a program may name its code anything."""
     monkeypatch.setattr(linecache, "cache", {})
     names = ["/a\0b", "/a\ud800b", "", "/" + "a" * 5000, "/tmp"]
     remember_sources(os.getpid(), names)
     assert [linecache.getlines(name) for name in names] == [[]] * 5
 
 
-def test_a_rank_whose_storage_does_not_answer_is_told_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_storage_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(sources, "_STORAGE_S", 0.05)
     for name in ("remember_sources", "_open_files", "_versions"):
@@ -508,7 +506,7 @@ def test_a_rank_whose_storage_does_not_answer_is_told_without(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("is_rank", [False, True])
-def test_a_rank_that_has_ended_is_no_worker_of_the_one_that_launched_it(is_rank: bool) -> None:
+def test_an_ended_rank_is_not_a_worker_of_its_launcher(is_rank: bool) -> None:
     with subprocess.Popen(["false"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         of_job = {"world_size": 2, "local_world_size": 2, "job": "j"}
@@ -518,7 +516,7 @@ def test_a_rank_that_has_ended_is_no_worker_of_the_one_that_launched_it(is_rank:
     assert (child.pid in [ended.pid for ended in seen.ended]) is not is_rank
 
 
-def test_where_the_storage_of_sources_does_not_answer_ranks_are_told_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_source_storage_does_not_block_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(facts_of_looks, "_SOURCES_S", 0.05)
     monkeypatch.setattr(facts_of_looks, "_with_source", lambda facts, _: answers.wait(60) and facts)

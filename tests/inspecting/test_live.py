@@ -79,16 +79,16 @@ def diagnosis_of(text: str, folder: Path) -> Diagnosis:
     with started(text, folder, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="1") as process:
         (seen,) = (one for one in python_processes() if one.pid == process.pid)
         (diagnosis,) = inspect(looks=3, over_s=0.5, processes=lambda: [seen]).diagnoses
-        assert process.poll() is None, "whoever looks does not disturb it"
+        assert process.poll() is None, "the inspection does not disturb it"
     return diagnosis
 
 
-def test_the_reader_of_stacks_is_installed() -> None:
-    """It comes with what is installed for tests: without it nothing here would be seen."""
+def test_the_stack_reader_is_installed() -> None:
+    """It is installed with the test requirements: without it these tests could find nothing."""
     assert StackReader().is_there
 
 
-def test_a_plain_script_that_hangs_is_explained(warm: Warm, tmp_path: Path) -> None:
+def test_a_hanging_plain_script_is_explained(warm: Warm, tmp_path: Path) -> None:
     program, begun = tmp_path / "train.py", tmp_path / "begun"
     program.write_text(dedent(PLAIN))
     envs = ranks_of(2)
@@ -113,14 +113,14 @@ def test_a_plain_script_that_hangs_is_explained(warm: Warm, tmp_path: Path) -> N
     assert "if rank == 0:" in first.summary and "for at least" in first.summary
 
 
-def test_a_process_that_moves_is_found_by_its_environment_and_said_to_move(tmp_path: Path) -> None:
+def test_a_moving_process_is_found_by_its_environment(tmp_path: Path) -> None:
     diagnosis = diagnosis_of(MOVING, tmp_path)
     (facts,) = diagnosis.job.ranks
     assert facts.inspection is not None and facts.inspection.moved
     assert diagnosis.findings == () and facts.stack[-1].function == "work"
 
 
-def test_an_exception_that_has_left_the_program_is_read_while_a_function_of_atexit_waits(tmp_path: Path) -> None:
+def test_an_uncaught_exception_is_read_while_atexit_waits(tmp_path: Path) -> None:
     (facts,) = diagnosis_of(FAILED, tmp_path).job.ranks
     assert facts.stack[-1].function == "meet" and facts.exception is not None
     assert (facts.exception.type, facts.exception.message) == ("KeyError", "'caption'")
@@ -131,13 +131,13 @@ def test_an_exception_that_has_left_the_program_is_read_while_a_function_of_atex
 
 
 @pytest.mark.parametrize("arguments", [["--looks", "1"], ["--seconds", "0"]])
-def test_one_look_shows_no_movement(arguments: list[str]) -> None:
+def test_a_single_look_is_refused(arguments: list[str]) -> None:
     from lightning_ncclsafe.cli import main
 
     assert main(["inspect", *arguments]) == 2
 
 
-def test_the_command_writes_what_diagnose_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_reads_the_output_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning_ncclsafe.cli import main
 
     with started(MOVING, tmp_path) as process:
@@ -151,7 +151,7 @@ def test_the_command_writes_what_diagnose_reads(tmp_path: Path, capsys: pytest.C
     assert "the job makes progress" in capsys.readouterr().out
 
 
-def test_a_process_that_is_not_there_is_said_not_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_process_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     from lightning_ncclsafe.cli import main
 
     assert main(["inspect", "--pid", "999999999"]) == 2

@@ -143,9 +143,7 @@ def line_of(tmp_path: Path, code: str) -> int:
 @pytest.mark.parametrize(
     ("program", "types"), [(HELD, ["KeyError"]), (FINALLY, ["KeyError"]), (WITH, ["KeyError"]), (CAUGHT, [])]
 )
-def test_what_is_handled_is_read_and_what_was_caught_before_is_not(
-    tmp_path: Path, program: str, types: list[str]
-) -> None:
+def test_only_the_exception_being_handled_is_read(tmp_path: Path, program: str, types: list[str]) -> None:
     with running(tmp_path, program) as (pid, _):
         found = handled(pid)
         assert printed(pid) == ()
@@ -156,7 +154,7 @@ def test_what_is_handled_is_read_and_what_was_caught_before_is_not(
         assert one.message == "'läbel'" and one.places[-1] == (str(tmp_path / "program.py"), line, "look_up")
 
 
-def test_the_exception_raised_last_comes_first_and_with_the_one_before_it(tmp_path: Path) -> None:
+def test_the_latest_exception_comes_first(tmp_path: Path) -> None:
     with running(tmp_path, LAST) as (pid, _):
         last, first = handled(pid)
     assert (last.type, last.message) == ("Odd", "(bad, 7)")
@@ -177,7 +175,7 @@ def test_the_exception_raised_last_comes_first_and_with_the_one_before_it(tmp_pa
         ('import os; os.listdir(b"datasets/train/shard-000.tar")', "[Errno 2] No such file or directory"),
     ],
 )
-def test_a_message_says_what_is_known_of_it(tmp_path: Path, raises: str, message: str) -> None:
+def test_a_message_is_read_as_far_as_possible(tmp_path: Path, raises: str, message: str) -> None:
     program = f"""
     try:
         {raises}
@@ -189,7 +187,7 @@ def test_a_message_says_what_is_known_of_it(tmp_path: Path, raises: str, message
     assert found.message == message
 
 
-def test_what_has_left_the_program_is_read_while_a_thread_keeps_it(tmp_path: Path) -> None:
+def test_an_uncaught_exception_is_read_while_a_thread_runs(tmp_path: Path) -> None:
     with running(tmp_path, LEFT) as (pid, _):
         (found,) = wait_for_end(pid)
         assert handled(pid) == ()
@@ -208,7 +206,7 @@ def wait_for_end(pid: int) -> tuple[ReadException, ...]:
     raise TimeoutError
 
 
-def test_attributes_are_read_however_an_instance_keeps_them(tmp_path: Path) -> None:
+def test_attributes_are_read_from_any_instance_layout(tmp_path: Path) -> None:
     with running(tmp_path, OBJECTS) as (pid, (many, looked_into, named)), Interpreter(pid) as read:
         assert [read.value(many, f"name{number}") for number in (0, 39)] == [0, 39]
         for owner, names in ((many, ("counts",)), (looked_into, ())):
@@ -239,7 +237,7 @@ def test_another_python_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert not is_same(pid)
 
 
-def test_a_file_that_has_the_numbers_of_this_python_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_the_same_inode_may_not_be_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped, runtime = layouts._mapped, layouts.own_runtime()
     python = [key for begin, _, key in mapped("self") if key and begin <= runtime][-1]
     monkeypatch.setattr(
@@ -252,14 +250,14 @@ def test_a_file_that_has_the_numbers_of_this_python_may_be_another(monkeypatch: 
             process.kill()
 
 
-def test_names_of_files_in_memory_may_be_no_text(tmp_path: Path) -> None:
+def test_mapped_file_names_need_not_be_text(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/\xff\x85"
     Path(os.fsdecode(path)).write_bytes(b"x")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
         assert is_same(os.getpid())
 
 
-def test_what_cannot_be_read_is_an_error_and_no_crash() -> None:
+def test_unreadable_memory_is_an_error_and_not_a_crash() -> None:
     with pytest.raises(OSError, match="No such"):
         layouts.Memory(1 << 30)
     with layouts.Memory(os.getpid()) as own:
@@ -268,8 +266,8 @@ def test_what_cannot_be_read_is_an_error_and_no_crash() -> None:
                 own.word(address)
 
 
-def test_of_a_process_that_has_ended_since_nothing_is_read() -> None:
-    """The kernel answers with no bytes, and not with an error."""
+def test_reading_an_ended_process_is_an_error() -> None:
+    """The kernel returns no bytes instead of an error."""
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
         memory = layouts.Memory(process.pid)
     with memory:
@@ -278,7 +276,7 @@ def test_of_a_process_that_has_ended_since_nothing_is_read() -> None:
                 read(id(memory))
 
 
-def test_what_ends_within_a_number_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with layouts.Memory(os.getpid()) as own:
         monkeypatch.setattr(os, "pread", lambda *_: b"\1\2")
         assert own.read(layouts.PAGE, 8) == b"\1\2"
@@ -287,15 +285,15 @@ def test_what_ends_within_a_number_is_no_number(monkeypatch: pytest.MonkeyPatch)
                 read(layouts.PAGE)
 
 
-def test_addresses_are_as_high_as_those_of_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 64-bit ARM libraries and what they ask for lie here."""
+def test_high_addresses_of_other_processors_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64-bit ARM maps libraries and their memory here."""
     with layouts.Memory(os.getpid()) as own:
         monkeypatch.setattr(os, "pread", lambda *_: b"\7" + bytes(7))
         assert own.word(0xFFFF_9C00_0000) == 7
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tables of lines were others")
-def test_lines_are_worked_out_as_python_does() -> None:
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="line tables had another format")
+def test_line_numbers_match_python() -> None:
     code = layouts._learned_of.__code__
     first = {}
     for begin, end, line in code.co_lines():
@@ -305,13 +303,13 @@ def test_lines_are_worked_out_as_python_does() -> None:
     assert {at: line_in(code.co_linetable, code.co_firstlineno, at) for at in first} == first
 
 
-def test_a_table_of_lines_that_is_nonsense_ends() -> None:
+def test_an_invalid_line_table_terminates() -> None:
     for table in (b"", b"\xff" * 50, bytes(range(256)), b"\x80", b"\xf0\x40\x40"):
         line_in(table, 7, 10_000)
 
 
-def test_several_threads_may_ask_at_once_while_others_come_and_go() -> None:
-    """Each learns anew: what is found has to be the same, and found in spite of them."""
+def test_concurrent_layout_lookups_agree() -> None:
+    """Each lookup starts afresh: all must find the same layout despite the other threads."""
     ends = threading.Event()
 
     def come_and_go() -> None:
@@ -362,6 +360,6 @@ def test_the_group_of_a_call_is_read_with_its_members(tmp_path: Path) -> None:
         assert group_of(read, in_call(tensor_parallel)[:1]) is None
 
 
-def test_torch_keeps_its_groups_there() -> None:
+def test_torch_has_the_expected_group_attributes() -> None:
     c10d = dist.distributed_c10d
     assert isinstance(c10d._pg_names, dict) and isinstance(c10d._pg_group_ranks, dict)

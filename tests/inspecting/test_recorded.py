@@ -43,7 +43,7 @@ def recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
     return diagnosis_of(job_facts(ranks, taken_ns=1))
 
 
-def test_rank_0_that_evaluates_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_evaluating_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """examples/hangs/rank0_evaluation.py with Lightning's own DDPStrategy."""
     first = recorded("rank0_evaluation", monkeypatch).findings[0]
     assert (first.rule, first.ranks) == ("rank-zero-only-work", (0,))
@@ -51,14 +51,14 @@ def test_rank_0_that_evaluates_alone_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "rank 1 waits in" in first.summary
 
 
-def test_a_barrier_on_rank_0_alone_is_told_as_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was paired with a collective that followed on the other rank: both wait in ModelCheckpoint, in two calls."""
+def test_a_barrier_on_rank_0_alone_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The barrier was paired with a later collective of the other rank: both wait in ModelCheckpoint, in two calls."""
     first = recorded("barrier_on_rank_zero", monkeypatch).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (0, 1), Confidence.POSSIBLE)
     assert "barrier; rank 1 waits in" in first.summary and "in all_reduce" in first.summary
 
 
-def test_a_healthy_training_is_said_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healthy_training_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """examples/digits.py on two ranks."""
     diagnosis = recorded("digits", monkeypatch)
     assert diagnosis.findings == ()
@@ -66,7 +66,7 @@ def test_a_healthy_training_is_said_to_move(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("path", sorted(LOOKS.glob("*.json")), ids=lambda path: path.stem)
-def test_no_path_of_the_machine_is_in_a_recording(path: Path) -> None:
+def test_recordings_contain_no_local_paths(path: Path) -> None:
     text = path.read_text()
     files = {
         frame["filename"]

@@ -118,7 +118,7 @@ def waits_in(found: Recorded) -> list[tuple[str, int]]:
     ],
     ids=["gloo", "nccl", "nccl is off"],
 )
-def test_a_worker_server_is_asked_for_the_recorder_that_is_on(answers: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_worker_server_returns_its_recorder(answers: dict[str, bytes], tmp_path: Path) -> None:
     with serving(tmp_path / "0.sock", answers):
         found = asked_of(rank(TORCH_WORKER_SERVER_SOCKET=str(tmp_path / "0.sock")))
     assert (waits_in(found), found.notes) == ([("all_reduce", 2)], ())
@@ -126,7 +126,7 @@ def test_a_worker_server_is_asked_for_the_recorder_that_is_on(answers: dict[str,
     assert [(group.ranks, group.last_enqueued, group.last_completed) for group in facts.groups] == [((0, 1), 2, 1)]
 
 
-def test_what_answers_otherwise_is_told_and_runs_nothing(tmp_path: Path) -> None:
+def test_unexpected_answers_are_reported_and_run_no_code(tmp_path: Path) -> None:
     one = rank(TORCH_WORKER_SERVER_SOCKET=str(tmp_path / "0.sock"))
     Path("/tmp/evil").unlink(missing_ok=True)
     for answer, words in (
@@ -143,15 +143,15 @@ def test_what_answers_otherwise_is_told_and_runs_nothing(tmp_path: Path) -> None
     assert "did not answer" in asked_of(one).notes[0]
 
 
-def test_a_server_that_says_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "_ANSWER_S", 0.2)
     with serving(tmp_path / "0.sock", {}, silent=threading.Event()):
         found = asked_of(rank(TORCH_WORKER_SERVER_SOCKET=str(tmp_path / "0.sock")))
     assert found.facts == {} and "timed out" in found.notes[0]
 
 
-def test_the_socket_of_another_process_is_not_asked(tmp_path: Path) -> None:
-    """Where all ranks were given one name, one of them has it."""
+def test_a_socket_of_another_process_is_not_used(tmp_path: Path) -> None:
+    """If all ranks were given one socket name, only one of them owns it."""
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
         try:
             with serving(tmp_path / "0.sock", {"fr_trace_json": json.dumps(DUMP).encode()}) as asked:
@@ -193,7 +193,7 @@ def listening(pipe: Path, file: Path, dump: bytes) -> Iterator[list[bytes]]:
 
 
 @pytest.mark.parametrize("variable", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "XDG_CACHE_HOME"])
-def test_a_dump_is_asked_for_through_a_pipe_and_read_once_it_is_whole(variable: str, tmp_path: Path) -> None:
+def test_a_dump_requested_by_pipe_is_read_when_complete(variable: str, tmp_path: Path) -> None:
     given = tmp_path if variable == "XDG_CACHE_HOME" else tmp_path / "dump_"
     file = tmp_path / "torch" / "comm_lib_trace_rank_0" if variable == "XDG_CACHE_HOME" else tmp_path / "dump_0"
     file.parent.mkdir(exist_ok=True)
@@ -205,7 +205,7 @@ def test_a_dump_is_asked_for_through_a_pipe_and_read_once_it_is_whole(variable: 
     assert (waits_in(found), found.notes, len(heard)) == ([("all_reduce", 2)], (), 1)
 
 
-def test_without_leave_nothing_is_written(tmp_path: Path) -> None:
+def test_without_permission_nothing_is_written(tmp_path: Path) -> None:
     environment = {
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(tmp_path / "pipe_"),
         "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "dump_"),
@@ -216,7 +216,7 @@ def test_without_leave_nothing_is_written(tmp_path: Path) -> None:
     assert found.notes[0].endswith("--recorder")
 
 
-def test_what_is_no_pipe_is_not_written_to_and_one_that_nobody_reads_is_told(tmp_path: Path) -> None:
+def test_non_pipes_and_unread_pipes_are_reported(tmp_path: Path) -> None:
     one = rank(TORCH_NCCL_DEBUG_INFO_PIPE_FILE=str(tmp_path / "pipe_"), TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "dump_"))
     pipe = tmp_path / "pipe_0.pipe"
     pipe.write_text("mine")
@@ -227,7 +227,7 @@ def test_what_is_no_pipe_is_not_written_to_and_one_that_nobody_reads_is_told(tmp
     assert "did not answer" in asked_of(one, may_write=True).notes[0]
 
 
-def test_a_rank_that_has_opened_nothing_is_not_asked() -> None:
+def test_a_rank_without_a_server_or_pipe_is_not_asked() -> None:
     assert asked_of(rank()) == Recorded()
 
 
@@ -250,9 +250,9 @@ PROGRAM = """
 
 
 @pytest.mark.skipif(
-    "fr_trace_json" not in _distributed_c10d._get_handler_names(), reason="this PyTorch serves NCCL's recorder alone"
+    "fr_trace_json" not in _distributed_c10d._get_handler_names(), reason="this PyTorch serves only NCCL's recorder"
 )
-def test_pytorchs_own_worker_server_tells_what_ranks_wait_in(warm: Warm, tmp_path: Path) -> None:
+def test_pytorchs_worker_server_shows_the_pending_collectives(warm: Warm, tmp_path: Path) -> None:
     program, begun = tmp_path / "train.py", tmp_path / "begun"
     program.write_text(dedent(PROGRAM))
     envs = [{**env, "TORCH_FR_BUFFER_SIZE": "100"} for env in ranks_of(2)]

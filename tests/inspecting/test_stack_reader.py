@@ -24,7 +24,7 @@ from lightning_ncclsafe.report.text import render_text
         ("", "py-spy could not read its stack (no output)"),
     ],
 )
-def test_why_is_one_line_with_what_to_do(said: str, words: str, tmp_path: Path) -> None:
+def test_the_reason_is_one_line_with_a_remedy(said: str, words: str, tmp_path: Path) -> None:
     program = tmp_path / "py-spy"
     program.write_text(f"#!{sys.executable} -S\nimport sys\nsys.exit({said!r})\n")
     program.chmod(0o755)
@@ -32,7 +32,7 @@ def test_why_is_one_line_with_what_to_do(said: str, words: str, tmp_path: Path) 
     assert threads == () and words in why and "\n" not in why
 
 
-def test_native_frames_are_those_that_the_last_python_frame_is_in_outermost_first() -> None:
+def test_native_frames_below_the_last_python_frame_are_outermost_first() -> None:
     names = [("ncclWait", "/lib/libnccl.so.2"), ("all_reduce", None), ("main", None), ("Py_Main", "/lib/libpython.so")]
     frames = [{"name": name, "module": module} for name, module in [("poll", "/lib/libc.so.6"), *names]]
     other = {"os_thread_id": 8, "thread_name": "other", "frames": [{"name": "read", "module": "/lib/libc.so.6"}]}
@@ -49,7 +49,7 @@ waits.wait(100)
 
 
 @pytest.mark.parametrize("may_stop", [False, True])
-def test_native_frames_of_a_process_are_read_and_told_if_it_may_be_stopped(may_stop: bool, tmp_path: Path) -> None:
+def test_native_frames_are_read_if_the_process_may_be_paused(may_stop: bool, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     with subprocess.Popen([sys.executable, "-c", WAITS, str(begun)]) as process:
         try:
@@ -69,7 +69,7 @@ def test_native_frames_of_a_process_are_read_and_told_if_it_may_be_stopped(may_s
     assert ("  native: " in render_text(diagnosis)) is may_stop
 
 
-def test_why_native_frames_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_missing_native_frames_are_explained_in_one_line(tmp_path: Path) -> None:
     program = tmp_path / "py-spy"
     program.write_text(f"#!{sys.executable} -S\nimport sys\nsys.exit('Error: no native unwinding here')\n")
     program.chmod(0o755)

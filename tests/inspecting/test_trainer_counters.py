@@ -79,23 +79,23 @@ def read(
     return *at, facts.end, facts.settings, (facts.batches_begun, facts.batches, facts.validated)
 
 
-def test_the_counts_of_a_training_batch_are_read(warm: Warm, tmp_path: Path) -> None:
+def test_training_counters_are_read(warm: Warm, tmp_path: Path) -> None:
     trains, _, end, settings, counts = read(warm, tmp_path, "train", "go-on")
     assert (trains.epoch, trains.batch_idx, trains.is_last_batch, trains.global_step) == (1, 2, False, 6)
     assert (end, counts) == (LoopEnd.UNKNOWN, (3, 4, 2))
     assert settings["max_epochs"] == "3" and settings["limit_train_batches"] == "4" and settings["max_steps"] == "-1"
 
 
-def test_that_it_is_to_stop_is_read(warm: Warm, tmp_path: Path) -> None:
+def test_should_stop_is_read(warm: Warm, tmp_path: Path) -> None:
     assert read(warm, tmp_path, "train", "stop")[2] is LoopEnd.SHOULD_STOP
 
 
-def test_the_counts_of_its_validation_are_read(warm: Warm, tmp_path: Path) -> None:
+def test_validation_counters_are_read(warm: Warm, tmp_path: Path) -> None:
     trains, validates, end, _, counts = read(warm, tmp_path, "validate", "")
     assert (validates.epoch, validates.batch_idx, validates.is_last_batch) == (1, 1, True)
     assert (trains.batch_idx, end, counts) == (3, LoopEnd.DATA, (4, 4, 1))
 
 
-def test_an_epoch_whose_loader_is_being_made_has_no_batch_yet(warm: Warm, tmp_path: Path) -> None:
+def test_an_epoch_without_a_loader_has_no_batch_yet(warm: Warm, tmp_path: Path) -> None:
     trains, _, _, _, counts = read(warm, tmp_path, "load", "")
     assert (trains.epoch, trains.batch_idx, trains.is_last_batch, counts[0]) == (1, -1, False, 0)

@@ -45,7 +45,7 @@ def test_hooks_of_module_and_callback_have_their_classes() -> None:
     assert [one.name for one in progress_in([*FIT, module], 0).actions] == ["[LightningModule]Net.setup"]
 
 
-def test_without_values_the_function_below_is_the_hook() -> None:
+def test_without_locals_the_function_below_is_the_hook() -> None:
     hook = [
         frame(f"{OLD}/trainer/trainer.py", "_call_lightning_module_hook"),
         frame("/home/ada/train.py", "on_fit_start"),
@@ -72,11 +72,11 @@ def test_without_values_the_function_below_is_the_hook() -> None:
         ([MAIN, frame(f"{OLD}/loops/dataloader/evaluation_loop.py", "advance")], Phase.VALIDATE),
     ],
 )
-def test_the_phase_is_that_of_the_innermost_loop(stack: list[SeenFrame], phase: Phase) -> None:
+def test_the_innermost_loop_gives_the_phase(stack: list[SeenFrame], phase: Phase) -> None:
     assert progress_in(stack, 0).phase is phase
 
 
-def test_the_batch_is_the_loops_and_not_the_users() -> None:
+def test_the_batch_comes_from_the_loop_and_not_from_user_code() -> None:
     assert progress_in([*TRAINING, EVALUATION], 0).batch_idx == 2
     assert progress_in([MAIN, frame("/home/ada/train.py", "train", batch_idx="5")], 0).batch_idx == -1
     assert (
@@ -85,7 +85,7 @@ def test_the_batch_is_the_loops_and_not_the_users() -> None:
     )
 
 
-def test_a_loader_and_a_save_are_actions() -> None:
+def test_creating_a_loader_and_saving_are_actions() -> None:
     fetch = frame(f"{PL}/loops/fetchers.py", "__next__")
     assert progress_in([*TRAINING, fetch], 0).actions[-1].name == "[_TrainingEpochLoop].train_dataloader_next"
     save = frame(f"{PL}/trainer/trainer.py", "save_checkpoint")
@@ -94,7 +94,7 @@ def test_a_loader_and_a_save_are_actions() -> None:
     assert progress_in([*FIT, init], 0).actions[-1].name == "init_process_group"
 
 
-def test_loaders_for_validation_that_are_made_before_training_belong_to_no_validation() -> None:
+def test_creating_validation_loaders_before_training_is_not_validation() -> None:
     loop, setup = f"{PL}/loops/fit_loop.py", frame(f"{PL}/loops/evaluation_loop.py", "setup_data")
     assert progress_in([*FIT, frame(loop, "run"), frame(loop, "on_run_start"), setup], 0.0).phase is Phase.INIT
     assert progress_in([*FIT, EVALUATION, setup], 0.0).phase is Phase.VALIDATE

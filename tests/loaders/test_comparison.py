@@ -72,14 +72,14 @@ class Job:
         return self.run(lambda rank, agreement: agreement.compare(own[rank]), ranks)
 
 
-def test_ranks_that_agree_know_how_epochs_end_and_write_nothing(tmp_path: Path) -> None:
+def test_agreeing_ranks_get_epoch_ends_and_write_no_report(tmp_path: Path) -> None:
     job = Job(tmp_path / "reports", 4)
     assert job.compare(*[data(EQUAL, STREAM)] * 4) == [(EpochEnd(), EpochEnd(votes=True))] * 4
     assert job.said == []
     assert not (tmp_path / "reports").exists()
 
 
-def test_the_verdict_is_the_same_on_all_ranks_with_one_report(tmp_path: Path) -> None:
+def test_all_ranks_get_the_same_verdict_and_one_report(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
     errors = job.compare(data(EQUAL), data(replace(EQUAL, length=5, batches=5)), data(EQUAL))
     assert {type(error) for error in errors} == {DatasetMismatchError}
@@ -92,17 +92,17 @@ def test_the_verdict_is_the_same_on_all_ranks_with_one_report(tmp_path: Path) ->
     assert report.findings[0].ranks == (1,)
     assert report.job.ranks[1].data == data(replace(EQUAL, length=5, batches=5), data_rank=1, data_ranks=3)
     assert f"The report is in {path.parent}" in text
-    assert job.said == [], "the error says it"
+    assert job.said == [], "the error contains it"
 
 
-def test_one_comparison_follows_the_other_over_the_same_keys(tmp_path: Path) -> None:
+def test_comparisons_reuse_their_keys(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
 
     def many(rank: int, agreement: Agreement) -> int:
         return sum(len(agreement.compare(data(EQUAL))) for _ in range(40))
 
     assert job.run(many) == [40] * 3
-    assert sum(map(len, job.shared.values.values())) < 8_000, "what has been read is taken back"
+    assert sum(map(len, job.shared.values.values())) < 8_000, "keys that were read are removed"
     assert {*job.shared.values} == {"data/0", "data/1", "data/2", "data/verdict/40"}
 
 
@@ -111,7 +111,7 @@ def test_a_disagreement_in_a_later_comparison_is_found(tmp_path: Path) -> None:
     job.compare(data(EQUAL), data(EQUAL))
     errors = job.compare(data(EQUAL), data(STREAM))
     assert [error.findings[0].rule for error in errors] == ["sized-and-unsized"] * 2
-    assert Path(errors[0].report_folder).name.endswith("Z-incident-1"), "however many comparisons there were"
+    assert Path(errors[0].report_folder).name.endswith("Z-incident-1"), "regardless of the number of comparisons"
 
 
 def test_training_continues_if_the_user_wants_a_warning(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_training_continues_if_the_user_wants_a_warning(tmp_path: Path) -> None:
     assert "report: " in said
     (report,) = tmp_path.glob("*/report.json")
     assert report.parent.name.endswith("Z-incident-1")
-    assert [numbers.last for numbers in job.incidents] == [1, 1], "on the rank that does not report, too"
+    assert [numbers.last for numbers in job.incidents] == [1, 1], "on the rank that does not report as well"
 
 
-def test_loaders_that_differ_in_another_way_each_time_are_reported_once(tmp_path: Path) -> None:
+def test_changing_differences_are_reported_once(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for number in range(30):
         longer = replace(EQUAL, length=6 + number, batches=6 + number)
@@ -151,7 +151,7 @@ def two_halves(rank: int, number: int, **changes: Any) -> LoaderFacts:
     return replace(OTHER_DATA, sampler=sampler, fingerprints={"values": f"{rank} of {number}"}, **changes)
 
 
-def test_without_the_callback_other_data_is_reported_once_per_stage_and_training_continues(tmp_path: Path) -> None:
+def test_without_the_callback_other_data_is_only_reported(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     for epoch in range(3):  # made anew for each
         presented = [data(two_halves(rank, epoch), on_mismatch="raise_on_hang") for rank in range(2)]
@@ -169,7 +169,7 @@ def test_without_the_callback_other_data_is_reported_once_per_stage_and_training
     assert len(job.said) == 2
 
 
-def test_with_the_callback_other_data_does_not_start_and_the_error_explains_how_it_would(tmp_path: Path) -> None:
+def test_with_the_callback_other_data_raises_with_a_remedy(tmp_path: Path) -> None:
     errors = Job(tmp_path, 2).compare(*(data(two_halves(rank, 0)) for rank in range(2)))
     assert {type(error) for error in errors} == {DatasetMismatchError}
     way = 'To train anyway: Trainer(callbacks=[DatasetAgreement(on_mismatch="warn")]).'
@@ -180,14 +180,14 @@ def test_with_the_callback_other_data_does_not_start_and_the_error_explains_how_
     assert read_report(path.read_bytes()).findings[0].remedy.endswith(way)
 
 
-def test_what_would_hang_does_not_start_without_the_callback_either(tmp_path: Path) -> None:
+def test_data_that_would_hang_raises_even_without_the_callback(tmp_path: Path) -> None:
     longer = replace(EQUAL, length=6, batches=6)
     errors = Job(tmp_path, 2).compare(*(data(its, on_mismatch="raise_on_hang") for its in (EQUAL, longer)))
     assert [error.findings[0].rule for error in errors] == ["uneven-batches"] * 2
     assert 'DatasetAgreement(on_mismatch="warn", on_uneven="stop_together")' in " ".join(str(errors[0]).split())
 
 
-def test_if_every_rank_evaluates_everything_nothing_is_printed_or_written(tmp_path: Path) -> None:
+def test_evaluating_everything_on_every_rank_prints_nothing(tmp_path: Path) -> None:
     whole = replace(
         EQUAL,
         name="val_dataloader",
@@ -200,18 +200,18 @@ def test_if_every_rank_evaluates_everything_nothing_is_printed_or_written(tmp_pa
     assert not (tmp_path / "reports").exists()
 
 
-def test_data_that_cannot_be_trained_on_raises_whatever_the_user_wants(tmp_path: Path) -> None:
+def test_unusable_data_always_raises(tmp_path: Path) -> None:
     warned = [data(EQUAL, on_mismatch="warn"), data(EQUAL, EQUAL, on_mismatch="warn")]
     assert [error.findings[0].rule for error in Job(tmp_path, 2).compare(*warned)] == ["loader-count"] * 2
 
 
-def test_if_one_rank_wants_an_error_all_raise(tmp_path: Path) -> None:
+def test_all_ranks_raise_if_one_wants_an_error(tmp_path: Path) -> None:
     errors = Job(tmp_path, 2).compare(data(EQUAL, on_mismatch="warn"), data(STREAM, on_mismatch="raise"))
     assert {type(error) for error in errors} == {DatasetMismatchError}
 
 
 @pytest.mark.parametrize("withdrawn", [0, 1])
-def test_a_rank_that_has_withdrawn_keeps_no_rank_waiting(tmp_path: Path, withdrawn: int) -> None:
+def test_a_withdrawn_rank_does_not_block_the_others(tmp_path: Path, withdrawn: int) -> None:
     job = Job(tmp_path, 3)
     others = tuple({0, 1, 2} - {withdrawn})
     assert job.compare(data(EQUAL), data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 3
@@ -222,13 +222,13 @@ def test_a_rank_that_has_withdrawn_keeps_no_rank_waiting(tmp_path: Path, withdra
 
 
 @pytest.mark.parametrize(("can", "all_can"), [((True, True, True), True), ((True, False, True), False)])
-def test_all_ranks_can_or_none_does(tmp_path: Path, can: tuple[bool, ...], all_can: bool) -> None:
+def test_all_can_is_true_only_if_every_rank_can(tmp_path: Path, can: tuple[bool, ...], all_can: bool) -> None:
     job = Job(tmp_path, 3)
     assert job.run(lambda rank, agreement: agreement.all_can(can[rank])) == [all_can] * 3
 
 
-def test_a_rank_that_never_arrives_is_named_after_the_deadline_and_waited_for(tmp_path: Path) -> None:
-    """Where it can never come the guard has ended the run before; here, its guard has failed."""
+def test_a_missing_rank_is_named_after_the_deadline(tmp_path: Path) -> None:
+    """A rank that can never arrive is normally ended by its guard; here, the guard has failed."""
     job = Job(tmp_path, 3, deadline_s=0.3)
     assert job.compare(data(EQUAL), data(EQUAL), data(STREAM), ranks=(0, 2)) == [(), ()]
     (said,) = job.said
@@ -243,9 +243,7 @@ def test_a_late_rank_finds_the_verdict(tmp_path: Path) -> None:
     assert job.compare(data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 2
 
 
-def test_if_rank_0_never_arrives_the_others_do_not_wait_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_rank_0_does_not_block_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_VERDICT_S", 0.1)
     monkeypatch.setattr(meeting, "_ABSENT_S", 0.1)
     job = Job(tmp_path, 3, deadline_s=0.2)
@@ -255,24 +253,24 @@ def test_if_rank_0_never_arrives_the_others_do_not_wait_forever(
         said[len("rank 1: ") :]
         == "rank 0 did not compare the ranks' data within 0.2 s; continuing without the comparison"
     )
-    assert job.compare(data(STREAM), data(EQUAL), data(EQUAL), ranks=(0,)) == [()], "what the others go by"
+    assert job.compare(data(STREAM), data(EQUAL), data(EQUAL), ranks=(0,)) == [()], "the verdict the others follow"
 
 
-def test_a_rank_that_has_missed_one_meeting_is_not_waited_for_again(tmp_path: Path) -> None:
+def test_a_rank_that_missed_a_comparison_does_not_delay_the_next(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, deadline_s=0.3)
     job.compare(data(EQUAL), data(EQUAL), ranks=(0,))
     job.agreements[0]._meeting._deadline_s = 60
     assert job.compare(data(EQUAL), data(EQUAL), ranks=(0,)) == [()]
 
 
-def test_rank_0_that_fails_lets_the_others_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_rank_0_releases_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "epoch_ends", lambda ranks: 1 / 0)
     outcome = Job(tmp_path, 3).compare(*[data(EQUAL)] * 3)
     assert isinstance(outcome[0], ZeroDivisionError)
     assert outcome[1:] == [(), ()]
 
 
-def test_an_exchange_that_misses_a_deadline_is_asked_again(tmp_path: Path) -> None:
+def test_a_missed_deadline_is_retried(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, through=Moody)
     assert job.compare(data(EQUAL), data(EQUAL)) == [(EpochEnd(),)] * 2
 
@@ -296,21 +294,21 @@ class Moody:
         return call
 
 
-def test_an_exchange_that_is_lost_ends_the_comparison_at_once(tmp_path: Path) -> None:
+def test_a_lost_exchange_ends_the_comparison_at_once(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     job.exchanges[1].close()
     (error,) = job.compare(data(EQUAL), data(EQUAL), ranks=(1,))
     assert isinstance(error, ExchangeError)
 
 
-def test_a_folder_that_cannot_be_written_to_takes_nothing_from_the_error(tmp_path: Path) -> None:
+def test_an_unwritable_folder_does_not_hide_the_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     errors = Job(blocked, 2).compare(data(EQUAL), data(STREAM))
     assert {str(error).splitlines()[0][:18] for error in errors} == {"sized-and-unsized:"}
 
 
-def test_an_uneven_end_has_the_same_words_on_all_ranks_and_one_report(tmp_path: Path) -> None:
+def test_an_uneven_end_has_one_message_on_all_ranks_and_one_report(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
     readings = [
         BatchesRead(batches=9, ended=False),
@@ -327,7 +325,7 @@ def test_an_uneven_end_has_the_same_words_on_all_ranks_and_one_report(tmp_path: 
 
 
 @pytest.mark.parametrize("on_uneven", ["stop_together", "repeat"])
-def test_an_uneven_end_that_is_allowed_is_printed_once(tmp_path: Path, on_uneven: str) -> None:
+def test_an_allowed_uneven_end_is_printed_once(tmp_path: Path, on_uneven: str) -> None:
     job = Job(tmp_path, 2)
     readings = [BatchesRead(batches=3, ended=True), BatchesRead(batches=4, ended=False)]
     presented = data(STREAM, on_uneven=on_uneven)
@@ -356,7 +354,7 @@ def first_batches(folder: Path, *rows: list[int], **settings: Any) -> list[Any]:
     return job.run(lambda rank, agreement: agreement.first_batches(presented, STREAM, votes, *rows[rank][1:]))
 
 
-def test_two_ranks_with_the_same_first_batches_are_named_by_all(tmp_path: Path) -> None:
+def test_ranks_with_equal_first_batches_are_named_by_all(tmp_path: Path) -> None:
     errors = first_batches(tmp_path, [0, 11, 12], [1, 21, 22], [2, 11, 12])
     assert {type(error) for error in errors} == {DatasetMismatchError}
     assert {error.findings[0].ranks for error in errors} == {(0, 2)}
@@ -366,22 +364,22 @@ def test_two_ranks_with_the_same_first_batches_are_named_by_all(tmp_path: Path) 
     "rows",
     [
         pytest.param(([0, 11, 12], [1, 21, 22]), id="different"),
-        pytest.param(([0, 11, 12], [1, 11, 22]), id="only the first batch is the same"),
-        pytest.param(([0, 11, 11], [1, 11, 11]), id="batches that are all alike are made up"),
-        pytest.param(([0, 0, 12], [1, 0, 12]), id="no digest could be made"),
-        pytest.param(([0, 11, 12], [0, 11, 12]), id="tensor-parallel peers read the same"),
+        pytest.param(([0, 11, 12], [1, 11, 22]), id="only the first batches are equal"),
+        pytest.param(([0, 11, 11], [1, 11, 11]), id="synthetic identical batches"),
+        pytest.param(([0, 0, 12], [1, 0, 12]), id="no digest"),
+        pytest.param(([0, 11, 12], [0, 11, 12]), id="equal tensor-parallel peers"),
     ],
 )
-def test_first_batches_that_say_nothing(tmp_path: Path, rows: tuple[list[int], ...]) -> None:
+def test_inconclusive_first_batches_are_ignored(tmp_path: Path, rows: tuple[list[int], ...]) -> None:
     assert first_batches(tmp_path, *rows) == [None] * 2
 
 
 @pytest.mark.parametrize("on_mismatch", ["warn", "raise_on_hang"])
-def test_the_same_first_batches_with_a_warning(tmp_path: Path, on_mismatch: str) -> None:
+def test_equal_first_batches_are_only_a_warning_on_request(tmp_path: Path, on_mismatch: str) -> None:
     assert first_batches(tmp_path, [0, 1, 2], [1, 1, 2], on_mismatch=on_mismatch) == [None] * 2
 
 
-def test_streams_that_are_the_same_are_not_sent_to_a_sampler(tmp_path: Path) -> None:
+def test_equal_streams_are_not_advised_to_use_a_sampler(tmp_path: Path) -> None:
     error, _ = first_batches(tmp_path, [0, 1, 2], [1, 1, 2])
     text = " ".join(str(error).split())
     assert "DistributedSampler" not in text

@@ -32,35 +32,35 @@ def test_unknown_lengths_are_voted_on() -> None:
 
 
 @pytest.mark.parametrize(("workers", "looks_ahead"), [((2, 2), True), ((2, 0), False), ((0, 0), False)])
-def test_only_what_workers_make_on_all_ranks_is_looked_ahead(workers: tuple[int, ...], looks_ahead: bool) -> None:
-    """What a rank makes by itself may depend on what has been trained by then."""
+def test_look_ahead_needs_workers_on_all_ranks(workers: tuple[int, ...], looks_ahead: bool) -> None:
+    """Batches made in the main process may depend on the training so far."""
     streams = [LoaderFacts(iterable=True, num_workers=count, made_by_workers=count > 0) for count in workers]
     assert end(*streams) == EpochEnd(votes=True, looks_ahead=looks_ahead)
 
 
-def test_a_length_that_all_iterables_claim_is_believed() -> None:
+def test_a_length_claimed_by_all_iterables_is_believed() -> None:
     assert end(SIZED_STREAM, SIZED_STREAM) == EpochEnd()
 
 
-def test_different_claims_are_voted_on() -> None:
+def test_different_claimed_lengths_are_voted_on() -> None:
     other = LoaderFacts(iterable=True, length=6, batches=6)
     assert end(SIZED_STREAM, other) == EpochEnd(votes=True, hides_length=True)
     assert end(SIZED_STREAM, other, on_uneven="stop_together") == EpochEnd(votes=True, length=4)
     assert end(SIZED_STREAM, other, on_uneven="repeat") == EpochEnd(votes=True, length=6)
 
 
-def test_a_length_that_only_some_ranks_know_is_hidden() -> None:
+def test_a_length_known_to_some_ranks_only_is_hidden() -> None:
     for on_uneven in ("raise", "stop_together", "repeat"):
         assert end(SIZED_STREAM, STREAM, on_uneven=on_uneven) == EpochEnd(votes=True, hides_length=True)
         assert end(LISTED, STREAM, on_uneven=on_uneven) == EpochEnd(votes=True, hides_length=True)
 
 
-def test_ranks_predict_each_for_itself() -> None:
+def test_ranks_predict_independently() -> None:
     ranks = [DataFacts(stage="predict_dataloader", loaders=(of(count), STREAM)) for count in (3, 5)]
     assert epoch_ends(ranks) == (EpochEnd(), EpochEnd())
 
 
-def test_ranks_among_which_the_model_is_split_predict_together() -> None:
+def test_ranks_with_a_sharded_model_predict_together() -> None:
     ranks = [
         DataFacts(stage="predict_dataloader", loaders=(of(count), STREAM), forward_communicates=True)
         for count in (3, 5)
@@ -103,13 +103,13 @@ def test_every_loader_has_its_own_epoch_end() -> None:
     assert epoch_ends(ranks) == (EpochEnd(votes=True), EpochEnd())
 
 
-def test_different_numbers_of_loaders_have_none() -> None:
+def test_different_loader_counts_have_no_epoch_end() -> None:
     assert epoch_ends([DataFacts(stage="val_dataloader", loaders=(LISTED,)), DataFacts(stage="val_dataloader")]) == ()
     assert epoch_ends([]) == ()
 
 
 def test_loaders_that_still_end_together_are_left_alone() -> None:
-    """The shorter ones go round while the longest is read; where a stream is among them, nobody knows how often."""
+    """Shorter loaders cycle while the longest is read; beside a stream, the number of cycles is unknown."""
 
     def rank(short: int, *more: LoaderFacts) -> DataFacts:
         return DataFacts(stage="train_dataloader", mode="max_size_cycle", loaders=(of(6), of(short), *more))
@@ -118,5 +118,5 @@ def test_loaders_that_still_end_together_are_left_alone() -> None:
     assert epoch_ends([rank(2, STREAM), rank(3, STREAM)])[1] == EpochEnd(length=3, ends_at=2, lengths=(2, 3))
 
 
-def test_lengths_that_a_limit_makes_equal_are_left_alone() -> None:
+def test_lengths_equalised_by_a_limit_are_left_alone() -> None:
     assert end(LoaderFacts(length=5, batches=3), LoaderFacts(length=4, batches=3)) == EpochEnd()

@@ -60,7 +60,7 @@ def loader() -> OwnLoader:
 
 
 @pytest.mark.usefixtures("asked_by_a_loop")
-def test_the_iteration_and_the_length_are_replaced_and_nothing_else() -> None:
+def test_only_iteration_and_length_are_replaced() -> None:
     own = loader()
     ReplacedIteration(own, first_two, length=2)
     assert [batch.tolist() for batch in own] == [[0, 1], [2, 3]]
@@ -70,8 +70,8 @@ def test_the_iteration_and_the_length_are_replaced_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda read: pickle.loads(pickle.dumps(read))])
-def test_what_is_read_from_it_can_be_copied_as_with_its_own(copied: Any) -> None:
-    """A Trainer that is copied in the middle of an epoch has iterators of its loaders: here, generators."""
+def test_a_fetcher_in_mid_epoch_can_be_copied(copied: Any) -> None:
+    """A Trainer copied in mid-epoch holds iterators of its loaders: here, generators."""
     own = loader()
     ReplacedIteration(own, lambda begin: (batch for batch in begin()))
     combined = CombinedLoader({"a": own})
@@ -83,13 +83,13 @@ def test_what_is_read_from_it_can_be_copied_as_with_its_own(copied: Any) -> None
     assert [batch["a"].tolist() for batch, _, _ in read_on(fetcher)] == [[2, 3], [4, 5], [6, 7]]
 
 
-def test_the_length_is_the_own_one_unless_another_is_given() -> None:
+def test_the_length_is_unchanged_by_default() -> None:
     own = loader()
     ReplacedIteration(own, first_two)
     assert len(own) == 4
 
 
-def test_lightning_sees_no_hidden_length() -> None:
+def test_lightning_does_not_see_a_hidden_length() -> None:
     from lightning.fabric.utilities.data import sized_len
 
     own = loader()
@@ -98,7 +98,7 @@ def test_lightning_sees_no_hidden_length() -> None:
 
 
 @pytest.mark.usefixtures("asked_by_a_loop")
-def test_each_epoch_iterates_it_again() -> None:
+def test_each_epoch_iterates_again() -> None:
     own = loader()
     ReplacedIteration(own, first_two)
     assert [len(list(own)) for _ in range(3)] == [2, 2, 2]
@@ -115,7 +115,7 @@ def test_persistent_workers_are_kept() -> None:
     own._iterator._shutdown_workers()  # type: ignore[union-attr]
 
 
-def test_it_can_be_undone() -> None:
+def test_the_replacement_can_be_undone() -> None:
     own = loader()
     replaced = ReplacedIteration(own, first_two, length=2)
     replaced.restore()
@@ -124,7 +124,7 @@ def test_it_can_be_undone() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))])
-def test_a_copy_is_the_users_own_loader_again(copied: Any) -> None:
+def test_a_copy_is_a_plain_user_loader(copied: Any) -> None:
     own = loader()
     ReplacedIteration(own, first_two, length=2)
     other = copied(own)
@@ -134,7 +134,7 @@ def test_a_copy_is_the_users_own_loader_again(copied: Any) -> None:
 
 
 @pytest.mark.parametrize("own", [Slotted(), loader()])
-def test_what_can_be_replaced_stays_the_same_object(own: Any) -> None:
+def test_a_replaceable_loader_stays_the_same_object(own: Any) -> None:
     before = type(own)
     assert replaceable(own) is own
     assert type(own) is before
@@ -143,7 +143,7 @@ def test_what_can_be_replaced_stays_the_same_object(own: Any) -> None:
 @pytest.mark.parametrize(
     "own", [[1, 2], (1, 2), range(1, 3), iter([1, 2]), (n for n in (1, 2)), {1: 0, 2: 0}, torch.tensor([1, 2])]
 )
-def test_what_cannot_is_stood_for(own: Any) -> None:
+def test_an_irreplaceable_loader_gets_a_stand_in(own: Any) -> None:
     assert replaceable(own) is not own
     stand_in = replaceable(own)
     assert hasattr(type(stand_in), "__len__") == hasattr(own, "__len__")
@@ -153,14 +153,14 @@ def test_what_cannot_is_stood_for(own: Any) -> None:
 
 
 @pytest.mark.usefixtures("asked_by_a_loop")
-def test_what_is_iterated_by_index() -> None:
+def test_an_indexed_loader_gets_a_stand_in() -> None:
     own = replaceable(Indexed())
     assert not isinstance(own, Indexed)
     ReplacedIteration(own, first_two)
     assert list(own) == [1, 2]
 
 
-def test_attributes_of_what_is_stood_for_are_there() -> None:
+def test_a_stand_in_has_the_original_attributes() -> None:
     assert replaceable({1: 0}).get(1) == 0
     with pytest.raises(AttributeError):
         _ = replaceable([1]).nothing
@@ -188,20 +188,20 @@ def read_on(fetcher: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size", "sequential"])
 @pytest.mark.parametrize("fetcher", [_PrefetchDataFetcher, _DataFetcher])
-def test_lightnings_loops_get_what_was_agreed_on(mode: str, fetcher: type) -> None:
+def test_lightning_loops_get_the_agreed_batches(mode: str, fetcher: type) -> None:
     own = loader()
     ReplacedIteration(own, first_two, length=2)
     assert len(Fetcher([own], mode, fetcher).read()) == 2
 
 
-def test_a_loader_that_goes_round_ends_every_time_as_agreed() -> None:
+def test_a_cycled_loader_ends_each_pass_as_agreed() -> None:
     short, long = loader(), OwnLoader(torch.arange(10), batch_size=2)
     ReplacedIteration(short, first_two, length=2)
     batches = Fetcher([short, long], "max_size_cycle").read()
     assert [batch[0].tolist()[0] for batch in batches] == [0, 2, 0, 2, 0]
 
 
-def test_a_user_who_looks_gets_the_loaders_own() -> None:
+def test_user_code_sees_the_original_iteration() -> None:
     own = loader()
     ReplacedIteration(own, first_two, hides_length=True)
     assert len(list(own)) == 4

@@ -58,13 +58,13 @@ def read(on_uneven: OnUneven, lengths: tuple[int, ...] = LENGTHS, epochs: int = 
 
 
 @pytest.mark.parametrize("on_uneven", ["raise", "stop_together", "repeat"])
-def test_equal_lengths_are_read_to_the_end_by_all(on_uneven: OnUneven) -> None:
+def test_equal_lengths_are_read_to_the_end(on_uneven: OnUneven) -> None:
     for rank, (reader, epochs) in enumerate(read(on_uneven, (3, 3, 3), epochs=2)):
         assert epochs == [[(rank, number, batch) for batch in range(3)] for number in (0, 1)]
         assert reader.told == []
 
 
-def test_stop_together_ends_with_the_shortest_and_reports_how_far_each_rank_was() -> None:
+def test_stop_together_ends_with_the_shortest_and_reports_each_rank() -> None:
     for rank, (reader, epochs) in enumerate(read("stop_together", epochs=2)):
         assert epochs == [[(rank, number, batch) for batch in range(3)] for number in (0, 1)]
         readings = [
@@ -88,14 +88,14 @@ def test_raise_raises_on_all_ranks_before_the_same_batch() -> None:
     assert as_ranks(3, body) == [[(rank, 0, batch) for batch in range(3)] for rank in range(3)]
 
 
-def test_repeat_continues_to_the_end_of_the_longest_and_starts_over_on_the_others() -> None:
+def test_repeat_runs_to_the_longest_and_restarts_the_others() -> None:
     outcome = [epochs[0] for _, epochs in read("repeat")]
     assert outcome[0] == [(0, 0, batch) for batch in range(5)]
     assert outcome[1] == [(1, 0, 0), (1, 0, 1), (1, 0, 2), (1, 1, 0), (1, 1, 1)]
     assert outcome[2] == [(2, 0, 0), (2, 0, 1), (2, 0, 2), (2, 0, 3), (2, 1, 0)]
 
 
-def test_repeat_reports_once_how_far_each_rank_was_at_the_first_end() -> None:
+def test_repeat_reports_each_rank_once_at_the_first_end() -> None:
     readings = [
         BatchesRead(batches=4, ended=False),
         BatchesRead(batches=3, ended=True),
@@ -104,17 +104,17 @@ def test_repeat_reports_once_how_far_each_rank_was_at_the_first_end() -> None:
     assert [reader.told for reader, _ in read("repeat")] == [[readings]] * 3
 
 
-def test_repeat_passes_over_short_data_as_often_as_it_takes() -> None:
+def test_repeat_restarts_short_data_as_often_as_needed() -> None:
     outcome = [epochs[0] for _, epochs in read("repeat", (7, 2))]
     assert [batch[1:] for batch in outcome[1]] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
 
 
-def test_repeat_begins_another_pass_only_where_one_is_needed() -> None:
+def test_repeat_starts_another_pass_only_if_needed() -> None:
     for (reader, _), passes in zip(read("repeat", (4, 2, 4)), (1, 2, 1), strict=True):
         assert next(reader.passes) == passes
 
 
-def test_data_that_can_be_read_once_only_cannot_be_repeated() -> None:
+def test_one_shot_data_cannot_be_repeated() -> None:
     def body(rank: int, votes: ThreadVotes) -> int:
         once = iter(range(4 if rank == 0 else 2))
         iterator = lockstep(lambda: once, votes, "repeat", lambda readings: End())
@@ -124,12 +124,12 @@ def test_data_that_can_be_read_once_only_cannot_be_repeated() -> None:
 
     outcome = as_ranks(2, body)
     assert outcome[0] == 2
-    assert type(outcome[1]) is RuntimeError, "this rank alone has failed"
+    assert type(outcome[1]) is RuntimeError, "only this rank has failed"
     assert "after 2 batches and cannot start over" in str(outcome[1])
 
 
 @pytest.mark.parametrize("on_uneven", ["raise", "stop_together", "repeat"])
-def test_a_rank_without_any_data(on_uneven: OnUneven) -> None:
+def test_a_rank_without_data_follows_on_uneven(on_uneven: OnUneven) -> None:
     outcome = read(on_uneven, (2, 0))
     if on_uneven == "stop_together":
         assert [epochs for _, epochs in outcome] == [[[]], [[]]]
@@ -146,8 +146,8 @@ def test_a_batch_may_be_none() -> None:
     assert as_ranks(2, body) == [[None, None], [None, None]]
 
 
-def test_looking_ahead_the_vote_on_the_next_batch_is_started_when_this_one_is_handed_out_and_not_waited_for() -> None:
-    """The second rank is handed nothing, so votes on its side stop after the first: the other gets one batch."""
+def test_look_ahead_starts_the_next_vote_without_waiting() -> None:
+    """The second rank takes no batch, so it votes only once: the other rank gets one batch."""
 
     def body(rank: int, votes: ThreadVotes) -> int:
         iterator = Lockstep(lambda: iter(range(3)), votes, "raise", lambda readings: End(), looks_ahead=True)
@@ -158,7 +158,7 @@ def test_looking_ahead_the_vote_on_the_next_batch_is_started_when_this_one_is_ha
     assert as_ranks(2, body) == [2, 1]
 
 
-def test_a_batch_is_fetched_when_it_is_asked_for_or_one_batch_before_and_no_sooner(looks_ahead: bool) -> None:
+def test_a_batch_is_fetched_at_most_one_ahead(looks_ahead: bool) -> None:
     def body(rank: int, votes: ThreadVotes) -> list[int]:
         fetched: list[int] = []
 
@@ -174,8 +174,8 @@ def test_a_batch_is_fetched_when_it_is_asked_for_or_one_batch_before_and_no_soon
     assert as_ranks(2, body) == [[1, 2, 3, 4] if looks_ahead else [0, 1, 2, 3]] * 2
 
 
-def test_an_error_of_the_own_data_is_raised_when_its_batch_is_due() -> None:
-    """The other rank gets as far as it would without anybody's looking ahead."""
+def test_a_data_error_is_raised_when_its_batch_is_due() -> None:
+    """The other rank gets as far as it would without looking ahead."""
 
     def body(rank: int, votes: ThreadVotes) -> Any:
         def begin() -> Iterator[int]:
@@ -195,7 +195,7 @@ def test_an_error_of_the_own_data_is_raised_when_its_batch_is_due() -> None:
 
 
 @pytest.mark.parametrize("on_uneven", ["raise", "stop_together"])
-def test_an_error_of_the_own_data_is_raised_also_where_another_ranks_data_has_ended(on_uneven: OnUneven) -> None:
+def test_a_data_error_is_raised_even_if_another_rank_has_ended(on_uneven: OnUneven) -> None:
     def body(rank: int, votes: ThreadVotes) -> Any:
         def begin() -> Iterator[int]:
             yield 0
@@ -233,7 +233,7 @@ def test_no_rank_votes_again_after_an_error() -> None:
     assert not any(isinstance(one, Exception) for one in outcome)
 
 
-def test_nothing_is_looked_ahead_beyond_what_will_be_asked_for() -> None:
+def test_look_ahead_stops_at_the_batch_limit() -> None:
     def body(rank: int, votes: ThreadVotes) -> tuple[list[int], int]:
         own = iter(range(10))
         got = list(islice(lockstep(lambda: own, votes, "raise", lambda readings: End(), most=3), 3))
@@ -256,7 +256,7 @@ def test_the_first_two_batches_are_compared_once_all_ranks_have_them() -> None:
     assert sorted(compared) == [(0, 1), (10, 11)]
 
 
-def test_a_batch_that_could_not_be_read_is_compared_as_nothing() -> None:
+def test_an_unreadable_batch_is_compared_as_zero() -> None:
     compared: list[tuple[int, ...]] = []
 
     def begin() -> Iterator[int]:
@@ -272,7 +272,7 @@ def test_a_batch_that_could_not_be_read_is_compared_as_nothing() -> None:
     assert sorted(compared) == [(1, 2), (7, 0)]
 
 
-def test_a_rank_with_one_batch_leaves_nothing_to_compare() -> None:
+def test_a_rank_with_one_batch_prevents_the_comparison() -> None:
     compared: list[tuple[int, ...]] = []
 
     def body(rank: int, votes: ThreadVotes) -> list[int]:
@@ -285,28 +285,28 @@ def test_a_rank_with_one_batch_leaves_nothing_to_compare() -> None:
     assert compared == []
 
 
-def test_known_data_is_cut_at_the_agreed_length() -> None:
+def test_sized_data_is_cut_at_the_agreed_length() -> None:
     assert list(until(lambda: iter("abcde"), 3)) == ["a", "b", "c"]
 
 
-def test_known_data_starts_over_up_to_the_agreed_length() -> None:
+def test_sized_data_restarts_up_to_the_agreed_length() -> None:
     assert list(until(lambda: iter("ab"), 5, repeat=True)) == list("ababa")
 
 
-def test_known_data_that_cannot_start_over_is_an_error() -> None:
+def test_sized_data_that_cannot_restart_is_an_error() -> None:
     once = iter("ab")
     with pytest.raises(RuntimeError, match="after 2 batches"):
         list(until(lambda: once, 5, repeat=True))
 
 
-def test_known_data_ends_in_an_error_where_that_is_agreed() -> None:
+def test_sized_data_can_end_in_an_agreed_error() -> None:
     iterator = until(lambda: iter("abc"), 2, error=End)
     assert [next(iterator), next(iterator)] == ["a", "b"]
     with pytest.raises(End):
         next(iterator)
 
 
-def test_known_data_is_begun_when_the_iterator_is_made() -> None:
+def test_sized_data_is_started_when_the_iterator_is_created() -> None:
     begun: list[str] = []
 
     def begin() -> Iterator[str]:
@@ -340,20 +340,18 @@ def evaluated(lengths: tuple[int, ...], calls: tuple[int, ...] = (0, 0, 0)) -> l
 
 
 @pytest.mark.parametrize("lengths", [(5, 3, 4), (1, 2, 9), (2, 2, 2)])
-def test_ranks_that_wait_for_no_other_continue_alone_when_one_ends(lengths: tuple[int, ...]) -> None:
+def test_independent_ranks_continue_when_one_ends(lengths: tuple[int, ...]) -> None:
     assert evaluated(lengths) == [*lengths]
 
 
 @pytest.mark.parametrize(("lengths", "calls"), [((5, 3, 4), (0, 0, 1)), ((5, 0, 4), (0, 0, 0))])
-def test_an_uneven_end_is_reported_if_any_rank_may_wait_for_the_others(
-    lengths: tuple[int, ...], calls: tuple[int, ...]
-) -> None:
-    """Also where a rank has nothing at all: what it never logs the others reduce."""
+def test_an_uneven_end_is_reported_if_any_rank_may_wait(lengths: tuple[int, ...], calls: tuple[int, ...]) -> None:
+    """Even if a rank has no data at all: the others reduce what it never logs."""
     assert [type(outcome) for outcome in evaluated(lengths, calls)] == [End] * 3
 
 
-def test_what_is_called_at_the_first_batch_may_be_the_loader_before() -> None:
-    """Lightning reduces its results when it has fetched two batches of the next."""
+def test_a_call_at_the_first_batch_may_belong_to_the_previous_loader() -> None:
+    """Lightning reduces its results after fetching two batches of the next loader."""
 
     def body(rank: int, votes: ThreadVotes) -> int:
         reader = Parting(rank, LENGTHS[rank], votes, 0)
@@ -365,7 +363,7 @@ def test_what_is_called_at_the_first_batch_may_be_the_loader_before() -> None:
     assert as_ranks(3, body) == [*LENGTHS]
 
 
-def test_another_pass_is_voted_on_again() -> None:
+def test_each_pass_is_voted_on() -> None:
     def body(rank: int, votes: ThreadVotes) -> list[int]:
         reader = Parting(rank, LENGTHS[rank], votes, 0)
         return [reader.evaluate(), reader.evaluate()]

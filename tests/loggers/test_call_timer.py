@@ -64,7 +64,7 @@ class Tried:
     [lambda time: None, lambda time: time.wait(0.049), lambda time: time.compute(2.0)],
     ids=["nothing", "a little", "computing"],
 )
-def test_what_does_not_wait_stays_in_place(takes: Callable[[Time], None]) -> None:
+def test_a_fast_logger_is_not_offloaded(takes: Callable[[Time], None]) -> None:
     tried = Tried(takes)
     tried.call(1000)
     assert tried.slow == []
@@ -74,16 +74,16 @@ def test_what_does_not_wait_stays_in_place(takes: Callable[[Time], None]) -> Non
 
 
 @pytest.mark.parametrize("waits_s", [0.05, 1.0, 60.0])
-def test_what_waits_and_waits_is_slow_before_its_next_call(waits_s: float) -> None:
+def test_a_logger_that_keeps_waiting_is_slow_before_its_next_call(waits_s: float) -> None:
     tried = Tried(lambda time: time.wait(waits_s))
     tried.call(3)
     assert tried.slow == []
     tried.call(5)
-    assert tried.slow == [False], "once, when the logger is itself again"
+    assert tried.slow == [False], "once, after the logger is restored"
     assert [step for _, step in tried.log.points] == [*range(3), *range(5)], "each call once, in order"
 
 
-def test_a_wait_for_a_core_where_a_clock_is_asked_is_not_the_loggers() -> None:
+def test_waiting_for_a_core_does_not_count_as_logger_time() -> None:
     time = Time()
 
     def asked() -> float:
@@ -98,13 +98,13 @@ def test_a_wait_for_a_core_where_a_clock_is_asked_is_not_the_loggers() -> None:
     assert not slow
 
 
-def test_what_is_seldom_called_may_wait() -> None:
+def test_a_rarely_called_logger_may_wait() -> None:
     tried = Tried(lambda time: time.wait(0.1))
     tried.call(100, every_s=10.0)
     assert tried.slow == []
 
 
-def test_calls_that_had_to_wait_now_and_then_are_accidents() -> None:
+def test_occasional_waits_are_tolerated() -> None:
     # As for a core, on a machine that is short of them.
     numbers = count()
     tried = Tried(lambda time: time.wait(2.0 if next(numbers) % 5 > 2 else 0.0))
@@ -112,7 +112,7 @@ def test_calls_that_had_to_wait_now_and_then_are_accidents() -> None:
     assert tried.slow == []
 
 
-def test_what_a_method_calls_in_turn_is_a_part_of_it() -> None:
+def test_a_nested_call_is_part_of_its_caller() -> None:
     class Saving(Log):
         def log_metrics(self, metrics: Any, step: int | None = None) -> str:
             self.save()
@@ -144,7 +144,7 @@ class Watching(Log):
         super().__setattr__(name, value)
 
 
-def test_what_is_not_a_plain_logger_is_left_as_it_is() -> None:
+def test_an_unusual_logger_is_left_alone() -> None:
     given = Log()
     given.log_metrics = Mock()  # type: ignore[method-assign]
     for log in (Slotted(), Watching(), given, object()):
@@ -154,7 +154,7 @@ def test_what_is_not_a_plain_logger_is_left_as_it_is() -> None:
     assert isinstance(given.log_metrics, Mock)
 
 
-def test_what_the_user_puts_in_a_methods_place_meanwhile_stays_there() -> None:
+def test_a_method_patched_by_the_user_meanwhile_is_kept() -> None:
     log: Any = Log()
     trial = CallTimer(log, lambda: None)
     timed = log.log_metrics
@@ -165,7 +165,7 @@ def test_what_the_user_puts_in_a_methods_place_meanwhile_stays_there() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_of_two_replacements_nothing_is_left_in_whatever_order_they_are_removed(order: tuple[int, int]) -> None:
+def test_two_replacements_can_be_removed_in_any_order(order: tuple[int, int]) -> None:
     log = Log()
     before = dict(vars(log))
     replaced = [ReplacedMethod(log, "save", lambda: None) for _ in range(2)]

@@ -17,7 +17,7 @@ Pair = namedtuple("Pair", "left right")
     [lambda x: x, lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: Pair(x, 1)],
     ids=["itself", "list", "tuple", "dict", "namedtuple"],
 )
-def test_tensors_and_arrays_are_copied_wherever_they_are(wrap: Any) -> None:
+def test_nested_tensors_and_arrays_are_copied(wrap: Any) -> None:
     tensor, array = torch.zeros(2), np.zeros(2)
     copied = ArgumentCopier().copy([wrap(tensor), wrap(array)])
     tensor += 1
@@ -34,19 +34,19 @@ def test_collections_keep_their_classes() -> None:
     assert copied[1]["a"] == [1] and copied[1]["new"] == []
 
 
-def test_what_it_holds_is_counted() -> None:
+def test_copied_bytes_are_counted() -> None:
     copied = ArgumentCopier()
     copied.copy((torch.zeros(10), np.zeros(10), "text", b"bytes"))
     assert copied.data_bytes >= 40 + 80 + 4 + 5
 
 
-def test_a_list_that_holds_itself_ends() -> None:
+def test_a_self_referencing_list_terminates() -> None:
     endless: list[Any] = []
     endless.append(endless)
     ArgumentCopier().copy(endless)
 
 
-def test_a_device_without_room_costs_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_does_not_end_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
 

@@ -98,9 +98,7 @@ def wait_for(delivery: Delivery, condition: Callable[[], bool]) -> None:
         assert delivery._changed.wait_for(condition, LONG_S)
 
 
-def test_what_is_staged_is_delivered_in_order_once_it_is_woken(
-    store: Store, storage: Storage, delivery: Delivery
-) -> None:
+def test_waking_delivers_staged_frames_in_order(store: Store, storage: Storage, delivery: Delivery) -> None:
     stage(store, b"a", b"b")
     delivery.wake()
     wait_for(delivery, lambda: not store.pending_bytes)
@@ -126,7 +124,7 @@ def test_a_refused_write_is_retried_and_reported_once_per_series(
     assert (delivery.faults, told) == (4, ["first", "fourth"])
 
 
-def test_the_same_frames_and_more_are_tried_again(store: Store, storage: Storage, delivery: Delivery) -> None:
+def test_a_retry_includes_newer_frames(store: Store, storage: Storage, delivery: Delivery) -> None:
     storage.answers.clear()
     storage.refusals = [OSError("no")]
     stage(store, b"a")
@@ -139,7 +137,7 @@ def test_the_same_frames_and_more_are_tried_again(store: Store, storage: Storage
     assert len(storage.tries) == 2
 
 
-def test_tries_become_rarer_up_to_a_limit(
+def test_retries_slow_down_to_a_limit(
     store: Store, storage: Storage, delivery: Delivery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery_module, "_FIRST_RETRY_S", 0.01)
@@ -154,7 +152,7 @@ def test_tries_become_rarer_up_to_a_limit(
     assert sum(waits) < LONG_S / 2
 
 
-def test_tries_do_not_become_rarer_beyond_the_limit(store: Store, storage: Storage, delivery: Delivery) -> None:
+def test_retries_do_not_slow_down_beyond_the_limit(store: Store, storage: Storage, delivery: Delivery) -> None:
     storage.refusals = [OSError("no") for _ in range(100)]
     stage(store, b"a")
     delivery.wake()
@@ -162,7 +160,7 @@ def test_tries_do_not_become_rarer_beyond_the_limit(store: Store, storage: Stora
     assert delivery._retry_s == 0.004
 
 
-def test_deliveries_are_no_closer_than_their_pace(store: Store, storage: Storage, delivery: Delivery) -> None:
+def test_deliveries_keep_their_pace(store: Store, storage: Storage, delivery: Delivery) -> None:
     storage.pace_s = 0.05
     for body in (b"a", b"b"):
         stage(store, body)
@@ -171,7 +169,7 @@ def test_deliveries_are_no_closer_than_their_pace(store: Store, storage: Storage
     assert storage.tries[1] - storage.tries[0] >= 0.05
 
 
-def test_a_flush_does_not_keep_to_the_pace(
+def test_a_flush_ignores_the_pace(
     store: Store, storage: Storage, delivery: Delivery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage.pace_s = 10 * LONG_S
@@ -182,7 +180,7 @@ def test_a_flush_does_not_keep_to_the_pace(
     assert storage.bodies == [b"a", b"b", b"c"]
 
 
-def test_a_flush_delivers_without_a_pause_what_takes_many_deliveries(
+def test_a_flush_makes_many_deliveries_without_a_pause(
     store: Store, storage: Storage, delivery: Delivery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_SEGMENT_BYTES", 1)
@@ -194,7 +192,7 @@ def test_a_flush_delivers_without_a_pause_what_takes_many_deliveries(
     assert (storage.bodies, len(storage.tries)) == ([b"a", b"b", b"c"], 3)
 
 
-def test_a_flush_waits_for_the_job_that_is_being_done(delivery: Delivery) -> None:
+def test_a_flush_waits_for_the_running_job(delivery: Delivery) -> None:
     is_asked, goes_on = threading.Event(), threading.Event()
 
     def job() -> None:
@@ -220,7 +218,7 @@ def refused_once(store: Store, storage: Storage, delivery: Delivery, monkeypatch
 
 
 @pytest.mark.usefixtures("refused_once")
-def test_a_flush_does_not_wait_for_the_next_try(storage: Storage, delivery: Delivery) -> None:
+def test_a_flush_does_not_wait_for_the_next_retry(storage: Storage, delivery: Delivery) -> None:
     assert delivery.flush(soon())
     assert storage.bodies == [b"a"]
 
@@ -230,7 +228,7 @@ def test_a_flush_of_nothing_is_done_at_once(delivery: Delivery) -> None:
     assert delivery.flush(time.monotonic() + 1.0)
 
 
-def test_a_flush_gives_up_at_its_deadline_where_storage_does_not_answer(
+def test_a_flush_of_unresponsive_storage_ends_at_its_deadline(
     store: Store, storage: Storage, delivery: Delivery
 ) -> None:
     storage.answers.clear()
@@ -247,7 +245,7 @@ def test_a_flush_gives_up_at_its_deadline_where_storage_does_not_answer(
     assert delivery.longest_write_s >= storage.tries[0] - began
 
 
-def test_a_flush_gives_up_at_its_deadline_where_storage_refuses(
+def test_a_flush_of_refusing_storage_ends_at_its_deadline(
     store: Store, storage: Storage, delivery: Delivery, told: list[str]
 ) -> None:
     storage.refusals = [OSError("no") for _ in range(100_000)]
@@ -258,7 +256,7 @@ def test_a_flush_gives_up_at_its_deadline_where_storage_refuses(
     assert store.pending_bytes
 
 
-def test_jobs_are_done_in_order_and_once_behind_what_waits(store: Store, storage: Storage, delivery: Delivery) -> None:
+def test_jobs_run_once_in_order_after_earlier_frames(store: Store, storage: Storage, delivery: Delivery) -> None:
     done: list[str] = []
     blocks = threading.Event()
     jobs = [lambda name=name: done.append(f"{name} {len(storage.frames)}") for name in ("one", "two")]
@@ -274,7 +272,7 @@ def test_jobs_are_done_in_order_and_once_behind_what_waits(store: Store, storage
     assert done == ["one 1", "two 1", "one 1"]
 
 
-def test_what_jobs_hold_counts_until_they_are_done(delivery: Delivery) -> None:
+def test_job_bytes_count_until_the_job_is_done(delivery: Delivery) -> None:
     blocks, is_begun = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -295,7 +293,7 @@ def assert_waits(event: threading.Event) -> None:
     assert event.wait(LONG_S)
 
 
-def test_a_job_that_fails_is_tried_again_and_those_behind_it_wait(delivery: Delivery, told: list[str]) -> None:
+def test_a_failed_job_is_retried_before_later_ones(delivery: Delivery, told: list[str]) -> None:
     refusals, done = [OSError("no"), OSError("no again")], list[str]()
 
     def job() -> None:
@@ -310,7 +308,7 @@ def test_a_job_that_fails_is_tried_again_and_those_behind_it_wait(delivery: Deli
     assert (delivery.faults, told) == (2, ["no"])
 
 
-def test_a_job_that_fails_for_another_reason_than_storage_holds_nothing_up(
+def test_a_non_storage_failure_of_a_job_blocks_nothing(
     store: Store, storage: Storage, delivery: Delivery, told: list[str]
 ) -> None:
     tries: list[int] = []
@@ -325,7 +323,7 @@ def test_a_job_that_fails_for_another_reason_than_storage_holds_nothing_up(
     assert (len(tries), told, delivery.faults, storage.bodies) == (1, ["lost: nonsense"], 0, [b"a"])
 
 
-def test_a_job_whose_path_cannot_be_is_given_up_after_some_tries(
+def test_a_job_with_an_impossible_path_is_given_up_after_three_tries(
     store: Store, storage: Storage, delivery: Delivery, told: list[str]
 ) -> None:
     tries: list[int] = []
@@ -341,7 +339,7 @@ def test_a_job_whose_path_cannot_be_is_given_up_after_some_tries(
     assert told[-1].startswith("lost: ")
 
 
-def test_nothing_is_delivered_before_the_rest_of_an_earlier_offload(store: Store, storage: Storage) -> None:
+def test_the_rest_of_an_earlier_offload_is_delivered_first(store: Store, storage: Storage) -> None:
     before = threading.Event()
     late = Delivery(store, storage, name="test", on_fault=lambda _: None, after=before)
     stage(store, b"a")
@@ -353,7 +351,7 @@ def test_nothing_is_delivered_before_the_rest_of_an_earlier_offload(store: Store
     late.close()
 
 
-def test_a_job_that_is_asked_for_while_it_is_being_done_is_done_again(delivery: Delivery) -> None:
+def test_a_job_added_while_it_runs_runs_again(delivery: Delivery) -> None:
     is_asked, goes_on, done = threading.Event(), threading.Event(), list[str]()
 
     def job() -> None:
@@ -370,7 +368,7 @@ def test_a_job_that_is_asked_for_while_it_is_being_done_is_done_again(delivery: 
     assert done == ["job", "job"]
 
 
-def test_a_job_that_fails_while_it_is_asked_for_again_is_not_done_twice(delivery: Delivery) -> None:
+def test_a_failing_job_added_again_is_not_repeated_twice(delivery: Delivery) -> None:
     is_asked, goes_on, tries = threading.Event(), threading.Event(), list[int]()
 
     def job() -> None:
@@ -388,7 +386,7 @@ def test_a_job_that_fails_while_it_is_asked_for_again_is_not_done_twice(delivery
     assert len(tries) == 2
 
 
-def test_waits_for_a_condition_check_it_after_each_delivery(store: Store, storage: Storage, delivery: Delivery) -> None:
+def test_wait_until_checks_after_each_delivery(store: Store, storage: Storage, delivery: Delivery) -> None:
     storage.answers.clear()
     stage(store, b"a")
     delivery.wake()
@@ -401,7 +399,7 @@ def test_waits_for_a_condition_check_it_after_each_delivery(store: Store, storag
     assert not thread.is_alive()
 
 
-def test_waits_for_a_condition_end_with_the_delivery(delivery: Delivery) -> None:
+def test_wait_until_ends_when_the_delivery_closes(delivery: Delivery) -> None:
     thread = threading.Thread(target=delivery.wait_until, args=(lambda: False,), daemon=True)
     thread.start()
     delivery.close()
@@ -409,7 +407,7 @@ def test_waits_for_a_condition_end_with_the_delivery(delivery: Delivery) -> None
     assert not thread.is_alive()
 
 
-def test_the_thread_ends_with_it(store: Store, storage: Storage, delivery: Delivery) -> None:
+def test_closing_ends_the_thread(store: Store, storage: Storage, delivery: Delivery) -> None:
     stage(store, b"a")
     assert delivery.flush(soon())
     (thread,) = own_threads("write")
@@ -418,9 +416,7 @@ def test_the_thread_ends_with_it(store: Store, storage: Storage, delivery: Deliv
     assert own_threads("write") == []
 
 
-def test_closing_does_not_wait_for_a_storage_that_does_not_answer(
-    store: Store, storage: Storage, delivery: Delivery
-) -> None:
+def test_closing_does_not_wait_for_unresponsive_storage(store: Store, storage: Storage, delivery: Delivery) -> None:
     storage.answers.clear()
     stage(store, b"a")
     delivery.wake()
@@ -435,7 +431,7 @@ def test_closing_does_not_wait_for_a_storage_that_does_not_answer(
 
 
 @pytest.mark.usefixtures("refused_once")
-def test_closing_leaves_what_could_not_be_delivered_in_staging(store: Store, delivery: Delivery) -> None:
+def test_closing_leaves_undelivered_frames_in_staging(store: Store, delivery: Delivery) -> None:
     delivery.close()
     assert own_threads("write") == []
     portion = Store(store.folder).read()

@@ -185,7 +185,7 @@ def test_a_fault_in_the_second_file_does_not_double_the_first(again: Callable[[s
         }
 
 
-def test_a_file_that_has_been_removed_gets_what_is_not_delivered_yet(again: Callable[[str], Again]) -> None:
+def test_a_removed_file_gets_only_undelivered_data(again: Callable[[str], Again]) -> None:
     for after in range(6):
         one = again(str(after))
         one.deliver([appended("before"), rows_frame({"loss": 1, "step": 1}, {"loss": 2, "step": 2})])
@@ -218,7 +218,7 @@ class Asked(Faulty):
         return super().read(file, start)
 
 
-def test_the_storage_is_asked_for_what_it_has_only_after_a_fault(logs: Path) -> None:
+def test_storage_is_read_only_after_a_fault(logs: Path) -> None:
     destination = Asked(str(logs))
     sink = FilesSink(destination, {})
     frames = [appended("a"), rows_frame({"loss": 1, "step": 1})]
@@ -234,7 +234,7 @@ def test_the_storage_is_asked_for_what_it_has_only_after_a_fault(logs: Path) -> 
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, len(ROWS)])
-def test_rows_are_byte_for_byte_those_of_lightning(tmp_path: Path, logs: Path, together: int) -> None:
+def test_rows_match_lightning_byte_for_byte(tmp_path: Path, logs: Path, together: int) -> None:
     saves = [ROWS[first : first + together] for first in range(0, len(ROWS), together)]
     sink = FilesSink(LocalDestination(str(logs)), {})
     for rows in saves:
@@ -258,7 +258,7 @@ def test_a_fault_after_any_byte_neither_loses_nor_doubles_rows(again: Callable[[
         assert (folder / CSV).read_bytes() == expected, after
 
 
-def test_a_new_column_rewrites_the_file_or_leaves_it_as_it_was(again: Callable[[str], Again], tmp_path: Path) -> None:
+def test_a_new_column_rewrites_the_file_atomically(again: Callable[[str], Again], tmp_path: Path) -> None:
     one = again("logs")
     one.deliver([rows_frame(*ROWS[:3])])
     before = (one.folder / CSV).read_bytes()
@@ -269,7 +269,7 @@ def test_a_new_column_rewrites_the_file_or_leaves_it_as_it_was(again: Callable[[
     assert (one.folder / CSV).read_bytes() == expected
 
 
-def test_a_last_row_that_is_torn_is_written_again(logs: Path) -> None:
+def test_a_torn_last_row_is_rewritten(logs: Path) -> None:
     anchors: Anchors = {}
     FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame({"loss": 0, "step": 0})])
     with open(logs / CSV, "ab") as file:
@@ -281,7 +281,7 @@ def test_a_last_row_that_is_torn_is_written_again(logs: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [{"loss": 0, "step": 0}, {"loss": 0.0, "step": None}, {"loss": False, "step": 1}])
-def test_a_first_row_of_zeros_is_known_again(logs: Path, first: dict[str, Any]) -> None:
+def test_a_first_row_of_zeros_is_recognised(logs: Path, first: dict[str, Any]) -> None:
     anchors: Anchors = {}
     FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame(first)])
     FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame({"loss": 1, "step": 1})])
@@ -289,7 +289,7 @@ def test_a_first_row_of_zeros_is_known_again(logs: Path, first: dict[str, Any]) 
     assert len(parsed((logs / CSV).read_bytes())) == 2
 
 
-def test_another_run_in_the_same_place_is_left_alone(again: Callable[[str], Again]) -> None:
+def test_a_file_of_another_run_is_left_alone(again: Callable[[str], Again]) -> None:
     foreign = b"loss,step\r\n9,9\r\n"
     for after in range(25):
         one = again(str(after))
@@ -304,7 +304,7 @@ def test_another_run_in_the_same_place_is_left_alone(again: Callable[[str], Agai
         assert (folder / f"recovered-{CSV}").read_bytes() == b"loss,step\r\n1,1\r\n2,2\r\n"
 
 
-def test_another_run_that_was_first_is_left_alone(logs: Path) -> None:
+def test_an_earlier_file_of_another_run_is_left_alone(logs: Path) -> None:
     destination, anchors = Faulty(str(logs)), Anchors()
     destination.left = 0
     sink = FilesSink(destination, anchors)
@@ -330,7 +330,7 @@ def test_the_file_of_an_earlier_stage_is_continued(again: Callable[[str], Again]
         assert (folder / CSV).read_bytes() == b"loss,step\r\n0,0\r\n1,1\r\n2,2\r\n3,3\r\n"
 
 
-def test_rows_that_were_taken_away_by_others_are_not_written_again(again: Callable[[str], Again]) -> None:
+def test_rows_removed_by_others_are_not_rewritten(again: Callable[[str], Again]) -> None:
     rows = [{"loss": number, "step": number} for number in range(8)]
     for after in range(16):
         one = again(str(after))
@@ -342,7 +342,7 @@ def test_rows_that_were_taken_away_by_others_are_not_written_again(again: Callab
         assert [row["step"] for row in parsed((one.folder / CSV).read_bytes())] == ["0", "4", "5", "6", "7"]
 
 
-def test_of_whole_files_the_last_one_counts(logs: Path) -> None:
+def test_the_last_whole_file_wins(logs: Path) -> None:
     sink = FilesSink(LocalDestination(str(logs)), {})
     sink.deliver([whole("a"), whole("b")])
     assert (logs / "h.yaml").read_text() == "b"
@@ -362,7 +362,7 @@ def test_of_whole_files_the_last_one_counts(logs: Path) -> None:
         ("x", [whole("a", if_absent=True), whole("b")], "b"),
     ],
 )
-def test_an_existing_file_stays_if_that_was_asked_for(
+def test_an_existing_file_is_kept_on_request(
     logs: Path, there: str | None, frames: list[StagedFrame], then: str
 ) -> None:
     destination = LocalDestination(str(logs))
@@ -372,13 +372,13 @@ def test_an_existing_file_stays_if_that_was_asked_for(
     assert (logs / "h.yaml").read_text() == then
 
 
-def test_calls_are_no_files(logs: Path) -> None:
+def test_calls_write_no_files(logs: Path) -> None:
     FilesSink(LocalDestination(str(logs)), {}).deliver([StagedFrame(kind="call", file="log_metrics", body=b"{}")])
     assert not logs.exists()
 
 
 @pytest.mark.parametrize("write", [LocalDestination.append, LocalDestination.replace])
-def test_a_directory_that_was_removed_is_made_again(logs: Path, write: Callable[..., None]) -> None:
+def test_a_removed_directory_is_recreated(logs: Path, write: Callable[..., None]) -> None:
     destination = LocalDestination(str(logs))
     assert (destination.size("f"), destination.read("f")) == (None, b"")
     write(destination, "sub/f", b"data")
@@ -390,7 +390,7 @@ def test_a_directory_that_was_removed_is_made_again(logs: Path, write: Callable[
 
 
 @pytest.mark.parametrize("write", [LocalDestination.append, LocalDestination.replace])
-def test_nothing_is_written_below_a_mount_that_is_gone(logs: Path, write: Callable[..., None]) -> None:
+def test_nothing_is_written_below_an_unmounted_mount_point(logs: Path, write: Callable[..., None]) -> None:
     destination = LocalDestination(str(logs))
     destination.device += 1
     with pytest.raises(OSError, match=f"the file system that {logs} was on is no longer mounted"):
@@ -398,7 +398,7 @@ def test_nothing_is_written_below_a_mount_that_is_gone(logs: Path, write: Callab
     assert not logs.exists()
 
 
-def test_a_file_that_cannot_be_replaced_stays_as_it_was(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_replace_keeps_the_old_file(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     destination = LocalDestination(str(logs))
     destination.replace("f", b"old")
 
@@ -419,7 +419,7 @@ def test_a_path_with_a_protocol_is_remote(memory: str, logs: Path) -> None:
     assert local.device == logs.parent.stat().st_dev
 
 
-def test_a_remote_file_system_is_written_to(memory: str) -> None:
+def test_a_remote_file_system_is_supported(memory: str) -> None:
     destination = RemoteDestination(memory)
     sink = FilesSink(destination, {})
     sink.deliver([appended("a"), rows_frame({"loss": 0, "step": 0}), whole("h")])
@@ -461,7 +461,7 @@ class OnlyToWhatIsThere(MemoryFileSystem):  # type: ignore[misc]
         return super()._open(path, mode, *args, **kwargs)
 
 
-def test_a_file_system_that_appends_only_to_existing_files_gets_a_file_first(memory: str) -> None:
+def test_a_file_is_created_first_if_append_requires_it(memory: str) -> None:
     fsspec.register_implementation("onlytowhatisthere", OnlyToWhatIsThere, clobber=True)
     destination = RemoteDestination("onlytowhatisthere://logs/version_0")
     destination.append("events", b"a")
@@ -481,7 +481,7 @@ def numbered(path: str) -> dict[str, bytes]:
     return {name.rpartition("/")[2]: destination.read(name.rpartition("/")[2]) for name in MemoryFileSystem.store}
 
 
-def test_where_nothing_can_be_appended_files_are_numbered(without_append: str) -> None:
+def test_files_are_numbered_without_append_support(without_append: str) -> None:
     anchors: Anchors = {}
     sink = FilesSink(RemoteDestination(without_append), anchors)
     sink.deliver([appended("a")])
@@ -492,7 +492,7 @@ def test_where_nothing_can_be_appended_files_are_numbered(without_append: str) -
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-def test_a_numbered_file_that_was_written_in_spite_of_an_error_is_not_written_again(
+def test_a_numbered_file_written_despite_an_error_is_not_duplicated(
     without_append: str, crashes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anchors: Anchors = {}
@@ -508,7 +508,7 @@ def test_a_numbered_file_that_was_written_in_spite_of_an_error_is_not_written_ag
     assert b"".join(data for _, data in sorted(numbered(without_append).items())) == b"abc"
 
 
-def test_numbered_files_are_not_looked_for_from_the_first_every_time(
+def test_the_next_number_is_not_searched_from_the_start_each_time(
     without_append: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     destination = RemoteDestination(without_append)
@@ -539,7 +539,7 @@ def add_rows(folder: Path, text: bytes) -> None:
         file.write(text)
 
 
-def test_rows_that_another_program_has_added_replace_none_of_ours(again: Callable[[str], Again]) -> None:
+def test_rows_added_by_another_program_replace_none_of_ours(again: Callable[[str], Again]) -> None:
     rows = [{"loss": number, "step": number} for number in range(4)]
     one = again("logs")
     one.deliver([rows_frame(rows[0])])
@@ -549,9 +549,7 @@ def test_rows_that_another_program_has_added_replace_none_of_ours(again: Callabl
     assert [row["step"] for row in parsed((one.folder / CSV).read_bytes())] == ["0", "7", "8", "1", "2", "3"]
 
 
-def test_rows_that_another_program_has_added_after_half_a_delivery_replace_none_of_ours(
-    again: Callable[[str], Again],
-) -> None:
+def test_rows_added_after_half_a_delivery_replace_none_of_ours(again: Callable[[str], Again]) -> None:
     rows = [{"loss": number, "note": None, "step": number} for number in range(4)]
     one = again("logs")
     one.deliver([rows_frame(rows[0])])
@@ -561,7 +559,7 @@ def test_rows_that_another_program_has_added_after_half_a_delivery_replace_none_
     assert [row["step"] for row in parsed((one.folder / CSV).read_bytes())] == ["0", "1", "8", "2", "3"]
 
 
-def test_rows_that_another_program_has_added_between_deliveries_replace_none_of_ours(logs: Path) -> None:
+def test_rows_added_between_deliveries_replace_none_of_ours(logs: Path) -> None:
     sink = FilesSink(LocalDestination(str(logs)), {})
     sink.deliver([rows_frame({"loss": 0, "step": 0})])
     add_rows(logs, b"1,1\r\n")
@@ -570,7 +568,7 @@ def test_rows_that_another_program_has_added_between_deliveries_replace_none_of_
     assert [row["step"] for row in parsed((logs / CSV).read_bytes())] == ["0", "1", "1", "1"]
 
 
-def test_one_file_that_can_never_be_written_keeps_no_other(logs: Path) -> None:
+def test_an_impossible_file_does_not_block_the_others(logs: Path) -> None:
     destination, rejected = Faulty(str(logs)), Rejected()
     sink = FilesSink(destination, {}, reject=rejected)
     frames = [appended("a", "a"), appended("never", "m" * 300), rows_frame({"loss": 0, "step": 0}), whole("h")]
@@ -598,7 +596,7 @@ def test_without_a_reject_function_it_is_retried_forever(logs: Path) -> None:
             sink.deliver([appended("never", "m" * 300)])
 
 
-def test_a_failure_that_may_pass_is_never_a_reason_to_leave_something_out(logs: Path) -> None:
+def test_a_transient_failure_rejects_nothing(logs: Path) -> None:
     destination, rejected = Faulty(str(logs)), Rejected()
     sink = FilesSink(destination, {}, reject=rejected)
     frames = [appended("never", "m" * 300), appended("x", "z")]
@@ -613,9 +611,7 @@ def test_a_failure_that_may_pass_is_never_a_reason_to_leave_something_out(logs: 
     assert (logs / "z").read_bytes() == b"x"
 
 
-def test_an_outage_with_another_exception_than_oserror_leaves_nothing_out(
-    logs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_without_an_oserror_rejects_nothing(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class ClientError(Exception):
         """As clients of object stores raise."""
 
@@ -633,9 +629,7 @@ def test_an_outage_with_another_exception_than_oserror_leaves_nothing_out(
     assert (rejected, (logs / "events").read_bytes()) == ([], b"a")
 
 
-def test_what_was_written_of_a_delivery_that_is_left_out_hides_nothing_of_the_next(
-    logs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partly_written_rejected_frame_does_not_hide_the_next(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Half(LocalDestination):
         def append(self, file: str, data: bytes) -> None:
             super().append(file, data[:2])
@@ -653,7 +647,7 @@ def test_what_was_written_of_a_delivery_that_is_left_out_hides_nothing_of_the_ne
     assert (logs / "events").read_bytes() == b"abcdefnext"
 
 
-def test_half_a_surrogate_pair_is_written_so_that_it_is_known_again(logs: Path) -> None:
+def test_a_lone_surrogate_is_written_once(logs: Path) -> None:
     anchors: Anchors = {}
     row = {"note": "a\ud800", "step": 0}
     FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame(row)])
@@ -664,7 +658,7 @@ def test_half_a_surrogate_pair_is_written_so_that_it_is_known_again(logs: Path) 
     assert (logs / CSV).read_bytes() == b"note,step\r\na\\ud800,0\r\na\\ud800,0\r\n"
 
 
-def test_a_text_that_is_longer_than_csv_reads_is_read_and_its_limit_stays(logs: Path) -> None:
+def test_a_text_beyond_the_csv_limit_is_read_without_changing_the_limit(logs: Path) -> None:
     limit = csv.field_size_limit()
     anchors: Anchors = {}
     for step in range(2):
@@ -675,7 +669,7 @@ def test_a_text_that_is_longer_than_csv_reads_is_read_and_its_limit_stays(logs: 
 
 
 @pytest.mark.parametrize("removed", ["file", "directory"])
-def test_rows_behind_a_file_that_was_removed_have_a_header(logs: Path, removed: str) -> None:
+def test_rows_after_a_removed_file_get_a_header(logs: Path, removed: str) -> None:
     sink = FilesSink(LocalDestination(str(logs)), {})
     sink.deliver([rows_frame({"loss": 0, "step": 0})])
     (logs / CSV).unlink()
@@ -686,7 +680,7 @@ def test_rows_behind_a_file_that_was_removed_have_a_header(logs: Path, removed: 
     assert (logs / CSV).read_bytes() == b"loss,step\r\n1,1\r\n2,2\r\n"
 
 
-def test_the_size_of_a_table_is_known_however_it_has_grown(logs: Path) -> None:
+def test_the_recorded_table_size_matches_the_file(logs: Path) -> None:
     anchors: Anchors = {}
     sink = FilesSink(LocalDestination(str(logs)), anchors)
     for number, row in enumerate(ROWS):
@@ -696,7 +690,7 @@ def test_the_size_of_a_table_is_known_however_it_has_grown(logs: Path) -> None:
         assert anchors[CSV]["size"] == (logs / CSV).stat().st_size
 
 
-def test_what_an_earlier_version_has_noted_is_continued(logs: Path) -> None:
+def test_anchors_of_an_earlier_version_are_continued(logs: Path) -> None:
     anchors: Anchors = {}
     FilesSink(LocalDestination(str(logs)), anchors).deliver([rows_frame({"loss": 0, "step": 0})])
     del anchors[CSV]["size"]
@@ -705,7 +699,7 @@ def test_what_an_earlier_version_has_noted_is_continued(logs: Path) -> None:
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-def test_rows_are_in_one_file_in_order_where_nothing_can_be_appended(without_append: str, crashes: bool) -> None:
+def test_rows_stay_in_one_ordered_file_without_append_support(without_append: str, crashes: bool) -> None:
     anchors: Anchors = {}
     sink = FilesSink(RemoteDestination(without_append), anchors)
     for step in range(4):

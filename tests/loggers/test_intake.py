@@ -64,7 +64,7 @@ def wait_until_blocked(queue: Intake, waiting: int = 1) -> None:
     pytest.fail("nobody waits")
 
 
-def test_entries_are_taken_in_order_and_all_at_once() -> None:
+def test_all_entries_are_taken_at_once_in_order() -> None:
     queue = intake()
     entries: list[Entry] = [scalars(0), call("add_text"), scalars(1), MARKER, scalars(2)]
     for entry in entries:
@@ -73,7 +73,7 @@ def test_entries_are_taken_in_order_and_all_at_once() -> None:
     assert queue.take() == []
 
 
-def test_media_have_a_line_of_their_own() -> None:
+def test_media_have_their_own_queue() -> None:
     queue = intake()
     image, text = call("add_image", 1000, is_media=True), call("add_text")
     queue.put(image)
@@ -82,7 +82,7 @@ def test_media_have_a_line_of_their_own() -> None:
     assert queue.take_media() == image
 
 
-def test_bytes_are_held_until_they_are_done_with() -> None:
+def test_bytes_are_held_until_done() -> None:
     queue = intake()
     queue.put(scalars(0))
     queue.put(call("add_image", 1000, is_media=True))
@@ -98,7 +98,7 @@ def test_bytes_are_held_until_they_are_done_with() -> None:
 
 @pytest.mark.parametrize("overflow", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_limit_holds_and_everything_is_counted_and_in_order(overflow: Overflow, seed: int) -> None:
+def test_the_limit_holds_with_everything_counted_and_in_order(overflow: Overflow, seed: int) -> None:
     limit = 20 * SCALARS
     queue, chance = intake(limit, overflow, block_s=0.0), random.Random(seed)
     points, records = 0, 0
@@ -145,7 +145,7 @@ def test_a_full_queue_is_thinned_to_about_half() -> None:
     assert {0, 60, 100} <= set(left)
 
 
-def test_what_is_thinned_stays_in_order_among_calls() -> None:
+def test_thinned_points_stay_in_order_among_calls() -> None:
     queue = intake(30 * SCALARS)
     for step in range(23):
         queue.put(scalars(step) if step % 2 else scalars(step, loss=0.0, acc=1.0))
@@ -162,7 +162,7 @@ def test_what_is_thinned_stays_in_order_among_calls() -> None:
     assert len(steps(left)) == len(set(steps(left)))
 
 
-def test_what_is_thinned_keeps_its_steps_even_if_it_has_none() -> None:
+def test_thinned_points_keep_their_missing_steps() -> None:
     queue = intake(12 * SCALARS)
     for value in range(13):
         queue.put(LoggedScalars(step=None, values={"loss": float(value)}, created=float(value)))
@@ -174,7 +174,7 @@ def test_what_is_thinned_keeps_its_steps_even_if_it_has_none() -> None:
     assert left[-1].created == 12.0
 
 
-def test_the_oldest_is_dropped_where_that_was_asked_for() -> None:
+def test_drop_oldest_drops_the_oldest() -> None:
     queue = intake(10 * SCALARS, "drop_oldest")
     for step in range(11):
         queue.put(scalars(step))
@@ -196,7 +196,7 @@ def test_media_are_dropped_before_scalars(overflow: Overflow) -> None:
     assert (queue.thinned, queue.dropped_points) == (0, 0)
 
 
-def test_scalars_are_thinned_before_media_are_dropped_where_it_is_they_that_fill_the_queue() -> None:
+def test_scalars_that_fill_the_queue_are_thinned_before_media_drop() -> None:
     queue = intake(100 * SCALARS)
     queue.put(call("image", SCALARS, is_media=True))
     for step in range(200):
@@ -206,7 +206,7 @@ def test_scalars_are_thinned_before_media_are_dropped_where_it_is_they_that_fill
 
 
 @pytest.mark.parametrize("overflow", POLICIES)
-def test_what_is_kept_is_never_dropped(overflow: Overflow) -> None:
+def test_kept_entries_are_never_dropped(overflow: Overflow) -> None:
     queue = intake(3 * CALL, overflow, block_s=0.0)
     for number in range(10):
         queue.put(call(str(number), keep=True))
@@ -218,7 +218,7 @@ def test_what_is_kept_is_never_dropped(overflow: Overflow) -> None:
 
 
 @pytest.mark.parametrize("overflow", POLICIES)
-def test_nothing_is_dropped_for_what_would_not_fit_anyway(overflow: Overflow) -> None:
+def test_an_entry_that_cannot_fit_drops_no_others(overflow: Overflow) -> None:
     queue = intake(10 * SCALARS, overflow, block_s=LONG_S)
     for step in range(9):
         queue.put(scalars(step))
@@ -230,7 +230,7 @@ def test_nothing_is_dropped_for_what_would_not_fit_anyway(overflow: Overflow) ->
 
 
 @pytest.mark.parametrize("overflow", POLICIES)
-def test_nothing_makes_way_for_a_marker_nor_does_it_wait(overflow: Overflow) -> None:
+def test_a_marker_drops_nothing_and_does_not_wait(overflow: Overflow) -> None:
     queue = intake(10 * SCALARS, overflow, block_s=LONG_S)
     for step in range(10):
         queue.put(scalars(step))
@@ -243,7 +243,7 @@ def test_nothing_makes_way_for_a_marker_nor_does_it_wait(overflow: Overflow) -> 
     assert left[-2:] == [MARKER, MARKER]
 
 
-def test_what_is_being_worked_on_does_not_empty_the_queue() -> None:
+def test_entries_in_progress_do_not_empty_the_queue() -> None:
     queue = intake(20 * SCALARS)
     for step in range(12):
         queue.put(scalars(step))
@@ -255,7 +255,7 @@ def test_what_is_being_worked_on_does_not_empty_the_queue() -> None:
     queue.done(held)
 
 
-def test_nothing_makes_way_for_what_would_not_fit_beside_what_is_being_worked_on() -> None:
+def test_an_entry_that_cannot_fit_beside_work_in_progress_drops_no_others() -> None:
     queue = intake(20 * SCALARS)
     for step in range(15):
         queue.put(scalars(step))
@@ -267,7 +267,7 @@ def test_nothing_makes_way_for_what_would_not_fit_beside_what_is_being_worked_on
     queue.done(held)
 
 
-def test_what_takes_more_than_half_of_the_queue_has_room_too() -> None:
+def test_an_entry_of_more_than_half_the_queue_fits() -> None:
     queue = intake(20 * SCALARS)
     for step in range(20):
         queue.put(scalars(step))
@@ -276,7 +276,7 @@ def test_what_takes_more_than_half_of_the_queue_has_room_too() -> None:
     assert names(queue.take()) == ["text"]
 
 
-def test_where_all_is_being_worked_on_only_the_newest_is_dropped() -> None:
+def test_only_the_newest_is_dropped_if_all_are_in_progress() -> None:
     queue = intake(10 * SCALARS)
     for step in range(10):
         queue.put(scalars(step))
@@ -285,7 +285,7 @@ def test_where_all_is_being_worked_on_only_the_newest_is_dropped() -> None:
     assert (queue.take(), queue.dropped_points) == ([], 1)
 
 
-def test_training_waits_no_longer_than_the_limit_and_then_points_are_thinned() -> None:
+def test_training_waits_up_to_the_limit_before_points_are_thinned() -> None:
     queue = intake(10 * SCALARS, "block", block_s=0.05)
     for step in range(10):
         queue.put(scalars(step))
@@ -314,7 +314,7 @@ def test_training_continues_as_soon_as_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("overflow", ["thin", "drop_oldest"])
-def test_training_does_not_wait_otherwise(overflow: Overflow) -> None:
+def test_training_does_not_wait_without_block(overflow: Overflow) -> None:
     queue = intake(3 * SCALARS, overflow, block_s=LONG_S)
     began = time.monotonic()
     for step in range(10):
@@ -322,7 +322,7 @@ def test_training_does_not_wait_otherwise(overflow: Overflow) -> None:
     assert time.monotonic() - began < LONG_S / 2
 
 
-def test_what_is_kept_does_not_wait() -> None:
+def test_kept_entries_do_not_wait() -> None:
     queue = intake(SCALARS, "block", block_s=LONG_S)
     queue.put(scalars(0))
     began = time.monotonic()
@@ -343,7 +343,7 @@ def test_a_marker_wakes_the_waiting_thread() -> None:
     assert queue.pending_bytes == 0
 
 
-def test_what_still_waits_when_it_is_closed_can_be_taken() -> None:
+def test_entries_can_be_taken_after_closing() -> None:
     queue = intake()
     queue.put(scalars(0))
     queue.close()
@@ -362,7 +362,7 @@ def test_the_first_entry_wakes_the_waiting_thread() -> None:
     assert answers == [True]
 
 
-def test_a_wait_for_media_is_separate_from_one_for_other_entries() -> None:
+def test_waiting_for_media_is_separate_from_other_entries() -> None:
     queue = intake()
     found: list[LoggedCall | None] = []
     thread = in_thread(lambda: found.append(queue.take_media()))
@@ -392,7 +392,7 @@ def test_closing_wakes_all_waiting_threads() -> None:
     assert sorted(answers, key=str) == [False, None]
 
 
-def test_a_closed_queue_does_not_hold_training_up() -> None:
+def test_a_closed_queue_does_not_block_training() -> None:
     queue = intake(SCALARS, "block", block_s=10 * LONG_S)
     queue.put(scalars(0))
     thread = in_thread(lambda: queue.put(scalars(1)))
@@ -402,7 +402,7 @@ def test_a_closed_queue_does_not_hold_training_up() -> None:
     assert not thread.is_alive()
 
 
-def test_empty_means_that_all_has_been_worked_on() -> None:
+def test_empty_means_all_entries_are_done() -> None:
     queue = intake()
     assert queue.wait_until_empty(time.monotonic())
     queue.put(scalars(0))

@@ -20,7 +20,7 @@ FACTS = LoggerFacts(
 )
 
 
-def test_everything_that_was_written_is_in_one_line() -> None:
+def test_the_summary_is_one_line() -> None:
     text = summary(FACTS, is_done=True)
     assert text.startswith(
         "CSVLogger wrote 1200 points and 3 other records to /logs/v0 (40 thinned, 5 dropped);"
@@ -39,11 +39,11 @@ def test_everything_that_was_written_is_in_one_line() -> None:
         (1, 2, "wrote 1 point and 2 other records to"),
     ],
 )
-def test_one_is_not_many(points: int, records: int, said: str) -> None:
+def test_counts_of_one_are_singular(points: int, records: int, said: str) -> None:
     assert said in summary(replace(FACTS, points=points, records=records), is_done=True)
 
 
-def test_a_server_that_has_no_path_is_not_named() -> None:
+def test_a_missing_path_is_omitted() -> None:
     assert " and 3 other records (40 thinned" in summary(replace(FACTS, path=""), is_done=True)
 
 
@@ -53,7 +53,7 @@ def test_failures_are_counted_and_the_last_one_is_printed(faults: int, said: str
     assert text.endswith(f"{said}OSError(5, 'x')")
 
 
-def test_what_is_still_staged_is_printed_with_the_command_that_recovers_it() -> None:
+def test_staged_data_is_printed_with_its_recovery_command() -> None:
     text = summary(replace(FACTS, staged_bytes=2048), is_done=False)
     first, rest = text.split("\n")
     assert first == summary(FACTS, is_done=True)
@@ -62,7 +62,7 @@ def test_what_is_still_staged_is_printed_with_the_command_that_recovers_it() -> 
     assert "recover" not in first
 
 
-def test_failures_are_printed_before_what_is_still_staged() -> None:
+def test_failures_are_printed_before_staged_data() -> None:
     text = summary(replace(FACTS, faults=1, last_fault="gone", staged_bytes=1, memory_bytes=2), is_done=False)
     assert [line.split(" ")[0] for line in text.split("\n")] == ["CSVLogger", "1", "not", "2"]
 
@@ -85,7 +85,7 @@ WELL = replace(FACTS, thinned=0, dropped=0)
         ({"longest_write_s": 1.9, "longest_wait_s": 4.9, "finalize_s": 4.9}, True, False),
     ],
 )
-def test_only_what_was_thinned_dropped_or_late_is_worth_a_line(
+def test_only_thinned_dropped_or_late_data_is_worth_printing(
     changes: dict[str, float], is_done: bool, is_printed: bool
 ) -> None:
     assert is_worth_printing(replace(WELL, **changes), is_done=is_done) is is_printed  # type: ignore[arg-type]

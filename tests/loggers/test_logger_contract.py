@@ -129,7 +129,7 @@ def tensorboard(folder: Path, **options: Any) -> TensorBoardLogger:
 
 
 @pytest.mark.usefixtures("figures")
-def test_tensorboard_stores_the_same_of_every_call(tmp_path: Path) -> None:
+def test_tensorboard_stores_every_experiment_call_like_stock(tmp_path: Path) -> None:
     stock, offloaded = fit_both(tmp_path, tensorboard, {1: call_everything})
     expected, found = stored(stock), stored(offloaded)
     assert list(found) == list(expected)
@@ -155,7 +155,7 @@ def is_no_event_file(path: Path) -> bool:
     return path.is_file() and "tfevents" not in path.name
 
 
-def test_tensorboard_stores_the_same_of_what_its_logger_is_given(tmp_path: Path) -> None:
+def test_tensorboard_stores_every_logger_call_like_stock(tmp_path: Path) -> None:
     stock, offloaded = fit_both(tmp_path, lambda folder: tensorboard(folder, log_graph=True), {1: log_everything})
     expected, found = stored(stock), stored(offloaded)
     assert expected.keys() == found.keys()
@@ -166,7 +166,7 @@ def test_tensorboard_stores_the_same_of_what_its_logger_is_given(tmp_path: Path)
     assert (stock / yaml).read_bytes() == (offloaded / yaml).read_bytes()
 
 
-def test_large_media_are_the_same_though_another_process_encodes_them(tmp_path: Path) -> None:
+def test_large_media_encoded_by_another_process_match_stock(tmp_path: Path) -> None:
     def log_large(model: Model) -> None:
         values = torch.linspace(0, 1, 3 * 160 * 160)
         model.logger.experiment.add_image("image", values.reshape(3, 160, 160), 1)
@@ -204,7 +204,7 @@ def test_every_point_has_the_time_of_its_call(tmp_path: Path) -> None:
         assert times == sorted(times)
 
 
-def test_what_is_changed_after_a_call_is_stored_as_it_was(tmp_path: Path) -> None:
+def test_arguments_changed_after_a_call_are_stored_unchanged(tmp_path: Path) -> None:
     def log_and_change(model: Model) -> None:
         logger: Any = model.logger
         writer = logger.experiment
@@ -230,7 +230,7 @@ def test_what_is_changed_after_a_call_is_stored_as_it_was(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", ["text", None, [1.0, 2.0], np.ones(2), object()], ids=type)
-def test_a_metric_that_tensorboard_cannot_take_raises_the_same(tmp_path: Path, value: Any) -> None:
+def test_a_metric_refused_by_tensorboard_raises_as_in_stock(tmp_path: Path, value: Any) -> None:
     raised: list[str] = []
 
     def log_wrong(model: Model) -> None:
@@ -244,7 +244,7 @@ def test_a_metric_that_tensorboard_cannot_take_raises_the_same(tmp_path: Path, v
     assert scalars(offloaded, "before") == [(1, 1.0)]
 
 
-def test_a_wrong_call_of_the_experiment_is_reported_once_and_counted(
+def test_a_wrong_experiment_call_is_reported_once_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call_wrongly(model: Model) -> None:
@@ -268,7 +268,7 @@ def test_a_wrong_call_of_the_experiment_is_reported_once_and_counted(
     assert "run/version_0/fine" in found
 
 
-def test_hyperparameters_of_a_run_elsewhere_are_written_there(tmp_path: Path) -> None:
+def test_hyperparameters_with_a_run_name_go_to_that_run(tmp_path: Path) -> None:
     # An absolute name of a run is what people use who want no folder below.
     def add(model: Model) -> None:
         model.logger.experiment.add_hparams({"lr": 0.1}, {"score": 1.0}, run_name=str(tmp_path / "elsewhere"))
@@ -297,7 +297,7 @@ def csv(folder: Path, **options: Any) -> CSVLogger:
     return CSVLogger(folder, name="run", version=0, **options)
 
 
-def test_csv_files_are_the_same_to_the_byte(tmp_path: Path) -> None:
+def test_csv_files_match_stock_byte_for_byte(tmp_path: Path) -> None:
     stock, offloaded = fit_both(tmp_path, csv, {1: log_rows, 3: log_rows})
     for name in ("metrics.csv", "hparams.yaml"):
         path = Path("run/version_0") / name
@@ -306,7 +306,7 @@ def test_csv_files_are_the_same_to_the_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make_logger", [csv, tensorboard])
-def test_what_is_logged_before_and_after_a_fit_is_there(tmp_path: Path, make_logger: Callable[[Path], Any]) -> None:
+def test_points_logged_before_and_after_a_fit_are_kept(tmp_path: Path, make_logger: Callable[[Path], Any]) -> None:
     for name, callbacks in (("stock", []), ("offloaded", [offload(tmp_path)])):
         logger = make_logger(tmp_path / name)
         logger.log_metrics({"before": 1.0, "number": 9.0}, 1)
@@ -344,7 +344,7 @@ class OwnTensorBoard(TensorBoardLogger):
         Path(self.log_dir, "own.txt").write_text("saved")
 
 
-def test_a_tensorboard_logger_of_the_users_keeps_its_methods(tmp_path: Path) -> None:
+def test_a_tensorboard_subclass_keeps_its_methods(tmp_path: Path) -> None:
     answers = []
 
     def log(model: Model) -> None:
@@ -414,7 +414,7 @@ def log_in_many_ways(model: Model) -> None:
     assert logger.log_image(torch.zeros(2, 2)) == 4
 
 
-def test_a_logger_of_the_users_is_called_with_the_same_in_the_same_order(tmp_path: Path) -> None:
+def test_a_user_logger_gets_the_same_calls_in_order(tmp_path: Path) -> None:
     class Saving(L.Callback):
         def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             trainer.logger.finalize("in the middle")
@@ -455,7 +455,7 @@ def test_a_logger_that_writes_on_every_rank_is_called_on_every_rank(
     check_given_back(tmp_path, logger)
 
 
-def test_several_loggers_keep_to_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_loggers_do_not_interfere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, callbacks in (("stock", []), ("offloaded", [offload(tmp_path)])):
         folder = tmp_path / name
         twice = CSVLogger(folder, name="twice", version=0)
@@ -498,9 +498,7 @@ def test_without_a_logger_nothing_is_started(
 
 
 @pytest.mark.parametrize("make_logger", [csv, tensorboard, lambda folder: Recorder()])
-def test_a_copy_of_an_offloaded_logger_is_a_logger_of_its_own(
-    tmp_path: Path, make_logger: Callable[[Path], Any]
-) -> None:
+def test_a_copy_of_an_offloaded_logger_is_independent(tmp_path: Path, make_logger: Callable[[Path], Any]) -> None:
     copies: list[list[Any]] = []
 
     def copy_it(model: Model) -> None:
@@ -546,7 +544,7 @@ def run_several(folder: Path, *callbacks: L.Callback) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
-def test_one_call_after_the_other_stores_the_same(tmp_path: Path) -> None:
+def test_consecutive_trainer_calls_store_the_same_as_stock(tmp_path: Path) -> None:
     run_several(tmp_path / "stock")
     run_several(tmp_path / "offloaded", offload(tmp_path))
     check_given_back(tmp_path)
@@ -559,7 +557,7 @@ def test_one_call_after_the_other_stores_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "offloaded" / path).read_bytes() == (tmp_path / "stock" / path).read_bytes()
 
 
-def test_a_finalize_in_the_middle_ends_nothing(tmp_path: Path) -> None:
+def test_a_finalize_in_mid_training_does_not_end_the_offload(tmp_path: Path) -> None:
     # What Lightning does when SLURM takes the node back, before it requeues the job; the step goes on.
     there: list[Any] = []
 
@@ -592,7 +590,7 @@ def test_an_exception_in_training_loses_nothing(tmp_path: Path) -> None:
     assert stored(tmp_path / "offloaded") == stored(tmp_path / "stock")
 
 
-def test_paths_and_types_are_as_without_it(tmp_path: Path) -> None:
+def test_paths_and_types_match_stock(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     class Noting(TensorBoardLogger):
@@ -622,7 +620,7 @@ def test_paths_and_types_are_as_without_it(tmp_path: Path) -> None:
     check_given_back(tmp_path, logger)
 
 
-def test_a_rate_thins_points_but_no_calls_of_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_limit_thins_points_but_no_experiment_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = [math.sin(number / 7) for number in range(300)]
     values[100], values[200] = 5.0, -5.0
 
@@ -646,7 +644,7 @@ def test_a_rate_thins_points_but_no_calls_of_the_experiment(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("policy", ["thin", "drop_oldest", "block"])
-def test_a_storage_that_stalls_costs_points_but_never_hyperparameters(
+def test_stalled_storage_may_lose_points_but_no_hyperparameters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, policy: Any
 ) -> None:
     count = 6000
@@ -721,7 +719,7 @@ def test_a_storage_that_stalls_costs_points_but_never_hyperparameters(
     ],
     ids=str,
 )
-def test_a_wrong_argument_is_named_with_its_value_and_what_is_allowed(
+def test_a_wrong_argument_is_reported_with_the_allowed_values(
     arguments: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -730,7 +728,7 @@ def test_a_wrong_argument_is_named_with_its_value_and_what_is_allowed(
 
 
 @pytest.mark.parametrize("what", ["staging", "backend", "attach"])
-def test_where_no_offload_can_be_started_the_logger_is_as_it_was(
+def test_a_failed_start_leaves_the_logger_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     def fail(*_: Any) -> None:
@@ -754,7 +752,7 @@ def test_where_no_offload_can_be_started_the_logger_is_as_it_was(
     assert (tmp_path / "logs" / path).read_bytes() == (tmp_path / "stock" / path).read_bytes()
 
 
-def test_a_program_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_working_directory_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     loggers = [TensorBoardLogger("logs", name="run", version=0), CSVLogger("csv", name="run", version=0)]
@@ -765,7 +763,7 @@ def test_a_program_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_two_running_trainers_may_share_a_logger(tmp_path: Path) -> None:
+def test_two_running_trainers_can_share_a_logger(tmp_path: Path) -> None:
     for name in ("stock", "offloaded"):
         callbacks = partial(list) if name == "stock" else lambda: [offload(tmp_path)]
         logger = csv(tmp_path / name)
@@ -817,7 +815,7 @@ def of_run(logger: MLFlowLogger) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("mlflow_store")
 @pytest.mark.filterwarnings("ignore:MLFlow only allows:RuntimeWarning")
-def test_mlflow_stores_the_same(tmp_path: Path) -> None:
+def test_mlflow_stores_the_same_as_stock(tmp_path: Path) -> None:
     runs = []
     for name, callbacks in (("stock", []), ("offloaded", [offload(tmp_path)])):
         logger = MLFlowLogger("experiment", tracking_uri=f"file:{tmp_path / name}")
@@ -864,9 +862,7 @@ def test_mlflow_gets_the_time_of_each_call_and_one_request_for_many(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("mlflow_store")
-def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_metric_refused_by_mlflow_loses_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def log(model: Model) -> None:
         for step in range(5):
             model.logger.log_metrics({"good": step}, step)
@@ -883,7 +879,7 @@ def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(
 
 
 @pytest.mark.usefixtures("mlflow_store")
-def test_a_run_that_the_user_terminates_has_all_that_was_logged_before(tmp_path: Path) -> None:
+def test_a_run_terminated_by_the_user_has_all_earlier_points(tmp_path: Path) -> None:
     found: list[Any] = []
 
     def end(model: Model) -> None:
@@ -939,7 +935,7 @@ class Finishing(L.Callback):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_wandb_has_every_row_in_order_with_its_time(tmp_path: Path, wandb_offline: Any) -> None:
+def test_wandb_gets_every_row_in_order_with_its_time(tmp_path: Path, wandb_offline: Any) -> None:
     rows = []
     for name, callbacks in (("stock", []), ("offloaded", [offload(tmp_path)])):
         (tmp_path / name).mkdir()
@@ -1025,9 +1021,7 @@ class FakeComet(CometLogger):
         self._experiment.calls.append(("hyperparams", dict(params)))
 
 
-def test_comet_keeps_its_loggers_metrics_apart_from_its_experiments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comet_gets_the_same_calls_as_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "comet_ml", ModuleType("comet_ml"))
     monkeypatch.setattr(FakeExperiment, "__module__", "comet_ml.experiment")
 

@@ -197,18 +197,18 @@ def assert_complete(case: Case, last: int, *, exit_code: int = 0) -> None:
 
 
 def assert_at_most_the_last_second_is_missing(case: Case, steps: list[int]) -> None:
-    assert steps == list(range(len(steps))), "no gap, and nothing twice"
+    assert steps == list(range(len(steps))), "no gap and no duplicate"
     assert len(steps) > max(step for step, time in case.logged.items() if time < case.ended - 1.0)
 
 
 @pytest.mark.parametrize(("name", "exit_code"), [("kill", -signal.SIGKILL), ("abort", -signal.SIGABRT), ("os-exit", 5)])
 @pytest.mark.parametrize("logger", LOGGERS)
-def test_a_process_that_dies_at_once_loses_at_most_its_last_second(
+def test_a_killed_process_loses_at_most_its_last_second(
     crashed: Crashed, name: str, exit_code: int, logger: str
 ) -> None:
     case, before, again = crashed.first[name], crashed.before[name, logger], crashed.again[name]
     assert case.exit_code == exit_code, case.output
-    assert before == list(range(len(before))), "no gap, and nothing twice"
+    assert before == list(range(len(before))), "no gap and no duplicate"
     assert len(before) > 25, "storage was there"
     assert_at_most_the_last_second_is_missing(case, again.steps(logger))
     assert again.steps(logger, version=1) == list(range(20))
@@ -217,7 +217,7 @@ def test_a_process_that_dies_at_once_loses_at_most_its_last_second(
 
 
 @pytest.mark.parametrize("logger", LOGGERS)
-def test_what_a_stalled_storage_never_received_is_there_after_the_next_start(crashed: Crashed, logger: str) -> None:
+def test_points_lost_to_stalled_storage_are_recovered_at_the_next_start(crashed: Crashed, logger: str) -> None:
     case, again = crashed.first["kill-stalled"], crashed.again["kill-stalled"]
     assert case.exit_code == -signal.SIGKILL, case.output
     assert crashed.before["kill-stalled", logger] == []
@@ -227,7 +227,7 @@ def test_what_a_stalled_storage_never_received_is_there_after_the_next_start(cra
     assert again.output.count("recovered ") == len(LOGGERS), again.output
 
 
-def test_a_program_whose_storage_never_answers_ends_and_prints_where_everything_waits(crashed: Crashed) -> None:
+def test_a_program_with_dead_storage_ends_and_prints_its_staging_folder(crashed: Crashed) -> None:
     case, again = crashed.first["end-stalled"], crashed.again["end-stalled"]
     assert case.exit_code == 0, case.output
     assert case.ended - max(case.logged.values()) < 15
@@ -243,13 +243,11 @@ def test_a_program_whose_storage_never_answers_ends_and_prints_where_everything_
 @pytest.mark.parametrize(
     ("name", "last", "exit_code"), [("sigterm", 60, 0), ("sigint", 59, 1), ("raise", 59, 1), ("sys-exit", 59, 3)]
 )
-def test_all_that_was_logged_before_an_end_out_of_turn_is_on_storage(
-    ended: Cases, name: str, last: int, exit_code: int
-) -> None:
+def test_an_unusual_end_delivers_everything_logged_before(ended: Cases, name: str, last: int, exit_code: int) -> None:
     assert_complete(ended[name], last, exit_code=exit_code)
 
 
-def test_where_lightning_does_not_finalize_the_loggers_the_end_of_the_program_does(ended: Cases) -> None:
+def test_the_end_of_the_program_finalizes_loggers_lightning_does_not(ended: Cases) -> None:
     case = ended["on-exception"]
     assert case.exit_code == 1, case.output
     for logger in LOGGERS:
@@ -257,9 +255,7 @@ def test_where_lightning_does_not_finalize_the_loggers_the_end_of_the_program_do
     assert not case.staged
 
 
-def test_a_logger_that_cannot_be_finalized_ends_the_run_as_without_us_and_costs_the_others_no_point(
-    ended: Cases,
-) -> None:
+def test_a_failing_finalize_raises_as_in_stock_and_loses_no_points(ended: Cases) -> None:
     case = ended["finalize"]
     assert case.exit_code == 1
     assert "RuntimeError: the server has said goodbye" in case.output
@@ -270,9 +266,7 @@ def test_a_logger_that_cannot_be_finalized_ends_the_run_as_without_us_and_costs_
 
 @pytest.mark.parametrize("name", ["no-versions", "no-logs"])
 @pytest.mark.parametrize("logger", LOGGERS)
-def test_a_directory_that_is_removed_is_created_again_and_later_points_are_there(
-    ended: Cases, name: str, logger: str
-) -> None:
+def test_a_removed_directory_is_recreated_for_later_points(ended: Cases, name: str, logger: str) -> None:
     case = ended[name]
     assert case.exit_code == 0, case.output
     steps = case.steps(logger)
@@ -282,22 +276,22 @@ def test_a_directory_that_is_removed_is_created_again_and_later_points_are_there
 
 
 @pytest.mark.parametrize("logger", LOGGERS)
-def test_staging_that_is_removed_costs_nothing_that_is_logged_later(ended: Cases, logger: str) -> None:
+def test_removed_staging_loses_no_later_points(ended: Cases, logger: str) -> None:
     case = ended["no-staging-any-more"]
     assert case.exit_code == 0, case.output
     steps = case.steps(logger)
-    assert steps == sorted(set(steps)), "in order, and nothing twice"
+    assert steps == sorted(set(steps)), "in order and without duplicates"
     assert set(range(175, 300)) <= set(steps)
     assert "left behind: []" in case.output
 
 
-def test_a_child_that_ends_leaves_the_staging_of_its_parent_alone(ended: Cases) -> None:
+def test_an_ending_child_leaves_its_parents_staging_alone(ended: Cases) -> None:
     case = ended["child"]
     assert "[ncclsafe]" not in case.output
     assert_complete(case, 99)
 
 
-def test_nested_trainers_have_everything_each(ended: Cases) -> None:
+def test_nested_trainers_each_keep_all_points(ended: Cases) -> None:
     case = ended["nested"]
     assert_complete(case, 99)
     for logger in LOGGERS:
@@ -305,7 +299,7 @@ def test_nested_trainers_have_everything_each(ended: Cases) -> None:
     assert case.output.count("left behind: []") == 2
 
 
-def test_a_training_after_one_that_failed_in_the_same_process_has_everything(ended: Cases) -> None:
+def test_a_training_after_a_failed_one_keeps_all_points(ended: Cases) -> None:
     case = ended["twice"]
     assert_complete(case, 29)
     for logger in LOGGERS:
@@ -328,7 +322,7 @@ def test_everything_is_on_storage_before_slurm_requeues_the_job(ended: Cases) ->
     assert_complete(case, 99)
 
 
-def test_a_full_disk_is_reported_once_and_costs_no_point_once_there_is_room(on_small_disks: Cases) -> None:
+def test_a_full_disk_is_reported_once_and_loses_no_points(on_small_disks: Cases) -> None:
     case = on_small_disks["full-disk"]
     assert case.exit_code == 0, case.output
     assert "made 500 steps, left behind: []" in case.output
@@ -339,7 +333,7 @@ def test_a_full_disk_is_reported_once_and_costs_no_point_once_there_is_room(on_s
     assert len(re.findall(r"\d failures?, the last: .*No space left", case.output)) == len(LOGGERS), case.output
 
 
-def test_a_full_staging_disk_costs_no_point(on_small_disks: Cases) -> None:
+def test_a_full_staging_disk_loses_no_points(on_small_disks: Cases) -> None:
     case = on_small_disks["full-staging"]
     assert case.exit_code == 0, case.output
     assert "made 200 steps, left behind: ['filler']" in case.output
@@ -349,7 +343,7 @@ def test_a_full_staging_disk_costs_no_point(on_small_disks: Cases) -> None:
         assert (case.folder / "logs" / logger / "version_0" / "hparams.yaml").read_text() == "width: 2\n"
 
 
-def test_without_any_room_for_staging_loggers_write_themselves(on_small_disks: Cases) -> None:
+def test_without_room_for_staging_loggers_write_directly(on_small_disks: Cases) -> None:
     case = on_small_disks["no-staging"]
     assert case.exit_code == 0, case.output
     assert "made 200 steps, left behind: ['filler']" in case.output
@@ -359,7 +353,7 @@ def test_without_any_room_for_staging_loggers_write_themselves(on_small_disks: C
 
 
 @pytest.mark.parametrize("name", ["spawn", "fork", "popen"])
-def test_under_every_launcher_rank_0_stages_alone_and_everything_arrives(launched: Cases, name: str) -> None:
+def test_only_rank_0_stages_under_every_launcher(launched: Cases, name: str) -> None:
     case = launched[name]
     assert case.exit_code == 0, case.output
     assert sorted(re.findall(r"rank \d stages: \w+", case.output)) == ["rank 0 stages: True", "rank 1 stages: False"]
@@ -371,10 +365,10 @@ def test_under_every_launcher_rank_0_stages_alone_and_everything_arrives(launche
     assert "ncclsafe" not in left
 
 
-def test_when_the_guard_ends_the_run_everything_is_brought_to_storage_first(launched: Cases) -> None:
+def test_the_guard_flushes_loggers_before_ending_the_run(launched: Cases) -> None:
     case = launched["guard"]
     assert "the run cannot continue, so the guard ends it" in case.output
     assert case.exit_code not in (0, -signal.SIGALRM), case.output
     for logger in LOGGERS:
         assert case.steps(logger) == list(range(60)), case.output
-    assert not (case.folder / "staging").exists(), "it holds nothing"
+    assert not (case.folder / "staging").exists(), "staging is gone"

@@ -137,7 +137,7 @@ def of_points(trainer: L.Trainer) -> Any:
 
 
 @pytest.mark.parametrize("fails_at", [-1, 5])
-def test_a_logger_that_keeps_its_points_has_them(tmp_path: Path, fails_at: int) -> None:
+def test_a_logger_that_keeps_points_has_them_when_read(tmp_path: Path, fails_at: int) -> None:
     assert compare(tmp_path, lambda folder: Points([]), of_points, fails_at) > 50
 
 
@@ -182,11 +182,11 @@ def of_files(trainer: L.Trainer) -> Any:
 
 @pytest.mark.parametrize("fails_at", [-1, 5])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_files_have_what_was_logged_until_they_are_read(tmp_path: Path, fails_at: int) -> None:
+def test_files_are_up_to_date_when_read(tmp_path: Path, fails_at: int) -> None:
     assert compare(tmp_path, files, of_files, fails_at) > 40
 
 
-def test_whether_a_file_exists_is_as_without_an_offload(tmp_path: Path) -> None:
+def test_files_exist_at_the_same_hooks_as_in_stock(tmp_path: Path) -> None:
     # With Lightning 2.5 hyperparameters have their file some hooks earlier than with stock.
     names = ("metrics.csv", "hparams.yaml") if L.__version__ >= "2.6" else ("metrics.csv",)
 
@@ -199,9 +199,7 @@ def test_whether_a_file_exists_is_as_without_an_offload(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:MLFlow only allows:RuntimeWarning")
-def test_what_mlflows_client_answers_is_what_was_logged_until_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_queries_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.chdir(tmp_path)
@@ -218,7 +216,7 @@ def test_what_mlflows_client_answers_is_what_was_logged_until_then(
 @pytest.mark.parametrize(
     "make", [Mock, MagicMock, lambda: Mock(spec=Logger), lambda: MagicMock(spec=CSVLogger)], ids=range(4)
 )
-def test_a_mock_is_a_logger_that_sees_the_same_calls(tmp_path: Path, make: Callable[[], Any]) -> None:
+def test_a_mock_logger_sees_the_same_calls(tmp_path: Path, make: Callable[[], Any]) -> None:
     def make_logger(folder: Path) -> Any:
         logger = make()
         logger.configure_mock(save_dir="nowhere", name="mock", version=0, log_dir="nowhere", root_dir="nowhere")
@@ -235,7 +233,7 @@ def test_a_mock_is_a_logger_that_sees_the_same_calls(tmp_path: Path, make: Calla
 
 @pytest.mark.parametrize("method", ["log_metrics", "save", "log_hyperparams", "finalize"])
 @pytest.mark.parametrize("make_logger", [TensorBoardLogger, CSVLogger])
-def test_a_method_that_was_mocked_sees_the_same_calls(tmp_path: Path, make_logger: Any, method: str) -> None:
+def test_a_mocked_method_sees_the_same_calls(tmp_path: Path, make_logger: Any, method: str) -> None:
     with mock.patch.object(make_logger, method) as mocked:
 
         def calls(trainer: L.Trainer) -> list[str]:
@@ -265,7 +263,7 @@ class SlowPoints(Points):
         super().log_metrics(metrics, step)
 
 
-def test_a_logger_of_any_class_that_has_proved_slow_delays_nothing_and_has_its_points_in_time(tmp_path: Path) -> None:
+def test_a_slow_logger_of_any_class_delays_nothing(tmp_path: Path) -> None:
     answers = threading.Event()
     answers.set()
     logger = SlowPoints(answers)
@@ -312,7 +310,7 @@ def sigterm_handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sigterm_handler")
-def test_a_run_after_one_that_ended_without_a_teardown_has_everything_once(tmp_path: Path) -> None:
+def test_a_run_after_one_without_teardown_logs_everything_once(tmp_path: Path) -> None:
     class Broken(L.Callback):
         def on_exception(self, *_: Any) -> None:
             raise RuntimeError("this, too")
@@ -338,7 +336,7 @@ def test_a_run_after_one_that_ended_without_a_teardown_has_everything_once(tmp_p
     assert len(rows[0].splitlines()) > 4
 
 
-def test_nothing_is_printed_and_nothing_is_left_if_all_went_well(
+def test_a_successful_run_prints_and_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning_ncclsafe import LoggerOffload

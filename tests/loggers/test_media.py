@@ -34,21 +34,21 @@ def encoders() -> list[psutil.Process]:
     return [child for child in children if child.status() == psutil.STATUS_ZOMBIE or name in child.cmdline()]
 
 
-def test_it_makes_what_would_be_made_here(process: MediaProcess, tmp_path: Path) -> None:
+def test_events_match_those_made_in_process(process: MediaProcess, tmp_path: Path) -> None:
     [(_, made)] = process.make("add_image", ("image", IMAGE, 7), {}, 12.5)
     [(_, here)] = EventMaker(str(tmp_path)).make("add_image", ("image", IMAGE, 7), {}, 12.5)
     assert Event.FromString(made) == Event.FromString(here)
     assert (Event.FromString(made).step, Event.FromString(made).wall_time) == (7, 12.5)
 
 
-def test_what_a_call_raises_is_raised_here(process: MediaProcess) -> None:
+def test_an_exception_in_the_process_is_raised_here(process: MediaProcess) -> None:
     with pytest.raises(AssertionError, match="size of input tensor"):
         process.make("add_image", ("image", IMAGE, 7), {"dataformats": "HW"}, 0.0)
     assert process.make("add_image", ("image", IMAGE, 7), {}, 0.0)
 
 
-@pytest.mark.parametrize("argument", [lambda: None, OnlyHere()], ids=["not to be sent", "not to be read there"])
-def test_a_call_that_cannot_be_sent_raises_and_the_process_keeps_running(
+@pytest.mark.parametrize("argument", [lambda: None, OnlyHere()], ids=["cannot be sent", "cannot be read there"])
+def test_an_unpicklable_call_raises_and_the_process_survives(
     process: MediaProcess, argument: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import __main__
@@ -61,7 +61,7 @@ def test_a_call_that_cannot_be_sent_raises_and_the_process_keeps_running(
     assert encoders() == before
 
 
-def test_when_it_is_killed_the_next_call_has_a_new_one(process: MediaProcess) -> None:
+def test_a_killed_process_is_replaced_at_the_next_call(process: MediaProcess) -> None:
     process.make("add_text", ("t", "x"), {}, 0.0)
     (killed,) = encoders()
     killed.kill()

@@ -97,7 +97,7 @@ def events(logger: TensorBoardLogger) -> EventAccumulator:
     return found
 
 
-def test_a_child_that_is_forked_leaves_everything_to_its_parent(tmp_path: Path, said: list[str]) -> None:
+def test_a_forked_child_leaves_everything_to_its_parent(tmp_path: Path, said: list[str]) -> None:
     logger = CSVLogger(str(tmp_path))
     offload = start(logger, tmp_path)
     logger.log_metrics({"a": 1.0}, step=0)
@@ -112,10 +112,10 @@ def test_a_child_that_is_forked_leaves_everything_to_its_parent(tmp_path: Path, 
     logger.log_metrics({"a": 2.0}, step=1)
     end(logger, offload)
     assert rows(logger) == ["a,step", "1.0,0", "2.0,1"]
-    assert not said, "of what went well nothing is said"
+    assert not said, "a success prints nothing"
 
 
-def test_one_bad_step_takes_no_other_with_it(tmp_path: Path, said: list[str]) -> None:
+def test_one_bad_step_loses_no_other(tmp_path: Path, said: list[str]) -> None:
     logger = TensorBoardLogger(str(tmp_path))
     offload = start(logger, tmp_path)
     logger.experiment.add_text("text", "hello", 0)
@@ -128,7 +128,7 @@ def test_one_bad_step_takes_no_other_with_it(tmp_path: Path, said: list[str]) ->
     assert "wrote 2 points" in said[-1] and ", 1 dropped)" in said[-1]
 
 
-def test_a_start_that_fails_half_way_leaves_the_logger_as_it_was(tmp_path: Path) -> None:
+def test_a_start_that_fails_halfway_leaves_the_logger_unchanged(tmp_path: Path) -> None:
     class Half(Logger):
         got: list[Any] = []  # noqa: RUF012
         experiment = name = version = None
@@ -150,7 +150,7 @@ def test_a_start_that_fails_half_way_leaves_the_logger_as_it_was(tmp_path: Path)
     assert "log_metrics" not in vars(logger)
 
 
-def test_one_dead_storage_does_not_take_the_time_of_the_others(
+def test_a_dead_storage_does_not_delay_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     answers = threading.Event()
@@ -173,7 +173,7 @@ def test_one_dead_storage_does_not_take_the_time_of_the_others(
         end(logger, offload)
 
 
-def test_what_was_not_encoded_in_time_is_reported_and_still_written(
+def test_late_media_are_reported_and_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     goes_on = threading.Event()
@@ -196,7 +196,7 @@ def test_what_was_not_encoded_in_time_is_reported_and_still_written(
     assert [image.step for image in events(logger).Images("image")] == [0, 1, 2]
 
 
-def test_the_next_stage_writes_behind_the_rest_of_the_last_one(
+def test_the_next_stage_writes_after_the_rest_of_the_last_one(
     tmp_path: Path, storage: Storage, said: list[str]
 ) -> None:
     logger = CSVLogger(str(tmp_path))
@@ -214,9 +214,7 @@ def test_the_next_stage_writes_behind_the_rest_of_the_last_one(
     assert rows(logger) == ["a,step", *(f"1.0,{step}" for step in range(14))]
 
 
-def test_what_is_larger_than_the_limit_of_the_disk_is_dropped_and_stops_nothing(
-    tmp_path: Path, said: list[str]
-) -> None:
+def test_an_entry_beyond_the_disk_limit_is_dropped(tmp_path: Path, said: list[str]) -> None:
     logger = TensorBoardLogger(str(tmp_path))
     offload = start(logger, tmp_path, overflow="block", disk_limit_bytes=1 << 20)
     logger.experiment.add_image("noise", torch.rand(3, 700, 700), 0)
@@ -226,7 +224,7 @@ def test_what_is_larger_than_the_limit_of_the_disk_is_dropped_and_stops_nothing(
     assert ", 1 dropped)" in said[-1]
 
 
-def test_a_hung_encoder_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_encoder_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs, is_asked = threading.Event(), threading.Event()
 
     def hang(*_: Any) -> Any:
@@ -246,7 +244,7 @@ def test_a_hung_encoder_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: py
     assert offload.ended.wait(LONG_S)
 
 
-def test_events_of_the_users_own_are_within_the_limits(tmp_path: Path, storage: Storage, said: list[str]) -> None:
+def test_user_events_respect_the_limits(tmp_path: Path, storage: Storage, said: list[str]) -> None:
     from torch.utils.tensorboard.summary import text
 
     logger = TensorBoardLogger(str(tmp_path))
@@ -265,7 +263,7 @@ def test_events_of_the_users_own_are_within_the_limits(tmp_path: Path, storage: 
     assert b"lr" in b"".join(path.read_bytes() for path in Path(logger.log_dir).glob("events*"))
 
 
-def test_arguments_of_what_writes_its_own_files_are_within_the_limit(
+def test_arguments_of_file_writing_calls_respect_the_limit(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = TensorBoardLogger(str(tmp_path))
@@ -286,7 +284,7 @@ def test_arguments_of_what_writes_its_own_files_are_within_the_limit(
     end(logger, offload)
 
 
-def test_a_writer_of_the_users_own_keeps_its_methods(tmp_path: Path) -> None:
+def test_a_user_writer_keeps_its_methods(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     class Prefixing(SummaryWriter):
@@ -305,7 +303,7 @@ def test_a_writer_of_the_users_own_keeps_its_methods(tmp_path: Path) -> None:
     assert sorted(events(logger).Tags()["scalars"]) == ["mine/a", "mine/loss"]
 
 
-def test_what_another_thread_logs_at_the_end_is_not_lost_between(tmp_path: Path, said: list[str]) -> None:
+def test_points_of_another_thread_at_the_end_are_not_lost(tmp_path: Path, said: list[str]) -> None:
     logger = CSVLogger(str(tmp_path))
     offload = start(logger, tmp_path)
     accepted, stops, is_logging = [0], threading.Event(), threading.Event()
@@ -331,7 +329,7 @@ def test_what_another_thread_logs_at_the_end_is_not_lost_between(tmp_path: Path,
     assert [int(row.split(",")[1]) for row in rows(logger)[1:]] == list(range(accepted[0]))
 
 
-def test_what_is_staged_when_the_storage_never_answers_can_be_recovered(
+def test_staged_data_of_dead_storage_can_be_recovered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     refuses = [True]

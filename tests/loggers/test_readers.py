@@ -66,12 +66,12 @@ READS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_every_way_of_reading_is_noticed(tmp_path: Path, heard: Heard, read: Callable[[Path], object]) -> None:
+def test_every_way_of_reading_is_detected(tmp_path: Path, heard: Heard, read: Callable[[Path], object]) -> None:
     read(tmp_path / "logs")
     assert heard.count
 
 
-def test_a_relative_path_is_known(tmp_path: Path, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_recognised(tmp_path: Path, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("logs/metrics.csv").read_text()
     assert heard.count == 1
@@ -80,14 +80,14 @@ def test_a_relative_path_is_known(tmp_path: Path, heard: Heard, monkeypatch: pyt
     assert heard.count == 2
 
 
-def test_another_thread_is_heard(tmp_path: Path, heard: Heard) -> None:
+def test_reading_in_another_thread_is_detected(tmp_path: Path, heard: Heard) -> None:
     thread = threading.Thread(target=(tmp_path / "logs/metrics.csv").read_text)
     thread.start()
     thread.join()
     assert heard.count == 1
 
 
-def test_who_writes_or_reads_elsewhere_is_not_heard(tmp_path: Path, heard: Heard) -> None:
+def test_writing_or_reading_elsewhere_is_ignored(tmp_path: Path, heard: Heard) -> None:
     (tmp_path / "logs2" / "metrics.csv").read_text()
     os.listdir(tmp_path)
     (tmp_path / "logs" / "model.ckpt").write_bytes(b"weights")
@@ -101,7 +101,7 @@ def test_who_writes_or_reads_elsewhere_is_not_heard(tmp_path: Path, heard: Heard
     assert heard.count == 0
 
 
-def test_no_read_fails_because_of_this(tmp_path: Path) -> None:
+def test_a_failing_hook_does_not_break_reading(tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("a bug of ours")
 
@@ -114,7 +114,7 @@ def test_no_read_fails_because_of_this(tmp_path: Path) -> None:
         readers.leave(fail)
 
 
-def test_two_may_watch_the_same_directory(tmp_path: Path, heard: Heard) -> None:
+def test_two_watchers_can_share_a_directory(tmp_path: Path, heard: Heard) -> None:
     other = Heard()
     readers.watch(str(tmp_path / "logs"), ("events",), other.hear)
     (tmp_path / "logs" / "metrics.csv").read_text()
@@ -126,7 +126,7 @@ def test_two_may_watch_the_same_directory(tmp_path: Path, heard: Heard) -> None:
     assert (heard.count, other.count) == (3, 1)
 
 
-def test_nothing_is_done_once_it_was_left(tmp_path: Path, heard: Heard) -> None:
+def test_leaving_stops_the_watch(tmp_path: Path, heard: Heard) -> None:
     readers.leave(heard.hear)
     (tmp_path / "logs" / "metrics.csv").read_text()
     assert heard.count == 0

@@ -120,7 +120,7 @@ def other_process(tmp_path: Path, statements: str, *arguments: object) -> "subpr
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_an_event_file_of_a_killed_process_is_read_by_tensorboard(tmp_path: Path, logs: Path) -> None:
+def test_tensorboard_reads_the_event_file_of_a_killed_process(tmp_path: Path, logs: Path) -> None:
     with other_process(tmp_path, KILLED, tmp_path / "staging", logs) as process:
         assert process.wait(30) == -signal.SIGKILL
     ((folder, _),) = leftovers(tmp_path / "staging")
@@ -181,9 +181,7 @@ def dies(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int, **how: Any) -> 
     return False
 
 
-def test_a_recovery_that_is_killed_at_any_step_is_finished_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recovery_killed_at_any_step_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = [append(f"{number}\n") for number in range(40)]
     staged += [rows({"step": 0, "loss": 0.0}, {"step": 1, "loss": 0.5})] * 5 + [rows({"step": 2, "acc": 1})]
     step, logs = 0, tmp_path / "logs0"
@@ -201,9 +199,7 @@ def test_a_recovery_that_is_killed_at_any_step_is_finished_by_the_next(
     assert step > 15
 
 
-def test_calls_that_are_written_down_are_so_once_wherever_it_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_recovery_writes_calls_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = [frame for number in range(20) for frame in (points(number, loss=0.0), call("log_text", number))]
     step, logs = 0, tmp_path / "logs0"
     logs.mkdir()
@@ -220,9 +216,7 @@ def test_calls_that_are_written_down_are_so_once_wherever_it_is_killed(
     assert step > 15
 
 
-def test_a_call_is_made_again_only_if_it_was_not_known_to_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_unconfirmed_calls_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = left(tmp_path / "staging", manifest(tmp_path, "calls"), *(points(step, loss=1.0) for step in range(9)))
     made: list[int] = []
 
@@ -243,7 +237,7 @@ def test_a_call_is_made_again_only_if_it_was_not_known_to_be_made(
     assert (done.to, folder.exists()) == ("run/version_3", False)
 
 
-def test_calls_become_files_for_people(tmp_path: Path, logs: Path) -> None:
+def test_calls_become_readable_files(tmp_path: Path, logs: Path) -> None:
     staged = (
         points(3, loss=0.5, acc=1.0),
         points(4, loss=float("nan")),
@@ -271,7 +265,7 @@ def test_calls_become_files_for_people(tmp_path: Path, logs: Path) -> None:
     assert (lines[3]["text"], lines[4]["text"]) == ("\ufffd[", "[1]")
 
 
-def test_loggers_that_began_together_have_files_of_their_own(tmp_path: Path, logs: Path) -> None:
+def test_loggers_started_together_have_separate_files(tmp_path: Path, logs: Path) -> None:
     for number in range(3):
         made = manifest(logs, "calls", logger="../../Ünï", created_ns=BEGAN_NS + number)
         recover(left(tmp_path / f"staging{number}", made, points(number, loss=1.0)))
@@ -280,14 +274,14 @@ def test_loggers_that_began_together_have_files_of_their_own(tmp_path: Path, log
     assert names[0] == "recovered-n-run-version_3-2026-03-04T05-06-07.000000089Z-42.csv"
 
 
-def test_without_a_directory_of_its_logger_it_is_beside_the_staging(tmp_path: Path) -> None:
+def test_without_a_log_directory_the_file_is_beside_the_staging(tmp_path: Path) -> None:
     made = manifest(tmp_path, "calls", destination="", root="")
     recover(left(tmp_path / "staging", made, points(0, loss=1.0)))
     (file,) = tmp_path.iterdir()
     assert file.name.startswith("recovered-CSVLogger-") and file.suffix == ".csv"
 
 
-def test_what_a_live_process_writes_is_left_alone(tmp_path: Path, logs: Path) -> None:
+def test_staging_of_a_live_process_is_left_alone(tmp_path: Path, logs: Path) -> None:
     script = f"""
         import sys
         from pathlib import Path
@@ -309,7 +303,7 @@ def test_what_a_live_process_writes_is_left_alone(tmp_path: Path, logs: Path) ->
     assert recover(folder).points == 1
 
 
-def test_what_this_process_writes_is_left_alone_and_stays_claimed(tmp_path: Path, logs: Path) -> None:
+def test_staging_of_this_process_is_left_alone_and_stays_claimed(tmp_path: Path, logs: Path) -> None:
     folder, _ = make_staging(tmp_path / "staging", manifest(logs))
     assert list(leftovers(tmp_path / "staging")) == []
     (tmp_path / "link").symlink_to(folder)
@@ -320,7 +314,7 @@ def test_what_this_process_writes_is_left_alone_and_stays_claimed(tmp_path: Path
         assert process.communicate(timeout=30)[0] == "True\n"
 
 
-def test_a_process_that_had_our_number_before_is_not_us(tmp_path: Path, logs: Path) -> None:
+def test_staging_of_an_earlier_process_with_our_pid_is_not_ours(tmp_path: Path, logs: Path) -> None:
     (tmp_path / "all").mkdir()
     folder, _ = make_staging(tmp_path / "other", manifest(logs))
     there = read_manifest(folder)
@@ -328,7 +322,7 @@ def test_a_process_that_had_our_number_before_is_not_us(tmp_path: Path, logs: Pa
     assert [found for found, _ in leftovers(tmp_path / "all")] == [old]
 
 
-def test_of_two_threads_one_recovers(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_of_two_threads_recovers(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"))
     is_writing, is_tried = threading.Event(), threading.Event()
     write = LocalDestination.append
@@ -349,7 +343,7 @@ def test_of_two_threads_one_recovers(tmp_path: Path, logs: Path, monkeypatch: py
     assert (logs / "log.txt").read_text() == "1"
 
 
-def test_what_another_process_has_just_recovered_is_no_problem(
+def test_staging_just_recovered_by_another_process_is_harmless(
     tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -366,7 +360,7 @@ def test_what_another_process_has_just_recovered_is_no_problem(
     assert not folder.exists()
 
 
-def test_a_recovery_that_claims_a_folder_while_it_is_removed_leaves_nothing(
+def test_claiming_a_folder_during_its_removal_leaves_nothing(
     tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -380,7 +374,7 @@ def test_a_recovery_that_claims_a_folder_while_it_is_removed_leaves_nothing(
     assert not folder.exists()
 
 
-def test_a_folder_is_claimed_before_it_looks_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_claimed_before_it_has_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def looked_at(folder: Path) -> Claim:
@@ -393,7 +387,7 @@ def test_a_folder_is_claimed_before_it_looks_like_one(tmp_path: Path, monkeypatc
     assert read_manifest(folder).pid == os.getpid()
 
 
-def test_staging_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_creation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -403,7 +397,7 @@ def test_staging_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch:
     assert list((tmp_path / "staging").iterdir()) == []
 
 
-def test_a_storage_that_refuses_is_a_reason_and_the_staging_is_kept(tmp_path: Path, logs: Path) -> None:
+def test_a_refusing_storage_is_reported_and_staging_kept(tmp_path: Path, logs: Path) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1", "a/log.txt"))
     (logs / "a").write_text("in the way")
     done = recover(folder)
@@ -413,7 +407,7 @@ def test_a_storage_that_refuses_is_a_reason_and_the_staging_is_kept(tmp_path: Pa
     assert (logs / "a" / "log.txt").read_text() == "1"
 
 
-def test_a_url_that_cannot_be_opened_is_a_problem(tmp_path: Path) -> None:
+def test_an_unsupported_url_is_reported(tmp_path: Path) -> None:
     made = manifest(tmp_path, destination="nonsense://bucket/logs", root="nonsense://bucket")
     folder = left(tmp_path / "staging", made, append("1"))
     assert "Protocol not known: nonsense" in recover(folder).problem
@@ -431,9 +425,7 @@ def test_nothing_is_written_below_a_mount_point_without_its_mount(tmp_path: Path
     assert (tmp_path / "mnt" / "logs" / "version_0" / "log.txt").read_text() == "1"
 
 
-def test_staging_that_cannot_be_written_to_is_not_begun(
-    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_staging_is_not_recovered(tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(**_: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -443,7 +435,7 @@ def test_staging_that_cannot_be_written_to_is_not_begun(
     assert list(logs.iterdir()) == []
 
 
-def test_what_cannot_be_opened_is_not_taken_for_lost(tmp_path: Path, logs: Path) -> None:
+def test_an_unopenable_segment_does_not_count_as_lost(tmp_path: Path, logs: Path) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"))
     (folder / "00000002.frames").mkdir()
     done = recover(folder)
@@ -458,7 +450,7 @@ def test_frames_of_files_outside_the_directory_count_as_lost(tmp_path: Path, log
     assert not (tmp_path / "out.txt").exists()
 
 
-def test_calls_are_not_made_of_files(tmp_path: Path, logs: Path) -> None:
+def test_file_frames_are_not_replayed_as_calls(tmp_path: Path, logs: Path) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"), points(0, loss=1.0))
     assert "a frame is of kind 'call'" in recover(folder).problem
     assert folder.exists()
@@ -484,7 +476,7 @@ def test_calls_are_not_made_of_files(tmp_path: Path, logs: Path) -> None:
         {"extra": "field"},
     ],
 )
-def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, logs: Path, said: str | dict[str, Any]) -> None:
+def test_an_invalid_manifest_is_refused(tmp_path: Path, logs: Path, said: str | dict[str, Any]) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"))
     text = said if isinstance(said, str) else json.dumps({"schema": SCHEMA, **asdict(manifest(logs)), **said})
     (folder / "manifest.json").write_text(text)
@@ -494,7 +486,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, logs: Path, s
     assert list(logs.iterdir()) == []
 
 
-def test_staging_that_others_may_write_to_is_refused(tmp_path: Path, logs: Path) -> None:
+def test_world_writable_staging_is_refused(tmp_path: Path, logs: Path) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"))
     folder.chmod(0o770)
     with pytest.raises(StagingError, match="others can write to it"):
@@ -524,7 +516,7 @@ def belongs_to(monkeypatch: pytest.MonkeyPatch, path: Path, user: int) -> None:
     monkeypatch.setattr(Path, "lstat", found)
 
 
-def test_relative_paths_are_those_of_the_process_that_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_belong_to_the_logging_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder, _ = make_staging(tmp_path / "staging", manifest(tmp_path, destination="logs/run", root="logs"))
     said = read_manifest(folder)
@@ -549,7 +541,7 @@ def test_the_default_directory_is_private_on_both_levels(tmp_path: Path, default
     assert [folder.stat().st_mode & 0o777 for folder in (default.parent, default)] == [0o700, 0o700]
 
 
-def test_a_default_folder_that_is_a_link_or_another_users_is_refused(
+def test_a_linked_or_foreign_default_folder_is_refused(
     tmp_path: Path, default: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -564,7 +556,7 @@ def test_a_default_folder_that_is_a_link_or_another_users_is_refused(
         make_staging(default, manifest(tmp_path))
 
 
-def test_a_directory_of_the_users_that_is_open_to_others_is_refused_and_left_so(tmp_path: Path) -> None:
+def test_an_open_user_directory_is_refused_and_unchanged(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     staging.mkdir()
     staging.chmod(0o775)
@@ -578,7 +570,7 @@ def test_a_directory_of_the_users_that_is_open_to_others_is_refused_and_left_so(
         make_staging(tmp_path / "file", manifest(tmp_path))
 
 
-def test_one_folder_that_cannot_be_read_hides_no_others(tmp_path: Path, logs: Path) -> None:
+def test_an_unreadable_folder_hides_no_others(tmp_path: Path, logs: Path) -> None:
     (tmp_path / "all" / "empty").mkdir(parents=True)
     (tmp_path / "all" / "web").mkdir()
     (tmp_path / "all" / "web" / "manifest.json").write_text('{"name": "somebody else\'s"}')
@@ -592,7 +584,7 @@ def test_one_folder_that_cannot_be_read_hides_no_others(tmp_path: Path, logs: Pa
 
 @pytest.mark.parametrize("is_alive", [True, False])
 @pytest.mark.parametrize("removed", ["lock", None])
-def test_a_live_process_that_a_cleaner_took_the_lock_from_is_left_alone(
+def test_a_live_process_whose_lock_was_cleaned_up_is_left_alone(
     tmp_path: Path, logs: Path, is_alive: bool, removed: str | None
 ) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
@@ -615,14 +607,12 @@ def test_a_live_process_that_a_cleaner_took_the_lock_from_is_left_alone(
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**40, 10**30])
-def test_a_process_that_cannot_be_is_not_alive(tmp_path: Path, logs: Path, pid: int) -> None:
+def test_an_impossible_pid_is_not_alive(tmp_path: Path, logs: Path, pid: int) -> None:
     made = manifest(logs, host=socket.gethostname(), pid=pid, created_ns=time.time_ns())
     assert recover(left(tmp_path / "staging", made, append("1"))).points == 1
 
 
-def test_a_lock_that_was_removed_while_it_was_taken_is_not_a_claim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_removed_during_locking_is_not_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = fcntl.lockf
 
     def after_its_owner(handle: int, how: int) -> None:
@@ -638,7 +628,7 @@ def test_a_lock_that_was_removed_while_it_was_taken_is_not_a_claim(
 
 
 @pytest.mark.parametrize("name", ["delivered.json", "00000002.frames", "lock", "anything"])
-def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, logs: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused_without_blocking(tmp_path: Path, logs: Path, name: str) -> None:
     folder = left(tmp_path / "staging", manifest(logs), append("1"))
     os.mkfifo(folder / name)
     with pytest.raises(StagingError, match=f"{name} is neither a file nor a directory"):
@@ -671,9 +661,7 @@ DEAD = 2**30
         (DEAD, ["lock", "manifest.json"], False),
     ],
 )
-def test_a_folder_whose_process_died_before_it_had_anything_in_it_goes(
-    pid: int, names: list[str], goes: bool, tmp_path: Path
-) -> None:
+def test_an_empty_folder_of_a_dead_process_is_removed(pid: int, names: list[str], goes: bool, tmp_path: Path) -> None:
     folder = tmp_path / f"CSVLogger-1795333515800272953-{pid}-1"
     folder.mkdir()
     for name in names:
@@ -682,7 +670,7 @@ def test_a_folder_whose_process_died_before_it_had_anything_in_it_goes(
     assert folder.exists() is not goes
 
 
-def test_a_folder_that_is_just_being_created_stays(tmp_path: Path) -> None:
+def test_a_folder_being_created_is_kept(tmp_path: Path) -> None:
     (folder := tmp_path / f"CSVLogger-1795333515800272953-{DEAD}-1").mkdir()
     claim = Claim(folder)
     staging.remove_unfinished(tmp_path)

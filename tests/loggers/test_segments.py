@@ -28,7 +28,7 @@ def written(header: bytes, body: bytes = b"body") -> bytes:
     return struct.pack("<III", len(header), len(body), zlib.crc32(body, zlib.crc32(header))) + header + body
 
 
-def test_frames_of_all_kinds_are_read_as_they_were_written() -> None:
+def test_frames_of_all_kinds_round_trip() -> None:
     assert {frame.kind for frame in FRAMES} == set(get_args(FrameKind))
     assert read(b"".join(map(encode, FRAMES))) == FRAMES
 
@@ -40,7 +40,7 @@ def test_each_frame_has_the_offset_of_its_end() -> None:
     assert read(data[ends[1] :]) == FRAMES[2:]
 
 
-def test_a_frame_cut_in_the_middle_ends_the_reading() -> None:
+def test_a_truncated_frame_ends_the_reading() -> None:
     data = b"".join(map(encode, FRAMES))
     ends = [end for _, end in decode(data)]
     for cut in range(len(data) + 1):
@@ -78,7 +78,7 @@ def test_a_name_outside_the_directory_is_not_a_frame(file: Any) -> None:
 
 
 @pytest.mark.parametrize("file", ["..x", "a..b/c", "sub/.hidden", "a\\..\\b", "ä b"])
-def test_a_name_below_the_directory_is_one(file: str) -> None:
+def test_a_name_below_the_directory_is_a_frame(file: str) -> None:
     assert [frame.file for frame in read(written(json.dumps({**HEAD, "file": file}).encode()))] == [file]
 
 

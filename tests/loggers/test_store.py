@@ -94,7 +94,7 @@ def test_frames_are_in_order_over_many_segments(folder: Path) -> None:
     assert files(folder) == []
 
 
-def test_frames_that_are_not_released_are_read_again_with_those_behind_them(folder: Path) -> None:
+def test_unreleased_frames_are_read_again_with_later_ones(folder: Path) -> None:
     store = Store(folder)
     append(store, 0, 1)
     assert numbers_of(store.read()) == [0, 1]
@@ -102,7 +102,7 @@ def test_frames_that_are_not_released_are_read_again_with_those_behind_them(fold
     assert numbers_of(store.read()) == [0, 1, 2]
 
 
-def test_what_is_appended_during_a_delivery_is_not_released_with_it(folder: Path) -> None:
+def test_frames_appended_during_a_delivery_are_not_released_with_it(folder: Path) -> None:
     store = Store(folder)
     append(store, 0)
     portion = store.read()
@@ -112,14 +112,14 @@ def test_what_is_appended_during_a_delivery_is_not_released_with_it(folder: Path
     assert deliver(store) == [1]
 
 
-def test_about_as_much_is_read_as_was_asked_for(folder: Path) -> None:
+def test_reads_are_limited_to_about_the_requested_size(folder: Path) -> None:
     store = Store(folder)
     append(store, *range(5))
     assert numbers_of(store.read(most_bytes=SIZE + 1)) == [0, 1]
     assert deliver(store, most_bytes=1) == [0, 1, 2, 3, 4]
 
 
-def test_a_frame_is_read_whole_however_little_is_asked_for(folder: Path) -> None:
+def test_a_frame_is_read_whole_even_if_larger_than_requested(folder: Path) -> None:
     store = Store(folder)
     sizes = [10, 100_000, 10, 300_000]
     store.append([StagedFrame(kind="append", file="f", body=bytes(size), points=1) for size in sizes])
@@ -131,7 +131,7 @@ def test_a_frame_is_read_whole_however_little_is_asked_for(folder: Path) -> None
     assert store.dropped_points == 0
 
 
-def test_nothing_is_nothing(folder: Path) -> None:
+def test_appending_nothing_writes_nothing(folder: Path) -> None:
     store = Store(folder)
     store.append([])
     assert store.read() is None
@@ -140,7 +140,7 @@ def test_nothing_is_nothing(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_what_waits_is_known_in_bytes(folder: Path) -> None:
+def test_pending_bytes_are_tracked(folder: Path) -> None:
     store = Store(folder)
     append(store, *range(4))
     assert store.pending_bytes == 4 * SIZE
@@ -152,7 +152,7 @@ def test_what_waits_is_known_in_bytes(folder: Path) -> None:
 
 @pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("delivered", range(8))
-def test_another_process_continues_exactly_behind_what_was_released(folder: Path, delivered: int) -> None:
+def test_another_process_continues_right_after_the_last_release(folder: Path, delivered: int) -> None:
     crashed = Store(folder)
     append(crashed, *range(7))
     assert deliver(crashed, portions=delivered, most_bytes=1) == list(range(delivered))
@@ -177,7 +177,7 @@ def test_anchors_are_those_of_the_last_release(folder: Path) -> None:
     assert Store(folder).anchors == {"f": {"size": 4}, "g": {"size": 1}}
 
 
-def test_a_torn_tail_hides_nothing_but_itself(tmp_path: Path) -> None:
+def test_a_torn_tail_hides_only_itself(tmp_path: Path) -> None:
     for cut in range(1, SIZE):
         folder = tmp_path / str(cut)
         append(Store(folder), 0, 1)
@@ -190,7 +190,7 @@ def test_a_torn_tail_hides_nothing_but_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_a_segment_that_is_damaged_or_gone_is_left_behind_and_its_rest_is_counted(folder: Path) -> None:
+def test_a_damaged_or_missing_segment_is_skipped_and_counted(folder: Path) -> None:
     faults: list[OSError] = []
     store = Store(folder, on_fault=faults.append)
     append(store, *range(6))
@@ -204,9 +204,7 @@ def test_a_segment_that_is_damaged_or_gone_is_left_behind_and_its_rest_is_counte
     assert isinstance(fault, FileNotFoundError)
 
 
-def test_a_segment_that_cannot_be_opened_for_a_moment_is_not_lost(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporarily_unopenable_segment_is_not_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(folder)
     append(store, 0)
 
@@ -246,7 +244,7 @@ def test_damaged_notes_lose_nothing(folder: Path, damaged: bytes) -> None:
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_the_oldest_are_dropped_but_for_what_is_kept(folder: Path) -> None:
+def test_the_oldest_frames_are_dropped_except_kept_ones(folder: Path) -> None:
     store = Store(folder)
     append(store, 0)
     append(store, 1, keep=True)
@@ -258,7 +256,7 @@ def test_the_oldest_are_dropped_but_for_what_is_kept(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_what_is_being_delivered_is_not_dropped(folder: Path) -> None:
+def test_frames_being_delivered_are_not_dropped(folder: Path) -> None:
     store = Store(folder)
     append(store, *range(4))
     portion = store.read()
@@ -269,7 +267,7 @@ def test_what_is_being_delivered_is_not_dropped(folder: Path) -> None:
     assert store.dropped_points == 2
 
 
-def test_what_is_kept_alone_cannot_be_dropped(folder: Path) -> None:
+def test_kept_frames_cannot_be_dropped(folder: Path) -> None:
     store = Store(folder)
     assert not store.drop_oldest()
     append(store, 0, 1, keep=True)
@@ -277,7 +275,7 @@ def test_what_is_kept_alone_cannot_be_dropped(folder: Path) -> None:
     assert deliver(store) == [0, 1]
 
 
-def test_a_segment_is_dropped_behind_what_was_delivered_of_it(folder: Path) -> None:
+def test_only_the_undelivered_rest_of_a_segment_is_dropped(folder: Path) -> None:
     store = Store(folder)
     append(store, 0, 1)
     append(store, 2, keep=True)
@@ -291,7 +289,7 @@ def test_a_segment_is_dropped_behind_what_was_delivered_of_it(folder: Path) -> N
     assert deliver(store) == [2, 4]
 
 
-def test_nothing_is_counted_as_dropped_that_could_not_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_drop_counts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(folder)
     append(store, 0, 1)
 
@@ -305,7 +303,7 @@ def test_nothing_is_counted_as_dropped_that_could_not_be(folder: Path, monkeypat
     assert deliver(store) == [0, 1]
 
 
-def test_of_a_damaged_segment_that_is_dropped_all_is_counted(folder: Path) -> None:
+def test_dropping_a_damaged_segment_counts_all_its_points(folder: Path) -> None:
     store = Store(folder)
     append(store, 0, 1, 2)
     with open(folder / "00000001.frames", "r+b") as file:
@@ -316,7 +314,7 @@ def test_of_a_damaged_segment_that_is_dropped_all_is_counted(folder: Path) -> No
     assert store.read() is None
 
 
-def test_counters_know_points_and_records(folder: Path) -> None:
+def test_points_and_records_are_counted(folder: Path) -> None:
     store = Store(folder)
     store.count_dropped(StagedFrame(kind="append", file="f", body=b"", points=3, records=2))
     store.count_dropped(StagedFrame(kind="append", file="f", body=b"", points=1))
@@ -340,7 +338,7 @@ def test_on_a_full_disk_frames_wait_in_memory_in_order(tmp_path: Path, disk: Dis
         assert (store.dropped_points, store.pending_bytes) == (0, 0)
 
 
-def test_when_the_disk_is_well_again_it_is_used_again(folder: Path, disk: Disk) -> None:
+def test_a_recovered_disk_is_used_again(folder: Path, disk: Disk) -> None:
     store = Store(folder)
     disk.free = 0
     append(store, 0)
@@ -351,7 +349,7 @@ def test_when_the_disk_is_well_again_it_is_used_again(folder: Path, disk: Disk) 
     assert deliver(store) == [1]
 
 
-def test_memory_is_bounded_and_the_oldest_make_way_but_for_what_is_kept(folder: Path, disk: Disk) -> None:
+def test_memory_is_bounded_by_dropping_the_oldest_except_kept_frames(folder: Path, disk: Disk) -> None:
     store = Store(folder, spill_bytes=5 * 204)
     disk.free = 0
     append(store, 0, keep=True)
@@ -361,7 +359,7 @@ def test_memory_is_bounded_and_the_oldest_make_way_but_for_what_is_kept(folder: 
     assert deliver(store) == [0, 5, 6, 7, 8]
 
 
-def test_kept_frames_are_kept_beyond_the_bound(folder: Path, disk: Disk) -> None:
+def test_kept_frames_may_exceed_the_bound(folder: Path, disk: Disk) -> None:
     store = Store(folder, spill_bytes=1)
     disk.free = 0
     append(store, 0, 1, 2, keep=True)
@@ -371,7 +369,7 @@ def test_kept_frames_are_kept_beyond_the_bound(folder: Path, disk: Disk) -> None
     assert store.pending_bytes == 0
 
 
-def test_frames_in_memory_that_are_being_delivered_are_not_dropped(folder: Path, disk: Disk) -> None:
+def test_frames_in_memory_being_delivered_are_not_dropped(folder: Path, disk: Disk) -> None:
     store = Store(folder, spill_bytes=3 * 204)
     disk.free = 0
     append(store, 0, 1, 2)
@@ -384,7 +382,7 @@ def test_frames_in_memory_that_are_being_delivered_are_not_dropped(folder: Path,
     assert store.pending_bytes == 0
 
 
-def test_a_full_disk_notes_what_was_delivered_once_there_is_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_noted_once_a_full_disk_has_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_SEGMENT_BYTES", SIZE)
     store = Store(folder)
     append(store, 0, 1)
@@ -404,7 +402,7 @@ def test_a_full_disk_notes_what_was_delivered_once_there_is_room(folder: Path, m
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_only_this_user_may_read_what_is_staged(folder: Path) -> None:
+def test_only_this_user_can_read_staged_data(folder: Path) -> None:
     store = Store(folder)
     append(store, 0)
     append(store, 1, keep=True)
@@ -415,7 +413,7 @@ def test_only_this_user_may_read_what_is_staged(folder: Path) -> None:
     assert [stat.S_IMODE((folder / name).stat().st_mode) for name in files(folder)] == [0o600, 0o600]
 
 
-def test_a_folder_is_removed_when_all_is_delivered_and_stays_otherwise(folder: Path) -> None:
+def test_a_folder_is_removed_only_when_all_is_delivered(folder: Path) -> None:
     store = Store(folder)
     append(store, 0)
     assert not store.close()
@@ -425,7 +423,7 @@ def test_a_folder_is_removed_when_all_is_delivered_and_stays_otherwise(folder: P
     assert not folder.exists()
 
 
-def test_the_claim_is_given_up_with_the_store(folder: Path) -> None:
+def test_closing_the_store_releases_the_claim(folder: Path) -> None:
     folder.mkdir()
     store = Store(folder, claim=Claim(folder))
     append(store, 0)
@@ -437,14 +435,14 @@ def test_the_claim_is_given_up_with_the_store(folder: Path) -> None:
     again.give_up()
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+def test_an_uncreatable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         Store(tmp_path / "file" / "staging")
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_threads_append_while_another_delivers(folder: Path) -> None:
+def test_threads_can_append_during_a_delivery(folder: Path) -> None:
     store = Store(folder)
     threads = [threading.Thread(target=append, args=(store, *range(first, first + 50))) for first in (0, 1000, 2000)]
     for thread in threads:
@@ -461,7 +459,7 @@ def test_threads_append_while_another_delivers(folder: Path) -> None:
     assert by_thread == [list(range(first, first + 50)) for first in (0, 1000, 2000)]
 
 
-def test_what_is_noted_is_plain_json(folder: Path) -> None:
+def test_notes_are_plain_json(folder: Path) -> None:
     store = Store(folder)
     append(store, 0, 1)
     deliver(store, portions=1, most_bytes=1)
@@ -503,9 +501,7 @@ def is_locked(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("above", [False, True])
-def test_a_folder_that_was_removed_is_made_again_and_what_was_in_it_is_counted(
-    claimed: tuple[Path, Claim], above: bool
-) -> None:
+def test_a_removed_folder_is_recreated_and_its_frames_counted(claimed: tuple[Path, Claim], above: bool) -> None:
     folder, claim = claimed
     manifest = (folder / "manifest.json").read_bytes()
     faults: list[OSError] = []
@@ -525,7 +521,7 @@ def test_a_folder_that_was_removed_is_made_again_and_what_was_in_it_is_counted(
     assert not folder.exists()
 
 
-def test_of_what_was_being_delivered_when_the_folder_was_removed_nothing_is_counted(folder: Path) -> None:
+def test_frames_being_delivered_when_the_folder_is_removed_do_not_count(folder: Path) -> None:
     store = Store(folder)
     append(store, 0, 1)
     portion = store.read(most_bytes=1)
@@ -537,7 +533,7 @@ def test_of_what_was_being_delivered_when_the_folder_was_removed_nothing_is_coun
     assert (store.dropped_points, store.dropped_records) == (1, 0)
 
 
-def test_behind_a_segment_that_was_removed_alone_nothing_is_lost(folder: Path) -> None:
+def test_a_removed_segment_loses_no_later_frames(folder: Path) -> None:
     store = Store(folder)
     append(store, 0, 1)
     (folder / "00000001.frames").unlink()
@@ -546,7 +542,7 @@ def test_behind_a_segment_that_was_removed_alone_nothing_is_lost(folder: Path) -
     assert (store.dropped_points, store.dropped_records) == (2, 0)
 
 
-def test_a_folder_is_not_made_again_where_others_may_write(claimed: tuple[Path, Claim]) -> None:
+def test_a_folder_is_not_recreated_in_a_world_writable_directory(claimed: tuple[Path, Claim]) -> None:
     folder, claim = claimed
     faults: list[OSError] = []
     store = Store(folder, claim=claim, on_fault=faults.append)
@@ -559,7 +555,7 @@ def test_a_folder_is_not_made_again_where_others_may_write(claimed: tuple[Path, 
     assert deliver(store) == [0]
 
 
-def test_what_comes_after_the_end_makes_no_folder(folder: Path) -> None:
+def test_appending_after_close_creates_no_folder(folder: Path) -> None:
     store = Store(folder)
     assert store.close()
     append(store, 0)
@@ -568,7 +564,9 @@ def test_what_comes_after_the_end_makes_no_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("removed", [(), ("lock",), ("manifest.json",), ("lock", "manifest.json")])
-def test_a_delivery_keeps_a_folder_from_cleaners(claimed: tuple[Path, Claim], removed: tuple[str, ...]) -> None:
+def test_a_delivery_refreshes_the_folder_against_cleaners(
+    claimed: tuple[Path, Claim], removed: tuple[str, ...]
+) -> None:
     folder, claim = claimed
     store = Store(folder, claim=claim)
     append(store, 0, 1)
@@ -582,7 +580,7 @@ def test_a_delivery_keeps_a_folder_from_cleaners(claimed: tuple[Path, Claim], re
     assert is_locked(folder)
 
 
-def test_there_is_a_folder_only_while_something_waits(claimed: tuple[Path, Claim]) -> None:
+def test_the_folder_exists_only_while_frames_are_pending(claimed: tuple[Path, Claim]) -> None:
     folder, claim = claimed
     store = Store(folder, claim=claim)
     store.vacate()
@@ -600,9 +598,7 @@ def test_there_is_a_folder_only_while_something_waits(claimed: tuple[Path, Claim
     assert store.close()
 
 
-def test_the_directory_of_all_staging_goes_with_its_last_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_staging_directory_is_removed_with_its_last_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     default = tmp_path / "ncclsafe-0" / "logs"
     monkeypatch.setattr(staging, "default_staging_dir", lambda: default)
     manifest = Manifest(logger="A", kind="files", destination="/logs", root="/logs", identity="")
@@ -616,7 +612,7 @@ def test_the_directory_of_all_staging_goes_with_its_last_folder(
     assert list(tmp_path.iterdir()) == [users]
 
 
-def test_a_directory_that_another_process_removes_just_now_is_made_again(
+def test_a_directory_removed_concurrently_is_recreated(
     claimed: tuple[Path, Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, claim = claimed
@@ -636,7 +632,7 @@ def test_a_directory_that_another_process_removes_just_now_is_made_again(
     assert is_locked(folder)
 
 
-def test_a_lock_that_another_process_has_created_meanwhile_is_left_to_it(claimed: tuple[Path, Claim]) -> None:
+def test_a_lock_created_by_another_process_is_respected(claimed: tuple[Path, Claim]) -> None:
     folder, claim = claimed
     (folder / "lock").unlink()
     with locked_by_another(folder), pytest.raises(OSError, match="unavailable"):
@@ -668,7 +664,7 @@ def can_be_claimed(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_of_a_store_that_is_closed_no_claim_is_remembered(claimed: tuple[Path, Claim], is_empty: bool) -> None:
+def test_a_closed_store_keeps_no_claim(claimed: tuple[Path, Claim], is_empty: bool) -> None:
     folder, claim = claimed
     store = Store(folder, claim=claim)
     append(store, *([] if is_empty else [0]))
@@ -676,7 +672,7 @@ def test_of_a_store_that_is_closed_no_claim_is_remembered(claimed: tuple[Path, C
     assert can_be_claimed(folder)
 
 
-def test_of_a_store_that_cannot_be_made_no_claim_is_remembered(
+def test_a_store_that_fails_to_open_keeps_no_claim(
     claimed: tuple[Path, Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, claim = claimed

@@ -38,7 +38,7 @@ def walk(length: int, seed: int) -> list[float]:
     return values
 
 
-def test_by_default_everything_goes_through_as_it_is() -> None:
+def test_by_default_everything_passes_unchanged() -> None:
     thinner = Thinner()
     for step in range(100):
         one = scalars(step, loss=1.0, acc=2.0)
@@ -51,7 +51,7 @@ def test_by_default_everything_goes_through_as_it_is() -> None:
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 2.5, 10.0])
 @pytest.mark.parametrize("logged_per_s", [0.2, 3.0, 97.0])
-def test_a_tag_has_at_most_so_many_points_in_a_second_on_average(rate: float, logged_per_s: float) -> None:
+def test_a_tag_keeps_its_average_rate_limit(rate: float, logged_per_s: float) -> None:
     thinner, seconds, left = Thinner(rate), 200, []
     steps = int(seconds * logged_per_s)
     for step in range(steps):
@@ -68,7 +68,7 @@ def test_a_tag_has_at_most_so_many_points_in_a_second_on_average(rate: float, lo
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_each_window_leaves_its_smallest_largest_and_last_with_their_own_steps(seed: int) -> None:
+def test_each_window_keeps_its_minimum_maximum_and_last_point(seed: int) -> None:
     thinner, left = Thinner(3.0), []
     log = list(enumerate(walk(1000, seed)))
     for step, value in log:
@@ -82,7 +82,7 @@ def test_each_window_leaves_its_smallest_largest_and_last_with_their_own_steps(s
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("coarseness", "window"), [(1, 6), (2, 12), (3, 24)])
-def test_coarser_is_twice_as_long_a_window(seed: int, coarseness: int, window: int) -> None:
+def test_each_coarseness_level_doubles_the_window(seed: int, coarseness: int, window: int) -> None:
     thinner, left = Thinner(), []
     thinner.coarseness = coarseness
     log = list(enumerate(walk(10 * window, seed)))
@@ -93,7 +93,7 @@ def test_coarser_is_twice_as_long_a_window(seed: int, coarseness: int, window: i
     assert len(left) <= len(log) * 3 // window
 
 
-def test_what_stays_keeps_the_time_of_its_call() -> None:
+def test_kept_points_keep_their_call_time() -> None:
     thinner = Thinner()
     thinner.coarseness = 1
     left = [one for step in range(6) for one in thinner.offer(scalars(step, loss=float(step)), now=0.0)]
@@ -107,7 +107,7 @@ def test_points_of_one_call_stay_together() -> None:
     assert left == [scalars(0, up=0, down=0), scalars(5, up=5, down=-5)]
 
 
-def test_what_is_left_is_in_the_order_of_arrival() -> None:
+def test_kept_points_stay_in_order_of_arrival() -> None:
     thinner, chance = Thinner(5.0), random.Random(0)
     for step in range(300):
         tags = chance.sample("abcdef", 3)
@@ -118,7 +118,7 @@ def test_what_is_left_is_in_the_order_of_arrival() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_point_is_left_twice_and_none_goes_uncounted(seed: int) -> None:
+def test_every_point_is_kept_once_or_counted(seed: int) -> None:
     thinner, chance, given, left = Thinner(7.0), random.Random(seed), 0, []
     for step in range(500):
         thinner.coarseness = chance.choice([0, 0, 1, 2])
@@ -144,7 +144,7 @@ def test_no_point_is_left_twice_and_none_goes_uncounted(seed: int) -> None:
         ([10**400, -(10**400), 0, 0, 0, 0], [0, 1, 5]),
     ],
 )
-def test_a_nan_is_seen(values: list[float], steps: list[int]) -> None:
+def test_a_nan_is_kept(values: list[float], steps: list[int]) -> None:
     thinner = Thinner()
     thinner.coarseness = 1
     left = [one for step, value in enumerate(values) for one in thinner.offer(scalars(step, loss=value), now=0.0)]
@@ -160,7 +160,7 @@ def test_points_wait_no_longer_than_their_window() -> None:
     assert thinner.idle
 
 
-def test_a_window_that_only_counts_is_over_after_a_while_too() -> None:
+def test_a_count_based_window_also_expires() -> None:
     thinner = Thinner()
     thinner.coarseness = 2
     assert thinner.offer(scalars(0, loss=1.0), now=0.0) == []
@@ -168,7 +168,7 @@ def test_a_window_that_only_counts_is_over_after_a_while_too() -> None:
     assert thinner.due(2.0) == [scalars(0, loss=1.0)]
 
 
-def test_a_thinner_that_becomes_fine_again_keeps_the_order_of_a_tag() -> None:
+def test_reducing_coarseness_keeps_the_order_of_a_tag() -> None:
     thinner = Thinner()
     thinner.coarseness = 1
     left = thinner.offer(scalars(0, loss=5.0), now=0.0)
@@ -178,7 +178,7 @@ def test_a_thinner_that_becomes_fine_again_keeps_the_order_of_a_tag() -> None:
     assert points(left) == [(0, 5.0), (1, 1.0), (2, 2.0), (3, 3.0)]
 
 
-def test_steps_need_not_be_known() -> None:
+def test_steps_may_be_missing() -> None:
     thinner = Thinner()
     thinner.coarseness = 1
     for value in range(6):

@@ -84,7 +84,7 @@ def test_nothing_is_printed_about_healthy_hosts(tmp_path: Path) -> None:
     assert ranks.said == [] and [*tmp_path.iterdir()] == []
 
 
-def test_what_differs_is_printed_once_with_a_report(tmp_path: Path) -> None:
+def test_a_difference_is_printed_once_with_a_report(tmp_path: Path) -> None:
     ranks = job(tmp_path, HEALTHY, PreflightFacts(versions={"torch": "2.9.1"}))
     ranks.run()
     (text,) = ranks.said
@@ -94,7 +94,7 @@ def test_what_differs_is_printed_once_with_a_report(tmp_path: Path) -> None:
     assert folder.name.endswith("Z-incident-1")
 
 
-def test_the_next_call_of_a_program_prints_only_what_is_new_and_is_refused_all_the_same(tmp_path: Path) -> None:
+def test_a_second_call_prints_only_new_problems_and_still_raises(tmp_path: Path) -> None:
     told: set[Any] = set()
     other = DirectoryFacts(role="checkpoints", path="/checkpoints", problem="Permission denied")
     said = []
@@ -109,29 +109,29 @@ def test_the_next_call_of_a_program_prints_only_what_is_new_and_is_refused_all_t
         assert isinstance(refused[0], HostPreflightError) and "/logs" in str(refused[0])
 
 
-def test_a_problem_that_the_run_would_fail_of_raises_on_all_ranks(tmp_path: Path) -> None:
+def test_a_fatal_problem_raises_on_all_ranks(tmp_path: Path) -> None:
     ranks = job(tmp_path, PreflightFacts(directories=(UNUSABLE,)), HEALTHY, on_problem="raise")
     errors = ranks.run()
     assert all(isinstance(error, HostPreflightError) for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert "unusable-directory" in str(errors[1]) and "Permission denied" in str(errors[1])
     assert [finding.rule for finding in errors[1].findings] == ["unusable-directory"]
-    assert ranks.said == [], "who raises need not say it, too"
+    assert ranks.said == [], "the error makes a printed message unnecessary"
 
 
-def test_what_only_slows_down_does_not_raise(tmp_path: Path) -> None:
+def test_a_slowdown_does_not_raise(tmp_path: Path) -> None:
     swaps = PreflightFacts(swap=SwapFacts(total_bytes=10**9, used_bytes=10**9, swapped_out_bytes=10**8))
     ranks = job(tmp_path, swaps, HEALTHY, on_problem="raise")
     assert all(agreed.complete for agreed in ranks.run())
     assert "swap-in-use" in ranks.said[0]
 
 
-def test_an_examination_that_fails_is_reported_as_missing_and_does_no_harm(tmp_path: Path) -> None:
+def test_a_failing_check_does_not_fail_the_run(tmp_path: Path) -> None:
     ranks = Job([lambda: HEALTHY, lambda: 1 / 0], "raise", tmp_path)  # type: ignore[list-item,return-value]
     assert all(agreed.complete for agreed in ranks.run())
 
 
-def test_a_look_that_takes_too_long_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_check_does_not_delay_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "LOOK_S", -0.9)
     gate = threading.Event()
 
@@ -146,7 +146,7 @@ def test_a_look_that_takes_too_long_is_not_waited_for(tmp_path: Path, monkeypatc
         gate.set()
 
 
-def test_clocks_are_compared_with_that_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_are_compared_with_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = job(tmp_path, HEALTHY, HEALTHY)
     ranks.run()
     zero, one = (rank._found for rank in ranks.ranks)
@@ -156,7 +156,7 @@ def test_clocks_are_compared_with_that_of_rank_0(tmp_path: Path, monkeypatch: py
     assert -one.clock_error_s <= one.clock_offset_s < 1
 
 
-def test_what_loaders_need_is_compared_once_it_is_known_and_nothing_is_printed_twice(tmp_path: Path) -> None:
+def test_loader_needs_are_compared_later_without_repeating_findings(tmp_path: Path) -> None:
     limited = PreflightFacts(versions={"torch": "2.9.1"}, open_files_limit=1024, open_files=10)
     ranks = job(tmp_path, PreflightFacts(versions={"torch": "2.13.0"}, open_files_limit=1024, open_files=10), limited)
     ranks.run()
@@ -189,11 +189,11 @@ def test_what_loaders_need_is_compared_once_it_is_known_and_nothing_is_printed_t
         ({"RANK": "x", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}, Launched()),
     ],
 )
-def test_launchers_say_which_rank_this_is(environment: dict[str, str], expected: Launched) -> None:
+def test_the_rank_comes_from_the_launchers_environment(environment: dict[str, str], expected: Launched) -> None:
     assert launched(environment) == expected
 
 
-def test_the_command_looks_at_this_host(
+def test_the_command_checks_this_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
@@ -204,13 +204,13 @@ def test_the_command_looks_at_this_host(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_the_command_fails_where_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_fails_if_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["preflight", "--log-dir", str(tmp_path / "file")]) == 1
     assert "unusable-directory" in capsys.readouterr().out
 
 
-def test_ranks_of_a_launcher_find_each_other_and_one_of_them_speaks(warm: Warm, tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_meet_and_one_prints(warm: Warm, tmp_path: Path) -> None:
     program = tmp_path / "command.py"
     program.write_text("import sys\nfrom lightning_ncclsafe.cli import main\nsys.exit(main(sys.argv[1:]))\n")
     envs = [{**env, "RANK": env["LOCAL_RANK"], "NCCL_TIMEOUT": "3"} for env in ranks_of(2)]
@@ -219,7 +219,7 @@ def test_ranks_of_a_launcher_find_each_other_and_one_of_them_speaks(warm: Warm, 
     assert output.count("ignored-settings") == 1 and "Ranks 0-1" in output and "NCCL_TIMEOUT" in output
 
 
-def test_a_rank_that_reaches_no_other_prints_that(
+def test_a_rank_that_reaches_no_other_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning_ncclsafe._torch import stores
@@ -239,7 +239,7 @@ def test_a_rank_that_reaches_no_other_prints_that(
     assert within_s == [5.0, 1.5, 86_400.0], "half of it, as torch tries twice"
 
 
-def test_a_host_that_is_not_reached_is_reported_in_one_line(tmp_path: Path) -> None:
+def test_an_unreachable_host_is_reported_in_one_line(tmp_path: Path) -> None:
     job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     command = [sys.executable, "-c", "import sys; from lightning_ncclsafe.cli import main; sys.exit(main())"]
     command += ["preflight", "--log-dir", str(tmp_path), "--timeout", "0.2"]
@@ -250,13 +250,13 @@ def test_a_host_that_is_not_reached_is_reported_in_one_line(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("port", ["99999999", "65536", "0", "-1", "abc"])
-def test_an_invalid_port_is_one_error(port: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_an_invalid_port_is_a_single_error(port: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     assert main(["preflight"]) == 2
     said = f"error: MASTER_PORT={port} is not a port; set it to a number from 1 to 65535, the same on all ranks\n"
     assert capsys.readouterr().err == said
-    assert launched({"MASTER_ADDR": "a", "MASTER_PORT": port}) == Launched(), "no launcher, nobody to be reached"
+    assert launched({"MASTER_ADDR": "a", "MASTER_PORT": port}) == Launched(), "without a launcher no peers"
 
 
 @pytest.mark.parametrize("option", ["--workers=-5", "--timeout=0"])
@@ -266,7 +266,7 @@ def test_numbers_out_of_range_are_refused(option: str, capsys: pytest.CaptureFix
     assert ended.value.code == 2 and "does not conform to restriction v>" in capsys.readouterr().err
 
 
-def test_an_interface_that_is_not_there_is_an_error_on_a_single_host(
+def test_a_missing_interface_is_an_error_on_a_single_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope")

@@ -19,7 +19,7 @@ class Files(Dataset[Any]):
         raise AssertionError("nothing is read")
 
 
-def test_a_model_takes_its_parameters_its_gradients_and_their_buckets() -> None:
+def test_a_model_needs_memory_for_parameters_gradients_and_buckets() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.BatchNorm1d(10))
     model[0].weight.requires_grad_(False)
     load = model_load(model)
@@ -30,12 +30,12 @@ def test_a_model_takes_its_parameters_its_gradients_and_their_buckets() -> None:
     assert load.omp_threads == torch.get_num_threads()
 
 
-def test_a_model_that_is_not_made_yet_is_not_known() -> None:
+def test_an_unbuilt_model_has_an_unknown_size() -> None:
     assert model_load(None) == LoadFacts(omp_threads=torch.get_num_threads())
     assert model_load(torch.nn.LazyLinear(3)).parameter_bytes is None
 
 
-def test_loaders_that_live_at_the_same_time_add_up() -> None:
+def test_loads_of_concurrent_loaders_add_up() -> None:
     rows = TensorDataset(torch.zeros(100, 8), torch.zeros(100, dtype=torch.int64))
     loaders = [
         DataLoader(Subset(rows, range(50)), batch_size=16, num_workers=2, prefetch_factor=5),
@@ -45,6 +45,6 @@ def test_loaders_that_live_at_the_same_time_add_up() -> None:
     assert loaders_load(loaders) == LoadFacts(loader_workers=3, batches_in_flight=12, batch_bytes=16 * (8 * 4 + 8))
 
 
-def test_data_that_would_have_to_be_read_is_not() -> None:
+def test_data_is_not_read_to_find_its_size() -> None:
     load = loaders_load([DataLoader(Files(), batch_size=4, num_workers=1)])
     assert (load.loader_workers, load.batches_in_flight, load.batch_bytes) == (1, 2, None)

@@ -36,7 +36,7 @@ def released() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_this_host(tmp_path: Path) -> None:
+def test_facts_of_this_host_are_complete(tmp_path: Path) -> None:
     load = LoadFacts(loader_workers=4)
     facts = look(tmp_path, load=load)
     assert facts.missing == () and facts.load == load and not facts.is_cuda and facts.gpu is None
@@ -50,7 +50,7 @@ def test_this_host(tmp_path: Path) -> None:
     assert decode(PreflightFacts, encode(facts)) == facts
 
 
-def test_the_gpu_is_asked_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_queried_only_with_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(module, "gpu_facts", lambda place: asked.append(place) or GPU)
     facts = look(tmp_path, is_cuda=True, local_rank=1)
@@ -74,7 +74,7 @@ PARTS = {
 }
 
 
-def test_every_part_may_fail_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_may_fail_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise psutil.AccessDenied(4711)
 
@@ -92,7 +92,7 @@ def test_every_part_may_fail_for_itself(tmp_path: Path, monkeypatch: pytest.Monk
         assert told | {"settings"} == (set(PARTS.values()) | {"settings"}) - ({part} - {"versions", "settings"})
 
 
-def test_a_part_that_hangs_is_named_and_the_others_are_returned(
+def test_a_hanging_part_is_named_and_the_others_are_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
     monkeypatch.setattr(module, "network_facts", lambda is_cuda: released.wait())
@@ -105,7 +105,7 @@ def test_a_part_that_hangs_is_named_and_the_others_are_returned(
     assert facts.network == PreflightFacts().network and facts.capacity.machine and facts.directories
 
 
-def test_a_host_that_shows_nothing_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_refuses_everything_is_handled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
@@ -118,15 +118,15 @@ def test_a_host_that_shows_nothing_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     assert facts.open_files is not None and facts.open_files > 0
 
 
-def test_parts_run_at_the_same_time_and_are_returned_in_order(released: threading.Event) -> None:
-    """Each waits for the other."""
+def test_parts_run_concurrently_and_are_returned_in_order(released: threading.Event) -> None:
+    """Each part waits for the other."""
     together = threading.Barrier(2, timeout=10)
     found, missing = run_parts({"a": together.wait, "b": together.wait, "c": lambda: None, "d": lambda: 1 / 0}, 10)
     assert sorted(found) == ["a", "b"]
     assert missing == ["d: ZeroDivisionError: division by zero"]
 
 
-def test_an_unlimited_number_of_open_files_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlimited_open_files_give_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert open_files_limit() is None
 
@@ -142,7 +142,7 @@ def test_open_files_are_counted_with_and_without_psutil(monkeypatch: pytest.Monk
         os.close(file)
 
 
-def test_settings_that_matter_and_no_others() -> None:
+def test_only_relevant_settings_are_collected() -> None:
     matter = {
         "NCCL_DEBUG": "INFO",
         "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -169,12 +169,12 @@ def test_settings_that_matter_and_no_others() -> None:
     assert seen == matter and list(seen) == sorted(matter)
 
 
-def test_long_values_are_cut() -> None:
+def test_long_values_are_truncated() -> None:
     assert environment.settings_seen({"NCCL_X": "a" * 500}) == {"NCCL_X": "a" * 200}
 
 
-def test_versions_of_packages_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's and CUDA's packages are not there in a build for the processor; torch's version is the same."""
+def test_package_versions_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU builds come without the NCCL and CUDA packages; torch's version is the same."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     by_packages = environment.versions_seen()
     monkeypatch.undo()
@@ -191,7 +191,7 @@ def test_versions_of_packages_are_those_of_torch(monkeypatch: pytest.MonkeyPatch
     assert (versions.pop("nccl"), versions.pop("cuda"), list(versions)) == ("2.27.3", "12.8", ["python"])
 
 
-def test_looking_imports_neither_torch_nor_lightning() -> None:
+def test_the_probe_imports_neither_torch_nor_lightning() -> None:
     text = (
         "import sys\nfrom lightning_ncclsafe.preflight.probe import preflight_facts, LoadFacts\n"
         "preflight_facts(directories={}, load=LoadFacts(), local_rank=0, is_cuda=True)\n"
@@ -201,7 +201,7 @@ def test_looking_imports_neither_torch_nor_lightning() -> None:
     assert done.stdout == "\n"
 
 
-def test_settings_are_those_of_the_environment_that_is_given(tmp_path: Path) -> None:
+def test_settings_come_from_the_given_environment(tmp_path: Path) -> None:
     found = look(tmp_path, environment={"NCCL_DEBUG": "INFO", "HOME": "/root"})
     assert found.settings == {"NCCL_DEBUG": "INFO"}
 
@@ -225,7 +225,7 @@ CALL: dict[str, Any] = {"directories": {"logs": "/logs"}, "load": LoadFacts(), "
         (FULL, 1.0, {}, 2),
     ],
 )
-def test_the_next_call_of_the_trainer_knows_the_host(
+def test_the_next_trainer_call_reuses_recent_facts(
     monkeypatch: pytest.MonkeyPatch, found: PreflightFacts, after_s: float, changed: dict[str, Any], looks: int
 ) -> None:
     now, asked = [0.0], list[Any]()

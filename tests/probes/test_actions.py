@@ -15,7 +15,7 @@ def names(tracker: ActionTracker) -> list[str]:
     return [action.name for action in tracker.actions()]
 
 
-def test_whether_it_is_in_an_action_at_any_depth() -> None:
+def test_is_in_finds_an_action_at_any_depth() -> None:
     tracker = ActionTracker()
     with tracker.action("save_checkpoint"), tracker.action("barrier:x"):
         assert tracker.is_in("save_checkpoint")
@@ -32,7 +32,7 @@ def test_actions_nest_and_the_last_to_end_is_known() -> None:
     assert (names(tracker), tracker.last_action) == ([], "epoch")
 
 
-def test_the_duration_of_an_action_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_action_has_its_own_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("lightning_ncclsafe.probes.trainer.actions.monotonic", lambda: now)
     tracker = ActionTracker()
@@ -43,7 +43,7 @@ def test_the_duration_of_an_action_is_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert [action.for_s for action in tracker.actions()] == [3.5, 0.5]
 
 
-def test_transitions_move_with_everything_that_begins_or_ends() -> None:
+def test_transitions_change_with_every_start_and_end() -> None:
     tracker = ActionTracker()
     seen = [tracker.transitions]
     for act in (tracker.enter, tracker.enter, tracker.leave, tracker.leave):
@@ -52,7 +52,7 @@ def test_transitions_move_with_everything_that_begins_or_ends() -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_an_action_that_an_exception_leaves_ends() -> None:
+def test_an_exception_ends_the_action() -> None:
     tracker = ActionTracker()
     with pytest.raises(KeyError), tracker.action("epoch"):
         tracker.enter("step")  # with start() and stop(), as user code may, and no stop() on the way of an exception
@@ -62,7 +62,7 @@ def test_an_action_that_an_exception_leaves_ends() -> None:
     assert tracker.last_action == "epoch"
 
 
-def test_of_equal_names_the_innermost_ends() -> None:
+def test_the_innermost_of_equal_names_ends() -> None:
     tracker = ActionTracker()
     for name in ("run", "step", "run", "forward"):
         tracker.enter(name)
@@ -70,14 +70,14 @@ def test_of_equal_names_the_innermost_ends() -> None:
     assert names(tracker) == ["run", "step"]
 
 
-def test_an_end_without_a_beginning_changes_nothing_else() -> None:
+def test_an_end_without_a_start_changes_nothing_else() -> None:
     tracker = ActionTracker()
     tracker.enter("epoch")
     tracker.leave("never begun")
     assert names(tracker) == ["epoch"]
 
 
-def test_other_threads_are_not_the_training() -> None:
+def test_other_threads_are_ignored() -> None:
     tracker = ActionTracker()
     tracker.enter("epoch")
     before = tracker.transitions
@@ -111,7 +111,7 @@ class OwnProfile(Profiler):
 
 
 @pytest.mark.parametrize("kind", [PassThroughProfiler, SimpleProfiler, OwnProfile])
-def test_an_attached_tracker_hears_all_and_leaves_the_profiler_as_it_was(kind: type[Profiler]) -> None:
+def test_an_attached_tracker_follows_all_and_restores_the_profiler(kind: type[Profiler]) -> None:
     profiler, tracker = kind(), ActionTracker()
     before = dict(vars(profiler))
     tracker.attach(profiler)
@@ -132,7 +132,7 @@ def test_an_attached_tracker_hears_all_and_leaves_the_profiler_as_it_was(kind: t
     assert tracker.transitions == heard
 
 
-def test_a_profile_that_raises_ends_for_both() -> None:
+def test_an_exception_in_profile_ends_the_action_for_both() -> None:
     profiler, tracker = OwnProfile(), ActionTracker()
     tracker.attach(profiler)
     with pytest.raises(KeyError), profiler.profile("epoch"):
@@ -149,7 +149,7 @@ def test_the_exception_in_a_profiled_hook_is_not_swallowed() -> None:
 
 
 @pytest.mark.parametrize("kind", [PassThroughProfiler, SimpleProfiler])
-def test_an_action_that_raises_is_told_and_no_other(kind: type[Profiler]) -> None:
+def test_only_a_failing_action_is_reported(kind: type[Profiler]) -> None:
     profiler, tracker = kind(), ActionTracker()
     told: list[tuple[str, str]] = []
     tracker.on_failed = lambda name, error: told.append((name, str(error)))
@@ -177,7 +177,7 @@ def test_the_users_profiler_still_records_its_durations() -> None:
     assert not profiler.current_actions
 
 
-def test_attributes_of_an_instance_are_put_back() -> None:
+def test_instance_attributes_are_restored() -> None:
     profiler, tracker = PassThroughProfiler(), ActionTracker()
     started: list[str] = []
     profiler.start = own = started.append  # type: ignore[method-assign]
@@ -190,7 +190,7 @@ def test_attributes_of_an_instance_are_put_back() -> None:
     assert "stop" not in vars(profiler)
 
 
-def test_detach_may_come_twice_or_without_attach() -> None:
+def test_detach_works_twice_or_without_attach() -> None:
     tracker = ActionTracker()
     tracker.detach()
     profiler = PassThroughProfiler()

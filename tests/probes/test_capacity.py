@@ -27,14 +27,14 @@ def nowhere(tmp_path: Path) -> ControlGroups:
     return ControlGroups(tmp_path / "none", tmp_path / "neither")
 
 
-def test_this_host() -> None:
+def test_this_host_has_cores_and_memory() -> None:
     facts = capacity()
     assert facts.machine and facts.cpus == tuple(sorted(os.sched_getaffinity(0)))
     assert facts.memory_total_bytes and facts.memory_available_bytes
     assert 0 < facts.memory_available_bytes <= facts.memory_total_bytes
 
 
-def test_groups_are_told_with_all_above(tmp_path: Path) -> None:
+def test_parent_groups_are_included(tmp_path: Path) -> None:
     for group, cores, limit, used in (("a/b", "200000", 500, 100), ("a", "300000", 900, 700)):
         folder = tmp_path / "cgroup" / group
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def test_groups_are_told_with_all_above(tmp_path: Path) -> None:
     assert facts.quota_group in facts.quotas and facts.memory_group in facts.memory_left_bytes
 
 
-def test_shared_memory_is_what_this_user_may_have(nowhere: ControlGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_counts_what_this_user_can_use(nowhere: ControlGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(os, "statvfs", lambda path: asked.append(path) or Stat(16384, 1000, 4096))
     facts = capacity(nowhere, shm="/shared")
@@ -61,17 +61,17 @@ def test_shared_memory_is_what_this_user_may_have(nowhere: ControlGroups, monkey
 
 
 @pytest.mark.parametrize(("text", "cpus_per_task"), [("8", 8), ("", None), ("8(x2)", None), (None, None)])
-def test_slurms_word_is_kept_where_it_is_a_number(nowhere: ControlGroups, text: str | None, cpus_per_task: int) -> None:
+def test_the_slurm_cpu_count_is_kept_if_numeric(nowhere: ControlGroups, text: str | None, cpus_per_task: int) -> None:
     environment = {} if text is None else {"SLURM_CPUS_PER_TASK": text}
     assert capacity(nowhere, environment=environment).slurm_cpus_per_task == cpus_per_task
 
 
-def test_the_mask_decides_which_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_affinity_mask_gives_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {9, 1, 4})
     assert cpus() == (1, 4, 9)
 
 
-def test_without_masks_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_mask_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: [3, 2])
     assert cpus() == (2, 3)
@@ -91,7 +91,7 @@ def test_without_masks_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"RLIMIT_DATA": 150}, 0),
     ],
 )
-def test_the_process_limit_is_what_is_left(
+def test_the_process_limit_counts_what_is_left(
     limits: dict[str, int], left: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = {getattr(resource, name): (limit, limit) for name, limit in limits.items()}
@@ -100,7 +100,7 @@ def test_the_process_limit_is_what_is_left(
     assert process_limit_bytes() == left
 
 
-def test_files_that_are_open_already_are_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_already_open_files_are_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024 if which == resource.RLIMIT_NOFILE else -1, -1))
     monkeypatch.setattr(psutil.Process, "num_fds", lambda self: 24, raising=False)
     assert capacity().open_files_left == 1000
@@ -108,7 +108,9 @@ def test_files_that_are_open_already_are_not_left(monkeypatch: pytest.MonkeyPatc
     assert capacity().open_files_left is None
 
 
-def test_a_host_that_tells_nothing(nowhere: ControlGroups, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_host_without_any_information_is_handled(
+    nowhere: ControlGroups, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("virtual_memory", "Process"):
         monkeypatch.setattr(psutil, name, refuse)
     for name in ("sched_getaffinity", "statvfs"):
@@ -119,7 +121,7 @@ def test_a_host_that_tells_nothing(nowhere: ControlGroups, monkeypatch: pytest.M
     assert capacity(nowhere, environment={}) == module.Capacity(machine="node7")
 
 
-def test_hosts_are_told_apart_by_their_boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hosts_are_identified_by_their_boot_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = tmp_path / "boot_id"
     told.write_text("6d0c-11\n")
     assert host_boot_id(told) == "6d0c-11"

@@ -42,7 +42,7 @@ def line_of(mark: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# <- {mark}"))
 
 
-def test_what_is_logged_while_it_is_handled(watch: CaughtExceptions) -> None:
+def test_an_exception_logged_while_handled_is_noted(watch: CaughtExceptions) -> None:
     def upload() -> None:
         raise OSError(28, "No space left on device")  # <- upload
 
@@ -57,7 +57,7 @@ def test_what_is_logged_while_it_is_handled(watch: CaughtExceptions) -> None:
     assert not found.is_held and not found.thread and not found.passed and not found.is_consequence
 
 
-def test_one_that_is_given_to_the_log_later(watch: CaughtExceptions) -> None:
+def test_an_exception_logged_later_with_exc_info_is_noted(watch: CaughtExceptions) -> None:
     kept: Exception | None = None
     try:
         raise KeyError("lr")
@@ -67,7 +67,7 @@ def test_one_that_is_given_to_the_log_later(watch: CaughtExceptions) -> None:
     assert only(watch).type == "KeyError"
 
 
-def test_what_is_not_logged_or_no_error_leaves_nothing(watch: CaughtExceptions) -> None:
+def test_unlogged_exceptions_and_non_errors_are_ignored(watch: CaughtExceptions) -> None:
     with suppress(KeyError):
         raise KeyError("miss")
     try:
@@ -82,7 +82,7 @@ def test_what_is_not_logged_or_no_error_leaves_nothing(watch: CaughtExceptions) 
     assert watch.facts(0.0) == ()
 
 
-def test_those_that_are_alike_are_one_and_the_ring_is_bounded(watch: CaughtExceptions) -> None:
+def test_similar_exceptions_are_merged_and_the_ring_is_bounded(watch: CaughtExceptions) -> None:
     for attempt in range(40):
         try:
             raise TimeoutError(f"attempt {attempt}")
@@ -102,7 +102,7 @@ def raised(error: Exception) -> Exception:
         return same
 
 
-def test_what_comes_out_of_a_collective_is_known_by_its_name(watch: CaughtExceptions) -> None:
+def test_an_exception_from_a_collective_has_its_name(watch: CaughtExceptions) -> None:
     """As torch.distributed logs it, within its own ``except``."""
     collective = foreign(
         "def all_reduce(logger):\n"
@@ -127,7 +127,7 @@ def foreign(source: str) -> dict[str, Any]:
     return names
 
 
-def test_what_a_library_does_with_its_own_is_nobodys_business(watch: CaughtExceptions) -> None:
+def test_exceptions_handled_inside_a_library_are_ignored(watch: CaughtExceptions) -> None:
     library = foreign(
         "def get(logger):\n"
         "    try:\n"
@@ -139,7 +139,7 @@ def test_what_a_library_does_with_its_own_is_nobodys_business(watch: CaughtExcep
     assert watch.facts(0.0) == ()
 
 
-def test_one_that_leaves_several_actions_is_one(watch: CaughtExceptions) -> None:
+def test_an_exception_that_leaves_several_actions_counts_once(watch: CaughtExceptions) -> None:
     def step() -> None:
         try:
             raise ValueError("no faces")
@@ -159,7 +159,9 @@ def end(thread: threading.Thread) -> None:
     thread.join()
 
 
-def test_what_ends_a_thread_is_seen_and_still_printed(watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_that_ends_a_thread_is_noted_and_still_printed(
+    watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed: list[Any] = []
 
     def feed() -> None:
@@ -174,16 +176,14 @@ def test_what_ends_a_thread_is_seen_and_still_printed(watch: CaughtExceptions, m
     assert [told.exc_type for told in printed] == [KeyError]
 
 
-def test_a_thread_that_leaves_by_sys_exit_has_ended_too(
-    watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_calls_sys_exit_is_noted(watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(threading, "excepthook", partial(watch._thread_ended, watch._begun, lambda told: None))
         end(threading.Thread(target=sys.exit, name="feeder"))
     assert only(watch).type == "SystemExit"
 
 
-def test_what_is_handled_while_ranks_are_asked(watch: CaughtExceptions) -> None:
+def test_an_exception_being_handled_is_marked_as_held(watch: CaughtExceptions) -> None:
     found: list[tuple[CaughtException, ...]] = []
     asker = threading.Thread(target=lambda: found.append(watch.facts(30.0)))
     try:
@@ -197,8 +197,8 @@ def test_what_is_handled_while_ranks_are_asked(watch: CaughtExceptions) -> None:
     assert not only(watch).is_held
 
 
-def test_what_goes_up_through_lightning_is_not_caught_so_far(watch: CaughtExceptions) -> None:
-    """Peers may ask at the very moment at which a rank fails."""
+def test_an_exception_passing_through_lightning_is_not_caught_yet(watch: CaughtExceptions) -> None:
+    """Peers may ask at the very moment a rank fails."""
     found: list[tuple[CaughtException, ...]] = []
     lightning = foreign(
         "def call(step, ask):\n"
@@ -226,7 +226,7 @@ def test_what_goes_up_through_lightning_is_not_caught_so_far(watch: CaughtExcept
     assert only(watch).type == "ValueError"
 
 
-def test_one_whose_place_in_memory_another_has_got_was_caught(
+def test_an_exception_whose_id_is_reused_counts_as_caught(
     watch: CaughtExceptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
@@ -239,12 +239,12 @@ def test_one_whose_place_in_memory_another_has_got_was_caught(
     assert only(watch).type == "ValueError"
 
 
-def test_what_ends_the_trainer_is_not_caught(watch: CaughtExceptions) -> None:
+def test_the_exception_that_ends_the_trainer_is_not_caught(watch: CaughtExceptions) -> None:
     watch.note(raised(ValueError("no faces")), passed="training_step")
     assert watch.facts(0.0, besides=ExceptionFacts(type="ValueError", message="no faces")) == ()
 
 
-def test_whoever_took_a_hook_over_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_replaced_by_others_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caught, "_MONITORING", None)
     watch, before = CaughtExceptions(), (threading.excepthook, logging.getLogRecordFactory())
     watch.start()
@@ -260,10 +260,8 @@ def test_whoever_took_a_hook_over_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert logging.getLogRecordFactory() is before[1]
 
 
-def test_whoever_goes_on_calling_ours_does_so_in_the_next_call_of_a_trainer_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As libraries do that trace a program; each line that was logged would have the two call each other for ever."""
+def test_wrapped_hooks_still_work_in_the_next_trainer_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing libraries wrap hooks like this; each logged line could make the two call each other forever."""
     monkeypatch.setattr(caught, "_MONITORING", None)
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
     watch, factory = CaughtExceptions(), logging.getLogRecordFactory()
@@ -287,7 +285,7 @@ def test_whoever_goes_on_calling_ours_does_so_in_the_next_call_of_a_trainer_too(
         logging.setLogRecordFactory(factory)
 
 
-def test_a_call_within_a_call_listens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_starts_install_the_hooks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caught, "_MONITORING", None)
     watch, before, started = CaughtExceptions(), threading.excepthook, []
     monkeypatch.setattr(watch._handlers, "start", lambda: started.append(True))
@@ -333,7 +331,7 @@ def module(tmp_path: Any) -> ModuleType:
     return module
 
 
-def test_only_code_that_handles_exceptions_is_looked_at(module: ModuleType) -> None:
+def test_only_code_with_handlers_is_monitored(module: ModuleType) -> None:
     lines: dict[str, frozenset[int]] = {}
     names = {code.co_name for code in caught.codes_with_handlers([module], lines)}
     assert {"lookup", "inner"} <= names and "quiet" not in names
@@ -341,9 +339,7 @@ def test_only_code_that_handles_exceptions_is_looked_at(module: ModuleType) -> N
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring")
-def test_handlers_tell_what_they_handle_and_no_more_once_it_is_usual(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frequent_handlers_are_no_longer_reported(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caught, "_own_modules", lambda: [module])
     told: list[str] = []
     watch = caught.HandlerWatch(lambda error: told.append(repr(error)))

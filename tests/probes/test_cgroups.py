@@ -59,7 +59,7 @@ def v1(tmp_path: Path) -> Tree:
     return Tree(tmp_path, "12:cpuset:/\n4:cpu,cpuacct:/slurm/job_7\n5:memory:/slurm/job_7\n1:name=systemd:/user\n")
 
 
-def test_v2_a_quota_of_the_own_group(v2: Tree) -> None:
+def test_v2_the_quota_of_the_own_group_is_read(v2: Tree) -> None:
     v2.group("slurm/job_7/step_0", cpu__max="400000 100000")
     v2.group("slurm/job_8", cpu__max="100000 100000")
     assert v2.quota() == (4.0, "/slurm/job_7/step_0")
@@ -72,14 +72,14 @@ def test_v2_a_tighter_quota_above_applies_and_is_named(v2: Tree) -> None:
     assert v2.quota() == (1.5, "/slurm")
 
 
-def test_every_quota_is_told_the_nearest_first(v2: Tree) -> None:
+def test_quotas_are_listed_nearest_first(v2: Tree) -> None:
     v2.group("slurm/job_7/step_0", cpu__max="200000 100000")
     v2.group("slurm", cpu__max="800000 100000")
     mark = f"@{os.stat(v2.cgroups).st_ino}"
     assert v2.groups().quotas() == [Quota(f"/slurm/job_7/step_0{mark}", 2.0), Quota(f"/slurm{mark}", 8.0)]
 
 
-def test_of_equal_quotas_the_uppermost_is_the_one_that_ranks_share(v2: Tree) -> None:
+def test_the_uppermost_of_equal_quotas_is_shared(v2: Tree) -> None:
     for group in ("slurm/job_7/step_0", "slurm/job_7", "slurm"):
         v2.group(group, cpu__max="200000 100000")
     assert v2.quota() == (2.0, "/slurm")
@@ -101,7 +101,7 @@ def test_of_equal_quotas_the_uppermost_is_the_one_that_ranks_share(v2: Tree) -> 
         ("200000 tor", 2.0),
     ],
 )
-def test_v2_what_a_quota_file_may_say(v2: Tree, text: str, cores: float | None) -> None:
+def test_v2_quota_files_are_parsed(v2: Tree, text: str, cores: float | None) -> None:
     v2.group("slurm/job_7", cpu__max=text)
     quota = v2.quota()
     assert (quota and quota[0]) == cores
@@ -111,18 +111,18 @@ def test_v2_what_a_quota_file_may_say(v2: Tree, text: str, cores: float | None) 
     ("quota", "period", "cores"),
     [("-1", "100000", None), ("150000", "100000", 1.5), ("20000", "10000", 2.0), ("x", "100000", None)],
 )
-def test_v1_quotas(v1: Tree, quota: str, period: str, cores: float | None) -> None:
+def test_v1_quotas_are_parsed(v1: Tree, quota: str, period: str, cores: float | None) -> None:
     v1.group("cpu,cpuacct/slurm/job_7", cpu__cfs_quota_us=quota, cpu__cfs_period_us=period)
     v1.group("cpu,cpuacct", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     assert v1.quota() == (None if cores is None else (cores, "/slurm/job_7"))
 
 
-def test_v1_co_mounted_controllers_may_have_either_name(v1: Tree) -> None:
+def test_v1_co_mounted_controllers_are_found_by_either_name(v1: Tree) -> None:
     v1.group("cpu/slurm", cpu__cfs_quota_us="300000", cpu__cfs_period_us="100000")
     assert v1.quota() == (3.0, "/slurm")
 
 
-def test_v1_the_mount_is_where_the_table_says(v1: Tree) -> None:
+def test_v1_the_mount_table_gives_the_mount_point(v1: Tree) -> None:
     v1.mounted("both", "/", "cgroup", "rw,cpuacct,cpu")
     v1.group("both/slurm/job_7", cpu__cfs_quota_us="100000", cpu__cfs_period_us="100000")
     v1.group("cpu/slurm/job_7", cpu__cfs_quota_us="900000", cpu__cfs_period_us="100000")
@@ -144,7 +144,7 @@ def test_hybrid_memory_is_v1_and_processor_time_v2(tmp_path: Path) -> None:
     assert tree.memory() == (2 * GIB, GIB, "/a")
 
 
-def test_hybrid_found_by_the_table_of_mounts(tmp_path: Path) -> None:
+def test_hybrid_is_found_by_the_mount_table(tmp_path: Path) -> None:
     tree = Tree(tmp_path, "5:memory:/a\n0::/c\n")
     tree.mounted("memory", "/", "cgroup", "rw,memory")
     tree.mounted("two", "/", "cgroup2")
@@ -153,14 +153,14 @@ def test_hybrid_found_by_the_table_of_mounts(tmp_path: Path) -> None:
     assert tree.quota() == (7.0, "/c")
 
 
-def test_in_a_container_with_the_hosts_paths_the_root_is_the_own_group(v1: Tree) -> None:
+def test_in_a_container_with_host_paths_the_root_is_the_own_group(v1: Tree) -> None:
     v1.group("memory", memory__limit_in_bytes=str(GIB), memory__usage_in_bytes="5000")
     v1.group("cpu", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
     assert v1.memory() == (GIB, 5000, "/")
     assert v1.quota() == (0.5, "/")
 
 
-def test_in_a_container_a_group_of_its_own_is_found_below_the_mounted_one(tmp_path: Path) -> None:
+def test_in_a_container_a_subgroup_of_the_mount_is_found(tmp_path: Path) -> None:
     tree = Tree(tmp_path, "0::/docker/4f/workers\n")
     tree.mounted("", "/docker/4f", "cgroup2")
     tree.group("workers", cpu__max="100000 100000")
@@ -168,15 +168,15 @@ def test_in_a_container_a_group_of_its_own_is_found_below_the_mounted_one(tmp_pa
     assert tree.quota() == (1.0, "/workers")
 
 
-def test_a_group_outside_of_the_namespace_falls_back_to_the_root(tmp_path: Path) -> None:
+def test_a_group_outside_the_namespace_falls_back_to_the_root(tmp_path: Path) -> None:
     tree = Tree(tmp_path, "0::/../other\n")
     tree.group("", cpu__max="400000 100000")
     tree.write(tmp_path / "other" / "cpu.max", "100000 100000")
     assert tree.quota() == (4.0, "/")
 
 
-def test_groups_of_two_containers_are_told_apart(tmp_path: Path) -> None:
-    """Both see their own as the root."""
+def test_groups_of_two_containers_have_different_names(tmp_path: Path) -> None:
+    """Both containers see their own group as the root."""
     names = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -188,7 +188,7 @@ def test_groups_of_two_containers_are_told_apart(tmp_path: Path) -> None:
     assert len(set(names)) == 2
 
 
-def test_memory_the_group_with_the_least_left_counts_not_the_least_limit(v2: Tree) -> None:
+def test_memory_counts_the_least_left_and_not_the_lowest_limit(v2: Tree) -> None:
     v2.group("slurm/job_7/step_0", memory__max=str(2 * GIB), memory__current="1000")
     v2.group("slurm", memory__max=str(8 * GIB), memory__current=str(7 * GIB))
     assert v2.memory() == (8 * GIB, 7 * GIB, "/slurm")
@@ -197,13 +197,13 @@ def test_memory_the_group_with_the_least_left_counts_not_the_least_limit(v2: Tre
     assert v2.groups().hard_memory_limit_bytes() == 2 * GIB
 
 
-def test_page_cache_that_can_be_taken_back_is_not_used(v2: Tree) -> None:
+def test_reclaimable_page_cache_does_not_count_as_used(v2: Tree) -> None:
     stat = "anon 100\nfile 900\ninactive_file 600\nactive_file 300"
     v2.group("slurm", memory__max="5000", memory__current="1000", memory__stat=stat)
     assert v2.memory() == (5000, 400, "/slurm")
 
 
-def test_v1_the_page_cache_of_groups_below_counts_too(v1: Tree) -> None:
+def test_v1_the_page_cache_of_subgroups_counts_too(v1: Tree) -> None:
     v1.group(
         "memory/slurm/job_7",
         memory__limit_in_bytes="5000",
@@ -213,7 +213,7 @@ def test_v1_the_page_cache_of_groups_below_counts_too(v1: Tree) -> None:
     assert v1.memory() == (5000, 400, "/slurm/job_7")
 
 
-def test_v1_a_limit_above_what_the_container_sees_is_known(v1: Tree) -> None:
+def test_v1_a_limit_outside_the_container_is_known(v1: Tree) -> None:
     v1.group(
         "memory/slurm/job_7",
         memory__limit_in_bytes=str(V1_UNLIMITED),
@@ -223,13 +223,13 @@ def test_v1_a_limit_above_what_the_container_sees_is_known(v1: Tree) -> None:
     assert v1.memory() == (3 * GIB, 1000, "/slurm/job_7")
 
 
-def test_above_memory_high_processes_hardly_move(v2: Tree) -> None:
+def test_memory_high_counts_as_the_limit(v2: Tree) -> None:
     v2.group("slurm", memory__max="5000", memory__high="3000", memory__current="1000")
     assert v2.memory() == (3000, 1000, "/slurm")
     assert v2.groups().hard_memory_limit_bytes() == 5000
 
 
-def test_unlimited_is_no_limit(v1: Tree, tmp_path: Path) -> None:
+def test_unlimited_means_no_limit(v1: Tree, tmp_path: Path) -> None:
     v1.group("memory", memory__limit_in_bytes=str(V1_UNLIMITED), memory__usage_in_bytes="5")
     v1.group("memory/slurm", memory__max="max", memory__high="max")
     assert v1.memory() is None
@@ -260,7 +260,7 @@ def test_a_torn_table_of_groups_raises_nothing(tmp_path: Path, own: str) -> None
     assert (groups.quota(), groups.memory_limit(), groups.throttling()) == (None, None, None)
 
 
-def test_torn_files_are_no_limits(v2: Tree) -> None:
+def test_torn_files_give_no_limits(v2: Tree) -> None:
     v2.group(
         "slurm", cpu__max="\x00", memory__max="12 34", memory__current="?", memory__stat="a\nb c d\ninactive_file x"
     )
@@ -270,12 +270,12 @@ def test_torn_files_are_no_limits(v2: Tree) -> None:
     assert (groups.quota(), groups.memory_limit(), groups.throttling()) == (None, None, None)
 
 
-def test_a_file_that_is_a_folder_is_none(v2: Tree) -> None:
+def test_a_folder_in_place_of_a_file_gives_no_limit(v2: Tree) -> None:
     (v2.cgroups / "slurm" / "memory.max").mkdir(parents=True)
     assert v2.memory() is None
 
 
-def test_without_control_groups_nothing_is_told(tmp_path: Path) -> None:
+def test_without_control_groups_nothing_is_known(tmp_path: Path) -> None:
     groups = ControlGroups(tmp_path / "none", tmp_path / "neither")
     assert (groups.quotas(), groups.memory_limits(), groups.memory_files("memory.events")) == ([], [], [])
     assert groups.hard_memory_limit_bytes() is None and groups.throttling() is None
@@ -300,7 +300,7 @@ V1 = "12:cpu,cpuacct:/cpu\n5:memory,hugetlb:/jobs/run-7\n1:name=systemd:/other\n
         (V1, {"memory/jobs/run-7": V1_UNLIMITED}, None),
     ],
 )
-def test_the_limit_above_which_the_kernel_kills(
+def test_the_memory_limit_is_the_kernels_kill_limit(
     tmp_path: Path, own: str, limits: dict[str, object], limit_bytes: int | None
 ) -> None:
     tree = Tree(tmp_path, own)
@@ -319,7 +319,7 @@ def events(kills: int) -> str:
     return f"low 0\nhigh 2\nmax 19\noom 3\noom_kill {kills}\noom_group_kill 50\n"
 
 
-def test_kills_for_want_of_memory_count_from_the_probes_making(v2: Tree) -> None:
+def test_oom_kills_count_since_the_probe_was_created(v2: Tree) -> None:
     v2.group("slurm/job_7/step_0", memory__events=events(5))
     v2.write(v2.proc / "vmstat", "pgpgin 1\noom_kill 90\n")
     probe = v2.probe()
@@ -328,14 +328,14 @@ def test_kills_for_want_of_memory_count_from_the_probes_making(v2: Tree) -> None
     assert probe.read().oom_kills == 2
 
 
-def test_where_the_group_does_not_count_kills_the_host_does(v1: Tree) -> None:
+def test_oom_kills_of_the_host_count_without_a_group_counter(v1: Tree) -> None:
     v1.write(v1.proc / "vmstat", "pgpgin 1\noom_kill 4\n")
     probe = v1.probe()
     v1.write(v1.proc / "vmstat", "pgpgin 1\noom_kill 5\n")
     assert probe.read().oom_kills == 1
 
 
-def test_a_counter_that_vanishes_is_unknown_not_negative(v1: Tree) -> None:
+def test_a_vanished_counter_is_unknown_and_not_negative(v1: Tree) -> None:
     v1.write(v1.proc / "vmstat", "oom_kill 4\n")
     probe = v1.probe()
     (v1.proc / "vmstat").unlink()

@@ -52,26 +52,26 @@ def seen_during(wait: Callable[[], object], count: int = 1) -> tuple[ChildProces
     ],
     ids=["wait", "wait with a limit", "output", "os.system"],
 )
-def test_a_program_that_is_waited_for(wait: Callable[[], object]) -> None:
+def test_an_awaited_program_is_found(wait: Callable[[], object]) -> None:
     (child,) = seen_during(wait)
     assert (child.command, child.parent, child.state) == ("sleep 60", os.getpid(), "sleeping")
     assert child.wait_channel and child.age_s is not None and child.age_s < 60
 
 
-def test_what_a_shell_has_started() -> None:
+def test_a_program_started_by_an_awaited_shell_is_found() -> None:
     shell, program = seen_during(lambda: subprocess.run(["sh", "-c", "sleep 60; true"], check=False), 2)
     assert shell.command == "sh -c"
     assert (program.command, program.parent) == ("sleep 60", shell.pid)
 
 
-def test_a_process_that_is_joined() -> None:
+def test_a_joined_process_is_found() -> None:
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     process.start()
     assert [child.pid for child in seen_during(process.join)] == [process.pid]
     process.close()
 
 
-def test_a_child_that_nobody_waits_for() -> None:
+def test_an_unawaited_child_is_ignored() -> None:
     child = subprocess.Popen(SLEEP)
     try:
         assert waited_for() == ()
@@ -80,7 +80,7 @@ def test_a_child_that_nobody_waits_for() -> None:
         child.wait()
 
 
-def test_what_another_process_waits_for() -> None:
+def test_a_child_awaited_by_another_process_is_found() -> None:
     program = "import os; os.waitpid(os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '60'), 0)"
     with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
         try:

@@ -42,7 +42,7 @@ def branches(source: str) -> list[str]:
                     return None
             """,
             ["2 value"],
-            id="a condition around it, and none behind it",
+            id="a condition around it, none after it",
         ),
         pytest.param(
             """
@@ -55,7 +55,7 @@ def branches(source: str) -> list[str]:
                     return
             """,
             ["2 value", "4 value", "5 value"],
-            id="the other branch, and one within",
+            id="the other branch with a nested one",
         ),
         pytest.param(
             """
@@ -70,7 +70,7 @@ def branches(source: str) -> list[str]:
                         continue
             """,
             ["2 passes", "4 continue value", "7 break value"],
-            id="a loop, what leaves its pass before, and what ends it behind",
+            id="a loop, a continue before and a break after",
         ),
         pytest.param(
             """
@@ -85,7 +85,7 @@ def branches(source: str) -> list[str]:
                 reduce(part)  # <-
             """,
             ["8 return value"],
-            id="of loops before it only what leaves the function",
+            id="from earlier loops only what leaves the function",
         ),
         pytest.param(
             """
@@ -98,7 +98,7 @@ def branches(source: str) -> list[str]:
                                 return
             """,
             ["7 return value"],
-            id="a loop whose passes stand there decides nothing",
+            id="an unconditional loop decides nothing",
         ),
         pytest.param(
             """
@@ -129,7 +129,7 @@ def branches(source: str) -> list[str]:
                     log()
             """,
             ["5 exception"],
-            id="an exception that is handled",
+            id="a handled exception",
         ),
         pytest.param(
             """
@@ -142,7 +142,7 @@ def branches(source: str) -> list[str]:
                     reduce(batch)  # <-
             """,
             ["6 exception"],
-            id="one that is raised again, and one that is suppressed",
+            id="a reraised and a suppressed exception",
         ),
         pytest.param(
             """
@@ -156,7 +156,7 @@ def branches(source: str) -> list[str]:
                 reduce(loss)  # <-
             """,
             ["7 return exception"],
-            id="a return where an exception is handled",
+            id="a return in a handler",
         ),
         pytest.param(
             """
@@ -167,7 +167,7 @@ def branches(source: str) -> list[str]:
                     reduce(batch)  # <-
             """,
             ["4 exception"],
-            id="in the handler itself",
+            id="inside the handler",
         ),
         pytest.param(
             """
@@ -200,7 +200,7 @@ def branches(source: str) -> list[str]:
                 return [reduce(part) for part in parts] + [part if part else 0 for part in parts]  # <-
             """,
             ["2 passes"],
-            id="a loop that makes a list",
+            id="a list comprehension",
         ),
         pytest.param(
             """
@@ -210,7 +210,7 @@ def branches(source: str) -> list[str]:
                         reduce(kind)  # <-
             """,
             ["3 value"],
-            id="a case",
+            id="a match case",
         ),
         pytest.param(
             """
@@ -224,7 +224,7 @@ def branches(source: str) -> list[str]:
                 reduce(batch)  # <-
             """,
             ["3 return common", "5 return rank", "7 return value"],
-            id="what all count alike, the rank, and a value",
+            id="a common count, the rank, and a value",
         ),
         pytest.param(
             """
@@ -239,7 +239,7 @@ def branches(source: str) -> list[str]:
                 reduce(batch)  # <-
             """,
             ["6 return value"],
-            id="a return on some of the other ranks; who raises ends",
+            id="a return on other ranks, and a raise",
         ),
         pytest.param(
             """
@@ -253,7 +253,7 @@ def branches(source: str) -> list[str]:
                 return hook
             """,
             [],
-            id="only what is in the function itself",
+            id="only the function itself",
         ),
         pytest.param(
             """
@@ -267,11 +267,11 @@ def branches(source: str) -> list[str]:
                     reduce(self)  # <-
             """,
             [],
-            id="what is run in any case",
+            id="unconditional code",
         ),
     ],
 )
-def test_what_may_lead_around_a_line_is_found(source: str, expected: list[str]) -> None:
+def test_branches_around_a_line_are_found(source: str, expected: list[str]) -> None:
     assert branches(source) == expected
 
 
@@ -286,18 +286,18 @@ def test_what_may_lead_around_a_line_is_found(source: str, expected: list[str]) 
         ("show(one(y) if rank == 0 else y)  # <-", ""),
     ],
 )
-def test_the_rank_in_an_expression_is_a_condition_where_nothing_else_is_called(source: str, condition: str) -> None:
+def test_a_rank_in_an_expression_is_a_condition(source: str, condition: str) -> None:
     assert around(source).rank_condition == condition
 
 
-def test_what_ends_a_loop_on_one_rank_has_let_it_come_there_and_what_is_nested_is_not_the_rank_alone() -> None:
+def test_breaks_and_nested_rank_tests_are_not_rank_conditions() -> None:
     ends = around("for one in many:\n    reduce(one)  # <-\n    if rank == 0:\n        break")
     assert (ends.rank_condition, ends.branches[-1].on) == ("", Decides.RANK)
     nested = around("def f():\n    if rank:\n        if local_rank:\n            return\n    reduce()  # <-")
     assert (nested.rank_condition, [branch.on for branch in nested.branches]) == ("", [Decides.VALUE])
 
 
-def test_a_condition_is_told_with_its_line_and_cut() -> None:
+def test_a_condition_has_its_line_and_is_truncated() -> None:
     long = f"if batch.{'any' * 60}():"
     (branch,) = around(f"def step(batch):\n    {long}\n        return\n    reduce(batch)  # <-").branches
     assert branch.test == f"{long[:120]}  (line 2)"
@@ -305,13 +305,13 @@ def test_a_condition_is_told_with_its_line_and_cut() -> None:
     assert (branch.test, branch.until) == ("else of if b:  (line 2)", 5)
 
 
-def test_of_many_branches_the_inner_ones_are_told() -> None:
+def test_only_the_innermost_of_many_branches_are_kept() -> None:
     ifs = "".join(f"{'    ' * depth}if a{depth}:\n" for depth in range(12))
     found = around(f"{ifs}{'    ' * 12}reduce()  # <-").branches
     assert [branch.line for branch in found] == [*range(5, 13)]
 
 
-def test_a_page_break_is_no_line_and_a_line_without_end_tells_nothing() -> None:
+def test_page_breaks_are_ignored_and_overdeep_code_has_no_branches() -> None:
     (branch,) = ControlFlow("x = 1\n\x0c\nif due:\n    reduce()").around(4).branches
     assert branch.test == "if due:  (line 3)"
     call = ast.Call(func=ast.Name(id="reduce"), args=[], keywords=[])
@@ -323,7 +323,7 @@ def test_a_page_break_is_no_line_and_a_line_without_end_tells_nothing() -> None:
     assert flow.around(2) == Around()
 
 
-def test_of_what_is_no_source_nothing_is_known() -> None:
+def test_invalid_source_has_no_branches() -> None:
     assert ControlFlow("if rank == 0\n    work()\n").around(2) == Around()
     assert ControlFlow("work()\n").around(7) == Around()
 
@@ -347,11 +347,11 @@ def test_of_what_is_no_source_nothing_is_known() -> None:
         ("main = rank == 0\nmain = files\nif main:\n    save()  # <-", ""),
     ],
 )
-def test_a_name_that_is_given_to_a_test_of_the_rank(source: str, test: str) -> None:
+def test_a_variable_holding_a_rank_test_is_resolved(source: str, test: str) -> None:
     assert around(source).rank_condition == test
 
 
-def test_a_jump_under_a_condition_on_the_rank_is_known_to_be_of_some_ranks() -> None:
+def test_a_jump_under_a_rank_condition_applies_to_some_ranks() -> None:
     (jump,) = around("""
         def on_train_epoch_end(self, trainer):
             if trainer.is_global_zero:
@@ -371,7 +371,7 @@ def test_a_jump_under_a_condition_on_the_rank_is_known_to_be_of_some_ranks() -> 
 
 
 @pytest.mark.parametrize(("failures", "is_known"), [(1, True), (9, False)])
-def test_a_parser_that_another_thread_disturbs_is_asked_again(
+def test_a_parser_disturbed_by_another_thread_is_retried(
     failures: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parser counts the recursion of all threads in one place (cpython#106905)."""

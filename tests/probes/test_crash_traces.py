@@ -52,18 +52,18 @@ def test_the_last_fatal_error_counts(text: str, signal_name: str) -> None:
     assert [frame.function for frame in found.stack] == ["training_step", "all_reduce"]
 
 
-def test_another_thread_may_have_been_in_a_collective() -> None:
+def test_a_collective_in_another_thread_is_found() -> None:
     found = parse_crash(COUNTING)
     assert [frame.function for frame in found.stack] == ["training_step"]
     assert [frame.function for frame in found.thread_stack] == ["run", "count", "all_reduce"]
     assert not parse_crash(ABORTED).thread_stack
 
 
-def test_tracebacks_that_were_asked_for_are_no_last_words() -> None:
+def test_requested_tracebacks_are_not_crashes() -> None:
     assert parse_crash(ASKED) == parse_crash("") == NOTHING
 
 
-def test_an_error_of_pythons_own_is_named_by_its_words() -> None:
+def test_a_fatal_python_error_is_named_by_its_message() -> None:
     assert parse_crash("Fatal Python error: _PyGC_ObjectGCTrack: already tracked by the gc").signal.startswith("_PyGC")
 
 
@@ -82,9 +82,13 @@ def started(script: str) -> tuple["subprocess.Popen[str]", list[int]]:
     return process, [int(number) for number in process.stdout.readline().split()]
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
-def test_they_outlive_their_process(words: CrashTraces) -> None:
-    """A process with a file that only it has; it ends itself, is waited for, and its words are still there."""
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_crash_traces_outlive_their_process(words: CrashTraces, is_known: bool) -> None:
+    """The file is private to a process that ends and is reaped, and its trace is still readable.
+
+    Its number is unknown until ranks have met.
+    """
 
     script = (
         "import faulthandler, os, sys, time\n"
@@ -103,7 +107,7 @@ def test_they_outlive_their_process(words: CrashTraces) -> None:
     process, (fd, *states) = started(script)
     # What the user has switched on stays as it is.
     assert states == [0, 1, 0, 1, 1]
-    words.hold([(process.pid, fd), (process.pid, 99), (os.getpid(), -1)])
+    words.hold([(process.pid, fd if is_known else -1), (process.pid, 99), (os.getpid(), -1)])
     process.communicate("\n", timeout=30)
     assert process.returncode == -signal.SIGABRT
     found = words.of(process.pid)
@@ -112,7 +116,7 @@ def test_they_outlive_their_process(words: CrashTraces) -> None:
     assert words.of(os.getpid()) == NOTHING
 
 
-def test_what_the_user_switches_meanwhile_stays_as_it_is() -> None:
+def test_faulthandler_changes_by_the_user_are_kept() -> None:
     script = (
         "import faulthandler\n"
         "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
@@ -131,8 +135,8 @@ def test_what_the_user_switches_meanwhile_stays_as_it_is() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
-def test_a_forked_process_that_crashes_leaves_no_last_words_of_its_parent(words: CrashTraces) -> None:
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
+def test_a_crashing_fork_leaves_no_trace_for_its_parent(words: CrashTraces) -> None:
     script = (
         "import os, signal, sys\n"
         "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
@@ -151,8 +155,8 @@ def test_a_forked_process_that_crashes_leaves_no_last_words_of_its_parent(words:
     assert words.of(process.pid) == NOTHING
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
-def test_what_has_left_a_program_outlives_its_process(words: CrashTraces) -> None:
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
+def test_an_uncaught_exception_outlives_its_process(words: CrashTraces) -> None:
     script = (
         "import sys\n"
         "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
@@ -171,7 +175,7 @@ def test_what_has_left_a_program_outlives_its_process(words: CrashTraces) -> Non
     assert words.of(process.pid) == NOTHING and words.raised(os.getpid()) is None
 
 
-def test_a_process_that_is_gone_already(words: CrashTraces) -> None:
+def test_a_dead_process_has_no_crash_trace(words: CrashTraces) -> None:
     words.hold([(2**22 + 1, 3)])
     assert words.of(2**22 + 1) == NOTHING
 
@@ -190,12 +194,12 @@ WHAT = "[enforce fail at /pytorch/gloo/transport/tcp/pair.cc:454] op.preamble.le
         ("", ""),
     ],
 )
-def test_why_a_process_has_aborted_itself(text: str, said: str) -> None:
+def test_the_reason_for_an_abort_is_parsed(text: str, said: str) -> None:
     assert why(text) == said
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files in memory are Linux's")
-def test_of_a_stderr_that_is_a_file_what_comes_later_is_read(words: CrashTraces, tmp_path: Path) -> None:
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
+def test_only_later_output_of_a_stderr_file_is_read(words: CrashTraces, tmp_path: Path) -> None:
     script = (
         "import os, sys\n"
         "from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal\n"
@@ -225,7 +229,7 @@ def test_of_a_stderr_that_is_a_file_what_comes_later_is_read(words: CrashTraces,
 
 
 @pytest.mark.timeout(30)
-def test_a_stderr_on_storage_that_does_not_answer_is_not_waited_for(
+def test_a_stderr_on_unresponsive_storage_does_not_block(
     words: CrashTraces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, opened = threading.Event(), list[int]()

@@ -25,20 +25,20 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_what_they_write_is_given_by_name() -> None:
+def test_outputs_are_returned_by_name() -> None:
     assert run_all({"a": ["echo", "one"], 2: ["echo", "two"]}, LONG_S) == {"a": "one\n", 2: "two\n"}
 
 
-def test_nothing_to_run() -> None:
+def test_running_nothing_returns_nothing() -> None:
     assert run_all({}, 0.1) == {}
 
 
-def test_one_that_fails_has_written_nothing() -> None:
+def test_a_failing_program_has_no_output() -> None:
     assert run_all({"a": ["false"]}, LONG_S) == {"a": ""}
 
 
-def test_one_that_blocks_is_given_up_in_time_and_killed(tmp_path: Path) -> None:
-    """It waits for somebody to write into a pipe, which nobody does; the other's answer counts."""
+def test_a_blocked_program_is_killed_at_the_deadline(tmp_path: Path) -> None:
+    """It reads from a pipe without a writer; the other program's answer counts."""
     pipe, told = tmp_path / "pipe", tmp_path / "pid"
     os.mkfifo(pipe)
     begin = time.monotonic()
@@ -49,21 +49,21 @@ def test_one_that_blocks_is_given_up_in_time_and_killed(tmp_path: Path) -> None:
     assert gone(int(told.read_text()))
 
 
-def test_what_it_has_started_is_killed_too(tmp_path: Path) -> None:
+def test_its_children_are_killed_too(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     assert run_all({"a": ["sh", "-c", f"sleep 60 & echo $! > {told}; wait"]}, 0.5) == {"a": None}
     child = int(told.read_text())
     until(lambda: gone(child))
 
 
-def test_all_run_at_the_same_time() -> None:
+def test_all_programs_run_concurrently() -> None:
     begin = time.monotonic()
     assert set(run_all({name: ["sleep", "30"] for name in "abcd"}, 0.4).values()) == {None}
     assert time.monotonic() - begin < 1.5
 
 
-def test_one_that_cannot_be_killed_is_left_and_reaped_once_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in uninterruptible sleep: here nobody kills it."""
+def test_an_unkillable_program_is_reaped_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in uninterruptible sleep: here, killing is disabled."""
     monkeypatch.setattr(directories.os, "killpg", lambda pid, signum: None)
     begin = time.monotonic()
     assert run_all({"a": ["sleep", "0.6"]}, 0.1) == {"a": None}
@@ -74,7 +74,7 @@ def test_one_that_cannot_be_killed_is_left_and_reaped_once_it_ends(monkeypatch: 
     assert not reaper.is_alive()
 
 
-def test_too_much_is_cut_and_does_not_fill_memory() -> None:
+def test_excessive_output_is_truncated() -> None:
     begin = time.monotonic()
     answer = run_all({"a": ["yes"]}, LONG_S)["a"]
     assert answer is not None and len(answer) == 1 << 16
@@ -93,19 +93,19 @@ def quiet_input() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quiet_input")
-def test_its_input_is_empty_its_session_its_own_and_its_folder_the_root() -> None:
+def test_a_program_has_no_input_its_own_session_and_the_root_folder() -> None:
     text = "import os, sys; print(len(sys.stdin.read()), os.getsid(0) == os.getpid(), os.getcwd())"
     assert run_all({"a": script(text)}, 5) == {"a": "0 True /\n"}
 
 
-def test_a_program_that_is_not_there_raises_and_leaves_nobody() -> None:
+def test_a_missing_program_raises_and_leaves_no_process() -> None:
     before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(FileNotFoundError):
         run_all({"a": ["sleep", "60"], "b": ["/no/such/program"]}, LONG_S)
     assert {child.pid for child in psutil.Process().children()} <= before
 
 
-def test_no_process_and_no_file_is_left() -> None:
+def test_no_process_or_file_is_left() -> None:
     children, files = len(psutil.Process().children()), psutil.Process().num_fds()
     run_all({"a": ["echo"], "b": ["sleep", "60"], "c": ["false"]}, 0.1)
     assert len(psutil.Process().children()) == children

@@ -32,7 +32,7 @@ def everything_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-def test_a_directory_that_is_written_to(tmp_path: Path) -> None:
+def test_a_writable_directory_is_measured(tmp_path: Path) -> None:
     facts = one("logs", tmp_path)
     assert (facts.role, facts.path, facts.problem) == ("logs", str(tmp_path), "")
     assert facts.append_s and facts.append_worst_s and facts.fsync_s
@@ -41,14 +41,14 @@ def test_a_directory_that_is_written_to(tmp_path: Path) -> None:
     assert everything_in(tmp_path) == []
 
 
-def test_one_that_does_not_exist_is_not_made_and_what_is_above_it_tried(tmp_path: Path) -> None:
+def test_a_missing_directory_is_not_created_and_its_parent_tried(tmp_path: Path) -> None:
     facts = one("checkpoints", tmp_path / "runs" / "7")
     assert facts.path == str(tmp_path / "runs" / "7")
     assert facts.append_s and facts.problem == ""
     assert everything_in(tmp_path) == []
 
 
-def test_a_data_directory_is_read_and_not_written_to(tmp_path: Path) -> None:
+def test_a_data_directory_is_only_read(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "big").write_bytes(bytes(100_000))
     (tmp_path / "small").write_bytes(b"x")
@@ -60,7 +60,7 @@ def test_a_data_directory_is_read_and_not_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/logs", "gs://bucket", "memory://x"])
-def test_what_is_remote_is_not_tried(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_paths_are_not_tried(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "filesystem_of", lambda _: pytest.fail("looked"))
     monkeypatch.setattr(os.path, "abspath", lambda _: pytest.fail("looked"))
     assert try_directories({"logs": path}) == (
@@ -68,13 +68,13 @@ def test_what_is_remote_is_not_tried(path: str, monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_the_order_is_the_callers(tmp_path: Path) -> None:
+def test_the_callers_order_is_kept(tmp_path: Path) -> None:
     given = {"data": str(tmp_path), "logs": "s3://b", "checkpoints": str(tmp_path)}
     assert [facts.role for facts in try_directories(given, LONG_S)] == ["data", "logs", "checkpoints"]
 
 
-def test_a_directory_that_hangs_is_given_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its trial opens a pipe that nobody writes to, as one on a dead mount waits for the server; the other goes on."""
+def test_a_hanging_directory_is_given_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial opens a pipe without a writer, as a dead mount waits for its server; the other trial continues."""
     pipe, hanging = tmp_path / "pipe", tmp_path / "hanging.py"
     os.mkfifo(pipe)
     real = module._PROGRAM
@@ -90,7 +90,7 @@ def test_a_directory_that_hangs_is_given_up_in_time(tmp_path: Path, monkeypatch:
     assert alive.problem == "" and alive.append_s
 
 
-def test_a_trial_that_breaks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_trial_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.py").write_text("print('{')")
     monkeypatch.setattr(module, "_PROGRAM", tmp_path / "broken.py")
     assert one("logs", tmp_path).problem == "the trial exited without an answer"
@@ -111,7 +111,7 @@ def error(number: int) -> OSError:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
-def test_what_cannot_be_written_to_says_why(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_directory_has_a_reason(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:
         raise error(number)
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_written_to_says_why(tmp_path: Path, number: int, monkeyp
 
 
 @pytest.mark.parametrize("name", ["write", "fsync"])
-def test_no_file_is_left_where_writing_fails(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> int:
         assert everything_in(tmp_path) == [], "it could be killed here"
         raise error(errno.ENOSPC)
@@ -132,7 +132,7 @@ def test_no_file_is_left_where_writing_fails(tmp_path: Path, name: str, monkeypa
     assert everything_in(tmp_path) == []
 
 
-def test_twenty_appends_each_with_an_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_makes_twenty_appends_each_with_an_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, synced = [], []
     write, fsync, opened = os.write, os.fsync, []
     real_open = os.open
@@ -144,20 +144,20 @@ def test_twenty_appends_each_with_an_fsync(tmp_path: Path, monkeypatch: pytest.M
     assert opened[0] & os.O_APPEND and opened[0] & os.O_EXCL
 
 
-def test_slow_storage_is_measured_by_fewer_appends(tmp_path: Path) -> None:
+def test_slow_storage_is_measured_with_fewer_appends(tmp_path: Path) -> None:
     assert try_writing(str(tmp_path), time.monotonic() - 1)["append_s"] > 0
 
 
-def test_a_file_is_data_too(tmp_path: Path) -> None:
+def test_a_data_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "all.h5").write_bytes(bytes(10_000))
     assert try_reading(str(tmp_path / "all.h5"), later())["read_s"] > 0
 
 
-def test_data_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_missing_data_has_a_reason(tmp_path: Path) -> None:
     assert try_reading(str(tmp_path / "none"), later())["problem"] == os.strerror(errno.ENOENT)
 
 
-def test_of_many_files_some_are_read_at_random_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_of_many_files_are_read_at_random_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         (tmp_path / str(number)).write_bytes(bytes(10_000))
     places, pread = [], os.pread
@@ -167,7 +167,7 @@ def test_of_many_files_some_are_read_at_random_places(tmp_path: Path, monkeypatc
     assert len({at for _, at in places}) > 1 and all(0 <= at <= 10_000 - 4096 for _, at in places)
 
 
-def test_listing_ends_after_some_entries(tmp_path: Path) -> None:
+def test_listing_is_bounded(tmp_path: Path) -> None:
     for number in range(210):
         (tmp_path / f"folder{number}").mkdir()
         (tmp_path / f"folder{number}" / "file").touch()
@@ -177,7 +177,7 @@ def test_listing_ends_after_some_entries(tmp_path: Path) -> None:
     assert len(list(directory_trial._files(str(tmp_path / "folder0")))) == 200
 
 
-def test_pipes_links_to_nowhere_and_empty_folders_are_passed_over(tmp_path: Path) -> None:
+def test_pipes_dangling_links_and_empty_folders_are_skipped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "none")
     (tmp_path / "round").symlink_to(tmp_path)
@@ -185,7 +185,7 @@ def test_pipes_links_to_nowhere_and_empty_folders_are_passed_over(tmp_path: Path
     assert "read_s" not in found and "problem" not in found
 
 
-def test_a_file_system_without_inodes_does_not_tell_of_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_inodes_reports_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = os.statvfs(tmp_path)
 
     class Told:
@@ -197,7 +197,7 @@ def test_a_file_system_without_inodes_does_not_tell_of_none(tmp_path: Path, monk
     assert found["free_bytes"] == 7 * 4096 and "free_inodes" not in found
 
 
-def test_without_an_interpreter_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interpreter_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(OSError, match=r"sys\.executable is empty"):
         try_directories({"logs": str(tmp_path)})

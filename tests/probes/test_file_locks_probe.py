@@ -98,9 +98,9 @@ def waited_for(process: "subprocess.Popen[str]") -> dict[str, Any]:
         ("flock", FILELOCK, True),
         ("flock", AGAIN, False),
     ],
-    ids=["flock", "lockf", "filelock", "again and again"],
+    ids=["flock", "lockf", "filelock", "retry loop"],
 )
-def test_who_waits_for_a_lock_sees_who_holds_it(tmp_path: Path, call: str, wait: str, is_certain: bool) -> None:
+def test_a_waiter_sees_the_lock_holder(tmp_path: Path, call: str, wait: str, is_certain: bool) -> None:
     path = tmp_path / "x.lock"
     with held(path, call) as holder, running(WAITER.format(wait), str(path)) as waiter:
         found = waited_for(waiter)
@@ -116,7 +116,7 @@ def test_who_waits_for_a_lock_sees_who_holds_it(tmp_path: Path, call: str, wait:
 
 
 @pytest.mark.parametrize("wait", [SOFT, BATON], ids=["soft filelock", "baton"])
-def test_a_file_that_is_a_lock_by_its_existence(tmp_path: Path, wait: str) -> None:
+def test_a_lock_by_existence_is_found(tmp_path: Path, wait: str) -> None:
     path = tmp_path / "x.lock"
     with held(path, "") as holder, running(WAITER.format(wait), str(path)) as waiter:
         found = waited_for(waiter)
@@ -131,14 +131,14 @@ def test_a_file_that_is_a_lock_by_its_existence(tmp_path: Path, wait: str) -> No
         until(lambda: asked(waiter)[0] is None)
 
 
-def test_a_lock_that_the_process_has_taken_itself(tmp_path: Path) -> None:
+def test_a_lock_held_by_the_process_itself_is_found(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
     twice = f"first = open(path, 'a'); fcntl.flock(first, fcntl.LOCK_EX); {FLOCK}"
     with running(WAITER.format(twice), str(path)) as waiter:
         assert [one["pid"] for one in waited_for(waiter)["holders"]] == [waiter.pid]
 
 
-def test_a_process_that_waits_for_nothing(tmp_path: Path) -> None:
+def test_a_process_without_a_wait_has_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
     path.touch()
     assert lock_waits.waited_for() is None
@@ -150,8 +150,8 @@ def test_a_process_that_waits_for_nothing(tmp_path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_holders_that_no_process_here_is_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks of open files have no process (-1), and those of another host or container none that is seen here (0)."""
+def test_holders_without_a_visible_process_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open-file locks have no process (-1), and locks of another host or container none visible here (0)."""
     path = tmp_path / "x.lock"
     path.touch()
     status = path.stat()

@@ -74,14 +74,14 @@ def holding(**stored: Any) -> Items:
 class TestPositions:
     @pytest.mark.parametrize("length", [0, 1, 2, 3, 8, 9, 1_000, 10**6, 2**62])
     @pytest.mark.parametrize("most", [2, 3, 8, 1_024])
-    def test_they_are_within_and_the_ends_come_first(self, length: int, most: int) -> None:
+    def test_positions_are_in_range_and_include_the_ends(self, length: int, most: int) -> None:
         chosen = positions(length, most)
         assert chosen == positions(length, most)
         assert len(chosen) == len(set(chosen)) <= most
         assert all(0 <= position < length for position in chosen)
         assert length <= most or chosen[:2] == [0, length - 1]
 
-    def test_no_large_part_is_left_out(self) -> None:
+    def test_no_large_gap_is_left(self) -> None:
         chosen = sorted(positions(10**6, SAMPLED))
         assert max(after - before for before, after in itertools.pairwise(chosen)) <= 2 * 10**6 / SAMPLED + 1
         # An even spread alone would see every other one of a pattern.
@@ -94,23 +94,21 @@ class TestIndices:
     )
     @pytest.mark.parametrize("content", ["sample", "full"])
     @pytest.mark.parametrize("length", [10, WHOLE + 1])
-    def test_they_are_the_same_in_whatever_they_come(
-        self, make: Callable[[Any], Any], content: str, length: int
-    ) -> None:
+    def test_the_container_type_does_not_matter(self, make: Callable[[Any], Any], content: str, length: int) -> None:
         base = holding()
         expected = found(Subset(base, range(length)), content, items=False)
         assert set(expected) == {"indices"}
         assert found(Subset(base, make(list(range(length)))), content, items=False) == expected
 
     @pytest.mark.parametrize("other", [[1, 2], [1, 3, 2], [1, 2, 4], [], [1, 2, 3, 3]])
-    def test_others_are_different(self, other: list[int]) -> None:
+    def test_other_indices_differ(self, other: list[int]) -> None:
         assert found(Subset(holding(), [1, 2, 3])) != found(Subset(holding(), other))
 
-    def test_another_split_of_many_is_seen_in_a_sample(self) -> None:
+    def test_a_sample_detects_another_split(self) -> None:
         drawn = [torch.randperm(200_000, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (1, 2)]
         assert found(Subset(holding(), drawn[0])) != found(Subset(holding(), drawn[1]))
 
-    def test_one_that_differs_among_many_is_seen_in_full(self) -> None:
+    def test_full_content_detects_a_single_different_index(self) -> None:
         # Neither an end nor in the sample.
         place = next(place for place in range(WHOLE + 1) if place not in positions(WHOLE + 1, SAMPLED))
         one, other = list(range(WHOLE + 1)), list(range(WHOLE + 1))
@@ -120,17 +118,17 @@ class TestIndices:
             Subset(holding(), other), "full", items=False
         )
 
-    def test_those_of_every_level_count(self) -> None:
+    def test_indices_of_every_level_count(self) -> None:
         nested = [
             Subset(Subset(holding(), inner), outer) for inner, outer in (([5, 6], [0]), ([5, 7], [0]), ([5, 6], [1]))
         ]
         assert len({found(dataset)["indices"] for dataset in nested}) == 3
 
     @pytest.mark.parametrize("strange", [["a"], [1.5], [2**70], {1, 2}, iter([1]), None, torch.zeros(2, 2), object()])
-    def test_what_is_no_list_of_numbers_has_none(self, strange: Any) -> None:
+    def test_a_non_list_of_numbers_has_no_fingerprint(self, strange: Any) -> None:
         assert found(Subset(holding(), strange)) == {}
 
-    def test_ten_million_take_no_time(self) -> None:
+    def test_ten_million_indices_are_fast(self) -> None:
         dataset = Subset(holding(), list(range(1_000_000)) * 10)
         found(dataset)
         start = time.perf_counter()
@@ -140,7 +138,7 @@ class TestIndices:
 
 class TestFiles:
     @pytest.mark.parametrize("name", ["samples", "imgs", "files", "urls", "paths", "filenames", "image_files"])
-    def test_names_count_and_where_they_lie_on_a_host_does_not(self, name: str) -> None:
+    def test_file_names_count_and_their_folders_do_not(self, name: str) -> None:
         here, there, other = (
             [f"{root}/cat/{n}.png" for n in names] for root, names in (("/a/b", "12"), ("/c", "12"), ("/a/b", "13"))
         )
@@ -152,18 +150,18 @@ class TestFiles:
         for names in (other, here[::-1]):
             assert not set(prints.values()) & set(found(holding(**{name: names})).values())
 
-    def test_the_class_beside_a_name_counts(self) -> None:
+    def test_the_label_of_a_file_counts(self) -> None:
         assert found(holding(samples=[("a/1.png", 0)])) != found(holding(samples=[("a/1.png", 1)]))
 
     @pytest.mark.parametrize(
         "folders", [("/tmp/tmpab12", "/tmp/tmpcd34"), ("/local/node3", "/local/node4"), ("a", "b")]
     )
-    def test_the_folder_of_a_rank_does_not(self, folders: tuple[str, str]) -> None:
+    def test_a_rank_specific_folder_does_not_count(self, folders: tuple[str, str]) -> None:
         one, other = (found(holding(files=[f"{folder}/shard0.npy"])) for folder in folders)
         assert one["files"] == other["files"]
         assert "paths" not in one or one["paths"] != other["paths"]
 
-    def test_the_folder_of_a_file_beside_it_does_not(self) -> None:
+    def test_the_folder_of_a_paired_file_does_not_count(self) -> None:
         one, elsewhere, other = (
             found(holding(samples=[(f"/{root}/1.png", f"/{root}/mask_{n}.png")]))["files"]
             for root, n in (("a", 1), ("b", 1), ("a", 2))
@@ -171,21 +169,21 @@ class TestFiles:
         assert one == elsewhere != other
 
     @pytest.mark.parametrize("names", [["part.npy"], ["a/b.png", "/c/d.png"]], ids=str)
-    def test_where_a_relative_name_leads_to_is_not_known(self, names: list[str]) -> None:
+    def test_relative_paths_have_no_path_fingerprint(self, names: list[str]) -> None:
         assert set(found(holding(files=names))) == {"files"}
 
     @pytest.mark.parametrize("strange", [None, 5, [None], ["a", "b", 0][:0], [1, "a"]], ids=str)
-    def test_a_list_in_which_not_all_are_files_has_none(self, strange: Any) -> None:
+    def test_a_list_with_a_non_file_has_no_fingerprint(self, strange: Any) -> None:
         assert found(holding(files=["a/b.png", strange])) == {}
 
-    def test_a_key_in_an_address_does_not_count(self) -> None:
+    def test_a_key_in_a_url_does_not_count(self) -> None:
         assert found(Forbidden(urls="s3://b/d/{0..9}.tar?key=1")) == found(Forbidden(urls="s3://b/d/{0..9}.tar?key=2"))
 
     @pytest.mark.parametrize("strange", [[], [1, 2], [torch.zeros(2)], {"a": 1}, None, 5, [[]], [("a", object())][:0]])
-    def test_what_is_no_list_of_files_has_none(self, strange: Any) -> None:
+    def test_a_non_list_of_files_has_no_fingerprint(self, strange: Any) -> None:
         assert found(holding(samples=strange)) == {}
 
-    def test_no_property_is_run(self) -> None:
+    def test_properties_are_not_evaluated(self) -> None:
         class Lists(Items):
             @property
             def samples(self) -> list[str]:
@@ -196,7 +194,7 @@ class TestFiles:
 
         assert found(Lists(never)) == {}
 
-    def test_one_held_in_a_slot_is_read(self) -> None:
+    def test_a_list_in_a_slot_is_read(self) -> None:
         class Slotted:
             __slots__ = ("files", "paths")
 
@@ -205,7 +203,7 @@ class TestFiles:
         dataset.files = ["a"]
         assert set(found(dataset)) == {"files"}
 
-    def test_of_many_some_are_looked_at(self) -> None:
+    def test_many_entries_are_sampled(self) -> None:
         many = [f"{n}.png" for n in range(WHOLE + 1)]
         assert found(holding(files=many)) != found(holding(files=[*many[:-1], "other"]))
 
@@ -276,21 +274,21 @@ CONTENTS: list[Any] = [
 class TestValues:
     @pytest.mark.parametrize(("one", "other"), PAIRS)
     @pytest.mark.parametrize("content", ["sample", "full"])
-    def test_other_values_are_different(self, one: Any, other: Any, content: str) -> None:
+    def test_other_values_differ(self, one: Any, other: Any, content: str) -> None:
         told = found(one, content, items=False)
         assert told == found(one, content, items=False)
         others = found(other, content, items=False)
         assert [told.get(kind) for kind in ("values", "counts")] != [others.get(kind) for kind in ("values", "counts")]
 
     @pytest.mark.parametrize("made", COUNTERS)
-    def test_what_may_count_steps_is_told_apart(self, made: Any) -> None:
+    def test_possible_counters_are_kept_separate(self, made: Any) -> None:
         assert set(found(made)) == {"counts"}
 
     @pytest.mark.parametrize("made", CONTENTS)
-    def test_what_is_more_than_a_counter_is_data(self, made: Any) -> None:
+    def test_more_than_a_counter_is_data(self, made: Any) -> None:
         assert set(found(made)) == {"values"}
 
-    def test_a_counter_beside_data_is_told_by_itself(self) -> None:
+    def test_a_counter_beside_data_has_its_own_fingerprint(self) -> None:
         assert set(found(ConcatDataset([range(3), TensorDataset(torch.zeros(2))]))) == {"counts", "values"}
 
     @pytest.mark.parametrize(
@@ -305,7 +303,7 @@ class TestValues:
         ],
         ids=["text", "path", "record", "relative path", "array", "array's text"],
     )
-    def test_of_paths_the_last_part_counts(self, make: Callable[[str], Any]) -> None:
+    def test_only_the_last_part_of_a_path_counts(self, make: Callable[[str], Any]) -> None:
         one, elsewhere, other = (
             found(make(path)) for path in ("/a/rank0/i.pt", "/local/node-17/i.pt", "/a/rank0/j.pt")
         )
@@ -317,7 +315,7 @@ class TestValues:
         assert set(found([text])) == {"values"}
         assert found([text]) != found([f"x{text}"])
 
-    def test_what_holds_the_same_is_the_same(self) -> None:
+    def test_equal_content_is_equal(self) -> None:
         strided = torch.arange(12).reshape(3, 4)
         assert found(strided.T) == found(strided.T.contiguous())
         assert found(strided.float().requires_grad_()) == found(strided.float())
@@ -335,10 +333,10 @@ class TestValues:
             np.array([object()]),
         ],
     )
-    def test_what_is_unknown_makes_no_fingerprint(self, strange: Any) -> None:
+    def test_unknown_values_have_no_fingerprint(self, strange: Any) -> None:
         assert found([strange]) == {}
 
-    def test_what_contains_itself_makes_none(self) -> None:
+    def test_a_self_referencing_list_has_no_fingerprint(self) -> None:
         endless: list[Any] = []
         endless.append(endless)
         assert found(endless) == {}
@@ -351,7 +349,7 @@ class TestValues:
 
         assert found([torch.zeros(2).as_subclass(Remote)]) == {}
 
-    def test_large_data_are_sampled(self) -> None:
+    def test_large_data_is_sampled(self) -> None:
         start = time.perf_counter()
         found([[list(range(2_000))] * 3] * 2_000)
         found(torch.zeros(1, dtype=torch.uint8).expand(1 << 20, 1 << 20))
@@ -359,12 +357,12 @@ class TestValues:
 
 
 class TestItems:
-    def test_they_are_read_in_full_only(self) -> None:
+    def test_items_are_read_only_with_full_content(self) -> None:
         assert found(Items(never)) == {}
         assert found(Items(never), "off") == {}
         assert set(found(Items(float), "full")) == {"shapes", "items"}
 
-    def test_other_values_differ_and_their_shapes_do_not(self) -> None:
+    def test_other_values_differ_with_equal_shapes(self) -> None:
         one, other = (
             found(Items(lambda n, add=add: {"x": torch.full((3,), n + add), "y": n}), "full") for add in (0, 1)
         )
@@ -382,10 +380,10 @@ class TestItems:
     @pytest.mark.parametrize(
         "draw", [random.random, np.random.rand, lambda: torch.rand(2), np.random.default_rng().normal]
     )
-    def test_random_augmentation_leaves_the_shapes(self, draw: Callable[[], Any]) -> None:
+    def test_random_augmentation_keeps_the_shape_fingerprint(self, draw: Callable[[], Any]) -> None:
         assert set(found(Items(lambda n: draw()), "full")) == {"shapes"}
 
-    def test_what_is_random_is_read_from_the_same_seeds_on_every_rank(self) -> None:
+    def test_random_items_use_the_same_seeds_on_every_rank(self) -> None:
         seen: list[list[Any]] = [[], []]
         for seed, drawn in enumerate(seen):
             dataset = Items(
@@ -399,13 +397,13 @@ class TestItems:
         # Nor is any of it read twice from the same state: what is random would seem not to be.
         assert len(set(seen[0])) == len(seen[0]) == 16
 
-    def test_random_sizes_leave_nothing(self) -> None:
+    def test_random_sizes_have_no_fingerprint(self) -> None:
         assert found(Items(lambda n: torch.zeros(int(torch.randint(1, 1_000, ())))), "full") == {}
 
-    def test_unknown_objects_have_a_shape_only(self) -> None:
+    def test_unknown_objects_have_only_a_shape(self) -> None:
         assert set(found(Items(lambda n: object()), "full")) == {"shapes"}
 
-    def test_an_exception_is_a_sentence(self) -> None:
+    def test_an_exception_is_reported_as_a_problem(self) -> None:
         def fails(index: int) -> Any:
             random.random()
             raise OSError("no such\nfile")
@@ -420,16 +418,16 @@ class TestItems:
         assert made.problems[0].startswith("Reading samples for a fingerprint was abandoned: ")
 
     @pytest.mark.parametrize("dataset", [Items(never, 0), Forbidden(), Forbidden(files=["a"])])
-    def test_without_samples_or_an_index_none_is_read(self, dataset: Any) -> None:
+    def test_without_samples_or_an_index_no_item_is_read(self, dataset: Any) -> None:
         assert set(found(dataset, "full")) <= {"files"}
 
 
 class TestBatches:
-    def test_a_list_of_batches_counts(self) -> None:
+    def test_the_list_of_batches_counts(self) -> None:
         lists: list[Any] = [[[1, 2], [3]], [[1], [2, 3]], [1, 2, 3], [(1, 2), (4,)], [[1, 2], [3], []]]
         assert len({found(holding(), batches=batches)["batches"] for batches in lists}) == len(lists)
 
-    def test_of_many_some_are_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_many_entries_are_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plain_values, "WHOLE", 100)
         monkeypatch.setattr(plain_values, "SAMPLED", 10)
         many = [[n, n + 1] for n in range(60)]
@@ -445,7 +443,7 @@ class TestHuggingFace:
     def make(self, first: int = 0, length: int = 50) -> Any:
         return self.library.Dataset.from_dict({"x": list(range(first, first + length)), "s": ["a"] * length})
 
-    def test_rows_count_and_transforms_do_not(self) -> None:
+    def test_rows_count_and_transforms_are_ignored(self) -> None:
         plain = self.make()
         dressed = plain.with_transform(lambda rows: never(0))
         assert set(found(plain)) == {"values"}
@@ -477,13 +475,13 @@ class TestHuggingFace:
         assert found(one)["indices"] != found(other)["indices"]
         assert found(one)["values"] != found(other)["values"]
 
-    def test_many_selected_are_sampled_and_none_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_large_selection_is_sampled_and_an_empty_one_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plain_values, "WHOLE", 10)
         monkeypatch.setattr(plain_values, "SAMPLED", 5)
         assert found(self.make().shuffle(seed=1))["indices"] != found(self.make().shuffle(seed=2))["indices"]
         assert set(found(self.make().select([]))) <= {"indices", "values"}
 
-    def test_all_that_are_selected_count_in_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_full_content_reads_the_whole_selection(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plain_values, "WHOLE", 10)
         monkeypatch.setattr(plain_values, "SAMPLED", 5)
         one, other = list(range(0, 40, 2)), list(range(0, 40, 2))
@@ -492,15 +490,15 @@ class TestHuggingFace:
         assert found(tables[0])["indices"] == found(tables[1])["indices"]
         assert found(tables[0], "full")["indices"] != found(tables[1], "full")["indices"]
 
-    def test_one_that_is_iterated_is_not(self) -> None:
+    def test_an_iterable_dataset_is_not_read(self) -> None:
         assert found(self.make().to_iterable_dataset(2).map(never), "full") == {}
 
 
-def test_nothing_is_looked_at_where_that_is_switched_off() -> None:
+def test_content_off_reads_nothing() -> None:
     assert fingerprints(Subset(TensorDataset(torch.zeros(3)), [1]), content="off", batches=[1]) == ({}, ())
 
 
-def test_a_dataset_that_raises_at_every_touch_is_no_error() -> None:
+def test_a_dataset_that_always_raises_is_not_an_error() -> None:
     class Wild:
         def __getattribute__(self, name: str) -> Any:
             raise RuntimeError(name)
@@ -529,8 +527,8 @@ print([fingerprints(d, content=c, batches=[[1]]) for d in datasets for c in ("sa
 """
 
 
-def test_another_process_makes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its strings have other hashes, its objects other addresses, its generators other states."""
+def test_another_process_makes_the_same_fingerprints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another process has other string hashes, object addresses and generator states."""
     seed = next(seed for seed in ("1", "2") if seed != os.environ.get("PYTHONHASHSEED"))
     there = subprocess.run(
         [sys.executable, "-c", SAME_EVERYWHERE],
@@ -546,7 +544,7 @@ def test_another_process_makes_the_same(capsys: pytest.CaptureFixture[str]) -> N
     assert " at 0x" not in there.stdout
 
 
-def test_a_batch_has_a_number_for_what_it_holds() -> None:
+def test_a_batch_digest_depends_on_its_content() -> None:
     batches = [
         {"x": torch.zeros(2), "y": [1]},
         {"x": torch.ones(2), "y": [1]},
@@ -580,11 +578,11 @@ def test_a_batch_has_a_number_for_what_it_holds() -> None:
     ],
     ids=str,
 )
-def test_a_batch_of_nothing_but_counters_has_none(batch: Any) -> None:
+def test_a_batch_of_counters_has_no_digest(batch: Any) -> None:
     assert digest_of_batch(batch) == 0
 
 
-def test_a_batch_that_cannot_be_told_has_none() -> None:
+def test_an_undigestible_batch_has_no_digest() -> None:
     endless: list[Any] = []
     endless.append(endless)
     assert digest_of_batch(endless) == 0

@@ -55,7 +55,7 @@ GLOO: dict[str, Any] = {
 }
 
 
-def test_gloo_entries_are_completed_when_they_are_retired() -> None:
+def test_retired_gloo_entries_are_completed() -> None:
     groups, collectives = flight_recorder.parse(GLOO, {})
     assert groups == [Group(name="0", description="default_pg", last_enqueued=4, last_started=-1, last_completed=3)]
     assert [collective.completed for collective in collectives] == [True, False]
@@ -89,7 +89,7 @@ def test_nccl_entries_have_a_state_and_a_duration() -> None:
     assert completed.backend == "nccl"
 
 
-def test_what_nccl_has_retired_and_not_completed_has_timed_out() -> None:
+def test_retired_but_uncompleted_nccl_entries_have_timed_out() -> None:
     dump = nccl("started", retired=True)
     assert not flight_recorder.parse(dump, {})[1][0].completed
     # What was given up counts as completed in the counters, and has not.
@@ -98,17 +98,17 @@ def test_what_nccl_has_retired_and_not_completed_has_timed_out() -> None:
     assert (given_up.completed, given_up.gave_up, group.last_completed) == (False, True, 3)
 
 
-def test_newer_names_of_back_ends_are_read() -> None:
+def test_newer_back_end_names_are_read() -> None:
     _, (collective,) = flight_recorder.parse(nccl("started", profiling_name="nccl2:broadcast"), {})
     assert (collective.backend, collective.op) == ("nccl2", "broadcast")
 
 
-def test_point_to_point_has_a_numbering_of_its_own() -> None:
+def test_point_to_point_has_its_own_numbering() -> None:
     _, (sent,) = flight_recorder.parse(nccl("started", profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=9), {})
     assert (sent.is_p2p, sent.seq) == (True, 9)
 
 
-def test_a_group_whose_entries_have_left_the_ring_keeps_its_name_and_position() -> None:
+def test_a_group_without_entries_in_the_ring_keeps_its_name_and_position() -> None:
     names: flight_recorder.Names = {}
     flight_recorder.parse(GLOO, names)
     (group,), collectives = flight_recorder.parse({**GLOO, "entries": []}, names)
@@ -116,12 +116,12 @@ def test_a_group_whose_entries_have_left_the_ring_keeps_its_name_and_position() 
     assert not collectives
 
 
-def test_a_position_without_a_name_is_not_guessed_at() -> None:
-    """The number under which a process keeps a group means another group on another rank."""
+def test_a_position_without_a_name_is_not_assigned() -> None:
+    """The number a process gives a group may mean another group on another rank."""
     assert flight_recorder.parse({**GLOO, "entries": []}, {}) == ([], [])
 
 
-def test_a_recorder_that_is_off_has_nothing() -> None:
+def test_a_disabled_recorder_is_empty() -> None:
     assert flight_recorder.parse({"version": "2.10"}, {}) == ([], [])
 
 
@@ -137,7 +137,7 @@ def test_a_build_without_distributed_support_has_no_recorder(monkeypatch: pytest
     assert flight_recorder.position() == ()
 
 
-def test_the_more_ranks_the_fewer_entries_of_each_are_told_and_all_outstanding_ones() -> None:
+def test_larger_jobs_keep_fewer_entries_but_all_outstanding_ones() -> None:
     assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [48, 48, 12, 8, 8]
     ended = [Collective(group="0", seq=seq, op="x", completed=True, created_ns=seq) for seq in range(1, 60)]
     outstanding = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 80)]
@@ -158,7 +158,7 @@ READ = [
 
 
 @pytest.mark.parametrize(("backend", "called", "dumps", "why"), READ)
-def test_what_no_recorder_tells_is_not_read_as_if_nothing_had_been_called(
+def test_unrecorded_groups_are_reported_with_a_reason(
     backend: str, called: int | None, dumps: list[Any], why: NotRecorded | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_groups, "own_groups", lambda: [process_groups.OwnGroup("0", "default_pg", (0, 1))])
@@ -175,9 +175,7 @@ def test_what_no_recorder_tells_is_not_read_as_if_nothing_had_been_called(
     assert recorder.unrecorded == ((told,) if why else ())
 
 
-def test_a_group_of_which_the_ring_has_no_entry_left_is_not_one_that_was_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_without_entries_in_the_ring_is_lost_and_not_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [process_groups.OwnGroup("0", "default_pg", (0, 1)), process_groups.OwnGroup("1", "tp", (0, 1))]
     monkeypatch.setattr(process_groups, "own_groups", lambda: members)
     calls = [process_groups.GroupCalls("0", ("gloo",), 4), process_groups.GroupCalls("1", ("gloo",), 2)]
@@ -198,12 +196,12 @@ def hooked(seq: int, *, retired: bool = True) -> dict[str, Any]:
     }
 
 
-def test_what_a_hook_records_beside_a_back_end_is_not_a_second_call() -> None:
+def test_a_hooks_entry_beside_a_back_ends_is_one_call() -> None:
     twice = [both for entry in GLOO["entries"] for both in (hooked(entry["collective_seq_id"]), entry)]
     assert flight_recorder.parse(GLOO | {"entries": twice}, {}) == flight_recorder.parse(GLOO, {})
 
 
-def test_where_only_a_hook_records_the_last_call_may_be_waited_for() -> None:
+def test_the_last_hook_only_entry_may_be_outstanding() -> None:
     _, collectives = flight_recorder.parse({"entries": [hooked(1), hooked(2)], "pg_status": {}}, {})
     assert [(call.backend, call.seq, call.completed) for call in collectives] == [("c10d", 1, True), ("c10d", 2, False)]
     _, (first, second) = flight_recorder.parse({"entries": [hooked(1), hooked(2, retired=False)], "pg_status": {}}, {})
@@ -288,7 +286,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 @pytest.mark.parametrize(("failure", "mode"), [(0, 2), (3, 0)])
-def test_entries_are_read_without_spoiling_the_capture_of_a_graph(
+def test_reading_entries_does_not_break_graph_capture(
     failure: int, mode: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -310,8 +308,8 @@ def test_entries_are_read_without_spoiling_the_capture_of_a_graph(
     assert [*recorders.dumps(collectives=True)] == [{}, {}] and seen == [0, 0]
 
 
-def test_entries_are_not_read_while_the_driver_does_not_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read them would wait for the driver with the GIL."""
+def test_entries_are_not_read_while_the_driver_is_unresponsive(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading would wait for the driver while holding the GIL."""
 
     def dump(collectives: bool, *_: bool) -> str:
         assert not collectives
@@ -337,7 +335,7 @@ def test_entries_are_not_read_while_the_driver_does_not_answer(driver: Driver, m
     assert recorders.driver_answers()
 
 
-def test_of_a_very_large_recorder_the_newest_entries_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_entries_of_a_large_recorder_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def dump(entries: bool, only_active: bool) -> str:
@@ -353,7 +351,7 @@ def test_of_a_very_large_recorder_the_newest_entries_are_read(monkeypatch: pytes
     assert asked == [(True, True)] * 2 + [(True, False)] * 2
 
 
-def test_a_position_moves_with_what_is_called_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_position_follows_call_counts_without_a_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "dumps", lambda **_: iter([{"version": "2.9"}]))
     monkeypatch.setattr(process_groups, "counts", lambda: (3, None))
     before = flight_recorder.position()
@@ -362,8 +360,8 @@ def test_a_position_moves_with_what_is_called_where_nothing_is_recorded(monkeypa
     assert flight_recorder.position() != before
 
 
-def test_a_group_that_sends_and_receives_does_not_look_behind() -> None:
-    """A batch leaves its parts and a whole, and its number in the counters: 9 here, beside 4 collectives."""
+def test_a_mixed_group_is_not_behind() -> None:
+    """A batch records its parts and a whole, and counts in the counters: 9 here, beside 4 collectives."""
     dump = nccl("completed", retired=True)
     parts = [
         {**dump["entries"][0], "record_id": record, "profiling_name": name, "is_p2p": is_p2p, "p2p_seq_id": 9} | more
@@ -383,8 +381,8 @@ def test_a_group_that_sends_and_receives_does_not_look_behind() -> None:
     ]
 
 
-def test_a_rank_that_is_blocked_inside_its_first_call_of_nccl_waits() -> None:
-    """Its events were never recorded, and so look completed; the watchdog would have retired it long since."""
+def test_a_rank_blocked_in_its_first_nccl_call_is_launching() -> None:
+    """Its events were never recorded and so look completed; the watchdog would have retired it long ago."""
     dump = nccl("completed", retired=False)
     (group,), (call,) = flight_recorder.parse(dump, {})
     assert (call.completed, call.launching, group.last_enqueued, group.last_completed) == (False, True, 4, 3)
@@ -409,7 +407,7 @@ STACK = [
 ]
 
 
-def test_collectives_are_given_where_they_were_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_get_their_call_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [Collective(group="0", seq=seq, op="all_reduce", created_ns=1_000 + seq) for seq in range(4)]
     elsewhere = [STACK[0], {**STACK[3], "line": 8}, *STACK[4:]]
     frames = {1_000: STACK, 1_001: elsewhere, 1_002: STACK}
@@ -429,7 +427,7 @@ def test_collectives_are_given_where_they_were_called(monkeypatch: pytest.Monkey
     assert (unknown.site, unknown.stack) == ("", ())
 
 
-def test_a_call_site_is_the_same_wherever_packages_are_installed() -> None:
+def test_a_call_site_does_not_depend_on_the_install_location() -> None:
     places = [(str(frame["filename"]), int(str(frame["line"])), str(frame["name"])) for frame in STACK]
     site, _ = call_site(places)
     moved = [(file.replace("/venv", "/opt/env"), line, name) for file, line, name in places]

@@ -147,7 +147,7 @@ WHOLE = GpuFacts(
 )
 
 
-def test_all_that_is_told() -> None:
+def test_all_facts_are_read() -> None:
     assert look(Nvml()) == WHOLE
 
 
@@ -171,32 +171,32 @@ def test_all_that_is_told() -> None:
         ("7", 0, None),
     ],
 )
-def test_which_gpu_is_a_ranks(visible: str | None, local_rank: int, uuid: str | None) -> None:
+def test_the_gpu_of_a_rank_is_selected(visible: str | None, local_rank: int, uuid: str | None) -> None:
     facts = look(Nvml(), local_rank, visible)
     assert (facts and facts.uuid) == uuid
 
 
-def test_a_mig_instance_has_its_own_memory_and_its_gpus_health() -> None:
+def test_a_mig_instance_has_its_own_memory_and_the_gpus_health() -> None:
     facts = seen(Nvml(), visible="MIG-cccc-3")
     assert (facts.index, facts.total_bytes, facts.ecc_errors) == (1, 10 * GB, 2)
     assert facts.name == "NVIDIA H100 MIG 1g.10gb"
 
 
-def test_neither_this_process_nor_peers_are_foreign_others_are() -> None:
+def test_only_unrelated_processes_are_foreign() -> None:
     nvml = Nvml()
     stranger = psutil.Process(os.getppid())
     nvml.processes.append((stranger.pid, 12_300_000_000))
     assert seen(nvml).foreign_processes == (f"pid {stranger.pid} ({stranger.name()}), 12.3 GB",)
 
 
-def test_a_process_whose_memory_is_not_told_is_told_without() -> None:
+def test_a_process_with_unknown_memory_is_still_listed() -> None:
     nvml = Nvml()
     stranger = psutil.Process(os.getppid())
     nvml.processes = [(stranger.pid, None)]  # type: ignore[list-item]
     assert seen(nvml).foreign_processes == (f"pid {stranger.pid} ({stranger.name()})",)
 
 
-def test_in_a_container_an_unknown_process_may_be_ourselves() -> None:
+def test_in_a_container_a_lone_unknown_process_may_be_ours() -> None:
     nvml = Nvml()
     nvml.processes = [(HIDDEN, GB)]
     assert seen(nvml).foreign_processes == ()
@@ -205,7 +205,7 @@ def test_in_a_container_an_unknown_process_may_be_ourselves() -> None:
 
 
 @pytest.mark.parametrize(("remapped", "pending"), [((9, 9, 0, 0), False), ((0, 0, 1, 0), True), ((0, 0, 0, 1), True)])
-def test_rows_that_wait_to_be_remapped(remapped: tuple[int, int, int, int], pending: bool) -> None:
+def test_pending_row_remaps_are_found(remapped: tuple[int, int, int, int], pending: bool) -> None:
     nvml = Nvml()
     nvml.remapped = remapped
     assert seen(nvml).pending_repair is pending
@@ -215,7 +215,7 @@ def test_rows_that_wait_to_be_remapped(remapped: tuple[int, int, int, int], pend
     ("bits", "names"),
     [(0, ()), (0x1, ()), (0x2, ()), (0x100, ()), (0x3 | 0x40 | 0x80, ("thermal slowdown", "power brake"))],
 )
-def test_what_holds_clocks_down_but_for_idling_and_settings(bits: int, names: tuple[str, ...]) -> None:
+def test_throttling_reasons_exclude_idle_and_settings(bits: int, names: tuple[str, ...]) -> None:
     for refused in ((), ("nvmlDeviceGetCurrentClocksEventReasons",)):
         nvml = Nvml(*refused)
         nvml.clock_limits = bits
@@ -223,7 +223,7 @@ def test_what_holds_clocks_down_but_for_idling_and_settings(bits: int, names: tu
 
 
 @pytest.mark.parametrize(("action", "text"), [(0, ""), (1, "reset"), (2, "reboot"), (3, "drain"), (99, ""), (-1, "")])
-def test_the_recovery_action(action: int, text: str) -> None:
+def test_the_recovery_action_is_read(action: int, text: str) -> None:
     nvml = Nvml()
     nvml.recovery = action
     assert seen(nvml).recovery_action == text
@@ -243,7 +243,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_is_refused_costs_its_own_fact_only(name: str) -> None:
+def test_a_refused_function_loses_only_its_own_fact(name: str) -> None:
     nvml = Nvml(name)
     facts = gpu_facts(0, own_pids={PEER}, nvml=nvml, environment={}, kernel_logs=())
     if name in ("nvmlInit", "nvmlDeviceGetHandleByIndex"):
@@ -252,12 +252,12 @@ def test_a_function_that_is_refused_costs_its_own_fact_only(name: str) -> None:
         assert facts == replace(WHOLE, **WITHOUT.get(name, {}))
 
 
-def test_all_refused_but_the_handle() -> None:
+def test_only_the_handle_is_required() -> None:
     nvml = Nvml(*(set(FUNCTIONS) - {"nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByIndex"}))
     assert look(nvml, 1) == GpuFacts(index=1)
 
 
-def test_without_a_driver_or_the_binding_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_or_binding_there_are_no_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     import pynvml
 
     def missing() -> None:
@@ -287,30 +287,30 @@ def log(tmp_path: Path) -> str:
     return str(tmp_path / "dmesg")
 
 
-def test_xids_of_this_gpu_each_once_newest_last_but_those_of_programs(log: str) -> None:
+def test_hardware_xids_of_this_gpu_are_listed_once_newest_last(log: str) -> None:
     assert seen(Nvml(), logs=(log,)).xids == ("79 (fallen off the bus)", "63 (row remapping recorded)", "4711")
     assert seen(Nvml(), local_rank=1, logs=(log,)).xids == ("48 (double-bit ECC error)",)
 
 
-def test_without_its_place_on_the_bus_no_xid_is_a_gpus(log: str) -> None:
+def test_without_a_bus_id_no_xid_matches(log: str) -> None:
     assert seen(Nvml("nvmlDeviceGetPciInfo"), logs=(log,)).xids == ()
 
 
-def test_the_first_log_that_can_be_read_counts(log: str, tmp_path: Path) -> None:
+def test_the_first_readable_log_counts(log: str, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert xids("00000000:5E:00.0", (str(tmp_path / "none"), str(tmp_path), log)) != ()
     assert xids("00000000:5E:00.0", (str(tmp_path / "empty"), log)) == ()
     assert xids("00000000:5E:00.0", (str(tmp_path / "none"),)) == ()
 
 
-def test_at_most_eight_the_newest(tmp_path: Path) -> None:
+def test_at_most_eight_newest_xids_are_kept(tmp_path: Path) -> None:
     lines = [f"NVRM: Xid (PCI:0000:3b:00): {number}, x\n" for number in range(200, 220)]
     (tmp_path / "log").write_text("".join(lines))
     assert xids("00000000:3B:00.0", (str(tmp_path / "log"),)) == tuple(str(number) for number in range(212, 220))
 
 
-def test_a_log_that_has_no_more_to_say_is_not_waited_for(tmp_path: Path) -> None:
-    """Like /dev/kmsg, a pipe somebody may yet write to gives EAGAIN, and no end."""
+def test_reading_a_log_without_an_end_does_not_block(tmp_path: Path) -> None:
+    """Like /dev/kmsg, a pipe with a writer returns EAGAIN instead of an end."""
     pipe = tmp_path / "kmsg"
     os.mkfifo(pipe)
     both = os.open(pipe, os.O_RDWR)
@@ -321,7 +321,7 @@ def test_a_log_that_has_no_more_to_say_is_not_waited_for(tmp_path: Path) -> None
         os.close(both)
 
 
-def test_records_that_were_overwritten_meanwhile_are_passed_over(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwritten_log_records_are_skipped(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read, told = os.read, []
 
     def torn(file: int, size: int) -> bytes:
@@ -334,7 +334,7 @@ def test_records_that_were_overwritten_meanwhile_are_passed_over(log: str, monke
     assert xids("00000000:5E:00.0", (log,)) == ("48 (double-bit ECC error)",)
 
 
-def test_what_a_gpu_does_at_this_moment() -> None:
+def test_the_current_gpu_state_is_read() -> None:
     nvml = Nvml()
     state = gpu_state(1, nvml=nvml, environment={}, kernel_logs=())
     assert state is not None and state.gpu is not None
@@ -343,7 +343,7 @@ def test_what_a_gpu_does_at_this_moment() -> None:
     assert nvml.open == 0
 
 
-def test_what_it_does_not_tell_of_itself_is_not_known() -> None:
+def test_unsupported_gpu_state_is_unknown() -> None:
     nvml = Nvml("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage")
     state = gpu_state(0, nvml=nvml, environment={}, kernel_logs=())
     assert state is not None and state.gpu is not None

@@ -24,28 +24,28 @@ def looks() -> Looks:
     return Looks()
 
 
-def test_one_look_tells_no_growth(looks: Looks) -> None:
+def test_one_sample_gives_no_growth(looks: Looks) -> None:
     assert looks.at(0, 100) == (None, None)
 
 
-def test_two_looks_tell_it(looks: Looks) -> None:
+def test_two_samples_give_growth(looks: Looks) -> None:
     looks.at(0, 100, 5)
     assert looks.at(2, 520, 125) == (210 * MB, 60 * MB)
 
 
-def test_what_shrinks_grows_by_less_than_nothing(looks: Looks) -> None:
+def test_shrinking_is_negative_growth(looks: Looks) -> None:
     looks.at(0, 100)
     assert looks.at(2, 80) == (-10 * MB, 0)
 
 
-def test_looks_that_follow_at_once_tell_nothing_and_push_nothing_out(looks: Looks) -> None:
+def test_samples_in_quick_succession_are_ignored(looks: Looks) -> None:
     looks.at(0, 100)
     for tick in range(1, 40):
         assert looks.at(tick / 100, 100 + tick) == (None, None)
     assert looks.at(0.5, 200) == (200 * MB, 0)
 
 
-def test_the_last_look_that_is_long_enough_ago_is_compared(looks: Looks) -> None:
+def test_the_latest_sufficiently_old_sample_is_compared(looks: Looks) -> None:
     looks.at(0, 0)
     looks.at(4, 400)
     looks.at(6, 412)
@@ -53,22 +53,22 @@ def test_the_last_look_that_is_long_enough_ago_is_compared(looks: Looks) -> None
     assert looks.at(7, 415) == (5 * MB, 0)
 
 
-def test_a_look_of_long_ago_tells_nothing(looks: Looks) -> None:
+def test_an_outdated_sample_gives_no_growth(looks: Looks) -> None:
     looks.at(0, 100)
     assert looks.at(61, 900) == (None, None)
 
 
-def test_swap_that_is_not_known_leaves_memory_known(looks: Looks) -> None:
+def test_unknown_swap_does_not_hide_memory_growth(looks: Looks) -> None:
     looks.at(0, 100, None)
     assert looks.at(2, 120, 8) == (10 * MB, None)
 
 
-def test_memory_that_is_not_known_is_no_look(looks: Looks) -> None:
+def test_unknown_memory_is_not_a_sample(looks: Looks) -> None:
     assert looks.growth.measure(7, None, None) == (None, None)
     assert looks.at(2, 120) == (None, None)
 
 
-def test_processes_are_told_apart_and_not_remembered_for_ever(looks: Looks) -> None:
+def test_processes_are_separate_and_eventually_forgotten(looks: Looks) -> None:
     looks.at(0, 100, pid=1)
     assert looks.at(2, 100, pid=2) == (None, None)
     for pid in range(1000, 1256):

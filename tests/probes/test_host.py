@@ -25,7 +25,7 @@ from lightning_ncclsafe.probes.host.resources import (
 )
 
 
-def test_this_host() -> None:
+def test_facts_of_this_host_are_read() -> None:
     facts = HostProbe().read()
     assert facts.rss_bytes is not None and facts.rss_bytes > 1 << 20
     assert facts.memory_total_bytes is not None and facts.memory_total_bytes > facts.rss_bytes
@@ -54,14 +54,14 @@ def child() -> Iterator[int]:
     process.join()
 
 
-def test_its_own_process_runs() -> None:
+def test_the_own_process_is_running() -> None:
     facts = look_at(os.getpid(), rank=3)
     assert (facts.pid, facts.rank, facts.state) == (os.getpid(), 3, "running")
     assert facts.cpu_s is not None and facts.cpu_s > 0
     assert facts.rss_bytes is not None and facts.rss_bytes > 1 << 20
 
 
-def test_a_stopped_process_is_told_from_one_that_goes_on(child: int) -> None:
+def test_a_stopped_process_is_recognised(child: int) -> None:
     os.kill(child, signal.SIGSTOP)
     os.waitpid(child, os.WUNTRACED)
     assert look_at(child).state == "stopped"
@@ -79,14 +79,14 @@ def test_a_dead_process_is_a_zombie_until_it_is_reaped_and_then_gone() -> None:
     assert (gone.pid, gone.rank, gone.state) == (process.pid, 1, "gone")
 
 
-def test_another_process_with_the_same_id_is_not_taken_for_it(child: int) -> None:
+def test_a_reused_pid_counts_as_gone(child: int) -> None:
     started = psutil.Process(child).create_time()
     assert look_at(child, started=started).state != "gone"
     assert look_at(child, started=started - 60).state == "gone"
     assert look_at(child, started=started + 60).state == "gone"
 
 
-def test_children_that_multiprocessing_made_are_workers_other_programs_are_not(child: int) -> None:
+def test_only_multiprocessing_children_are_workers(child: int) -> None:
     other = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert child in child_processes(besides=[])
@@ -96,8 +96,8 @@ def test_children_that_multiprocessing_made_are_workers_other_programs_are_not(c
         other.communicate()
 
 
-def test_a_spawned_worker_is_one_too(tmp_path: Path) -> None:
-    """As multiprocessing's ``spawn`` starts it; a real one would import this test's modules anew, for seconds."""
+def test_a_spawned_child_is_a_worker(tmp_path: Path) -> None:
+    """As multiprocessing's ``spawn`` starts it; a real one would import this test's modules again, for seconds."""
     command = [sys.executable, "-S", "-c", "input()", "--multiprocessing-fork"]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
@@ -123,7 +123,7 @@ def ended(*processes: "subprocess.Popen[bytes]") -> None:
         process.communicate()
 
 
-def test_a_rank_is_what_runs_this_program_and_not_what_wraps_it() -> None:
+def test_a_rank_is_the_program_and_not_its_wrapper() -> None:
     port = f"no-port-{os.getpid()}"
     script = f"{sys.executable} -S -c 'print(flush=True); input()'; true"
     wrapper = subprocess.Popen(
@@ -139,7 +139,7 @@ def test_a_rank_is_what_runs_this_program_and_not_what_wraps_it() -> None:
         ended(wrapper)
 
 
-def test_until_it_has_started_what_wraps_it_stands_for_it() -> None:
+def test_a_wrapper_stands_in_until_the_program_starts() -> None:
     port = f"no-port-{os.getpid()}"
     wrapper = subprocess.Popen(
         ["sh", "-c", "echo; read x; true"],
@@ -154,7 +154,7 @@ def test_until_it_has_started_what_wraps_it_stands_for_it() -> None:
         ended(wrapper)
 
 
-def test_ranks_of_a_slurm_step_are_found_by_it() -> None:
+def test_slurm_ranks_are_found_by_their_step() -> None:
     job = {"SLURM_JOB_ID": f"no-job-{os.getpid()}", "SLURM_STEP_ID": "0"}
     command = [sys.executable, "-S", "-c", "print(flush=True); input()"]
     environments = [job | {"SLURM_LOCALID": "1"}, job | {"SLURM_STEP_ID": "1", "SLURM_LOCALID": "2"}, job]
@@ -169,7 +169,7 @@ def test_ranks_of_a_slurm_step_are_found_by_it() -> None:
         ended(*processes)
 
 
-def test_the_own_memory_is_that_which_is_seen_from_outside() -> None:
+def test_own_memory_matches_the_outside_view() -> None:
     rss_bytes, swap_bytes = own_memory()
     seen = look_at(os.getpid())
     assert rss_bytes is not None and seen.rss_bytes is not None
@@ -210,12 +210,12 @@ MOUNTS = [
         ("/", "overlay"),
     ],
 )
-def test_the_file_system_of_a_path(path: str, filesystem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_system_of_a_path_is_found(path: str, filesystem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: MOUNTS)
     assert filesystem_of(path) == filesystem
 
 
-def test_no_mount_no_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mounts_there_is_no_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [])
     assert filesystem_of("/mnt/dead") == ""
 
@@ -242,9 +242,7 @@ def test_the_path_itself_is_not_touched(tmp_path: Path, monkeypatch: pytest.Monk
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "SIGTERM", None),
     ],
 )
-def test_how_a_process_has_ended_is_seen_until_it_is_waited_for(
-    end: Callable[[], object], ended_by: str, exit_code: int | None
-) -> None:
+def test_the_exit_status_of_a_zombie_is_read(end: Callable[[], object], ended_by: str, exit_code: int | None) -> None:
     pid = os.fork()
     if not pid:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -94,7 +94,7 @@ class MineBatches(BatchSampler):
         raise AssertionError("it was iterated")
 
 
-def test_a_plain_loader_is_told_in_full() -> None:
+def test_a_plain_loader_is_fully_described() -> None:
     made = facts_of(DataLoader(Subset(DATA, range(10)), batch_size=4, drop_last=True, num_workers=2, prefetch_factor=3))
     fingerprints = made.fingerprints
     assert set(fingerprints) == {"indices", "values"}
@@ -115,7 +115,7 @@ def test_a_plain_loader_is_told_in_full() -> None:
     )
 
 
-def test_batches_that_workers_alone_make_are_told_from_those_that_the_own_process_has_a_part_in() -> None:
+def test_batches_made_by_workers_alone_are_recognised() -> None:
     class Numbers(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(4))
@@ -130,14 +130,14 @@ def test_batches_that_workers_alone_make_are_told_from_those_that_the_own_proces
     assert not facts_of(DataLoader(DATA, batch_sampler=MineBatches(range(4), 2, False), num_workers=2)).made_by_workers
 
 
-def test_content_decides_what_is_looked_at() -> None:
+def test_content_decides_which_fingerprints_are_made() -> None:
     assert facts_of(DataLoader(DATA), content="off").fingerprints == {}
     assert set(facts_of(DataLoader(DATA), content="full").fingerprints) == {"values", "shapes", "items"}
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 100, 0.0, 0.5, 0.99, 1.0, 3.0])
 @pytest.mark.parametrize("length", [0, 3, 7])
-def test_the_limit_is_lightnings(length: int, limit: int | float) -> None:
+def test_the_batch_limit_matches_lightning(length: int, limit: int | float) -> None:
     try:
         expected = _parse_num_batches(RunningStage.TRAINING, length, limit)
     except Exception:
@@ -147,7 +147,7 @@ def test_the_limit_is_lightnings(length: int, limit: int | float) -> None:
     assert facts_of(loader, limit=limit).batches == expected
 
 
-def test_without_a_limit_or_a_length_there_is_nothing_to_limit() -> None:
+def test_without_a_limit_or_length_nothing_is_limited() -> None:
     assert limited(7, None) == 7
     assert limited(None, 3) is None
     assert facts_of(DataLoader(DATA), limit=float("nan")).batches is None
@@ -169,7 +169,7 @@ TORCHS: dict[str, tuple[Callable[[], Sampler[Any]], str]] = {
 
 @pytest.mark.parametrize("case", TORCHS)
 @pytest.mark.parametrize("within", [False, True], ids=["sampler", "batch sampler"])
-def test_the_order_of_samplers_that_do_not_split(case: str, within: bool) -> None:
+def test_non_distributed_samplers_have_an_order(case: str, within: bool) -> None:
     make, order = TORCHS[case]
     sampler = make()
     loader = (
@@ -206,14 +206,14 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("case", SPLITTING)
 @pytest.mark.parametrize("place", PLACES)
-def test_the_one_that_splits_is_found(case: str, place: str) -> None:
+def test_the_distributed_sampler_is_found(case: str, place: str) -> None:
     sampler = SPLITTING[case]()
     made = facts_of(PLACES[place](sampler)).sampler
     name = type(sampler).__name__
     assert made == SamplerFacts(name=name, replicas=4, rank=2, seed=5, epoch=0, shuffle=False, drop_last=True)
 
 
-def test_lightnings_wrapper_to_predict_is_seen_through() -> None:
+def test_lightnings_predict_wrapper_is_unwrapped() -> None:
     made = facts_of(
         DataLoader(DATA, batch_sampler=_IndexBatchSamplerWrapper(BatchSampler(RandomSampler(DATA), 3, True)))
     )
@@ -221,7 +221,7 @@ def test_lightnings_wrapper_to_predict_is_seen_through() -> None:
     assert (made.batch_size, made.drop_last) == (3, True)
 
 
-def test_a_batch_sampler_that_splits_is_before_the_sampler_in_it() -> None:
+def test_a_distributed_batch_sampler_takes_precedence() -> None:
     batches = MineBatches(DistributedSampler(DATA, 4, 2), 2, False)
     vars(batches).update(num_replicas=8, rank=1)
     made = facts_of(DataLoader(DATA, batch_sampler=batches))
@@ -232,13 +232,13 @@ def test_a_batch_sampler_that_splits_is_before_the_sampler_in_it() -> None:
 @pytest.mark.parametrize(
     "half", [{"rank": 1}, {"num_replicas": 2}, {"rank": True, "num_replicas": 2}, {"rank": "0"}], ids=str
 )
-def test_half_of_what_splits_does_not(half: dict[str, Any]) -> None:
+def test_a_sampler_with_only_rank_or_replicas_is_not_distributed(half: dict[str, Any]) -> None:
     made = facts_of(DataLoader(DATA, sampler=Mine(**half, drop_last=True, seed=4))).sampler
     assert made == SamplerFacts(name="Mine", seed=4)
 
 
 @pytest.mark.parametrize("listed", [[[1, 2], [3]], [1, 2, 3], ((1,), (2,)), []], ids=str)
-def test_a_list_of_batches_is_part_of_the_fingerprints(listed: Any) -> None:
+def test_a_list_of_batches_is_fingerprinted(listed: Any) -> None:
     made = facts_of(DataLoader(DATA, batch_sampler=listed))
     assert made.sampler == SamplerFacts(name=type(listed).__name__, order="listed")
     assert "batches" in made.fingerprints
@@ -246,14 +246,14 @@ def test_a_list_of_batches_is_part_of_the_fingerprints(listed: Any) -> None:
 
 
 @pytest.mark.parametrize("listed", [[3, 1], range(4), np.arange(3), torch.arange(3)], ids=str)
-def test_so_is_a_list_of_samples(listed: Any) -> None:
+def test_a_list_of_samples_is_fingerprinted(listed: Any) -> None:
     made = facts_of(DataLoader(DATA, sampler=listed))
     assert made.sampler is not None
     assert made.sampler.order == "listed"
     assert "batches" in made.fingerprints
 
 
-def test_a_list_of_something_else_is_not() -> None:
+def test_a_list_of_other_objects_is_not_fingerprinted() -> None:
     made = facts_of(DataLoader(DATA, batch_sampler=[["a"], [object()]]))
     assert made.sampler == SamplerFacts(name="list")
     assert set(made.fingerprints) == {"values"}
@@ -264,7 +264,7 @@ def times(name: str, count: int) -> str:
     return f"{name} \N{MULTIPLICATION SIGN}{count}"
 
 
-def test_datasets_from_the_outside_in() -> None:
+def test_datasets_are_listed_outermost_first() -> None:
     halves = [Subset(DATA, [n]) for n in range(3)]
     names = {
         ("ConcatDataset", times("Subset", 3), times("TensorDataset", 3)): ConcatDataset(halves),
@@ -276,7 +276,7 @@ def test_datasets_from_the_outside_in() -> None:
         assert facts_of(types.SimpleNamespace(dataset=dataset, sampler=[1])).datasets == expected
 
 
-def test_neither_a_circle_nor_a_great_number_of_datasets_is_without_end() -> None:
+def test_cyclic_and_numerous_datasets_are_bounded() -> None:
     one, other = Stream(), Stream()
     one.dataset, other.dataset = other, one
     assert facts_of(DataLoader(one)).datasets == (times("Stream", 2),)
@@ -292,7 +292,7 @@ def test_neither_a_circle_nor_a_great_number_of_datasets_is_without_end() -> Non
 
 @pytest.mark.parametrize(("dataset", "length"), [(Stream(), None), (SizedStream(), 7)], ids=["stream", "sized"])
 @pytest.mark.parametrize("content", ["sample", "full"])
-def test_what_is_iterated_is_not_iterated_here(dataset: Any, length: int | None, content: str) -> None:
+def test_an_iterable_dataset_is_not_iterated(dataset: Any, length: int | None, content: str) -> None:
     made = facts_of(DataLoader(dataset, batch_size=None), content=content)
     assert (made.iterable, made.length, made.batches, made.samples) == (True, length, length, length)
     assert (made.sampler, made.fingerprints, made.problems) == (None, {}, ())
@@ -313,19 +313,19 @@ def test_what_is_iterated_is_not_iterated_here(dataset: Any, length: int | None,
     ],
     ids=range(9),
 )
-def test_samples_that_are_all_the_same_are_made_up(dataset: Any, all_alike: bool) -> None:
+def test_identical_samples_are_recognised(dataset: Any, all_alike: bool) -> None:
     assert facts_of(DataLoader(dataset)).all_alike is all_alike
     assert not facts_of(DataLoader(dataset), content="off").all_alike
 
 
-def test_files_that_are_listed_are_shards() -> None:
+def test_listed_files_count_as_shards() -> None:
     assert facts_of(DataLoader(Stream(urls=["a.tar", "b.tar"]))).shards == 2
     assert facts_of(DataLoader(ChainDataset([Stream(files=["a"]), Stream(paths=["b", "c"])]))).shards == 3
     assert facts_of(DataLoader(DATA)).shards is None
 
 
 @pytest.mark.parametrize("loader", [[1, 2], (1, 2), range(2)], ids=str)
-def test_a_list_is_a_loader_too(loader: Any) -> None:
+def test_a_list_is_a_loader(loader: Any) -> None:
     made = facts_of(loader, limit=1, content="full")
     name = type(loader).__name__
     assert (made.loader, made.dataset, made.datasets, made.iterable) == (name, name, (name,), True)
@@ -334,7 +334,7 @@ def test_a_list_is_a_loader_too(loader: Any) -> None:
 
 
 @pytest.mark.parametrize("loader", [(n for n in (1,)), iter([1]), None, object(), 5, Stream, sys], ids=range(7))
-def test_what_has_no_length_is_no_problem(loader: Any) -> None:
+def test_a_missing_length_is_not_a_problem(loader: Any) -> None:
     made = facts_of(loader, content="full")
     assert (made.iterable, made.length, made.samples, made.sampler, made.problems) == (True, None, None, None, ())
     if isinstance(loader, Iterator):
@@ -378,7 +378,7 @@ LENGTHS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", LENGTHS)
-def test_a_length_that_is_none_is_a_sentence(case: str) -> None:
+def test_an_invalid_length_is_a_problem(case: str) -> None:
     length, said = LENGTHS[case]
     made = facts_of(Sized(length), limit=3)
     assert (made.length, made.batches) == (None, None)
@@ -391,16 +391,16 @@ def test_a_length_that_is_none_is_a_sentence(case: str) -> None:
 @pytest.mark.parametrize(
     "length", [raises(TypeError("no len")), raises(NotImplementedError())], ids=["type", "not made"]
 )
-def test_to_say_that_there_is_no_length_is_no_problem(length: Callable[[], Any]) -> None:
+def test_raising_type_error_for_a_length_is_not_a_problem(length: Callable[[], Any]) -> None:
     assert facts_of(Sized(length)).problems == ()
     assert facts_of(DataLoader(Sized(length), sampler=[0])).samples is None
 
 
-def test_a_length_of_true_is_one() -> None:
+def test_a_length_of_true_counts_as_one() -> None:
     assert facts_of(Sized(lambda: True)).length == 1
 
 
-def test_properties_that_raise_are_sentences() -> None:
+def test_raising_properties_are_problems() -> None:
     names = ("dataset", "sampler", "batch_sampler", "num_workers", "prefetch_factor", "batch_size", "drop_last")
     broken = type("Broken", (), {name: property(lambda self: 1 / 0) for name in names})
     made = facts_of(broken(), content="full")
@@ -410,14 +410,14 @@ def test_properties_that_raise_are_sentences() -> None:
     )
 
 
-def test_a_sampler_whose_properties_raise_is_named_all_the_same() -> None:
+def test_a_sampler_with_raising_properties_is_still_named() -> None:
     broken = type("Broken", (Mine,), {name: property(lambda self: 1 / 0) for name in ("rank", "num_replicas", "seed")})
     made = facts_of(DataLoader(DATA, sampler=broken()))
     assert made.sampler == SamplerFacts(name="Broken")
     assert "sampler.rank raised ZeroDivisionError: division by zero" in made.problems
 
 
-def test_attributes_of_other_types_are_left_out() -> None:
+def test_attributes_of_wrong_types_are_left_out() -> None:
     loader = types.SimpleNamespace(
         dataset=DATA,
         sampler=Mine(),
@@ -443,14 +443,14 @@ class Endless:
 
 @pytest.mark.parametrize("kind", [Wild, Endless])
 @pytest.mark.parametrize("content", ["sample", "full", "off"])
-def test_nothing_that_an_object_does_is_an_error(kind: type, content: str) -> None:
+def test_no_object_causes_an_error(kind: type, content: str) -> None:
     wild = kind()
     places = (wild, types.SimpleNamespace(dataset=wild, sampler=wild, batch_sampler=wild))
     for loader in (*places, DataLoader(Sized(lambda: 3), sampler=wild), [wild]):
         assert facts_of(loader, content=content).name == "train_dataloader"
 
 
-def test_the_loader_is_as_it_was() -> None:
+def test_the_loader_is_unchanged() -> None:
     loader = DataLoader(Subset(DATA, range(10)), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
     before = dict(vars(loader))
     facts_of(loader, content="full")
@@ -476,19 +476,19 @@ class TestHuggingFace:
         )
         assert set(made.fingerprints) == {"indices", "values"}
 
-    def test_what_is_iterated_tells_its_shards(self) -> None:
+    def test_an_iterable_dataset_has_shards(self) -> None:
         made = facts_of(DataLoader(self.table().to_iterable_dataset(num_shards=4)), content="full")
         assert (made.iterable, made.length, made.samples, made.shards, made.sampler) == (True, None, None, 4, None)
         assert made.problems == ()
 
-    def test_a_split_by_node_is_told_as_a_sampler(self) -> None:
+    def test_a_split_by_node_counts_as_a_sampler(self) -> None:
         split = pytest.importorskip("datasets.distributed").split_dataset_by_node
         streamed = split(self.table().to_iterable_dataset(num_shards=4), rank=1, world_size=2)
         made = facts_of(DataLoader(streamed))
         assert made.sampler == SamplerFacts(name="split_dataset_by_node", replicas=2, rank=1)
         assert made.shards == 2
 
-    def test_a_users_package_of_the_same_name_is_not_it(self) -> None:
+    def test_a_user_class_of_the_same_name_is_not_mistaken(self) -> None:
         own = type("IterableDataset", (Dataset,), {"__module__": "datasets.mine", "__len__": lambda self: 3})
         own.num_shards = property(raises(AssertionError("it was run")))
         made = facts_of(DataLoader(own()))

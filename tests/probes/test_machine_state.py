@@ -27,7 +27,7 @@ FORK = multiprocessing.get_context("fork")
 AMPLE_S = 20.0
 
 
-def test_this_process_runs_and_gets_its_turns() -> None:
+def test_this_process_runs_and_gets_cpu_time() -> None:
     look = look_at_main_thread()
     assert look.state == "running" and not look.is_blocked
     assert look.ran_s is not None and look.ran_s > 0
@@ -43,7 +43,7 @@ def write_thread(proc: Path, pid: int, **files: str) -> None:
         (folder / name).write_text(text)
 
 
-def test_a_thread_that_waits_for_storage(tmp_path: Path) -> None:
+def test_a_thread_waiting_for_storage_is_recognised(tmp_path: Path) -> None:
     """With a name that would be taken for a state, were it not for the last bracket."""
     stat = "77 (pt) R (x)) D 1 77 77 0 -1 4194304 5210 0 31 0 140 12 0 0 20 0 9 0 55170 12000 890 18446744073709551615"
     status = "Name:\tpython\nvoluntary_ctxt_switches:\t90\nnonvoluntary_ctxt_switches:\t412\n"
@@ -53,7 +53,7 @@ def test_a_thread_that_waits_for_storage(tmp_path: Path) -> None:
     )
 
 
-def test_what_the_kernel_does_not_tell_is_not_known(tmp_path: Path) -> None:
+def test_missing_kernel_data_is_unknown(tmp_path: Path) -> None:
     assert look_at_main_thread(77, tmp_path) == ThreadLook()
     write_thread(tmp_path, 77, stat="77 (python) S 1", wchan="0", schedstat="0\n")
     assert look_at_main_thread(77, tmp_path) == ThreadLook(state="sleeping")
@@ -66,7 +66,7 @@ def write_pressure(proc: Path, cpu: int, memory: int, io: int) -> None:
         (proc / "pressure" / name).write_text(f"some {line}full {line}" if name != "cpu" else f"some {line}")
 
 
-def test_pressure_between_two_looks(tmp_path: Path) -> None:
+def test_pressure_is_the_difference_of_two_samples(tmp_path: Path) -> None:
     groups = ControlGroups(tmp_path / "none", tmp_path)
     write_pressure(tmp_path, 1_000_000, 0, 500_000)
     before = look_at_pressure(groups, tmp_path)
@@ -76,7 +76,7 @@ def test_pressure_between_two_looks(tmp_path: Path) -> None:
     assert (found.throttled_s, found.periods, found.throttled_periods) == (None, None, None)
 
 
-def test_throttling_between_two_looks() -> None:
+def test_throttling_is_the_difference_of_two_samples() -> None:
     before, after = Throttling(100, 10, 1.0), Throttling(300, 190, 18.5)
     found = pressure_between(PressureLook(before, {}), PressureLook(after, {}), 20.0)
     assert (found.throttled_s, found.periods, found.throttled_periods) == (17.5, 200, 180)
@@ -92,14 +92,14 @@ def probe() -> Iterator[MachineProbe]:
     made.close()
 
 
-def test_nothing_is_known_before_it_has_been_watched_for_a_while(probe: MachineProbe) -> None:
+def test_nothing_is_known_before_enough_samples(probe: MachineProbe) -> None:
     probe.note()
     facts = probe.read()
     assert (facts.main_thread, facts.pressure) == (None, None)
     assert facts.shm_total_bytes and facts.shm_free_bytes is not None
 
 
-def test_the_last_twenty_seconds_are_told(probe: MachineProbe) -> None:
+def test_the_last_twenty_seconds_are_reported(probe: MachineProbe) -> None:
     for _ in range(60):
         probe.note()
         probe.pass_s(0.5)  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def own_state() -> str:
     return found.state if found is not None else "not seen"
 
 
-def test_a_forked_process_looks_at_its_own_main_thread() -> None:
+def test_a_forked_process_samples_its_own_main_thread() -> None:
     """One of `os.fork`: `multiprocessing` sets the main thread's `native_id` right, Python itself does not."""
     answer, told = os.pipe()
     if not (pid := os.fork()):
@@ -140,7 +140,7 @@ def test_a_forked_process_looks_at_its_own_main_thread() -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_the_interface_is_looked_for_once_and_nobody_waits_for_it() -> None:
+def test_the_interface_is_found_once_in_the_background() -> None:
     asked, release = [], threading.Event()
 
     def find() -> InterfaceFacts:
@@ -162,7 +162,7 @@ def test_the_interface_is_looked_for_once_and_nobody_waits_for_it() -> None:
     assert asked == [1]
 
 
-def test_whole_collections_are_timed_and_others_are_not() -> None:
+def test_only_full_collections_are_timed() -> None:
     before = [*gc.callbacks]
     watch = GarbageWatch()
     watch.start()
@@ -178,7 +178,7 @@ def test_whole_collections_are_timed_and_others_are_not() -> None:
     assert gc.callbacks == before
 
 
-def test_a_probe_listens_from_its_first_note_on_until_it_is_closed() -> None:
+def test_a_probe_watches_collections_from_its_first_note_until_close() -> None:
     before = [*gc.callbacks]
     probe = MachineProbe()
     assert gc.callbacks == before
@@ -188,7 +188,7 @@ def test_a_probe_listens_from_its_first_note_on_until_it_is_closed() -> None:
     assert gc.callbacks == before
 
 
-def test_a_collection_that_goes_on_and_old_ones() -> None:
+def test_running_and_outdated_collections_are_handled() -> None:
     now = 0.0
     watch = GarbageWatch(clock=lambda: now)
     for begins, ends in ((0.0, 30.0), (40.0, 42.0), (70.0, 71.0)):
@@ -210,7 +210,7 @@ def ended(process: "subprocess.Popen[bytes]") -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_children_that_were_killed_or_failed_are_seen_and_left_to_their_parent() -> None:
+def test_killed_and_failed_children_are_found_and_not_reaped() -> None:
     killed = subprocess.Popen(["sleep", "60"])
     failed, fine, alive = (subprocess.Popen(["sh", "-c", text]) for text in ("exit 3", "exit 0", "exec sleep 60"))
     try:
@@ -230,7 +230,7 @@ def exit_badly(number: int) -> int:
     return os._exit(number) if number else 0  # type: ignore[func-returns-value]
 
 
-def test_a_child_that_its_pool_has_replaced_is_remembered() -> None:
+def test_a_child_replaced_by_its_pool_is_remembered() -> None:
     watch = ChildWatch()
     threads = threading.active_count()
     try:
@@ -254,7 +254,7 @@ def test_a_child_that_its_pool_has_replaced_is_remembered() -> None:
     assert threading.active_count() == threads
 
 
-def test_a_child_that_ends_at_once_is_seen() -> None:
+def test_a_child_that_ends_at_once_is_noticed() -> None:
     """A pool has replaced it before the next look would have come."""
     watch = ChildWatch()
     try:
@@ -288,7 +288,7 @@ def open_files() -> set[str]:
     return found
 
 
-def test_children_that_have_ended_keep_no_file_open() -> None:
+def test_ended_children_keep_no_file_open() -> None:
     watch = ChildWatch()
     try:
         pipes = live_under(watch, [0, 7, 0])
@@ -298,7 +298,7 @@ def test_children_that_have_ended_keep_no_file_open() -> None:
         watch.close()
 
 
-def test_a_child_that_nobody_has_asked_for_is_told_once() -> None:
+def test_an_unreaped_child_is_listed_once() -> None:
     watch, child = ChildWatch(), subprocess.Popen(["sleep", "60"])
     try:
         watch.note()
@@ -310,11 +310,11 @@ def test_a_child_that_nobody_has_asked_for_is_told_once() -> None:
         watch.close()
 
 
-def test_without_a_list_of_children_there_are_none(tmp_path: Path) -> None:
+def test_without_a_child_list_there_are_no_ended_children(tmp_path: Path) -> None:
     assert ended_children(tmp_path) == ()
 
 
-def test_a_gpu_is_asked_each_time() -> None:
+def test_a_gpu_is_queried_each_time() -> None:
     states = [GpuStateFacts(power_w=70.0), GpuStateFacts(power_w=80.0)]
     watch = GpuWatch(lambda: states.pop(0))
     assert watch.read(AMPLE_S) is None
@@ -325,7 +325,7 @@ def test_a_gpu_is_asked_each_time() -> None:
     assert [state.power_w for state in found if state] == [70.0, 80.0]
 
 
-def test_a_driver_that_does_not_answer_is_not_asked_twice_and_said_so() -> None:
+def test_an_unresponsive_driver_is_reported_and_not_queried_again() -> None:
     now, release, asked = 10.0, threading.Event(), []
     watch = GpuWatch(lambda: asked.append(1) or (release.wait(AMPLE_S) and None), clock=lambda: now)
     watch.begin()
@@ -339,7 +339,7 @@ def test_a_driver_that_does_not_answer_is_not_asked_twice_and_said_so() -> None:
     assert asked == [1]
 
 
-def test_a_driver_that_fails_tells_nothing() -> None:
+def test_a_failing_driver_gives_no_state() -> None:
     def fail() -> GpuStateFacts:
         raise OSError("no driver")
 

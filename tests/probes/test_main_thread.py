@@ -13,7 +13,7 @@ from lightning_ncclsafe.probes.process.main_thread import look_at_main_thread, s
 ONE = "train (1, #threads: 4)\n---\nse.exec_start                                :  {:.6f}\nse.vruntime   :  7.0\n"
 
 
-def test_it_is_counted_by_the_clock_of_the_core_on_which_it_ran_last(tmp_path: Path) -> None:
+def test_sleep_time_uses_the_clock_of_the_last_core(tmp_path: Path) -> None:
     own = os.sched_getaffinity(0)
     folder = tmp_path / "7" / "task" / "7"
     folder.mkdir(parents=True)
@@ -29,7 +29,7 @@ def test_it_is_counted_by_the_clock_of_the_core_on_which_it_ran_last(tmp_path: P
     assert os.sched_getaffinity(0) == own
 
 
-def test_a_process_that_waits_has_slept_since_and_one_that_runs_has_not() -> None:
+def test_a_waiting_process_has_slept_and_a_running_one_has_not() -> None:
     if not Path("/proc/self/sched").exists():
         assert slept_s(os.getpid()) is None
         return

@@ -195,7 +195,7 @@ BLOCKS = "one of 2 FSDP units of this size (blocks.0 … blocks.1)"
 BACKWARD = "the reduction of the gradients of"
 
 
-def test_the_buckets_of_ddp_have_the_recorded_sizes(seen: Result) -> None:
+def test_ddp_buckets_have_the_recorded_sizes(seen: Result) -> None:
     first, second = seen["ddp"]
     assert first == ["DDP's gradient all-reduce of its only bucket (head … embed, 311.1 kB), in backward"]
     # Between the steps it makes its buckets anew, and broadcasts twice.
@@ -207,7 +207,7 @@ def test_the_buckets_of_ddp_have_the_recorded_sizes(seen: Result) -> None:
     ]
 
 
-def test_the_buckets_of_ddp_that_looks_for_unused_parameters(seen: Result) -> None:
+def test_ddp_buckets_with_find_unused_parameters_are_named(seen: Result) -> None:
     # The last all-reduce of a step is of flags, which parameters were used.
     for step_words in seen["ddp_that_finds_unused"]:
         assert step_words == [
@@ -218,7 +218,7 @@ def test_the_buckets_of_ddp_that_looks_for_unused_parameters(seen: Result) -> No
         ]
 
 
-def test_a_small_model_has_one_bucket_from_first_to_last(seen: Result) -> None:
+def test_a_small_model_has_one_bucket(seen: Result) -> None:
     words = "DDP's gradient all-reduce of its only bucket (head … embed, 311.1 kB), in backward"
     assert [step_words[-1] for step_words in seen["ddp_as_it_comes"]] == [words, words]
 
@@ -246,8 +246,8 @@ def test_every_collective_of_fsdp_is_named(seen: Result, model: str) -> None:
         ("metric", "torchmetrics' sync of MulticlassAccuracy (accuracy)"),
     ],
 )
-def test_what_a_blocked_rank_waits_in(seen: Result, model: str, words: str) -> None:
-    """DDP holds its reducer's lock meanwhile, so that nothing may be asked of the reducer."""
+def test_the_unit_of_a_blocked_rank_is_named(seen: Result, model: str, words: str) -> None:
+    """DDP holds its reducer's lock at that moment, so the reducer must not be queried."""
     said, took_s = seen[f"blocked: {model}"]
     assert said == words
     assert took_s < 2
@@ -258,7 +258,7 @@ class Broken(nn.Module):
         raise RuntimeError("dictionary changed size during iteration")
 
 
-def test_a_model_that_cannot_be_read_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_model_is_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlightRecorder, "read", lambda self: ((), (OUTSTANDING,)))
     trainer = TrainerProbe(SimpleNamespace(strategy=SimpleNamespace(model=Broken())))
     probe = RankProbe(rank=0, local_rank=0, tracker=ActionTracker(), trainer=trainer)
@@ -277,7 +277,7 @@ def synchronised(name: str, is_synced: bool | None = False) -> nn.Module:
     return metric
 
 
-def test_only_units_of_what_is_outstanding_are_told() -> None:
+def test_only_units_of_outstanding_collectives_are_listed() -> None:
     model = nn.ModuleList([synchronised("Accuracy"), synchronised("F1", is_synced=True), nn.Linear(2, 2)])
     assert [unit.type for unit in read_units(model, [OUTSTANDING])] == ["Accuracy"]
     assert read_units(model, [replace(OUTSTANDING, completed=True)]) == ()
@@ -301,18 +301,18 @@ def flat(elements: int) -> nn.Module:
     return module
 
 
-def test_only_units_of_that_size_are_told() -> None:
+def test_only_units_of_the_matching_size_are_listed() -> None:
     (unit,) = read_units(nn.ModuleList([flat(4), flat(5)]), [OUTSTANDING])
     assert (unit.name, unit.elements, unit.shard_elements, unit.size_bytes) == ("0", 4, 0, 16)
     assert unit.parameters == ("0.weight",)
 
 
-def test_units_are_few_and_those_that_are_alike_are_one() -> None:
+def test_units_are_limited_and_equal_ones_merged() -> None:
     many = nn.ModuleList([synchronised(f"Metric{index}") for index in range(MAX_UNITS + 8)])
     assert len(read_units(many, [OUTSTANDING])) == MAX_UNITS
     (alike,) = read_units(nn.ModuleList([synchronised("Accuracy") for _ in range(3)]), [OUTSTANDING])
     assert (alike.name, alike.last, alike.alike) == ("0", "2", 3)
 
 
-def test_names_are_those_of_the_model_without_wrappers() -> None:
+def test_names_omit_wrappers() -> None:
     assert plain_name("_forward_module._fsdp_wrapped_module.blocks.0._checkpoint_wrapped_module.mlp") == "blocks.0.mlp"

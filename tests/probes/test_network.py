@@ -51,7 +51,7 @@ def nobody(_: str) -> str:
         ((), ""),
     ],
 )
-def test_nccls_own_order(there: tuple[Interface, ...], name: str) -> None:
+def test_nccl_prefers_interfaces_in_its_own_order(there: tuple[Interface, ...], name: str) -> None:
     assert nccl_interface(there, {}) == (name, "first that is up")
 
 
@@ -71,42 +71,42 @@ def test_nccls_own_order(there: tuple[Interface, ...], name: str) -> None:
         ("lo", "lo"),
     ],
 )
-def test_the_variable_decides_for_nccl(rule: str, name: str) -> None:
+def test_the_variable_selects_the_nccl_interface(rule: str, name: str) -> None:
     there = (LO, DOCKER, ETH, IB)
     assert nccl_interface(there, {"NCCL_SOCKET_IFNAME": rule}) == (name, f"NCCL_SOCKET_IFNAME={rule}")
 
 
 @pytest.mark.parametrize("rule", ["", "e"])
-def test_too_short_a_variable_decides_nothing(rule: str) -> None:
+def test_a_too_short_variable_is_ignored(rule: str) -> None:
     assert nccl_interface((LO, ETH), {"NCCL_SOCKET_IFNAME": rule}) == ("eth0", "first that is up")
 
 
-def test_an_exclusion_is_not_by_beginning_where_names_are_whole() -> None:
+def test_an_exact_exclusion_does_not_match_prefixes() -> None:
     assert is_meant("eth01", "^=eth0") and not is_meant("eth01", "^eth0")
     assert not is_meant("eth01", "=eth0") and is_meant("eth01", "eth0")
 
 
-def test_gloo_takes_the_address_of_the_hosts_name() -> None:
+def test_gloo_uses_the_address_of_the_hostname() -> None:
     chosen = gloo_interface((LO, DOCKER, ETH), {"MASTER_ADDR": "127.0.0.1"}, lambda _: "10.0.0.7")
     assert chosen == ("eth0", "address of the host's name")
 
 
-def test_gloo_takes_loopback_where_the_hosts_name_is_debians() -> None:
+def test_gloo_uses_loopback_for_a_debian_hostname() -> None:
     assert gloo_interface((LO, ETH), {}, lambda _: "127.0.1.1") == ("lo", "address of the host's name")
 
 
 @pytest.mark.parametrize(("rule", "name"), [("eth0", "eth0"), ("eth", ""), ("docker0,eth0", "docker0")])
-def test_the_variable_decides_for_gloo_by_whole_names(rule: str, name: str) -> None:
+def test_the_variable_selects_the_gloo_interface_by_exact_name(rule: str, name: str) -> None:
     chosen = gloo_interface((LO, DOCKER, ETH), {"GLOO_SOCKET_IFNAME": rule}, lambda _: "10.0.0.7")
     assert chosen == (name, f"GLOO_SOCKET_IFNAME={rule.partition(',')[0]}")
 
 
 @pytest.mark.parametrize("resolve", [nobody, lambda _: "8.8.8.8"])
-def test_a_host_without_a_name_is_reached_on_the_route_to_the_master(resolve: Any) -> None:
+def test_without_a_hostname_the_route_to_the_master_decides(resolve: Any) -> None:
     assert gloo_interface((ETH, LO), {"MASTER_ADDR": "127.0.0.1"}, resolve) == ("lo", "route to MASTER_ADDR")
 
 
-def test_without_name_and_route_the_first_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hostname_and_route_the_first_interface_up_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.socket, "getaddrinfo", lambda *_, **__: nobody(""))
     for environment in ({}, {"MASTER_ADDR": "nowhere.invalid"}):
         assert gloo_interface((LO, ETH), environment, nobody) == ("eth0", "first that is up")
@@ -128,13 +128,13 @@ def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, Stats]:
     return states
 
 
-def test_interfaces_that_are_up_and_have_an_address(host: dict[str, Stats]) -> None:
+def test_only_interfaces_up_with_an_address_are_listed(host: dict[str, Stats]) -> None:
     assert [interface.name for interface in interfaces()] == ["lo", "eth0", "odd0"]
     host["odd0"] = Stats(False, 0)
     assert [interface.name for interface in interfaces()] == ["lo", "eth0"]
 
 
-def test_interfaces_are_told_in_a_line_loopback_is_not(host: dict[str, Stats], tmp_path: Path) -> None:
+def test_interfaces_are_described_without_loopback(host: dict[str, Stats], tmp_path: Path) -> None:
     facts = network_facts(is_cuda=True, environment={}, ports=tmp_path)
     assert facts.interfaces == ("eth0 10000 Mbit/s 10.0.0.7", "odd0 10.0.0.8")
     assert (facts.default_interface, facts.chosen_by) == ("eth0", "first that is up")
@@ -149,7 +149,7 @@ def test_each_back_end_has_its_own_variable(host: dict[str, Stats], tmp_path: Pa
     assert chosen == ["odd0", "eth0"]
 
 
-def test_the_interface_that_is_taken_and_its_network(host: dict[str, Stats]) -> None:
+def test_the_used_interface_has_its_network(host: dict[str, Stats]) -> None:
     assert taken_interface(is_cuda=True, environment={"NCCL_SOCKET_IFNAME": "eth"}) == InterfaceFacts(
         backend="nccl",
         name="eth0",
@@ -183,14 +183,14 @@ def test_the_interface_that_is_taken_and_its_network(host: dict[str, Stats]) -> 
     ],
 )
 @pytest.mark.parametrize("is_cuda", [True, False])
-def test_names_of_what_is_not_there(
+def test_misnamed_interfaces_are_found(
     name: str, value: str, is_missing: bool, is_cuda: bool, host: dict[str, Stats], tmp_path: Path
 ) -> None:
     facts = network_facts(is_cuda=is_cuda, environment={name: value}, ports=tmp_path)
     assert facts.misnamed == ((f"{name}={value}",) if is_missing else ())
 
 
-def test_of_a_system_that_tells_nothing_no_name_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_system_information_no_name_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: 1 / 0)
     assert network_facts(is_cuda=False, environment={"GLOO_SOCKET_IFNAME": "eth0"}, ports=tmp_path).misnamed == ()
 
@@ -210,7 +210,7 @@ def devices(tmp_path: Path) -> Path:
     return tmp_path / "dev"
 
 
-def test_infiniband_ports(tmp_path: Path, devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infiniband_ports_are_read(tmp_path: Path, devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
     ports = tmp_path / "infiniband"
     port(ports, "mlx5_0:1", "4: ACTIVE")
@@ -237,7 +237,7 @@ def test_infiniband_ports(tmp_path: Path, devices: Path, monkeypatch: pytest.Mon
         ({"NCCL_NET": "AWS Libfabric"}, ""),
     ],
 )
-def test_what_keeps_nccl_from_infiniband(
+def test_the_reason_nccl_avoids_infiniband_is_found(
     environment: dict[str, str], why: str, devices: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
@@ -251,16 +251,16 @@ def test_without_library_or_device_nccl_has_no_infiniband(devices: Path, monkeyp
     assert infiniband_off({}, devices) == f"{devices} does not exist, as in a container that was not given it"
 
 
-def test_without_ports_nothing_is_in_the_way_and_nothing_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ports_infiniband_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: pytest.fail("looked for"))
     facts = network_facts(is_cuda=True, environment={"NCCL_IB_DISABLE": "1"}, ports=tmp_path)
     assert facts.infiniband == () and facts.infiniband_off == ""
 
 
 @pytest.mark.parametrize("error", [AttributeError, NotImplementedError, psutil.AccessDenied, OSError])
-def test_a_host_that_tells_nothing(error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_any_information_is_handled(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse() -> Any:
         raise error
 
@@ -271,14 +271,14 @@ def test_a_host_that_tells_nothing(error: type[Exception], tmp_path: Path, monke
     assert facts == NetworkFacts(chosen_by="first that is up")
 
 
-def test_this_host() -> None:
+def test_facts_of_this_host_are_read() -> None:
     for is_cuda in (True, False):
         facts = network_facts(is_cuda=is_cuda)
         assert facts.chosen_by
         assert not any(line.startswith("lo ") for line in facts.interfaces)
 
 
-def test_a_name_server_is_waited_for_until_it_answers() -> None:
+def test_a_pending_name_server_query_is_found() -> None:
     assert name_servers_asked() == ()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as resolver:
         resolver.connect(("127.0.0.1", 53))

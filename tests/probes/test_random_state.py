@@ -50,14 +50,14 @@ DRAWS: list[tuple[str, Callable[[], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "seed"), SEEDS, ids=map(str, range(len(SEEDS))))
-def test_after_seeding_nothing_has_been_drawn(name: str, seed: Callable[[], object]) -> None:
+def test_nothing_is_drawn_after_seeding(name: str, seed: Callable[[], object]) -> None:
     seed()
     assert not state(name).drawn
 
 
 @pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize(("name", "draw"), DRAWS, ids=map(str, range(len(DRAWS))))
-def test_a_number_that_was_drawn_is_seen(name: str, draw: Callable[[], object], seed: int) -> None:
+def test_a_drawn_number_changes_the_digest(name: str, draw: Callable[[], object], seed: int) -> None:
     seed_all(seed)
     before = {state.name: state for state in random_states()}
     draw()
@@ -66,7 +66,7 @@ def test_a_number_that_was_drawn_is_seen(name: str, draw: Callable[[], object], 
     assert after[name].drawn
 
 
-def test_equal_seeds_have_equal_digests_and_others_do_not() -> None:
+def test_equal_seeds_have_equal_digests() -> None:
     digests = []
     for seed in (1, 1, 2):
         seed_all(seed)
@@ -75,7 +75,7 @@ def test_equal_seeds_have_equal_digests_and_others_do_not() -> None:
     assert all(first != other for first, other in zip(digests[0], digests[2], strict=True))
 
 
-def test_looking_draws_nothing() -> None:
+def test_reading_states_draws_nothing() -> None:
     seed_all(3)
     expected = (random.random(), np.random.rand(), torch.rand(1).item())
     seed_all(3)
@@ -83,7 +83,7 @@ def test_looking_draws_nothing() -> None:
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
 
 
-def test_states_are_given_back_after_an_exception_too() -> None:
+def test_states_are_restored_after_an_exception() -> None:
     np.random.randn()
     before = random_states()
     seed = torch.initial_seed()
@@ -95,7 +95,7 @@ def test_states_are_given_back_after_an_exception_too() -> None:
     assert torch.initial_seed() == seed
 
 
-def test_another_generator_of_numpys_is_left_alone() -> None:
+def test_another_numpy_generator_is_left_alone() -> None:
     own = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
@@ -107,8 +107,8 @@ def test_another_generator_of_numpys_is_left_alone() -> None:
         np.random.set_bit_generator(own)
 
 
-def test_numpy_is_left_alone_until_it_is_loaded_and_then_given_back_as_it_was() -> None:
-    """And a process that has not seeded has drawn nothing."""
+def test_numpy_is_restored_only_once_it_is_imported() -> None:
+    """An unseeded process has drawn nothing."""
     script = (
         "import os\n"
         "from lightning_ncclsafe.probes.data.random_state import random_states, random_states_kept, seed_all\n"

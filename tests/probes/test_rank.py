@@ -52,7 +52,7 @@ def fail(*_: object) -> HostFacts:
     raise PermissionError("not for you")
 
 
-def test_a_look_sees_everything(probe: RankProbe) -> None:
+def test_a_look_collects_all_facts(probe: RankProbe) -> None:
     facts = probe.look(2.5, deadline_s=AMPLE_S)
     assert (facts.rank, facts.local_rank, facts.host, facts.pid) == (3, 1, socket.gethostname(), os.getpid())
     assert (facts.progress.phase, facts.progress.idle_s) == (Phase.INIT, 2.5)
@@ -64,7 +64,7 @@ def test_a_look_sees_everything(probe: RankProbe) -> None:
     assert not own_threads("look")
 
 
-def test_a_look_sees_the_file_lock_that_the_main_thread_waits_for(probe: RankProbe, tmp_path: Path) -> None:
+def test_a_look_finds_the_file_lock_of_the_main_thread(probe: RankProbe, tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
     seen: list[RankFacts] = []
     with subprocess.Popen(
@@ -100,9 +100,7 @@ _HOLDS = (
 )
 
 
-def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_probe_loses_only_later_facts(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs, release = threading.Event(), threading.Event()
 
     def hang(_: HostProbe) -> HostFacts:
@@ -134,8 +132,8 @@ def test_a_probe_that_hangs_costs_what_comes_after_it_and_no_more(
     assert probe.look(3.0, deadline_s=AMPLE_S).missing == ()
 
 
-def test_slow_probes_are_waited_for_as_long_as_some_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a starved host no deadline is met, although nothing hangs."""
+def test_slow_probes_are_awaited_while_some_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an overloaded host no deadline is met although nothing hangs."""
     host_goes_on, lock_is_read, lock_goes_on = (threading.Event() for _ in range(3))
     deadlines: list[float] = []
 
@@ -164,7 +162,7 @@ def test_slow_probes_are_waited_for_as_long_as_some_answer(monkeypatch: pytest.M
     assert deadlines == [0.5, 0.5]
 
 
-def test_a_probe_that_fails_is_said_and_the_others_are_heard(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_probe_is_reported_and_the_others_run(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostProbe, "read", fail)
     monkeypatch.setattr(flight_recorder.FlightRecorder, "read", fail)
     facts = probe.look(1.0, deadline_s=AMPLE_S)
@@ -176,7 +174,7 @@ def test_a_probe_that_fails_is_said_and_the_others_are_heard(probe: RankProbe, m
     assert facts.versions["torch"]
 
 
-def test_an_exception_is_told_with_its_source(probe: RankProbe) -> None:
+def test_an_exception_has_its_source_line(probe: RankProbe) -> None:
     try:
         raise ValueError("broken")  # <- here
     except ValueError as error:
@@ -186,7 +184,7 @@ def test_an_exception_is_told_with_its_source(probe: RankProbe) -> None:
     assert (raised.type, raised.stack[-1].code) == ("ValueError", 'raise ValueError("broken")  # <- here')
 
 
-def test_peers_are_looked_at_and_are_no_workers(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_examined_and_are_not_workers(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
     monkeypatch.setattr(rank, "child_processes", lambda besides: asked.append(list(besides)) or [])
     probe.peers = (RankInfo(rank=5, host="h", pid=os.getpid(), started=probe.info.started),)
@@ -196,7 +194,7 @@ def test_peers_are_looked_at_and_are_no_workers(probe: RankProbe, monkeypatch: p
     assert asked == [[os.getpid()]]
 
 
-def test_only_some_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_four_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(rank, "child_processes", lambda besides: [101, 102, 103, 104, 105, 106])
     monkeypatch.setattr(rank, "look_at", lambda pid: ProcessFacts(pid=pid, state="sleeping"))
@@ -211,7 +209,7 @@ def test_only_some_workers_are_asked_for_their_stacks(probe: RankProbe, monkeypa
     # One that sleeps may merely have no guard that answers; one that is busy has its GIL taken.
     [("sleeping", True, False), ("running", True, True), ("stopped", False, False), ("gone", False, False)],
 )
-def test_only_a_silent_peer_that_runs_is_asked_for_its_stack(
+def test_only_a_running_silent_peer_is_asked_for_its_stack(
     probe: RankProbe, monkeypatch: pytest.MonkeyPatch, state: str, is_asked: bool, gil_held: bool
 ) -> None:
     frame = stacks.main_thread_stack()[-1]
@@ -228,9 +226,7 @@ def grown(monkeypatch: pytest.MonkeyPatch, *looks: ProcessFacts) -> None:
     monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: left.pop(0))
 
 
-def test_a_silent_peer_is_looked_at_twice_so_that_its_growth_is_known(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_peer_is_sampled_twice_for_its_growth(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = ProcessFacts(pid=77, rank=1, state="disk-sleep", rss_bytes=5_000_000_000, swap_bytes=0)
     grown(monkeypatch, seen, replace(seen, rss_bytes=5_100_000_000, swap_bytes=10_000_000))
     began_s = time.monotonic()
@@ -244,9 +240,7 @@ def test_a_silent_peer_is_looked_at_twice_so_that_its_growth_is_known(
     assert 10_000_000 / took_s <= facts.swap_growth_bytes_per_s <= 10_000_000 / LEAST_S
 
 
-def test_growth_is_known_on_a_host_that_is_slow_to_show_its_processes(
-    probe: RankProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growth_is_known_on_a_slow_host(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     look = rank.look_at_main_thread
 
     def look_slowly(pid: int) -> ThreadLook:
@@ -260,7 +254,7 @@ def test_growth_is_known_on_a_host_that_is_slow_to_show_its_processes(
     assert facts.memory_growth_bytes_per_s is not None
 
 
-def test_a_peer_that_was_looked_at_before_is_not_waited_for(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_sampled_before_needs_no_wait(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(probe, "_growth", MemoryGrowth(clock=lambda: now_s))
     monkeypatch.setattr(rank.time, "sleep", lambda _: pytest.fail("it waits"))
@@ -273,10 +267,10 @@ def test_a_peer_that_was_looked_at_before_is_not_waited_for(probe: RankProbe, mo
     assert (facts.memory_growth_bytes_per_s, gone.state) == (50_000_000, "gone")
 
 
-def test_a_peer_without_a_guard_is_busy_and_does_not_keep_the_gil(
+def test_a_peer_without_a_guard_is_busy_and_does_not_hold_the_gil(
     probe: RankProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked by what its open files show, as it has published nothing."""
+    """It has published nothing, so its open files show how to ask it."""
     asked: list[traceback_signal.Armed] = []
     frame = stacks.main_thread_stack()[-1]
     armed = traceback_signal.Armed(signum=61, fd=9)
@@ -291,7 +285,7 @@ def test_a_peer_without_a_guard_is_busy_and_does_not_keep_the_gil(
     assert (bool(first.stack), first.gil_held, bool(second.stack)) == (True, False, False)
 
 
-def test_the_own_growth_is_known_once_memory_was_noted(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_growth_is_known_after_noting_memory(probe: RankProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, noted = 100.0, []
     monkeypatch.setattr(rank.time, "monotonic", lambda: now_s)
     monkeypatch.setattr(probe, "_growth", MemoryGrowth(clock=lambda: now_s))
@@ -315,14 +309,14 @@ def test_a_peer_without_a_signal_is_not_asked(probe: RankProbe, monkeypatch: pyt
     assert (seen.state, seen.gil_held) == ("running", False)
 
 
-def test_the_position_moves_with_the_hooks(probe: RankProbe) -> None:
+def test_the_position_changes_with_the_hooks(probe: RankProbe) -> None:
     before = probe.position()
     assert probe.position() == before
     with probe._tracker.action("step"):
         assert probe.position() != before
 
 
-def test_the_card_tells_peers_how_to_ask_and_close_takes_it_back(probe: RankProbe) -> None:
+def test_the_rank_info_allows_peers_to_ask_until_close(probe: RankProbe) -> None:
     peer = probe.info
     assert (peer.rank, peer.host, peer.pid) == (3, socket.gethostname(), os.getpid())
     assert traceback_signal._handles(os.getpid(), peer.signum)
@@ -332,7 +326,7 @@ def test_the_card_tells_peers_how_to_ask_and_close_takes_it_back(probe: RankProb
     assert signal.getsignal(peer.signum) is signal.SIG_DFL
 
 
-def test_a_guard_goes_on_with_the_signal_of_the_import_and_takes_it_back() -> None:
+def test_a_guard_reuses_and_releases_the_signal_of_the_import() -> None:
     traceback_signal.arm_early({"LOCAL_RANK": "0", "WORLD_SIZE": "2"})
     early = traceback_signal.armed_in(os.getpid())
     assert early is not None
@@ -343,7 +337,7 @@ def test_a_guard_goes_on_with_the_signal_of_the_import_and_takes_it_back() -> No
     assert not traceback_signal._handles(os.getpid(), early.signum)
 
 
-def test_finished_is_the_trainer_probes(probe: RankProbe) -> None:
+def test_finished_is_forwarded_to_the_trainer_probe(probe: RankProbe) -> None:
     assert not probe.finished
     probe.finished = True
     facts: RankFacts = probe.snapshot(0.0)

@@ -70,7 +70,7 @@ def source(tmp_path: Path) -> str:
         (23, ""),
     ],
 )
-def test_the_condition_on_the_rank_around_a_line_is_found(source: str, line: int, condition: str) -> None:
+def test_the_rank_condition_around_a_line_is_found(source: str, line: int, condition: str) -> None:
     assert rank_condition(source, line) == condition
 
 
@@ -140,7 +140,7 @@ def average(values):
         (42, ""),
     ],
 )
-def test_what_goes_on_after_an_exception_around_a_line_is_found(tmp_path: Path, line: int, handler: str) -> None:
+def test_the_exception_handler_around_a_line_is_found(tmp_path: Path, line: int, handler: str) -> None:
     path = tmp_path / "train.py"
     path.write_text(CAUGHT)
     frame = stacks.seen_frame(str(path), line, "average")
@@ -148,22 +148,22 @@ def test_what_goes_on_after_an_exception_around_a_line_is_found(tmp_path: Path, 
     assert stacks.with_source([replace(frame, user=False)])[0].handler == ""
 
 
-def test_source_that_cannot_be_read_or_parsed_has_no_condition(tmp_path: Path) -> None:
+def test_unreadable_or_invalid_source_has_no_condition(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("if rank == 0\n    work()\n")
     assert rank_condition(str(broken), 2) == ""
     assert rank_condition(str(tmp_path / "absent.py"), 2) == ""
 
 
-def test_only_the_users_own_files_are_user_code() -> None:
+def test_only_user_files_are_user_code() -> None:
     assert stacks.is_user_code(__file__)
     assert stacks.is_user_code("<ipython-input-3-0ab1>")
     for file in (threading.__file__, pytest.__file__, stacks.__file__, "<frozen runpy>", "<string>"):
         assert not stacks.is_user_code(file), file
 
 
-def test_where_another_thread_trains_it_is_that_one_which_is_looked_at() -> None:
-    """As in Ray's workers, whose main thread serves Ray; one that is over trains no more."""
+def test_a_training_thread_other_than_the_main_one_is_examined() -> None:
+    """As in Ray's workers, whose main thread serves Ray; a finished thread no longer trains."""
     trains, seen = threading.Event(), threading.Event()
 
     def train() -> None:
@@ -183,7 +183,7 @@ def test_where_another_thread_trains_it_is_that_one_which_is_looked_at() -> None
     assert stacks.training_thread() is threading.main_thread()
 
 
-def test_another_thread_sees_the_line_the_main_thread_is_at() -> None:
+def test_another_thread_can_read_the_main_threads_line() -> None:
     seen: list[object] = []
     ready, done = threading.Event(), threading.Event()
 
@@ -200,8 +200,8 @@ def test_another_thread_sees_the_line_the_main_thread_is_at() -> None:
     assert getattr(mine[-1], "user", False)
 
 
-def test_source_on_storage_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be what the thread waits for; then the watchdog's thread would wait as well."""
+def test_source_on_unresponsive_storage_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may be waiting for that storage; the watchdog's thread would then wait as well."""
     file, asked, answers = str(tmp_path / "user.py"), list[str](), threading.Event()
     there, goes_on = threading.Lock(), threading.Lock()
     Path(file).write_text("def wait(there, lock):\n    there.release(); lock.acquire()\n")
@@ -238,7 +238,7 @@ def test_source_on_storage_that_does_not_answer_is_left_out(tmp_path: Path, monk
         thread.join(30)
 
 
-def test_another_thread_that_is_in_a_collective_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_in_a_collective_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, done = threading.Event(), threading.Event()
 
     def count() -> None:
@@ -254,17 +254,17 @@ def test_another_thread_that_is_in_a_collective_is_seen(monkeypatch: pytest.Monk
     done.set()
     thread.join()
     assert "count" in [frame.function for frame in found]
-    assert not any(frame.function == "test_another_thread_that_is_in_a_collective_is_seen" for frame in found)
+    assert not any(frame.function == "test_another_thread_in_a_collective_is_found" for frame in found)
 
 
-def test_an_exception_tells_where_it_was_raised_and_is_cut() -> None:
+def test_an_exception_has_its_origin_and_is_truncated() -> None:
     try:
         raise ValueError("x" * 5000)
     except ValueError as error:
         facts = stacks.exception_facts(error, is_consequence=False)
     assert facts.type == "ValueError"
     assert len(facts.message) == 2000
-    assert facts.stack[-1].function == "test_an_exception_tells_where_it_was_raised_and_is_cut"
+    assert facts.stack[-1].function == "test_an_exception_has_its_origin_and_is_truncated"
 
 
 class Unspeakable(RuntimeError):
@@ -274,8 +274,8 @@ class Unspeakable(RuntimeError):
         raise AttributeError("there is no text")
 
 
-def test_an_exception_that_has_no_text_is_one_all_the_same() -> None:
-    """The guard would be off otherwise, just as a rank fails."""
+def test_an_exception_without_text_is_handled() -> None:
+    """Otherwise the guard would switch itself off just when a rank fails."""
     error = Unspeakable()
     assert not process_groups.is_communication_error(error)
     assert stacks.exception_facts(error, is_consequence=False).message == "<exception str() failed>"
@@ -284,7 +284,7 @@ def test_an_exception_that_has_no_text_is_one_all_the_same() -> None:
     assert [one.message for one in caught.facts(0.0)] == ["<exception str() failed>"]
 
 
-def test_what_a_generator_turns_an_exception_into_has_the_line_of_that_exception() -> None:
+def test_a_generators_runtimeerror_has_the_line_of_its_stopiteration() -> None:
     def rows() -> Iterator[int]:
         yield next(iter([]))
 
@@ -296,14 +296,14 @@ def test_what_a_generator_turns_an_exception_into_has_the_line_of_that_exception
     assert [frame.function for frame in stack if frame.user][-1] == "rows"
 
 
-def test_what_the_user_makes_of_an_exception_has_the_users_line() -> None:
+def test_a_reraised_exception_has_the_users_line() -> None:
     with pytest.raises(ValueError, match="no such setting") as raised:
         try:
             {}["lr"]
         except KeyError as error:
             raise ValueError("no such setting") from error
     stack = stacks.exception_facts(raised.value, is_consequence=False).stack
-    assert stack[-1].function == "test_what_the_user_makes_of_an_exception_has_the_users_line"
+    assert stack[-1].function == "test_a_reraised_exception_has_the_users_line"
     assert len(stack) == 1
 
 
@@ -360,18 +360,18 @@ def files_after_trimming(act: Callable[[], object]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("above", [LIGHTNING, DATASETS])
-def test_frames_of_ours_that_hand_a_call_on_are_taken_out(above: str) -> None:
+def test_own_frames_that_forward_a_call_are_removed(above: str) -> None:
     act = calls(LIGHTNING, calls(OURS, calls(OURS, calls(above, calls(OURS, fail)))))
     assert files_after_trimming(act) == [[__file__, LIGHTNING, above, __file__]]
 
 
-def test_those_of_causes_are_taken_out_too() -> None:
+def test_own_frames_of_causes_are_removed_too() -> None:
     error, cause = files_after_trimming(calls(LIGHTNING, fail_for_a_reason))
     assert OURS not in [*error, *cause]
     assert error[-1] == cause[-1] == __file__
 
 
-def test_what_reads_a_loader_is_on_the_way_to_its_dataset() -> None:
+def test_own_frames_between_loader_and_dataset_are_removed() -> None:
     class Broken(Dataset[int]):
         def __len__(self) -> int:
             return 1
@@ -385,21 +385,21 @@ def test_what_reads_a_loader_is_on_the_way_to_its_dataset() -> None:
 
 
 @pytest.mark.parametrize("own", ["json.loads('{')", "torch.load('/no/such/file')", "torch.empty(2) @ torch.empty(3)"])
-def test_what_ours_has_done_for_itself_is_not_hidden(own: str) -> None:
+def test_own_code_that_fails_by_itself_is_not_hidden(own: str) -> None:
     made: dict[str, Any] = {"json": json, "torch": torch}
     exec(compile(f"call = lambda: {own}", OURS, "exec"), made)
     (files,) = files_after_trimming(calls(LIGHTNING, made["call"]))
     assert OURS in files
 
 
-def test_an_exception_that_ours_raises_is_not_hidden() -> None:
+def test_an_exception_raised_by_own_code_is_not_hidden() -> None:
     made: dict[str, Any] = {}
     exec(compile("def call():\n    raise RuntimeError", OURS, "exec"), made)
     (files,) = files_after_trimming(calls(LIGHTNING, calls(OURS, made["call"])))
     assert files[-2:] == [OURS, OURS]
 
 
-def test_of_a_call_the_lines_are_kept_that_a_branch_leads_around(tmp_path: Path) -> None:
+def test_a_call_site_keeps_lines_with_branches_around_them(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(
         "def check(self):\n    if not self.pending:\n        return\n    reduce(self)\n\n\n"

@@ -118,6 +118,30 @@ def test_a_batch_without_a_backward_pass_is_noted() -> None:
     )
 
 
+class SparingModule(torch.nn.Linear):
+    automatic_optimization = True
+
+    def training_step(self) -> None: ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if not torch.isfinite(loss):
+            return  # <- spared
+        loss.backward()
+
+
+def test_a_backward_of_the_users_that_makes_no_pass_is_a_batch_without_one() -> None:
+    module = SparingModule(2, 1)
+    of, record = begun(module)
+    for batch in range(4):
+        begin(of, batch=batch)
+        loss = module(torch.ones(2)).sum() * (float("nan") if batch == 2 else 1.0)
+        record.backward(loss)
+        assert record.facts().with_backward == batch - (batch == 3), "it has not begun yet"
+        module.backward(loss)
+    assert skipped(record) == (3, 1, 0, 2)
+    assert record.facts().returns_nothing == (f"{HERE}:{line_of('spared')} in backward",)
+
+
 def skipping(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def guarded(*args: Any) -> Any:
@@ -133,7 +157,7 @@ class Decorated(Module):
     training_step = skipping(lambda self, batch, batch_idx: batch)
 
 
-def test_a_decorator_may_return_nothing_in_place_of_the_step() -> None:
+def test_a_decorator_that_skips_the_step_is_found() -> None:
     of, record = begun(Decorated())
     for batch in range(3):
         begin(of, batch=batch)
@@ -142,7 +166,7 @@ def test_a_decorator_may_return_nothing_in_place_of_the_step() -> None:
     assert record.facts().returns_nothing == (place("by the decorator", "guarded"),)
 
 
-def test_backward_passes_are_counted_by_batch_and_told_where_their_number_changes() -> None:
+def test_backward_passes_are_counted_per_batch_and_kept_at_changes() -> None:
     of, record = begun(Module())
     for batch, passes in enumerate((2, 2, 1, 2, 2)):
         begin(of, batch=batch)
@@ -156,7 +180,7 @@ def test_backward_passes_are_counted_by_batch_and_told_where_their_number_change
     assert (facts.passes_epoch, facts.passes_batch) == (0, 4) and len(facts.passes) == 3
 
 
-def test_what_is_not_reduced_and_the_steps_of_optimizers_are_counted_beside() -> None:
+def test_unreduced_passes_and_optimizer_steps_are_counted() -> None:
     of, record = begun(Module())
     generator, critic = of.optimizers = [object(), object()]
     for batch in range(4):
@@ -174,7 +198,7 @@ def test_what_is_not_reduced_and_the_steps_of_optimizers_are_counted_beside() ->
     assert record.facts().under_way == ()
 
 
-def test_batches_of_validation_are_counted() -> None:
+def test_validation_batches_are_counted() -> None:
     _, record = begun()
     assert record.facts().validated == 0
     for _ in range(3):
@@ -182,7 +206,7 @@ def test_batches_of_validation_are_counted() -> None:
     assert record.facts().validated == 3
 
 
-def test_of_very_many_changes_the_last_are_kept() -> None:
+def test_only_the_last_of_many_changes_are_kept() -> None:
     of, record = begun(Module())
     for batch in range(1000):
         begin(of, batch=batch)
@@ -225,7 +249,7 @@ def place(mark: str, function: str = "training_step") -> str:
     return f"{HERE}:{line_of(mark)} in {function}"
 
 
-def test_where_passes_by_hand_were_called_is_told_with_what_may_lead_around_them() -> None:
+def test_manual_backward_calls_have_their_lines_and_branches() -> None:
     module = ByHand()
     of, record = begun(module)
     for batch, turns in enumerate((1, 1, 0, 2)):
@@ -239,7 +263,7 @@ def test_where_passes_by_hand_were_called_is_told_with_what_may_lead_around_them
     assert facts.led_around == {first: (), second: (place("continue"),)}
 
 
-def test_of_very_many_passes_the_first_are_told_where_they_were_called() -> None:
+def test_only_the_first_of_many_passes_have_their_lines() -> None:
     module = ByHand()
     of, record = begun(module)
     for batch in range(100):
@@ -250,7 +274,7 @@ def test_of_very_many_passes_the_first_are_told_where_they_were_called() -> None
     assert sum(map(len, calls)) <= MOST_BATCHES_WITH_CALLS * MOST_CALLS
 
 
-def test_with_automatic_optimization_no_call_is_the_users() -> None:
+def test_automatic_optimization_has_no_user_calls() -> None:
     of, record = begun(Module())
     begin(of, batch=0)
     record.backward()
@@ -262,7 +286,7 @@ def search(record: StepRecord, passes: int) -> None:
         record.backward()  # <- asks again
 
 
-def test_where_an_optimizer_has_asked_for_the_loss_again_is_told() -> None:
+def test_a_closure_called_again_by_an_optimizer_is_located() -> None:
     of, record = begun(Module())
     for batch, passes in enumerate((2, 1)):
         begin(of, batch=batch)
@@ -270,7 +294,7 @@ def test_where_an_optimizer_has_asked_for_the_loss_again_is_told() -> None:
     assert record.facts().passes_from == (("", place("asks again", "search")), ())
 
 
-def test_a_batch_is_over_where_another_one_has_begun() -> None:
+def test_a_new_batch_ends_the_previous_one() -> None:
     of, record = begun(Module())
     for batch in range(2):
         begin(of, batch=batch)
@@ -301,7 +325,7 @@ class WithLeaf(Module):
 
 
 @pytest.mark.parametrize(("operations", "is_noted"), [(0, True), (1, True), (4, True), (9, False)])
-def test_a_loss_that_was_computed_from_nothing(operations: int, is_noted: bool) -> None:
+def test_a_loss_without_a_graph_is_noted(operations: int, is_noted: bool) -> None:
     weight = Parameter()
     of, record = begun(module := WithLeaf(weight=weight))
     module.parameters = lambda: [weight]  # type: ignore[assignment, method-assign]
@@ -313,7 +337,7 @@ def test_a_loss_that_was_computed_from_nothing(operations: int, is_noted: bool) 
     assert facts.leaves_at == ((place("leaf"),) if is_noted else ())
 
 
-def test_a_loss_of_parameters_or_of_several_things_is_as_it_should_be() -> None:
+def test_a_loss_with_a_graph_is_not_noted() -> None:
     weight = Parameter()
     of, record = begun(module := WithLeaf(weight=weight))
     module.parameters = lambda: [weight]  # type: ignore[assignment, method-assign]
@@ -371,7 +395,7 @@ class Deep(Module):
         (["drops.inner.weight"], place("own part left out", "forward")),
     ],
 )
-def test_what_has_left_a_part_out_is_looked_for_where_the_part_is_called(missing: list[str], line: str) -> None:
+def test_an_unused_part_is_located_by_its_call(missing: list[str], line: str) -> None:
     module = Deep()
     names = ("block.parts.0.weight", "block.parts.1.weight", "drops.inner.weight", "head.weight")
     names += ("last.weight", "tail.weight")
@@ -397,11 +421,11 @@ class Stacked(Module):
         return batch
 
 
-def test_a_part_is_left_out_where_it_is_called_and_not_where_it_is_named() -> None:
+def test_an_unused_part_is_located_by_its_call_and_not_its_definition() -> None:
     assert StepRecord(trainer(Stacked())).facts().unused_at == place("block left out", "encode")
 
 
-def test_parameters_that_ddp_names_by_number_are_told_by_name() -> None:
+def test_parameter_indices_from_ddp_become_names() -> None:
     module = Deep(fixed=Parameter(requires_grad=False), tail=Parameter(grad=1), head_weight=Parameter(grad=1))
     _, record = begun(module)
     error = "… Parameter indices which did not receive grad for rank 3: 1 7\n In addition, you can …"
@@ -418,7 +442,7 @@ class Freezer:
         module.head.requires_grad_(False)  # <- freezes
 
 
-def test_parameters_that_were_frozen_while_training_goes_on() -> None:
+def test_parameters_frozen_during_training_are_found() -> None:
     head = Parameter(grad=1)
     of, record = begun(Module(head=head, tail=Parameter(grad=1)))
     of.callbacks = [Freezer(SimpleNamespace(head=SimpleNamespace(requires_grad_=bool)))]
@@ -446,7 +470,7 @@ class Monitor:
         module.log("score", 1, rank_zero_only=True)  # <- score
 
 
-def test_a_key_that_is_put_together_is_logged_by_the_only_call_that_may() -> None:
+def test_a_composed_key_belongs_to_the_only_matching_log_call() -> None:
     keys = {"1": metric("c"), "2": metric("d", hook="validation_step"), "3": metric("e", hook="on_train_epoch_end")}
     logged = StepRecord(trainer(PutTogether(), **keys)).facts().logged
     assert [key.place for key in logged] == [place("others in it"), "", ""]
@@ -468,7 +492,7 @@ class Unreached:
         self.log("tested", 1, sync_dist=True)  # type: ignore[attr-defined]
 
 
-def test_a_key_that_the_source_reduces_and_this_rank_has_never_logged_is_told() -> None:
+def test_a_reduced_key_this_rank_never_logged_is_found() -> None:
     of = trainer(Unreached(), one=metric("seen", hook="validation_step"))  # type: ignore[arg-type]
     (key,) = StepRecord(of).facts().unlogged
     assert (key.name, key.hook, key.place) == ("hard", "validation_step", place("hard", "validation_step"))
@@ -476,14 +500,14 @@ def test_a_key_that_the_source_reduces_and_this_rank_has_never_logged_is_told() 
     assert [key.name for key in StepRecord(of).facts().unlogged] == ["hard", "tested"]
 
 
-def test_a_key_that_a_callback_monitors_is_told_however_it_was_logged() -> None:
+def test_a_monitored_key_is_listed_with_its_place() -> None:
     of = trainer(Module(), one=metric("score", hook="on_train_epoch_end", synced=False, zero=True), two=metric("loss"))
     of.callbacks = [Monitor()]
     (key,) = StepRecord(of).facts().monitored
     assert (key.name, key.hook, key.place) == ("score", "on_train_epoch_end", place("score", "on_train_epoch_end"))
 
 
-def test_a_key_that_a_callback_monitors_and_this_rank_has_never_logged_is_told() -> None:
+def test_a_monitored_key_this_rank_never_logged_is_found() -> None:
     of = trainer(Module())
     of.callbacks = [Monitor(), SimpleNamespace(monitor="nowhere"), SimpleNamespace(monitor=None)]
     (key,) = StepRecord(of).facts().unmonitored
@@ -492,7 +516,7 @@ def test_a_key_that_a_callback_monitors_and_this_rank_has_never_logged_is_told()
     assert not StepRecord(of).facts().unmonitored
 
 
-def test_the_states_of_a_metric_are_told_with_its_key() -> None:
+def test_a_logged_metric_has_its_states() -> None:
     odd = metric("odd", tensor=False)
     odd.value = SimpleNamespace(metric_state={"total": 0, "count": 0})
     record = StepRecord(trainer(Module(), odd=odd, loss=metric("loss")))
@@ -508,7 +532,7 @@ def test_the_last_batch_of_an_epoch_belongs_to_that_epoch() -> None:
     assert skipped(record) == (1, 1, 0, -1)
 
 
-def test_the_batch_under_way_counts_when_it_is_over() -> None:
+def test_the_current_batch_counts_when_it_ends() -> None:
     of, record = begun()
     begin(of, batch=3)
     assert skipped(record) == (0, 0, -1, -1)
@@ -523,7 +547,7 @@ def test_the_batch_under_way_counts_when_it_is_over() -> None:
     assert skipped(record) == (1, 1, 0, 3)
 
 
-def test_a_loop_of_ones_own_that_counts_nothing() -> None:
+def test_a_custom_loop_without_counters_is_handled() -> None:
     record = StepRecord(SimpleNamespace(fit_loop=SimpleNamespace()))
     record.begin()
     record.backward()
@@ -536,7 +560,7 @@ def test_nothing_is_counted_before_training_is_set_up() -> None:
     assert skipped(record) == (0, 0, -1, -1)
 
 
-def test_what_has_no_gradient_counts_beside_what_has() -> None:
+def test_missing_gradients_count_only_beside_existing_ones() -> None:
     some = Module(branch_weight=Parameter(), head_weight=Parameter(grad=1), frozen=Parameter(requires_grad=False))
     facts = StepRecord(trainer(some)).facts()
     assert (facts.without_gradient, facts.without_gradient_count) == (("branch.weight",), 1)
@@ -544,13 +568,13 @@ def test_what_has_no_gradient_counts_beside_what_has() -> None:
     assert StepRecord(trainer(Module(branch_weight=Parameter()))).facts().without_gradient == ()
 
 
-def test_many_names_are_cut_and_counted() -> None:
+def test_long_lists_of_names_are_truncated_and_counted() -> None:
     many = Module(has=Parameter(grad=1), **{f"p{n}": Parameter() for n in range(20)})
     facts = StepRecord(trainer(many)).facts()
     assert (len(facts.without_gradient), facts.without_gradient_count) == (8, 20)
 
 
-def test_keys_that_ranks_reduce_are_told_with_their_lines() -> None:
+def test_reduced_keys_have_their_lines() -> None:
     keys = {
         "1": metric("loss"),
         "2": metric("b"),
@@ -575,23 +599,23 @@ def test_keys_that_ranks_reduce_are_told_with_their_lines() -> None:
     assert "if self.global_rank == 0:" in logged[1].rank_condition
 
 
-def test_a_trainer_that_has_nothing_yet() -> None:
+def test_an_empty_trainer_has_no_facts() -> None:
     assert StepRecord(SimpleNamespace()).facts() == StepFacts()
 
 
 @pytest.mark.parametrize("hook", [None, len, time.sleep, pytest.fixture])
-def test_a_hook_that_is_not_the_users(hook: Callable[..., Any] | None) -> None:
+def test_a_library_hook_has_no_source(hook: Callable[..., Any] | None) -> None:
     source = HookSource(hook)
     assert (source.file, source.returns_nothing(), source.logs("x"), source.uses("x")) == ("", (), 0, 0)
 
 
-def test_a_source_that_is_gone(tmp_path: Path) -> None:
+def test_a_missing_source_is_handled(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(compile("def step(self):\n    return None\n", str(tmp_path / "train.py"), "exec"), names)
     assert HookSource(names["step"]).returns_nothing() == ()
 
 
-def test_a_save_that_failed_and_was_caught() -> None:
+def test_a_caught_save_failure_is_kept() -> None:
     record, tracker = StepRecord(trainer()), ActionTracker()
     tracker.on_failed = lambda name, error: record.save_failed(error)
     with pytest.raises(OSError, match="No space"), _TrackedAction(tracker, "save_checkpoint"):
@@ -600,15 +624,15 @@ def test_a_save_that_failed_and_was_caught() -> None:
     assert failed is not None
     assert (failed.type, failed.message, failed.is_consequence) == ("OSError", "No space", False)
     assert (failed.stack[-1].function, failed.stack[-1].line) == (
-        "test_a_save_that_failed_and_was_caught",
+        "test_a_caught_save_failure_is_kept",
         line_of("raise"),
     )
-    assert sum(frame.function == "test_a_save_that_failed_and_was_caught" for frame in failed.stack) == 1
+    assert sum(frame.function == "test_a_caught_save_failure_is_kept" for frame in failed.stack) == 1
     record.saved()
     assert record.failed_save is None
 
 
-def test_a_lost_connection_in_a_save_is_a_consequence() -> None:
+def test_a_lost_connection_during_a_save_is_a_consequence() -> None:
     record = StepRecord(trainer(), lambda error: True)
     record.save_failed(RuntimeError("Connection closed by peer"))
     assert record.failed_save is not None
@@ -635,7 +659,7 @@ def in_main(file: str, function: str, arguments: dict[str, Any]) -> Callable[[Ca
     return look_from_aside
 
 
-def test_the_key_that_is_being_reduced() -> None:
+def test_the_key_being_reduced_is_read() -> None:
     owner = SimpleNamespace(meta=SimpleNamespace(name="val_loss"))
     inside = in_main(
         "/venv/lightning/pytorch/trainer/connectors/logger_connector/result.py", "compute", {"self": owner}
@@ -652,7 +676,7 @@ def test_the_key_that_is_being_reduced() -> None:
         ("recv", {"tensor": 0, "src": None}, -1),
     ],
 )
-def test_the_rank_that_is_sent_to(function: str, arguments: dict[str, Any], peer: int) -> None:
+def test_the_destination_rank_of_a_send_is_read(function: str, arguments: dict[str, Any], peer: int) -> None:
     inside = in_main("/venv/torch/distributed/distributed_c10d.py", function, arguments)
     assert inside(lambda: StepRecord(trainer()).facts().peer) == peer
 
@@ -665,14 +689,12 @@ def test_the_rank_that_is_sent_to(function: str, arguments: dict[str, Any], peer
         ("all_reduce", {"tensor": 0, "group_src": 1}, -1),
     ],
 )
-def test_the_root_of_a_collective_is_its_number_in_the_group(
-    function: str, arguments: dict[str, Any], root: int
-) -> None:
+def test_the_root_of_a_collective_is_its_group_rank(function: str, arguments: dict[str, Any], root: int) -> None:
     inside = in_main("/venv/torch/distributed/distributed_c10d.py", function, arguments)
     assert inside(lambda: StepRecord(trainer()).facts().root) == root
 
 
-def test_groups_that_are_made_under_a_condition_are_looked_for_while_one_is_made(tmp_path: Path) -> None:
+def test_groups_created_under_a_condition_are_located(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("def setup(look):\n    if rank < 0:\n        new_group([0])\n    new_group([1])\n    look()\n")
     names: dict[str, Any] = {"rank": 0, "new_group": lambda ranks: None}
@@ -701,7 +723,7 @@ class Scheduling:
             pass
 
 
-def test_what_sets_the_accumulation_is_looked_for_where_passes_have_reduced_nothing() -> None:
+def test_the_accumulation_setting_is_located_if_no_pass_reduced() -> None:
     of, record = begun()
     of.callbacks = [Scheduling()]
     line = Scheduling.on_train_batch_start.__code__.co_firstlineno + 1
@@ -715,7 +737,7 @@ def test_what_sets_the_accumulation_is_looked_for_where_passes_have_reduced_noth
     assert record.facts().accumulates_at == places
 
 
-def test_a_group_may_have_been_made_under_a_condition_in_another_hook() -> None:
+def test_a_group_created_conditionally_in_another_hook_is_located() -> None:
     inside = in_main("/venv/torch/distributed/distributed_c10d.py", "new_group", {})
     of = trainer()
     of.callbacks = [Scheduling()]
@@ -745,7 +767,7 @@ class BoxCount(Metric):
         return torch.tensor(len(self.boxes))  # type: ignore[arg-type]
 
 
-def test_metrics_that_the_model_holds_are_told_with_their_states() -> None:
+def test_metrics_held_by_the_model_are_listed_with_their_states() -> None:
     module = Module()
     held = SimpleNamespace(metric_state={"total": 0, "count": 0})
     boxes = BoxCount()

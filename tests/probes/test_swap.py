@@ -56,7 +56,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(tmp_path, monkeypatch)
 
 
-def test_what_is_swapped_while_somebody_watches(host: Host) -> None:
+def test_swapping_since_the_probe_is_counted(host: Host) -> None:
     host.swap = Swap(total=8000, used=100, sin=70, sout=500)
     probe = host.probe()
     host.swap = Swap(total=8000, used=900, sin=71, sout=1500)
@@ -67,7 +67,7 @@ def test_what_is_swapped_while_somebody_watches(host: Host) -> None:
     assert (probe.read().swapped_out_bytes, probe.read().swapped_in_bytes) == (0, 0)
 
 
-def test_pressure_is_a_share_of_the_time_between(host: Host) -> None:
+def test_pressure_is_a_share_of_the_elapsed_time(host: Host) -> None:
     for resource in ("memory", "io", "cpu"):
         host.pressure(resource, 1_000_000, 1_000_000)
     probe = host.probe()
@@ -79,7 +79,7 @@ def test_pressure_is_a_share_of_the_time_between(host: Host) -> None:
     assert (facts.memory_stalled, facts.io_stalled, facts.cpu_waited) == (0.25, 0.5, 0.1)
 
 
-def test_a_share_is_never_more_than_all(host: Host) -> None:
+def test_a_share_is_at_most_one(host: Host) -> None:
     host.pressure("memory", 0, 0)
     probe = host.probe()
     host.now_s += 1.0
@@ -87,13 +87,13 @@ def test_a_share_is_never_more_than_all(host: Host) -> None:
     assert probe.read().memory_stalled == 1.0
 
 
-def test_of_no_time_there_is_no_share(host: Host) -> None:
+def test_without_elapsed_time_there_is_no_share(host: Host) -> None:
     host.pressure("memory", 0, 0)
     assert host.probe().read().memory_stalled is None
 
 
 @pytest.mark.parametrize("text", ["", "full", "full avg10=0.00 total=\n", "full total=x", "some total=5"])
-def test_torn_pressure_is_not_told(host: Host, text: str) -> None:
+def test_torn_pressure_is_unknown(host: Host, text: str) -> None:
     (host.proc / "pressure" / "memory").write_text(text)
     probe = host.probe()
     host.now_s += 1.0
@@ -101,7 +101,7 @@ def test_torn_pressure_is_not_told(host: Host, text: str) -> None:
 
 
 @pytest.mark.parametrize("filesystem", ["nfs4", "ext4", ""])
-def test_a_swap_file_is_told_with_its_file_system(host: Host, filesystem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_file_has_its_file_system(host: Host, filesystem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "filesystem_of", lambda path: filesystem if path == "/mnt/my swap" else "?")
     facts = host.swaps("/mnt/my\\040swap file")
     name = f"/mnt/my swap on {filesystem}" if filesystem else "/mnt/my swap"
@@ -116,11 +116,11 @@ def test_a_swap_file_is_told_with_its_file_system(host: Host, filesystem: str, m
         *((name, False) for name in ("ext4", "xfs", "fuseblk", "nfsd", "overlay")),
     ],
 )
-def test_file_systems_on_a_network(filesystem: str, network: bool) -> None:
+def test_network_file_systems_are_recognised(filesystem: str, network: bool) -> None:
     assert is_network_filesystem(filesystem) is network
 
 
-def test_swap_on_network_devices_is_told_from_swap_on_local_ones(host: Host) -> None:
+def test_swap_on_network_devices_is_recognised(host: Host) -> None:
     host.device("sdb", "platform/host2/session1/target2:0:0/2:0:0:0/block")
     host.device("nvme0n1", "pci0000:00/nvme/nvme0", "transport=pcie")
     facts = host.swaps("/dev/nbd0 partition", "/dev/sdb partition", "/dev/nvme0n1 partition", "/dev/sdz9 partition")
@@ -143,38 +143,40 @@ def test_swap_on_network_devices_is_told_from_swap_on_local_ones(host: Host) -> 
         ("sda", "pci/session/host0", "", ""),
     ],
 )
-def test_kinds_of_devices(host: Host, name: str, place: str, transport: str, kind: str) -> None:
+def test_device_kinds_are_recognised(host: Host, name: str, place: str, transport: str, kind: str) -> None:
     host.device(name, place, transport)
     assert device_kind(f"/dev/{name}", host.block) == kind
     assert is_on_network(kind) is (kind not in ("", "zram"))
 
 
-def test_a_partition_has_its_disks_transport(host: Host) -> None:
+def test_a_partition_has_the_transport_of_its_disk(host: Host) -> None:
     disk = host.device("nvme1n1", "virtual/nvme-fabrics", "transport=tcp")
     (disk / "nvme1n1p2").mkdir()
     (host.block / "nvme1n1p2").symlink_to(disk / "nvme1n1p2")
     assert device_kind("/dev/nvme1n1p2", host.block) == "nvme over tcp"
 
 
-def test_a_mapped_device_is_what_lies_below_it(host: Host) -> None:
+def test_a_mapped_device_has_the_kind_of_its_lower_device(host: Host) -> None:
     host.device("dm-1", "virtual", below="dm-0")
     host.device("dm-0", "virtual2", below="nbd0")
     assert device_kind("/dev/dm-1", host.block) == "nbd"
 
 
-def test_devices_that_lie_below_each_other_come_to_an_end(host: Host) -> None:
+def test_cyclic_device_mappings_terminate(host: Host) -> None:
     host.device("dm-1", "virtual", below="dm-0")
     host.device("dm-0", "virtual2", below="dm-1")
     assert device_kind("/dev/dm-1", host.block) == ""
 
 
-def test_torn_lines_are_passed_over(host: Host) -> None:
+def test_torn_lines_are_skipped(host: Host) -> None:
     (host.proc / "swaps").write_text(f"{HEADER}\n/dev/sda\n/dev/sdb partition\n")
     assert host.probe().read().devices == ("/dev/sdb",)
 
 
 @pytest.mark.parametrize("error", [AttributeError, NotImplementedError, psutil.AccessDenied, RuntimeWarning])
-def test_a_host_that_tells_nothing(tmp_path: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_swap_information_is_handled(
+    tmp_path: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
@@ -182,7 +184,7 @@ def test_a_host_that_tells_nothing(tmp_path: Path, error: type[Exception], monke
     assert SwapProbe(tmp_path / "none", tmp_path / "neither").read() == SwapFacts()
 
 
-def test_this_host() -> None:
+def test_facts_of_this_host_are_read() -> None:
     probe = SwapProbe()
     facts = probe.read()
     assert facts.swapped_out_bytes is None or facts.swapped_out_bytes >= 0

@@ -76,7 +76,7 @@ def seen(thread: threading.Thread) -> ThreadLockFacts | None:
 
 @pytest.mark.parametrize("kind", [threading.Lock, threading.RLock, threading.Condition])
 @pytest.mark.parametrize("how", ["write", "take"])
-def test_the_thread_that_holds_the_lock_is_told_with_its_line(
+def test_the_lock_holding_thread_is_found_with_its_line(
     kind: Callable[[], object], how: str, training: Callable[[Callable[[], None]], threading.Thread]
 ) -> None:
     table = Table(kind())
@@ -92,7 +92,7 @@ def test_the_thread_that_holds_the_lock_is_told_with_its_line(
     assert any(frame.line == line_of("stands") for frame in found.stack)
 
 
-def test_a_lock_that_the_same_thread_has_already_taken(
+def test_a_lock_already_held_by_the_same_thread_is_found(
     training: Callable[[Callable[[], None]], threading.Thread],
 ) -> None:
     table = Table(threading.Lock())
@@ -104,7 +104,9 @@ def test_a_lock_that_the_same_thread_has_already_taken(
     assert found.taken_at.line == line_of("outer")
 
 
-def test_who_waits_for_an_event_waits_for_no_lock(training: Callable[[Callable[[], None]], threading.Thread]) -> None:
+def test_waiting_for_an_event_is_not_waiting_for_a_lock(
+    training: Callable[[Callable[[], None]], threading.Thread],
+) -> None:
     table = Table(threading.Lock())
     thread = training(table.listen)
     for _ in range(50):

@@ -76,7 +76,7 @@ def deepest_user_line(pid: int, armed: Armed, line: str) -> str:
     return until(found)
 
 
-def test_the_signal_is_as_it_was_and_no_file_is_left() -> None:
+def test_closing_restores_the_signal_and_leaves_no_file() -> None:
     signals = {number: signal.getsignal(number) for number in REAL_TIME}
     caught, files = caught_signals(), open_files()
     traceback = TracebackSignal()
@@ -90,7 +90,7 @@ def test_the_signal_is_as_it_was_and_no_file_is_left() -> None:
     assert open_files() == files
 
 
-def test_the_file_has_no_name_that_could_be_left(armed: Armed) -> None:
+def test_the_file_has_no_name_on_disk(armed: Armed) -> None:
     assert os.fstat(armed.fd).st_nlink == 0
 
 
@@ -111,8 +111,8 @@ def open_files() -> list[str]:
     return sorted(links)
 
 
-def test_signals_that_others_use_are_left_alone(armed: Armed) -> None:
-    """One is used from C, as is that of another guard of this process, one from Python, and one is ignored."""
+def test_signals_used_by_others_are_left_alone(armed: Armed) -> None:
+    """One signal is used from C, like that of another guard of this process, one from Python, and one is ignored."""
     taken = signal.signal(armed.signum - 1, print)
     ignored = signal.signal(armed.signum - 2, signal.SIG_IGN)
     other = TracebackSignal()
@@ -129,8 +129,8 @@ def test_signals_that_others_use_are_left_alone(armed: Armed) -> None:
         signal.signal(armed.signum - 2, ignored)
 
 
-def test_that_of_a_rank_stays_until_another_guard_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning sets all signals back to what Python knows of them, and takes the number of ranks away again."""
+def test_the_signal_of_a_rank_stays_for_the_next_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning resets all signals to the handlers Python knows, and removes the rank variables again."""
     for name, value in {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     traceback = TracebackSignal()
@@ -148,7 +148,7 @@ def test_that_of_a_rank_stays_until_another_guard_takes_it(monkeypatch: pytest.M
         traceback.close()
 
 
-def test_that_of_a_program_without_ranks_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_signal_of_a_program_without_ranks_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     hook, traceback = sys.excepthook, TracebackSignal()
@@ -158,7 +158,7 @@ def test_that_of_a_program_without_ranks_is_given_back(monkeypatch: pytest.Monke
     assert armed.signum not in caught_signals() and sys.excepthook == hook
 
 
-def test_close_may_come_twice_or_without_arm() -> None:
+def test_close_works_twice_or_without_arm() -> None:
     traceback = TracebackSignal()
     traceback.close()
     traceback.arm()
@@ -212,8 +212,8 @@ def arm_as_a_rank(connection: Connection) -> None:
     connection.send((armed_in(os.getpid()), taken.arm(), taken.is_inherited))
 
 
-def test_a_fork_of_a_process_that_has_armed_nothing_goes_on_with_its_own() -> None:
-    """As where a server has imported the package and forks the ranks."""
+def test_a_forked_rank_keeps_its_own_signal() -> None:
+    """As when a server imports the package and forks the ranks."""
     here, there = FORK.Pipe()
     process = FORK.Process(target=arm_as_a_rank, args=(there,))
     process.start()
@@ -223,7 +223,7 @@ def test_a_fork_of_a_process_that_has_armed_nothing_goes_on_with_its_own() -> No
     assert not is_inherited
 
 
-def test_nothing_is_said_where_it_cannot_be_armed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_arm_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> list[int]:
         raise RuntimeError("no signals here")
 
@@ -238,7 +238,7 @@ def arm_again(connection: Connection) -> None:
     connection.recv()
 
 
-def test_a_fork_does_not_take_over_what_its_parent_has_armed() -> None:
+def test_a_fork_does_not_inherit_its_parents_signal() -> None:
     arm_early(SLURM)
     of_parent = armed_in(os.getpid())
     here, there = FORK.Pipe()
@@ -255,7 +255,7 @@ def test_a_fork_does_not_take_over_what_its_parent_has_armed() -> None:
         take_early().close()
 
 
-def test_the_file_is_in_memory_and_without_that_on_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_falls_back_to_storage_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     traceback = TracebackSignal()
     armed = traceback.arm()
@@ -267,7 +267,7 @@ def test_the_file_is_in_memory_and_without_that_on_storage(monkeypatch: pytest.M
         traceback.close()
 
 
-def test_a_process_that_is_gone_is_not_armed() -> None:
+def test_a_dead_process_is_not_armed() -> None:
     with forked(wait) as (pid, _):
         pass
     assert armed_in(pid) is None
@@ -283,8 +283,8 @@ expand()
 """
 
 
-def test_a_rank_says_what_it_does_once_it_has_imported_the_package() -> None:
-    """Long before it has a Trainer, and without importing anything heavy for it."""
+def test_a_rank_answers_once_it_has_imported_the_package() -> None:
+    """Long before it has a Trainer, and without any heavy import."""
     process = subprocess.Popen(
         [sys.executable, "-c", IMPORTS],
         env=os.environ | {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},
@@ -314,24 +314,22 @@ def count_for_ever(connection: Connection) -> None:
     sum(itertools.repeat(1, 10**12))  # <- a loop in C that keeps the GIL
 
 
-def test_a_forked_child_says_where_it_waits(armed: Armed) -> None:
+def test_a_forked_child_answers_with_its_line(armed: Armed) -> None:
     with forked(wait) as (pid, _):
         assert deepest_user_line(pid, armed, "<- it").endswith("# <- it waits here")
 
 
-def test_a_child_that_keeps_the_gil_answers_all_the_same(armed: Armed) -> None:
+def test_a_child_that_holds_the_gil_still_answers(armed: Armed) -> None:
     with forked(count_for_ever) as (pid, _):
         assert deepest_user_line(pid, armed, "<- a loop").endswith("# <- a loop in C that keeps the GIL")
 
 
-def test_an_answer_holds_the_frames_outermost_first_and_tells_the_users(armed: Armed) -> None:
+def test_an_answer_has_frames_outermost_first_and_marks_user_code(armed: Armed) -> None:
     with forked(wait) as (pid, _):
         assert deepest_user_line(pid, armed, "<- it")
         stack = ask(pid, armed, owner=os.getpid())
     functions = [frame.function for frame in stack]
-    assert functions.index("test_an_answer_holds_the_frames_outermost_first_and_tells_the_users") < functions.index(
-        "wait"
-    )
+    assert functions.index("test_an_answer_has_frames_outermost_first_and_marks_user_code") < functions.index("wait")
     assert {frame.user for frame in stack if frame.function == "wait"} == {True}
     assert {frame.user for frame in stack if frame.file == multiprocessing.connection.__file__} == {False}
 
@@ -342,20 +340,20 @@ def disarm_and_wait(connection: Connection) -> None:
     wait(connection)
 
 
-def test_a_process_that_would_die_of_the_signal_is_not_sent_it(armed: Armed) -> None:
+def test_a_process_without_a_handler_is_not_signalled(armed: Armed) -> None:
     with forked(disarm_and_wait) as (pid, connection):
         assert ask(pid, armed, owner=os.getpid()) == ()
         connection.send("still there?")
         assert connection.recv() == "still there?"
 
 
-def test_a_process_that_is_gone_does_not_answer(armed: Armed) -> None:
+def test_a_dead_process_does_not_answer(armed: Armed) -> None:
     with forked(wait) as (pid, _):
         pass
     assert ask(pid, armed) == ()
 
 
-def test_an_earlier_answer_is_not_taken_for_this_one(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_answer_is_not_reused(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> None:
     with forked(wait) as (pid, _):
         assert deepest_user_line(pid, armed, "<- it")
         monkeypatch.setattr(traceback_signal, "_ANSWER_S", 0.02)
@@ -400,11 +398,11 @@ EXPECTED = [("/home/me/train.py", 60, "<module>"), ("/home/me/train.py", 42, "tr
         "Fatal Python error: whatever\n\n" + ONE_THREAD + "  ...\n\nExtension modules: numpy (total: 1)\n",
     ],
 )
-def test_the_stack_of_the_thread_that_was_asked(text: str) -> None:
+def test_the_stack_of_the_asked_thread_is_parsed(text: str) -> None:
     assert places(parse(text)) == EXPECTED
 
 
-def test_odd_names_are_read() -> None:
+def test_odd_names_are_parsed() -> None:
     text = 'Current thread 0x1 (most recent call first):\n  File "/a "b", line 3 in c.py", line 4 in <lambda> in x\n'
     (frame,) = parse(text)
     assert (frame.line, frame.file) == (4, '/a "b", line 3 in c.py')
@@ -421,17 +419,17 @@ def test_odd_names_are_read() -> None:
         'Current thread 0x1 (most recent call first):\n  File "/a.py", line 1',
     ],
 )
-def test_garbage_has_no_frames(text: str) -> None:
+def test_invalid_text_has_no_frames(text: str) -> None:
     assert parse(text) == ()
 
 
-def test_a_thread_that_collects_garbage_has_a_frame_for_that() -> None:
+def test_a_garbage_collecting_thread_has_a_frame_for_it() -> None:
     text = ONE_THREAD.replace("(most recent call first):\n", "(most recent call first):\n  Garbage-collecting\n")
     assert places(parse(text)[:-1]) == EXPECTED
     assert (parse(text)[-1].file, parse(text)[-1].user) == (COLLECTOR, False)
 
 
-def test_all_threads_are_told_the_main_one_first() -> None:
+def test_all_threads_are_parsed_main_thread_first() -> None:
     main, *others = parse_threads(TWO_THREADS)
     assert places(main) == EXPECTED
     assert [stack[-1].function for stack in others] == ["wait", "run"]

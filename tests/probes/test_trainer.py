@@ -122,7 +122,7 @@ LOADERS = {
 HOOKS = ("on_sanity_check_start", "on_train_batch_start", "on_validation_batch_start", "on_train_epoch_end")
 
 
-def test_the_phase_is_that_of_the_loop(tmp_path: Path) -> None:
+def test_the_loop_gives_the_phase(tmp_path: Path) -> None:
     look = Look(*HOOKS, part=phase)
     run(tmp_path, look, max_epochs=1, num_sanity_val_steps=1)
     assert set(look.seen["on_sanity_check_start"]) == {Phase.SANITY_CHECK}
@@ -145,7 +145,7 @@ def test_each_call_has_its_phase_and_counts_its_batches(tmp_path: Path, call: st
     assert [(seen.phase, seen.batch_idx) for seen in look.seen[hook]] == [(expected, n) for n in range(BATCHES)]
 
 
-def test_until_all_have_met_the_phase_is_init(tmp_path: Path) -> None:
+def test_the_phase_is_init_until_all_ranks_have_met(tmp_path: Path) -> None:
     look = Look("setup", "on_train_batch_start", part=phase)
     trainer = make_trainer(tmp_path, look)
     look.probe = TrainerProbe(trainer)
@@ -153,7 +153,7 @@ def test_until_all_have_met_the_phase_is_init(tmp_path: Path) -> None:
     assert {seen for hook in look.seen.values() for seen in hook} == {Phase.INIT}
 
 
-def test_while_a_checkpoint_is_saved_that_is_the_phase(tmp_path: Path) -> None:
+def test_the_phase_is_checkpoint_during_a_save(tmp_path: Path) -> None:
     tracker = ActionTracker()
     look = Look(
         "on_save_checkpoint",
@@ -174,7 +174,7 @@ def limit_name(probe: TrainerProbe) -> str:
     return name
 
 
-def test_the_first_batch_of_each_epoch_is_a_phase_from_the_hooks_before_it_to_those_at_its_end(tmp_path: Path) -> None:
+def test_the_first_batch_phase_includes_its_start_and_end_hooks(tmp_path: Path) -> None:
     hooks = ("on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
     look = Look(*hooks, "on_train_start", "on_train_end", "on_validation_batch_start", part=limit_name)
     run(tmp_path, look)
@@ -191,9 +191,7 @@ def test_the_first_batch_of_each_epoch_is_a_phase_from_the_hooks_before_it_to_th
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_where_training_is_resumed_within_an_epoch_the_first_batch_is_the_first_that_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_mid_epoch_resume_the_next_batch_is_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "middle.ckpt"
 
     class Save(Callback):
@@ -215,7 +213,7 @@ def test_where_training_is_resumed_within_an_epoch_the_first_batch_is_the_first_
     assert look.seen["on_train_batch_start"] == ["first_batch", *["train"] * (BATCHES - 2)]
 
 
-def test_hooks_of_an_epoch_are_not_what_happens_for_every_batch(tmp_path: Path) -> None:
+def test_epoch_hooks_are_not_batch_hooks(tmp_path: Path) -> None:
     tracker = ActionTracker()
     hooks = ("on_train_epoch_start", "on_train_batch_start", "on_validation_batch_end", "on_validation_epoch_end")
     look = Look(*hooks, "on_train_epoch_end", part=lambda probe: probe.phase_kind(tracker.actions()))
@@ -235,13 +233,13 @@ def test_hooks_of_an_epoch_are_not_what_happens_for_every_batch(tmp_path: Path) 
     assert [phase_kind.first for phase_kind in look.seen["on_validation_batch_end"]] == [False] * BATCHES
 
 
-def test_finished_is_said_from_outside_and_is_the_last_word(tmp_path: Path) -> None:
+def test_finished_overrides_any_phase(tmp_path: Path) -> None:
     probe = TrainerProbe(make_trainer(tmp_path))
     probe.finished = True
     assert probe.progress((Action(name="save_checkpoint", for_s=1.0),), "", 0.0).phase is Phase.FINISHED
 
 
-def test_epoch_batch_and_step_count(tmp_path: Path) -> None:
+def test_epoch_batch_and_step_are_counted(tmp_path: Path) -> None:
     look = Look("on_train_batch_start", part=progress)
     run(tmp_path, look)
     seen = [(p.epoch, p.batch_idx, p.global_step, p.is_last_batch) for p in look.seen["on_train_batch_start"]]
@@ -250,14 +248,14 @@ def test_epoch_batch_and_step_count(tmp_path: Path) -> None:
     ]
 
 
-def test_before_the_first_batch_there_is_none_and_after_the_last_it_is_that(tmp_path: Path) -> None:
+def test_the_batch_index_is_unset_before_the_first_batch_and_kept_after_the_last(tmp_path: Path) -> None:
     look = Look("on_train_start", "on_train_epoch_end", part=lambda probe: progress(probe).batch_idx)
     run(tmp_path, look, max_epochs=1)
     assert look.seen == {"on_train_start": [-1], "on_train_epoch_end": [BATCHES - 1]}
 
 
-def test_in_the_first_hooks_of_an_epoch_the_batches_of_the_one_before_are_over(tmp_path: Path) -> None:
-    """Lightning still counts these then."""
+def test_the_first_hooks_of_an_epoch_have_no_batch(tmp_path: Path) -> None:
+    """Lightning still has the counts of the previous epoch then."""
 
     def place(probe: TrainerProbe) -> tuple[int, int, bool, int]:
         now, facts = progress(probe), probe.facts()
@@ -276,7 +274,7 @@ def test_validation_within_an_epoch_counts_its_own_batches(tmp_path: Path) -> No
     assert [seen.batch_idx for seen in look.seen["on_validation_batch_start"]] == list(range(BATCHES))
 
 
-def test_what_the_tracker_knows_is_handed_on(tmp_path: Path) -> None:
+def test_tracker_facts_are_forwarded(tmp_path: Path) -> None:
     actions = (Action(name="run", for_s=2.0),)
     seen = TrainerProbe(make_trainer(tmp_path)).progress(actions, "setup", 1.23456)
     assert (seen.actions, seen.last_action, seen.idle_s) == (actions, "setup", 1.235)
@@ -314,7 +312,7 @@ def test_the_workers_of_a_loader_are_counted_without_starting_them() -> None:
     assert trainer_probe._loader_facts([1, 2], float("inf")) == LoaderFacts(dataset="list", batches=None)
 
 
-def test_storage_is_where_loggers_and_checkpoints_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_lists_logger_and_checkpoint_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_probe, "filesystem_of", lambda path: "nfs4" if "logs" in path else "ext4")
     trainer = make_trainer(
         tmp_path,
@@ -330,7 +328,7 @@ def test_storage_is_where_loggers_and_checkpoints_write(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_whose_folder_is_chosen_later_is_left_out_until_then(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_folder_yet_is_left_out(tmp_path: Path) -> None:
     look = Look("on_train_batch_start", part=lambda probe: [facts.owner for facts in probe.storage()])
     probe = run(tmp_path, look, max_epochs=1, enable_checkpointing=True)
     assert look.seen["on_train_batch_start"][0] == ["ModelCheckpoint"]
@@ -339,7 +337,7 @@ def test_a_checkpoint_whose_folder_is_chosen_later_is_left_out_until_then(tmp_pa
 
 
 @pytest.mark.parametrize("trainer", [None, object()])
-def test_what_is_no_trainer_yet_is_read_without_an_error(trainer: Any) -> None:
+def test_an_incomplete_trainer_is_read_without_an_error(trainer: Any) -> None:
     probe = TrainerProbe(trainer)
     assert progress(probe) == Progress(phase=Phase.INIT)
     assert (probe.loaders(), probe.storage()) == ((), ())
@@ -348,7 +346,7 @@ def test_what_is_no_trainer_yet_is_read_without_an_error(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_before_fit_there_is_little_to_read_and_no_error(tmp_path: Path, started: bool) -> None:
+def test_reading_before_fit_is_not_an_error(tmp_path: Path, started: bool) -> None:
     probe = TrainerProbe(make_trainer(tmp_path, logger=CSVLogger(tmp_path)))
     probe.started = started
     assert progress(probe) == Progress(phase=Phase.INIT)
@@ -356,7 +354,7 @@ def test_before_fit_there_is_little_to_read_and_no_error(tmp_path: Path, started
     assert [facts.owner for facts in probe.storage()] == ["CSVLogger"]
 
 
-def test_after_fit_reading_is_no_error(tmp_path: Path) -> None:
+def test_reading_after_fit_is_not_an_error(tmp_path: Path) -> None:
     probe = run(tmp_path, Look(part=phase))
     assert progress(probe).global_step == 2 * BATCHES
     probe.loaders()
@@ -441,7 +439,7 @@ def lines_of(*marks: str) -> list[int]:
         ("short", {}, LoopEnd.DATA, 2, ()),
     ],
 )
-def test_why_the_loop_has_ended_is_told_also_when_the_trainer_has(
+def test_the_reason_the_loop_ended_is_kept_after_the_trainer(
     how: str, options: dict[str, Any], end: LoopEnd, begun: int, marks: tuple[str, ...], tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, **{"max_epochs": 1, **options})
@@ -476,7 +474,7 @@ class Validating(Net):
         self.seen.append(self.probe.facts())
 
 
-def test_a_validation_within_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
+def test_a_validation_in_mid_epoch_does_not_end_it(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
     probe = TrainerProbe(trainer)
     probe.started = True
@@ -488,7 +486,7 @@ def test_a_validation_within_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
     assert within.ended_at == (f"{__file__}:{lines_of('validates')[0]} in on_train_start",) == within.validates_at
 
 
-def test_when_training_ends_may_change_while_it_goes_on(tmp_path: Path) -> None:
+def test_a_changed_max_epochs_is_found(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_epochs=6)
     probe = TrainerProbe(trainer)
     probe.started = True
@@ -499,7 +497,7 @@ def test_when_training_ends_may_change_while_it_goes_on(tmp_path: Path) -> None:
     assert facts.ended_at == (f"{__file__}:{lines_of('last epoch')[0]} in make_last",)
 
 
-def test_a_count_of_epochs_that_was_set_by_hand_is_a_change(tmp_path: Path) -> None:
+def test_a_manually_set_epoch_count_is_a_change(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_epochs=6)
     probe = TrainerProbe(trainer)
     probe.started = True
@@ -510,7 +508,7 @@ def test_a_count_of_epochs_that_was_set_by_hand_is_a_change(tmp_path: Path) -> N
     assert facts.ended_at == (f"{__file__}:{lines_of('recounts')[0]} in on_train_start",)
 
 
-def test_in_the_hooks_at_the_end_of_an_epoch_no_setting_has_changed(tmp_path: Path) -> None:
+def test_no_setting_has_changed_in_epoch_end_hooks(tmp_path: Path) -> None:
     class Look(Callback):
         def on_train_epoch_end(self, *_: Any) -> None:
             facts = probe.facts()
@@ -524,7 +522,7 @@ def test_in_the_hooks_at_the_end_of_an_epoch_no_setting_has_changed(tmp_path: Pa
     assert seen == [{}, {}]
 
 
-def test_what_ranks_have_to_have_alike_is_what_they_had_when_training_began(tmp_path: Path) -> None:
+def test_compared_settings_are_those_at_the_start_of_training(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, accumulate_grad_batches=3, precision="bf16-mixed", limit_train_batches=0.5)
     probe = TrainerProbe(trainer)
     assert probe.facts() is None  # nothing has been asked of the Trainer yet
@@ -541,8 +539,8 @@ def test_what_ranks_have_to_have_alike_is_what_they_had_when_training_began(tmp_
     assert probe.facts() is None
 
 
-def test_accumulation_that_a_callback_will_set_is_compared(tmp_path: Path) -> None:
-    """It sets the Trainer's number when an epoch begins: what is there before the first one says nothing."""
+def test_accumulation_set_by_a_callback_is_compared(tmp_path: Path) -> None:
+    """The callback sets the Trainer's value when an epoch starts: the value before the first epoch means nothing."""
     trainer = make_trainer(tmp_path, GradientAccumulationScheduler({4: 8, 0: 2}))
     probe = TrainerProbe(trainer)
     probe.started = True
@@ -552,7 +550,7 @@ def test_accumulation_that_a_callback_will_set_is_compared(tmp_path: Path) -> No
     assert facts.settings["accumulate_grad_batches"] == "2 from epoch 0 on, 8 from epoch 4 on"
 
 
-def test_validation_by_the_clock(tmp_path: Path) -> None:
+def test_time_based_validation_is_recognised(tmp_path: Path) -> None:
     try:
         trainer = make_trainer(tmp_path, val_check_interval=timedelta(minutes=90), check_val_every_n_epoch=None)
     except (TypeError, MisconfigurationException):

@@ -27,11 +27,11 @@ OTHER = in_agreement()
         ([], False),
     ],
 )
-def test_a_guard_that_only_waits_for_its_turn(threads: list[tuple[Frame, ...]], rests: bool) -> None:
+def test_an_idle_guard_is_recognised(threads: list[tuple[Frame, ...]], rests: bool) -> None:
     assert guard_is_idle(threads) is rests
 
 
-def test_the_shares_of_a_core_are_those_between_two_looks() -> None:
+def test_core_shares_are_the_difference_of_two_samples() -> None:
     now = look_at_main_thread()
     assert now.ran_s is not None and now.queued_s is not None
     before = ThreadLook(ran_s=now.ran_s - 1.0, queued_s=now.queued_s - 3.0)
@@ -40,7 +40,7 @@ def test_the_shares_of_a_core_are_those_between_two_looks() -> None:
     assert facts.queued_share == pytest.approx(0.3, abs=0.05)
 
 
-def test_what_is_too_short_or_not_told_has_no_share() -> None:
+def test_short_or_unknown_intervals_have_no_share() -> None:
     facts = ProcessFacts(pid=os.getpid())
     now = look_at_main_thread()
     assert with_core_shares(facts, now, now, LEAST_S / 2) == facts

@@ -229,28 +229,26 @@ def held_up(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.mark.parametrize("number", range(len(WAKENED)), ids=[harm.__name__ for harm in WAKENED])
-def test_a_thread_that_is_woken_after_the_verdict_changes_no_checkpoint(number: int, woken: Ended) -> None:
+def test_a_thread_woken_after_the_verdict_changes_no_checkpoint(number: int, woken: Ended) -> None:
     assert woken.is_good[number], woken.ranks.said
     assert woken.others[number] == []
 
 
 @pytest.mark.parametrize("number", range(len(HELD_UP)), ids=[*HELD_UP])
-def test_no_checkpoint_is_changed_by_what_would_hold_up_the_end(number: int, held_up: Ended) -> None:
+def test_blocked_code_at_the_end_changes_no_checkpoint(number: int, held_up: Ended) -> None:
     assert held_up.is_good[number], held_up.ranks.said
     assert held_up.others[number] == []
 
 
 @pytest.mark.parametrize("job", ["woken", "held_up"])
-def test_all_ranks_end_by_themselves_and_in_time(job: str, request: pytest.FixtureRequest) -> None:
-    """Those that do not are killed by the test, which is another exit code."""
+def test_all_ranks_end_on_their_own_and_in_time(job: str, request: pytest.FixtureRequest) -> None:
+    """The test kills ranks that do not, which gives another exit code."""
     ended = request.getfixturevalue(job)
     assert ended.ranks.exit_codes == [EXIT_CODE] * (len(ended.is_good) + 2), ended.ranks.said
 
 
-def test_a_report_that_cannot_be_written_does_not_hold_up_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The storage that it goes to may be what hangs."""
+def test_a_hanging_report_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage it is written to may be what hangs."""
     monkeypatch.setattr(reporter, "write_report", lambda *_: threading.Event().wait())
     monkeypatch.setattr("lightning_ncclsafe.guard.participation.AT_LIMIT_S", 4.0)
     assert ending.AT_LIMIT_S < 30

@@ -47,7 +47,7 @@ def run(folder: Path, body: Callable[[int], None]) -> None:
     assert ended.exit_codes == [0, 0], ended.said
 
 
-def test_groups_have_the_timeout_of_the_phase_and_in_the_end_the_one_they_had(tmp_path: Path) -> None:
+def test_groups_follow_the_phase_timeout_and_are_restored(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         world, early = dist.group.WORLD, dist.new_group([0, 1])
         own, votes = (
@@ -75,10 +75,8 @@ def test_groups_have_the_timeout_of_the_phase_and_in_the_end_the_one_they_had(tm
     run(tmp_path, body)
 
 
-@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="gloo of this torch keeps the timeout of the group's start")
-def test_a_collective_fails_at_the_limit_of_the_phase_in_which_it_was_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="this torch's gloo keeps a group's initial timeout")
+def test_a_collective_times_out_by_the_phase_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_timeouts, "BACKSTOP_S", 0.0)
     limits = check_limits(None, 30, "abort", {"train": 0.5, "checkpoint": 20.0})
 
@@ -131,7 +129,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[FakeGroup]:
     return found
 
 
-def test_without_limits_of_phases_the_groups_of_a_mesh_get_the_strategys_own(tmp_path: Path) -> None:
+def test_without_phase_limits_mesh_groups_get_the_strategys_timeout(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         own, votes = (
             dist.new_group([0, 1], timeout=HOUR),
@@ -152,7 +150,7 @@ def test_without_limits_of_phases_the_groups_of_a_mesh_get_the_strategys_own(tmp
     run(tmp_path, body)
 
 
-def test_groups_that_are_made_after_the_first_ones_are_seen_in_the_same_phase(groups: list[FakeGroup]) -> None:
+def test_later_groups_get_the_timeout_of_the_same_phase(groups: list[FakeGroup]) -> None:
     groups.append(FakeGroup(45))
     phases = Followed(LIMITS)
     phases.now = TRAIN
@@ -164,7 +162,7 @@ def test_groups_that_are_made_after_the_first_ones_are_seen_in_the_same_phase(gr
     assert [group.timeout_s for group in groups] == [45, 1800]
 
 
-def test_without_limits_of_phases_nothing_is_set_or_looked_at(groups: list[FakeGroup]) -> None:
+def test_without_phase_limits_nothing_is_set_or_read(groups: list[FakeGroup]) -> None:
     groups.append(FakeGroup(1815))
     phases = Followed(check_limits(None, None, "abort"))
     phases._limit_name = lambda: pytest.fail("nobody asks")
@@ -174,7 +172,7 @@ def test_without_limits_of_phases_nothing_is_set_or_looked_at(groups: list[FakeG
     assert groups[0].set_to == []
 
 
-def test_what_happens_for_every_batch_is_no_reason_to_look(groups: list[FakeGroup]) -> None:
+def test_batch_hooks_do_not_trigger_a_check(groups: list[FakeGroup]) -> None:
     groups.append(FakeGroup(45))
     phases = Followed(LIMITS)
     phases.enter(TRAIN, "[Callback]X.on_train_start")
@@ -189,9 +187,7 @@ def test_what_happens_for_every_batch_is_no_reason_to_look(groups: list[FakeGrou
 
 
 @pytest.mark.parametrize("phase_kind", [CHECKPOINT, PhaseKind(phase=Phase.TRAIN, first=True)])
-def test_the_end_of_a_checkpoint_or_first_batch_is_seen_whatever_comes_next(
-    groups: list[FakeGroup], phase_kind: PhaseKind
-) -> None:
+def test_the_end_of_a_checkpoint_or_first_batch_is_noticed(groups: list[FakeGroup], phase_kind: PhaseKind) -> None:
     groups.append(FakeGroup(45))
     phases = Followed(LIMITS)
     phases.listen("run_training_batch")
@@ -200,7 +196,7 @@ def test_the_end_of_a_checkpoint_or_first_batch_is_seen_whatever_comes_next(
     assert groups[0].timeout_s == 115
 
 
-def test_the_group_that_was_made_with_the_limit_of_init_gets_the_strategys_own(groups: list[FakeGroup]) -> None:
+def test_a_group_created_with_the_init_limit_gets_the_strategys_timeout(groups: list[FakeGroup]) -> None:
     limits = check_limits(None, 1800, "abort", {"init": 300.0})
     groups.append(FakeGroup(315))
     phases = Followed(limits)
@@ -211,7 +207,7 @@ def test_the_group_that_was_made_with_the_limit_of_init_gets_the_strategys_own(g
     assert groups[0].set_to == [1815, 1815]
 
 
-def test_a_shorter_timeout_of_its_own_does_not_come_before_the_guard(groups: list[FakeGroup]) -> None:
+def test_a_groups_shorter_timeout_does_not_preempt_the_guard(groups: list[FakeGroup]) -> None:
     groups.append(FakeGroup(60))
     phases = Followed(LIMITS)
     phases.enter(TRAIN)
@@ -219,7 +215,7 @@ def test_a_shorter_timeout_of_its_own_does_not_come_before_the_guard(groups: lis
     assert groups[0].set_to == [115, 60]
 
 
-def test_a_failure_is_said_once_and_the_groups_are_given_back_what_can_be(
+def test_a_failure_is_printed_once_and_groups_are_restored_where_possible(
     groups: list[FakeGroup], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups += [FakeGroup(45), FakeGroup(45)]
@@ -241,7 +237,7 @@ def test_a_failure_is_said_once_and_the_groups_are_given_back_what_can_be(
     assert [group.timeout_s for group in groups] == [45, 45]
 
 
-def test_names_of_actions_are_not_kept_without_bound(groups: list[FakeGroup]) -> None:
+def test_remembered_action_names_are_bounded(groups: list[FakeGroup]) -> None:
     phases = Followed(LIMITS)
     for number in range(5000):
         phases.enter(TRAIN, f"mine {number}")

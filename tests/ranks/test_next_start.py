@@ -59,7 +59,7 @@ def _rank(rank: int, port: int, folder: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="this torch cannot list a store's keys")
-def test_the_next_start_finds_nothing_of_the_last_one(tmp_path: Path) -> None:
+def test_the_next_start_finds_no_leftovers(tmp_path: Path) -> None:
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for key, value in OTHERS.items():
         agent.set(key, value)
@@ -86,7 +86,7 @@ class Unlistable:
         self.delete_key = store.delete_key
 
 
-def test_a_store_that_cannot_list_its_keys_is_rid_of_the_signal() -> None:
+def test_the_stop_signal_is_removed_from_a_store_without_key_listing() -> None:
     store = dist.HashStore()
     for key in (SIGNAL, *OTHERS):
         store.set(key, "1")

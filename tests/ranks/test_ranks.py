@@ -35,7 +35,7 @@ def work_for_long() -> None:
     threading.Event().wait(60)  # <- working
 
 
-def test_the_rank_that_does_not_come_is_named_and_all_end(tmp_path: Path) -> None:
+def test_a_missing_rank_is_named_and_all_ranks_end(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 2:
@@ -50,7 +50,7 @@ def test_the_rank_that_does_not_come_is_named_and_all_end(tmp_path: Path) -> Non
     assert ranks.said.count("the run cannot continue") == 1
 
 
-def test_a_call_that_one_rank_made_long_before_it_waits_is_named_with_its_line(tmp_path: Path) -> None:
+def test_an_extra_call_made_long_before_is_named_with_its_line(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 0:
@@ -65,7 +65,7 @@ def test_a_call_that_one_rank_made_long_before_it_waits_is_named_with_its_line(t
     assert "which ranks 1-2 did not: since then they are one call apart" in finding.summary
 
 
-def test_a_wait_in_a_group_of_some_ranks_is_seen_through_its_handle(tmp_path: Path) -> None:
+def test_a_wait_on_a_subgroup_handle_is_found(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         dist.new_group([0, 1])
         later = dist.new_group([1, 2])
@@ -83,7 +83,7 @@ def test_a_wait_in_a_group_of_some_ranks_is_seen_through_its_handle(tmp_path: Pa
     assert 0 not in ranks.exit_codes
 
 
-def test_a_stopped_rank_is_called_stopped(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 1:
@@ -95,7 +95,7 @@ def test_a_stopped_rank_is_called_stopped(tmp_path: Path) -> None:
     assert "stopped" in diagnosis.findings[0].summary
 
 
-def test_when_rank_0_is_stopped_and_the_store_with_it_another_reports(tmp_path: Path) -> None:
+def test_another_rank_reports_if_rank_0_and_its_store_are_stopped(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         for _ in range(20):  # a training of a second, in which ranks get to know each other
             all_reduce()
@@ -113,7 +113,7 @@ def test_when_rank_0_is_stopped_and_the_store_with_it_another_reports(tmp_path: 
     assert "rank 0 cannot end itself" in ranks.said
 
 
-def test_a_rank_whose_interpreter_is_held_is_named_with_the_line(tmp_path: Path) -> None:
+def test_a_rank_that_holds_the_gil_is_named_with_its_line(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 1:
@@ -125,7 +125,7 @@ def test_a_rank_whose_interpreter_is_held_is_named_with_the_line(tmp_path: Path)
     assert f"{HERE}:{line_of('gil')}" in diagnosis.findings[0].location
 
 
-def test_a_killed_rank_is_dead_and_told_before_a_launcher_kills_the_others(tmp_path: Path) -> None:
+def test_a_killed_rank_is_reported_before_the_launcher_kills_the_others(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 1:
@@ -138,7 +138,7 @@ def test_a_killed_rank_is_dead_and_told_before_a_launcher_kills_the_others(tmp_p
     assert ranks.exit_codes == [1, -signal.SIGKILL, 1]
 
 
-def test_ranks_that_crash_and_that_exit_without_a_word_are_dead(tmp_path: Path) -> None:
+def test_crashed_and_silently_exited_ranks_are_dead(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 1:
@@ -155,7 +155,7 @@ def test_ranks_that_crash_and_that_exit_without_a_word_are_dead(tmp_path: Path) 
     assert ranks.exit_codes == [1, -signal.SIGSEGV, 0]
 
 
-def test_when_rank_0_dies_and_the_store_with_it_the_others_say_so(tmp_path: Path) -> None:
+def test_the_others_report_the_death_of_rank_0_and_its_store(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 0:
@@ -180,7 +180,7 @@ def test_a_rank_that_never_joins_the_process_group_is_late(tmp_path: Path) -> No
     assert f":{line_of('working')} in work_for_long" in diagnosis.findings[0].location
 
 
-def test_different_collectives_under_one_number_have_diverged(tmp_path: Path) -> None:
+def test_different_collectives_with_one_sequence_number_have_diverged(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 1:
@@ -191,7 +191,7 @@ def test_different_collectives_under_one_number_have_diverged(tmp_path: Path) ->
     assert ranks.diagnoses[0].findings[0].rule == "diverged-collectives", ranks.said
 
 
-def test_a_rank_that_raises_is_named_by_all(tmp_path: Path) -> None:
+def test_all_ranks_name_a_raising_rank(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 1:
@@ -206,7 +206,7 @@ def test_a_rank_that_raises_is_named_by_all(tmp_path: Path) -> None:
     assert ranks.said.count("ends with CollectiveTimeoutError('Rank 1 raised ValueError") == 2
 
 
-def test_a_rank_that_has_finished_is_named_while_another_waits_for_it(tmp_path: Path) -> None:
+def test_a_finished_rank_is_named_while_another_waits_for_it(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         # A condition on the rank would explain it by itself.
         for _ in range(2 - rank):
@@ -218,7 +218,7 @@ def test_a_rank_that_has_finished_is_named_while_another_waits_for_it(tmp_path: 
     assert 0 not in ranks.exit_codes
 
 
-def test_an_incident_during_shutdown_reaches_the_ranks_that_have_finished(tmp_path: Path) -> None:
+def test_an_incident_during_shutdown_reaches_finished_ranks(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         all_reduce()
         if rank == 1:
@@ -230,7 +230,7 @@ def test_an_incident_during_shutdown_reaches_the_ranks_that_have_finished(tmp_pa
     assert 0 not in ranks.exit_codes
 
 
-def test_ranks_that_meet_and_finish_leave_nothing(tmp_path: Path) -> None:
+def test_ranks_that_finish_leave_nothing_behind(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         for _ in range(100):
             all_reduce()
@@ -242,10 +242,10 @@ def test_ranks_that_meet_and_finish_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("build", ["off", "without a dump"])
-def test_a_run_ends_at_its_limit_where_no_recorder_tells_anything(
+def test_a_run_ends_at_its_limit_without_a_recorder(
     build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a backward pass the stack alone does not tell a wait for others."""
+    """In a backward pass the stack alone does not show a wait for other ranks."""
     if build == "off":
         monkeypatch.setattr(recorders, "dumps", lambda **_: iter([{"version": "2.9"}]))
     for name in RECORDERS if build == "without a dump" else ():
@@ -268,10 +268,8 @@ def test_a_run_ends_at_its_limit_where_no_recorder_tells_anything(
     assert sum(said in sentence for sentence in diagnosis.unanswered) == 1
 
 
-def test_a_rank_that_calls_again_and_again_within_one_hook_is_not_taken_for_one_that_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is recorded, and Lightning says nothing of what goes on in a hook."""
+def test_repeated_calls_in_one_hook_are_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is recorded, and Lightning reports no progress within a hook."""
     monkeypatch.setattr(recorders, "dumps", lambda **_: iter([{"version": "2.9"}]))
 
     def body(rank: int) -> None:

@@ -31,19 +31,19 @@ def told(dumps: dict[int, Any]) -> list[tuple[str, tuple[int, ...], Confidence]]
 @pytest.mark.parametrize(
     ("name", "rule", "ranks"), [("gpu_error_1st", "gpu-stuck", (12, 14)), ("lock_gil_2nd", "host-stuck", (10, 15))]
 )
-def test_real_jobs(name: str, rule: str, ranks: tuple[int, ...]) -> None:
-    """Both culprits of each, of the right kind, and nobody else: see fault_injection.log."""
+def test_real_jobs_are_diagnosed(name: str, rule: str, ranks: tuple[int, ...]) -> None:
+    """Both culprits of each job, of the right kind, and no other rank: see fault_injection.log."""
     assert told(real(name)) == [(rule, ranks, Confidence.LIKELY)]
 
 
-def test_consequences_are_told_as_such() -> None:
+def test_consequences_are_marked() -> None:
     (finding,) = judged(real("lock_gil_2nd")).findings
     assert finding.evidence[-1].text == (
         "Ranks 0-9, 11-14 wait for this, also by way of others: that is a consequence."
     )
 
 
-def test_of_a_rank_whose_dump_is_empty_nobody_says_that_there_is_none() -> None:
+def test_an_empty_dump_is_not_a_missing_dump() -> None:
     diagnosis = judged(real("lock_gil_2nd"))
     said = [finding.summary for finding in diagnosis.findings] + list(diagnosis.unanswered)
     assert not [text for text in said if "no dump" in text.lower() or "nothing was read" in text.lower()]
@@ -69,7 +69,7 @@ def test_innocents_without_a_dump_are_not_accused(missing: int) -> None:
             assert likely == [expected]
 
 
-def test_a_rank_whose_recorder_is_off_is_no_rank_without_a_dump() -> None:
+def test_a_rank_with_a_disabled_recorder_has_a_dump() -> None:
     dumps = real("lock_gil_2nd")
     dumps[10] = {"version": "2.9", "pg_config": {}, "pg_status": {}}
     diagnosis = judged(dumps)
@@ -101,14 +101,14 @@ def member(rank: int, first: str, second: str) -> dict[str, Any]:
     return {"version": "2.9", "pg_config": config, "pg_status": {"0": counters, "1": counters}, "entries": entries}
 
 
-def test_crossed_orders_show_in_the_order_of_calls() -> None:
+def test_crossed_groups_are_found_by_call_order() -> None:
     dumps = {0: member(0, "tp", "ep"), 1: member(1, "ep", "tp"), 2: member(2, "tp", "ep")}
     (finding,) = judged(dumps).findings
     assert (finding.rule, finding.ranks) == ("crossed-groups", (1,))
     assert "rank 1 uses a different order from most" in finding.summary
 
 
-def test_other_sizes_under_one_number_are_the_codes_fault() -> None:
+def test_different_sizes_with_one_sequence_number_blame_the_code() -> None:
     dumps = {rank: member(rank, "tp", "ep") for rank in range(3)}
     for rank, elements in ((0, 131_072), (1, 122_880), (2, 131_072)):
         dumps[rank]["entries"][0] |= {"profiling_name": "nccl:_all_gather_base", "input_sizes": [[elements]]}
@@ -117,13 +117,13 @@ def test_other_sizes_under_one_number_are_the_codes_fault() -> None:
     assert "link or a device" not in diagnosis.findings[0].summary
 
 
-def test_a_barrier_beside_an_all_reduce_is_the_codes_fault() -> None:
+def test_a_barrier_beside_an_all_reduce_blames_the_code() -> None:
     dumps = {rank: member(rank, "tp", "ep") for rank in range(3)}
     dumps[2]["entries"][0]["profiling_name"] = "nccl:broadcast"
     assert told(dumps)[0][:2] == ("diverged-collectives", (2,))
 
 
-def test_simulated_incidents() -> None:
+def test_simulated_incidents_are_diagnosed() -> None:
     """The floors are a little below what was reached; see ``python tests/reading/simulated_incidents.py``."""
     table = scores(incidents(SEEDS))
     right, wrong = sum(score.right for score in table.values()), sum(score.wrong_likely for score in table.values())
@@ -134,15 +134,15 @@ def test_simulated_incidents() -> None:
 
 
 @pytest.mark.parametrize(("fault", "seed"), [(unmatched, 5497), (unmatched_send, 5062), (unmatched_send, 5192)])
-def test_of_a_circle_those_are_named_whose_devices_stand_in_it(fault: Fault, seed: int) -> None:
-    """All other ranks wait for these two, and each has called something behind that which nobody has come to."""
+def test_ranks_whose_devices_form_a_circle_are_named(fault: Fault, seed: int) -> None:
+    """All other ranks wait for these two, and each has made a further call that no other rank has reached."""
     incident = fault(made(seed))
     assert incident is not None
     (found,) = told(incident.dumps)
     assert found == ("unmatched-p2p", tuple(sorted(incident.among)), Confidence.LIKELY)
 
 
-def test_what_a_short_ring_has_lost_makes_it_possible_only() -> None:
+def test_entries_lost_by_a_short_ring_lower_the_confidence() -> None:
     incident = unmatched(made(5588))
     assert incident is not None
     (found,) = told(incident.dumps)

@@ -35,7 +35,7 @@ def shifted(made: Made, by_ns: int) -> Made:
     return made
 
 
-def test_a_dump_from_before_is_not_of_a_rank_that_stands_still(tmp_path: Path) -> None:
+def test_an_older_dump_does_not_show_a_stuck_rank(tmp_path: Path) -> None:
     """The others have completed number 60, which they could not without rank 1, whose dump ends with number 40."""
     first, job = first_of(write(tmp_path, {0: waiting(), 1: idle(40), 2: waiting(), 3: waiting()}))
     assert (first.rule, first.ranks, first.confidence) == ("no-dump", (1,), Confidence.POSSIBLE)
@@ -44,14 +44,14 @@ def test_a_dump_from_before_is_not_of_a_rank_that_stands_still(tmp_path: Path) -
     assert "completed number 60, while rank 1 had reached only 40" in job.missing[0]
 
 
-def test_a_run_that_moves_and_is_dumped_rank_by_rank_does_not_hang(tmp_path: Path) -> None:
+def test_a_moving_run_dumped_rank_by_rank_does_not_hang(tmp_path: Path) -> None:
     diagnosis = judged(write(tmp_path, {rank: waiting(100 + 60 * rank) for rank in range(4)}))
     assert (diagnosis.findings, diagnosis.job.outdated) == ((), (0, 1, 2))
     assert any("the job made progress in between" in line for line in diagnosis.unanswered)
 
 
-def test_counters_alone_show_that_a_dump_is_of_an_earlier_moment(tmp_path: Path) -> None:
-    """Of dumps of open entries: the operation that has ended is not known, and a broadcast's root may be ahead."""
+def test_counters_alone_reveal_an_older_dump(tmp_path: Path) -> None:
+    """In dumps of open entries the ended operation is unknown, and a broadcast's root may be ahead."""
 
     def active(seq: int) -> Made:
         return dump(entry(seq, state="scheduled"), enqueued=seq, completed=seq - 1)
@@ -63,13 +63,13 @@ def test_counters_alone_show_that_a_dump_is_of_an_earlier_moment(tmp_path: Path)
     assert job.outdated == ()
 
 
-def test_what_the_root_of_a_broadcast_has_ended_says_nothing_of_others(tmp_path: Path) -> None:
+def test_a_completed_broadcast_root_does_not_make_others_outdated(tmp_path: Path) -> None:
     root = dump(entry(60), entry(61, op="nccl:broadcast"), enqueued=61, completed=61)
     _, job = first_of(write(tmp_path, {0: root, 1: waiting(61, op="nccl:broadcast"), 2: idle(), 3: waiting(61)}))
     assert job.outdated == ()
 
 
-def test_where_sends_are_counted_along_numbers_do_not_compare(tmp_path: Path) -> None:
+def test_sequence_numbers_that_include_sends_are_not_compared(tmp_path: Path) -> None:
     send = entry(0, op="nccl:send 0->1", is_p2p=True, p2p_seq_id=9)
     one = waiting()
     one["entries"].append(send)
@@ -78,7 +78,7 @@ def test_where_sends_are_counted_along_numbers_do_not_compare(tmp_path: Path) ->
     assert (evidence.job() or pytest.fail()).outdated == ()
 
 
-def test_dumps_of_another_run_are_left_out_by_their_number_of_ranks(tmp_path: Path) -> None:
+def test_dumps_with_another_world_size_are_left_out(tmp_path: Path) -> None:
     small = {rank: dump(entry(9), enqueued=9, completed=9, world=2) for rank in (0, 1)}
     large = {rank: shifted(waiting(), DAY_NS) for rank in (2, 3)}
     first, job = first_of(write(tmp_path, small | large))
@@ -86,14 +86,14 @@ def test_dumps_of_another_run_are_left_out_by_their_number_of_ranks(tmp_path: Pa
     assert "that had 2 ranks, this one has 4" in job.missing[0]
 
 
-def test_dumps_of_another_run_are_left_out_by_their_day(tmp_path: Path) -> None:
+def test_dumps_of_another_day_are_left_out(tmp_path: Path) -> None:
     made = {0: waiting(), 1: idle()} | {rank: shifted(waiting(), DAY_NS) for rank in (2, 3)}
     first, job = first_of(write(tmp_path, made))
     assert (first.rule, first.ranks) == ("no-dump", (0, 1))
     assert "more than 24 h before those of the others" in job.missing[0]
 
 
-def test_a_rank_that_was_late_by_its_timeout_is_of_the_same_run(tmp_path: Path) -> None:
+def test_a_rank_late_by_its_timeout_belongs_to_the_same_run(tmp_path: Path) -> None:
     made = {0: waiting(), 1: idle(), 2: waiting(), 3: waiting()}
     for one in made.values():
         for entry_of_one in one["entries"]:
@@ -104,7 +104,7 @@ def test_a_rank_that_was_late_by_its_timeout_is_of_the_same_run(tmp_path: Path) 
     assert (first.rule, first.ranks, first.confidence) == ("host-stuck", (1,), Confidence.LIKELY)
 
 
-def test_of_two_runs_in_a_folder_the_later_counts_though_it_came_less_far(tmp_path: Path) -> None:
+def test_the_later_of_two_runs_counts_even_if_it_is_shorter(tmp_path: Path) -> None:
     write(tmp_path / "a", {0: waiting(500), 1: idle(499), 2: waiting(500), 3: waiting(500)})
     later = {0: waiting(), 1: waiting(), 2: idle(), 3: waiting()}
     write(tmp_path / "b", {rank: shifted(made, DAY_NS) for rank, made in later.items()})
@@ -114,7 +114,7 @@ def test_of_two_runs_in_a_folder_the_later_counts_though_it_came_less_far(tmp_pa
     assert said.startswith("There are two dumps of ranks 0-3, ")
 
 
-def test_who_came_when_the_others_gave_up_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_joined_at_the_timeout_is_named(tmp_path: Path) -> None:
     late = waiting()
     late["entries"][-1]["time_created_ns"] += 599 * 10**9
     first, _ = first_of(write(tmp_path, {0: waiting(), 1: waiting(), 2: late, 3: waiting()}))
@@ -122,7 +122,7 @@ def test_who_came_when_the_others_gave_up_is_named(tmp_path: Path) -> None:
     assert "9 min 59 s after the first" in first.summary and "link or a device" not in first.summary
 
 
-def test_without_a_timeout_links_are_to_blame_only_if_ranks_stood_there_for_long(tmp_path: Path) -> None:
+def test_without_a_timeout_links_are_blamed_conditionally(tmp_path: Path) -> None:
     first, _ = first_of(write(tmp_path, {rank: waiting() for rank in range(4)}))
     assert first.summary.endswith(
         "it did not complete: if they had waited there for long, a link or a device is at fault, not the training code."
@@ -131,7 +131,7 @@ def test_without_a_timeout_links_are_to_blame_only_if_ranks_stood_there_for_long
 
 @pytest.mark.parametrize("early", [waiting(), idle(40)], ids=["waits", "idle"])
 def test_a_dump_of_an_earlier_start_is_left_out(early: Made, tmp_path: Path) -> None:
-    """An hour before the others' last calls, with a timeout of ten minutes; and its number does not fit."""
+    """It is an hour older than the others' last calls, the timeout is ten minutes, and its number does not match."""
     others = {rank: waiting(65) for rank in (0, 2, 3)}
     for made in others.values():
         made["entries"].insert(0, entry(40))
@@ -143,13 +143,13 @@ def test_a_dump_of_an_earlier_start_is_left_out(early: Made, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("dumped", "rule"), [(idle(), "host-stuck"), (waiting(60), "gpu-stuck")])
-def test_a_dump_whose_numbers_fit_may_be_of_a_host_with_another_clock(dumped: Made, rule: str, tmp_path: Path) -> None:
+def test_a_dump_with_matching_numbers_may_have_another_clock(dumped: Made, rule: str, tmp_path: Path) -> None:
     early = shifted(copy.deepcopy(dumped), -3600 * 10**9)
     first, job = first_of(write(tmp_path, {0: waiting(), 1: early, 2: waiting(), 3: waiting()}))
     assert (first.rule, first.ranks, first.confidence, job.left_out) == (rule, (1,), Confidence.POSSIBLE, ())
 
 
-def test_clocks_of_hosts_may_be_minutes_apart(tmp_path: Path) -> None:
+def test_host_clocks_may_differ_by_minutes(tmp_path: Path) -> None:
     first, job = first_of(write(tmp_path, {0: waiting(), 1: shifted(idle(), -600 * 10**9), 2: waiting(), 3: waiting()}))
     assert (first.rule, first.ranks, job.left_out) == ("host-stuck", (1,), ())
 
@@ -164,7 +164,7 @@ def of_pair(low: int, seq: int, state: str) -> Made:
     return made
 
 
-def test_a_dump_whose_name_is_not_of_a_member_of_its_groups_is_left_out(tmp_path: Path) -> None:
+def test_a_dump_named_after_a_non_member_is_left_out(tmp_path: Path) -> None:
     made = {0: of_pair(0, 9, "scheduled"), 1: of_pair(2, 8, "completed"), 2: of_pair(2, 9, "scheduled")}
     first, job = first_of(write(tmp_path, made | {3: of_pair(2, 9, "scheduled")}))
     assert (first.rule, first.ranks, first.confidence) == ("no-dump", (1,), Confidence.POSSIBLE)
@@ -172,20 +172,20 @@ def test_a_dump_whose_name_is_not_of_a_member_of_its_groups_is_left_out(tmp_path
     assert "their process groups are not those of the ranks in their file names" in job.missing[0]
 
 
-def test_a_send_says_which_rank_has_called_it(tmp_path: Path) -> None:
+def test_a_send_reveals_its_calling_rank(tmp_path: Path) -> None:
     send = entry(0, op="nccl:send 2->3", is_p2p=True, p2p_seq_id=1)
     other = waiting()
     other["entries"].insert(0, send)
     assert first_of(write(tmp_path, {0: waiting(), 1: other, 2: waiting(), 3: waiting()}))[1].left_out == (1,)
 
 
-def test_whoever_counts_ranks_from_one_gets_no_names(tmp_path: Path) -> None:
+def test_file_names_counted_from_one_name_no_rank(tmp_path: Path) -> None:
     diagnosis = judged(write(tmp_path, {rank + 1: idle() if rank == 2 else waiting() for rank in range(4)}))
     assert diagnosis.findings == ()
     assert "not those of the job: rank 4 of 4 ranks" in diagnosis.job.missing[0]
 
 
-def test_a_device_that_others_have_overtaken_is_only_possibly_at_fault(tmp_path: Path) -> None:
+def test_an_overtaken_device_is_only_possibly_at_fault(tmp_path: Path) -> None:
     """They have completed number 62, which rank 1 has not called: its dump may be older, or 62 a broadcast from 0."""
     ahead = dump(enqueued=62, completed=62)
     held = dump(entry(61, state="scheduled"), enqueued=61, completed=60)
@@ -197,7 +197,7 @@ def test_a_device_that_others_have_overtaken_is_only_possibly_at_fault(tmp_path:
 
 
 @pytest.mark.parametrize(("moving", "confidence"), [(1, Confidence.LIKELY), (2, Confidence.POSSIBLE)])
-def test_while_several_ranks_move_a_device_is_only_possibly_at_fault(
+def test_a_device_is_only_possibly_at_fault_while_several_ranks_move(
     moving: int, confidence: Confidence, tmp_path: Path
 ) -> None:
     """Their number 61 has just ended, and they have called the next; a stuck watchdog leaves the same on one rank."""

@@ -100,7 +100,7 @@ DUMP = st.fixed_dictionaries(
 
 @settings(QUICK, max_examples=80)
 @given(dump=DUMP)
-def test_a_dump_may_hold_anything(dump: dict[Any, Any]) -> None:
+def test_any_dump_is_read_or_refused(dump: dict[Any, Any]) -> None:
     beside_others(dump)
 
 
@@ -109,7 +109,7 @@ OPS = (*["nccl:all_reduce"] * 8, "nccl:send 0->1", "nccl:coalesced")
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_left_out_of_a_full_ring_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_entries_of_a_full_ring_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(seed)
     made: list[dict[str, Any]] = []
     for _ in range(drawn.randint(2, 8)):
@@ -159,7 +159,7 @@ def test_damaged_dumps_are_read_or_refused(data: bytes, draw: st.DataObject) -> 
 
 @QUICK
 @given(data=st.binary(max_size=64).map(lambda data: b"\x80\x02" + data + b"."))
-def test_any_instructions_of_a_pickle_are_followed_or_refused(data: bytes) -> None:
+def test_any_pickle_opcodes_are_followed_or_refused(data: bytes) -> None:
     read(data)
 
 
@@ -169,7 +169,7 @@ LINE = st.sampled_from(LINES).flatmap(lambda line: st.just(line) | edits(line)) 
 
 @QUICK
 @given(told=st.lists(LINE, max_size=12), end=st.sampled_from([b"\n", b"\r\n", b"\r", b" "]))
-def test_lines_of_many_logs_may_come_in_any_order(told: list[bytes], end: bytes) -> None:
+def test_log_lines_may_come_in_any_order(told: list[bytes], end: bytes) -> None:
     found = Artifacts()
     data = end.join(told)
     found.log.read(io.BytesIO(data), len(data) + 1)

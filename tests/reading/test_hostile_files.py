@@ -30,7 +30,7 @@ class Harm:
 
 
 @pytest.mark.parametrize("protocol", range(1, pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_that_would_run_code_is_refused_by_name(
+def test_a_pickle_that_would_run_code_is_refused(
     protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -51,13 +51,13 @@ def test_a_pickle_that_would_run_code_is_refused_by_name(
         pytest.param(b"\x80\x02Pabc\n.", "not plain data", id="a persistent id"),
         pytest.param(b"\x80\x02\x82\x01.", "not plain data", id="an extension"),
         pytest.param(b"\x80\x02(lp0\n.", "not plain data", id="protocol 0"),
-        pytest.param(b"\x80\x02u.", "damaged pickle", id="items of nothing"),
+        pytest.param(b"\x80\x02u.", "damaged pickle", id="items without a container"),
         pytest.param(b"\x80\x02}]K\x01s.", "damaged pickle", id="a list as a key"),
-        pytest.param(b"\x80\x02h\x07.", "damaged pickle", id="a memo that is not there"),
+        pytest.param(b"\x80\x02h\x07.", "damaged pickle", id="a missing memo"),
         pytest.param(b"\x80\x02" + b"]" * 5_000_001 + b".", "more than 5,000,000 lists", id="a bomb of lists"),
     ],
 )
-def test_pickles_that_are_none(data: bytes, said: str) -> None:
+def test_invalid_pickles_are_refused(data: bytes, said: str) -> None:
     with pytest.raises(ReadingError, match=said):
         unpickled(data)
 
@@ -66,18 +66,18 @@ def nested(depth: int) -> bytes:
     return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
 
 
-def test_what_is_nested_deeply_is_read_and_is_no_dump() -> None:
+def test_a_deeply_nested_pickle_is_not_a_dump() -> None:
     with pytest.raises(ReadingError, match="not a dump"):
         from_pickle(nested(100_000))
 
 
-def test_json_that_is_nested_deeply_is_an_error() -> None:
+def test_deeply_nested_json_is_an_error() -> None:
     with pytest.raises(ReadingError, match="damaged JSON"):
         from_json(b'{"entries":' + b"[" * 100_000)
 
 
-def test_lists_of_lists_that_are_one_another_are_not_unfolded() -> None:
-    """Two to the power of sixty frames, by way of thirty lists that hold the one before twice."""
+def test_lists_that_contain_each_other_are_not_expanded() -> None:
+    """Billions of frames from thirty lists that each contain the previous one twice."""
     made: list[Any] = [{"filename": "a.py"}]
     for _ in range(30):
         made = [made, made]
@@ -106,7 +106,7 @@ WRONG: tuple[Any, ...] = (
 )
 
 
-def test_wrong_types_everywhere() -> None:
+def test_wrong_types_are_handled_everywhere() -> None:
     good = waiting()
     for place in ("version", "pg_config", "pg_status", "entries"):
         for wrong in WRONG:
@@ -129,9 +129,7 @@ def test_wrong_types_everywhere() -> None:
 @pytest.mark.parametrize(
     "changed", [{"state": -1}, {"state": None}, {"collective_seq_id": None}, {"is_p2p": True, "p2p_seq_id": ""}]
 )
-def test_a_dump_whose_entries_lack_what_every_version_writes_is_refused(
-    changed: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_dump_without_required_entry_fields_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
     damaged = waiting()
     damaged["entries"][0].update(changed)
     write(tmp_path, {0: damaged, 1: idle()})
@@ -142,13 +140,13 @@ def test_a_dump_whose_entries_lack_what_every_version_writes_is_refused(
     assert set(found.dumps) == {1}
 
 
-def test_entries_that_lie_in_another_order_are_read_in_that_of_their_numbers() -> None:
+def test_entries_are_sorted_by_their_numbers() -> None:
     turned = waiting()
     turned["entries"].reverse()
     assert read_dump(turned, 0) == read_dump(waiting(), 0)
 
 
-def test_groups_whose_numbers_are_missing_are_told_apart_by_their_names() -> None:
+def test_groups_without_numbers_are_identified_by_name() -> None:
     calls = [entry(1), entry(1, state="scheduled", process_group=("1", "tp"))]
     dump = {"entries": [{key: value for key, value in call.items() if key != "pg_id"} for call in calls]}
     assert [(group.name, group.last_enqueued, group.last_completed) for group in read_dump(dump, 0).facts.groups] == [
@@ -157,7 +155,7 @@ def test_groups_whose_numbers_are_missing_are_told_apart_by_their_names() -> Non
     ]
 
 
-def test_numbers_that_are_too_large_are_no_ranks() -> None:
+def test_oversized_numbers_are_not_ranks() -> None:
     text = (
         b"[rank99999999999]:[E] [Rank 99999999999] Watchdog caught collective operation timeout: WorkNCCL(SeqNum="
         + b"9" * 300
@@ -167,7 +165,7 @@ def test_numbers_that_are_too_large_are_no_ranks() -> None:
     assert log.rank_logs() == ()
 
 
-def test_a_line_without_end_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "_BLOCK", 64 * 1024)
 
     class Endless(io.RawIOBase):
@@ -184,7 +182,7 @@ def test_a_line_without_end_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch
     assert peak < 750_000
 
 
-def test_words_that_make_patterns_slow_are_read_quickly() -> None:
+def test_text_that_makes_patterns_slow_is_read_quickly() -> None:
     began = time.process_time()
     for word in (
         b"#0 x from y:1 from ",
@@ -208,7 +206,7 @@ def read(path: Path) -> Artifacts:
     return found
 
 
-def test_each_bad_file_is_one_error_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_each_bad_file_is_a_single_error_and_the_rest_is_read(tmp_path: Path) -> None:
     write(tmp_path, {0: waiting(), 1: waiting(), 3: waiting()})
     (tmp_path / "nccl_trace_rank_2").write_bytes(pickle.dumps({"entries": [Harm()]}))
     (tmp_path / "trace_5.json").write_text('{"entries": [')
@@ -227,13 +225,13 @@ def test_each_bad_file_is_one_error_and_the_rest_is_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["nccl_trace_rank_0", "trace_0.json"])
-def test_a_file_that_is_too_large_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_file_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "MOST_BYTES", 100)
     (error,) = read(write(tmp_path, {0: waiting()}, name)).errors
     assert "it is larger than" in error
 
 
-def test_of_a_compressed_log_so_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compressed_log_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bomb: it unpacks to a thousand times its size."""
     monkeypatch.setattr(evidence, "MOST_UNPACKED", 1_000_000)
     (tmp_path / "all.log.gz").write_bytes(gzip.compress(b"\n" * 30_000_000 + b"world_size=8\n"))
@@ -243,7 +241,7 @@ def test_of_a_compressed_log_so_much_is_read(tmp_path: Path, monkeypatch: pytest
     assert "Only the first" in line
 
 
-def test_pipes_devices_and_links_in_circles_are_left_alone(tmp_path: Path) -> None:
+def test_pipes_devices_and_cyclic_links_are_skipped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "nccl_trace_rank_0")
     (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "nccl_trace_rank_1").symlink_to("/dev/zero")
@@ -251,17 +249,17 @@ def test_pipes_devices_and_links_in_circles_are_left_alone(tmp_path: Path) -> No
     assert "neither a file nor a folder" in read(tmp_path / "nccl_trace_rank_0").errors[0]
 
 
-def test_a_folder_of_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_FILES", 3)
     write(tmp_path, {rank: idle() for rank in range(5)})
     assert "it holds more than 3 files" in read(tmp_path).errors[0]
 
 
-def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     assert read(tmp_path / "no").errors == [f"{tmp_path / 'no'}: No such file or directory"]
 
 
-def test_the_facts_say_that_they_were_read(tmp_path: Path) -> None:
+def test_the_facts_are_marked_as_recorded(tmp_path: Path) -> None:
     job = read(write(tmp_path, {0: waiting(), 1: idle()})).job()
     assert job is not None
     assert job.incident.kind is IncidentKind.RECORDED

@@ -27,7 +27,7 @@ def first_of(folder: Path) -> tuple[Finding, JobFacts]:
 
 
 @pytest.mark.parametrize("error", ["ValueError: bad label 11", NO_MEMORY], ids=["label", "memory"])
-def test_who_waits_with_the_others_has_survived_what_it_raised(error: str) -> None:
+def test_a_waiting_rank_has_survived_its_exception(error: str) -> None:
     text = prefixed("2: ", TRACEBACK.replace("ValueError: bad label 11", error))
     diagnosis = judged("world_size=4\n" + text + timeout(1) + timeout(2) + timeout(3))
     first = diagnosis.findings[0]
@@ -37,25 +37,25 @@ def test_who_waits_with_the_others_has_survived_what_it_raised(error: str) -> No
     assert told.startswith(f"Rank 2 also raised {error.rpartition('torch.')[2][:20]}") and "train.py:42" in told
 
 
-def test_who_waits_in_something_else_has_not() -> None:
+def test_a_rank_in_another_collective_has_not_survived_its_exception() -> None:
     text = prefixed("2: ", TRACEBACK) + timeout(1) + timeout(3) + timeout(2, op="BROADCAST")
     assert judged(text).findings[0].rule == "failed-rank"
 
 
-def test_an_exception_of_nobody_in_particular_may_have_been_caught() -> None:
+def test_an_exception_of_an_unknown_rank_may_have_been_caught() -> None:
     diagnosis = judged("world_size=4\n" + TRACEBACK + timeout(1) + timeout(2) + timeout(3))
     found = [(finding.rule, finding.ranks, finding.confidence) for finding in diagnosis.findings]
     assert found == [("silent-rank", (0,), LIKELY), ("failed-rank", (), POSSIBLE)]
     assert "the log does not say whether that ended it" in diagnosis.findings[1].summary
 
 
-def test_a_launcher_that_saw_an_exit_makes_it_likely() -> None:
+def test_an_exit_seen_by_the_launcher_makes_it_likely() -> None:
     ended = "Root Cause (first observed failure):\n  host : a\n  rank : 3 (local_rank: 3)\n  exitcode : 1 (pid: 77)\n"
     assert judged(TRACEBACK + ended).findings[0].confidence is LIKELY
     assert judged(prefixed("3: ", TRACEBACK)).findings[0].confidence is POSSIBLE
 
 
-def test_who_says_that_a_peer_is_gone_waits_also_where_its_rank_is_not_known() -> None:
+def test_a_lost_peer_reported_by_an_unknown_rank_is_a_consequence() -> None:
     lost = TRACEBACK.replace("ValueError: bad label 11", "RuntimeError: [gloo/pair.cc:547] Connection closed by peer")
     first = judged(lost * 3).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("dead-rank", (), POSSIBLE)
@@ -63,8 +63,8 @@ def test_who_says_that_a_peer_is_gone_waits_also_where_its_rank_is_not_known() -
 
 
 @pytest.mark.parametrize("again", [AGAIN + BANNER.format(4), "requeued\n" + BANNER.format(4)], ids=["torchrun", "srun"])
-def test_a_log_that_a_second_start_goes_on_with(again: str) -> None:
-    """Of 8 ranks the third raised; of 4, in the next start, rank 0 never came."""
+def test_a_log_with_a_second_start_is_split(again: str) -> None:
+    """Rank 3 of 8 raised; in the next start, rank 0 of 4 never arrived."""
     before = BANNER.format(8) + prefixed("[rank3]: ", TRACEBACK) + timeout(0) + timeout(1)
     diagnosis = judged(before + again + timeout(1, seq=7) + timeout(2, seq=7) + timeout(3, seq=7))
     first = diagnosis.findings[0]
@@ -72,14 +72,14 @@ def test_a_log_that_a_second_start_goes_on_with(again: str) -> None:
     assert any(line.startswith("The run was started several times") for line in diagnosis.unanswered)
 
 
-def test_logs_of_two_hosts_number_their_starts_alike(tmp_path: Path) -> None:
+def test_starts_in_logs_of_two_hosts_are_matched(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("world_size=4\n" + timeout(0) + AGAIN + timeout(0, seq=9) + timeout(1, seq=9))
     (tmp_path / "b.log").write_text(timeout(2) + timeout(3) + AGAIN + timeout(3, seq=9))
     first, job = first_of(tmp_path)
     assert (first.rule, first.ranks, job.world_size) == ("silent-rank", (2,), 4)
 
 
-def test_torchrun_has_a_folder_for_each_start(tmp_path: Path) -> None:
+def test_torchrun_attempt_folders_are_separate_starts(tmp_path: Path) -> None:
     for attempt, (seq, silent) in enumerate(((61, 0), (9, 2))):
         for rank in range(3):
             folder = tmp_path / "run" / f"attempt_{attempt}" / str(rank)
@@ -89,8 +89,8 @@ def test_torchrun_has_a_folder_for_each_start(tmp_path: Path) -> None:
     assert (first.rule, first.ranks) == ("silent-rank", (2,))
 
 
-def test_lines_that_run_into_one_another() -> None:
-    """Ranks share standard error, and write the end of a line apart from the line."""
+def test_interleaved_lines_are_separated() -> None:
+    """Ranks share standard error, and write a line and its end separately."""
     text = "world_size=4\n" + "".join(timeout(rank).splitlines()[0] for rank in (1, 2, 3))
     first = judged(text).findings[0]
     assert (first.rule, first.ranks) == ("silent-rank", (0,))
@@ -99,8 +99,8 @@ def test_lines_that_run_into_one_another() -> None:
 
 
 @pytest.mark.parametrize("cut", ["OpType=ALLREDUC", "NumelIn=40", "SeqNum=6"])
-def test_half_a_word_is_no_other_word(cut: str) -> None:
-    """Another rank's line has begun in the middle of rank 1's."""
+def test_a_word_cut_in_half_is_not_another_word(cut: str) -> None:
+    """Another rank's line starts in the middle of rank 1's."""
     whole = timeout(1).splitlines(keepends=True)[0]
     at = whole.index(cut) + len(cut)
     diagnosis = judged("world_size=4\n" + whole[:at] + timeout(2) + whole[at:] + timeout(3))
@@ -109,19 +109,19 @@ def test_half_a_word_is_no_other_word(cut: str) -> None:
 
 
 @pytest.mark.parametrize("width", [72, 80, 96, 120])
-def test_a_terminal_that_has_broken_every_line(width: int) -> None:
+def test_lines_wrapped_by_a_terminal_are_joined(width: int) -> None:
     whole = [line for rank in (1, 2, 3) for line in timeout(rank).splitlines()]
     text = "\n".join(line[at : at + width] for line in whole for at in range(0, len(line), width))
     first = judged(f"world_size=4\n{text}\n").findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (0,), LIKELY)
 
 
-def test_windows_ends_of_lines() -> None:
+def test_windows_line_endings_are_accepted() -> None:
     text = ("world_size=4\n" + timeout(1) + timeout(2) + timeout(3)).replace("\n", "\r\n")
     assert judged(text).findings[0].ranks == (0,)
 
 
-def test_whom_a_launcher_has_ended_after_the_first_is_no_cause() -> None:
+def test_a_rank_ended_by_the_launcher_is_not_the_cause() -> None:
     ended = "  host : a\n  rank : {0} (local_rank: {0})\n  exitcode : {1} (pid: 77)\n"
     text = ended.format(2, -9) + "Root Cause (first observed failure):\n" + ended.format(0, -11)
     assert [finding.ranks for finding in judged(text).findings] == [(0,)]
@@ -134,21 +134,21 @@ def test_the_memory_of_many_starts_is_bounded() -> None:
     assert len(evidence.log._starts._by_number) <= 2
 
 
-def test_sends_and_receives_have_numbers_that_do_not_compare() -> None:
+def test_sequence_numbers_of_sends_and_receives_are_not_compared() -> None:
     text = "world_size=4\n" + timeout(0, seq=9, op="SEND") + timeout(1, seq=9, op="RECV") + timeout(2, seq=5, op="RECV")
     found = judged(text).findings
     assert not {"diverged-collectives", "out-of-step"} & {finding.rule for finding in found}
     assert all(finding.confidence is POSSIBLE for finding in found)
 
 
-def test_the_only_one_that_says_nothing_where_the_others_wait_in_many_groups() -> None:
-    """Rank 2 waits in its pair with rank 3, which says nothing; the others wait in theirs."""
+def test_a_single_silent_rank_among_many_groups_is_named() -> None:
+    """Rank 2 waits in a pair with the silent rank 3; the others wait in their own groups."""
     text = timeout(0, group="11") + timeout(1, group="12") + timeout(2, seq=300, group="17")
     (only,) = judged("world_size=4\n" + text).findings
     assert (only.rule, only.ranks, only.confidence) == ("silent-rank", (3,), LIKELY)
 
 
-def test_an_error_of_a_device_is_what_its_watchdog_ended_with() -> None:
+def test_a_device_error_in_a_watchdog_line_is_the_cause() -> None:
     end = (
         "Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered"
     )
@@ -171,14 +171,14 @@ def test_an_error_of_a_device_is_what_its_watchdog_ended_with() -> None:
     ],
     ids=["within a word", "within brackets", "whole", "whole, in colours"],
 )
-def test_a_log_that_ends_soon_within_a_line_may_go_on_with_others(tail: str, confidence: Confidence) -> None:
+def test_a_log_cut_off_in_a_line_lowers_the_confidence(tail: str, confidence: Confidence) -> None:
     text = timeout(0) + timeout(1) + timeout(3)
     whole = "[rank0]:[E x ProcessGroupNCCL.cpp:537] Some NCCL operations have failed or timed out.\n"
     first = judged(text + whole + tail).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (2,), confidence)
 
 
-def test_two_ranks_of_an_unknown_number_may_be_an_excerpt() -> None:
+def test_two_ranks_of_an_unknown_world_size_may_be_an_excerpt() -> None:
     text = timeout(1) + timeout(2)
     behind = "[rank1]:[E x ProcessGroupNCCL.cpp:537] Some NCCL operations have failed or timed out.\n" * 12
     spoke = "[rank0]:[E x ProcessGroupNCCL.cpp:1806] Observed flight recorder dump signal from another rank.\n"
@@ -187,7 +187,7 @@ def test_two_ranks_of_an_unknown_number_may_be_an_excerpt() -> None:
         assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (0,), confidence)
 
 
-def test_gloo_names_ranks_where_it_gives_up() -> None:
+def test_gloo_timeouts_name_the_awaited_rank() -> None:
     """Proposed in pytorch/gloo#511, and merged since."""
     where = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81]"
     message = f"{where} Rank {{}} timed out after 1800000ms waiting for recv from rank 2 (slot 7)"

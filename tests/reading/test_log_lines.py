@@ -45,7 +45,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "rule", "ranks", "confidence", "world"), CASES, ids=[case[0] for case in CASES])
-def test_what_users_have_pasted(name: str, rule: str, ranks: tuple[int, ...], confidence: str, world: int) -> None:
+def test_pasted_logs_are_diagnosed(name: str, rule: str, ranks: tuple[int, ...], confidence: str, world: int) -> None:
     diagnosis = judged((LOGS / f"{name}.log").read_bytes())
     first = diagnosis.findings[0]
     assert (first.rule, first.ranks, first.confidence.value) == (rule, ranks, confidence), first.summary
@@ -55,7 +55,7 @@ def test_what_users_have_pasted(name: str, rule: str, ranks: tuple[int, ...], co
         assert "  " not in finding.summary
 
 
-def test_every_excerpt_is_a_case() -> None:
+def test_every_excerpt_has_a_test() -> None:
     assert {case[0] for case in CASES} == {path.stem for path in LOGS.glob("*.log")}
 
 
@@ -76,13 +76,13 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_what_launchers_put_before_a_line(prefix: str) -> None:
+def test_launcher_prefixes_are_stripped(prefix: str) -> None:
     text = "".join(PREFIXES[prefix].format(line) + "\n" for rank in (0, 1, 3) for line in timeout(rank).splitlines())
     first = judged(f"world_size: 4\n{text}").findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("silent-rank", (2,), Confidence.LIKELY)
 
 
-def test_the_same_number_and_another_operation() -> None:
+def test_a_different_operation_with_the_same_number_has_diverged() -> None:
     text = timeout(0) + timeout(1) + timeout(2, op="BROADCAST", numel=1)
     first = judged(text).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (2,), Confidence.CERTAIN)
@@ -91,7 +91,7 @@ def test_the_same_number_and_another_operation() -> None:
     )
 
 
-def test_the_same_number_and_another_size() -> None:
+def test_a_different_size_with_the_same_number_mismatches() -> None:
     first = judged(timeout(0) + timeout(1) + timeout(2, numel=8)).findings[0]
     assert (first.rule, first.ranks) == ("mismatched-collective", (2,))
 
@@ -111,18 +111,18 @@ FAR_APART = {
 
 
 @pytest.mark.parametrize("name", FAR_APART)
-def test_ranks_in_different_numbers(name: str) -> None:
+def test_ranks_with_different_numbers_are_out_of_step(name: str) -> None:
     calls, ranks = FAR_APART[name]
     first = judged("".join(timeout(*call) for call in calls)).findings[0]
     assert (first.rule, first.ranks) == ("out-of-step", ranks)
 
 
-def test_all_ranks_in_the_same() -> None:
+def test_all_ranks_in_the_same_collective_have_joined() -> None:
     first = judged("world_size=3\n" + timeout(0) + timeout(1) + timeout(2)).findings[0]
     assert (first.rule, first.ranks) == ("all-joined", (0, 1, 2))
 
 
-def test_without_the_number_of_ranks_nobody_is_silent_beyond_the_highest() -> None:
+def test_without_a_world_size_no_higher_rank_is_silent() -> None:
     diagnosis = judged(timeout(0) + timeout(1))
     first = diagnosis.findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1), Confidence.POSSIBLE)
@@ -130,14 +130,14 @@ def test_without_the_number_of_ranks_nobody_is_silent_beyond_the_highest() -> No
     assert all(2 not in finding.ranks for finding in diagnosis.findings)
 
 
-def test_of_a_group_that_not_all_are_in_logs_name_only_who_speaks() -> None:
-    """Ranks 0 and 1 of a group of which nobody says how large it is, in a job of 8."""
+def test_a_subgroup_of_unknown_size_has_no_silent_ranks() -> None:
+    """Ranks 0 and 1 of a group of unknown size, in a job of 8."""
     first = judged("world_size=8\n" + timeout(0, group="5") + timeout(1, group="5")).findings[0]
     assert (first.rule, first.confidence) == ("all-joined", Confidence.POSSIBLE)
     assert judged(timeout(0, group="5") + timeout(3, group="5")).job.is_sized is False
 
 
-def test_a_rank_that_has_nothing_outstanding() -> None:
+def test_a_rank_with_nothing_outstanding_is_stuck_on_the_host() -> None:
     signal = (
         "[rank2]:[E ProcessGroupNCCL.cpp:1870] [PG ID 0 PG GUID 0(default_pg) Rank 2] Received a dump signal due to a "
         "collective timeout from  rank 1 and we will try our best to dump the debug info. Last enqueued NCCL work: 60, "
@@ -147,8 +147,8 @@ def test_a_rank_that_has_nothing_outstanding() -> None:
     assert (first.rule, first.ranks, first.confidence) == ("host-stuck", (2,), Confidence.LIKELY)
 
 
-def test_a_position_in_one_group_says_nothing_of_another() -> None:
-    """Rank 2 is known to have finished in the default group; the others wait in group 1."""
+def test_a_position_in_one_group_does_not_apply_to_another() -> None:
+    """Rank 2 has finished in the default group; the others wait in group 1."""
     signal = (
         "[rank2]:[E] [PG ID 0 PG GUID 0(default_pg) Rank 2] Received a dump signal due to a collective timeout from "
         "rank 1. Last enqueued NCCL work: 6, last completed NCCL work: 6.\n"
@@ -165,7 +165,7 @@ def test_an_exception_explains_the_timeouts() -> None:
     assert "silent-rank" not in {finding.rule for finding in others}
 
 
-def test_tracebacks_of_several_ranks_line_by_line_in_turns() -> None:
+def test_interleaved_tracebacks_of_several_ranks_are_separated() -> None:
     both = [prefixed(f"[rank{rank}]: ", TRACEBACK.replace("42", str(rank))).splitlines() for rank in (1, 2)]
     text = "".join(f"{line}\n" for pair in zip(*both, strict=True) for line in pair)
     job = read(text)
@@ -174,19 +174,19 @@ def test_tracebacks_of_several_ranks_line_by_line_in_turns() -> None:
 
 
 @pytest.mark.parametrize(("prefix", "ranks"), [("3: ", (3,)), ("[default3]:", ()), ("[pod/w-3/main] ", ())])
-def test_whose_traceback_it_is(prefix: str, ranks: tuple[int, ...]) -> None:
-    """A task of srun's is a rank; torchrun's local rank is one on a single node alone, which cannot be known."""
+def test_the_prefix_gives_the_rank_of_a_traceback(prefix: str, ranks: tuple[int, ...]) -> None:
+    """An srun task is a rank; torchrun's local rank is one only on a single node, which cannot be known."""
     first = judged(prefixed(prefix, TRACEBACK)).findings[0]
     assert (first.rule, first.ranks) == ("failed-rank", ranks)
 
 
-def test_a_stream_that_has_said_its_rank_keeps_it() -> None:
+def test_a_stream_keeps_the_rank_it_has_named() -> None:
     started = "[rank7]:[I1126 18:44:12.7 ProcessGroupNCCL.cpp:616] [Rank 7] Process group watchdog thread started!"
     text = prefixed("[pod/w-3/main] ", started) + prefixed("[pod/w-3/main] ", TRACEBACK)
     assert judged(text).findings[0].ranks == (7,)
 
 
-def test_no_memory_on_a_gpu_has_a_name_of_its_own() -> None:
+def test_gpu_out_of_memory_has_its_own_rule() -> None:
     error = (
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11"
     )
@@ -209,26 +209,26 @@ def test_no_memory_on_a_gpu_has_a_name_of_its_own() -> None:
     ],
     ids=["shared memory", "worker"],
 )
-def test_what_a_loaders_worker_died_of(error: str, rule: str) -> None:
+def test_the_death_of_a_loader_worker_is_explained(error: str, rule: str) -> None:
     text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error)) + timeout(0)
     findings = judged(text).findings
     assert (findings[0].rule, findings[0].ranks) == (rule, (1,))
     assert "failed-rank" not in {finding.rule for finding in findings}
 
 
-def test_ranks_that_say_only_where_they_stand_are_in_what_the_others_say() -> None:
+def test_a_rank_with_only_a_position_joins_the_others_collective() -> None:
     status = timeout(1).splitlines(keepends=True)[1]
     first = judged("world_size=3\n" + timeout(0) + status + timeout(2)).findings[0]
     assert (first.rule, first.ranks) == ("all-joined", (0, 1, 2))
 
 
-def test_where_the_others_do_not_agree_nothing_is_made_up() -> None:
+def test_a_position_is_not_guessed_if_the_others_disagree() -> None:
     status = timeout(1).splitlines(keepends=True)[1]
     first = judged("world_size=3\n" + timeout(0) + status + timeout(2, op="BROADCAST")).findings[0]
     assert (first.rule, first.ranks) == ("diverged-collectives", (0, 2))
 
 
-def test_more_memory_than_there_is_follows_from_a_mismatch() -> None:
+def test_an_impossible_allocation_follows_from_a_mismatch() -> None:
     error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory."
     text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error))
     text += timeout(0) + timeout(2) + timeout(1, op="BROADCAST")
@@ -247,7 +247,7 @@ def test_more_memory_than_there_is_follows_from_a_mismatch() -> None:
         "torch.distributed.elastic.multiprocessing.api.SignalException: Process 77 got signal: 15",
     ],
 )
-def test_exceptions_that_only_follow_from_something_else(error: str) -> None:
+def test_consequential_exceptions_are_not_causes(error: str) -> None:
     text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error)) + timeout(0)
     assert "failed-rank" not in {finding.rule for finding in judged(text).findings}
 
@@ -264,7 +264,7 @@ def test_the_stack_of_the_failed_collective_is_read() -> None:
     assert "at train.py:42 in training_step" in first.summary
 
 
-def test_of_several_starts_the_last_one_counts() -> None:
+def test_the_last_of_several_starts_counts() -> None:
     again = "W0411 api.py:875] [default] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
     text = (
         "world_size=3\n" + timeout(0, seq=900) + timeout(1, seq=900) + again + timeout(1, seq=70) + timeout(2, seq=70)
@@ -276,26 +276,26 @@ def test_of_several_starts_the_last_one_counts() -> None:
     assert judged(timeout(0) + timeout(1, op="BROADCAST") + again).findings[0].rule == "diverged-collectives"
 
 
-def test_a_number_within_an_unknown_group_is_no_number_of_the_job() -> None:
-    """Rank 13 is number 1 of its group; which that is, stands in a line that is not there."""
+def test_a_rank_in_an_unknown_group_is_not_a_global_rank() -> None:
+    """Rank 13 is number 1 of its group; the line that names the group is missing."""
     text = timeout(0) + timeout(1) + timeout(13, op="BROADCAST").replace("[Rank 13] W", "[Rank 1] W").splitlines()[0]
     diagnosis = judged(text)
     assert "diverged-collectives" not in {finding.rule for finding in diagnosis.findings}
     assert next(facts for facts in diagnosis.job.ranks if facts.rank == 13).groups[0].name == "unknown"
 
 
-def test_an_exception_comes_before_what_may_follow_from_it() -> None:
+def test_an_exception_hides_its_consequences() -> None:
     text = prefixed("[rank2]: ", TRACEBACK) + timeout(0) + timeout(1) + timeout(2, op="BROADCAST")
     text += "srun: error: node-7: task 3: Segmentation fault\n"
     assert [finding.rule for finding in judged(text).findings] == ["failed-rank"]
 
 
-def test_srun_names_the_task_that_had_no_memory() -> None:
+def test_srun_names_the_task_out_of_memory() -> None:
     first = judged(timeout(0) + "srun: error: node-7: task 3: Out Of Memory\n").findings[0]
     assert (first.rule, first.ranks) == ("dead-rank", (3,))
 
 
-def test_a_child_that_lightning_has_seen_end_is_told_of() -> None:
+def test_a_child_exit_seen_by_lightning_is_mentioned() -> None:
     child = "[rank: 3] Child process with PID 4711 terminated with code {}. Forcefully terminating all other\n"
     diagnosis = judged(timeout(0) + timeout(1) + child.format(-9) + child.format(-6))
     (told,) = [line for line in diagnosis.unanswered if "child process" in line]
@@ -304,33 +304,33 @@ def test_a_child_that_lightning_has_seen_end_is_told_of() -> None:
     )
 
 
-def test_an_abort_is_what_the_watchdog_does() -> None:
+def test_an_abort_is_attributed_to_the_watchdog() -> None:
     summary = "  host      : node-7\n  rank      : 1 (local_rank: 1)\n  exitcode  : -6 (pid: 77)\n"
     rules = [finding.rule for finding in judged("world_size=3\n" + timeout(0) + timeout(1) + summary).findings]
     assert rules == ["silent-rank"]
 
 
-def test_the_first_to_end_is_named_where_nothing_says_why() -> None:
+def test_the_first_exit_is_named_without_another_cause() -> None:
     ended = "  host      : node-7\n  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 77)\n"
     text = "Failures:\n" + ended.format(0, 0, -15) + "Root Cause (first observed failure):\n" + ended.format(3, 3, 1)
     first = judged(text).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("failed-rank", (3,), Confidence.POSSIBLE)
 
 
-def test_ranks_that_all_say_only_that_a_peer_is_gone() -> None:
+def test_ranks_that_only_report_a_lost_peer_name_nobody() -> None:
     lost = TRACEBACK.replace("ValueError: bad label 11", "RuntimeError: gloo/pair.cc:547 Connection closed by peer")
     text = "".join(prefixed(f"[rank{rank}]: ", lost) for rank in range(3))
     first = judged(text).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("dead-rank", (), Confidence.POSSIBLE)
 
 
-def test_a_log_whose_name_says_whose_it_is() -> None:
+def test_the_file_name_gives_the_rank_of_a_log() -> None:
     job = read(TRACEBACK, rank=5)
     assert job is not None
     assert [facts.rank for facts in job.ranks] == [5]
 
 
-def test_an_exception_of_which_no_rank_is_known_is_told_as_that(tmp_path: Path) -> None:
+def test_an_exception_of_an_unknown_rank_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "all.log").write_text(TRACEBACK + timeout(0) + timeout(1))
     evidence = Artifacts()
     evidence.read(str(tmp_path))
@@ -340,7 +340,7 @@ def test_an_exception_of_which_no_rank_is_known_is_told_as_that(tmp_path: Path) 
     assert judged(TRACEBACK).findings[0].rule == "failed-rank"
 
 
-def test_a_log_of_dictionaries(tmp_path: Path) -> None:
+def test_a_log_of_json_lines_is_read(tmp_path: Path) -> None:
     (tmp_path / "train.out").write_text("{'loss': 3.5534, 'epoch': 0.01}\n" + timeout(0) + timeout(1, op="BROADCAST"))
     evidence = Artifacts()
     evidence.read(str(tmp_path))
@@ -348,7 +348,7 @@ def test_a_log_of_dictionaries(tmp_path: Path) -> None:
     assert judge(evidence.job() or pytest.fail(), RECORDED_RULES).findings[0].rule == "diverged-collectives"
 
 
-def test_a_compressed_log_and_a_dump_of_another_rank_are_one_job(tmp_path: Path) -> None:
+def test_a_compressed_log_and_a_dump_form_one_job(tmp_path: Path) -> None:
     from made_dumps import idle, write
 
     (tmp_path / "all.log.gz").write_bytes(gzip.compress(timeout(0).encode() + timeout(1).encode()))
@@ -359,7 +359,7 @@ def test_a_compressed_log_and_a_dump_of_another_rank_are_one_job(tmp_path: Path)
     assert (first.rule, first.ranks) == ("host-stuck", (2,))
 
 
-def test_lines_are_cut_and_blocks_are_joined() -> None:
+def test_long_lines_are_truncated_and_blocks_joined() -> None:
     data = b"a" * 40_000 + b"\nsecond\rthird\r\n" + b"b" * (1024 * 1024) + b"\nlast"
     found = list(lines(io.BytesIO(data), len(data) + 1))
     assert [line for line in found if len(line) < 100] == [b"second", b"third", b"last"]
@@ -370,12 +370,12 @@ def test_a_stream_is_read_up_to_a_limit() -> None:
     assert sum(map(len, lines(io.BytesIO(b"x\n" * 5_000_000), 1024))) <= 2 * 1024 * 1024
 
 
-def test_what_stands_before_a_line() -> None:
+def test_line_prefixes_are_parsed() -> None:
     line = taken_apart(b"(Worker[rank=97] pid=3421713, ip=10.1.2.206) [rank97]:[E323 05:14:22] [Rank 6] Watchdog")
     assert (line.rank, line.text) == (97, "[E323 05:14:22] [Rank 6] Watchdog")
     assert taken_apart(b"[5] is setting up NCCL").text == "[5] is setting up NCCL"
 
 
-def test_a_log_without_anything_in_it_is_no_job() -> None:
+def test_a_log_without_statements_is_not_a_job() -> None:
     assert read("epoch 3, loss 0.1\nNCCL INFO comm 0x1 rank 0 nranks 8\n") is None
     assert Log().rank_logs() == ()

@@ -475,14 +475,14 @@ STATEMENTS = {
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_what_a_line_says(name: str) -> None:
+def test_statements_give_their_findings(name: str) -> None:
     text, rule, ranks, confidence = STATEMENTS[name]
     first = judged(text).findings[0]
     assert (first.rule, first.ranks, first.confidence) == (rule, ranks, confidence), first.summary
     assert first.evidence and first.remedy
 
 
-def test_an_abort_and_a_launchers_own_signal_are_no_cause() -> None:
+def test_aborts_and_launcher_signals_are_not_causes() -> None:
     for code in (-6, -15, 0):
         assert read(DEEPSPEED.format(1, code)) is None or not judged(DEEPSPEED.format(1, code)).findings
     ended = judged("world_size=3\n" + timeout(0) + timeout(1) + ELASTIC.format(-6, 0)).findings
@@ -493,7 +493,7 @@ AGENT = '  File "/venv/lib/python3.12/site-packages/torch/distributed/{}", line 
 FAULT = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f4e (most recent call first):\n"
 
 
-def test_a_launcher_that_dies_of_a_fault_says_nothing_of_a_rank() -> None:
+def test_a_crashed_launcher_is_not_a_dead_rank() -> None:
     wrapper = AGENT.format("elastic/multiprocessing/errors/__init__.py", "wrapper")
     barrier, agent = AGENT.format("distributed_c10d.py", "barrier"), AGENT.format("elastic/agent/server/api.py", "run")
     for begin in (FAULT, "terminate\n" + FAULT):
@@ -504,7 +504,7 @@ def test_a_launcher_that_dies_of_a_fault_says_nothing_of_a_rank() -> None:
         assert judged(begin + barrier + forked + agent).findings[0].rule == "dead-rank"
 
 
-def test_tasks_that_are_launchers_are_no_ranks() -> None:
+def test_launcher_tasks_are_not_ranks() -> None:
     ended = "srun: error: node-a: task 1: Exited with exit code 1\n"
     assert judged(ended).findings[0].ranks == (1,)
     closed = "torch.distributed.elastic.rendezvous.api.RendezvousClosedError\n"
@@ -512,7 +512,7 @@ def test_tasks_that_are_launchers_are_no_ranks() -> None:
         assert read(text) is None or not judged(text).findings
 
 
-def test_of_several_launchers_first_ones_the_one_that_was_long_before_the_others_counts() -> None:
+def test_the_earliest_root_cause_of_several_launchers_counts() -> None:
     table = (
         "Root Cause (first observed failure):\n[0]:\n  time      : 2023-06-03_22:{}\n  host      : node-{}\n"
         "  rank      : {} (local_rank: 0)\n  exitcode  : 1 (pid: 7)\n"
@@ -523,14 +523,14 @@ def test_of_several_launchers_first_ones_the_one_that_was_long_before_the_others
     assert judged(table.format("99:99", "a", 0) + table.format("45:01", "b", 4)).findings[0].ranks == (0, 4)
 
 
-def test_a_line_without_its_traceback_does_not_explain_a_signal() -> None:
+def test_an_exception_line_without_traceback_does_not_explain_a_signal() -> None:
     killed = "Process 0 exit with status code 137.\n"
     said = judged("[0]<stderr>:RuntimeError: check and exit\n" + killed).findings[0]
     assert (said.rule, said.ranks) == ("dead-rank", (0,))
     assert judged(prefixed("[0]<stderr>:", TRACEBACK) + killed).findings[0].rule == "failed-rank"
 
 
-def test_what_is_told_of_one_failure_twice_is_one_finding() -> None:
+def test_a_failure_reported_twice_is_one_finding() -> None:
     where = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 9, in step\n    model(batch)\n'
     said = judged(where + UNUSED).findings
     assert [(one.rule, one.ranks) for one in said] == [("failed-rank", (3,))]
@@ -540,7 +540,7 @@ def test_what_is_told_of_one_failure_twice_is_one_finding() -> None:
     assert len(said) == 1 and "train.py:9" in said[0].summary
 
 
-def test_a_transfer_that_broke_off_says_nothing_against_its_address() -> None:
+def test_a_broken_transfer_does_not_blame_its_address() -> None:
     address = "fe80::966d:ae03:8b:df78%ib0<53249>"
     broken = f"a:1:2 [1] NCCL WARN NET/IB : Got completion from peer {address} with error 4, opcode 1, len 1\n"
     assert [one.confidence for one in judged(broken).findings] == [POSSIBLE]
@@ -548,12 +548,12 @@ def test_a_transfer_that_broke_off_says_nothing_against_its_address() -> None:
     assert [one.confidence for one in judged(refused).findings] == [LIKELY]
 
 
-def test_a_table_says_more_than_the_line_above_it() -> None:
+def test_a_table_takes_precedence_over_the_line_above_it() -> None:
     table = "Root Cause (first observed failure):\n  host : b\n  rank : 11 (local_rank: 3)\n  exitcode : -9 (pid: 7)\n"
     assert [finding.ranks for finding in judged(ELASTIC.format(-9, 3) + table).findings] == [(11,)]
 
 
-def test_a_worker_that_has_given_up_is_not_who_the_others_wait_for() -> None:
+def test_a_worker_that_gave_up_is_not_a_dead_rank() -> None:
     gave_up = "(RayWorker pid=9) [E ProcessGroupNCCL.cpp:474] " + timeout(0).partition("] ")[2].splitlines()[0]
     rules = {finding.rule for finding in judged(gave_up + "\n" + RAY.format(9)).findings}
     assert "dead-rank" not in rules
@@ -573,13 +573,13 @@ def test_ranks_that_wait_at_the_store_may_still_be_joined() -> None:
     )
 
 
-def test_who_loses_a_peer_after_a_timeout_has_lost_it_because_of_that() -> None:
+def test_a_peer_lost_after_a_timeout_is_a_consequence() -> None:
     lost = "[rank3]: RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.2]:4\n"
     assert "dead-rank" not in {finding.rule for finding in judged(timeout(0) + timeout(1) + lost).findings}
 
 
 def test_the_innermost_of_several_exceptions_counts() -> None:
-    """What is raised while another exception is handled follows from that."""
+    """An exception raised while another is handled is a consequence of it."""
     chained = "\nDuring handling of the above exception, another exception occurred:\n\n"
     outer = TRACEBACK.replace("ValueError: bad label 11", "TypeError: outer")
     for text in (TRACEBACK + chained + outer, TRACEBACK.replace("ValueError", "KeyError") + chained + outer):
@@ -588,7 +588,7 @@ def test_the_innermost_of_several_exceptions_counts() -> None:
         assert job.ranks[0].exception.message == "bad label 11"
 
 
-def test_what_a_rank_raises_after_it_has_given_up_follows_from_that() -> None:
+def test_an_exception_after_a_timeout_is_a_consequence() -> None:
     after = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", "RuntimeError: Invalid mt19937 state"))
     text = "world_size=3\n" + timeout(1) + timeout(2)
     assert judged(text + after).findings[0].rule == "silent-rank"
@@ -600,7 +600,7 @@ def test_what_a_rank_raises_after_it_has_given_up_follows_from_that() -> None:
 @pytest.mark.parametrize(
     "error", ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "KeyError: 'a'"]
 )
-def test_an_exception_without_its_traceback(error: str) -> None:
+def test_an_exception_without_traceback_is_read(error: str) -> None:
     first = judged(f"[rank11]: {error}\n" + timeout(0) + timeout(1)).findings[0]
     assert (first.ranks, first.confidence) == ((11,), LIKELY)
     cut = "\n".join(TRACEBACK.splitlines()[3:])
@@ -608,21 +608,21 @@ def test_an_exception_without_its_traceback(error: str) -> None:
     assert (found.rule, found.ranks, found.location) == ("failed-rank", (2,), "/home/me/train.py:42 in training_step")
 
 
-def test_nothing_that_a_log_tells_of_an_exception_is_certain() -> None:
+def test_an_exception_in_a_log_is_never_certain() -> None:
     killed = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed."
     for error in ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", killed):
         text = prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", error))
         assert all(finding.confidence is not Confidence.CERTAIN for finding in judged(text + timeout(0)).findings)
 
 
-def test_only_the_default_group_is_one_on_all_ranks() -> None:
+def test_only_the_default_group_spans_all_ranks() -> None:
     """Disjoint groups have shared a name in several versions."""
     apart = timeout(0, group="9") + timeout(1, group="9") + timeout(2, group="9", op="BROADCAST")
     assert judged(apart).findings[0].confidence is LIKELY
     assert judged(timeout(0) + timeout(1) + timeout(2, op="BROADCAST")).findings[0].confidence is Confidence.CERTAIN
 
 
-def test_the_name_of_a_file_counts_where_it_is_one_of_several_and_its_lines_say_nothing(tmp_path: Path) -> None:
+def test_a_file_name_gives_the_rank_only_beside_others(tmp_path: Path) -> None:
     alone = {"rank_3.log": (), "8ranks.log": (), "allranks-4711.out": (), "hang-of-rank3.log": ()}
     for name, ranks in alone.items():
         folder = tmp_path / name
@@ -646,7 +646,7 @@ def _ranks_of(folder: Path) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
-def test_logs_as_windows_writes_them(encoding: str, tmp_path: Path) -> None:
+def test_windows_encodings_are_read(encoding: str, tmp_path: Path) -> None:
     text = ("world_size=4\n" + timeout(1) + timeout(2) + timeout(3)).replace("\n", "\r\n")
     mark = "\ufeff" if encoding.endswith("e") else ""
     (tmp_path / "train.log").write_bytes((mark + text).encode(encoding))
@@ -656,7 +656,7 @@ def test_logs_as_windows_writes_them(encoding: str, tmp_path: Path) -> None:
     assert job is not None and [facts.rank for facts in job.ranks] == [1, 2, 3] and job.world_size == 4
 
 
-def test_a_line_that_looks_like_an_error_and_is_not_read_is_told_of() -> None:
+def test_unrecognised_error_lines_are_mentioned() -> None:
     strange = "[rank{}]:[E1126 18:44:12.7 ProcessGroupUCC.cpp:616] endpoint {} is gone\n"
     told = [
         line
@@ -667,7 +667,7 @@ def test_a_line_that_looks_like_an_error_and_is_not_read_is_told_of() -> None:
     assert not [line for line in judged(timeout(0) + timeout(1)).unanswered if "format that is not known" in line]
 
 
-def test_a_log_that_ends_where_the_last_rank_begins_to_speak_names_nobody_for_sure() -> None:
+def test_a_log_cut_off_at_the_last_rank_lowers_the_confidence() -> None:
     first = timeout(2).splitlines(keepends=True)[0]
     text = "world_size=4\n" + timeout(0) + timeout(1) + first
     for left_out in ("...\n", "(raylet) x [repeated 6x across cluster]\n"):
@@ -682,7 +682,7 @@ BAR = "Map:  {}%|▉   | {}/100 [{}<4:48, 155.57 examples/s]"
 @pytest.mark.parametrize(
     ("bars", "works"), [(((9, "09:55"),), True), (((9, "00:10"),), False), (((9, "00:10"), (10, "00:11")), True)]
 )
-def test_a_bar_that_goes_on_when_others_have_given_up(bars: tuple[tuple[int, str], ...], works: bool) -> None:
+def test_a_progress_bar_that_continues_shows_a_working_rank(bars: tuple[tuple[int, str], ...], works: bool) -> None:
     first, *later = [BAR.format(done, done, elapsed) for done, elapsed in bars]
     text = first + timeout(1) + timeout(2) + "".join(f"{bar}\n" for bar in later)
     finding = judged(text).findings[0]
@@ -690,7 +690,7 @@ def test_a_bar_that_goes_on_when_others_have_given_up(bars: tuple[tuple[int, str
     assert ("still at work" in finding.summary) is works
 
 
-def test_what_a_bar_has_been_through_before_others_gave_up_is_no_work_since() -> None:
+def test_progress_before_the_timeouts_shows_no_working_rank() -> None:
     text = "".join(BAR.format(done, done, f"00:{done}") for done in (10, 20, 30)) + timeout(1) + timeout(2)
     for later, works in (("", False), (BAR.format(31, 31, "00:31") + "\n", True)):
         assert ("still at work" in judged(text + later).findings[0].summary) is works
@@ -717,8 +717,8 @@ def test_lines_of_any_form_are_read_in_bounded_time() -> None:
         assert time.perf_counter() - begin < 8, unit
 
 
-def test_a_rank_that_failed_explains_horovods_warning() -> None:
-    """Whoever has failed comes no more; the warning stands above or below."""
+def test_a_failed_rank_explains_horovods_warning() -> None:
+    """A failed rank never arrives; the warning may come before or after its traceback."""
     failed = '[1,1]<stderr>:Traceback (most recent call last):\n[1,1]<stderr>:  File "a.py", line 2, in f\n'
     failed += "[1,1]<stderr>:    g()\n[1,1]<stderr>:ValueError: bad\n"
     warned = f"[1,0]<stderr>:{STALL}\n[1,0]<stderr>:Stalled ops:a [missing ranks: 1]\n"

@@ -104,13 +104,13 @@ ALL = [(folder, truth) for folder in FOLDERS for truth in truths(folder)]
 
 
 @pytest.mark.parametrize(("folder", "truth"), ALL, ids=[f"{folder}-{truth['file']}" for folder, truth in ALL])
-def test_the_kind_and_the_ranks_are_right(folder: str, truth: Any) -> None:
+def test_the_kind_and_ranks_are_correct(folder: str, truth: Any) -> None:
     is_right = score(folder, truth)[:2] == (True, True)
     assert is_right is (truth["file"] not in MISSED), score(folder, truth).said
 
 
 @pytest.mark.parametrize(("folder", "truth"), ALL, ids=[f"{folder}-{truth['file']}" for folder, truth in ALL])
-def test_what_is_certain_is_true_and_whoever_is_told_likely_is_named_by_the_text(folder: str, truth: Any) -> None:
+def test_certain_findings_are_true_and_likely_ranks_are_derivable(folder: str, truth: Any) -> None:
     diagnosis = recorded(folder, truth["file"])
     kind, ranks = truth["derivable"]["kind"], truth["derivable"]["ranks"]
     for finding in diagnosis.findings if diagnosis is not None else ():
@@ -120,8 +120,8 @@ def test_what_is_certain_is_true_and_whoever_is_told_likely_is_named_by_the_text
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_the_name_of_a_file_decides_nothing(folder: str, tmp_path: Path) -> None:
-    """Whatever it says of ranks: the lines are those of other ranks, or of all."""
+def test_the_file_name_does_not_matter(folder: str, tmp_path: Path) -> None:
+    """Whatever rank the name suggests: the lines belong to other ranks, or to all."""
     for truth in truths(folder):
         path = LOGS / folder / truth["file"]
         for name in ("8ranks.log", "allranks-4711.out", "rank99.log"):

@@ -72,7 +72,7 @@ def states(*entries: Entry, now_ns: int = 0, pg5: Entry | None = None) -> list[S
 # NCCL.md 2: completed does not mean ended.
 
 
-def test_what_looks_completed_and_is_not_retired_is_being_launched() -> None:
+def test_a_completed_but_unretired_call_is_launching() -> None:
     blocked = call(9, 62, retired=False)
     late, soon = blocked["time_created_ns"] + 3 * SECOND_NS, blocked["time_created_ns"] + SECOND_NS // 2
     assert states(call(8, 61), blocked, now_ns=late) == [State.ENDED, State.LAUNCHING]
@@ -81,7 +81,7 @@ def test_what_looks_completed_and_is_not_retired_is_being_launched() -> None:
     assert states(call(8, 61), blocked) == [State.ENDED, State.UNKNOWN]
 
 
-def test_it_has_ended_where_counters_say_so_or_its_thread_has_gone_on() -> None:
+def test_counters_or_later_calls_show_that_a_call_has_ended() -> None:
     unretired = call(9, 62, retired=False)
     late = unretired["time_created_ns"] + 60 * SECOND_NS
     assert states(unretired, now_ns=late, pg5=status(62, 62)) == [State.ENDED]
@@ -93,8 +93,8 @@ def test_it_has_ended_where_counters_say_so_or_its_thread_has_gone_on() -> None:
 # NCCL.md 3: coalesced point-to-point.
 
 
-def test_a_batch_is_one_work_and_no_collective() -> None:
-    """Its whole comes under the number of the previous collective, which has ended long since."""
+def test_a_batch_is_one_work_and_not_a_collective() -> None:
+    """The batch as a whole has the number of the previous collective, which ended long ago."""
     recorder = Recorder(
         [
             call(1, 26, pg=6),
@@ -111,7 +111,7 @@ def test_a_batch_is_one_work_and_no_collective() -> None:
     assert (recorder.positions["6"].called, recorder.positions["6"].completed) == (26, 26)
 
 
-def test_parts_end_with_their_whole() -> None:
+def test_parts_end_with_their_batch() -> None:
     found = read_dump(
         {"entries": [sent(2, 8, "send 1->2"), sent(3, 9, "recv 1<-2"), whole(4, 9)], "pg_status": {}}, 0
     ).facts
@@ -121,8 +121,8 @@ def test_parts_end_with_their_whole() -> None:
     ]
 
 
-def test_parts_whose_whole_was_left_out_as_it_has_ended_are_not_open() -> None:
-    """A dump of open entries: parts never end, wholes do."""
+def test_parts_of_an_ended_batch_are_not_open() -> None:
+    """In a dump of open entries, parts never end and batches do."""
     made = [sent(record, record, "send 0->3") for record in range(1, 6)]
     counters = {"6": status(5, 4)}
     assert [work.state for work in Recorder(made, counters).works] == [State.ENDED] * 4 + [State.WAITING]
@@ -134,7 +134,7 @@ def test_parts_whose_whole_was_left_out_as_it_has_ended_are_not_open() -> None:
 # NCCL.md 4, C, D: counters of the last work of either kind.
 
 
-def test_where_a_group_sends_and_receives_its_counters_are_not_believed() -> None:
+def test_counters_of_a_mixed_group_are_ignored() -> None:
     recorder = Recorder([sent(86_676, 11_981, "send 0->3")], {"6": status(11_986, 11_983)})
     position = recorder.positions["6"]
     assert (position.called, position.completed, position.is_mixed) == (26, 26, True)
@@ -143,7 +143,7 @@ def test_where_a_group_sends_and_receives_its_counters_are_not_believed() -> Non
 # NCCL.md 5, H: what was given up.
 
 
-def test_what_was_given_up_has_not_ended_though_the_counters_count_it() -> None:
+def test_a_given_up_call_has_not_ended_despite_the_counters() -> None:
     recorder = Recorder([waits(9, 61, retired=True), waits(10, 62)], {"5": status(62, 61)})
     assert [(work.state, work.gave_up) for work in recorder.works] == [(State.WAITING, True), (State.WAITING, False)]
     assert recorder.positions["5"].completed == 60
@@ -152,14 +152,14 @@ def test_what_was_given_up_has_not_ended_though_the_counters_count_it() -> None:
 # NCCL.md 10 and A: what started is only known with timing.
 
 
-def test_what_has_started_is_running() -> None:
+def test_a_started_call_is_running() -> None:
     assert states(waits(9, 61, state="started"), waits(10, 62)) == [State.RUNNING, State.WAITING]
 
 
 # NCCL.md 11: new back ends.
 
 
-def test_nccl2_is_read_as_nccl_and_what_is_not_known_is_said() -> None:
+def test_nccl2_is_read_as_nccl_and_unknown_back_ends_are_reported() -> None:
     assert states(waits(9, 61, profiling_name="nccl2:all_reduce", retired=True)) == [State.WAITING]
     assert states(waits(9, 61, profiling_name="gloo:all_reduce", retired=True)) == [State.ENDED]
     evidence = Artifacts()
@@ -173,7 +173,7 @@ def test_nccl2_is_read_as_nccl_and_what_is_not_known_is_said() -> None:
 # B: nothing outstanding.
 
 
-def test_nothing_outstanding_is_a_fact() -> None:
+def test_a_rank_with_nothing_outstanding_is_idle() -> None:
     assert Recorder([], {"5": status(31_442, 31_442), "6": status(13_966, 13_966)}).is_idle
     assert not Recorder([], {"5": status(31_443, 31_442)}).is_idle
     assert not Recorder([waits(9, 61)], {"5": status(61, 60)}).is_idle
@@ -181,7 +181,7 @@ def test_nothing_outstanding_is_a_fact() -> None:
     assert not Recorder([], {}).is_idle
 
 
-def test_who_shows_only_even_counters_is_idle_also_where_sends_are_counted_along() -> None:
+def test_a_rank_without_open_entries_is_idle_despite_its_counters() -> None:
     """The last to end need not be the last that was called: 13965 of 13966, with nothing open."""
     evidence = Artifacts()
     config = {"43": {"name": "43", "desc": "PIPELINE_MODEL_PARALLEL_GROUP", "ranks": "[0, 1]"}}
@@ -206,7 +206,7 @@ def test_positions_without_a_name_are_named_by_ranks_with_the_same_groups() -> N
     assert ten["TENSOR_MODEL_PARALLEL_GROUP"].ranks == (10, 11)
 
 
-def test_a_group_that_its_members_call_by_other_names_is_one() -> None:
+def test_a_group_with_different_names_on_its_members_is_one() -> None:
     evidence = Artifacts()
     for rank, name in ((0, "a1"), (1, "b2")):
         made = {
@@ -223,7 +223,7 @@ def test_a_group_that_its_members_call_by_other_names_is_one() -> None:
 # G: an entry between two open ones may be gone.
 
 
-def test_streams_end_out_of_order() -> None:
+def test_streams_may_end_out_of_order() -> None:
     made = json.loads(json.dumps(pickle.loads((HERE / "gpu_error_1st" / "_dump_15").read_bytes())))
     recorder = Recorder(made["entries"], made["pg_status"])
     assert [work.seq for work in recorder.works][:3] == [20_537, 20_538, 42_819]
@@ -233,14 +233,14 @@ def test_streams_end_out_of_order() -> None:
 # H: JSON.
 
 
-def test_json_has_texts_for_numbers_and_no_entries_where_there_are_none() -> None:
+def test_json_numbers_may_be_text_and_entries_missing() -> None:
     found = read_dump(
         {"pg_status": {"0": {key: str(value) for key, value in status(60, 60).items()}}, "pg_config": {}}, 0
     ).facts
     assert (found.record.is_idle, found.groups[0].last_enqueued, found.collectives) == (True, 60, ())
 
 
-def test_one_entry_of_the_coalescing_manager_has_several_sizes() -> None:
+def test_a_coalesced_entry_has_several_sizes() -> None:
     made = waits(9, 61, "allreduce_coalesced", input_sizes=[[8], [16, 2]])
     assert read_dump({"entries": [made]}, 0).facts.collectives[0].input_sizes == ((8,), (16, 2))
 
@@ -248,8 +248,8 @@ def test_one_entry_of_the_coalescing_manager_has_several_sizes() -> None:
 # 7: a ring.
 
 
-def test_what_a_ring_has_overwritten_is_known_by_counters() -> None:
-    """Number 62 is the first open one, and 60 the last that has ended."""
+def test_counters_reveal_overwritten_entries() -> None:
+    """Number 62 is the first open entry, and 60 the last that has ended."""
     assert Recorder([waits(9, 62)], {"5": status(62, 60)}).has_lost
     assert not Recorder([waits(9, 61)], {"5": status(61, 60)}).has_lost
     sends = [sent(2, 9, "send 1->2"), sent(3, 9, "recv 1<-2"), whole(4, 9, state="scheduled", retired=False)]
@@ -259,13 +259,13 @@ def test_what_a_ring_has_overwritten_is_known_by_counters() -> None:
     assert not Recorder(sends, {"6": status(9, 26)}).has_lost
 
 
-def test_a_batch_whose_parts_were_overwritten_is_no_collective() -> None:
+def test_a_batch_with_overwritten_parts_is_not_a_collective() -> None:
     recorder = Recorder([whole(4, 9, state="scheduled", retired=False), sent(5, 10, "send 1->2")], {"6": status(10, 8)})
     assert recorder.works[0].kind is WorkKind.BATCH
     assert recorder.has_lost
 
 
-def test_entries_missing_in_between_are_a_damage() -> None:
+def test_missing_entries_in_between_are_damage() -> None:
     made = [call(1, 1), call(2, 2), call(4, 4), waits(5, 5)]
     assert read_dump({"entries": made}, 0).facts.record.has_lost
     assert not read_dump({"entries": [call(3, 3), *made[2:]]}, 0).facts.record.has_lost
@@ -273,12 +273,12 @@ def test_entries_missing_in_between_are_a_damage() -> None:
     assert not read_dump({"entries": [waits(1, 1), waits(5, 5)]}, 0).facts.record.has_lost
 
 
-def test_calls_count_in_the_order_of_the_recorder_whatever_the_clock_says() -> None:
+def test_calls_keep_recorder_order_despite_clock_changes() -> None:
     made = [waits(1, 61), waits(2, 1, pg=6, time_created_ns=BEGAN_NS - SECOND_NS)]
     assert [one.group for one in read_dump({"entries": made}, 0).facts.collectives] == ["35", "43"]
 
 
-def test_of_a_very_large_ring_the_newest_part_is_read_and_that_is_said() -> None:
+def test_only_the_newest_part_of_a_large_ring_is_read_and_reported() -> None:
     entries = [waits(0, 1, pg=6), *(call(number, number) for number in range(1, MOST_ENTRIES + 3))]
     evidence = Artifacts()
     for rank in (0, 1):

@@ -50,7 +50,7 @@ def first_of(*paths: Path) -> Finding:
         ("trace_99999999", None),
     ],
 )
-def test_the_rank_in_a_files_name(name: str, rank: int | None) -> None:
+def test_the_file_name_gives_the_rank(name: str, rank: int | None) -> None:
     assert rank_of(name) == rank
 
 
@@ -74,7 +74,7 @@ def test_an_entry_becomes_a_collective() -> None:
     assert [frame.user for frame in calls[1].stack] == [True, True, False]
 
 
-def test_json_and_pickle_say_the_same() -> None:
+def test_json_and_pickle_are_equivalent() -> None:
     made = waiting()
     groups, calls = parsed(made)
     same_groups, same_calls = parsed(as_json(made))
@@ -103,14 +103,14 @@ VERSIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_versions_differ_in_keys(version: str) -> None:
+def test_keys_of_all_versions_are_read(version: str) -> None:
     change = VERSIONS[version]
     one = {key: value for key, value in entry(61, state="started").items() if key not in change["drop"]} | change["set"]
     _, (call,) = parsed(dump(one, enqueued=61, completed=60))
     assert (call.group, call.seq, call.op, call.completed, call.is_p2p) == ("0", 61, "all_reduce", False, False)
 
 
-def test_what_gloo_has_retired_has_ended_and_what_nccl_has_retired_may_have_timed_out() -> None:
+def test_a_retired_call_has_ended_on_gloo_and_not_on_nccl() -> None:
     def ended(op: str) -> bool:
         _, (call,) = parsed(dump(entry(61, state="scheduled", op=op, retired=True), enqueued=61, completed=60))
         return call.completed
@@ -118,13 +118,13 @@ def test_what_gloo_has_retired_has_ended_and_what_nccl_has_retired_may_have_time
     assert (ended("gloo:all_reduce"), ended("nccl:all_reduce")) == (True, False)
 
 
-def test_counters_that_nobody_has_written_to_are_not_believed() -> None:
+def test_uninitialised_counters_are_ignored() -> None:
     groups, (call,) = parsed(dump(entry(1, state="started"), enqueued=1, completed=93_459_313_471_793))
     assert (groups[0].last_completed, call.completed) == (0, False)
 
 
-def test_the_default_groups_position_is_known_without_any_entry() -> None:
-    """A dump of active entries alone, of the one rank that has none."""
+def test_the_default_group_has_a_position_without_entries() -> None:
+    """A dump of active entries only, from the one rank without any."""
     (group,), calls = parsed(dump(enqueued=60, completed=60))
     assert (group.name, group.description, group.last_enqueued, calls) == ("0", "default_pg", 60, ())
 
@@ -141,12 +141,12 @@ def with_groups(*names: str, status: dict[str, dict[str, int]]) -> dict[str, Any
     return made
 
 
-def test_a_group_without_a_position_has_called_nothing() -> None:
+def test_a_group_without_a_position_has_no_calls() -> None:
     groups, _ = parsed(with_groups("tp", status={}))
     assert [(group.name, group.last_enqueued) for group in groups] == [("0", 61), ("tp", 0)]
 
 
-def test_a_position_whose_entries_are_lost_belongs_to_the_group_that_is_left() -> None:
+def test_a_position_without_entries_belongs_to_the_remaining_group() -> None:
     groups, _ = parsed(with_groups("tp", status={"1": position(50, 49)}))
     assert [(group.name, group.last_enqueued, group.last_completed) for group in groups] == [
         ("0", 61, 60),
@@ -154,32 +154,32 @@ def test_a_position_whose_entries_are_lost_belongs_to_the_group_that_is_left() -
     ]
 
 
-def test_which_of_two_lost_positions_is_whose_is_not_guessed_at() -> None:
+def test_two_positions_without_entries_are_not_assigned() -> None:
     groups, _ = parsed(with_groups("tp", "dp", status={"1": position(50, 49), "2": position(3, 3)}))
     assert [group.name for group in groups] == ["0"]
 
 
-def test_of_a_long_queue_what_is_around_the_oldest_outstanding_and_the_newest_are_kept() -> None:
+def test_a_long_queue_keeps_its_oldest_outstanding_and_newest_calls() -> None:
     queue = [entry(seq, state="scheduled") for seq in range(100, 500)]
     done = [entry(seq) for seq in range(1, 100)]
     _, calls = parsed(dump(*done, *queue, enqueued=499, completed=99))
     assert (calls[0].seq, calls[-1].seq, len(calls)) == (68, 499, 32 + 32 + 64)
 
 
-def test_parts_that_never_end_do_not_hide_where_a_group_stands() -> None:
+def test_endless_parts_do_not_hide_a_groups_position() -> None:
     part = entry(0, op="nccl:send 0->1", state="scheduled", is_p2p=True, p2p_seq_id=1)
     queue = [entry(seq, state="scheduled") for seq in range(100, 300)]
     _, calls = parsed(dump(part, *(entry(seq) for seq in range(1, 100)), *queue, enqueued=299, completed=99))
     assert 100 in {call.seq for call in calls}
 
 
-def test_what_is_coalesced_counts_as_a_whole() -> None:
+def test_coalesced_calls_count_as_one() -> None:
     parts = [entry(5, op="nccl:broadcast", state="scheduled") for _ in range(3)]
     _, calls = parsed(dump(*parts, entry(5, op="nccl:coalesced"), enqueued=5, completed=5))
     assert [call.op for call in calls] == ["coalesced"]
 
 
-def test_point_to_point_has_a_numbering_of_its_own() -> None:
+def test_point_to_point_has_its_own_numbering() -> None:
     _, (sent,) = parsed(
         dump(entry(0, op="nccl:send 0->1", state="started", is_p2p=True, p2p_seq_id=9), enqueued=0, completed=0)
     )
@@ -190,27 +190,27 @@ FORMS = ("nccl_trace_rank_{}", "comm_lib_trace_rank_{}", "fr{}.pickle", "trace_{
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_rank_with_nothing_outstanding_is_what_the_others_wait_for(tmp_path: Path, name: str) -> None:
+def test_the_others_wait_for_a_rank_with_nothing_outstanding(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, {0: waiting(), 1: waiting(), 2: idle(), 3: waiting()}, name)
     first = first_of(folder)
     assert (first.rule, first.ranks, first.confidence) == ("host-stuck", (2,), Confidence.LIKELY)
     assert "never called number 61" in first.summary
 
 
-def test_it_is_found_in_dumps_of_active_entries_too(tmp_path: Path) -> None:
+def test_a_stuck_host_is_found_in_dumps_of_active_entries(tmp_path: Path) -> None:
     active = {rank: dump(entry(61, state="started"), enqueued=61, completed=60) for rank in (0, 1, 3)}
     first = first_of(write(tmp_path, active | {2: dump(enqueued=60, completed=60)}))
     assert (first.rule, first.ranks) == ("host-stuck", (2,))
 
 
-def test_the_last_line_that_called_is_told_as_that(tmp_path: Path) -> None:
+def test_the_line_of_the_last_call_is_shown(tmp_path: Path) -> None:
     first = first_of(write(tmp_path, {0: waiting(), 1: idle()}))
     assert "its last call was at train.py:40 in training_step" in first.summary
     # Where it stands now, nobody knows.
     assert first.location == ""
 
 
-def test_a_rank_without_a_dump_is_a_class_of_its_own(tmp_path: Path) -> None:
+def test_a_rank_without_a_dump_is_named(tmp_path: Path) -> None:
     first = first_of(write(tmp_path, {0: waiting(), 1: waiting(), 3: waiting()}))
     assert (first.rule, first.ranks, first.confidence) == ("no-dump", (2,), Confidence.LIKELY)
 
@@ -220,7 +220,7 @@ def test_several_ranks_without_a_dump_are_only_possible(tmp_path: Path) -> None:
     assert (first.rule, first.ranks, first.confidence) == ("no-dump", (2, 3), Confidence.POSSIBLE)
 
 
-def test_a_rank_without_a_dump_is_no_culprit_where_another_one_is(tmp_path: Path) -> None:
+def test_a_rank_without_a_dump_is_not_blamed_beside_a_culprit(tmp_path: Path) -> None:
     folder = write(tmp_path, {0: waiting(), 1: waiting(), 3: idle()})
     evidence = read(folder)
     diagnosis = judge(evidence.job() or pytest.fail(), RECORDED_RULES)
@@ -238,39 +238,39 @@ def test_the_first_difference_is_named_with_its_lines(tmp_path: Path) -> None:
     assert any("SIGTERM broadcast" in item.text for item in first.evidence)
 
 
-def test_one_operation_with_another_size_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_a_different_size_has_its_own_rule(tmp_path: Path) -> None:
     odd = waiting(input_sizes=[[127, 10]])
     first = first_of(write(tmp_path, {0: waiting(), 1: odd, 2: waiting(), 3: waiting()}))
     assert (first.rule, first.ranks, first.confidence) == ("mismatched-collective", (1,), Confidence.CERTAIN)
 
 
-def test_all_have_called_the_same(tmp_path: Path) -> None:
+def test_all_ranks_in_the_same_collective_have_joined(tmp_path: Path) -> None:
     first = first_of(write(tmp_path, {rank: waiting() for rank in range(4)}))
     assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1, 2, 3), Confidence.LIKELY)
     assert any(item.text == "Started on every device." for item in first.evidence)
 
 
-def test_an_exchange_that_all_have_called_may_fail_by_sizes_that_are_not_recorded(tmp_path: Path) -> None:
+def test_a_joined_all_to_all_may_differ_in_unrecorded_sizes(tmp_path: Path) -> None:
     made = {rank: waiting(op="nccl:all_to_all", input_sizes=[[64 + rank]]) for rank in range(4)}
     first = first_of(write(tmp_path, made))
     assert (first.rule, first.ranks, first.confidence) == ("all-joined", (0, 1, 2, 3), Confidence.POSSIBLE)
     assert "differs in size, which is not recorded" in first.summary
 
 
-def test_an_exchange_has_one_type_on_all_ranks(tmp_path: Path) -> None:
+def test_a_different_type_in_an_all_to_all_mismatches(tmp_path: Path) -> None:
     made = {rank: waiting(op="nccl:all_to_all", input_sizes=[[64 + rank]]) for rank in range(4)}
     made[2]["entries"][-1]["input_dtypes"] = ["Double"]
     first = first_of(write(tmp_path, made))
     assert (first.rule, first.ranks, first.confidence) == ("mismatched-collective", (2,), Confidence.CERTAIN)
 
 
-def test_a_gpu_that_does_not_finish_what_all_others_have_finished(tmp_path: Path) -> None:
+def test_a_gpu_that_does_not_finish_is_stuck(tmp_path: Path) -> None:
     done = idle(61)
     first = first_of(write(tmp_path, {0: done, 1: done, 2: waiting(61), 3: done}))
     assert (first.rule, first.ranks) == ("gpu-stuck", (2,))
 
 
-def test_groups_entered_in_another_order(tmp_path: Path) -> None:
+def test_groups_entered_in_another_order_are_crossed(tmp_path: Path) -> None:
     def member(waits_in: str) -> dict[str, Any]:
         calls = [
             entry(8, pg_id=number, process_group=(name, name), state="started" if name == waits_in else "completed")
@@ -297,8 +297,8 @@ def test_groups_entered_in_another_order(tmp_path: Path) -> None:
     assert first.rule == "crossed-groups"
 
 
-def test_groups_of_one_name_and_other_members_are_kept_apart(tmp_path: Path) -> None:
-    """Each pair has its own group "1": rank 2 is behind in that of ranks 2 and 3, and rank 1 in none."""
+def test_groups_with_one_name_and_different_members_are_kept_apart(tmp_path: Path) -> None:
+    """Each pair has its own group "1": rank 2 is behind in the group of ranks 2 and 3, and rank 1 in none."""
 
     def pair(rank: int, seq: int, state: str) -> dict[str, Any]:
         low = rank // 2 * 2
@@ -321,7 +321,7 @@ def test_groups_of_one_name_and_other_members_are_kept_apart(tmp_path: Path) -> 
 
 
 def test_two_recorders_of_a_rank_are_joined(tmp_path: Path) -> None:
-    """NCCL's recorder and the general one are dumped apart: this is no conflict."""
+    """NCCL's recorder and the general one are dumped separately: this is not a conflict."""
     gloo = dump(entry(3, op="gloo:barrier", pg_id=1, process_group=("9", "side")), enqueued=0, completed=0)
     gloo["pg_status"], gloo["pg_config"] = {}, {}
     write(tmp_path, {rank: waiting() for rank in (0, 1, 3)} | {2: idle()})
@@ -332,7 +332,7 @@ def test_two_recorders_of_a_rank_are_joined(tmp_path: Path) -> None:
     assert judge(job, RECORDED_RULES).findings[0].ranks == (2,)
 
 
-def test_of_two_dumps_of_one_rank_the_later_is_used_and_said(tmp_path: Path) -> None:
+def test_the_later_of_two_dumps_of_a_rank_is_used_and_reported(tmp_path: Path) -> None:
     write(tmp_path / "a", {0: waiting(), 1: waiting(), 2: waiting(), 3: idle(50)})
     write(tmp_path / "b", {3: idle(60)})
     job = read(tmp_path).job() or pytest.fail()
@@ -341,7 +341,7 @@ def test_of_two_dumps_of_one_rank_the_later_is_used_and_said(tmp_path: Path) -> 
     assert "called 60 collectives" in judge(job, RECORDED_RULES).findings[0].summary
 
 
-def test_of_two_dumps_of_one_rank_the_later_says_whether_anything_is_outstanding(tmp_path: Path) -> None:
+def test_the_later_of_two_dumps_decides_whether_a_rank_is_idle(tmp_path: Path) -> None:
     write(tmp_path / "a", {0: waiting(), 1: waiting(), 2: waiting(), 3: waiting(50)})
     write(tmp_path / "b", {3: dump(enqueued=60, completed=60)})
     job = read(tmp_path).job() or pytest.fail()
@@ -349,7 +349,7 @@ def test_of_two_dumps_of_one_rank_the_later_says_whether_anything_is_outstanding
     assert record is not None and record.is_idle
 
 
-def test_a_root_that_has_left_its_broadcast_does_not_hide_who_is_late(tmp_path: Path) -> None:
+def test_a_root_that_left_its_broadcast_does_not_hide_the_late_rank(tmp_path: Path) -> None:
     root = dump(entry(61, op="nccl:broadcast"), entry(62, state="started"), enqueued=62, completed=61)
     late = waiting(op="nccl:broadcast")
     evidence = read(write(tmp_path, {0: root, 1: late, 2: idle(), 3: late}))
@@ -369,14 +369,14 @@ def test_a_receive_leads_to_the_rank_that_never_sent(tmp_path: Path) -> None:
     assert "not called the other side, while rank 2 waits in recv 2<-1" in first.summary
 
 
-def test_sends_in_a_circle(tmp_path: Path) -> None:
+def test_sends_in_a_circle_are_found(tmp_path: Path) -> None:
     first = first_of(write(tmp_path, {0: p2p("send 0->1"), 1: p2p("send 1->0"), 2: idle(), 3: idle()}))
     assert (first.rule, first.ranks) == ("unmatched-p2p", (0, 1))
     assert "in a circle" in first.summary
 
 
-def test_what_was_started_together_ends_together(tmp_path: Path) -> None:
-    """The recorder sees no end of the parts; the whole has ended."""
+def test_parts_end_with_their_coalesced_call(tmp_path: Path) -> None:
+    """The recorder does not record the end of the parts; the coalesced call has ended."""
     parts = [
         entry(0, op=f"nccl:{op}", state="scheduled", is_p2p=True, p2p_seq_id=9) for op in ("send 0->1", "recv 0<-1")
     ]
@@ -386,7 +386,7 @@ def test_what_was_started_together_ends_together(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_for_its_neighbour_is_not_idle(tmp_path: Path) -> None:
-    """Ranks 0 and 1 wait for rank 2, which waits for rank 3, which does nothing."""
+    """Ranks 0 and 1 wait for rank 2, which waits for the idle rank 3."""
     receiving = waiting()
     receiving["pg_status"]["0"] |= {"last_enqueued_collective": 60}
     receiving["entries"] = [entry(60), entry(60, op="nccl:recv 2<-3", state="started", is_p2p=True, p2p_seq_id=4)]
@@ -395,13 +395,13 @@ def test_a_rank_that_waits_for_its_neighbour_is_not_idle(tmp_path: Path) -> None
     assert found == {"host-stuck": (3,)}
 
 
-def test_real_dumps_of_gloo() -> None:
+def test_real_gloo_dumps_are_diagnosed() -> None:
     """Torch 2.13, 2 ranks: rank 1 sleeps before its fourth all_reduce. Gloo does not name its groups' members."""
     first = first_of(HERE / "gloo")
     assert (first.rule, first.ranks, first.confidence) == ("host-stuck", (1,), Confidence.LIKELY)
 
 
-def test_a_pickle_of_something_else_is_no_dump() -> None:
+def test_another_pickle_is_not_a_dump() -> None:
     with pytest.raises(ReadingError, match="not a dump of PyTorch's Flight Recorder"):
         from_pickle(pickle.dumps({"weights": [1.0]}, protocol=2))
 
@@ -412,7 +412,7 @@ def test_a_dump_without_a_rank_in_its_name_is_an_error(tmp_path: Path) -> None:
     assert "its name does not say which rank wrote it" in error
 
 
-def test_sends_and_receives_are_counted_by_pair_where_the_ring_has_the_first() -> None:
+def test_sends_and_receives_are_counted_per_pair_from_the_first_on() -> None:
     def sent(number: int, op: str, **more: Any) -> dict[str, Any]:
         return entry(1, op=op, is_p2p=True, p2p_seq_id=number, record_id=number, **more)
 

@@ -32,31 +32,31 @@ MISSED = (
 
 
 @pytest.mark.parametrize("name", INCIDENTS)
-def test_who_is_to_blame(name: str) -> None:
+def test_the_culprit_is_named(name: str) -> None:
     answer = wrong(INCIDENTS[name], diagnosed(INCIDENTS[name]))
     assert not answer.startswith("FALSE"), answer
     assert bool(answer) is (name in MISSED), answer
 
 
-def test_all_incidents_are_cases() -> None:
+def test_every_incident_has_a_test() -> None:
     assert (len(FURTHER), len(MIXED), len(RUNNING)) == (28, 45, 71)
     assert {*FURTHER, *MIXED, *RUNNING} < set(INCIDENTS)
 
 
-def test_a_pair_of_which_both_sides_were_called_is_named_and_not_who_waits_behind_it() -> None:
+def test_a_pair_with_both_sides_called_is_named_before_its_waiters() -> None:
     diagnosis = diagnosed(INCIDENTS["pipelines_and_data_device_freezes"])
     told = [(finding.rule, finding.ranks, finding.confidence) for finding in diagnosis.findings] if diagnosis else []
     assert told == [("all-joined", (4, 6), Confidence.POSSIBLE)]
 
 
-def test_a_rank_that_has_called_nothing_has_a_dump() -> None:
+def test_a_rank_without_calls_still_has_a_dump() -> None:
     diagnosis = diagnosed(INCIDENTS["the_first_call_connects"])
     (finding,) = diagnosis.findings if diagnosis else ()
     assert (finding.rule, finding.ranks) == ("host-stuck", (3,))
     assert "no dump" not in finding.summary.lower()
 
 
-def test_of_a_device_that_died_in_a_receive_it_is_told_that_its_peer_has_come() -> None:
+def test_a_dead_device_in_a_receive_is_reported_with_its_peer() -> None:
     diagnosis = diagnosed(INCIDENTS["megatron16_device_dies_in_a_send"])
     (finding,) = diagnosis.findings if diagnosis else ()
     assert "GPU of rank 9 has not completed recv 2<-1" in finding.summary

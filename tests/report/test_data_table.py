@@ -62,7 +62,7 @@ def short_on(*ranks: int) -> Callable[[int], tuple[LoaderFacts, ...]]:
     return lambda rank: (shared(rank, **changes if rank in ranks else {}),)
 
 
-def test_ranks_that_are_alike_share_a_row() -> None:
+def test_equal_ranks_share_a_row() -> None:
     lines = list(data_table(job(4, short_on(3))))
     assert lines == [
         "train_dataloader",
@@ -75,27 +75,27 @@ def test_ranks_that_are_alike_share_a_row() -> None:
     ]
 
 
-def test_where_nothing_differs_there_is_one_row() -> None:
+def test_equal_data_takes_one_row() -> None:
     lines = list(data_table(job(16, lambda rank: (shared(rank),))))
     assert len(lines) == 3
     assert lines[2].startswith("  0-15  4 hosts  1,250")
     assert lines[2].endswith("DistributedSampler, 0-15 of 4, seed=0")
 
 
-def test_a_share_that_is_taken_twice_is_seen() -> None:
+def test_a_share_read_twice_is_marked() -> None:
     same = {"sampler": SamplerFacts(name="Mine", replicas=4, rank=1)}
     lines = list(data_table(job(4, lambda rank: (shared(rank, **same if rank == 2 else {}),))))
     assert "Mine, 1 of 4  " in lines[-1] and lines[-1].endswith("  sampler")
 
 
-def test_settings_of_samplers_are_shown_where_they_differ() -> None:
+def test_differing_sampler_settings_are_shown() -> None:
     early = SamplerFacts(name="DistributedSampler", replicas=4, rank=2, seed=0, epoch=3, shuffle=True)
     lines = list(data_table(job(4, lambda rank: (shared(rank, **{"sampler": early} if rank == 2 else {}),))))
     assert "DistributedSampler, 0-1, 3 of 4, seed=0, epoch=0" in lines[2]
     assert "DistributedSampler, 2 of 4, seed=0, epoch=3" in lines[3]
 
 
-def test_columns_that_matter_are_added_where_they_differ() -> None:
+def test_differing_columns_are_added() -> None:
     def make(rank: int) -> tuple[LoaderFacts, ...]:
         return (own(rank, batch_size=16 + rank, iterable=True, num_workers=rank % 2, shards=3, drop_last=rank > 0),)
 
@@ -105,7 +105,7 @@ def test_columns_that_matter_are_added_where_they_differ() -> None:
     assert rows[1].endswith("batch_size, num_workers")
 
 
-def test_classes_and_shards_are_shown_where_they_differ() -> None:
+def test_differing_classes_and_shards_are_shown() -> None:
     def make(rank: int) -> tuple[LoaderFacts, ...]:
         return (own(rank, loader=f"L{rank}", datasets=("Subset", f"D{rank}"), shards=rank),)
 
@@ -114,13 +114,13 @@ def test_classes_and_shards_are_shown_where_they_differ() -> None:
     assert first.endswith("  loader, dataset, shards") and "L0      Subset of D0  0 " in first
 
 
-def test_data_of_a_rank_s_own_is_no_difference() -> None:
+def test_rank_specific_data_is_not_a_difference() -> None:
     assert len(list(data_table(job(8, lambda rank: (own(rank),))))) == 3
     sizes = list(data_table(job(3, lambda rank: (own(rank, samples=rank),))))
     assert len(sizes) == 5 and not any("samples" in line for line in sizes[2:])
 
 
-def test_where_a_copy_of_the_data_is_kept_is_no_difference() -> None:
+def test_the_location_of_a_copy_is_not_a_difference() -> None:
     prints = lambda rank: {"fingerprints": {"files": "a", "paths": str(rank)}}  # noqa: E731
     assert len(list(data_table(job(4, lambda rank: (shared(rank, **prints(rank)),))))) == 3
     assert "paths:1" in list(data_table(job(4, lambda rank: (own(rank, **prints(rank // 2)),))))[3]
@@ -135,7 +135,7 @@ def ending(*counts: int) -> JobFacts:
     )
 
 
-def test_data_that_has_ended_is_marked_also_where_it_has_on_most_ranks() -> None:
+def test_ended_data_is_marked_even_if_it_ended_on_most_ranks() -> None:
     assert list(data_table(ending(40, 41, 40))) == [
         "train_dataloader",
         "  rank  host    batches    dataset  differs",
@@ -144,29 +144,29 @@ def test_data_that_has_ended_is_marked_also_where_it_has_on_most_ranks() -> None
     ]
 
 
-def test_the_class_of_what_is_iterated_is_shown() -> None:
+def test_the_class_of_an_iterable_is_shown() -> None:
     unknown = {"batches": None, "samples": None, "fingerprints": {}, "datasets": ("Chain", "Stream")}
     lines = list(data_table(job(2, lambda rank: (own(rank, **unknown, iterable=True),))))
     assert lines[1:] == ["  rank  host    dataset", "  0-1   node-0  Chain of Stream"]
 
 
-def test_ranks_that_share_their_own_data_are_seen() -> None:
+def test_ranks_with_equal_own_data_are_grouped() -> None:
     lines = list(data_table(job(4, lambda rank: (own(rank // 2),))))
     assert [line.split()[0] for line in lines[2:]] == ["0-1", "2-3"]
     assert "files:0fffeeee" in lines[2] and not lines[2].endswith("fingerprint")
 
 
-def test_fingerprints_are_told_apart_by_more_than_is_shown() -> None:
+def test_fingerprints_are_compared_beyond_the_shown_part() -> None:
     prints = lambda rank: {"fingerprints": {"files": f"00000000{rank}"}}  # noqa: E731
     assert len(list(data_table(job(2, lambda rank: (shared(rank, **prints(rank)),))))) == 4
 
 
-def test_many_rows_are_cut() -> None:
+def test_many_rows_are_truncated() -> None:
     lines = list(data_table(job(1_024, lambda rank: (shared(rank, samples=rank),))))
     assert len(lines) == 23 and lines[-1] == "  … 1,004 more"
 
 
-def test_of_many_loaders_those_that_differ_come_first() -> None:
+def test_differing_loaders_come_first() -> None:
     def make(rank: int) -> tuple[LoaderFacts, ...]:
         few = {"batches": 3} if rank == 1 else {}
         return tuple(own(rank, name=f"loader {i}", **few if i == 6 else {}) for i in range(8))
@@ -180,12 +180,12 @@ def test_silent_ranks_are_named() -> None:
     assert list(data_table(job(4, lambda rank: (shared(rank),), silent=(1, 3))))[-1] == "ranks 1, 3: never presented"
 
 
-def test_nothing_to_show() -> None:
+def test_an_empty_table_is_empty() -> None:
     assert list(data_table(job(1, lambda rank: (shared(rank),)))) == []
     assert list(data_table(replace(job(2, lambda rank: ()), ranks=()))) == []
 
 
-def test_long_names_are_cut() -> None:
+def test_long_names_are_truncated() -> None:
     lines = list(data_table(job(2, lambda rank: (shared(rank, datasets=("x" * 900 + str(rank),)),))))
     assert max(map(len, lines)) < 400
 
@@ -193,7 +193,7 @@ def test_long_names_are_cut() -> None:
 # In the report
 
 
-def test_the_report_shows_the_data_and_nothing_of_hangs() -> None:
+def test_the_report_shows_data_and_omits_hangs() -> None:
     facts = job(4, short_on(3))
     stack = (Frame(file="train.py", line=1, function="main"),)
     text = render_text(judged(replace(facts, ranks=tuple(replace(rank, stack=stack) for rank in facts.ranks))))
@@ -204,13 +204,13 @@ def test_the_report_shows_the_data_and_nothing_of_hangs() -> None:
     assert text.startswith("unequal-samples: The train_dataloader's data is split among ranks by a sampler")
 
 
-def test_the_report_says_who_is_silent() -> None:
+def test_the_report_names_silent_ranks() -> None:
     text = render_text(judged(job(4, lambda rank: (shared(rank),), silent=(3,), stage="val_dataloader")))
     assert "Incident 1: 3 of 4 ranks presented their val_dataloader.\n" in text
     assert "rank 3: never presented" in text
 
 
-def test_a_report_without_findings_or_facts() -> None:
+def test_a_report_without_findings_or_facts_is_written() -> None:
     alike = judged(job(4, lambda rank: (shared(rank),)))
     assert render_text(alike).startswith("Nothing found: the ranks' data agrees.")
     alone = judged(job(1, lambda rank: (shared(rank),)))
@@ -220,7 +220,7 @@ def test_a_report_without_findings_or_facts() -> None:
     assert render_mismatch(nobody) == ""
 
 
-def test_the_short_report_names_what_else_was_found() -> None:
+def test_the_short_report_lists_other_findings() -> None:
     text = render_short(judged(job(4, lambda rank: (own(rank, batches=rank, drop_last=rank > 1),), silent=(2,))))
     assert "  also found: loader-settings (rank" in text and "possible" not in text
 
@@ -228,7 +228,7 @@ def test_the_short_report_names_what_else_was_found() -> None:
 # The exception's text
 
 
-def test_the_exception_says_what_is_wrong_shows_it_and_what_to_do() -> None:
+def test_the_exception_has_the_problem_the_table_and_the_remedy() -> None:
     diagnosis = judged(job(4, short_on(3)))
     text = render_mismatch(diagnosis)
     assert text.startswith("unequal-samples: The train_dataloader's data is split among ranks by a sampler")
@@ -237,7 +237,7 @@ def test_the_exception_says_what_is_wrong_shows_it_and_what_to_do() -> None:
     assert text.index("unequal-samples") < text.index("differs") < text.index("What to do")
 
 
-def test_the_exception_tells_errors_and_no_warnings() -> None:
+def test_the_exception_lists_errors_without_warnings() -> None:
     diagnosis = judged(job(4, lambda rank: (shared(rank, problems=("x failed.",)),) if rank else (shared(rank),)))
     assert "unreadable-loader: " in render_mismatch(diagnosis)  # nothing else is there
     both = judged(job(4, lambda rank: (replace(short_on(3)(rank)[0], problems=("x failed.",)),)))
@@ -245,7 +245,7 @@ def test_the_exception_tells_errors_and_no_warnings() -> None:
     assert "unequal-samples: " in render_mismatch(both) and "unreadable-loader" not in render_mismatch(both)
 
 
-def test_the_exception_is_short_whatever_is_wrong() -> None:
+def test_the_exception_is_always_short() -> None:
     def make(rank: int) -> tuple[LoaderFacts, ...]:
         names = ("a" * 30, "b" * 30, "c" * 30)
         return tuple(
@@ -258,7 +258,7 @@ def test_the_exception_is_short_whatever_is_wrong() -> None:
     assert "\nWhat to do: " in text
 
 
-def test_escapes_from_facts_are_written_out() -> None:
+def test_escape_codes_in_facts_are_escaped() -> None:
     def make(rank: int) -> tuple[LoaderFacts, ...]:
         sampler = SamplerFacts(name=EVIL, replicas=4, rank=rank)
         prints = {EVIL: f"{EVIL}{rank}"[::-1]}

@@ -57,7 +57,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_both_files_are_written_into_the_incidents_folder(tmp_path: Path) -> None:
+def test_both_files_are_written_to_the_incident_folder(tmp_path: Path) -> None:
     folder = write_report(at(incident()), tmp_path / "reports")
     assert folder == tmp_path / "reports" / "2026-03-04T05-06-07Z-incident-1"
     assert names(folder) == FILES
@@ -65,13 +65,13 @@ def test_both_files_are_written_into_the_incidents_folder(tmp_path: Path) -> Non
     assert diagnosis().findings[0].summary in (folder / "report.txt").read_text()
 
 
-def test_names_sort_in_the_order_of_events() -> None:
+def test_names_sort_by_time() -> None:
     events = [incident(1), incident(2), incident(3, later_s=1), incident(4, later_s=3600), incident(10, 90_000)]
     written = [folder_name(event) for event in events]
     assert sorted(written) == written
 
 
-def test_the_name_is_in_utc_wherever_the_user_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_is_in_utc_in_any_time_zone(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as there:
         there.setenv("TZ", "JST-9")
         time.tzset()
@@ -80,7 +80,7 @@ def test_the_name_is_in_utc_wherever_the_user_is(monkeypatch: pytest.MonkeyPatch
     assert name == "2026-03-04T05-06-07Z-incident-1"
 
 
-def test_only_the_user_can_read(tmp_path: Path) -> None:
+def test_only_the_user_can_read_the_report(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder = write_report(at(incident()), tmp_path / "reports")
@@ -90,7 +90,7 @@ def test_only_the_user_can_read(tmp_path: Path) -> None:
     assert {mode(path) for path in folder.iterdir()} == {0o600}
 
 
-def test_the_permissions_of_a_folder_that_was_there_are_left(tmp_path: Path) -> None:
+def test_permissions_of_an_existing_folder_are_kept(tmp_path: Path) -> None:
     reports = tmp_path / "reports"
     reports.mkdir()
     reports.chmod(0o755)
@@ -98,7 +98,7 @@ def test_the_permissions_of_a_folder_that_was_there_are_left(tmp_path: Path) -> 
     assert (mode(reports), mode(folder)) == (0o755, 0o700)
 
 
-def test_a_later_report_on_the_incident_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
+def test_a_later_report_on_an_incident_replaces_the_earlier(tmp_path: Path) -> None:
     first = write_report(at(incident()), tmp_path)
     reader = (first / "report.json").open("rb")
     with reader:
@@ -110,12 +110,12 @@ def test_a_later_report_on_the_incident_takes_the_place_of_the_earlier(tmp_path:
     assert names(first) == FILES
 
 
-def test_incidents_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_each_incident_has_its_own_folder(tmp_path: Path) -> None:
     folders = {write_report(at(incident(number)), tmp_path / "reports") for number in (1, 2)}
     assert set((tmp_path / "reports").iterdir()) == folders
 
 
-def test_a_place_that_is_a_file_is_given_up_for_a_temporary_folder(tmp_path: Path, temporary: Path) -> None:
+def test_a_file_in_place_of_the_folder_falls_back_to_a_temporary_one(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     folder = write_report(at(incident()), tmp_path / "taken")
     assert folder.is_relative_to(temporary)
@@ -156,7 +156,7 @@ def fill(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
     monkeypatch.setattr(os, "fdopen", opened)
 
 
-def test_on_a_full_disk_no_part_of_a_file_is_left_and_the_report_is_elsewhere(
+def test_a_full_disk_falls_back_to_a_temporary_folder(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(monkeypatch, tmp_path / "reports")
@@ -174,24 +174,24 @@ def test_a_full_disk_leaves_the_earlier_report_whole(tmp_path: Path, monkeypatch
     assert names(earlier) == FILES
 
 
-def test_a_file_that_cannot_be_put_in_its_place_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_replace_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         write_report(at(incident()), tmp_path / "reports")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_if_nothing_can_be_written_at_all_it_is_an_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_writable_raises_an_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(monkeypatch, tmp_path)
     with pytest.raises(OSError, match="No space left"):
         write_report(at(incident()), tmp_path / "reports")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_storage_that_does_not_answer_is_not_waited_for(
+def test_unresponsive_storage_does_not_block_the_report(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be the very cause, and whoever writes the report is to say so."""
+    """Storage may be the very cause, and the process that writes the report has to name it."""
     answers, asked = threading.Event(), list[Path]()
     write = report_folder._write_file
 
@@ -212,11 +212,11 @@ def test_storage_that_does_not_answer_is_not_waited_for(
         answers.set()
     join_own_threads("report")
     assert write_report(at(incident(3)), tmp_path / "reports").parent == tmp_path / "reports"
-    assert len([*(tmp_path / "reports").iterdir()]) == 2, "what it has taken at last, and the third"
+    assert len([*(tmp_path / "reports").iterdir()]) == 2, "the late report and the third one"
 
 
-def test_a_page_is_not_waited_for_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage stops to answer after the report; then an earlier page is not removed either, which would wait, too."""
+def test_unresponsive_storage_does_not_block_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage stops responding after the report; removing an earlier page would block too, so it is left."""
     folder = write_report(at(incident()), tmp_path / "reports")
     answers, unlink = threading.Event(), Path.unlink
     monkeypatch.setattr(report_folder, "_write_file", lambda *_: answers.wait(AMPLE_S))
@@ -231,7 +231,7 @@ def test_a_page_is_not_waited_for_either(tmp_path: Path, monkeypatch: pytest.Mon
     join_own_threads("report")
 
 
-def test_the_page_is_put_beside_the_report_for_the_user_alone(tmp_path: Path) -> None:
+def test_the_page_is_written_beside_the_report_and_private(tmp_path: Path) -> None:
     folder = write_report(at(incident()), tmp_path / "reports")
     assert write_page(at(incident()), folder) == ""
     assert names(folder) == FILES | {"report.html"}
@@ -243,7 +243,7 @@ def broken(*_: object, **__: object) -> str:
     raise KeyError("in the page")
 
 
-def test_a_page_that_cannot_be_made_takes_nothing_with_it_and_leaves_no_earlier_one(
+def test_a_failed_page_keeps_the_report_and_removes_an_earlier_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_report(at(incident()), tmp_path / "reports")
@@ -254,16 +254,14 @@ def test_a_page_that_cannot_be_made_takes_nothing_with_it_and_leaves_no_earlier_
     assert names(folder) == FILES
 
 
-def test_a_page_for_which_there_is_no_room_takes_nothing_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_on_a_full_disk_keeps_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_report(at(incident()), tmp_path / "reports")
     fill(monkeypatch, tmp_path / "reports")
     assert "No space left on device" in write_page(at(incident()), folder)
     assert names(folder) == FILES
 
 
-def test_a_page_that_would_take_long_is_left_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_would_take_long_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_report(at(incident()), tmp_path / "reports")
     with monkeypatch.context() as few:
         few.setattr(report_folder, "_MOST_RANKS", 2)

@@ -14,7 +14,7 @@ def brightness(pixels: np.ndarray) -> np.ndarray:
     return pixels @ np.array([0.299, 0.587, 0.114])
 
 
-def test_two_ranks_have_tall_rows_rank_0_on_top() -> None:
+def test_two_ranks_have_tall_rows_with_rank_0_on_top() -> None:
     late_s = np.array([[0.1, 0.1, 0.0], [0.0, 0.0, 0.0]])
     pixels = heat_map(late_s, bin_s=1.0)
     assert pixels.dtype == np.uint8
@@ -24,7 +24,7 @@ def test_two_ranks_have_tall_rows_rank_0_on_top() -> None:
     assert brightness(pixels[:48, 32:]).max() == brightness(pixels[48:height]).max() == 0
 
 
-def test_of_a_thousand_ranks_a_single_late_one_can_be_seen() -> None:
+def test_a_single_late_rank_of_a_thousand_is_visible() -> None:
     late_s = np.zeros((1024, 512))
     late_s[701, 100] = 0.5
     pixels = heat_map(late_s, bin_s=10.0)[:-RULER]
@@ -32,7 +32,7 @@ def test_of_a_thousand_ranks_a_single_late_one_can_be_seen() -> None:
     assert np.argwhere(brightness(pixels) > 0).tolist() == [[350, 100]]
 
 
-def test_many_times_share_columns_that_show_the_latest() -> None:
+def test_shared_columns_show_the_greatest_lateness() -> None:
     late_s = np.zeros((1, 5000))
     late_s[0, 4999] = 1.0
     pixels = heat_map(late_s, bin_s=1.0)
@@ -41,7 +41,7 @@ def test_many_times_share_columns_that_show_the_latest() -> None:
     assert brightness(pixels[0, :-1]).max() == 0
 
 
-def test_what_is_not_known_is_grey_and_hides_no_neighbour() -> None:
+def test_unknown_values_are_grey_and_hide_no_neighbour() -> None:
     late_s = np.full((1024, 2), np.nan)
     late_s[1, 1] = 1.0
     pixels = heat_map(late_s, bin_s=1.0)
@@ -49,7 +49,7 @@ def test_what_is_not_known_is_grey_and_hides_no_neighbour() -> None:
     assert brightness(pixels[0, -1]) > 250
 
 
-def test_brightness_goes_with_the_logarithm() -> None:
+def test_brightness_is_logarithmic() -> None:
     late_s = np.array([[0.0005, 0.001, 0.01, 0.1, 1.0, 50.0]])
     shown = brightness(heat_map(late_s, bin_s=1.0, most_s=1.0)[0, ::16])
     assert shown[0] == shown[1] == 0
@@ -57,7 +57,7 @@ def test_brightness_goes_with_the_logarithm() -> None:
     assert np.diff(shown[1:5]) == pytest.approx(85, abs=2)
 
 
-def test_noise_is_not_made_to_look_like_lateness() -> None:
+def test_noise_does_not_look_like_lateness() -> None:
     assert brightness(heat_map(np.full((4, 4), 1e-4), bin_s=1.0)[:-RULER]).max() == 0
     assert brightness(heat_map(np.full((4, 4), 2e-3), bin_s=1.0)[:-RULER]).max() < 100
 
@@ -78,7 +78,7 @@ def test_the_ruler_marks_minutes_and_in_long_runs_hours() -> None:
     assert len(np.flatnonzero(_ruler(1000, 3600.0)[0, :, 0])) <= 40
 
 
-def test_the_ruler_goes_with_the_columns() -> None:
+def test_the_ruler_matches_the_columns() -> None:
     marks = np.flatnonzero(heat_map(np.zeros((2, 20)), bin_s=30.0)[-1, :, 0])
     assert marks.tolist() == [32 * n for n in range(1, 10)]
     marks = np.flatnonzero(heat_map(np.zeros((2, 4000)), bin_s=1.0)[-1, :, 0])
@@ -86,11 +86,11 @@ def test_the_ruler_goes_with_the_columns() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (4, 0), (1, 1)])
-def test_a_run_without_times_has_a_picture_too(shape: tuple[int, int]) -> None:
+def test_a_run_without_times_has_a_picture(shape: tuple[int, int]) -> None:
     assert heat_map(np.zeros(shape), bin_s=1.0).ndim == 3
 
 
-def test_the_values_given_are_left_as_they_are() -> None:
+def test_the_input_is_unchanged() -> None:
     late_s = np.array([[np.nan, 0.5]])
     heat_map(late_s, bin_s=1.0)
     assert np.isnan(late_s[0, 0]) and late_s[0, 1] == 0.5

@@ -116,7 +116,7 @@ def html_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", INCIDENTS)
-def test_the_page_is_whole_loads_nothing_and_runs_nothing(name: str) -> None:
+def test_the_page_is_self_contained_without_scripts(name: str) -> None:
     html = html_of(name)
     page = Page(html)
     assert page.open == []
@@ -132,7 +132,7 @@ def test_the_page_is_whole_loads_nothing_and_runs_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INCIDENTS)
-def test_every_link_leads_to_one_place_on_the_page(name: str) -> None:
+def test_every_link_has_one_target_on_the_page(name: str) -> None:
     page = Page(html_of(name))
     places = page.values("id")
     assert len(places) == len(set(places))
@@ -143,7 +143,7 @@ def test_every_link_leads_to_one_place_on_the_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in INCIDENTS if name.startswith("hostile")])
-def test_text_from_facts_is_text_and_harmless(name: str) -> None:
+def test_text_from_facts_is_escaped(name: str) -> None:
     html = html_of(name)
     assert not [char for char in html if char != "\n" and (ord(char) < 32 or 127 <= ord(char) < 160)]
     assert not set("\u202e\u2066\u061c\u2028\ud800") & set(html)
@@ -176,19 +176,19 @@ def test_the_answer_comes_first() -> None:
     ],
     ids=["short", "long path", "long name", "no path"],
 )
-def test_of_a_long_path_the_first_screen_has_the_end(location: str, shown: str) -> None:
+def test_the_first_screen_shows_the_end_of_a_long_path(location: str, shown: str) -> None:
     html = render_html(with_first(location=location))
     assert f'<code title="{location}">{shown}</code>' in html
     assert f"  where: {location}\n" in html  # to copy
 
 
-def test_of_a_record_it_is_told_what_was_read() -> None:
+def test_a_recorded_job_lists_what_was_read() -> None:
     text = Page(html_of("recorded")).text
     assert "What was read Read of 4 ranks: dumps of ranks 0-3. Rank 0: the default group: called 345" in text
     assert "no progress" not in text[: text.index("Every fact")] and "Who waits" not in text
 
 
-def test_who_waits_is_told_in_full_where_the_answer_does_not_say_it() -> None:
+def test_waiting_ranks_are_described_if_the_answer_omits_them() -> None:
     base = incident_of(4)
     short = replace(base, findings=(replace(base.findings[0], summary="Rank 0 is late."),))
     assert (
@@ -196,14 +196,14 @@ def test_who_waits_is_told_in_full_where_the_answer_does_not_say_it() -> None:
     )
 
 
-def test_code_in_sentences_is_marked_and_a_lone_backtick_is_none() -> None:
+def test_code_in_sentences_is_marked_and_a_lone_backtick_is_not() -> None:
     assert "under <code>if rank == 0:</code> (line 3)" in render_html(
         with_first(summary="Alone under `if rank == 0:` (line 3)")
     )
     assert "a ` &lt;b&gt;" in render_html(with_first(summary="a ` <b>"))
 
 
-def test_every_observation_leads_to_the_facts_it_is_from() -> None:
+def test_every_observation_links_to_its_facts() -> None:
     html = html_of(MANY)
     for link, source in (
         ("rank-0-stack", "source code, rank 0"),
@@ -217,7 +217,7 @@ def test_every_observation_leads_to_the_facts_it_is_from() -> None:
     assert '<a href="#data-1">loader</a>' in render_html(data_incident(4))
 
 
-def test_other_causes_and_what_is_not_known_are_told() -> None:
+def test_other_causes_and_unknowns_are_listed() -> None:
     base = incident_of(4)
     second = replace(base.findings[0], rule="slow-logger", remedy="Use another logger.")
     text = Page(render_html(replace(base, findings=(*base.findings, second)))).text
@@ -225,7 +225,7 @@ def test_other_causes_and_what_is_not_known_are_told() -> None:
     assert "What these facts cannot tell Gloo does not report" in text
 
 
-def test_a_rank_that_is_given_in_full_is_given_in_full() -> None:
+def test_a_detailed_rank_has_all_its_facts() -> None:
     text = Page(render_html(incident_of(2))).text
     section = text[text.index("Every fact") :]
     for part in (
@@ -241,25 +241,25 @@ def test_a_rank_that_is_given_in_full_is_given_in_full() -> None:
         assert part in section, part
 
 
-def test_ranks_that_are_alike_share_what_is_told_of_them() -> None:
+def test_equal_ranks_share_their_details() -> None:
     html = html_of(MANY)
     assert html.count("<b>Ranks 1-1023</b>") == 1
     assert '<a href="#rank-1">like rank 1</a>' in html and 'id="rank-1023"' in html
     assert len(re.findall('<details class="box" id="rank-', html)) == 2
 
 
-def test_what_all_stacks_have_in_common_is_shown_once_and_libraries_are_folded() -> None:
+def test_common_frames_are_shown_once_and_library_frames_folded() -> None:
     html = render_html(incident_of(8))
     assert html.count("trainer.fit(model, data)") == 1
     assert "<summary>16 frames of lightning</summary>" in html
     assert html.index("<h3>Rank 0</h3>") < html.index("<h3>Ranks 1-7</h3>")
 
 
-def test_a_traceback_is_shown_as_one() -> None:
+def test_a_traceback_is_shown() -> None:
     assert "Rank 0, where ValueError was raised" in Page(render_html(raised())).text
 
 
-def test_stacks_that_others_have_seen_are_shown_too() -> None:
+def test_stacks_seen_by_other_ranks_are_shown() -> None:
     base = incident_of(4, silent=(3,))
     seen = tuple(replace(process, stack=base.job.ranks[1].stack) for process in base.job.witnessed)
     late = replace(base, job=replace(base.job, witnessed=seen))
@@ -272,7 +272,7 @@ def test_stacks_that_others_have_seen_are_shown_too() -> None:
     assert "score = self.score(image)" in html[: html.index("Where ranks stand")]
 
 
-def test_hosts_are_compared_by_rank_or_as_a_range() -> None:
+def test_hosts_are_shown_by_rank_or_as_a_range() -> None:
     few, many = Page(render_html(incident_of(2))).text, Page(render_html(incident_of(64))).text
     assert "rank 0 rank 1 rss 3.0 GB 3.0 GB" in few
     assert "load 1min 12.5 12.5 (rank 0) to 19.5 (rank 7)" in many
@@ -292,25 +292,25 @@ def test_the_page_stays_small(name: str, most_bytes: int) -> None:
     assert len(html_of(name).encode()) < most_bytes
 
 
-def test_the_page_of_many_ranks_is_soon_there() -> None:
+def test_a_page_of_many_ranks_is_fast() -> None:
     many = incident(MANY)
     began = time.process_time()
     render_html(many)
     assert time.process_time() - began < 5
 
 
-def test_it_can_be_told_to_give_up() -> None:
+def test_rendering_has_a_time_limit() -> None:
     with pytest.raises(TimeoutError, match="took too long"):
         render_html(incident_of(2), most_s=0.0)
     assert render_html(incident_of(2), most_s=60.0) == render_html(incident_of(2))
 
 
-def test_a_rank_without_times_is_drawn_all_the_same() -> None:
+def test_a_rank_without_times_is_still_drawn() -> None:
     base = job_of(3)
     ranks = tuple(replace(facts, taken_ns=0, collectives=()) for facts in base.ranks)
     html = render_html(replace(incident_of(3), job=replace(base, ranks=ranks)))
     assert f"no progress for {STALL_S:.0f} s" in html
 
 
-def test_hostile_text_is_really_hostile() -> None:
+def test_the_hostile_text_contains_markup() -> None:
     assert "</style>" in HOSTILE and "\x1b" in HOSTILE and "\u202e" in HOSTILE

@@ -39,16 +39,16 @@ SHAPES = ((3, 224, 224), ())
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_values(name: str, value: Any, words: str) -> None:
+def test_values_are_formatted(name: str, value: Any, words: str) -> None:
     assert value_words(name, value) == words
 
 
-def test_of_a_long_stack_the_innermost_frames_are_told() -> None:
+def test_a_long_stack_shows_its_innermost_frames() -> None:
     words = value_words("stack", (*EVALUATE, *WAIT))
     assert words.startswith("distributed_c10d.py:3256 in all_reduce ← c10d_logger.py:83") and words.endswith("← 1 more")
 
 
-def test_of_a_long_list_the_first_are_told() -> None:
+def test_a_long_list_shows_its_first_items() -> None:
     assert value_words("cpus", tuple(range(100))).endswith("38, 39, … 60 more")
 
 
@@ -57,7 +57,7 @@ def test_labels_have_no_units() -> None:
     assert [*map(label_of, names)] == ["memory total", "swap growth", "idle", "created", "power", "load 1min"]
 
 
-def test_what_is_not_known_is_not_told() -> None:
+def test_unknown_values_are_omitted() -> None:
     assert [(label, words) for label, _, words in pairs(HostFacts(cores=2))] == [("cores", "2")]
 
 
@@ -68,7 +68,7 @@ def test_a_table_has_no_empty_columns() -> None:
     assert rows[1] == ["2", "barrier", "no", "no", "no", "no", "0.000\u00a0ms"]
 
 
-def test_what_is_zero_everywhere_is_nothing() -> None:
+def test_columns_of_zeros_are_omitted() -> None:
     workers = (ProcessFacts(pid=1, state="sleeping"), ProcessFacts(pid=2, state="sleeping", gil_held=True))
     assert {"swap_bytes", "stack", "cpu_s"} <= nothing_in(workers)
     assert not {"pid", "state", "gil_held", "rank"} & nothing_in(workers)

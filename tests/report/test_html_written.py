@@ -27,14 +27,14 @@ class Listener:
         self.files.append({path.name for path in self._folder.glob("*/*")})
 
 
-def test_the_user_is_told_before_the_page_is_made(tmp_path: Path) -> None:
+def test_the_user_is_notified_before_the_page_is_written(tmp_path: Path) -> None:
     listener = Listener(tmp_path)
     verdict = Reporter(tmp_path, limits(), listener).report(job_of(2))
     assert listener.files == [{"report.json", "report.txt"}]
     assert {path.name for path in Path(verdict.folder).iterdir()} == {"report.json", "report.txt", "report.html"}
 
 
-def test_that_there_is_no_page_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_page_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter, "write_page", lambda *_: "report.html was not written (no room)")
     listener = Listener(tmp_path)
     told = Reporter(tmp_path, limits(), listener)

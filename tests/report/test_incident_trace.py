@@ -21,13 +21,13 @@ def events(diagnosis: Diagnosis, **wanted: object) -> list[Event]:
     return [event for event in trace(diagnosis)["traceEvents"] if wanted.items() <= event.items()]
 
 
-def test_every_rank_is_a_track_also_one_that_did_not_answer() -> None:
+def test_every_rank_has_a_track_even_without_an_answer() -> None:
     named = events(incident_of(4, silent=(3,)), name="process_name")
     told = [event["args"]["name"] for event in named]
     assert told == ["rank 0 (node-000)", "rank 1 (node-000)", "rank 2 (node-000)", "rank 3 (did not answer)"]
 
 
-def test_what_a_rank_did_and_where_it_stopped() -> None:
+def test_a_track_shows_the_last_action_and_progress() -> None:
     (doing,) = events(incident_of(2), pid=0, name="Net.on_train_epoch_end")
     assert (doing["ph"], doing["dur"]) == ("X", STALL_S * 1e6)
     (stopped,) = events(incident_of(2), pid=0, name="last progress")
@@ -35,7 +35,7 @@ def test_what_a_rank_did_and_where_it_stopped() -> None:
     assert stopped["args"]["line"] == "/home/me/project/model.py:93 in evaluate"
 
 
-def test_collectives_that_have_not_ended_last_until_now() -> None:
+def test_open_collectives_last_until_now() -> None:
     (waits,) = events(incident_of(2), pid=1, name="waits in all_reduce")
     assert waits["args"]["seq"] == 346 and waits["dur"] == pytest.approx((STALL_S - 0.25) * 1e6, rel=0.001)
     assert not events(incident_of(2), pid=0, name="waits in all_reduce")

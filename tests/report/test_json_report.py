@@ -9,11 +9,11 @@ from diagnoses import diagnosis, with_first
 from lightning_ncclsafe.report.json import ReportError, read_report, report_json
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_a_report_round_trips() -> None:
     assert read_report(report_json(diagnosis())) == diagnosis()
 
 
-def test_the_contract() -> None:
+def test_the_format_matches_the_contract() -> None:
     report = json.loads(report_json(diagnosis()))
     assert list(report) == ["schema", "findings", "unanswered", "job"]
     assert report["schema"] == 1
@@ -32,18 +32,18 @@ def test_the_contract() -> None:
     }
 
 
-def test_it_is_readable() -> None:
+def test_the_json_is_indented() -> None:
     assert b'\n  "findings": [\n' in report_json(diagnosis())
 
 
-def test_what_no_encoding_holds_does_not_prevent_the_report() -> None:
+def test_unencodable_text_does_not_prevent_the_report() -> None:
     assert (
         read_report(report_json(with_first(location="/tmp/\udcff.py:1 in f"))).findings[0].location
         == "/tmp/?.py:1 in f"
     )
 
 
-def test_what_a_newer_writer_adds_is_ignored() -> None:
+def test_unknown_fields_are_ignored() -> None:
     report = json.loads(report_json(diagnosis()))
     report["colour"] = "blue"
     report["findings"][0]["score"] = 3
@@ -78,7 +78,7 @@ def change(key: str, value: object) -> bytes:
         (change("job", {"incident": 1}), "Diagnosis.job.incident: found 1, expected dict"),
     ],
 )
-def test_everything_else_is_one_clear_error(data: bytes, said: str) -> None:
+def test_invalid_reports_raise_a_clear_error(data: bytes, said: str) -> None:
     with pytest.raises(ReportError) as caught:
         read_report(data)
     assert said in str(caught.value)
@@ -90,12 +90,12 @@ def test_an_unknown_severity_is_named() -> None:
         read_report(damaged)
 
 
-def test_an_empty_diagnosis() -> None:
+def test_an_empty_diagnosis_round_trips() -> None:
     empty = replace(diagnosis(), findings=(), unanswered=())
     assert read_report(report_json(empty)) == empty
 
 
-def test_of_many_ranks_each_has_a_line() -> None:
+def test_each_of_many_ranks_has_one_line() -> None:
     few = diagnosis()
     one = few.job.ranks[0]
     many = replace(few, job=replace(few.job, world_size=40, ranks=tuple(replace(one, rank=rank) for rank in range(40))))

@@ -28,30 +28,30 @@ def lane(of: Picture, ranks: str) -> Lane:
 
 
 @pytest.mark.parametrize("world", [4, 64])
-def test_the_ranks_that_a_finding_names_come_first(world: int) -> None:
+def test_ranks_named_by_a_finding_come_first(world: int) -> None:
     made = drawn(incident_of(world, late=2))
     assert [one.is_named for one in made.lanes] == [True] + [False] * (len(made.lanes) - 1)
     assert made.lanes[0].ranks == "Rank 2"
 
 
-def test_few_ranks_have_a_lane_each_and_many_share_one() -> None:
+def test_few_ranks_have_their_own_lanes_and_many_share_one() -> None:
     assert [one.ranks for one in drawn(incident_of(4)).lanes] == ["Rank 0", "Rank 1", "Rank 2", "Rank 3"]
     assert [one.ranks for one in drawn(incident_of(64, late=7)).lanes] == ["Rank 7", "Ranks 0-6, 8-63"]
 
 
-def test_ranks_that_wait_in_the_same_share_a_lane_wherever_they_wait() -> None:
+def test_ranks_in_the_same_collective_share_a_lane_at_any_line() -> None:
     made = drawn(all_different(64))
     assert made.lanes[1].ranks == "Ranks 1-63" and made.lanes[1].line == "63 different lines"
 
 
-def test_lanes_for_which_there_is_no_room_are_counted() -> None:
+def test_surplus_lanes_are_counted() -> None:
     base = job_of(64)
     apart = (replace(facts, progress=replace(facts.progress, batch_idx=facts.rank)) for facts in base.ranks)
     made = drawn(of_job(replace(base, ranks=tuple(apart))))
     assert (len(made.lanes), made.left_out) == (16, 48)
 
 
-def test_ranks_that_did_not_answer_are_drawn_as_such() -> None:
+def test_silent_ranks_are_marked() -> None:
     made = drawn(diagnosis())
     assert lane(made, "Rank 3").is_silent and lane(made, "Rank 3").does == "did not answer; its process is stopped"
     assert lane(made, "Rank 3").calls == () and [one.ranks for one in made.lanes][1] == "Rank 3"
@@ -59,7 +59,7 @@ def test_ranks_that_did_not_answer_are_drawn_as_such() -> None:
     assert named.lanes[0].ranks == "Rank 3" and named.lanes[0].is_named
 
 
-def test_everything_is_at_its_time() -> None:
+def test_everything_is_drawn_at_its_time() -> None:
     made = drawn(incident_of(2))
     late, waits = made.lanes
     # Rank 0 stopped 41 s ago, 57.4 s are shown: the standstill and what was before it.
@@ -76,12 +76,12 @@ def test_everything_is_at_its_time() -> None:
     assert len(late.calls) == 63 and max(late.calls) <= action.x + 0.1
 
 
-def test_what_goes_on_around_an_action_is_told_apart() -> None:
+def test_enclosing_actions_are_distinguished() -> None:
     kinds = [[bar.kind for bar in one.actions] for one in drawn(incident_of(2)).lanes]
     assert kinds == [["outer", "outer", "works"], ["outer", "outer", "waits"]]
 
 
-def test_who_cannot_see_it_is_told() -> None:
+def test_lanes_have_text_labels() -> None:
     label = drawn(incident_of(2)).lanes[0].label
     assert label == (
         "Rank 0 is in user code, no progress for 41 s; Net.on_train_epoch_end, batch 118 of epoch 1; "
@@ -89,7 +89,7 @@ def test_who_cannot_see_it_is_told() -> None:
     )
 
 
-def test_standstills_of_one_lane_are_given_as_a_range() -> None:
+def test_standstills_of_a_shared_lane_form_a_range() -> None:
     base = job_of(16)
     longer = tuple(replace(facts, progress=replace(facts.progress, idle_s=20.0 + facts.rank)) for facts in base.ranks)
     assert drawn(of_job(replace(base, ranks=longer))).lanes[1].does.endswith("no progress for 21 s to 35 s")
@@ -111,7 +111,7 @@ def test_marks_are_round_and_few(span_s: int, marks: list[str]) -> None:
     assert [*axis.marks()][-1][0] == 100
 
 
-def test_of_a_record_the_last_call_is_the_last_that_is_known() -> None:
+def test_a_recorded_job_ends_at_its_last_call() -> None:
     made = drawn(recorded_incident(2))
     assert made.marks[-1][1] == "last call" and made.marks[-1][0] < 90
     assert [one.stop for one in made.lanes] == [None, None]
@@ -125,7 +125,7 @@ def test_a_record_without_times_has_no_marks() -> None:
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 1e-9, 1e9])
-def test_any_standstill_fits(idle_s: float) -> None:
+def test_any_standstill_fits_the_axis(idle_s: float) -> None:
     base = job_of(2)
     ranks = tuple(replace(facts, progress=replace(facts.progress, idle_s=idle_s)) for facts in base.ranks)
     made = drawn(of_job(replace(base, ranks=ranks)))

@@ -33,18 +33,18 @@ def over(found: Diagnosis, plan: Plan = Plan.STOP) -> Diagnosis:
     return replace(found, job=replace(found.job, incident=incident), findings=(first, *found.findings[1:]))
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_a_plan_round_trips(tmp_path: Path) -> None:
     path = tmp_path / PLAN_FILE
     path.write_bytes(plan_json(START))
     assert read_plan(path) == START
 
 
-def test_it_is_for_programs_to_read() -> None:
+def test_the_plan_is_machine_readable() -> None:
     plain = json.loads(plan_json(START))
     assert (plain["schema"], plain["plan"], plain["hosts"]) == (1, "restart-without-host", ["gpu-7"])
 
 
-def test_keys_that_are_not_known_are_of_a_later_version(tmp_path: Path) -> None:
+def test_unknown_keys_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / PLAN_FILE
     path.write_text(json.dumps(json.loads(plan_json(START)) | {"more": 1}))
     assert read_plan(path) == START
@@ -69,14 +69,14 @@ def test_keys_that_are_not_known_are_of_a_later_version(tmp_path: Path) -> None:
     ],
     ids=lambda content: content[:40].decode(errors="replace"),
 )
-def test_what_is_no_plan_says_nothing(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_plan_is_ignored(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / PLAN_FILE
     path.write_bytes(content)
     assert read_plan(path) is None
 
 
 @pytest.mark.timeout(10)
-def test_a_pipe_a_link_a_folder_and_nothing_say_nothing(tmp_path: Path) -> None:
+def test_pipes_links_folders_and_missing_files_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / PLAN_FILE
     assert read_plan(path) is None
     os.mkfifo(path)
@@ -90,7 +90,7 @@ def test_a_pipe_a_link_a_folder_and_nothing_say_nothing(tmp_path: Path) -> None:
     assert read_plan(path) is None
 
 
-def test_what_is_read_drives_no_terminal(tmp_path: Path) -> None:
+def test_escape_codes_in_a_plan_are_escaped(tmp_path: Path) -> None:
     path = tmp_path / PLAN_FILE
     path.write_bytes(plan_json(replace(START, answer="\x1b[31mred\nline", hosts=("\x1b]0;x",))))
     read = read_plan(path)
@@ -99,12 +99,12 @@ def test_what_is_read_drives_no_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plan", list(Plan))
-def test_each_is_one_line(plan: Plan) -> None:
+def test_each_plan_is_one_line(plan: Plan) -> None:
     words = plan_words(replace(START, plan=plan))
     assert words.startswith(plan.value.replace("-without-host", " without gpu-7")) and "\n" not in words
 
 
-def test_it_lies_beside_the_report_of_a_run_that_is_over(tmp_path: Path) -> None:
+def test_a_finished_run_has_a_plan_beside_its_report(tmp_path: Path) -> None:
     folder = write_report(over(diagnosis()), tmp_path)
     read = read_plan(folder / PLAN_FILE)
     assert read is not None and (read.plan, read.rule) == (Plan.STOP, "rank-zero-only-work")
@@ -112,7 +112,7 @@ def test_it_lies_beside_the_report_of_a_run_that_is_over(tmp_path: Path) -> None
     assert json.loads((folder / "report.json").read_bytes())["findings"][0]["plan"] == "stop"
 
 
-def test_a_run_that_goes_on_has_none_and_loses_an_earlier_one(tmp_path: Path) -> None:
+def test_a_continuing_run_has_no_plan_and_removes_an_earlier_one(tmp_path: Path) -> None:
     folder = write_report(over(diagnosis()), tmp_path)
     assert (folder / PLAN_FILE).exists()
     assert write_report(diagnosis(), tmp_path) == folder

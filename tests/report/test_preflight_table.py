@@ -68,11 +68,11 @@ OLD = {"torch": "2.12.1", "nccl": "2.28.9"}
 TIMEOUT = {"NCCL_TIMEOUT": "7200", "NCCL_IB_TIMEOUT": "22"}
 
 
-def test_nothing_is_said_where_nothing_is_wrong() -> None:
+def test_healthy_hosts_print_nothing() -> None:
     assert render_preflight(judged(job(8))) == ""
 
 
-def test_each_finding_is_a_line_with_its_remedy_and_errors_come_first() -> None:
+def test_each_finding_is_one_line_with_its_remedy_errors_first() -> None:
     shm = Capacity(shm_total_bytes=2**26, shm_free_bytes=2**26)
     load = LoadFacts(loader_workers=2, batches_in_flight=4, batch_bytes=10**8)
     make = changed(changed(good, 1, capacity=shm, load=load), 0, settings=TIMEOUT)
@@ -84,7 +84,7 @@ def test_each_finding_is_a_line_with_its_remedy_and_errors_come_first() -> None:
     assert lines[-1] == "not known: Ranks 0-1: The kernel has no /proc/pressure."
 
 
-def test_errors_come_before_warnings_about_what_is_more_harmful() -> None:
+def test_errors_come_before_more_harmful_warnings() -> None:
     dead = DirectoryFacts(role="logs", path="/logs", filesystem="ext4", problem="no answer within 2 s")
     make = changed(good, 1, directories=(dead,), versions={"torch": "1.13.1"})
     diagnosis = judged(job(3, make))
@@ -93,7 +93,7 @@ def test_errors_come_before_warnings_about_what_is_more_harmful() -> None:
         assert text.startswith("error: different-versions") and "\nwarning: unusable-directory" in text
 
 
-def test_only_what_differs_is_in_the_table_and_ranks_that_are_alike_share_a_row() -> None:
+def test_the_table_has_only_differences_and_equal_ranks_share_a_row() -> None:
     assert preflight_table(job(8, changed(good, 2, 5, versions=OLD))) == [
         "  rank           host     torch",
         "  0-1, 3-4, 6-7  2 hosts  2.13.0",
@@ -101,11 +101,11 @@ def test_only_what_differs_is_in_the_table_and_ranks_that_are_alike_share_a_row(
     ]
 
 
-def test_what_is_measured_and_what_is_a_rank_s_own_is_not_in_the_table() -> None:
+def test_measurements_and_rank_specific_values_are_not_in_the_table() -> None:
     assert preflight_table(job(8)) == []  # free memory, latencies, addresses, LOCAL_RANK
 
 
-def test_settings_are_in_the_table_where_they_differ() -> None:
+def test_differing_settings_are_in_the_table() -> None:
     lines = preflight_table(job(8, changed(good, 3, settings={})))
     assert lines == [
         "  rank      host     NCCL_IB_TIMEOUT",
@@ -114,7 +114,7 @@ def test_settings_are_in_the_table_where_they_differ() -> None:
     ]
 
 
-def test_sizes_that_differ_by_little_are_alike_and_what_is_unknown_is_said() -> None:
+def test_similar_sizes_are_equal_and_unknowns_are_shown() -> None:
     close = lambda rank: changed(good, rank, capacity=Capacity(memory_total_bytes=64 * GB + rank * GB // 10))(rank)  # noqa: E731
     assert preflight_table(job(4, close)) == []
     lines = preflight_table(job(4, changed(good, 1, gpu=GpuFacts(index=0, total_bytes=80 * GB, name="H100"))))
@@ -129,7 +129,7 @@ def test_a_share_of_cores_is_in_the_table() -> None:
     assert lines == ["  rank  host    cores", "  0-3   node-0  1.0", "  4-7   node-1  4.0"]
 
 
-def test_many_columns_and_rows_are_cut_and_counted() -> None:
+def test_many_columns_and_rows_are_truncated_and_counted() -> None:
     names = {f"NCCL_{index}": str(index) for index in range(30)}
     make: Make = lambda rank: replace(good(rank), settings={name: f"{value}{rank}" for name, value in names.items()})  # noqa: E731
     lines = preflight_table(job(32, make))
@@ -165,7 +165,7 @@ def test_a_long_summary_leaves_room_for_the_remedy() -> None:
     assert "… What to do: Set it in one place for all ranks" in text.splitlines()[0]
 
 
-def test_everything_is_told_when_asked_for() -> None:
+def test_the_full_report_has_everything() -> None:
     text = render_preflight_all(judged(job(8, changed(good, 2, versions=OLD), silent=(7,))))
     assert text.startswith("warning: different-versions, rank 2\n   - Rank 2 (node-0): torch is 2.13.0 on ranks 0-1")
     assert "   What to do: Start all ranks in the same environment" in text
@@ -180,7 +180,7 @@ def test_everything_is_told_when_asked_for() -> None:
     assert render_preflight_all(judged(job(3))).startswith("Nothing is wrong with the hosts of ranks 0-2.\n\n")
 
 
-def test_everything_of_a_thousand_ranks_is_still_short() -> None:
+def test_the_full_report_of_a_thousand_ranks_is_short() -> None:
     text = render_preflight_all(judged(job(1_024, nine)))
     assert "- NCCL_1: 0 on rank 0, 1 on rank 1, " in text and " 1,012 more\n" in " ".join(text.split()).replace(
         " - ", "\n- "
@@ -191,7 +191,7 @@ def test_everything_of_a_thousand_ranks_is_still_short() -> None:
 # In the report
 
 
-def test_the_report_shows_the_hosts_and_nothing_of_hangs() -> None:
+def test_the_report_shows_hosts_and_omits_hangs() -> None:
     facts = job(4, changed(good, 3, versions=OLD))
     stack = (Frame(file="train.py", line=1, function="main"),)
     text = render_text(judged(replace(facts, ranks=tuple(replace(rank, stack=stack) for rank in facts.ranks))))
@@ -209,20 +209,20 @@ def test_the_report_shows_the_hosts_and_nothing_of_hangs() -> None:
         (replace(job(2), ranks=()), "0 of 2 ranks checked their hosts."),
     ],
 )
-def test_the_report_says_who_was_checked(facts: JobFacts, said: str) -> None:
+def test_the_report_names_the_checked_ranks(facts: JobFacts, said: str) -> None:
     assert f"Incident 1: {said}\n" in render_text(judged(facts))
 
 
-def test_a_report_without_findings() -> None:
+def test_a_report_without_findings_is_written() -> None:
     assert render_text(judged(job(4))).startswith("Nothing found: nothing is wrong with the ranks' hosts.\n")
 
 
-def test_the_short_report_names_what_else_was_found() -> None:
+def test_the_short_report_lists_other_findings() -> None:
     text = render_short(judged(job(4, changed(good, 3, versions=OLD, settings=TIMEOUT))))
     assert "  also found: different-settings (rank 3), ignored-settings (rank 3)" in text
 
 
-def test_a_diagnosis_of_hosts_survives_its_report() -> None:
+def test_a_host_diagnosis_round_trips() -> None:
     gpu = GpuFacts(index=0, uuid="GPU-1", free_bytes=GB, throttled_by=("thermal slowdown",), pending_repair=True)
     diagnosis = judged(job(9, lambda rank: replace(good(rank), gpu=gpu, clock_offset_s=rank / 3)))
     assert len(diagnosis.findings) == 3
@@ -230,7 +230,7 @@ def test_a_diagnosis_of_hosts_survives_its_report() -> None:
     assert decode(JobFacts, encode(diagnosis.job)) == diagnosis.job
 
 
-def test_escapes_from_facts_are_written_out() -> None:
+def test_escape_codes_in_facts_are_escaped() -> None:
     def make(rank: int) -> PreflightFacts:
         return replace(
             good(rank),

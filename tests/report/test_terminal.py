@@ -79,7 +79,7 @@ def report(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("columns", [60, 100])
-def test_lines_fit_the_terminal_and_are_ours(start: Start, short: Path, columns: int) -> None:
+def test_lines_fit_the_terminal_and_have_the_prefix(start: Start, short: Path, columns: int) -> None:
     written = in_terminal(start, SAY, short, columns=columns)
     lines = ESCAPE.sub("", written).splitlines()
     assert all(line.startswith("[ncclsafe] ") for line in lines)
@@ -102,21 +102,23 @@ def test_the_answer_stands_out_and_comes_first(start: Start, short: Path) -> Non
     assert any(re.search(r"\x1b\[1m +remedy:\x1b\[0m", line) for line in rest)
 
 
-def test_no_color_asks_for_no_colour(start: Start, short: Path) -> None:
+def test_no_color_disables_colour(start: Start, short: Path) -> None:
     assert COLOUR.search(in_terminal(start, SAY, short, columns=80))
     assert not COLOUR.search(in_terminal(start, SAY, short, columns=80, NO_COLOR="1"))
     assert "\x1b" not in in_terminal(start, SAY, short, columns=80, TERM="dumb")
 
 
 @pytest.mark.parametrize("environ", [{}, {"FORCE_COLOR": "1"}, {"COLUMNS": "40"}], ids=["plain", "forced", "narrow"])
-def test_a_log_has_whole_lines_and_no_escapes(start: Start, short: Path, report: Path, environ: dict[str, str]) -> None:
+def test_a_log_has_unwrapped_lines_without_escapes(
+    start: Start, short: Path, report: Path, environ: dict[str, str]
+) -> None:
     said = short.read_text().splitlines()
     assert to_file(start, SAY, short, **environ) == "".join(f"[ncclsafe] {line}\n" for line in said)
     assert to_file(start, RENDER, report, **environ) == render_text(DIAGNOSIS)
 
 
 @pytest.mark.parametrize("columns", [60, 250])
-def test_a_report_is_as_wide_as_can_be_read(start: Start, report: Path, columns: int) -> None:
+def test_a_report_has_a_readable_width(start: Start, report: Path, columns: int) -> None:
     written = in_terminal(start, RENDER, report, columns=columns)
     plain = ESCAPE.sub("", written)
     assert COLOUR.search(written)

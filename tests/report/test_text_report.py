@@ -20,7 +20,7 @@ def test_the_first_line_is_the_answer() -> None:
     assert render_short(diagnosis()).splitlines()[0] == answer
 
 
-def test_the_full_report_says_everything() -> None:
+def test_the_full_report_has_everything() -> None:
     text = render_text(diagnosis())
     for part in (
         "Incident 1: rank 1 made no progress for 23 s. 3 of 4 ranks answered.",
@@ -47,7 +47,7 @@ def test_the_short_report_is_short() -> None:
     assert "  remedy: Share this work among all ranks." in lines
 
 
-def test_the_short_report_names_other_causes() -> None:
+def test_the_short_report_lists_other_causes() -> None:
     base = diagnosis()
     second = replace(base.findings[0], rule="slow-logger", confidence=Confidence.POSSIBLE)
     assert "  also possible: slow-logger (rank 0)" in render_short(replace(base, findings=(*base.findings, second)))
@@ -57,7 +57,7 @@ def on_rank(rank: int, summary: str = "Rank {} is stopped by a signal, for 4{} s
     return replace(diagnosis().findings[0], ranks=(rank,), summary=summary.format(rank, rank), location="")
 
 
-def test_what_is_the_same_on_many_ranks_is_told_once() -> None:
+def test_equal_findings_of_many_ranks_are_listed_once() -> None:
     base = replace(diagnosis(), findings=tuple(map(on_rank, range(4, 100))))
     text = render_text(base)
     assert text.count("is stopped by a signal") == 2  # as the answer, and with its evidence
@@ -76,13 +76,13 @@ def test_what_is_the_same_on_many_ranks_is_told_once() -> None:
     ],
     ids=["other words", "same rank", "other line", "other remedy"],
 )
-def test_what_is_not_quite_the_same_is_told_too(second: Finding) -> None:
+def test_slightly_different_findings_are_all_listed(second: Finding) -> None:
     first = on_rank(4, "Rank {}: the logs at /a cannot be used.")
     text = render_text(replace(diagnosis(), findings=(first, second)))
     assert f"   {second.summary}\n" in text and "The same was found" not in text
 
 
-def test_what_is_said_of_one_rank_twice_is_told_twice() -> None:
+def test_two_findings_of_one_rank_are_both_listed() -> None:
     first = on_rank(4, "Rank {} has called 61 of group 1.")
     second = replace(first, summary="Rank 4 has called 62 of group 2.")
     text = render_text(replace(diagnosis(), findings=(first, second)))
@@ -95,7 +95,7 @@ AT_LIMIT = replace(
 )
 
 
-def test_of_the_same_cause_only_what_is_new_is_told_again() -> None:
+def test_only_news_about_the_same_cause_is_reported() -> None:
     later = replace(AT_LIMIT.findings[0], summary="Rank 0 is working alone, for 1,818 s.")
     other = replace(later, rule="slow-logger", confidence=Confidence.POSSIBLE, summary="Rank 0 writes logs.")
     told = render_news(replace(AT_LIMIT, findings=(later, other)), diagnosis().findings)
@@ -107,25 +107,25 @@ def test_of_the_same_cause_only_what_is_new_is_told_again() -> None:
 
 
 @pytest.mark.parametrize("change", [{"rule": "slow-logger"}, {"ranks": (1,)}])
-def test_another_cause_is_told_in_full(change: dict[str, Any]) -> None:
+def test_another_cause_is_reported_in_full(change: dict[str, Any]) -> None:
     known = replace(diagnosis().findings[0], **change)
     assert render_news(AT_LIMIT, (known,)) == render_short(AT_LIMIT)
 
 
-def test_where_nothing_was_told_nothing_is_known() -> None:
+def test_without_earlier_findings_everything_is_news() -> None:
     assert render_news(AT_LIMIT, ()) == render_short(AT_LIMIT)
     nothing = replace(AT_LIMIT, findings=())
     assert render_news(nothing, diagnosis().findings) == render_short(nothing)
 
 
-def test_without_a_finding_it_says_what_ranks_do() -> None:
+def test_without_a_finding_the_report_shows_what_ranks_do() -> None:
     nothing = replace(diagnosis(), findings=())
     expected = "Nothing found: no rank waits for another; ranks 0-2 at work: batch 118 of epoch 2."
     assert render_short(nothing).splitlines()[0] == expected
     assert render_text(nothing).splitlines()[0] == expected
 
 
-def test_without_facts() -> None:
+def test_a_report_without_facts_is_written() -> None:
     job = replace(diagnosis().job, ranks=(), witnessed=())
     text = render_text(replace(diagnosis(), job=job, findings=(), unanswered=()))
     assert text.startswith("Nothing found: no rank answered.")
@@ -135,7 +135,7 @@ EVIL = "\x1b[2J\x1b]0;owned\x07\r\n\x00\x9b31m\u202e\u2028\ud800"
 
 
 @pytest.mark.parametrize("render", [render_text, render_short])
-def test_escapes_from_facts_are_written_out(render: object) -> None:
+def test_escape_codes_in_facts_are_escaped(render: object) -> None:
     evil = with_first(
         summary=f"Rank 0 {EVIL}",
         location=f"{EVIL}:1 in f",
@@ -153,7 +153,7 @@ def test_escapes_from_facts_are_written_out(render: object) -> None:
     text.encode()
 
 
-def test_safe_keeps_what_is_harmless() -> None:
+def test_safe_keeps_harmless_text() -> None:
     assert safe("Zoë's naïve 模型: 3 µs\n  next line") == "Zoë's naïve 模型: 3 µs next line"
 
 
@@ -164,7 +164,7 @@ def test_a_thousand_ranks_fit_in_a_few_screens() -> None:
     assert "Ranks 1-2, 4-1023: phase train" in render_text(big)
 
 
-def test_a_thousand_different_ranks_are_cut() -> None:
+def test_a_thousand_different_ranks_are_truncated() -> None:
     different = tuple(
         replace(facts(rank), stack=(Frame(file="a.py", line=rank + 1, function="f", user=True),)) for rank in range(900)
     )
@@ -174,7 +174,7 @@ def test_a_thousand_different_ranks_are_cut() -> None:
     assert "more different stacks are in report.json" in text
 
 
-def test_a_deep_stack_is_cut() -> None:
+def test_a_deep_stack_is_truncated() -> None:
     deep = tuple(Frame(file="a.py", line=1, function=f"f{depth}") for depth in range(900))
     job = replace(diagnosis().job, ranks=(replace(facts(0), stack=deep),))
     text = render_text(replace(diagnosis(), job=job))

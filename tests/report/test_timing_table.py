@@ -62,16 +62,16 @@ def row(text: str, start: str) -> list[str]:
     return [cell.strip() for cell in found[0].strip().split("  ") if cell.strip()]
 
 
-def test_an_operation_is_told_with_its_units() -> None:
+def test_an_operation_has_its_units() -> None:
     cells = row(render_timing(summary()), "default_pg")
     assert cells == ["default_pg", "all_reduce", "8", "12,000", "25.0 MB", "38 ms", "31 ms", "2.1 ms", "41"]
 
 
-def test_a_group_without_a_description_has_its_name() -> None:
+def test_a_group_without_a_description_is_named() -> None:
     assert row(render_timing(summary(ops=(all_reduce(description="", group="tp"),))), "tp")[1] == "all_reduce"
 
 
-def test_where_there_are_no_durations_the_table_says_why_once() -> None:
+def test_missing_durations_are_explained_once() -> None:
     ops = tuple(all_reduce(description=op, backend="gloo", transfer_s=None, bus_bandwidth=None) for op in ("dp", "tp"))
     text = render_timing(summary(ops=ops))
     assert row(text, "dp")[-2:] == row(text, "tp")[-2:] == ["–", "–"]  # noqa: RUF001 - as printed
@@ -81,18 +81,18 @@ def test_where_there_are_no_durations_the_table_says_why_once() -> None:
     assert "TORCH_NCCL_ENABLE_TIMING=1" in render_timing(summary(ops=(all_reduce(transfer_s=None),)))
 
 
-def test_a_call_that_was_never_compared_has_no_skew() -> None:
+def test_an_uncompared_call_has_no_skew() -> None:
     cells = row(render_timing(summary(ops=(all_reduce(compared=0),))), "default_pg")
     assert cells[5:7] == ["–", "–"]  # noqa: RUF001 - as printed
 
 
-def test_a_rank_is_told_with_what_it_has_cost() -> None:
+def test_a_rank_is_listed_with_its_cost() -> None:
     text = render_timing(summary())
     assert row(text, "5") == ["5", "94 % of steps", "38 ms", "7.1 s", "7 %", "data loading", "20 ms"]
     assert row(text, "0") == ["0", "0 % of steps", "–", "0 ms", "0 %", "–", "7.1 s"]  # noqa: RUF001 - as printed
 
 
-def test_of_many_ranks_the_costliest_are_told_and_the_others_in_one_row() -> None:
+def test_the_costliest_ranks_are_listed_and_the_others_summarised() -> None:
     ranks = [rank_of(n, late_steps=2, late_s=0.0004, waited_s=1.5) for n in range(1024)]
     ranks[700] = rank_of(700, late_steps=100, late_s=9.0)
     ranks[3] = rank_of(3, late_steps=10, late_s=0.5)
@@ -110,12 +110,12 @@ def test_few_ranks_stay_in_order() -> None:
     assert [int(line.split()[0]) for line in rows] == list(range(12))
 
 
-def test_without_a_straggler_the_table_says_so() -> None:
+def test_a_table_without_stragglers_states_that() -> None:
     assert render_timing(summary()).startswith("No rank kept the others waiting repeatedly in 200 compared")
     assert render_timing(TimingSummary()) == "No steps could be compared among the ranks."
 
 
-def test_of_too_few_steps_nothing_is_told_by_rank() -> None:
+def test_too_few_steps_have_no_rank_table() -> None:
     text = render_timing(replace(summary(), steps=49))
     assert text.startswith("49 steps were compared; stragglers are named after 50 or more.")
     assert "default_pg" in text and "late in" not in text
@@ -143,12 +143,12 @@ def test_stragglers_come_first() -> None:
         ({"is_over": True, "since_ns": 9000 * S, "until_ns": 9723 * S}, "rank 5 is no longer late (was for 12 min)"),
     ],
 )
-def test_a_straggler_in_a_sentence(more: dict[str, object], said: str) -> None:
+def test_a_straggler_is_described_in_a_sentence(more: dict[str, object], said: str) -> None:
     told = {name: getattr(STRAGGLER, name) for name in ("rank", "phase", "share", "of_steps", "mean_s", "op")}
     assert straggler_sentence(Straggler(**told | more)) == said
 
 
-def test_clocks_are_spoken_of_where_hosts_differ() -> None:
+def test_clocks_are_mentioned_for_different_hosts() -> None:
     apart = (rank_of(0), rank_of(1, clock=Clock(offset_ns=5, uncertainty_ns=210_000)))
     assert "clocks: hosts aligned to ±0.21 ms; smaller lateness is not reported." in render_timing(summary(ranks=apart))
     unknown = (rank_of(0), rank_of(1, clock=Clock()))
@@ -158,38 +158,38 @@ def test_clocks_are_spoken_of_where_hosts_differ() -> None:
     assert "clocks:" not in render_timing(summary())
 
 
-def test_what_is_missing_is_said_and_only_that() -> None:
+def test_only_missing_data_is_mentioned() -> None:
     text = render_timing(summary(lost=1200, left_out=30, unmatched=7, missing=("no recorder on rank 3",)))
     last = text.split("\n\n")[-1].splitlines()
     assert [line.split()[0] for line in last] == ["1,200", "30", "7", "no"]
     assert "recorder" not in render_timing(summary())
 
 
-def test_missing_sentences_without_end_are_cut() -> None:
+def test_many_missing_messages_are_truncated() -> None:
     text = render_timing(summary(missing=tuple(f"sentence {n}" for n in range(500))))
     assert "… 492 more" in text
 
 
-def test_no_line_is_wider_than_asked_for() -> None:
+def test_no_line_exceeds_the_width() -> None:
     wide = all_reduce(description="a process group with a long description " * 5, op="_reduce_scatter_base" * 4)
     for width in (60, 80, 110, 200):
         text = render_timing(summary(ops=(wide,), stragglers=(STRAGGLER,), missing=("word " * 90,)), width=width)
         assert max(map(len, text.splitlines())) <= width
 
 
-def test_names_drive_no_terminal_and_are_no_markup() -> None:
+def test_escape_codes_and_markup_in_names_are_escaped() -> None:
     evil = all_reduce(description="\x1b[2J[bold]tp[/bold]\n\u202e", op="[red]x")
     text = render_timing(summary(ops=(evil,), missing=("\x1b[31m",)), width=200)
     assert "\x1b" not in text and "\u202e" not in text
     assert "[bold]tp[/bold]" in text and "[red]x" in text
 
 
-def test_operations_without_end_are_cut() -> None:
+def test_many_operations_are_truncated() -> None:
     text = render_timing(summary(ops=tuple(all_reduce(op=f"op{n}") for n in range(40))))
     assert "op15" in text and "op16" not in text and "… 24 more" in text
 
 
-def test_numbers_are_rounded_to_what_they_are_worth() -> None:
+def test_numbers_are_rounded_sensibly() -> None:
     times = (0, 4e-6, 2.1e-4, 9.94e-4, 9.96e-4, 3.44e-3, 38.4e-3, 0.9994, 0.9996, 1.234, 312.3, 40_000)
     assert [time_words(seconds) for seconds in times] == [
         *("0 ms", "<0.01 ms", "0.21 ms", "0.99 ms", "1.0 ms", "3.4 ms", "38 ms", "999 ms", "1.0 s", "1.2 s"),
@@ -202,8 +202,8 @@ def test_numbers_are_rounded_to_what_they_are_worth() -> None:
     assert [bandwidth_words(rate) for rate in (8e7, 3.4e9, 41.2e9)] == ["0.08", "3.4", "41"]
 
 
-def test_in_a_notebook_the_table_is_text_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There rich would show it in the cell instead, over a connection that forked ranks do not have."""
+def test_in_a_notebook_the_table_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich would show it in the cell, over a connection that forked ranks do not have."""
     elsewhere = render_timing(summary())
     monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
     assert render_timing(summary()) == elsewhere and "late in" in elsewhere

@@ -101,7 +101,7 @@ def process_names(read: dict[str, Any]) -> list[str]:
     return [event["args"]["name"] for event in read["traceEvents"] if event["name"] == "process_name"]
 
 
-def test_every_rank_waits_from_its_arrival_to_the_last_one(path: Path) -> None:
+def test_every_rank_waits_from_its_arrival_to_the_last(path: Path) -> None:
     found = threads(written(path, calls=[block([[0, 100], [30.000_001, 101], [10, 130]])]))
     waits = [found[rank, "waits (group of 0)"] for rank in range(3)]
     assert drawn(waits[0]) == [("waits for rank 1", 0, 30_000.001), ("waits for rank 2", 100_000, 130_000)]
@@ -112,7 +112,7 @@ def test_every_rank_waits_from_its_arrival_to_the_last_one(path: Path) -> None:
     assert waits[1][0]["args"] == args | {"wait_ms": 0.0, "lateness_ms": 30.000001}
 
 
-def test_a_collective_lasts_as_long_as_the_device_says(path: Path) -> None:
+def test_a_collective_lasts_for_its_device_duration(path: Path) -> None:
     found = threads(written(path, calls=[block([[0, 100], [30, 100]], duration_ms=[[32, 1.5], [2, 1.5]])]))
     assert drawn(found[0, "all_reduce (group of 0)"]) == [
         ("all_reduce", 0, 32_000),
@@ -135,7 +135,7 @@ def test_a_single_unknown_duration_is_not_drawn(path: Path) -> None:
     assert drawn(found[0, "all_reduce (group of 0)"])[1] == ("all_reduce", 60_000, 64_000)
 
 
-def test_collectives_that_are_called_ahead_run_one_after_the_other(path: Path) -> None:
+def test_collectives_called_ahead_run_one_after_another(path: Path) -> None:
     # Rank 0 calls three at once, rank 1 comes to each of them later.
     calls = [block([[0, 1, 2], [10, 20, 30]], duration_ms=[[11, 10, 10], [1, 1, 1]])]
     found = threads(written(path, calls=calls))
@@ -154,7 +154,7 @@ def test_collectives_that_are_called_ahead_run_one_after_the_other(path: Path) -
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_events_of_a_thread_follow_one_another_without_overlap(path: Path, seed: int) -> None:
+def test_events_of_a_thread_do_not_overlap(path: Path, seed: int) -> None:
     random = np.random.default_rng(seed)
     arrival = np.cumsum(random.exponential(1.0, (4, 200)), axis=1)
     calls = [block(arrival.tolist(), duration_ms=random.uniform(-0.5, 3.0, (4, 200)).tolist())]
@@ -176,14 +176,14 @@ def test_a_phase_lasts_until_the_next_one_of_its_rank(path: Path) -> None:
     assert drawn(found[1, "phases"]) == [("data loading", 0, 5_000), ("forward/backward", 5_000, 40_000)]
 
 
-def test_a_phase_ends_where_from_then_on_nothing_is_known(path: Path) -> None:
+def test_a_phase_ends_at_a_gap(path: Path) -> None:
     spans = spans_of((0, 1, 0.0), (0, GAP, 2.0), (0, 3, 5.0))
     read = written(path, calls=[block([[6.0], [6.0]])], spans=spans)
     phases = [(name, begin, end) for name, begin, end in drawn(threads(read)[0, "phases"])]
     assert [(begin, end) for _, begin, end in phases] == [(0.0, 2000.0), (5000.0, 6000.0)]
 
 
-def test_what_was_forgotten_before_is_said(path: Path) -> None:
+def test_forgotten_collectives_are_mentioned(path: Path) -> None:
     read = written(path, calls=[block([[1.0], [3.0]])], forgotten=12_345)
     said = "of the 12,345 oldest collectives, only some with the greatest skew were kept"
     assert read["otherData"]["left_out"] == said
@@ -199,7 +199,7 @@ def test_ranks_are_processes_in_their_order_with_their_clocks(path: Path) -> Non
     assert order == {0: 0, 1: 1, 2: 2}
 
 
-def test_each_group_has_threads_of_its_own_on_its_members(path: Path) -> None:
+def test_each_group_has_its_own_threads_on_its_members(path: Path) -> None:
     calls = [block([[0], [1]], ranks=(0, 2), name="a"), block([[0.5], [1]], ranks=(0, 1), name="b")]
     calls += [block([[5], [6]], ranks=(0, 2), name="a", first=1)]
     found = threads(written(path, calls=calls))
@@ -211,7 +211,7 @@ def test_each_group_has_threads_of_its_own_on_its_members(path: Path) -> None:
     }
 
 
-def test_blocks_number_their_operations_for_themselves(path: Path) -> None:
+def test_blocks_number_their_operations_independently(path: Path) -> None:
     calls = [block([[0, 1], [0, 1]], ops=("x", "y")), block([[2, 3], [2, 3]], ops=("z", "x"), first=2)]
     found = threads(written(path, calls=calls))
     assert [event["args"]["op"] for event in found[0, "waits (group of 0)"]] == ["x", "y", "z", "x"]
@@ -225,7 +225,7 @@ def test_times_are_microseconds_from_the_first_event(path: Path) -> None:
     assert read["otherData"]["start"].startswith("2023-11-14T22:13:20.126")
 
 
-def test_times_keep_their_nanoseconds_for_a_month(path: Path) -> None:
+def test_times_are_exact_to_the_nanosecond_for_a_month(path: Path) -> None:
     month_ms = 30 * 24 * 3600 * 1000.0
     calls = [block([[0], [1]]), block([[month_ms], [month_ms]], first=1)]
     calls[1].arrival_ns[0] += 7
@@ -233,7 +233,7 @@ def test_times_keep_their_nanoseconds_for_a_month(path: Path) -> None:
     assert round(begin * 1000) == round(month_ms * MS) + 7
 
 
-def test_stragglers_are_marked_on_the_whole_trace(path: Path) -> None:
+def test_stragglers_are_marked_across_the_trace(path: Path) -> None:
     named = Straggler(rank=1, phase="data loading", share=0.9, of_steps=200, mean_s=0.03, since_ns=T0 + 20 * MS)
     early = replace(named, since_ns=5)
     read = written(path, calls=[block([[0], [30]])], summary=TimingSummary(stragglers=(named, early)))
@@ -242,14 +242,14 @@ def test_stragglers_are_marked_on_the_whole_trace(path: Path) -> None:
     assert marks[0]["name"].startswith("rank 1 was last in 90 %")
 
 
-def test_names_are_kept_as_they_are(path: Path) -> None:
+def test_names_are_unchanged(path: Path) -> None:
     group = GroupMembers(name="0", description='a "group"\n\u202e\udc80', ranks=(0, 1))
     read = written(path, calls=[replace(block([[0], [1]], ops=('op"\\',)), group=group)])
     (events,) = {key: e for key, e in threads(read).items() if key[0] == 0}.values()
     assert events[0]["args"]["op"] == 'op"\\'
 
 
-def test_a_job_without_anything_is_a_trace_too(path: Path) -> None:
+def test_an_empty_job_is_a_valid_trace(path: Path) -> None:
     assert written(path)["traceEvents"] == []
 
 
@@ -272,7 +272,7 @@ def kept_seqs(read: dict[str, Any]) -> dict[int, int]:
     return found
 
 
-def test_of_too_much_the_skewed_the_newest_and_some_of_all_times_are_kept(path: Path) -> None:
+def test_skewed_newest_and_sampled_collectives_are_kept(path: Path) -> None:
     calls, spans = big_job()
     read = written(path, calls=calls, spans=spans, most_events=1000)
     kept = kept_seqs(read)
@@ -283,7 +283,7 @@ def test_of_too_much_the_skewed_the_newest_and_some_of_all_times_are_kept(path: 
     assert tenths.min() >= 2
 
 
-def test_the_phases_before_a_kept_collective_are_kept_and_no_others(path: Path) -> None:
+def test_only_phases_before_kept_collectives_are_kept(path: Path) -> None:
     calls, spans = big_job()
     read = written(path, calls=calls, spans=spans, most_events=4000)
     start_ns = read["otherData"]["start_ns"]
@@ -299,7 +299,7 @@ def test_the_phases_before_a_kept_collective_are_kept_and_no_others(path: Path) 
     assert began <= {seq * 100 - 90 + near for seq in kept for near in (-100, 0, 100)}
 
 
-def test_of_very_many_phases_some_tell_how_many_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_decides_how_many_phases_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_ENOUGH_SPANS", 500)
     calls, spans = big_job()
     read = written(path, calls=calls, spans=spans, most_events=3000)
@@ -312,7 +312,7 @@ def test_of_very_many_phases_some_tell_how_many_fit(path: Path, monkeypatch: pyt
     assert len(phases) == 4 and max(phases) < 1.2 * min(phases)
 
 
-def test_phases_that_would_push_out_collectives_are_kept_for_all_ranks_the_longest_first(path: Path) -> None:
+def test_excess_phases_are_kept_longest_first_for_all_ranks(path: Path) -> None:
     calls, _ = big_job(500)
     rows = [(rank, 1 + n % 2, n * 5.0 - 90 - n % 2 * 2) for rank in range(4) for n in range(10_000)]
     found = threads(written(path, calls=calls, spans=spans_of(*rows), most_events=1000))
@@ -322,7 +322,7 @@ def test_phases_that_would_push_out_collectives_are_kept_for_all_ranks_the_longe
     assert sum(len(events) for key, events in found.items() if key[1] != "phases") > 150
 
 
-def test_what_was_left_out_is_said_twice(path: Path) -> None:
+def test_omissions_are_noted_in_metadata_and_as_an_event(path: Path) -> None:
     calls, spans = big_job()
     read = written(path, calls=calls, spans=spans, most_events=1000)
     left = 2000 - len(kept_seqs(read))
@@ -334,21 +334,21 @@ def test_what_was_left_out_is_said_twice(path: Path) -> None:
     assert len(kept_seqs(whole)) == 2000
 
 
-def test_names_of_many_groups_are_within_the_room(path: Path) -> None:
+def test_names_of_many_groups_stay_within_the_limit(path: Path) -> None:
     calls = [block(np.arange(4000.0).reshape(4, 1000).tolist(), name=str(number)) for number in range(12)]
     read = written(path, calls=calls, most_events=2000)
     assert 1000 < len(read["traceEvents"]) <= 2000
 
 
 @pytest.mark.parametrize("most_events", [0, 1, 45, 60])
-def test_room_for_next_to_nothing_is_no_error(path: Path, most_events: int) -> None:
+def test_a_tiny_limit_is_not_an_error(path: Path, most_events: int) -> None:
     calls, spans = big_job(50)
     read = written(path, calls=calls, spans=spans, most_events=most_events)
     # Names are always written.
     assert len(read["traceEvents"]) <= max(most_events, 4 * 8 + 1)
 
 
-def test_a_trace_is_private_and_takes_the_place_of_an_earlier_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_is_private_and_replaces_an_earlier_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A file cannot be renamed from another file system.
     monkeypatch.setattr(tempfile, "tempdir", str(path.parent / "elsewhere"))
     path.write_text("earlier")
@@ -357,12 +357,12 @@ def test_a_trace_is_private_and_takes_the_place_of_an_earlier_one(path: Path, mo
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_a_folder_that_is_gone_is_an_os_error(path: Path) -> None:
+def test_a_missing_folder_is_an_oserror(path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         write_trace(path.parent / "gone" / path.name, calls=[], spans=NO_SPANS, summary=TimingSummary())
 
 
-def test_a_full_disk_leaves_the_earlier_trace_and_nothing_else(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_only_the_earlier_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text("earlier")
 
     class Full(gzip.GzipFile):

@@ -225,6 +225,22 @@ def test_a_rank_that_works_may_be_late_for_a_group_and_one_that_waits_elsewhere_
     assert "crossed-groups" not in found(job(*unknown, waits))
 
 
+def test_ranks_that_create_groups_in_a_circle_wait_for_each_other() -> None:
+    """Each links itself to the next one first, then to the one before."""
+    makers = [scenes.makes_group(GLOO, n, 2) for n in range(4)]
+    links = [(n, (n + 1) % 4) for n in range(4)]
+    pairs = [replace(maker, steps=replace(maker.steps, making=link)) for maker, link in zip(makers, links, strict=True)]
+    told = found(job(*pairs))["crossed-groups"]
+    assert (told.ranks, told.location) == ((0, 1, 2, 3), f"{scenes.USER_FILE}:22 in setup")
+    assert told.summary.startswith(
+        "Rank 0 creates the group of ranks 0-1 and waits for rank 1, rank 1 creates the group"
+    )
+    in_order = [replace(one, steps=replace(one.steps, making=(0, 1))) for one in pairs]
+    assert "crossed-groups" not in found(job(*in_order)), "they create the same group"
+    line = [*pairs[:3], replace(pairs[3], steps=replace(pairs[3].steps, making=()))]
+    assert "crossed-groups" not in found(job(*line)), "rank 3 may still come"
+
+
 def test_in_a_smaller_group_fewer_ranks_wait_whichever_side_is_wrong() -> None:
     """Rank 3 waits in its pair for rank 2, and the three others in the group of all."""
     scene = scenes.call_of_a_pair_left_out(GLOO)

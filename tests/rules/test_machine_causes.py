@@ -260,6 +260,29 @@ def test_a_batch_whose_maker_dies_while_it_hands_it_over() -> None:
     assert rules_found(scenes.late(GLOO, elsewhere)) == ["failed-rank"]
 
 
+def test_a_worker_that_crashed_is_named_with_its_signal_and_line() -> None:
+    """Torch may have been too late to learn the signal; of several workers, the one that its message names counts."""
+    stack = (Frame(file="/usr/lib/torch/worker.py", line=9, function="_worker_loop"), user("decode", 52))
+    ended = (EndedProcess(pid=10, signal="SIGKILL"), EndedProcess(pid=11, signal="SIGSEGV", stack=stack))
+    failed = scenes.failed(GLOO, "RuntimeError", "DataLoader worker (pid(s) 11) exited unexpectedly")
+    ranks = tuple(scenes.with_machine(one, ended=ended) if one.exception else one for one in failed.ranks)
+    finding = first(replace(failed, ranks=ranks))
+    assert (finding.rule, finding.confidence) == ("worker-died", Confidence.CERTAIN)
+    assert finding.location == "/home/me/project/train.py:52 in decode"
+    assert "was killed by a signal (SIGSEGV) at train.py:52 in decode" in finding.summary
+
+
+def test_a_process_that_crashed_while_it_is_waited_for_is_told_with_its_line() -> None:
+    facts = scenes.pool_that_a_dataset_asks(GLOO)
+    ended = (EndedProcess(pid=4711, signal="SIGSEGV", stack=(user("decode", 52),)),)
+    culprit = next(one for one in facts.ranks if one.machine.ended)
+    ranks = tuple(scenes.with_machine(one, ended=ended) if one is culprit else one for one in facts.ranks)
+    finding = first(replace(facts, ranks=ranks))
+    assert (finding.rule, finding.location) == ("worker-died", "/home/me/project/train.py:52 in decode")
+    assert "its child process 4711 was killed by SIGSEGV at train.py:52 in decode" in finding.summary
+    assert first(facts).location == "/home/me/project/train.py:12 in __getitem__"
+
+
 def test_a_child_that_has_exited_by_itself_is_less_sure() -> None:
     facts = scenes.queue_that_nobody_fills(GLOO)
     ended = (EndedProcess(pid=9, exit_code=1),)

@@ -49,7 +49,7 @@ def own_frames(error: BaseException) -> list[str]:
 
 
 @pytest.mark.parametrize("is_there_before", [False, True])
-def test_each_is_looked_at_when_it_has_been_made(seen: list[Any], is_there_before: bool) -> None:
+def test_each_trainer_is_seen_once_after_construction(seen: list[Any], is_there_before: bool) -> None:
     if is_there_before:
         lightning()
     at_import.begin()
@@ -58,7 +58,7 @@ def test_each_is_looked_at_when_it_has_been_made(seen: list[Any], is_there_befor
     assert seen == trainers and seen[1].made == "twice"
 
 
-def test_one_of_a_class_of_the_users_own_too(seen: list[Any]) -> None:
+def test_a_user_subclass_is_seen(seen: list[Any]) -> None:
     at_import.begin()
 
     class Own(lightning().Trainer):  # type: ignore[misc]
@@ -68,7 +68,7 @@ def test_one_of_a_class_of_the_users_own_too(seen: list[Any]) -> None:
     assert seen == [Own()] and type(seen[0]) is Own
 
 
-def test_the_constructor_looks_as_it_did(seen: list[Any]) -> None:
+def test_the_constructor_keeps_its_signature(seen: list[Any]) -> None:
     expected = inspect.signature(lightning().Trainer)
     del sys.modules[NAME]
     at_import.begin()
@@ -79,7 +79,7 @@ def test_the_constructor_looks_as_it_did(seen: list[Any]) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 puts the frame back")
-def test_the_error_of_a_constructor_has_no_frame_of_ours(seen: list[Any]) -> None:
+def test_a_constructor_error_has_no_own_frame(seen: list[Any]) -> None:
     at_import.begin()
     with pytest.raises(ValueError, match="cannot be made") as raised:
         lightning().Trainer(made="badly")
@@ -88,7 +88,7 @@ def test_the_error_of_a_constructor_has_no_frame_of_ours(seen: list[Any]) -> Non
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 puts the frame back")
-def test_the_error_of_an_import_has_none_and_the_next_import_works(seen: list[Any], tmp_path: Path) -> None:
+def test_an_import_error_has_no_own_frame_and_the_next_import_works(seen: list[Any], tmp_path: Path) -> None:
     source = tmp_path / f"{NAME}.py"
     source.write_text("raise OSError('not now')")
     at_import.begin()
@@ -99,19 +99,19 @@ def test_the_error_of_an_import_has_none_and_the_next_import_works(seen: list[An
     assert lightning().Trainer() is seen[0]
 
 
-def test_nothing_is_left_on_what_has_loaded_it(seen: list[Any]) -> None:
+def test_the_module_loader_is_restored(seen: list[Any]) -> None:
     at_import.begin()
     assert "exec_module" not in vars(lightning().__spec__.loader)
 
 
-def test_other_modules_are_none_of_its_business(seen: list[Any]) -> None:
+def test_other_modules_are_ignored(seen: list[Any]) -> None:
     at_import.begin()
     assert type(sys.meta_path[0]).__module__ == at_import.__name__
     assert sys.meta_path[0].find_spec("json", None) is None
 
 
-def test_they_are_lightnings() -> None:
-    """In the source of those of its packages that are installed."""
+def test_the_watched_classes_exist_in_lightning() -> None:
+    """They are looked up in the source of the installed packages."""
     for name, (kind, _) in at_import._ON_NEW.items():
         package, *path = name.split(".")
         found = importlib.util.find_spec(package)
@@ -138,7 +138,7 @@ def started(python: Path, **variables: str) -> tuple[str, str]:
     return done.stdout.partition("\n")[0], done.stdout.partition("\n")[2] + done.stderr
 
 
-def test_a_program_without_lightning_is_untouched(installed: Path) -> None:
+def test_a_program_without_lightning_is_unaffected(installed: Path) -> None:
     is_there, other = started(installed)
     assert is_there == "False"
     assert started(installed, NCCLSAFE="0") == started(installed, NCCLSAFE="") == ("False", other)

@@ -72,7 +72,7 @@ def trainer_with(strategy: str | Strategy = "ddp_fork", **kwargs: Any) -> L.Trai
 
 
 @pytest.mark.parametrize("name", DDP_NAMES)
-def test_whatever_its_name_was_nothing_of_it_is_lost(name: str, said: Said) -> None:
+def test_a_named_strategy_keeps_all_its_attributes(name: str, said: Said) -> None:
     strategy = (trainer := trainer_with(name)).strategy
     before, kind, launcher = dict(vars(strategy)), type(strategy), strategy.launcher
     guard_trainer(trainer)
@@ -84,16 +84,16 @@ def test_whatever_its_name_was_nothing_of_it_is_lost(name: str, said: Said) -> N
     assert said() == []
 
 
-def test_among_the_names_are_those_that_are_used() -> None:
+def test_the_ddp_names_include_the_common_ones() -> None:
     assert {"ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true"} <= {*DDP_NAMES}
 
 
-def test_several_devices_are_guarded_where_the_strategy_is_left_to_lightning() -> None:
+def test_several_devices_with_an_automatic_strategy_are_guarded() -> None:
     guard_trainer(trainer := trainer_with("auto"))
     assert guards(trainer.strategy) and isinstance(trainer.strategy, DDPStrategy)
 
 
-def test_an_instance_keeps_all_its_arguments() -> None:
+def test_a_strategy_instance_keeps_all_its_arguments() -> None:
     def hook(state: object, bucket: Any) -> Any: ...
 
     environment = LightningEnvironment()
@@ -120,13 +120,13 @@ def test_an_instance_keeps_all_its_arguments() -> None:
     ("strategy", "communicates"),
     [(DDPStrategy(), False), (FSDPStrategy(), True), (ModelParallelStrategy(tensor_parallel_size=1), True)],
 )
-def test_what_splits_the_model_is_known_as_such(strategy: Any, communicates: bool) -> None:
-    """As their own classes of this package are; of FSDP there is no Trainer without a GPU."""
+def test_model_sharding_strategies_are_recognised(strategy: Any, communicates: bool) -> None:
+    """As with this package's own classes; there is no FSDP Trainer without a GPU."""
     guard_trainer(SimpleNamespace(strategy=strategy, callbacks=[]))
     assert guards(strategy) and strategy.forward_communicates is communicates
 
 
-def test_a_class_of_the_users_own_does_what_it_did() -> None:
+def test_a_user_strategy_class_keeps_its_behaviour() -> None:
     strategy = OwnDDP(41, start_method="fork")
     guard_trainer(trainer_with(strategy))
     assert guards(strategy) and isinstance(strategy, OwnDDP) and type(strategy).__name__ == "OwnDDP"
@@ -135,7 +135,7 @@ def test_a_class_of_the_users_own_does_what_it_did() -> None:
 
 
 @pytest.mark.parametrize(("kind", "arguments"), [(DDPStrategy, ()), (OwnDDP, (41,))])
-def test_spawned_ranks_and_copies_have_it_too(kind: type, arguments: tuple[int, ...]) -> None:
+def test_spawned_ranks_and_copies_are_guarded(kind: type, arguments: tuple[int, ...]) -> None:
     strategy = kind(*arguments, start_method="spawn")
     guard_trainer(trainer_with(strategy))
     for protocol in (2, pickle.HIGHEST_PROTOCOL):
@@ -148,7 +148,7 @@ def test_spawned_ranks_and_copies_have_it_too(kind: type, arguments: tuple[int, 
             assert vars(other).keys() == vars(strategy).keys()
 
 
-def test_one_of_ours_is_left_as_it_is(said: Said) -> None:
+def test_a_safe_strategy_is_unchanged(said: Said) -> None:
     strategy = SafeDDP(suspect_after=33, start_method="fork")
     guard_trainer(trainer_with(strategy))
     assert type(strategy) is SafeDDP and guard_of(strategy).limits.suspect_after_s == 33.0
@@ -171,7 +171,7 @@ def test_other_strategies_are_not_guarded(kind: type) -> None:
         guarded_class(kind)
 
 
-def test_one_device_needs_no_guard_which_is_said_once(said: Said) -> None:
+def test_one_device_needs_no_guard_and_a_message_is_printed_once(said: Said) -> None:
     for _ in range(2):
         guard_trainer(trainer := trainer_with("auto", devices=1))
         assert type(trainer.strategy).__name__ == "SingleDeviceStrategy"
@@ -179,7 +179,7 @@ def test_one_device_needs_no_guard_which_is_said_once(said: Said) -> None:
     assert said() == [line]
 
 
-def test_a_launcher_of_the_users_own_is_not_watched(said: Said) -> None:
+def test_a_user_launcher_is_not_guarded(said: Said) -> None:
     class Ours(_Launcher):
         is_interactive_compatible = True
 
@@ -196,7 +196,7 @@ def test_a_launcher_of_the_users_own_is_not_watched(said: Said) -> None:
     assert said() == ["this Trainer runs without the guard: the ranks of Launched are started by Ours"]
 
 
-def test_where_the_limits_do_not_fit_the_strategy_is_as_it_was(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+def test_invalid_limits_leave_the_strategy_unchanged(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     monkeypatch.setenv("NCCLSAFE_SUSPECT_AFTER", "60")
     strategy = (trainer := trainer_with(DDPStrategy(start_method="fork", timeout=timedelta(seconds=30)))).strategy
     before = dict(vars(strategy))
@@ -206,7 +206,7 @@ def test_where_the_limits_do_not_fit_the_strategy_is_as_it_was(monkeypatch: pyte
     assert "without the guard: suspect_after=60.0 is 60 s, but it must be less than timeout=" in line
 
 
-def test_what_fails_in_ours_is_said_and_training_goes_on(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+def test_a_guard_failure_is_printed_and_training_continues(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("no")
 
@@ -218,7 +218,7 @@ def test_what_fails_in_ours_is_said_and_training_goes_on(monkeypatch: pytest.Mon
     assert line.startswith("the guard failed and is off; training continues: OSError('no')")
 
 
-def test_a_wrong_variable_is_said_once_by_one_rank(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
+def test_a_wrong_variable_is_reported_once_by_one_rank(monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     monkeypatch.setenv("NCCLSAFE", "banana\n")
     trainers = [trainer_with(), trainer_with()]
     for trainer in trainers:
@@ -232,7 +232,7 @@ def test_a_wrong_variable_is_said_once_by_one_rank(monkeypatch: pytest.MonkeyPat
     assert said() == []
 
 
-def test_of_fabric_it_is_said_that_it_is_not_guarded(said: Said) -> None:
+def test_an_unguarded_fabric_is_reported_once(said: Said) -> None:
     say_of_fabric()
     say_of_fabric()
     assert said() == ["Fabric runs without the guard, which supports Trainers only"]
@@ -245,7 +245,7 @@ def added(trainer: L.Trainer) -> list[str]:
     return [type(each).__name__ for each in trainer.callbacks[: len(trainer.callbacks) - len(before)]]
 
 
-def test_callbacks_are_added_before_the_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_are_added_before_user_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert added(trainer_with()) == []
     monkeypatch.setenv("NCCLSAFE_CALLBACKS", "recommended")
     assert added(trainer_with()) == [type(each).__name__ for each in safe_callbacks()]
@@ -254,7 +254,7 @@ def test_callbacks_are_added_before_the_programs_own(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_list_of_the_users_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_callback_list_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCLSAFE_CALLBACKS", "LoaderTuner")
     theirs: list[Any] = [EarlyStopping("loss")]
     trainer = trainer_with(callbacks=theirs)
@@ -262,7 +262,7 @@ def test_a_list_of_the_users_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> 
     assert added(trainer) == ["LoaderTuner"] and theirs == after_lightning
 
 
-def test_what_the_program_has_already_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_the_program_already_has_are_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     class OwnTuner(LoaderTuner):
         pass
 
@@ -270,7 +270,7 @@ def test_what_the_program_has_already_is_not_added(monkeypatch: pytest.MonkeyPat
     assert added(trainer_with(callbacks=[CollectiveTimer(), OwnTuner()])) == ["LoggerOffload"]
 
 
-def test_callbacks_have_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_get_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '[{"class_path": "CollectiveTimer", "init_args": {"trace": false, "every_n_steps": 7}}, "recommended",'
     path = "lightning.pytorch.callbacks.EarlyStopping"
     monkeypatch.setenv("NCCLSAFE_CALLBACKS", f'{text} {{"class_path": "{path}", "init_args": {{"monitor": "loss"}}}}]')
@@ -289,7 +289,7 @@ def test_callbacks_have_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None
         ("not_there.Callback", "No module named 'not_there'"),
     ],
 )
-def test_without_a_callback_that_cannot_be_made_there_is_still_the_guard(
+def test_an_invalid_callback_does_not_prevent_the_guard(
     text: str, why: str, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     monkeypatch.setenv("NCCLSAFE_CALLBACKS", text)
@@ -299,6 +299,6 @@ def test_without_a_callback_that_cannot_be_made_there_is_still_the_guard(
     assert line.startswith("no callback was added to the Trainer: ") and why in line
 
 
-def test_one_device_has_no_callbacks_that_need_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_device_gets_no_callbacks_that_need_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCLSAFE_CALLBACKS", "recommended")
     assert added(trainer_with("auto", devices=1)) == []

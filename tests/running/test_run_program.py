@@ -35,7 +35,7 @@ end()
         (["-m", "package.about_itself"], "raise"),
     ],
 )
-def test_a_program_is_as_python_runs_it(program: list[str], end: str, installed: Path, tmp_path: Path) -> None:
+def test_a_program_runs_as_under_python(program: list[str], end: str, installed: Path, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     for folder in (tmp_path, tmp_path / "package"):
         (folder / "about_itself.py").write_text(ABOUT_ITSELF)
@@ -104,7 +104,7 @@ def trained_as_stock(programs: Programs, program: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     "program", [pytest.param(one, marks=pytest.mark.program(*one), id=one[0]) for one in (FORKED, POPEN, OWN_SPAWN)]
 )
-def test_all_ranks_train_the_same_and_are_guarded(program: tuple[str, ...], programs: Programs) -> None:
+def test_guarded_ranks_train_like_stock(program: tuple[str, ...], programs: Programs) -> None:
     output = trained_as_stock(programs, program)
     assert output.count("[ncclsafe] watching 2 ranks: reports a wait of 77 s") == output.count("[ncclsafe]") == 1
     assert sorted(re.findall(r"rank \d is guarded: (?:True|False)", output)) == [
@@ -115,7 +115,7 @@ def test_all_ranks_train_the_same_and_are_guarded(program: tuple[str, ...], prog
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.program(*STOCK)
 @pytest.mark.program(*WITH_CALLBACKS)
-def test_with_recommended_callbacks_too(programs: Programs) -> None:
+def test_ranks_with_recommended_callbacks_train_like_stock(programs: Programs) -> None:
     output = trained_as_stock(programs, WITH_CALLBACKS)
     assert "callbacks HostPreflight DatasetAgreement LoaderTuner LoggerOffload CollectiveTimer" in output
 
@@ -123,8 +123,8 @@ def test_with_recommended_callbacks_too(programs: Programs) -> None:
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.program(*STOCK)
 @pytest.mark.program(*ON_ONE_RANK)
-def test_where_a_rank_is_without_all_are(programs: Programs) -> None:
-    """And train as ever."""
+def test_the_guard_is_off_on_all_ranks_if_one_lacks_it(programs: Programs) -> None:
+    """They train as without the guard."""
     output = trained_as_stock(programs, ON_ONE_RANK)
     (_, line) = (line for line in output.splitlines() if "[ncclsafe]" in line)
     assert line.startswith("[ncclsafe] not all ranks have the guard, so it is off on all of them"), output
@@ -132,7 +132,7 @@ def test_where_a_rank_is_without_all_are(programs: Programs) -> None:
 
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.program(*HANG)
-def test_a_hang_is_told(outcome: Outcome) -> None:
+def test_a_hang_is_reported(outcome: Outcome) -> None:
     assert outcome.codes != [0]
     assert "[ncclsafe] rank-zero-only-work: Rank 0 is working alone" in outcome.output, outcome.output
     assert "stock_fit.py:" in outcome.output and outcome.weights == []

@@ -17,7 +17,7 @@ def callback(name: str, **arguments: Any) -> WantedCallback:
     return WantedCallback(name=name, arguments=arguments)
 
 
-def test_nothing_more_need_be_said() -> None:
+def test_one_variable_is_enough() -> None:
     assert (wanted(ON).callbacks, wanted(ON).guard) == ((), {})
     assert wanted({**ON, "NCCLSAFE_TIMEOUT": "", "NCCLSAFE_CALLBACKS": ""}) == wanted(ON)
 
@@ -32,11 +32,11 @@ def test_nothing_more_need_be_said() -> None:
         ("phase_timeouts", "init=600, train=1e2", PhaseTimeouts(init=600.0, train=100.0)),
     ],
 )
-def test_arguments_of_the_strategy(name: str, text: str, value: object) -> None:
+def test_strategy_arguments_are_read(name: str, text: str, value: object) -> None:
     assert wanted({**ON, f"NCCLSAFE_{name.upper()}": text}).guard == {name: value}
 
 
-def test_all_that_the_guard_takes_can_be_said() -> None:
+def test_every_guard_argument_has_a_variable() -> None:
     takes = set(GuardedStrategy.take_guard.__annotations__) - {"return", "sigterm_broadcast"}
     assert {option.name for option in OPTIONS} == takes | {"timeout", "callbacks"}
 
@@ -53,11 +53,11 @@ def test_all_that_the_guard_takes_can_be_said() -> None:
         ),
     ],
 )
-def test_callbacks(text: str, found: tuple[WantedCallback, ...]) -> None:
+def test_callbacks_are_read(text: str, found: tuple[WantedCallback, ...]) -> None:
     assert wanted({**ON, "NCCLSAFE_CALLBACKS": text}).callbacks == found
 
 
-def test_all_callbacks_of_ours_are_known_by_their_names() -> None:
+def test_all_public_callbacks_have_names() -> None:
     public = {name: getattr(lightning_ncclsafe, name) for name in lightning_ncclsafe.__all__}
     assert {*CALLBACKS} == {name for name, it in public.items() if isinstance(it, type) and issubclass(it, Callback)}
 
@@ -84,7 +84,7 @@ def test_all_callbacks_of_ours_are_known_by_their_names() -> None:
         ("_CALLBACKS", "[" * 100_000, "it starts like a JSON list, but is not valid JSON"),
     ],
 )
-def test_a_wrong_value_is_named_with_what_is_allowed(name: str, text: str, said: str) -> None:
+def test_a_wrong_value_is_reported_with_the_allowed_ones(name: str, text: str, said: str) -> None:
     with pytest.raises(ValueError) as raised:
         wanted({**ON, f"NCCLSAFE{name}": text})
     words = str(raised.value)
@@ -92,13 +92,13 @@ def test_a_wrong_value_is_named_with_what_is_allowed(name: str, text: str, said:
 
 
 @pytest.mark.parametrize("text", ["\x1b[31m\n\rred", "\u202e" * 9, "x" * 1_000_000, "\udcff"])
-def test_whatever_the_value_is_the_error_is_one_harmless_line(text: str) -> None:
+def test_the_error_for_any_value_is_one_printable_line(text: str) -> None:
     for name in ("NCCLSAFE", "NCCLSAFE_TIMEOUT", "NCCLSAFE_CALLBACKS", "NCCLSAFE_PHASE_TIMEOUTS"):
         with pytest.raises(ValueError) as raised:
             wanted({**ON, name: text})
         assert str(raised.value).isprintable() and len(str(raised.value)) < 600
 
 
-def test_limits_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_limits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"suspect_after=60\.0 is 60 s, but it must be less than timeout=30\.0"):
         wanted({**ON, "NCCLSAFE_SUSPECT_AFTER": "60", "NCCLSAFE_TIMEOUT": "30"})

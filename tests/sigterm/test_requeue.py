@@ -30,12 +30,12 @@ def requeue(ranks: int, environ: dict[str, str], exchange: type[MemoryExchange] 
     return said
 
 
-def test_one_rank_asks_for_all(asked: Path) -> None:
+def test_one_rank_requeues_for_all(asked: Path) -> None:
     assert requeue(3, {"SLURM_JOB_ID": "4711"}) == ["rank 0 requeued SLURM job 4711"]
     assert asked.read_text() == "requeue 4711\n"
 
 
-def test_a_task_of_an_array_is_queued_again_alone(asked: Path) -> None:
+def test_an_array_task_is_requeued_alone(asked: Path) -> None:
     requeue(1, {"SLURM_JOB_ID": "4712", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "1"})
     assert asked.read_text() == "requeue 4711_1\n"
 
@@ -50,7 +50,7 @@ class Lost(MemoryExchange):
         raise ExchangeError("its host is gone")
 
 
-def test_without_an_exchange_rank_0_asks(asked: Path) -> None:
+def test_without_an_exchange_rank_0_requeues(asked: Path) -> None:
     requeue(3, {"SLURM_JOB_ID": "4711"}, Lost)
     assert asked.read_text() == "requeue 4711\n"
 
@@ -61,7 +61,7 @@ def test_without_slurm_nothing_is_requeued(asked: Path) -> None:
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_slurms_signal_stops_before_the_next_batch(takes: bool) -> None:
+def test_the_slurm_signal_stops_before_the_next_batch(takes: bool) -> None:
     trainer, agreement, saved = Trainer(), Agreement(), list[int]()
     connector = trainer._signal_connector
     connector._slurm_sigusr_handler_fn = lambda signum, frame: saved.append(signum)  # type: ignore[attr-defined]

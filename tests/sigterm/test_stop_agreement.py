@@ -150,14 +150,14 @@ def test_all_ranks_stop_before_the_same_batch(lead: int, batches: list[Position]
     assert stopped > 100, "not only at the end"
 
 
-def test_without_a_signal_no_rank_stops_and_only_one_key_is_looked_at() -> None:
+def test_without_a_signal_no_rank_stops_and_only_one_key_is_read() -> None:
     ranks = ranks_of(training(20))
     run_on(ranks, random.Random(0), lead=3)
     assert all(rank.begun == 20 for rank in ranks)
     assert {key for rank in ranks for key in rank.exchange.asked_for} == {"stop/asked"}
 
 
-def test_the_batch_is_the_next_one_of_the_rank_that_is_furthest() -> None:
+def test_all_ranks_stop_at_the_next_batch_of_the_furthest_rank() -> None:
     ranks = ranks_of(training(20))
     for rank, batches in zip(ranks, (3, 5, 4, 3), strict=True):
         for _ in range(batches):
@@ -171,7 +171,7 @@ def test_the_batch_is_the_next_one_of_the_rank_that_is_furthest() -> None:
     assert all(rank.has_stopped for rank in ranks)
 
 
-def test_the_rank_that_received_the_signal_is_printed_once() -> None:
+def test_the_signalled_rank_is_printed_once() -> None:
     ranks = ranks_of(training(20))
     for rank in (ranks[2], ranks[1]):
         rank.agreement.receive()
@@ -188,7 +188,7 @@ def test_the_rank_that_received_the_signal_is_printed_once() -> None:
     assert all(rank.agreement.is_asked for rank in ranks)
 
 
-def test_a_rank_that_has_left_keeps_no_rank_waiting() -> None:
+def test_a_rank_that_left_does_not_block_the_others() -> None:
     ranks = ranks_of(training(20))
     gone, *others = (ranks[1], ranks[0], *ranks[2:])
     for _ in range(2):
@@ -204,7 +204,7 @@ def test_a_rank_that_has_left_keeps_no_rank_waiting() -> None:
     assert all(rank.has_stopped for rank in others)
 
 
-def test_a_call_that_has_ended_leaves(tmp_path: Path) -> None:
+def test_a_finished_call_leaves_the_agreement(tmp_path: Path) -> None:
     (rank, *_) = ranks_of(training(20))
     trainer = SimpleNamespace(default_root_dir=tmp_path)
     limits = Limits(suspect_after_s=5, timeout_s=10, on_timeout="abort")
@@ -215,7 +215,7 @@ def test_a_call_that_has_ended_leaves(tmp_path: Path) -> None:
     assert rank.exchange.get_many(["stop/promise/0", "stop/knows/0"]) == {"stop/promise/0": b"1,0", "stop/knows/0": b""}
 
 
-def test_the_host_of_the_store_goes_last() -> None:
+def test_the_store_host_leaves_last() -> None:
     ranks = ranks_of(training(20))
     host, late = ranks[0], ranks[2]
     host.agreement.receive()
@@ -231,7 +231,7 @@ def test_the_host_of_the_store_goes_last() -> None:
     assert [rank.may_go_on for rank in ranks] == [True, True, True, True]
 
 
-def test_ranks_that_predict_stop_each_before_its_next_batch() -> None:
+def test_predicting_ranks_each_stop_before_their_next_batch() -> None:
     ranks = ranks_of(training(20), each_alone=True)
     for rank, batches in zip(ranks, (3, 5, 4, 0), strict=True):
         for _ in range(batches):
@@ -252,7 +252,7 @@ def give_up(ranks: list[Rank]) -> list[tuple[int, bool]]:
     return [(rank.begun, rank.has_stopped) for rank in ranks]
 
 
-def test_where_a_rank_never_promises_those_that_were_sent_the_signal_stop_alone() -> None:
+def test_without_an_agreement_only_signalled_ranks_stop() -> None:
     ranks = ranks_of(training(20), deadline_s=0)
     ranks[0].agreement.receive()
     settle(ranks[:3])
@@ -261,11 +261,11 @@ def test_where_a_rank_never_promises_those_that_were_sent_the_signal_stop_alone(
     assert ranks[0].said[1].startswith("rank 0 stops alone: a rank received SIGTERM, but the ranks did not agree")
     assert ranks[1].said[0].startswith("rank 1 continues alone: ")
     settle(ranks)
-    assert give_up(ranks) == [(0, True), (4, False), (4, False), (4, False)], "what came too late changes nothing"
+    assert give_up(ranks) == [(0, True), (4, False), (4, False), (4, False)], "late answers change nothing"
 
 
 def test_no_rank_gives_up_once_all_have_agreed() -> None:
-    """The decision is there, and has not come to this rank yet."""
+    """The decision exists, but has not reached this rank yet."""
     ranks = ranks_of(training(20), deadline_s=0)
     for _ in range(3):
         ranks[0].step()
@@ -290,7 +290,7 @@ def test_no_rank_agrees_once_one_has_given_up() -> None:
 
 
 @pytest.mark.parametrize("key", ["stop/asked", "stop/promise", "stop/decision", "stop/knows", "stop"])
-def test_no_rank_waits_forever_if_the_exchange_is_lost(key: str) -> None:
+def test_a_lost_exchange_does_not_block_any_rank(key: str) -> None:
     ranks = ranks_of(training(20), deadline_s=0.05)
     ranks[1].agreement.receive()
     for rank in ranks:
@@ -304,7 +304,7 @@ def test_no_rank_waits_forever_if_the_exchange_is_lost(key: str) -> None:
     assert not any("the agreement on where to stop failed" in line for rank in ranks for line in rank.said)
 
 
-def test_a_call_of_the_exchange_that_fails_is_made_again() -> None:
+def test_failed_exchange_calls_are_retried() -> None:
     ranks = ranks_of(training(20))
     ranks[1].agreement.receive()
     for key in ("stop/asked", "stop/promise", "stop/decision", "stop/knows", None):
@@ -318,7 +318,7 @@ def test_a_call_of_the_exchange_that_fails_is_made_again() -> None:
     assert all(rank.has_stopped for rank in ranks)
 
 
-def test_a_rank_whose_watch_is_off_stops_alone_when_it_was_sent_the_signal() -> None:
+def test_a_signalled_rank_without_a_watch_stops_alone() -> None:
     ranks = ranks_of(training(20), deadline_s=0)
     ranks[0].agreement.receive()
     assert give_up(ranks[:1]) == [(0, True)]
@@ -326,7 +326,7 @@ def test_a_rank_whose_watch_is_off_stops_alone_when_it_was_sent_the_signal() -> 
     assert give_up(ranks[1:]) == [(2, False)] * 3
 
 
-def test_a_failure_of_its_own_is_printed_once_and_does_no_harm() -> None:
+def test_an_internal_failure_is_printed_once_and_harmless() -> None:
     rank = ranks_of(training(20), deadline_s=0)[0]
     rank.exchange.set_if_absent("stop/asked", b"nonsense")
     for _ in range(3):
@@ -356,8 +356,8 @@ def watch() -> Iterator[list[StopAgreement]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_threads_that_meet_in_a_collective_stop_before_the_same_batch(watch: list[StopAgreement], seed: int) -> None:
-    """Every fourth batch they wait for one another, so that some wait there while others wait for the decision."""
+def test_threads_meeting_in_collectives_stop_before_the_same_batch(watch: list[StopAgreement], seed: int) -> None:
+    """Every fourth batch has a collective, so some ranks wait there while others wait for the decision."""
     chance = random.Random(seed)
     shared, collective = SharedMemory(), threading.Barrier(WORLD)
     ranks = [Rank(shared, number, training(100_000), hosts_store=number == 0) for number in range(WORLD)]
@@ -381,7 +381,7 @@ def test_threads_that_meet_in_a_collective_stop_before_the_same_batch(watch: lis
     assert begun[0] >= min(signals.values())
 
 
-def test_the_rank_that_was_sent_the_signal_is_named_and_not_one_that_it_has_passed_it_on_to() -> None:
+def test_the_first_signalled_rank_is_named_and_not_a_forwarded_one() -> None:
     ranks = ranks_of(training(20))
 
     def pass_on() -> None:
@@ -397,7 +397,7 @@ def test_the_rank_that_was_sent_the_signal_is_named_and_not_one_that_it_has_pass
     ]
 
 
-def test_the_signal_is_passed_on_once_and_also_without_an_exchange() -> None:
+def test_the_signal_is_forwarded_once_even_without_an_exchange() -> None:
     ranks, passed_on = ranks_of(training(20)), list[int]()
     ranks[0].exchange.close()
     ranks[0].agreement.receive(lambda: passed_on.append(1))
@@ -407,7 +407,7 @@ def test_the_signal_is_passed_on_once_and_also_without_an_exchange() -> None:
     assert passed_on == [1]
 
 
-def test_a_rank_whose_watch_is_off_passes_the_signal_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_watch_forwards_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_PASSED_ON_S", -1.0)
     ranks, passed_on = ranks_of(training(20)), list[int]()
     ranks[0].agreement.receive(lambda: passed_on.append(1))

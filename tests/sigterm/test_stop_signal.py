@@ -120,7 +120,7 @@ def test_nothing_is_broadcast(trainer: Trainer, stop: StopSignal) -> None:
     assert trainer.loop.broadcasts == 0
 
 
-def test_batches_of_evaluation_are_counted_from_zero_after_each_of_training(
+def test_evaluation_batches_are_counted_from_zero_per_training_batch(
     trainer: Trainer, agreement: Agreement, stop: StopSignal
 ) -> None:
     stop.before_evaluation_batch()
@@ -132,7 +132,7 @@ def test_batches_of_evaluation_are_counted_from_zero_after_each_of_training(
     assert agreement.positions == [(0, 1), (1, 0), (2, 0), (2, 1), (2, 2), (3, 0)]
 
 
-def test_it_ends_before_a_batch_of_training(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+def test_training_stops_before_a_batch(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
     trainer.loop.advance("first")
     trainer.signal()
     assert not trainer._signal_connector.received_sigterm, "or Lightning would end this rank alone"
@@ -145,7 +145,7 @@ def test_it_ends_before_a_batch_of_training(trainer: Trainer, agreement: Agreeme
     assert trainer._signal_connector.handled == []
 
 
-def test_it_ends_before_a_batch_of_evaluation(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+def test_evaluation_stops_before_a_batch(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
     stop.before_evaluation_batch()
     trainer.signal()
     agreement.poll()
@@ -154,7 +154,7 @@ def test_it_ends_before_a_batch_of_evaluation(trainer: Trainer, agreement: Agree
     assert trainer._signal_connector.received_sigterm
 
 
-def test_it_ends_after_an_epoch(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+def test_training_stops_after_an_epoch(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
     trainer.loop.advance("last")
     trainer.fit_loop.on_advance_end()
     trainer.loop.advance("last")
@@ -162,11 +162,11 @@ def test_it_ends_after_an_epoch(trainer: Trainer, agreement: Agreement, stop: St
     agreement.poll()
     with pytest.raises(Stopped):
         trainer.fit_loop.on_advance_end()
-    assert trainer.fit_loop.epochs == 2, "the end of the epoch is no place to leave things undone"
+    assert trainer.fit_loop.epochs == 2, "the end of the epoch is completed"
     assert agreement.positions == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-def test_the_signal_may_strike_where_our_own_lock_is_held(
+def test_a_signal_while_our_lock_is_held_does_not_deadlock(
     trainer: Trainer, agreement: Agreement, stop: StopSignal
 ) -> None:
     with agreement._lock:
@@ -177,13 +177,13 @@ def test_the_signal_may_strike_where_our_own_lock_is_held(
     assert agreement.is_asked
 
 
-def test_a_signal_that_was_too_late_for_a_batch_is_known_after_it(trainer: Trainer, stop: StopSignal) -> None:
+def test_a_late_signal_is_passed_to_lightning_on_detach(trainer: Trainer, stop: StopSignal) -> None:
     trainer.signal()
     stop.detach()
     assert trainer._signal_connector.received_sigterm
 
 
-def test_without_a_signal_nothing_is_known_afterwards(trainer: Trainer, stop: StopSignal) -> None:
+def test_without_a_signal_lightning_sees_none(trainer: Trainer, stop: StopSignal) -> None:
     trainer.loop.advance("batch")
     stop.detach()
     assert not trainer._signal_connector.received_sigterm
@@ -197,13 +197,13 @@ def test_launched_processes_get_the_signal_once(trainer: Trainer, agreement: Agr
     assert trainer.killed == [signal.SIGTERM]
 
 
-def test_a_rank_that_launched_no_process(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+def test_a_rank_without_a_launcher_accepts_the_signal(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
     trainer.strategy.launcher = None
     trainer.signal()
     assert agreement.is_asked
 
 
-def test_lightning_is_as_it_was_afterwards(trainer: Trainer, stop: StopSignal) -> None:
+def test_detaching_restores_lightning(trainer: Trainer, stop: StopSignal) -> None:
     handler = trainer._signal_connector._sigterm_notifier_fn
     stop.detach()
     assert {*vars(trainer._signal_connector)} == {*vars(Connector())}
@@ -212,10 +212,10 @@ def test_lightning_is_as_it_was_afterwards(trainer: Trainer, stop: StopSignal) -
     trainer.loop.advance("batch")
     handler(signal.SIGTERM, None)
     assert trainer.loop.broadcasts == 1
-    assert trainer._signal_connector.handled == [signal.SIGTERM], "whoever has kept the handler has Lightning's again"
+    assert trainer._signal_connector.handled == [signal.SIGTERM], "a kept reference to the handler is Lightning's again"
 
 
-def test_a_lightning_that_does_not_broadcast(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
+def test_a_lightning_without_broadcast_is_supported(trainer: Trainer, agreement: Agreement, stop: StopSignal) -> None:
     stop.detach()
     trainer.fit_loop.epoch_loop = SimpleNamespace(advance=lambda batch: batch)
     stop.attach()
@@ -228,7 +228,7 @@ def test_a_lightning_that_does_not_broadcast(trainer: Trainer, agreement: Agreem
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))])
-def test_a_copy_has_its_own_method_again(copied: Callable[[Loop], Loop]) -> None:
+def test_a_copy_has_the_original_method(copied: Callable[[Loop], Loop]) -> None:
     loop = Loop()
     ReplacedMethod(loop, "_broadcast_sigterm_tensor", print)
     other = copied(loop)
@@ -236,7 +236,7 @@ def test_a_copy_has_its_own_method_again(copied: Callable[[Loop], Loop]) -> None
     assert (loop.broadcasts, other.broadcasts) == (0, 1)
 
 
-def test_what_was_there_before_is_restored() -> None:
+def test_an_instance_attribute_is_restored() -> None:
     loop = Loop()
     loop._broadcast_sigterm_tensor = (before := lambda: None)  # type: ignore[method-assign]
     ReplacedMethod(loop, "_broadcast_sigterm_tensor", print).remove()
@@ -253,8 +253,8 @@ def handled(trainer: Trainer, stop: StopSignal) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handled")
-def test_a_pool_that_a_hook_has_forked_can_be_ended(trainer: Trainer) -> None:
-    """Its processes would inherit the handler: that of a rank does not end the process."""
+def test_a_pool_forked_by_a_hook_can_be_terminated(trainer: Trainer) -> None:
+    """Its processes would inherit the rank's handler, which does not end a process."""
     fork = multiprocessing.get_context("fork")
     runs = fork.Event()
     child = fork.Process(target=lambda: runs.set() or threading.Event().wait(60.0))
@@ -269,8 +269,8 @@ def test_a_pool_that_a_hook_has_forked_can_be_ended(trainer: Trainer) -> None:
 
 
 @pytest.mark.usefixtures("handled")
-def test_a_forked_process_that_is_ended_at_once_ends() -> None:
-    """Python forgets what is pending in a process that it has just forked, where it handles the signal itself."""
+def test_a_forked_process_terminated_at_once_ends() -> None:
+    """Python drops pending signals in a process it has just forked if it handles them itself."""
     fork = multiprocessing.get_context("fork")
     for _ in range(20):
         child = fork.Process(target=threading.Event().wait, args=(60.0,))
@@ -283,7 +283,7 @@ def test_a_forked_process_that_is_ended_at_once_ends() -> None:
 
 
 @pytest.mark.usefixtures("handled")
-def test_a_fork_leaves_the_rank_its_signals() -> None:
+def test_a_fork_does_not_change_the_ranks_signals() -> None:
     child = multiprocessing.get_context("fork").Process(target=int)
     child.start()
     child.join(20.0)
@@ -291,7 +291,7 @@ def test_a_fork_leaves_the_rank_its_signals() -> None:
 
 
 @pytest.mark.usefixtures("handled")
-def test_a_forked_process_has_the_handler_from_before_the_trainer(trainer: Trainer) -> None:
+def test_a_forked_process_has_the_original_handler(trainer: Trainer) -> None:
     trainer._signal_connector._original_handlers[signal.SIGTERM] = signal.SIG_IGN
     fork = multiprocessing.get_context("fork")
     is_ignored = fork.Value("b", False)
@@ -331,7 +331,7 @@ def within_c(act: Callable[[], None]) -> None:
     thread.join(30)
 
 
-def test_a_signal_is_heard_while_the_main_thread_is_stuck(
+def test_a_signal_is_noticed_while_the_main_thread_is_stuck(
     composed: None, trainer: Trainer, agreement: Agreement, stop: StopSignal
 ) -> None:
     """In a collective, for instance: a job that hangs is ended by its scheduler's SIGTERM."""
@@ -352,7 +352,7 @@ def test_a_signal_is_heard_while_the_main_thread_is_stuck(
         trainer.loop.advance("next")
 
 
-def test_one_that_is_no_longer_the_trainers_is_not_taken(agreement: Agreement, stop: StopSignal) -> None:
+def test_a_signal_with_a_replaced_handler_is_ignored(agreement: Agreement, stop: StopSignal) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -362,7 +362,7 @@ def test_one_that_is_no_longer_the_trainers_is_not_taken(agreement: Agreement, s
         signal.signal(signal.SIGTERM, before)
 
 
-def test_what_wakes_an_event_loop_is_left_to_it(trainer: Trainer, agreement: Agreement) -> None:
+def test_a_wakeup_fd_of_an_event_loop_is_kept(trainer: Trainer, agreement: Agreement) -> None:
     read, write = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(write)
     try:
@@ -377,7 +377,7 @@ def test_what_wakes_an_event_loop_is_left_to_it(trainer: Trainer, agreement: Agr
         os.close(write)
 
 
-def test_no_file_is_left_and_a_process_that_is_forked_has_none(trainer: Trainer, agreement: Agreement) -> None:
+def test_no_file_is_left_open_and_a_fork_has_none(trainer: Trainer, agreement: Agreement) -> None:
     before = len(os.listdir("/proc/self/fd"))
     stop = StopSignal(trainer, agreement, Stopped)
     stop.attach()

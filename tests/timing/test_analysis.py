@@ -15,7 +15,7 @@ def total(op: str = "all_reduce", **more: Any) -> OpTotal:
     return OpTotal(group="0", op=op, **more)
 
 
-def test_the_numbers_of_a_job_made_by_hand() -> None:
+def test_the_summary_of_a_handmade_job_is_exact() -> None:
     """Two ranks, three steps: rank 1 comes 10 ms late, then nobody, then rank 0 by 4 ms; each takes 2 ms."""
     late_ms = [(0, 10), (0, 0), (4, 0)]
     rows = [
@@ -55,7 +55,7 @@ def test_the_numbers_of_a_job_made_by_hand() -> None:
     assert (reduce.op, reduce.group, reduce.backend, reduce.ranks) == ("all_reduce", "0", "nccl", 2)
     assert (reduce.count, reduce.compared, reduce.size_bytes) == (3, 3, 8_000_000)
     assert reduce.skew_s == pytest.approx(0.014 / 3)
-    assert reduce.wait_s == pytest.approx(0.007 / 3), "the mean of both ranks, of which one never waits"
+    assert reduce.wait_s == pytest.approx(0.007 / 3), "the mean of both ranks, one of which never waits"
     assert reduce.transfer_s == pytest.approx(0.002)
     assert reduce.algorithm_bandwidth == pytest.approx(4e9)
     assert reduce.bus_bandwidth == pytest.approx(4e9), "2 * (n - 1) / n is 1 for two ranks"
@@ -67,7 +67,7 @@ def test_the_numbers_of_a_job_made_by_hand() -> None:
     assert (second.late_s, second.waited_s) == (pytest.approx(0.010), pytest.approx(0.004))
 
 
-def test_without_durations_there_is_no_bandwidth() -> None:
+def test_missing_durations_give_no_bandwidth() -> None:
     analysis = Analysis(2)
     for told in Job(2, 20, late={(1, 3): (StepPhase.DATA, 20)}).windows():
         analysis.add(told)
@@ -92,7 +92,7 @@ def test_lateness_is_summed_by_phase() -> None:
     assert [rank.waited_s for rank in ranks] == [pytest.approx(value, rel=0.01) for value in (0.060, 0.030, 0.030)]
 
 
-def test_the_order_in_which_ranks_tell_changes_nothing() -> None:
+def test_the_order_of_windows_does_not_matter() -> None:
     random = np.random.default_rng(0)
     late = {(2, int(step)): (StepPhase.DATA, 20.0) for step in random.choice(200, 60, replace=False)}
     job = Job(4, 200, late=late, buckets=2)
@@ -109,7 +109,7 @@ def test_the_order_in_which_ranks_tell_changes_nothing() -> None:
     assert [straggler.rank for straggler in one.stragglers] == [straggler.rank for straggler in other.stragglers] == [2]
 
 
-def test_calls_that_were_not_compared_are_still_counted() -> None:
+def test_uncompared_calls_are_counted() -> None:
     analysis = Analysis(2)
     for _ in range(3):
         analysis.add(window(totals={0: (total(count=100, size_bytes=400),)}, lost={0: 7}, left_out={0: 90, 1: 10}))
@@ -119,7 +119,7 @@ def test_calls_that_were_not_compared_are_still_counted() -> None:
     assert (found.lost, found.left_out) == (21, 300)
 
 
-def test_the_count_is_that_of_one_rank_and_not_of_all() -> None:
+def test_the_count_is_per_rank() -> None:
     analysis = Analysis(4)
     analysis.add(window(totals={rank: (total(count=10 + rank, size_bytes=130),) for rank in range(4)}))
     assert analysis.summary().ops[0].count == 13
@@ -136,7 +136,7 @@ def test_operations_with_the_longest_waits_are_first() -> None:
     assert [op.op for op in analysis.summary().ops] == ["broadcast", "all_reduce"]
 
 
-def test_members_that_were_known_once_stay_known() -> None:
+def test_known_members_stay_known() -> None:
     analysis = Analysis(2)
     rows = [call(rank, 1, 100 * MS, duration_ns=MS) for rank in range(2)]
     analysis.add(window(rows, groups=[world(2, name="x")], clocks=known(range(2))))
@@ -144,7 +144,7 @@ def test_members_that_were_known_once_stay_known() -> None:
     assert [op.ranks for op in analysis.summary().ops] == [2]
 
 
-def test_offsets_of_clocks_are_taken_off_spans_as_off_calls() -> None:
+def test_clock_offsets_are_subtracted_from_spans() -> None:
     job = Job(3, 20, late={(2, 9): (StepPhase.LOGGING, 20)}, clock_ahead_ns={1: 5 * S, 2: -7 * S}, uncertainty_ns=1)
     analysis = Analysis(3)
     for told in job.windows(every=10):
@@ -155,14 +155,14 @@ def test_offsets_of_clocks_are_taken_off_spans_as_off_calls() -> None:
     assert begins == [BEGAN_NS] * 3
 
 
-def test_what_is_fresh_is_taken_once() -> None:
+def test_fresh_calls_are_taken_once() -> None:
     analysis, job = Analysis(2), Job(2, 20)
     analysis.add(job.window(0, 10))
     assert len(analysis.take_fresh()) == 1
     assert analysis.take_fresh() == []
 
 
-def test_what_is_never_taken_does_not_pile_up() -> None:
+def test_untaken_calls_do_not_pile_up() -> None:
     analysis, job = Analysis(2, trace_bytes=20_000), Job(2, 300)
     for told in job.windows(every=1):
         analysis.add(told)
@@ -170,8 +170,8 @@ def test_what_is_never_taken_does_not_pile_up() -> None:
     assert sum(len(block.seq) for block in analysis.calls.blocks) < 300
 
 
-def test_a_step_that_several_groups_tell_of_at_different_times_is_one_step() -> None:
-    """The windows of some ranks come by way of a leader, and so a turn later."""
+def test_a_step_reported_by_groups_at_different_times_counts_once() -> None:
+    """The windows of some ranks pass through a leader and arrive a turn later."""
     left, right = GroupMembers(name="left", ranks=(0, 1)), GroupMembers(name="right", ranks=(2, 3))
     analysis = Analysis(4)
     for begin in range(0, 400, 50):
@@ -188,8 +188,8 @@ def test_a_step_that_several_groups_tell_of_at_different_times_is_one_step() -> 
     assert 400 <= analysis.summary().steps < 500
 
 
-def test_an_hours_worth_of_a_large_job_is_judged_in_its_time() -> None:
-    """One turn of 64 ranks: its windows take some kilobytes each, and far less than a second."""
+def test_a_large_job_is_compared_completely() -> None:
+    """One turn of 64 ranks, whose windows take a few kilobytes each."""
     job = Job(64, 100, buckets=5, jitter_ms=np.random.default_rng(0).exponential(0.3, (64, 100)))
     assert len(encode(job.window(0, 50, ranks=[0]))) < 10_000
     analysis = Analysis(64)

@@ -38,7 +38,7 @@ MS = 1e-3
         ("recv 3<-2", 8, 8),
     ],
 )
-def test_each_operation_of_8_mb_in_a_millisecond_on_4_ranks(op: str, algorithm_gb: float, bus_gb: float) -> None:
+def test_each_operation_has_its_bandwidth_factor(op: str, algorithm_gb: float, bus_gb: float) -> None:
     found = bandwidth(op, ranks=4, size_bytes=8 * MB, seconds=MS)
     assert found is not None
     assert found.algorithm / 1e9 == pytest.approx(algorithm_gb)
@@ -52,15 +52,15 @@ def test_the_factor_of_an_all_reduce_depends_on_the_number_of_ranks(ranks: int, 
     assert found.bus == pytest.approx(factor * MB)
 
 
-def test_a_scatter_counts_what_all_ranks_get() -> None:
-    """The recorder keeps no input of the ranks that only receive, so its size is that of one rank's part."""
+def test_a_scatter_counts_the_data_of_all_ranks() -> None:
+    """The recorder keeps no input of receiving ranks, so the size is that of one rank's part."""
     found = bandwidth("scatter", ranks=4, size_bytes=MB, seconds=1.0)
     assert found is not None
     assert (found.algorithm, found.bus) == (pytest.approx(4 * MB), pytest.approx(3 * MB))
 
 
 @pytest.mark.parametrize("op", ["barrier", "coalesced", "", "my_own_op", "all_reduce_barrier"])
-def test_of_an_operation_without_a_definition_nothing_is_claimed(op: str) -> None:
+def test_an_unknown_operation_has_no_bandwidth(op: str) -> None:
     assert bandwidth(op, ranks=4, size_bytes=MB, seconds=MS) is None
 
 
@@ -69,10 +69,10 @@ def test_without_a_time_or_ranks_there_is_no_bandwidth(ranks: int, seconds: floa
     assert bandwidth("all_reduce", ranks=ranks, size_bytes=MB, seconds=seconds) is None
 
 
-def test_nothing_in_no_bytes() -> None:
+def test_zero_bytes_give_zero_bandwidth() -> None:
     assert bandwidth("all_reduce", ranks=4, size_bytes=0, seconds=MS) == (0, 0)
 
 
 @pytest.mark.parametrize(("op", "plain"), [("_allgather_base", "all_gather"), ("send 0->1", "send"), ("x", "x")])
-def test_one_name_for_an_operation(op: str, plain: str) -> None:
+def test_operation_names_are_normalised(op: str, plain: str) -> None:
     assert plain_op(op) == plain

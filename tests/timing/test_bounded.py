@@ -57,8 +57,8 @@ def later(told: Window, number: int, *, steps: int, lasts_ns: int) -> Window:
 
 
 @pytest.mark.parametrize("step_ms", [5.0, 2000.0])
-def test_what_is_kept_of_steps(step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast steps fill the minutes that are kept; of slow ones so many are kept as have room."""
+def test_memory_for_steps_is_bounded(step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast steps fill the kept minutes; slow steps are kept as far as there is room."""
     keep(monkeypatch, for_ns=2 * S)
     monkeypatch.setattr(history, "_LEAST_BYTES", 50_000)
     monkeypatch.setattr(history, "_LEAST_SPANS_OF_A_RANK", 500)
@@ -74,11 +74,11 @@ def test_what_is_kept_of_steps(step_ms: float, monkeypatch: pytest.MonkeyPatch) 
 
     assert grown_bytes(feed, few=60, many=160) < FEW_BYTES, "of 10,000 steps"
     found = analysis.summary()
-    assert found.steps > 158 * steps and found.ops[0].compared == 160 * steps, "all the same they have counted"
+    assert found.steps > 158 * steps and found.ops[0].compared == 160 * steps, "forgotten steps still count"
     assert analysis.worst.blocks and analysis.forgotten > 10_000
 
 
-def test_what_is_kept_where_no_trace_is_wanted() -> None:
+def test_without_a_trace_no_collectives_are_kept() -> None:
     job, traced, untraced = Job(2, 1000), Analysis(2), Analysis(2, trace_bytes=0)
     for told in job.windows():
         for analysis in (traced, untraced):
@@ -87,8 +87,8 @@ def test_what_is_kept_where_no_trace_is_wanted() -> None:
     assert untraced.summary() == traced.summary(), "all else is the same"
 
 
-def test_what_is_kept_of_groups_that_are_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is used for some calls of two ranks; of every tenth one rank never tells, and something is missing."""
+def test_memory_for_recreated_groups_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group has a few calls of two ranks; one rank never reports every tenth group, and something is missing."""
     for module in (matching, analysis_module):
         for name in ("_MOST_GROUPS", "_MOST_KEYS"):
             monkeypatch.setattr(module, name, 20, raising=False)
@@ -112,7 +112,7 @@ def test_what_is_kept_of_groups_that_are_made_again_and_again(monkeypatch: pytes
 
     assert grown_bytes(feed, few=60, many=200) < FEW_BYTES
     found = analysis.summary()
-    assert sum(op.count for op in found.ops) == 600, "later ones are one row"
+    assert sum(op.count for op in found.ops) == 600, "later groups share one row"
     assert {op.description for op in found.ops} == {"", "later groups"} and len(found.ops) == 21
     assert found.unmatched == 60
     assert found.missing == tuple(f"group {number} is gone." for number in range(5))

@@ -16,7 +16,7 @@ def add_late(history: LatenessHistory, at_s: float, late_ms: float = 10.0) -> No
     history.add(calls, lateness(calls, {}))
 
 
-def test_lateness_counts_in_the_second_in_which_the_last_rank_arrived() -> None:
+def test_lateness_counts_at_the_arrival_of_the_last_rank() -> None:
     history = LatenessHistory(2)
     for at_s in (0.5, 1.0, 1.2, 3.6):
         add_late(history, at_s)
@@ -26,7 +26,7 @@ def test_lateness_counts_in_the_second_in_which_the_last_rank_arrived() -> None:
     assert history.late_s[1].tolist() == pytest.approx([0.03, 0, 0, 0.01])
 
 
-def test_bins_widen_so_that_a_long_run_fits_and_nothing_is_lost() -> None:
+def test_bins_widen_for_a_long_run_without_loss() -> None:
     history = LatenessHistory(2)
     for at_s in range(0, 3000):
         add_late(history, at_s)
@@ -36,7 +36,7 @@ def test_bins_widen_so_that_a_long_run_fits_and_nothing_is_lost() -> None:
     assert history.late_s[1, :-1].tolist() == pytest.approx([0.08] * (history.late_s.shape[1] - 1), rel=1e-3)
 
 
-def test_a_gap_of_days_is_a_matter_of_a_few_widenings() -> None:
+def test_a_gap_of_days_takes_few_widenings() -> None:
     history = LatenessHistory(2)
     add_late(history, 1)
     add_late(history, 10 * 86_400)
@@ -44,14 +44,14 @@ def test_a_gap_of_days_is_a_matter_of_a_few_widenings() -> None:
     assert history.late_s[1, 0] == pytest.approx(0.01) and history.late_s[1, -1] == pytest.approx(0.01)
 
 
-def test_what_is_before_the_beginning_counts_in_the_first_bin() -> None:
+def test_earlier_arrivals_count_in_the_first_bin() -> None:
     history = LatenessHistory(2)
     add_late(history, 5)
     add_late(history, 2)
     assert history.late_s[1].tolist() == pytest.approx([0.02])
 
 
-def test_several_collectives_and_ranks_of_a_group_in_one_bin_are_added_up() -> None:
+def test_collectives_in_one_bin_are_added_up() -> None:
     calls = matched([[0, 10, 20, 2000], [0, 10, 20, 2000], [7, 10, 25, 2001]])
     history = LatenessHistory(3)
     history.add(calls, lateness(calls, {}))
@@ -59,7 +59,7 @@ def test_several_collectives_and_ranks_of_a_group_in_one_bin_are_added_up() -> N
     assert history.late_s[2].tolist() == pytest.approx([0.012, 0.001], rel=1e-3)
 
 
-def test_without_collectives_there_is_no_history() -> None:
+def test_without_collectives_the_history_is_empty() -> None:
     assert LatenessHistory(4).late_s.shape == (4, 0)
 
 
@@ -71,7 +71,7 @@ def spans(rank: int, first: int, count: int) -> np.ndarray:  # type: ignore[type
     return np.array([(rank, number % 3, number) for number in range(first, first + count)], dtype=SPAN)
 
 
-def test_spans_of_each_rank_stay_in_order_whatever_the_order_of_ranks() -> None:
+def test_spans_of_each_rank_stay_in_order() -> None:
     recent = RecentSpans(1000)
     recent.add(np.concatenate([spans(2, 0, 3), spans(0, 0, 2), spans(2, 3, 2)]))
     recent.add(np.concatenate([spans(0, 2, 2), spans(1, 0, 1)]))
@@ -106,7 +106,7 @@ def test_the_last_collectives_stay() -> None:
     assert blocks[-1].arrival_ns[0, 0] > blocks[0].arrival_ns[0, 0]
 
 
-def test_a_single_block_that_is_too_large_is_still_kept() -> None:
+def test_an_oversized_single_block_is_kept() -> None:
     recent = RecentCalls(limit_bytes=1)
     for _ in range(3):
         recent.add(matched(np.zeros((2, 50))))
@@ -150,16 +150,16 @@ def seconds(blocks: list[MatchedCalls]) -> list[float]:
 
 
 @pytest.mark.usefixtures("little")
-def test_what_is_older_than_some_minutes_is_forgotten() -> None:
+def test_old_collectives_are_forgotten() -> None:
     run = Run()
     for number in range(1, 101):
         run.second(number)
     assert seconds(run.calls.blocks) == [number + 0.5 for number in range(90, 101)]
-    assert run.phases(0)[0] == (2, 89.25), "what led to the first of them is still known"
+    assert run.phases(0)[0] == (2, 89.25), "the phases before the first of them are still known"
     assert run.worst.blocks == []
 
 
-def test_of_long_steps_some_are_kept_however_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_minimum_of_long_steps_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     for number in range(0, 100_000, 1000):
         run.second(number)
@@ -170,11 +170,11 @@ def test_of_long_steps_some_are_kept_however_old(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("little")
-def test_the_worst_of_what_is_forgotten_stays_with_the_phases_before_it() -> None:
+def test_the_worst_forgotten_collectives_keep_their_phases() -> None:
     run = Run()
     for number in range(1, 101):
         run.second(number, late_ms={20: 40.0, 30: 3.0, 50: 60.0, 99: 90.0}.get(number, 0.0))
-    assert seconds(run.worst.blocks) == [20.5, 50.5], "the last one has not been forgotten, another was not late"
+    assert seconds(run.worst.blocks) == [20.5, 50.5], "the last one is not forgotten yet, and another was not late"
     late = run.worst.blocks[1]
     assert (late.arrival_ns.shape, late.seq.shape, late.follows.tolist()) == ((2, 1), (1,), [True])
     assert late.arrival_ns[1, 0] - late.arrival_ns[0, 0] == 60 * MS
@@ -193,7 +193,7 @@ def test_the_worst_of_what_is_forgotten_stays_with_the_phases_before_it() -> Non
 
 
 @pytest.mark.usefixtures("little")
-def test_moments_that_follow_one_another_have_no_gap_between_them() -> None:
+def test_consecutive_moments_have_no_gap() -> None:
     run = Run()
     for number in range(1, 101):
         run.second(number, late_ms=40.0 if number in (20, 21) else 0.0)
@@ -209,7 +209,7 @@ def test_moments_that_follow_one_another_have_no_gap_between_them() -> None:
 
 
 @pytest.mark.usefixtures("little")
-def test_only_so_many_of_the_worst_stay() -> None:
+def test_the_number_of_worst_moments_is_limited() -> None:
     run = Run(worst_bytes=40_000)
     for number in range(1, 201):
         run.second(number, late_ms=10.0 + number * 7 % 100)

@@ -26,7 +26,7 @@ def of_job(job: Job, *, last: int | None = None) -> tuple[MatchedCalls, Lateness
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("late_rank", [0, 1])
-def test_one_late_rank_is_late_and_the_others_have_waited(ranks: int, late_rank: int) -> None:
+def test_one_late_rank_makes_the_others_wait(ranks: int, late_rank: int) -> None:
     arrival = np.zeros((ranks, 1))
     arrival[late_rank] = 20
     late = lateness(matched(arrival), {})
@@ -36,8 +36,8 @@ def test_one_late_rank_is_late_and_the_others_have_waited(ranks: int, late_rank:
     assert late.skew_ns.tolist() == [20 * MS] and late.transfer_ns.tolist() == [-1]
 
 
-def test_lateness_is_against_the_median_and_not_the_first() -> None:
-    """One rank that is early is no reason to call all others late."""
+def test_lateness_is_relative_to_the_median() -> None:
+    """One early rank does not make all others late."""
     late = lateness(matched([[0], [50], [50], [53], [50]]), {})
     assert late.late_ns[:, 0].tolist() == [0, 0, 0, 3 * MS, 0]
 
@@ -49,14 +49,14 @@ def test_no_rank_is_late_if_all_arrive_together() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("buckets", [1, 3, 20])
-def test_a_delay_that_is_carried_from_bucket_to_bucket_is_counted_once(ranks: int, buckets: int) -> None:
+def test_a_delay_carried_across_buckets_counts_once(ranks: int, buckets: int) -> None:
     job = Job(ranks, 10, buckets=buckets, late={(1, 5): (StepPhase.COMPUTE, 20)})
     calls, late = of_job(job)
     assert late.late_ns[:, calls.step == 5].sum(axis=1)[1] == pytest.approx(20 * MS, rel=0.01)
     assert late.late_ns.sum() == pytest.approx(20 * MS, rel=0.01)
 
 
-def test_who_falls_further_behind_at_each_bucket_is_late_by_all_of_it() -> None:
+def test_delays_at_each_bucket_add_up() -> None:
     arrival = [[0, 1, 2], [5, 11, 17]]
     late = lateness(matched(arrival, before_ns=[-50, -50]), {})
     assert late.late_ns[1].tolist() == [5 * MS, 5 * MS, 5 * MS]
@@ -72,8 +72,8 @@ def test_a_rank_that_waits_is_not_late_for_the_next() -> None:
 @pytest.mark.parametrize("phase", list(StepPhase))
 @pytest.mark.parametrize("is_timed", [False, True])
 @pytest.mark.parametrize("buckets", [1, 4])
-def test_it_is_attributed_to_the_phase_in_which_it_fell_behind(phase: StepPhase, is_timed: bool, buckets: int) -> None:
-    """Also where the others wait in that very phase."""
+def test_lateness_belongs_to_the_phase_that_caused_it(phase: StepPhase, is_timed: bool, buckets: int) -> None:
+    """Even if the others wait in that very phase."""
     job = Job(4, 10, late={(2, 6): (phase, 20)}, waits_in=phase, is_timed=is_timed, buckets=buckets)
     calls, late = of_job(job)
     at = np.flatnonzero(calls.step == 6)[0]
@@ -83,7 +83,7 @@ def test_it_is_attributed_to_the_phase_in_which_it_fell_behind(phase: StepPhase,
 
 @pytest.mark.parametrize("phase", [StepPhase.DATA, StepPhase.OPTIMIZER, StepPhase.COMPUTE])
 @pytest.mark.parametrize("waits_in", list(StepPhase))
-def test_of_two_ranks_wherever_the_other_waits(phase: StepPhase, waits_in: StepPhase) -> None:
+def test_lateness_of_two_ranks_does_not_depend_on_where_the_other_waits(phase: StepPhase, waits_in: StepPhase) -> None:
     late_ones = {(step % 2, step): (phase, 20.0) for step in range(2, 10)}
     _calls, late = of_job(Job(2, 10, late=late_ones, waits_in=waits_in))
     for rank, step in late_ones:
@@ -92,7 +92,7 @@ def test_of_two_ranks_wherever_the_other_waits(phase: StepPhase, waits_in: StepP
         assert late.late_ns[1 - rank, step] == 0
 
 
-def test_phases_are_found_across_blocks_and_clocks() -> None:
+def test_phases_are_matched_across_blocks_and_clocks() -> None:
     job = Job(3, 10, late={(1, 5): (StepPhase.DATA, 20)}, clock_ahead_ns={1: 10**9, 2: -(10**9)}, uncertainty_ns=1)
     matcher, spans = Matcher(), RecentSpans(10**6)
     for first in range(0, 10, 5):
@@ -107,12 +107,12 @@ def test_phases_are_found_across_blocks_and_clocks() -> None:
     assert late.late_ns[1, 0] == pytest.approx(20 * MS, rel=0.01)
 
 
-def test_without_phases_a_late_rank_is_late_in_none() -> None:
+def test_without_phases_a_late_rank_has_no_phase() -> None:
     late = lateness(matched([[0, 10], [0, 30]]), {})
     assert late.late_ns[1, 1] == 20 * MS and (late.phase == NO_PHASE).all()
 
 
-def test_arrivals_that_are_less_late_are_not_looked_into() -> None:
+def test_small_delays_get_no_phase() -> None:
     job = Job(2, 4, late={(1, 1): (StepPhase.DATA, 4), (1, 2): (StepPhase.DATA, 6)})
     (calls,) = Matcher().add(job.window())
     spans = RecentSpans(1000)
@@ -126,9 +126,7 @@ DURATIONS = [[23.0], [3.0], [22.0]]
 
 
 @pytest.mark.parametrize("uncertainty_ns", [[0, 0, 0], [UNKNOWN] * 3, [0, 10**12, 10**12]])
-def test_on_the_device_the_shortest_duration_is_the_transfer_and_clocks_are_not_needed(
-    uncertainty_ns: list[int],
-) -> None:
+def test_device_durations_need_no_clocks(uncertainty_ns: list[int]) -> None:
     late = lateness(matched([[0], [-500], [900]], duration_ns=DURATIONS, uncertainty_ns=uncertainty_ns), {})
     assert late.transfer_ns.tolist() == [3 * MS]
     assert late.wait_ns[:, 0].tolist() == [20 * MS, 0, 19 * MS]
@@ -136,20 +134,20 @@ def test_on_the_device_the_shortest_duration_is_the_transfer_and_clocks_are_not_
     assert late.late_ns[:, 0].tolist() == [0, 19 * MS, 0], "against the median of 22 ms"
 
 
-def test_of_two_ranks_the_one_with_the_shorter_duration_is_late() -> None:
+def test_the_rank_with_the_shorter_duration_is_late() -> None:
     late = lateness(matched([[0], [0]], duration_ns=[[23.0], [3.0]]), {})
     assert late.late_ns[:, 0].tolist() == [0, 20 * MS]
 
 
-def test_one_unknown_duration_leaves_the_clocks() -> None:
+def test_one_unknown_duration_falls_back_to_clocks() -> None:
     calls = matched([[0], [7]], duration_ns=[[23.0], [3.0]])
     calls.duration_ns[0, 0] = UNKNOWN
     late = lateness(calls, {})
     assert (late.transfer_ns[0], late.late_ns[1, 0], late.skew_ns[0]) == (-1, 7 * MS, 7 * MS)
 
 
-def test_a_slow_device_whose_host_is_in_time_computes_slowly() -> None:
-    """The host has called everything early; the collective itself begins late, and so is short."""
+def test_a_slow_device_with_a_timely_host_computes_slowly() -> None:
+    """The host calls everything early; the collective itself starts late and is therefore short."""
     job = Job(4, 6, is_timed=True)
     (calls,) = Matcher().add(job.window())
     calls.duration_ns[:, 3] = [20 * MS, 20 * MS, 1 * MS, 20 * MS]
@@ -161,7 +159,7 @@ def test_a_slow_device_whose_host_is_in_time_computes_slowly() -> None:
 
 
 @pytest.mark.parametrize(("uncertainty_ns", "late_ns"), [(4 * MS, 20 * MS), (11 * MS, 0), (25 * MS, 0), (UNKNOWN, 0)])
-def test_what_clocks_may_explain_is_not_claimed(uncertainty_ns: int, late_ns: int) -> None:
+def test_lateness_within_clock_uncertainty_is_not_reported(uncertainty_ns: int, late_ns: int) -> None:
     late = lateness(matched([[0], [20], [0]], uncertainty_ns=[uncertainty_ns] * 3), {})
     assert late.late_ns[1, 0] == late_ns
 
@@ -169,7 +167,7 @@ def test_what_clocks_may_explain_is_not_claimed(uncertainty_ns: int, late_ns: in
 @pytest.mark.parametrize("ahead_ms", [-1000, 1000])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_rank_is_late_if_no_clock_is_known(ranks: int, ahead_ms: float) -> None:
-    """Half of the ranks are on a host whose clock may show anything."""
+    """Half of the ranks are on a host with an unknown clock."""
     half = ranks // 2
     arrival = np.tile([0.0, 10.0, 20.0], (ranks, 1))
     arrival[half:] += ahead_ms
@@ -183,13 +181,13 @@ def test_a_rank_with_a_known_clock_may_be_late_next_to_one_with_an_unknown_clock
     assert late.late_ns[:, 0].tolist() == [0, 20 * MS, 0, 0, 0]
 
 
-def test_times_since_the_epoch_are_exact_to_the_nanosecond() -> None:
+def test_epoch_times_are_exact_to_the_nanosecond() -> None:
     calls = matched([[0], [0]])
     calls.arrival_ns[1, 0] = BEGAN_NS + 1
     assert lateness(calls, {}).late_ns[:, 0].tolist() == [0, 1]
 
 
-def test_many_late_arrivals_take_no_time() -> None:
+def test_phases_are_looked_up_for_a_bounded_number_of_arrivals() -> None:
     """A block of 64 ranks and 2,000 collectives, each with a late rank."""
     random = np.random.default_rng(0)
     job = Job(64, 500, jitter_ms=random.exponential(5, (64, 500)), buckets=4)

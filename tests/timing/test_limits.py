@@ -22,7 +22,7 @@ def seqs(of: Window, rank: int = 0, group: int = 0) -> list[int]:
     return found
 
 
-def test_too_many_calls_are_left_out_in_runs_the_same_on_every_rank() -> None:
+def test_excess_calls_are_dropped_in_the_same_runs_on_every_rank() -> None:
     kept = []
     for rank, first in ((0, 0), (1, 30)):
         thinned = limited(made(4000, rank=rank, first=first), 1000)
@@ -33,10 +33,10 @@ def test_too_many_calls_are_left_out_in_runs_the_same_on_every_rank() -> None:
     assert kept[0] == kept[1]
     runs = sorted({seq // 64 for seq in kept[0]})
     assert all(second - first == 4 for first, second in pairwise(runs))
-    assert {run * 64 + k for run in runs[1:-1] for k in range(64)} <= kept[0], "a run hangs together"
+    assert {run * 64 + k for run in runs[1:-1] for k in range(64)} <= kept[0], "a run is kept whole"
 
 
-def test_only_the_rank_and_the_group_that_have_too_many_are_thinned() -> None:
+def test_only_a_rank_and_group_with_too_many_calls_are_thinned() -> None:
     of_all = joined([made(2000), made(100, group=1), made(100, rank=1), made(100, rank=1, group=1)])
     thinned = limited(of_all, 500)
     assert [len(seqs(thinned, rank, group)) for rank in (0, 1) for group in (0, 1)] == [
@@ -48,37 +48,37 @@ def test_only_the_rank_and_the_group_that_have_too_many_are_thinned() -> None:
     assert thinned.left_out.keys() == {0}
 
 
-def test_few_calls_that_are_far_apart_all_stay() -> None:
+def test_a_few_distant_calls_are_all_kept() -> None:
     rows = [call(1, 1000 * number, number) for number in range(50)]
     thinned = limited(joined([made(2000), window(rows, groups=GROUPS, clocks=known([1]))]), 500)
     assert len(seqs(thinned, 1)) == 50
 
 
-def test_as_many_as_are_allowed_are_all_kept() -> None:
+def test_calls_up_to_the_limit_are_all_kept() -> None:
     whole = made(1000)
     assert limited(whole, 1000) is whole
     two = limited(joined([made(1000), made(1000, rank=1)]), 1000)
     assert len(two.calls) == 2000 and two.left_out == {}
 
 
-def test_what_was_left_out_before_is_counted_on() -> None:
+def test_earlier_omissions_are_added() -> None:
     first = limited(made(4000), 1000)
     again = limited(joined([first, made(4000, first=4000)]), 1000)
     assert again.left_out == {0: 8000 - len(again.calls)}
 
 
-def test_what_is_limited_again_and_again_does_not_grow() -> None:
-    """Each keeps what is left of all that was made, not of what the one before has left."""
+def test_repeated_limiting_stays_bounded() -> None:
+    """Each round samples from all calls so far, not only from what the previous round kept."""
     held, turns = made(0), 40
     for turn in range(turns):
         held = limited(joined([held, *(made(100, first=100 * (turn * 10 + part)) for part in range(10))]), 500)
         assert len(held.calls) <= 564
     assert held.left_out == {0: turns * 1000 - len(held.calls)}
-    assert max(seqs(held)) - min(seqs(held)) > turns * 800, "of the whole time"
+    assert max(seqs(held)) - min(seqs(held)) > turns * 800, "from the whole time"
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(1, 400), (3, 1200)])
-def test_the_last_phases_stay_even_where_there_are_few_calls(ranks: int, most: int) -> None:
+def test_the_last_phases_are_kept_even_with_few_calls(ranks: int, most: int) -> None:
     spans = [(number % ranks, number % 3, number * MS) for number in range(5000)]
     thinned = limited(window([call(0, 1, 1)], groups=GROUPS, clocks=known(range(ranks)), spans=spans), 100)
     assert thinned.spans.tolist() == spans[-most:]

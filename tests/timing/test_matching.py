@@ -19,7 +19,7 @@ def seqs(found: list[MatchedCalls]) -> list[int]:
     return [seq for calls in found for seq in calls.seq.tolist()]
 
 
-def test_what_both_have_called_is_matched_with_its_arrivals() -> None:
+def test_a_collective_of_two_ranks_is_matched_with_its_arrivals() -> None:
     matcher = Matcher()
     assert matcher.add(told(0, range(3))) == []
     (calls,) = matcher.add(told(1, range(3)))
@@ -35,13 +35,13 @@ def test_windows_of_any_rank_may_arrive_in_any_order() -> None:
     matcher, found = Matcher(), []
     for number in random.permutation(len(windows)):
         found += matcher.add(windows[number])
-    assert sorted(seqs(found)) == [*range(100)], "each is given once"
+    assert sorted(seqs(found)) == [*range(100)], "each is returned once"
     for calls in found:
         assert calls.arrival_ns.tolist() == [[seq * MS + rank * MS // 2 for seq in calls.seq] for rank in range(4)]
     assert matcher.unmatched == 0
 
 
-def test_a_collective_is_matched_once_and_only_when_all_members_have_reported_it() -> None:
+def test_a_collective_is_matched_once_after_all_members_report() -> None:
     matcher = Matcher()
     assert seqs(matcher.add(told(0, range(10)))) == []
     assert seqs(matcher.add(told(1, range(4)))) == [0, 1, 2, 3]
@@ -49,7 +49,7 @@ def test_a_collective_is_matched_once_and_only_when_all_members_have_reported_it
     assert seqs(matcher.add(window())) == []
 
 
-def test_the_block_after_knows_the_arrivals_before_it() -> None:
+def test_a_block_knows_the_arrivals_before_it() -> None:
     matcher = Matcher()
     (first,) = matcher.add(window_of_both(range(3)))
     (second,) = matcher.add(window_of_both(range(3, 5)))
@@ -63,7 +63,7 @@ def window_of_both(numbers: range, *, name: str = "0") -> Window:
     return window(rows, groups=[world(2, name=name)], clocks=known(range(2)))
 
 
-def test_after_a_gap_nothing_follows() -> None:
+def test_a_collective_after_a_gap_follows_none() -> None:
     matcher = Matcher()
     matcher.add(window_of_both(range(3)))
     (calls,) = matcher.add(window_of_both(range(5, 7)))
@@ -78,7 +78,7 @@ def test_the_very_first_collective_follows_none() -> None:
     assert not calls.follows[0] or (calls.before_ns == calls.arrival_ns[:, 0]).all()
 
 
-def test_of_operations_that_were_coalesced_under_one_number_the_first_counts() -> None:
+def test_the_first_of_coalesced_operations_counts() -> None:
     rows = [
         call(0, 1, 10, size_bytes=1),
         call(0, 1, 20, size_bytes=2),
@@ -91,14 +91,14 @@ def test_of_operations_that_were_coalesced_under_one_number_the_first_counts() -
     assert calls.arrival_ns.tolist() == [[10, 30], [11, 31]]
 
 
-def test_a_call_that_is_reported_twice_is_matched_once() -> None:
+def test_a_call_reported_twice_is_matched_once() -> None:
     matcher = Matcher()
     matcher.add(told(0, range(3)))
     matcher.add(told(0, range(3)))
     assert seqs(matcher.add(told(1, range(3)))) == [0, 1, 2]
 
 
-def test_offsets_of_clocks_are_taken_off() -> None:
+def test_clock_offsets_are_subtracted() -> None:
     rows = [call(0, 1, 100), call(1, 1, 1_000_100)]
     clocks = {0: Clock(offset_ns=0, uncertainty_ns=0), 1: Clock(offset_ns=1_000_000, uncertainty_ns=5)}
     (calls,) = Matcher().add(window(rows, groups=[world(2)], clocks=clocks))
@@ -106,12 +106,12 @@ def test_offsets_of_clocks_are_taken_off() -> None:
     assert calls.uncertainty_ns.tolist() == [0, 5]
 
 
-def test_a_clock_that_was_never_reported_is_unknown() -> None:
+def test_an_unreported_clock_is_unknown() -> None:
     (calls,) = Matcher().add(window([call(0, 1, 1), call(1, 1, 1)], groups=[world(2)], clocks=known([0])))
     assert calls.uncertainty_ns.tolist() == [0, -1]
 
 
-def test_the_clock_that_was_reported_last_counts() -> None:
+def test_the_latest_clock_counts() -> None:
     matcher = Matcher()
     matcher.add(window([call(0, 1, 100)], groups=[world(2)], clocks=known([0])))
     clocks = {1: Clock(offset_ns=7, uncertainty_ns=1)}
@@ -119,7 +119,7 @@ def test_the_clock_that_was_reported_last_counts() -> None:
     assert calls.arrival_ns.tolist() == [[100], [100]]
 
 
-def test_sub_groups_of_other_ranks_are_matched_among_their_members() -> None:
+def test_subgroups_are_matched_among_their_members() -> None:
     left = GroupMembers(name="left", ranks=(0, 2))
     right = GroupMembers(name="right", ranks=(1, 3))
     rows = [call(rank, 1, 10 + rank, group=rank % 2) for rank in range(4)] + [
@@ -127,10 +127,10 @@ def test_sub_groups_of_other_ranks_are_matched_among_their_members() -> None:
     ]
     found = Matcher().add(window(rows, groups=[left, right, world(4)], clocks=known(range(4))))
     by_name = {calls.group.name: calls.arrival_ns.tolist() for calls in found}
-    assert by_name == {"left": [[10], [12]], "right": [[11], [13]]}, "of the whole two ranks are missing"
+    assert by_name == {"left": [[10], [12]], "right": [[11], [13]]}, "two ranks of the whole group are missing"
 
 
-def test_ranks_that_are_no_members_are_left_aside() -> None:
+def test_non_members_are_ignored() -> None:
     rows = [call(rank, 1, 10 + rank) for rank in range(3)]
     (calls,) = Matcher().add(window(rows, groups=[world(2)], clocks=known(range(3))))
     assert calls.arrival_ns.tolist() == [[10], [11]]
@@ -140,7 +140,7 @@ def test_a_group_of_one_rank_never_waits() -> None:
     assert Matcher().add(window([call(0, 1, 1)], groups=[world(1)])) == []
 
 
-def test_operations_are_matched_by_name_whatever_their_numbers() -> None:
+def test_operations_are_matched_by_name() -> None:
     first = window([call(0, 1, 1, op=1), call(0, 2, 2, op=0)], groups=[world(2)], ops=["reduce", "broadcast"])
     second = window([call(1, 1, 1, op=0), call(1, 2, 2, op=1)], groups=[world(2)], ops=["broadcast", "reduce"])
     matcher = Matcher()
@@ -149,8 +149,8 @@ def test_operations_are_matched_by_name_whatever_their_numbers() -> None:
     assert [calls.ops[number] for number in calls.op] == ["broadcast", "reduce"]
 
 
-def test_the_members_may_be_known_only_later() -> None:
-    """Of a group that is destroyed at once only some ranks get to know the members."""
+def test_members_may_become_known_later() -> None:
+    """Only some ranks learn the members of a group that is destroyed at once."""
     matcher = Matcher()
     unknown = GroupMembers(name="x")
     assert matcher.add(window([call(0, 1, 1)], groups=[unknown], clocks=known([0]))) == []
@@ -161,21 +161,21 @@ def test_the_members_may_be_known_only_later() -> None:
     assert calls.group == is_known
 
 
-def test_a_group_that_is_created_again_starts_again() -> None:
+def test_a_recreated_group_starts_over() -> None:
     matcher = Matcher()
     matcher.add(window_of_both(range(1, 4), name="1"))
     (calls,) = matcher.add(window_of_both(range(1, 3), name="2"))
     assert (calls.group.name, calls.seq.tolist(), calls.follows[0]) == ("2", [1, 2], False)
 
 
-def test_what_a_member_never_reports_is_given_up_and_counted() -> None:
+def test_calls_a_member_never_reports_are_given_up_and_counted() -> None:
     matcher = Matcher()
     for second in range(0, 200, 2):
         matcher.add(told(0, range(second * 10, second * 10 + 20), begins_ns=second * S))
-    assert matcher.unmatched == pytest.approx(2_000 - 60 / 2 * 20, abs=40), "those of the last 60 s may still come"
+    assert matcher.unmatched == pytest.approx(2_000 - 60 / 2 * 20, abs=40), "calls of the last 60 s may still arrive"
 
 
-def test_what_waits_is_bounded_and_it_is_the_oldest_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_calls_are_bounded_and_the_oldest_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "_MOST_PENDING", 90)
     matcher = Matcher()
     for rank in range(3):
@@ -184,7 +184,7 @@ def test_what_waits_is_bounded_and_it_is_the_oldest_that_go(monkeypatch: pytest.
     assert seqs(matcher.add(told(3, range(100), ranks=4))) == [*range(70, 100)]
 
 
-def test_calls_of_a_clock_that_is_an_hour_behind_are_not_given_up() -> None:
+def test_a_clock_an_hour_behind_loses_no_calls() -> None:
     matcher, found = Matcher(), []
     for second in range(0, 100, 10):
         numbers = range(second * 10, second * 10 + 20)

@@ -27,7 +27,7 @@ def numbers(steps: list[Step]) -> list[int]:
     return [step.number for step in steps]
 
 
-def test_a_step_is_given_once_the_one_after_next_is_seen() -> None:
+def test_a_step_is_complete_two_steps_later() -> None:
     steps = Steps(2)
     calls = matched(np.zeros((2, 5)), step=[1, 2, 3, 4, 4])
     steps.add(calls, lateness(calls, {}))
@@ -37,7 +37,7 @@ def test_a_step_is_given_once_the_one_after_next_is_seen() -> None:
     assert numbers(steps.complete(all_of_them=True)) == []
 
 
-def test_the_collectives_of_a_step_are_added_up_over_blocks_and_groups() -> None:
+def test_collectives_of_a_step_are_summed_over_blocks_and_groups() -> None:
     steps = Steps(3)
     first = matched([[0, 1], [0, 1], [0, 1]], step=[1, 1])
     steps.add(first, late_by(first, [[0, 0], [5, 1], [0, 0]]))
@@ -49,7 +49,7 @@ def test_the_collectives_of_a_step_are_added_up_over_blocks_and_groups() -> None
     assert (step.phase, step.op, step.worst_ns) == (NUMBER[StepPhase.DATA], "all_reduce", 5 * MS)
 
 
-def test_a_step_begins_with_the_first_arrival_whichever_block_has_it() -> None:
+def test_a_step_starts_with_its_first_arrival() -> None:
     steps = Steps(2)
     for at_ms in (10, 4, 20):
         calls = matched([[at_ms], [at_ms + 1]], step=[1])
@@ -68,7 +68,7 @@ def test_the_worst_collective_of_a_step_explains_it() -> None:
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_what_arrives_for_the_previous_step_is_still_counted(behind: int) -> None:
+def test_late_arrivals_for_the_previous_step_count(behind: int) -> None:
     steps = Steps(2)
     for number in (1, 2, 3 - behind):
         calls = matched([[0], [5]], step=[number])
@@ -77,7 +77,7 @@ def test_what_arrives_for_the_previous_step_is_still_counted(behind: int) -> Non
     assert sum(step.late_ns[1] for step in done) == 15 * MS
 
 
-def test_no_more_steps_are_open_than_the_last_few() -> None:
+def test_only_the_last_steps_stay_open() -> None:
     steps, given = Steps(2), 0
     for number in range(1000):
         calls = matched([[0], [0]], step=[number])

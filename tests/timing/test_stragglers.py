@@ -78,14 +78,12 @@ def with_late(
 # Of 200 steps of 3 ms the window may be shorter than the second that is looked at at least.
 @pytest.mark.parametrize(("step_ms", "within"), [(3, 220), (10, 200), (50, 200), (200, 200)])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
-def test_one_that_is_20_ms_late_in_a_tenth_of_the_steps_is_named_within_200_steps(
-    step_ms: float, within: int, ranks: int
-) -> None:
+def test_a_rank_20_ms_late_in_a_tenth_of_steps_is_named_within_200(step_ms: float, within: int, ranks: int) -> None:
     for seed in range(7):
         random = np.random.default_rng(seed)
         rank, first = int(random.integers(ranks)), 50 + seed % 40
         told = told_of(with_late(jitter(random, ranks, 500), random, rank, first), step_ms)
-        assert told.said, f"seed {seed}: nobody was named"
+        assert told.said, f"seed {seed}: no rank was named"
         after, straggler = told.said[0]
         assert (straggler.rank, straggler.phase) == (rank, "data loading"), f"seed {seed}"
         assert after - first <= within, f"seed {seed}"
@@ -122,8 +120,8 @@ def test_no_rank_is_named_in_a_healthy_job(noise: Callable[[Random, int, int], M
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
-def test_one_stands_out_from_what_makes_all_ranks_late_now_and_then(ranks: int) -> None:
-    """Some rank is late by 3 ms in nearly each step; one by 20 ms in a tenth of them."""
+def test_a_straggler_stands_out_from_common_delays(ranks: int) -> None:
+    """Some rank is 3 ms late in nearly every step, and one is 40 ms late in a tenth of them."""
     for seed in range(5):
         random = np.random.default_rng(seed)
         behind = random.exponential(3, (ranks, 450))
@@ -133,14 +131,14 @@ def test_one_stands_out_from_what_makes_all_ranks_late_now_and_then(ranks: int) 
 
 
 @pytest.mark.parametrize(("late_steps", "is_named"), [(7, False), (9, True)])
-def test_it_takes_some_late_steps_to_be_named(late_steps: int, is_named: bool) -> None:
+def test_a_straggler_needs_enough_late_steps(late_steps: int, is_named: bool) -> None:
     behind = np.zeros((8, 200))
     behind[3, np.linspace(0, 199, late_steps).astype(int)] = 40
     assert bool(told_of(behind, 20).said) is is_named
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_in_a_handful_of_steps_no_rank_is_named_however_late_it_is(ranks: int) -> None:
+def test_too_few_steps_name_no_rank(ranks: int) -> None:
     behind = np.zeros((ranks, WARM_UP_STEPS + LEAST_STEPS))
     behind[1] = 400
     few = told_of(behind[:, : WARM_UP_STEPS + LEAST_STEPS - 1], 50, every=1)
@@ -148,16 +146,16 @@ def test_in_a_handful_of_steps_no_rank_is_named_however_late_it_is(ranks: int) -
     assert [one.rank for _, one in told_of(behind, 50, every=1).said] == [1]
 
 
-def test_the_first_steps_do_not_count() -> None:
-    """One rank compiles, starts its loader's workers, …: that takes eight steps and more, and is over."""
+def test_the_first_steps_are_ignored() -> None:
+    """One rank compiles, starts its loader's workers, …: that takes eight or more steps and then ends."""
     behind = np.zeros((2, 200))
     behind[1, :WARM_UP_STEPS] = 400
     assert told_of(behind, 50).said == []
     behind[1, ::25] = 400
-    assert told_of(behind, 50).said == [], "seven late steps are left"
+    assert told_of(behind, 50).said == [], "seven late steps remain"
 
 
-def test_no_rank_is_named_if_all_are_equal_to_the_nanosecond() -> None:
+def test_identical_ranks_name_no_straggler() -> None:
     assert told_of(np.zeros((4, 600)), 50).said == []
 
 
@@ -165,7 +163,7 @@ def test_one_rank_alone_is_never_late() -> None:
     assert told_of(np.full((1, 600), 40.0), 50).said == []
 
 
-def test_a_rank_that_is_nearly_always_late_is_named_with_its_numbers() -> None:
+def test_an_almost_always_late_rank_is_named_with_its_numbers() -> None:
     random = np.random.default_rng(1)
     told = told_of(with_late(jitter(random, 8, 600), random, 5, 0, share=0.94, late_ms=38), 100)
     (after, _straggler), *others = told.said
@@ -177,7 +175,7 @@ def test_a_rank_that_is_nearly_always_late_is_named_with_its_numbers() -> None:
     assert not named.is_over
 
 
-def test_two_stragglers_of_eight_are_named_both() -> None:
+def test_two_stragglers_of_eight_are_both_named() -> None:
     for seed in range(10):
         random = np.random.default_rng(seed)
         behind = with_late(jitter(random, 8, 400), random, 2, 50)
@@ -186,17 +184,17 @@ def test_two_stragglers_of_eight_are_named_both() -> None:
         assert len(told.said) == 2
 
 
-def test_what_costs_next_to_nothing_is_not_reported() -> None:
+def test_a_negligible_cost_is_not_reported() -> None:
     """3 ms in a twentieth of steps of a second are 0.15 per mille of the time."""
     random = np.random.default_rng(0)
     assert told_of(with_late(jitter(random, 4, 600), random, 1, 0, share=0.05, late_ms=30), 1000).said == []
 
 
-def test_less_than_the_noise_of_a_scheduler_is_never_late() -> None:
+def test_delays_below_scheduler_noise_are_ignored() -> None:
     assert told_of(with_late(np.zeros((4, 600)), np.random.default_rng(0), 1, 0, share=1, late_ms=1.9), 10).said == []
 
 
-def test_a_bad_moment_is_not_reported() -> None:
+def test_a_single_bad_moment_is_not_reported() -> None:
     behind = jitter(np.random.default_rng(0), 4, 600)
     behind[1, 200:240] += 30
     assert told_of(behind, 50).said == []
@@ -214,7 +212,7 @@ def test_recovery_is_reported_once_after_a_full_window_of_steps() -> None:
     assert told.stragglers.named == (over,)
 
 
-def test_one_that_is_late_again_is_named_again() -> None:
+def test_a_rank_late_again_is_named_again() -> None:
     random = np.random.default_rng(0)
     behind = jitter(random, 4, 1600)
     for first in (0, 1100):
@@ -224,7 +222,7 @@ def test_one_that_is_late_again_is_named_again() -> None:
     assert told.stragglers.named[0].since_ns > told.said[1][1].until_ns
 
 
-def test_it_is_named_again_when_the_phase_changes_and_keeps_its_beginning() -> None:
+def test_a_straggler_is_named_again_when_its_phase_changes() -> None:
     random = np.random.default_rng(0)
     behind = with_late(jitter(random, 4, 900), random, 3, 0, share=0.3)
     phases = np.where(np.arange(900) < 400, DATA, NUMBER[StepPhase.OPTIMIZER])
@@ -233,13 +231,13 @@ def test_it_is_named_again_when_the_phase_changes_and_keeps_its_beginning() -> N
     assert told.said[0][1].since_ns == told.said[1][1].since_ns
 
 
-def test_a_phase_that_is_not_known_is_left_empty() -> None:
+def test_an_unknown_phase_is_empty() -> None:
     random = np.random.default_rng(0)
     told = told_of(with_late(jitter(random, 4, 300), random, 3, 0, share=0.3), 50, NO_PHASE)
     assert [(one.rank, one.phase) for _, one in told.said] == [(3, "")]
 
 
-def test_a_straggler_has_the_time_since_when() -> None:
+def test_a_straggler_has_its_start_time() -> None:
     random = np.random.default_rng(0)
     behind = with_late(np.zeros((4, 400)), random, 3, 150, share=0.5)
     steps = steps_of(behind, 50)
@@ -249,7 +247,7 @@ def test_a_straggler_has_the_time_since_when() -> None:
     assert told.stragglers.named[0].until_ns == late[-1]
 
 
-def test_the_beginning_is_kept_when_it_is_out_of_sight() -> None:
+def test_the_start_time_is_kept_beyond_the_window() -> None:
     random = np.random.default_rng(0)
     told = told_of(with_late(np.zeros((4, 2000)), random, 3, 0, share=0.5), 50)
     assert told.stragglers.named[0].since_ns < BEGAN_NS + 2 * S
@@ -258,7 +256,7 @@ def test_the_beginning_is_kept_when_it_is_out_of_sight() -> None:
 
 @pytest.mark.parametrize("phase", list(StepPhase))
 @pytest.mark.parametrize(("ranks", "is_timed"), [(2, False), (4, True), (8, False)])
-def test_from_the_windows_of_all_ranks_to_the_name(phase: StepPhase, ranks: int, is_timed: bool) -> None:
+def test_a_straggler_is_found_from_the_windows_of_all_ranks(phase: StepPhase, ranks: int, is_timed: bool) -> None:
     random = np.random.default_rng(ranks)
     late_rank, first = ranks - 1, 60
     steps = first + random.choice(200, 20, replace=False)

@@ -33,7 +33,7 @@ def within_ms(waits: Intervals, rank: int, begin_ms: float, end_ms: float) -> fl
     return float(waits.within_ns([rank], begin_ns, end_ns)[0, 0]) / MS
 
 
-def test_the_first_rank_waits_for_the_last_but_no_longer_than_until_its_next_call() -> None:
+def test_a_wait_ends_at_the_latest_with_the_next_call() -> None:
     waits = Waits(blocks({0: [0, 100, 105], 1: [30, 100, 140]}, GroupMembers(name="1", ranks=(0, 1))))
     assert within_ms(waits, 0, 0, 50) == pytest.approx(30)
     assert within_ms(waits, 0, 10, 20) == pytest.approx(10)
@@ -42,7 +42,7 @@ def test_the_first_rank_waits_for_the_last_but_no_longer_than_until_its_next_cal
     assert within_ms(waits, 7, 0, 200) == 0
 
 
-def test_waits_that_overlap_are_counted_once() -> None:
+def test_overlapping_waits_count_once() -> None:
     one = blocks({0: [0], 1: [40]}, GroupMembers(name="1", ranks=(0, 1)))
     other = blocks({0: [10], 2: [60]}, GroupMembers(name="2", ranks=(0, 2)))
     assert within_ms(Waits([*one, *other]), 0, 0, 100) == pytest.approx(60)
@@ -61,21 +61,21 @@ def lateness_ms(*own: tuple[int, int, int], follows: bool = True, **more: Any) -
 
 
 @pytest.mark.parametrize("timed", [{}, {"duration_ns": [[21.0], [1.0]]}], ids=["on the host", "on the device"])
-def test_our_own_work_makes_no_rank_late(timed: dict[str, Any]) -> None:
+def test_own_work_makes_no_rank_late(timed: dict[str, Any]) -> None:
     assert lateness_ms(**timed) == [0, pytest.approx(20)]
     assert lateness_ms(own_work(1, 10, 30), **timed) == [0, pytest.approx(0)]
-    assert lateness_ms(own_work(1, 10, 15), **timed) == [0, pytest.approx(15)], "of the rest it is"
+    assert lateness_ms(own_work(1, 10, 15), **timed) == [0, pytest.approx(15)], "it is late by the rest"
     assert lateness_ms(own_work(1, 10, 20), own_work(1, 15, 25), **timed) == [0, pytest.approx(5)], "counted once"
-    assert lateness_ms(own_work(1, -40, 0), **timed) == [0, pytest.approx(20)], "that was before"
+    assert lateness_ms(own_work(1, -40, 0), **timed) == [0, pytest.approx(20)], "earlier work does not count"
     assert lateness_ms(own_work(0, 10, 30), **timed) == [0, pytest.approx(20)], "nor does one make another late"
 
 
-def test_also_where_the_collective_before_is_not_known() -> None:
+def test_own_work_counts_without_a_previous_collective() -> None:
     assert lateness_ms(own_work(1, 35, 45), follows=False) == [0, pytest.approx(10)]
 
 
-def test_own_work_is_aligned_like_everything_of_a_rank() -> None:
-    """Rank 1's clock is an hour ahead, and it is kept busy in every step."""
+def test_own_work_is_aligned_to_the_ranks_clock() -> None:
+    """Rank 1's clock is an hour ahead, and the rank is kept busy in every step."""
     ahead_ns = 3_600 * S
     for is_ours in (False, True):
         job = Job(2, 300, late={(1, step): (StepPhase.HOOKS, 20) for step in range(300)}, clock_ahead_ns={1: ahead_ns})
@@ -87,7 +87,7 @@ def test_own_work_is_aligned_like_everything_of_a_rank() -> None:
         assert [straggler.rank for straggler in named] == ([] if is_ours else [1])
 
 
-def test_of_own_work_the_last_is_kept() -> None:
+def test_only_the_latest_own_work_is_kept() -> None:
     recent = RecentOwnWork(3)
     for number in range(10):
         recent.add(np.array([own_work(0, 10 * number, 10 * number + 1)], OWN))
@@ -98,8 +98,8 @@ def test_of_own_work_the_last_is_kept() -> None:
 
 
 @pytest.mark.parametrize("late_rank", [0, 1, 2, 3])
-def test_the_rank_that_makes_others_wait_is_named_and_not_one_that_passes_it_on(late_rank: int) -> None:
-    """In each step first the pairs meet, then all: the late one's partner is late for the second, too."""
+def test_the_original_straggler_is_named_and_not_its_partner(late_rank: int) -> None:
+    """In each step the pairs meet first and then all ranks, so the late rank's partner is late for the second."""
     analysis, named, noise = Analysis(4), [], np.random.default_rng(late_rank)
     for first in range(0, 300, 50):
         rows = []
@@ -115,7 +115,7 @@ def test_the_rank_that_makes_others_wait_is_named_and_not_one_that_passes_it_on(
                 ]
         named += analysis.add(window(rows, groups=[WORLD, *PAIRS], clocks=known(range(4))))
     assert [straggler.rank for straggler in named] == [late_rank]
-    assert named[0].mean_s == pytest.approx(0.020, abs=0.003), "a delay that shows in two groups is one"
+    assert named[0].mean_s == pytest.approx(0.020, abs=0.003), "a delay in two groups counts once"
 
 
 def test_ranks_with_unknown_clocks_are_not_compared() -> None:

@@ -54,11 +54,11 @@ def assert_same(first: Window, second: Window) -> None:
 
 
 @pytest.mark.parametrize("given", [full(), empty_window()], ids=["full", "empty"])
-def test_a_decoded_window_is_the_encoded_one(given: Window) -> None:
+def test_a_window_round_trips(given: Window) -> None:
     assert_same(decode(encode(given)), given)
 
 
-def test_a_window_of_500_steps_is_some_kilobytes() -> None:
+def test_a_window_of_500_steps_takes_a_few_kilobytes() -> None:
     rows = [call(0, seq, 1_700_000_000_000_000_000 + seq * MS * 10) for seq in range(5_000)]
     assert len(encode(window(rows, groups=[A]))) < 40_000
 
@@ -89,7 +89,7 @@ class Bomb:
         return open, (self.path, "w")
 
 
-def test_nothing_that_is_read_is_run(tmp_path: Any) -> None:
+def test_decoding_runs_no_code(tmp_path: Any) -> None:
     made = tmp_path / "made"
     bomb = np.array([Bomb(str(made))], dtype=object)
     buffer = io.BytesIO()
@@ -131,19 +131,19 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
-def test_data_that_is_not_a_window_is_refused(data: bytes) -> None:
+def test_invalid_data_is_refused(data: bytes) -> None:
     with pytest.raises(WindowError, match="cannot be read"):
         decode(data)
 
 
-def test_a_window_that_was_cut_off_is_refused() -> None:
+def test_a_truncated_window_is_refused() -> None:
     data = encode(full())
     for length in range(0, len(data), 7):
         with pytest.raises(WindowError):
             decode(data[:length])
 
 
-def test_random_bytes_and_broken_windows_are_refused_or_read_but_raise_nothing_else() -> None:
+def test_random_bytes_raise_no_other_error() -> None:
     random, data = np.random.default_rng(0), encode(full())
     for _ in range(300):
         with pytest.raises(WindowError):
@@ -175,20 +175,20 @@ def test_joining_windows_renumbers_their_groups_and_operations() -> None:
     assert len(found.groups) == 2 and len(found.ops) == 3
 
 
-def test_joining_leaves_the_windows_as_they_were() -> None:
+def test_joining_does_not_change_its_windows() -> None:
     first, second = window([call(0, 1, 1)], groups=[A]), window([call(1, 1, 1)], groups=[B, A])
     joined([first, second])
     assert (first.calls["group"][0], second.calls["group"][0]) == (0, 0)
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_members_that_one_rank_knows_are_known(turned: bool) -> None:
+def test_members_known_to_one_rank_are_known(turned: bool) -> None:
     unknown, is_known = GroupMembers(name="x"), GroupMembers(name="x", ranks=(0, 1))
     windows = [window(groups=[unknown]), window(groups=[is_known])]
     assert joined(windows[::-1] if turned else windows).groups == (is_known,)
 
 
-def test_joined_windows_have_their_numbers_added_up() -> None:
+def test_joined_windows_add_up_their_numbers() -> None:
     total = OpTotal(group="0", op="all_reduce", count=1, size_bytes=2, duration_ns=3, timed=1)
     other = OpTotal(group="0", op="reduce", count=5)
     first = window(totals={0: (total,)}, lost={0: 1}, left_out={0: 2}, missing=("a",), clocks=known([0]))
@@ -205,7 +205,7 @@ def test_joined_windows_have_their_numbers_added_up() -> None:
     assert found.totals == {0: (twice, other), 1: (total,)}
     assert (found.lost, found.left_out, found.last) == ({0: 4, 1: 4}, {0: 2, 1: 5}, frozenset([1]))
     assert found.missing == ("a", "b")
-    assert found.clocks == {0: Clock(offset_ns=7, uncertainty_ns=1)}, "the later word counts"
+    assert found.clocks == {0: Clock(offset_ns=7, uncertainty_ns=1)}, "the later clock counts"
 
 
 def test_nothing_joined_is_an_empty_window() -> None:

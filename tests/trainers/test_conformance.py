@@ -48,7 +48,7 @@ def on(*names: str) -> pytest.MarkDecorator:
 
 
 @on("ddp", "data-parallel", "tensor-parallel")
-def test_fit_twice_validate_test_and_predict_with_a_progress_bar_and_a_profiler(outcome: Any, name: str) -> None:
+def test_all_trainer_calls_match_stock(outcome: Any, name: str) -> None:
     for told in both(outcome, "plain"):
         first, again = told["first"]["losses"], told["again"]["losses"]
         assert len(again) == 2 * len(first) > 0 and again[: len(first)] == first
@@ -59,7 +59,7 @@ def test_fit_twice_validate_test_and_predict_with_a_progress_bar_and_a_profiler(
 
 
 @on("ddp", "data-parallel", "tensor-parallel", "both-parallel")
-def test_ranks_and_shares_of_data_are_those_of_the_mesh(outcome: Any, name: str) -> None:
+def test_ranks_and_data_shards_match_the_mesh(outcome: Any, name: str) -> None:
     is_plain = name != "both-parallel"
     told = [told["first"] if is_plain else told for told in both(outcome, "plain" if is_plain else "watched")]
     assert [one["ranks"][:2] for one in told] == [[len(told), rank] for rank in range(len(told))]
@@ -80,20 +80,20 @@ def test_ranks_and_shares_of_data_are_those_of_the_mesh(outcome: Any, name: str)
 
 
 @on("ddp", "data-parallel", "fsdp")
-def test_mixed_precision_and_accumulated_gradients(outcome: Any, name: str) -> None:
+def test_mixed_precision_and_accumulation_match_stock(outcome: Any, name: str) -> None:
     told = both(outcome, "accumulated")
     assert {one["precision"] for one in told} == {"FSDPPrecision" if name == "fsdp" else "MixedPrecision"}
     assert {one["steps"] for one in told} == {2}
 
 
 @on("ddp", "tensor-parallel")
-def test_manual_optimization(outcome: Any, name: str) -> None:
+def test_manual_optimization_matches_stock(outcome: Any, name: str) -> None:
     assert all(told["steps"] == len(told["losses"]) > 0 for told in both(outcome, "manual"))
 
 
 @on("ddp")
-def test_data_that_depends_on_when_it_is_read_is_read_when_stock_reads_it(outcome: Any, name: str) -> None:
-    """Losses, metrics and the random numbers that come next are compared with stock's, too."""
+def test_data_is_read_at_the_same_moments_as_in_stock(outcome: Any, name: str) -> None:
+    """Losses, metrics and subsequent random numbers are also compared with stock."""
     told = both(outcome, "played")
     assert [len(one["whole"]["losses"]) for one in told] == [10, 10]
     # Two batches make a step, and Lightning reads one ahead where it does not know how many come.
@@ -105,27 +105,27 @@ def test_data_that_depends_on_when_it_is_read_is_read_when_stock_reads_it(outcom
 
 
 @on("ddp", "fsdp")
-def test_early_stopping(outcome: Any, name: str) -> None:
+def test_early_stopping_matches_stock(outcome: Any, name: str) -> None:
     assert {(told["stopped"], told["waited"], told["steps"]) for told in both(outcome, "stopped_early")} == {(1, 1, 8)}
 
 
 @on("ddp", "data-parallel")
-def test_a_checkpoint_on_an_exception(outcome: Any, name: str) -> None:
+def test_a_checkpoint_on_an_exception_matches_stock(outcome: Any, name: str) -> None:
     assert all(told == {"steps": 2, "saved": "broken.ckpt"} for told in both(outcome, "broken"))
 
 
 @on("ddp")
-def test_weight_averaging(outcome: Any, name: str) -> None:
+def test_weight_averaging_matches_stock(outcome: Any, name: str) -> None:
     assert {told["steps"] for told in both(outcome, "averaged")} == {12}
 
 
 @on("ddp")
-def test_synchronised_batch_norm_refuses_cpus_in_the_same_words(outcome: Any, name: str) -> None:
+def test_sync_batch_norm_refuses_cpus_with_the_same_message(outcome: Any, name: str) -> None:
     assert all("SyncBatchNorm" in told["raised"] for told in both(outcome, "synchronised_norm"))
 
 
 @on("ddp")
-def test_a_compiled_model(outcome: Any, name: str) -> None:
+def test_a_compiled_model_matches_stock(outcome: Any, name: str) -> None:
     plain, compiled = both(outcome, "plain"), both(outcome, "compiled")
     assert [one["losses"] for one in compiled] == [one["first"]["losses"] for one in plain]
 
@@ -142,7 +142,7 @@ def test_a_compiled_model(outcome: Any, name: str) -> None:
         ]
     ],
 )
-def test_what_either_strategy_has_saved_either_can_resume(outcome: Any, name: str, how: str) -> None:
+def test_checkpoints_of_either_strategy_can_be_resumed_by_both(outcome: Any, name: str, how: str) -> None:
     for told in both(outcome, f"checkpoint {how}"):
         resumed = told["resumed"]
         # Whoever has saved it, and whoever resumes: both() has compared the latter.
@@ -156,7 +156,7 @@ def test_what_either_strategy_has_saved_either_can_resume(outcome: Any, name: st
 
 
 @on("both-parallel")
-def test_all_that_the_guard_can_do_changes_nothing_and_reaches_the_groups_of_the_mesh(outcome: Any, name: str) -> None:
+def test_all_guard_features_change_no_result_and_cover_mesh_groups(outcome: Any, name: str) -> None:
     both(outcome, "watched")
     for rank, found in enumerate(outcome):
         # Everybody, and the rank's column and row in the mesh of two by two.
@@ -179,6 +179,6 @@ def test_all_that_the_guard_can_do_changes_nothing_and_reaches_the_groups_of_the
 
 
 @on("data-parallel")
-def test_a_slow_gathering_of_a_whole_checkpoint_is_no_mystery(outcome: Any, name: str) -> None:
+def test_slow_gathering_of_a_full_checkpoint_is_diagnosed(outcome: Any, name: str) -> None:
     findings = [report["findings"][0] for report in outcome[0]["reports"]]
     assert ("slow-checkpoint", [0]) in [(finding["rule"], finding["ranks"]) for finding in findings]

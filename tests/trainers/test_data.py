@@ -67,21 +67,21 @@ def test_raise_stops_all_ranks_before_the_same_batch_and_names_the_short_one(out
 
 
 @pytest.mark.parametrize("case", ["stop-together", "workers"])
-def test_stop_together_trains_on_as_many_batches_as_the_shortest_has(outcomes: Outcomes, case: str) -> None:
+def test_stop_together_trains_on_the_shortest_length(outcomes: Outcomes, case: str) -> None:
     for rank, outcome in enumerate(outcomes[case]):
         assert outcome["raised"] == ""
         assert outcome["trained"] == batches(rank, 0, 1, 2) * 2, "two epochs"
         assert (outcome["steps"], outcome["epochs"]) == (6, 2)
 
 
-def test_repeat_trains_on_as_many_batches_as_the_longest_has(outcomes: Outcomes) -> None:
+def test_repeat_trains_on_the_longest_length(outcomes: Outcomes) -> None:
     orders = ((0, 1, 2, 3, 4), (0, 1, 2, 0, 1), (0, 1, 2, 3, 0))
     for rank, outcome in enumerate(outcomes["repeat"]):
         assert outcome["trained"] == batches(rank, *orders[rank]) * 2
         assert (outcome["steps"], outcome["epochs"]) == (10, 2)
 
 
-def test_gradient_accumulation_steps_alike_and_validation_ends_alike(outcomes: Outcomes) -> None:
+def test_accumulation_and_validation_are_equal_on_all_ranks(outcomes: Outcomes) -> None:
     for case, steps, validated in (("stop-together", 4, 2), ("repeat", 6, 4)):
         for outcome in outcomes[f"{case}-accumulated"]:
             assert outcome["raised"] == ""
@@ -98,27 +98,27 @@ def test_the_second_of_two_validation_streams_ends_unevenly(outcomes: Outcomes) 
         assert outcome["evaluated"] == batches(rank, 0, 1, 0, 1), "the first whole, of the second all but one"
 
 
-def test_by_the_strategy_alone_ranks_validate_on_streams_of_their_own_length(outcomes: Outcomes) -> None:
-    """As with stock: nothing is called for a batch, and what is logged is reduced at the end."""
+def test_without_the_callback_ranks_validate_their_whole_streams(outcomes: Outcomes) -> None:
+    """As in stock: no collective runs per batch, and logged values are reduced at the end."""
     for rank, outcome in enumerate(outcomes["uneven-validation-alone"]):
         assert outcome["raised"] == ""
         assert outcome["evaluated"][:2] == batches(rank, 0, 1)
         assert len(outcome["evaluated"]) == 2 + (5, 3, 4)[rank]
 
 
-def test_different_claims_are_cut_to_the_least(outcomes: Outcomes) -> None:
+def test_different_claimed_lengths_are_cut_to_the_shortest(outcomes: Outcomes) -> None:
     for rank, outcome in enumerate(outcomes["claimed-lengths"]):
         assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1)), "0.7 of 3"
 
 
-def test_ranks_predict_each_its_own_shard_to_the_end(outcomes: Outcomes) -> None:
+def test_each_rank_predicts_its_whole_shard(outcomes: Outcomes) -> None:
     for rank, outcome in enumerate(outcomes["predict-shards"]):
         assert outcome["raised"] == ""
         assert outcome["evaluated"] == batches(rank, *range((5, 3, 4)[rank])) * 2
 
 
-def test_loaders_that_are_read_side_by_side_end_together(outcomes: Outcomes) -> None:
-    """One stream of 5, 3 and 4 batches, beside a list of 4, 2 and 5 that goes round."""
+def test_combined_loaders_end_together(outcomes: Outcomes) -> None:
+    """A stream of 5, 3 and 4 batches, beside a list of 4, 2 and 5 that cycles."""
     for rank, outcome in enumerate(outcomes["combined"]):
         assert (outcome["raised"], outcome["trained"]) == ("", batches(rank, 0, 1, 2))
 
@@ -132,14 +132,14 @@ def test_unequal_known_lengths_do_not_start(outcomes: Outcomes) -> None:
     assert all(outcome["steps"] == 0 for outcome in outcomes["known-raise"])
 
 
-def test_unequal_known_lengths_are_trained_on_as_the_policy_says(outcomes: Outcomes) -> None:
+def test_unequal_known_lengths_follow_the_policy(outcomes: Outcomes) -> None:
     repeated = ((0, 1, 2, 3, 4), (0, 1, 2, 0, 1), (0, 1, 2, 3, 0))
     for rank in range(RANKS):
         assert outcomes["known-stop-together"][rank]["trained"] == batches(rank, 0, 1, 2) * 2
         assert outcomes["known-repeat"][rank]["trained"] == batches(rank, *repeated[rank]) * 2
 
 
-def test_who_was_only_warned_is_stopped_at_the_first_end(outcomes: Outcomes) -> None:
+def test_warned_ranks_stop_at_the_first_end(outcomes: Outcomes) -> None:
     text = all_raised(outcomes["known-warn"], "UnevenDataError", "uneven-batches")
     assert "has ended on rank 1 after 3 batches" in text
     for rank, outcome in enumerate(outcomes["known-warn"]):
@@ -147,7 +147,7 @@ def test_who_was_only_warned_is_stopped_at_the_first_end(outcomes: Outcomes) -> 
     assert "[ncclsafe] uneven-batches: " in outcomes["printed"][0]["text"]
 
 
-def test_a_length_that_only_some_ranks_know(outcomes: Outcomes) -> None:
+def test_a_length_known_to_some_ranks_only_is_reported(outcomes: Outcomes) -> None:
     text = all_raised(outcomes["half-sized"], "DatasetMismatchError", "sized-and-unsized")
     assert "no length (Stream) on rank 1" in text
     for rank, outcome in enumerate(outcomes["half-sized-warn"]):
@@ -164,7 +164,7 @@ def test_an_unseeded_split_does_not_start(outcomes: Outcomes) -> None:
     assert all(outcome["steps"] == 0 for outcome in outcomes["unseeded-split"])
 
 
-def test_an_unseeded_split_is_trained_on_where_that_is_wanted(outcomes: Outcomes) -> None:
+def test_an_unseeded_split_trains_if_allowed(outcomes: Outcomes) -> None:
     for case in ("unseeded-split-alone", "unseeded-split-warn", "unseeded-split-off"):
         assert all((outcome["raised"], outcome["steps"]) == ("", 2) for outcome in outcomes[case])
     assert outcomes["printed"][0]["text"].count("[ncclsafe] different-data: ") == 2
@@ -179,30 +179,30 @@ def test_different_numbers_of_loaders_do_not_start(outcomes: Outcomes) -> None:
     assert "the number of loaders in val_dataloader is 1 on ranks 0, 2, 2 on rank 1" in text
 
 
-def test_ranks_that_read_the_same_stream_do_not_start(outcomes: Outcomes) -> None:
+def test_ranks_with_the_same_stream_do_not_start(outcomes: Outcomes) -> None:
     text = all_raised(outcomes["same-stream"], "DatasetMismatchError", "same-shard")
     assert "Every rank reads the same data of the train_dataloader." in text
     assert "DistributedSampler" not in text
     assert all(outcome["trained"] == [] for outcome in outcomes["same-stream"])
 
 
-def test_ranks_that_read_the_same_stream_are_warned_without_the_callback(outcomes: Outcomes) -> None:
+def test_ranks_with_the_same_stream_are_only_warned_without_the_callback(outcomes: Outcomes) -> None:
     for outcome in outcomes["same-stream-alone"]:
         assert (outcome["raised"], outcome["steps"]) == ("", 4)
     assert outcomes["printed"][0]["text"].count("[ncclsafe] same-shard: ") == 1
 
 
-def test_loaders_are_compared_again_when_they_are_made_anew(outcomes: Outcomes) -> None:
+def test_recreated_loaders_are_compared_again(outcomes: Outcomes) -> None:
     all_raised(outcomes["reloaded"], "DatasetMismatchError", "uneven-batches")
     assert all((outcome["steps"], outcome["epochs"]) == (3, 1) for outcome in outcomes["reloaded"])
 
 
-def test_ranks_that_would_validate_at_different_steps_do_not_start(outcomes: Outcomes) -> None:
+def test_ranks_with_different_validation_steps_do_not_start(outcomes: Outcomes) -> None:
     all_raised(outcomes["validates-elsewhere"], "DatasetMismatchError", "different-trainer-settings")
     assert all(outcome["trained"] == [] for outcome in outcomes["validates-elsewhere"])
 
 
-def test_a_length_that_cannot_be_had_is_named(outcomes: Outcomes) -> None:
+def test_an_unreadable_length_is_reported(outcomes: Outcomes) -> None:
     text = all_raised(outcomes["odd-length"], "DatasetMismatchError", "unreadable-loader")
     assert "ValueError: nobody has counted" in text
 
@@ -229,17 +229,17 @@ def test_a_length_that_cannot_be_had_is_named(outcomes: Outcomes) -> None:
         "user-looks",
     ],
 )
-def test_what_is_healthy_is_trained_on(outcomes: Outcomes, case: str) -> None:
+def test_healthy_data_is_trained_on(outcomes: Outcomes, case: str) -> None:
     assert_healthy(outcomes[case])
     assert all(outcome["trained"] or outcome["evaluated"] for outcome in outcomes[case])
 
 
-def test_the_padded_shares_are_those_that_stock_would_give(outcomes: Outcomes) -> None:
+def test_padded_shares_match_stock(outcomes: Outcomes) -> None:
     seen = [number for outcome in outcomes["validate"] for batch in outcome["evaluated"][:2] for number in batch]
     assert sorted(seen) == list(range(12))
 
 
-def test_our_own_failure_is_said_and_training_goes_on(outcomes: Outcomes) -> None:
+def test_an_internal_failure_is_printed_and_training_continues(outcomes: Outcomes) -> None:
     assert_healthy(outcomes["blind-rank"])
     said = [line for line in outcomes["printed"][0]["text"].splitlines() if "failed and is off" in line]
     assert len(said) == 1, "by one rank, for the first of two stages of one case, and in no other case"
@@ -247,7 +247,7 @@ def test_our_own_failure_is_said_and_training_goes_on(outcomes: Outcomes) -> Non
     assert "our own fault" in said[0]
 
 
-def test_loaders_are_what_they_were_afterwards(outcomes: Outcomes) -> None:
+def test_loaders_are_restored_afterwards(outcomes: Outcomes) -> None:
     types = {name for of_ranks in outcomes.values() for outcome in of_ranks for name in outcome.get("types", ())}
     assert types == {"DataLoader", "OddLength", "CombinedLoader", "Data", "list", "Batches"}
     left = [outcome["left"] for of_ranks in outcomes.values() for outcome in of_ranks if "left" in outcome]

@@ -137,7 +137,7 @@ def network_of(names: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.program("hosts")
-def test_a_host_that_is_cut_off_is_named_by_both_sides(outcome: Outcome) -> None:
+def test_both_sides_name_a_disconnected_host(outcome: Outcome) -> None:
     if outcome.skipped:
         pytest.skip(outcome.skipped)
     here, there = (f"host-{side}-{os.getpid()}" for side in "ab")
@@ -151,9 +151,9 @@ def test_a_host_that_is_cut_off_is_named_by_both_sides(outcome: Outcome) -> None
     assert all(outcome.codes), outcome.output
 
 
-@pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch cannot list what the last start has left")
+@pytest.mark.skipif(not hasattr(TCPStore, "list_keys"), reason="this torch cannot list the previous start's keys")
 @pytest.mark.program("agents")
-def test_torchrun_on_two_nodes_starts_again_and_says_what_the_first_start_ended_with(outcome: Outcome) -> None:
+def test_torchrun_on_two_nodes_restarts_and_prints_the_previous_incident(outcome: Outcome) -> None:
     assert outcome.codes == [0, 0], outcome.output
     (report,) = outcome.reports()
     (folder,) = (outcome.root / "ncclsafe").iterdir()
@@ -166,7 +166,7 @@ def test_torchrun_on_two_nodes_starts_again_and_says_what_the_first_start_ended_
 
 
 @pytest.mark.program("slurm", "raise", "--rank=1", "--suspect-after=3")
-def test_slurm_may_number_ranks_in_turn_over_its_nodes(outcome: Outcome) -> None:
+def test_slurm_ranks_may_alternate_over_nodes(outcome: Outcome) -> None:
     assert outcome.said[0].startswith("watching 4 ranks"), outcome.output
     (report,) = outcome.reports()
     assert (report["findings"][0]["rule"], report["findings"][0]["ranks"]) == ("failed-rank", [1])
@@ -175,7 +175,7 @@ def test_slurm_may_number_ranks_in_turn_over_its_nodes(outcome: Outcome) -> None
 
 
 @pytest.mark.program("kubeflow", "raise", "--rank=1", "--suspect-after=3", "--devices=1")
-def test_kubeflow_has_one_rank_a_pod(outcome: Outcome) -> None:
+def test_kubeflow_runs_one_rank_per_pod(outcome: Outcome) -> None:
     assert outcome.said[0].startswith("watching 2 ranks"), outcome.output
     (report,) = outcome.reports()
     assert (report["findings"][0]["rule"], report["findings"][0]["ranks"]) == ("failed-rank", [1])
@@ -183,7 +183,7 @@ def test_kubeflow_has_one_rank_a_pod(outcome: Outcome) -> None:
 
 
 @pytest.mark.program("notebook")
-def test_a_notebook_goes_on_after_a_cell_that_failed(outcome: Outcome) -> None:
+def test_a_notebook_continues_after_a_failed_cell(outcome: Outcome) -> None:
     assert outcome.codes == [0], outcome.output
     assert outcome.output.count("the cell has raised ") == 1
     (report,) = outcome.reports()

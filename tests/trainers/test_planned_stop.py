@@ -20,7 +20,7 @@ def start(warm: Warm, folder: Path, *options: str, job: str = "bert") -> tuple[l
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
-def test_the_start_after_wrong_code_ends_before_it_trains(warm: Warm, tmp_path: Path) -> None:
+def test_a_restart_with_the_same_faulty_code_ends_before_training(warm: Warm, tmp_path: Path) -> None:
     codes, output = start(warm, tmp_path, "misspell")
     assert all(codes) and STOP_CODE not in codes, output
     assert output.count("[ncclsafe] next: stop: the fault recurs until the code") == 1, output
@@ -33,7 +33,7 @@ def test_the_start_after_wrong_code_ends_before_it_trains(warm: Warm, tmp_path: 
     ours = [line for line in output.splitlines() if line.startswith("[ncclsafe]")]
     assert output.count("this start ends before training: the previous start ended with failed-rank") == 1
     assert any(str(path) in line for line in ours) and "Traceback" not in output, output
-    assert len([*tmp_path.glob("ncclsafe/*/report.json")]) == 1, "that is no incident of its own"
+    assert len([*tmp_path.glob("ncclsafe/*/report.json")]) == 1, "it is not an incident of its own"
 
     path.unlink()
     codes, output = start(warm, tmp_path, "nothing")

@@ -106,16 +106,16 @@ def assert_saved(outcome: Outcome, steps: int) -> None:
 
 
 @pytest.mark.program(*ACCUMULATING)
-def test_one_rank_of_those_that_accumulate_gradients(outcome: Outcome) -> None:
-    """Between two steps no rank waits for another, so that each is at a batch of its own."""
+def test_sigterm_on_one_accumulating_rank_stops_all(outcome: Outcome) -> None:
+    """Between two steps no rank waits for another, so each may be at a different batch."""
     assert outcome.exit_code == 0, outcome.output
     rank = agreed(outcome, 3)
-    assert rank.batches >= 5, "the batch of the signal is the fifth"
+    assert rank.batches >= 5, "the signal arrives in the fifth batch"
     assert_saved(outcome, rank.steps)
 
 
 @pytest.mark.program(*VALIDATING)
-def test_one_rank_in_validation(outcome: Outcome) -> None:
+def test_sigterm_on_one_validating_rank_stops_all(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     rank = agreed(outcome, 3)
     assert 1 <= rank.validation < 6
@@ -123,13 +123,13 @@ def test_one_rank_in_validation(outcome: Outcome) -> None:
 
 
 @pytest.mark.program(*ALL_AT_ONCE)
-def test_all_ranks_at_once(outcome: Outcome) -> None:
+def test_sigterm_on_all_ranks_at_once_stops_all(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert_saved(outcome, agreed(outcome, 3).steps)
 
 
 @pytest.mark.program(*STREAMING)
-def test_one_rank_of_those_that_vote_before_each_batch(outcome: Outcome) -> None:
+def test_sigterm_on_one_voting_rank_stops_all(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     rank = agreed(outcome, 3)
     assert rank.batches >= 4
@@ -137,27 +137,27 @@ def test_one_rank_of_those_that_vote_before_each_batch(outcome: Outcome) -> None
 
 
 @pytest.mark.program(*FORWARDED)
-def test_the_rank_that_has_launched_the_others_tells_them(outcome: Outcome) -> None:
+def test_the_launching_rank_forwards_sigterm(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert_saved(outcome, agreed(outcome, 2).steps)
 
 
 @pytest.mark.program(*WORKER)
-def test_a_worker_of_torchrun(outcome: Outcome) -> None:
+def test_sigterm_on_a_torchrun_worker_stops_all(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert_saved(outcome, agreed(outcome, 2).steps)
 
 
 @pytest.mark.program(*AGENT)
-def test_torchrun_itself(outcome: Outcome) -> None:
-    """It tells its workers, waits for them, and fails."""
+def test_sigterm_on_torchrun_stops_all(outcome: Outcome) -> None:
+    """Torchrun forwards the signal to its workers, waits for them, and fails."""
     assert "got signal: 15" in outcome.output
     assert outcome.exit_code == 1
     assert_saved(outcome, agreed(outcome, 2).steps)
 
 
 @pytest.mark.program(*PREDICTING)
-def test_ranks_that_predict(outcome: Outcome) -> None:
+def test_predicting_ranks_each_stop_before_their_next_batch(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert sorted(outcome.ranks) == [0, 1, 2]
     assert "done" not in outcome.output
@@ -165,7 +165,7 @@ def test_ranks_that_predict(outcome: Outcome) -> None:
 
 
 @pytest.mark.program(*PREDICTING_TOGETHER)
-def test_ranks_that_need_one_another_to_predict(outcome: Outcome) -> None:
+def test_ranks_that_predict_together_stop_before_the_same_batch(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert sorted(outcome.ranks) == [0, 1]
     assert "done" not in outcome.output
@@ -182,6 +182,6 @@ def test_without_a_signal_nothing_is_broadcast_before_a_batch(outcome: Outcome) 
 
 @pytest.mark.skipif(Version(L.__version__) < Version("2.5.2"), reason="this Lightning does not broadcast it")
 @pytest.mark.program(*STOCK)
-def test_lightnings_own_handling_is_left_where_that_is_asked_for(outcome: Outcome) -> None:
+def test_lightnings_own_handling_is_kept_on_request(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert all(rank.broadcasts >= 16 for rank in outcome.ranks.values())

@@ -81,7 +81,7 @@ def first_finding(outcome: Outcome) -> dict[str, Any]:
 
 
 @pytest.mark.program("nothing", "--calls", "fit", "validate", "test", "predict", "fit")
-def test_healthy_calls_say_one_line_together_and_leave_nothing(outcome: Outcome) -> None:
+def test_healthy_calls_print_one_line_and_leave_nothing(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     (line,) = outcome.said
     assert line.startswith("watching 2 ranks")
@@ -103,7 +103,7 @@ def test_a_rank_that_raises_is_named_with_its_line(outcome: Outcome, start_metho
 
 
 @pytest.mark.program("raise", "--start-method", "popen")
-def test_the_traceback_is_printed_once_after_the_report_and_is_the_users_alone(outcome: Outcome) -> None:
+def test_the_users_traceback_is_printed_once_after_the_report(outcome: Outcome) -> None:
     assert outcome.output.count("Traceback (most recent call last)") == 1, outcome.output
     report, _, traceback = outcome.output.partition("Traceback (most recent call last)")
     assert "the run cannot continue" in report
@@ -115,13 +115,13 @@ def test_the_traceback_is_printed_once_after_the_report_and_is_the_users_alone(o
 
 
 @pytest.mark.program("raise", "--start-method", "spawn")
-def test_what_started_the_ranks_raises_the_error_of_the_one_that_has_failed(outcome: Outcome) -> None:
+def test_the_launcher_raises_the_error_of_the_failed_rank(outcome: Outcome) -> None:
     assert "-- Process 1 terminated with the following error:" in outcome.output, outcome.output
     assert "CollectiveTimeoutError" not in outcome.output
 
 
 @pytest.mark.program("cluster", "exit", "--devices", "3", "--rank", "2")
-def test_a_rank_that_exits_silently_is_no_silent_end(outcome: Outcome) -> None:
+def test_a_silently_exiting_rank_is_reported(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("failed-rank", [2])
     assert first_finding(outcome)["location"].startswith(line_of("exit"))
     assert "Rank 2 left the others by SystemExit with status 0 at scenario.py" in outcome.said[1]
@@ -130,18 +130,18 @@ def test_a_rank_that_exits_silently_is_no_silent_end(outcome: Outcome) -> None:
 
 
 @pytest.mark.program("exit", "--rank", "0")
-def test_the_exit_of_the_rank_that_has_started_the_others_is_no_success(outcome: Outcome) -> None:
+def test_an_exit_of_the_launching_rank_is_not_a_success(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("failed-rank", [0])
     assert outcome.exit_code == 1
 
 
 @pytest.mark.program("cluster", "kill", "--devices", "2", "--rank", "0")
-def test_the_death_of_rank_0_is_reported_by_the_others(outcome: Outcome) -> None:
+def test_the_others_report_the_death_of_rank_0(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("dead-rank", [0])
 
 
 @pytest.mark.program("stall", "--start-method", "fork", "--timeout", "5")
-def test_fork_and_the_limit(outcome: Outcome) -> None:
+def test_forked_ranks_end_at_the_limit(outcome: Outcome) -> None:
     assert first_finding(outcome)["location"].startswith(line_of("stall"))
     assert outcome.reports[0]["job"]["incident"]["kind"] == "timeout"
     assert outcome.said[-1] == "the run cannot continue, so the guard ends it"
@@ -149,7 +149,7 @@ def test_fork_and_the_limit(outcome: Outcome) -> None:
 
 
 @pytest.mark.program("torchrun", "stall", "--hook", "on_train_epoch_end", "--suspect-after", "4", "--timeout", "15")
-def test_torchrun_and_the_limit(outcome: Outcome) -> None:
+def test_torchrun_ranks_end_at_the_limit(outcome: Outcome) -> None:
     finding = first_finding(outcome)
     assert (finding["rule"], finding["ranks"]) == ("rank-zero-only-work", [1])
     assert "on_train_epoch_end" in finding["summary"]
@@ -162,7 +162,7 @@ def test_torchrun_and_the_limit(outcome: Outcome) -> None:
 
 
 @pytest.mark.program("cluster", "recover", "--devices", "4", "--rank", "2", "--suspect-after", "4")
-def test_training_that_recovers_goes_on_to_the_end(outcome: Outcome) -> None:
+def test_training_that_recovers_runs_to_the_end(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert outcome.said[-1].startswith("recovered after ")
     assert first_finding(outcome)["ranks"] == [2]
@@ -185,7 +185,7 @@ def test_a_rank_whose_stream_raises_is_named_and_nobody_hangs(outcome: Outcome) 
 
 
 @pytest.mark.program("cluster", "estimate", "--devices", "2", "--rank", "0")
-def test_a_rank_that_presents_no_loader_is_named_with_what_it_does_instead(outcome: Outcome) -> None:
+def test_a_rank_without_a_loader_is_named_with_its_line(outcome: Outcome) -> None:
     finding = first_finding(outcome)
     # Its line stands under a condition on the rank: the others will never come there.
     assert (finding["rule"], finding["ranks"]) == ("unpresented-loader", [0])
@@ -194,9 +194,9 @@ def test_a_rank_that_presents_no_loader_is_named_with_what_it_does_instead(outco
     assert outcome.said[-1] == "the run cannot continue, so the guard ends it"
 
 
-@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="groups of a mesh keep the timeout that torch gives them")
+@pytest.mark.skipif(not build.GLOO_TIMEOUT_CHANGES, reason="mesh groups keep the timeout torch gives them")
 @pytest.mark.program("cluster", "stall", "--devices", "4", "--tensor-parallel", "2", "--rank", "2", "--timeout", "5")
-def test_a_rank_that_its_neighbours_in_the_mesh_wait_for(outcome: Outcome) -> None:
+def test_a_rank_its_mesh_neighbours_wait_for_is_named(outcome: Outcome) -> None:
     finding = first_finding(outcome)
     assert (finding["rule"], finding["ranks"]) == ("rank-zero-only-work", [2])
     assert finding["location"].startswith(line_of("stall"))
@@ -208,8 +208,8 @@ def test_a_rank_that_its_neighbours_in_the_mesh_wait_for(outcome: Outcome) -> No
 
 
 @pytest.mark.program("cluster", "raise", "--devices", "2", "--tensor-parallel", "1", "--keep")
-def test_a_rank_of_a_split_model_that_raises_and_then_saves(outcome: Outcome) -> None:
-    """OnExceptionCheckpoint saves on the rank that has failed, and all ranks have a part of the model."""
+def test_a_raising_rank_of_a_sharded_model_is_named_despite_saving(outcome: Outcome) -> None:
+    """OnExceptionCheckpoint saves on the failed rank although all ranks hold a part of the model."""
     finding = first_finding(outcome)
     assert (finding["rule"], finding["ranks"]) == ("failed-rank", [1])
     assert finding["location"].startswith(line_of("raise"))
@@ -217,7 +217,7 @@ def test_a_rank_of_a_split_model_that_raises_and_then_saves(outcome: Outcome) ->
 
 
 @pytest.mark.program("cluster", "nothing", "--devices", "2", "--tensor-parallel", "2", "--data", "stream", "--refuse")
-def test_tensor_parallel_peers_that_read_different_data_do_not_train(outcome: Outcome) -> None:
+def test_tensor_parallel_peers_with_different_data_do_not_train(outcome: Outcome) -> None:
     assert (first_finding(outcome)["rule"], first_finding(outcome)["ranks"]) == ("different-peers", [0, 1])
     assert outcome.output.count("DatasetMismatchError: different-peers: Ranks that form one data-parallel rank") == 2
     assert outcome.output.count("has made 0 steps") == 2

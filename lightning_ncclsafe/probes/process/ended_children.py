@@ -18,6 +18,7 @@ import psutil
 
 from lightning_ncclsafe.facts import EndedProcess
 from lightning_ncclsafe.probes.host.resources import signal_name
+from lightning_ncclsafe.probes.process import child_crashes
 
 _PROC = Path("/proc")
 _KILLED = (os.CLD_KILLED, os.CLD_DUMPED) if hasattr(os, "CLD_KILLED") else ()
@@ -52,7 +53,9 @@ class ChildWatch:
         self._ended: deque[tuple[float, EndedProcess]] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         self._looking = threading.Lock()
+        self._is_closed = False
         _watches.add(self)
+        child_crashes.listen()
 
     def note(self) -> None:
         """Looks for new children, at most once a second; takes some 10 µs for each thread of this process."""
@@ -83,10 +86,15 @@ class ChildWatch:
             at_s, child = seen[pid]
             if now_s - at_s <= idle_s + _RECENT_S and child.signal not in _OWN_SIGNALS:
                 found.append(replace(_aged(child, now_s - at_s), is_replaced=True))
-        return tuple(found)
+        return tuple(
+            replace(child, stack=child_crashes.crash_of(child.pid)) if child.signal else child for child in found
+        )
 
     def close(self) -> None:
         """Ends the thread, and closes its files."""
+        if not self._is_closed:
+            self._is_closed = True
+            child_crashes.leave()
         thread, self._thread = self._thread, None
         self._next_s = math.inf
         if thread is not None:

@@ -92,15 +92,15 @@ def _user_frames() -> tuple[Frame, ...]:
     found: list[Frame] = []
     innermost = sys._current_frames().get(training_thread().ident or 0)
     for depth, (frame, line) in enumerate(traceback.walk_stack(innermost)):
-        place = _place(frame.f_code.co_filename, frame.f_code.co_name)
-        if depth == _MOST_FRAMES or place is _Place.TRAINER:
+        owner = _owner(frame.f_code.co_filename, frame.f_code.co_name)
+        if depth == _MOST_FRAMES or owner is _CodeOwner.TRAINER:
             break
-        if place is _Place.USER:
+        if owner is _CodeOwner.USER:
             found.append(seen_frame(frame.f_code.co_filename, line, frame.f_code.co_name))
     return tuple(reversed(found))
 
 
-class _Place(Enum):
+class _CodeOwner(Enum):
     TRAINER = auto()
     USER = auto()
     LIBRARY = auto()
@@ -108,10 +108,10 @@ class _Place(Enum):
 
 # All the functions of a training, which are the same at each note.
 @lru_cache(maxsize=4096)
-def _place(file: str, function: str) -> _Place:
+def _owner(file: str, function: str) -> _CodeOwner:
     if TRAINER_RUN.has(file, function):
-        return _Place.TRAINER
-    return _Place.USER if is_user_code(file) else _Place.LIBRARY
+        return _CodeOwner.TRAINER
+    return _CodeOwner.USER if is_user_code(file) else _CodeOwner.LIBRARY
 
 
 def _function(frame: Frame) -> tuple[str, str]:

@@ -80,7 +80,7 @@ class TracebackSignal:
             self._is_of_rank = _is_launched(os.environ)
             faulthandler.register(signum, file=self._file, all_threads=True)
             # Crashes go to the same file, unless the user has sent them elsewhere; see CrashTraces.
-            if not faulthandler.is_enabled():
+            if not faulthandler.is_enabled() or _writes_for_parent():
                 _enable_for_crashes(self._file)
             self._hook_before, sys.excepthook = sys.excepthook, self._uncaught
             break
@@ -128,6 +128,8 @@ class _CrashFile:
 
 
 _crash_file: "weakref.ref[_CrashFile] | None" = None
+# In a child, the file of its parent.
+_parents_file: "weakref.ref[_CrashFile] | None" = None
 
 
 def _enable_for_crashes(file: IO[bytes]) -> None:
@@ -143,9 +145,30 @@ def _file_of_crashes() -> IO[bytes] | None:
     return crash_file.file if crash_file is not None else None
 
 
+def writes_crashes() -> bool:
+    """Whether a crash of this process is written to its file."""
+    return _file_of_crashes() is not None
+
+
+def write_crashes_to(file: int) -> None:
+    """In a forked child: a crash is written to a file of its parent's, until this process arms its own.
+
+    Args:
+        file: Its descriptor, which stays open.
+    """
+    global _parents_file
+    crash_file = _CrashFile(os.fdopen(file, "wb", buffering=0, closefd=False))
+    faulthandler.enable(file=crash_file, all_threads=True)
+    _parents_file = weakref.ref(crash_file)
+
+
+def _writes_for_parent() -> bool:
+    return _parents_file is not None and _parents_file() is not None
+
+
 def _forget_crashes() -> None:
     """In a fork: its crash would be taken for one of its parent."""
-    if _file_of_crashes() is not None:
+    if _file_of_crashes() is not None or _writes_for_parent():
         faulthandler.disable()
 
 

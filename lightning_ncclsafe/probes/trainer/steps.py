@@ -15,7 +15,12 @@ from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe.code.libraries import GROUP_CREATION, ROOTED, SEND_OR_RECV
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import ExceptionFacts, Frame, StepFacts
-from lightning_ncclsafe.probes.process.stacks import exception_facts, main_thread_frames, main_thread_stack
+from lightning_ncclsafe.probes.process.stacks import (
+    exception_facts,
+    is_user_code,
+    main_thread_frames,
+    main_thread_stack,
+)
 from lightning_ncclsafe.probes.trainer.gradients import (
     is_from_nothing,
     left_out_at,
@@ -41,6 +46,8 @@ _MOST_METRICS = 64
 _TO_PEER = {"send": "dst", "recv": "src"}
 # torch's names of variables for ranks within the group.
 _ROOTS = ("group_src", "group_dst")
+# Its name of a variable for the members of a group that it creates.
+_MEMBERS = "global_ranks_in_group"
 # Functions of Lightning, DDP and FSDP2 that keep a backward pass from reducing gradients.
 _UNREDUCED = ("block_backward_sync", "no_backward_sync", "no_sync", "set_requires_gradient_sync")
 # Lightning's error for a skipped step with several ranks.
@@ -84,12 +91,19 @@ class StepRecord:
             self._trained = tuple(name for name in trained if name not in ignored)
 
     def backward(self, loss: Any = None, *, is_reduced: bool = True) -> None:
-        """Called when a backward pass begins, on the main thread, in every batch.
+        """Called when a backward pass is about to begin, on the main thread, in every batch.
 
         Args:
             loss: The loss.
             is_reduced: Whether gradients are reduced, not only accumulated.
         """
+        if _has_own_backward(getattr(self._trainer, "lightning_module", None)) and getattr(loss, "grad_fn", None):
+            # The user's method may return without a backward pass; this is called as soon as it begins one.
+            loss.register_hook(lambda _: self._begin_pass(is_reduced=is_reduced))
+        else:
+            self._begin_pass(loss, is_reduced=is_reduced)
+
+    def _begin_pass(self, loss: Any = None, *, is_reduced: bool) -> None:
         ready = self._total.ready if self._total is not None else self._last
         if ready != self._last:
             self._passes.begin_batch(_now(self._trainer))
@@ -149,11 +163,7 @@ class StepRecord:
             skipped_epoch=last[0],
             skipped_batch=last[1],
             passes_at=step.calls_under_condition(_BACKWARD) if len(runs) > 1 else (),
-            returns_nothing=(
-                tuple(place for one in sources_of(module, "training_step") for place in one.returns_nothing())
-                if skipped
-                else ()
-            ),
+            returns_nothing=_returns_nothing(module) if skipped else (),
             without_graph=self._without_graph,
             leaves_at=lines_in([module], HookSource.makes_leaves) if self._without_graph else (),
             without_gradient=tuple(missing[:_MOST_NAMES]),
@@ -170,6 +180,7 @@ class StepRecord:
             peer=_peer(),
             root=_root(),
             groups_made=process_groups.groups_made(),
+            making=_members(),
             groups_at=(_groups_under_condition() or lines_in(users, _groups_made)) if makes_group else (),
             accumulates_at=(lines_in(users, _accumulates) if any(run[3:4] > (0,) for run in runs) else ()),
         )
@@ -187,6 +198,17 @@ class StepRecord:
             return []
         trained = {*trained_parameters(module)}
         return [name for name in self._trained if name not in trained]
+
+
+def _has_own_backward(module: Any) -> bool:
+    code = getattr(getattr(type(module), "backward", None), "__code__", None)
+    return code is not None and is_user_code(code.co_filename)
+
+
+def _returns_nothing(module: Any) -> tuple[str, ...]:
+    """Where the user's functions may leave out the backward pass of a batch."""
+    sources = itertools.chain(sources_of(module, "training_step"), sources_of(module, "backward"))
+    return tuple(place for source in sources for place in source.returns_nothing())
 
 
 def _callers() -> list[Frame]:
@@ -230,6 +252,15 @@ def _root() -> int:
         given = (frame.f_locals.get(name) for name in _ROOTS)
         return next((root for root in given if isinstance(root, int)), -1)
     return -1
+
+
+def _members() -> tuple[int, ...]:
+    """The members of the process group that the main thread is creating, if not all ranks are; else empty."""
+    for frame in main_thread_frames(GROUP_CREATION):
+        members = frame.f_locals.get(_MEMBERS)
+        if isinstance(members, list) and members and all(isinstance(rank, int) for rank in members):
+            return tuple(members)
+    return ()
 
 
 def _groups_under_condition() -> tuple[str, ...]:

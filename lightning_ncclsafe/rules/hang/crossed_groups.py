@@ -1,5 +1,6 @@
 """The cause crossed-groups: ranks entered process groups in different orders and wait for each other in a circle."""
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -37,6 +38,10 @@ _TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
 _REMEDY_MADE = (
     "Call new_group on all ranks for every group, in the same order, even if this rank is not a member; only with "
     "use_local_synchronization=True may the members alone call it."
+)
+_REMEDY_ORDER = (
+    "Create the groups in one order on all ranks, sorted by their members for instance: new_group returns only when "
+    "all members of its group have called it."
 )
 _REMEDY_P2P = (
     "Let one side send first and the other receive first (for a ring: by the parity of the rank), or start all of them "
@@ -82,7 +87,9 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
     # Creating a group waits for the others; a rank that works may merely be late for it.
     making = tuple(rank for rank in view.waiting if is_in(GROUP_CREATION, view.facts[rank].stack))
     all_wait = set(view.waiting) == set(view.facts) and not view.silent and not view.raised
-    if making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
+    if created := _circle(_awaited_in_creation(view)):
+        yield _created_in_circle(view, created)
+    elif making and all_wait and min(made.values()) >= 0 and len({*made.values()}) > 1:
         yield _created_differently(view, making, made)
 
 
@@ -90,6 +97,33 @@ def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
     """Whether a send or receive in the circle has no other side: its peer waits in a collective, or for another one."""
     groups = {name for name, _ in circle.values()}
     return ("" in groups and len(groups) > 1) or circle.keys() <= send_recv_pairs(view).keys()
+
+
+def _awaited_in_creation(view: Timeline) -> dict[int, tuple[str, int]]:
+    """For each rank that creates a group, its members in words, and one of them that creates another group."""
+    making = {rank: {*view.facts[rank].steps.making} for rank in view.waiting}
+    late = {
+        rank: next((other for other in sorted(members) if making.get(other) and making[other] != members), None)
+        for rank, members in making.items()
+        if rank in members
+    }
+    return {rank: (ranks_words(sorted(making[rank])), other) for rank, other in late.items() if other is not None}
+
+
+def _created_in_circle(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
+    ranks = tuple(sorted(circle))
+    hops = (
+        f"rank {rank} creates the group of {members} and waits for rank {late}"
+        for rank, (members, late) in circle.items()
+    )
+    return finding(
+        view,
+        ranks,
+        f"{capitalised(', '.join(itertools.islice(hops, _HOPS)))}: they wait for each other in a circle.",
+        location=call_location(view, ranks),
+        evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
+        remedy=_REMEDY_ORDER,
+    )
 
 
 def _created_differently(view: Timeline, making: tuple[int, ...], made: dict[int, int]) -> Finding:

@@ -3,10 +3,10 @@
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.code.libraries import DATALOADER, HANDING_OVER, WAITS_FOR_PROCESSES
-from lightning_ncclsafe.facts import EndedProcess, RankFacts
+from lightning_ncclsafe.facts import EndedProcess, Frame, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -16,13 +16,16 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     batch_words,
     clause,
+    deepest_user_frame,
     duration_words,
     exception_evidence,
     finding,
     hang_rule,
     how_we_know,
     is_in,
+    location_of,
     memory_evidence,
+    place_words,
     says_shm_is_full,
     short_of_memory,
     unless_caught,
@@ -89,19 +92,22 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
         Use less memory; run without workers to see the error.
 
     Cannot see:
-        What killed it, beyond the signal and the kernel's counter; a worker that lived for less than a second before a
-        pool replaced it, or, before Linux 5.3, any that was replaced.
+        What killed it, beyond the signal and the kernel's counter; the line at which a worker crashed that was spawned;
+        a worker that lived for less than a second before a pool replaced it, or, before Linux 5.3, any that was
+        replaced.
     """
     alike: dict[tuple[str, Confidence], dict[int, str]] = defaultdict(dict)
     for rank in view.raised:
         facts = view.facts[rank]
         if (match := _worker_message(facts)) and not says_shm_is_full(facts):
-            alike[(match["signal"] or "").strip(), Confidence.CERTAIN][rank] = match["pids"] or ""
+            pids = match["pids"] or ""
+            signal = (match["signal"] or "").strip() or next((one.signal for one in _named(facts, pids)), "")
+            alike[signal, Confidence.CERTAIN][rank] = pids
         elif _lost_worker(facts):
             signal, confidence, pid = _killed_worker(facts)
             alike[signal, confidence][rank] = pid
-    for (signal, confidence), pids in alike.items():
-        yield _raised(view, pids, signal, confidence)
+    for (signal, confidence), workers in alike.items():
+        yield _raised(view, workers, signal, confidence)
     for rank in view.working(view.suspects):
         facts = view.facts[rank]
         if facts.machine.ended and (view.activities[rank].waits_for_data or _waits_for_a_process(facts)):
@@ -110,6 +116,12 @@ def worker_died(view: Timeline) -> Iterator[Finding]:
 
 def _worker_message(facts: RankFacts) -> re.Match[str] | None:
     return _DIED.search(facts.exception.message) if facts.exception is not None else None
+
+
+def _named(facts: RankFacts, pids: str) -> Iterator[EndedProcess]:
+    """Those of its ended children whose process ids a message lists."""
+    listed = pids.split(", ")
+    return (child for child in facts.machine.ended if str(child.pid) in listed)
 
 
 def _lost_worker(facts: RankFacts) -> bool:
@@ -142,9 +154,11 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     facts = view.facts[ranks[0]]
     how = clause(ranks, "was|were killed by a signal") + f" ({signal})" if signal else clause(ranks, _ENDED)
     whose = f"The loader's worker {pids[ranks[0]]}" if pids[ranks[0]] else "A worker process"
+    frame = _crashed_at(_named(facts, pids[ranks[0]]))
+    at = f" {place_words(frame)}" if frame is not None else ""
     killer = _killer(facts, signal or _KILLS[0])
     waiting = while_others_wait(view, ranks)
-    text = f"{whose if len(ranks) == 1 else 'Workers'} of {how}{killer}, {batch_words(facts.progress)}{waiting}."
+    text = f"{whose if len(ranks) == 1 else 'Workers'} of {how}{at}{killer}, {batch_words(facts.progress)}{waiting}."
     listed = (view.facts[rank] for rank in ranks[:_LISTED])
     return finding(
         view,
@@ -154,7 +168,7 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
         confidence=unless_caught(view, confidence),
         evidence=tuple(item for facts in listed for item in (*exception_evidence(facts), *_evidence(facts))),
         remedy=_remedy(facts, signal),
-        location="",
+        location=location_of(frame),
     )
 
 
@@ -165,8 +179,10 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     chosen = (killed or ended)[0]
     is_own = _waits_for_users_process(facts)
     waits = "waits for another process" if is_own else "waits for its dataloader"
+    frame = _crashed_at([chosen])
+    at = f" {place_words(frame)}" if frame is not None else ""
     text = (
-        f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}"
+        f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}{at}"
         f"{_killer(facts, chosen.signal)}: {where_words(view, rank)}{while_others_wait(view, (rank,))}."
     )
     return finding(
@@ -174,6 +190,7 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
         (rank,),
         text,
         confidence=_confidence(facts, is_own=is_own),
+        location=location_of(frame) if frame is not None else None,
         evidence=(*_evidence(facts), *how_we_know(view, (rank,))),
         remedy=_remedy(facts, chosen.signal) if chosen.exit_code is None else _REMEDY_EXITED,
     )
@@ -192,6 +209,11 @@ def _misses_a_worker(facts: RankFacts) -> bool:
     started = max((loader.num_workers for loader in facts.loaders), default=0)
     is_known = not any(text.startswith("workers:") for text in facts.missing)
     return is_known and len(alive) < started
+
+
+def _crashed_at(children: Iterable[EndedProcess]) -> Frame | None:
+    """The user's line in native code below which the first of these children crashed; None if that is unknown."""
+    return next((frame for child in children if (frame := deepest_user_frame(child.stack)) is not None), None)
 
 
 def _end_words(child: EndedProcess) -> str:

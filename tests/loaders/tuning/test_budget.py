@@ -19,7 +19,7 @@ def workers(ranks: list[Capacity]) -> list[int]:
     return [budget_of(rank, ranks).workers for rank in ranks]
 
 
-def test_unbound_bound_and_numa_bound_ranks_get_the_same() -> None:
+def test_unbound_bound_and_numa_bound_ranks_get_equal_shares() -> None:
     assert workers(ranks_on([range(64)] * 8)) == [8] * 8
     assert workers(ranks_on([range(8 * i, 8 * i + 8) for i in range(8)])) == [8] * 8
     assert workers(ranks_on([range(32)] * 4 + [range(32, 64)] * 4)) == [8] * 8
@@ -43,7 +43,7 @@ def test_a_quota_is_shared_by_the_ranks_of_its_group_only() -> None:
     assert budget_of(ranks[0], ranks).cores_from == "quota of 4 cores shared by 2 ranks"
 
 
-def test_ranks_of_other_hosts_take_nothing_and_the_own_one_counts_once() -> None:
+def test_ranks_of_other_hosts_do_not_count() -> None:
     own = Capacity(machine="a", cpus=(0, 1), memory_available_bytes=8 * GB)
     other = Capacity(machine="b", cpus=(0, 1), memory_available_bytes=8 * GB)
     for local in ([own, other], [other], [], [own]):
@@ -58,13 +58,13 @@ def test_without_a_mask_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None
     assert workers([Capacity()]) == [1]
 
 
-def test_masks_that_overlap_in_part_are_described_so() -> None:
+def test_partly_overlapping_masks_are_described() -> None:
     ranks = ranks_on([range(0, 6), range(4, 10)])
     budget = budget_of(ranks[0], ranks)
     assert (budget.cores, budget.cores_from) == (5.0, "6 cores, some of them shared with other ranks")
 
 
-def test_no_host_is_ever_oversubscribed() -> None:
+def test_no_host_is_oversubscribed() -> None:
     rng = random.Random(0)
     for _ in range(300):
         ranks = [some_rank(rng) for _ in range(rng.randint(1, 9))]
@@ -122,7 +122,7 @@ def test_equal_shares_never_lose_a_core_to_rounding() -> None:
         ),
     ],
 )
-def test_memory_is_half_of_the_least_that_is_left(facts: dict[str, Any], ranks: int, size: float, said: str) -> None:
+def test_memory_is_half_of_the_least_available(facts: dict[str, Any], ranks: int, size: float, said: str) -> None:
     local = [Capacity(machine="a", cpus=(0,), **facts) for _ in range(ranks)]
     budget = budget_of(local[0], local)
     assert budget.memory_bytes == size * GB
@@ -139,18 +139,18 @@ def test_shared_memory_is_half_of_what_is_free_for_all_ranks() -> None:
     assert budget_of(local[0], local).shm_bytes == 16_000_000
 
 
-def test_half_of_the_open_files_are_for_batches_and_the_rank_with_the_fewest_decides() -> None:
+def test_half_of_the_fewest_open_files_are_for_batches() -> None:
     ranks = [Capacity(machine="a", cpus=(0,), open_files_left=left) for left in (None, 1000, 800)]
     assert budget_of(ranks[1], ranks).open_files == 500
     assert least_budget(ranks).open_files == 400
 
 
-def test_what_the_host_does_not_say_limits_nothing() -> None:
+def test_unknown_capacities_limit_nothing() -> None:
     budget = budget_of(Capacity(), [])
     assert (budget.memory_bytes, budget.shm_bytes, budget.open_files, budget.memory_from) == (None, None, None, "")
 
 
-def test_a_wider_quota_that_more_ranks_share_may_be_the_one_that_binds() -> None:
+def test_a_wider_shared_quota_may_be_the_limit() -> None:
     def rank(pod: str) -> Capacity:
         quotas = {"/node": 8.0, pod: 6.0}
         return Capacity(machine="a", cpus=tuple(range(64)), quotas=quotas)
@@ -160,7 +160,7 @@ def test_a_wider_quota_that_more_ranks_share_may_be_the_one_that_binds() -> None
     assert budget_of(local[0], local).cores_from == "quota of 8 cores shared by 4 ranks"
 
 
-def test_of_nested_memory_limits_the_one_with_the_least_for_a_rank_counts() -> None:
+def test_the_tightest_nested_memory_limit_per_rank_counts() -> None:
     def rank(pod: str) -> Capacity:
         return Capacity(machine="a", memory_left_bytes={"/node": 800, pod: 600})
 
@@ -169,11 +169,11 @@ def test_of_nested_memory_limits_the_one_with_the_least_for_a_rank_counts() -> N
 
 
 @pytest.mark.parametrize(("cores", "most"), [(0.1, 1), (0.5, 2), (1.0, 4), (7.5, 30)])
-def test_a_user_may_ask_for_four_workers_a_core(cores: float, most: int) -> None:
+def test_four_workers_a_core_are_accepted(cores: float, most: int) -> None:
     assert Budget(cores=cores, workers=int(cores)).most_asked == most
 
 
-def test_there_is_room_for_batches_in_memory_shared_memory_and_open_files() -> None:
+def test_batches_fit_memory_shared_memory_and_open_files() -> None:
     budget = Budget(cores=1, workers=1, memory_bytes=1000, shm_bytes=700, open_files=90)
     assert budget.most_batches(100, 3) == {"memory": 10, "shm": 7, "files": 30}
     assert budget.most_batches(100, 3, copies=2) == {"memory": 5, "shm": 7, "files": 30}

@@ -65,7 +65,7 @@ def test_more_workers_are_tried_once_all_ranks_have_measured_the_same_epochs() -
     assert (trial.interval, job.said) == (Interval(5, 1), [])
 
 
-def test_an_epoch_in_which_ranks_had_different_workers_does_not_count() -> None:
+def test_an_epoch_with_different_workers_across_ranks_is_ignored() -> None:
     job = Job()
     job.begin()
     for epoch in range(1, 9):
@@ -74,7 +74,7 @@ def test_an_epoch_in_which_ranks_had_different_workers_does_not_count() -> None:
     assert job.setting().trial is None
 
 
-def test_what_is_kept_is_set_on_all_ranks_and_printed() -> None:
+def test_a_kept_setting_is_applied_on_all_ranks_and_printed() -> None:
     job = Job()
     job.begin()
     trial = job.train().trial
@@ -94,7 +94,7 @@ def test_what_is_kept_is_set_on_all_ranks_and_printed() -> None:
     ("took_s", "part", "begins"),
     [(1.0, 0, Interval(6, 1)), (20.0, 0, Interval(5, 1)), (120.0, 0, Interval(4, 2)), (20.0, 3, Interval(4, 5))],
 )
-def test_a_trial_begins_when_all_ranks_have_read_of_it(took_s: float, part: int, begins: Interval) -> None:
+def test_a_trial_starts_after_all_ranks_have_read_it(took_s: float, part: int, begins: Interval) -> None:
     job = Job()
     job.begin()
     measurement = replace(SLOW, batches=int(took_s / 0.05), data_s=0.04 * int(took_s / 0.05))
@@ -105,7 +105,7 @@ def test_a_trial_begins_when_all_ranks_have_read_of_it(took_s: float, part: int,
     assert trial is None if took_s == 1.0 and trial is None else trial is not None and trial.interval == begins
 
 
-def test_one_loader_is_tried_at_a_time() -> None:
+def test_only_one_loader_is_tried_at_a_time() -> None:
     job = Job()
     job.begin()
     job.begin("val_dataloader")
@@ -114,7 +114,7 @@ def test_one_loader_is_tried_at_a_time() -> None:
     assert job.train(name="val_dataloader").trial is None
 
 
-def test_loaders_that_are_read_at_the_same_time_share_the_cores() -> None:
+def test_concurrently_read_loaders_share_the_cores() -> None:
     job = Job()
     job.begin("train_dataloader[0]")
     job.begin("train_dataloader[1]", user_workers=6)
@@ -122,7 +122,7 @@ def test_loaders_that_are_read_at_the_same_time_share_the_cores() -> None:
     assert trial is not None and trial.workers == 2
 
 
-def test_a_seeded_run_is_advised_once_and_left_alone() -> None:
+def test_a_seeded_run_gets_advice_once_and_no_change() -> None:
     job = Job()
     job.begin()
     job.measure(replace(SLOW, interval=Interval(99), seeded=True), 1)
@@ -135,7 +135,7 @@ def test_a_seeded_run_is_advised_once_and_left_alone() -> None:
     assert job.deciding.decide().settled
 
 
-def test_one_seeded_rank_is_enough() -> None:
+def test_one_seeded_rank_makes_the_run_seeded() -> None:
     job = Job()
     job.begin()
     for epoch in range(1, 20):
@@ -144,7 +144,7 @@ def test_one_seeded_rank_is_enough() -> None:
         assert job.setting().trial is None
 
 
-def test_a_seeded_run_is_changed_where_that_is_allowed() -> None:
+def test_a_seeded_run_is_changed_if_allowed() -> None:
     job = Job(to_seeded=True)
     job.begin()
     assert job.train(of=replace(SLOW, seeded=True)).trial is not None
@@ -171,7 +171,7 @@ def test_advice_is_printed_once_and_changes_nothing(why: str) -> None:
     assert line.endswith(f"It is not changed: {why}")
 
 
-def test_a_loader_that_is_returned_again_continues_where_it_was() -> None:
+def test_a_loader_returned_again_keeps_its_measurements() -> None:
     job = Job()
     job.begin()
     job.train(epochs=3)
@@ -181,7 +181,7 @@ def test_a_loader_that_is_returned_again_continues_where_it_was() -> None:
     assert job.setting() == LoaderSetting(loader="train_dataloader", user_workers=2, workers=2)
 
 
-def test_trials_end_once_a_rank_takes_no_more_settings() -> None:
+def test_trials_end_once_a_rank_is_frozen() -> None:
     job = Job()
     job.begin()
     assert job.train().trial is not None
@@ -190,7 +190,7 @@ def test_trials_end_once_a_rank_takes_no_more_settings() -> None:
     assert decision.settled and decision.settings[0].trial is None and decision.settings[0].workers == 0
 
 
-def test_a_rank_that_measures_nothing_does_not_fill_the_memory() -> None:
+def test_a_rank_without_measurements_does_not_grow_memory() -> None:
     job = Job()
     job.begin()
     for epoch in range(1, 200):

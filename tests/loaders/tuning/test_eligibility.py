@@ -98,7 +98,7 @@ SHARED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", HELD)
-def test_what_is_open_is_found_and_what_was_closed_is_not(kind: str, tmp_path: Path) -> None:
+def test_open_handles_are_found_and_closed_ones_are_not(kind: str, tmp_path: Path) -> None:
     make, words = HELD[kind]
     held = make(tmp_path)
     assert unforkable(Digits(held=held)) == f"its dataset holds {words}"
@@ -108,13 +108,13 @@ def test_what_is_open_is_found_and_what_was_closed_is_not(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_what_threads_share_is_found_wherever_it_is(kind: str) -> None:
+def test_thread_primitives_are_found(kind: str) -> None:
     make, words = SHARED[kind]
     found = unforkable(Digits(held=make()))
     assert found.startswith("its dataset holds a ") and found.endswith(words)
 
 
-def test_datasets_that_pass_on_others_do_not_count_as_levels(tmp_path: Path) -> None:
+def test_wrapper_datasets_do_not_count_as_levels(tmp_path: Path) -> None:
     with open(tmp_path / "a", "wb") as file:
         dataset: Any = Digits(reader=Digits(inner=Digits(file=file)))
         for _ in range(6):
@@ -136,13 +136,13 @@ SURVIVES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", SURVIVES)
-def test_what_survives_is_not_held_against_a_dataset(kind: str) -> None:
+def test_fork_safe_objects_are_allowed(kind: str) -> None:
     logging.getLogger("x").addHandler(logging.StreamHandler(sys.stderr))
     assert unforkable(Digits(held=Slotted(SURVIVES[kind]()))) == ""
     assert unforkable(TensorDataset(torch.zeros(4))) == ""
 
 
-def test_a_pool_that_was_shut_down_does_no_harm() -> None:
+def test_a_shut_down_pool_is_allowed() -> None:
     executor = ThreadPoolExecutor(1)
     executor.shutdown()
     assert unforkable(Digits(held=executor)) == ""
@@ -159,7 +159,7 @@ def test_a_thread_is_found_while_it_runs() -> None:
     assert not unforkable(Digits(held=thread)).startswith("its dataset holds a thread")
 
 
-def test_little_is_looked_at_however_much_there_is() -> None:
+def test_the_search_is_bounded() -> None:
     loops: dict[str, Any] = {}
     loops["self"] = loops
     dataset = Digits(loops=loops, many=[[Digits(a=[1]) for _ in range(64)] for _ in range(64)])

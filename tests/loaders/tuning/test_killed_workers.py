@@ -107,7 +107,7 @@ REAPERS = [reaped_by_psutil, reaped_by_waitpid, reaped_by_nobody, reaped_by_anot
 
 @pytest.mark.parametrize("reap", REAPERS)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_worker_is_noticed_whoever_has_reaped_it(
+def test_a_killed_worker_is_noticed_for_every_way_of_reaping(
     reap: Callable[[psutil.Process], None], workers: int, tuned: Callable[..., ResizableLoader]
 ) -> None:
     loader = tuned(Items(), workers=workers)
@@ -120,7 +120,7 @@ def test_a_killed_worker_is_noticed_whoever_has_reaped_it(
     assert loader.frozen and loader.workers == 0
 
 
-def test_a_killed_worker_is_noticed_where_the_kernel_reaps(tuned: Callable[..., ResizableLoader]) -> None:
+def test_a_killed_worker_reaped_by_the_kernel_is_noticed(tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items())
     epoch = loader.begin()
     next(epoch)
@@ -135,9 +135,7 @@ def test_a_killed_worker_is_noticed_where_the_kernel_reaps(tuned: Callable[..., 
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_worker_is_killed_in_the_middle_of_sending_with_the_lock_of_the_pipe(
-    workers: int, tuned: Callable[..., ResizableLoader]
-) -> None:
+def test_a_worker_killed_while_sending_does_not_block(workers: int, tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items(10 * PIPE_BYTES), workers=workers)
     epoch = loader.begin()
     next(epoch)
@@ -154,7 +152,7 @@ def test_a_worker_is_killed_in_the_middle_of_sending_with_the_lock_of_the_pipe(
     assert indices(epoch) == list(range(1, 12))
 
 
-def test_one_of_two_is_killed_while_the_other_waits_for_its_lock(tuned: Callable[..., ResizableLoader]) -> None:
+def test_a_worker_killed_with_the_lock_does_not_block_the_other(tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items(), workers=2)
     epoch = loader.begin()
     next(epoch)
@@ -165,9 +163,7 @@ def test_one_of_two_is_killed_while_the_other_waits_for_its_lock(tuned: Callable
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_workers_end_even_if_the_lock_of_their_event_is_never_released(
-    killed: bool, tuned: Callable[..., ResizableLoader]
-) -> None:
+def test_workers_end_even_if_their_event_lock_stays_held(killed: bool, tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items(), workers=2)
     epoch = loader.begin()
     next(epoch)
@@ -189,7 +185,7 @@ def test_workers_end_even_if_the_lock_of_their_event_is_never_released(
         (lambda: os._exit(0), r"exited unexpectedly with exit code 0\."),
     ],
 )
-def test_a_run_with_the_users_own_workers_ends_with_the_signal_and_the_worker(
+def test_a_killed_user_worker_raises_with_its_signal(
     end: Callable[[], None], said: str, tuned: Callable[..., ResizableLoader]
 ) -> None:
     loader = tuned(Ending(end), user_workers=2, workers=2)
@@ -201,9 +197,7 @@ def test_a_run_with_the_users_own_workers_ends_with_the_signal_and_the_worker(
         indices(epoch)
 
 
-def test_the_exit_status_of_a_user_worker_that_other_code_has_reaped_is_reported_as_unknown(
-    tuned: Callable[..., ResizableLoader],
-) -> None:
+def test_a_user_worker_reaped_by_other_code_has_an_unknown_status(tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items(), user_workers=1)
     epoch = loader.begin()
     next(epoch)
@@ -214,9 +208,7 @@ def test_the_exit_status_of_a_user_worker_that_other_code_has_reaped_is_reported
         indices(epoch)
 
 
-def test_a_long_timeout_of_the_users_does_not_keep_a_dead_worker_from_being_noticed(
-    tuned: Callable[..., ResizableLoader],
-) -> None:
+def test_a_dead_worker_is_noticed_before_a_long_user_timeout(tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items(), workers=1, user_workers=1, timeout=3600)
     epoch = loader.begin()
     next(epoch)
@@ -226,7 +218,7 @@ def test_a_long_timeout_of_the_users_does_not_keep_a_dead_worker_from_being_noti
         indices(epoch)
 
 
-def test_workers_that_persist_are_killed_between_epochs(tuned: Callable[..., ResizableLoader]) -> None:
+def test_a_persistent_worker_killed_between_epochs_is_replaced(tuned: Callable[..., ResizableLoader]) -> None:
     loader = tuned(Items(), user_workers=1, workers=2, persistent_workers=True)
     assert indices(loader.begin()) == list(range(12))
     assert loader._kept is not None
@@ -247,7 +239,7 @@ def stops_in_the_middle_of_sending(worker: psutil.Process, reader: threading.Thr
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_a_worker_is_killed_where_a_thread_pins_memory(
+def test_a_worker_killed_while_memory_is_pinned_is_noticed(
     sends: bool, tuned: Callable[..., ResizableLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The thread and its queue are torch's own; a device for it is not here.
@@ -268,7 +260,7 @@ def test_a_worker_is_killed_where_a_thread_pins_memory(
     assert not iterator._pin_memory_thread.is_alive()
 
 
-def test_no_signal_goes_to_a_process_that_has_the_number_of_a_dead_worker(
+def test_no_signal_goes_to_a_reused_worker_pid(
     tuned: Callable[..., ResizableLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = tuned(Items(), workers=2)

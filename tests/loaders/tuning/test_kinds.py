@@ -31,23 +31,23 @@ class Guarded(TensorDataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_dataset_that_one_process_alone_can_use_is_left_alone_until_the_user_has_several(workers: int) -> None:
+def test_a_single_process_dataset_is_left_alone_unless_the_user_has_workers(workers: int) -> None:
     guarded, lines = Guarded(torch.zeros(5)), Lines(lock=threading.Lock())
     guarded.lock = threading.Lock()
     kinds = [kind_of(DataLoader(dataset, num_workers=workers), ALL) for dataset in (guarded, lines)]
     assert kinds == ([None, None] if workers < 2 else [MapStyleLoader, IterableLoader])
 
 
-def test_what_is_no_dataloader_is_left_alone() -> None:
+def test_a_non_dataloader_is_left_alone() -> None:
     assert kind_of([1, 2], ALL) is None
 
 
 @pytest.mark.parametrize("settings", [TunerSettings(apply=False, apply_to_iterables=True), TunerSettings(apply=True)])
-def test_what_may_not_change_is_only_measured(settings: TunerSettings) -> None:
+def test_an_unchangeable_loader_is_only_measured(settings: TunerSettings) -> None:
     assert kind_of(DataLoader(Lines()), settings) is AdvisedLoader
 
 
-def test_others_are_fitted() -> None:
+def test_other_loaders_are_tuned() -> None:
     kinds = [kind_of(DataLoader(dataset), ALL) for dataset in (Guarded(torch.zeros(5)), Lines())]
     assert kinds == [MapStyleLoader, IterableLoader]
 
@@ -62,7 +62,7 @@ def unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unseeded")
-def test_a_run_is_seeded_by_lightning_or_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_of_lightning_and_torch_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(ROWS)
     assert not is_seeded(loader)
     with monkeypatch.context() as patched:
@@ -75,7 +75,7 @@ def test_a_run_is_seeded_by_lightning_or_by_torch(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("unseeded")
-def test_a_generator_that_the_user_has_given_is_a_seed() -> None:
+def test_a_user_generator_counts_as_a_seed() -> None:
     generator = torch.Generator()
     assert is_seeded(DataLoader(ROWS, generator=generator))
     assert is_seeded(DataLoader(ROWS, sampler=RandomSampler(ROWS, generator=generator), batch_size=2))
@@ -85,7 +85,7 @@ def test_a_generator_that_the_user_has_given_is_a_seed() -> None:
 @pytest.mark.parametrize(
     "generator", [np.random.default_rng(3), np.random.RandomState(3), random.Random(3), torch.Generator()]
 )
-def test_so_is_one_that_a_dataset_holds(generator: Any) -> None:
+def test_a_generator_held_by_a_dataset_is_found(generator: Any) -> None:
     dataset = Guarded(torch.zeros(5))
     assert not holds_generator(Subset(dataset, [1]))
     dataset.lock = [generator]

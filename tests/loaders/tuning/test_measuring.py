@@ -55,7 +55,7 @@ class Run:
         return ends
 
 
-def test_an_epoch_is_measured_from_its_beginning_to_the_end_of_its_workers(clock: Clock) -> None:
+def test_an_epoch_includes_starting_and_ending_its_workers(clock: Clock) -> None:
     run = Run(clock)
     run.observer.begins(2, took_s=0.25)
     run.step(1.0, 0.5, cpu_s=0.125, batch=torch.zeros(8))
@@ -73,7 +73,7 @@ def test_an_epoch_is_measured_from_its_beginning_to_the_end_of_its_workers(clock
     assert (found.batch_bytes, found.tensors) == (32, 1) and found.process_bytes > 10**6
 
 
-def test_a_checkpoint_between_two_steps_is_not_a_step(clock: Clock) -> None:
+def test_a_checkpoint_between_steps_is_not_a_step(clock: Clock) -> None:
     run = Run(clock)
     run.observer.begins(0, took_s=0.0)
     for _ in range(20):
@@ -115,7 +115,7 @@ def test_the_steps_of_a_long_epoch_take_little_memory(clock: Clock) -> None:
     assert run.found[0].gap_s == pytest.approx(0.00105, rel=0.01)
 
 
-def test_two_batches_say_nothing(clock: Clock) -> None:
+def test_two_batches_are_too_few_to_measure(clock: Clock) -> None:
     run = Run(clock)
     for batches in (0, 1, 2):
         run.observer.begins(1, took_s=0.0)
@@ -125,7 +125,7 @@ def test_two_batches_say_nothing(clock: Clock) -> None:
     assert run.found == []
 
 
-def test_the_search_for_larger_batches_becomes_ever_rarer(clock: Clock) -> None:
+def test_batch_sizes_are_sampled_less_and_less_often(clock: Clock) -> None:
     run = Run(clock)
     run.observer.begins(1, took_s=0.0)
     assert run.observer.size is None
@@ -155,7 +155,7 @@ class Stream(IterableDataset[int]):
         return iter(range(10))
 
 
-def test_a_loader_is_read_as_it_is() -> None:
+def test_observing_does_not_change_the_batches() -> None:
     measurements: list[Measurement] = []
     loader = DataLoader(Stream(), batch_size=None)
     observer = Observer(measurements.append)
@@ -179,7 +179,7 @@ class Graph:
         self.edges = np.zeros(3)
 
 
-def test_the_size_of_a_batch_of_anything() -> None:
+def test_the_size_of_any_batch_is_measured() -> None:
     image, scan = torch.zeros(4), np.zeros(3)
     assert size_of(image) == BatchSize(16, 1)
     assert size_of({"a": image, "b": [image, (image, "text")], "c": None, "d": 3}) == BatchSize(52, 3)

@@ -116,15 +116,15 @@ def fitted() -> Any:
     return taken, most, budget_of(own, [own]).memory_bytes
 
 
-def test_stock_workers_fill_the_memory_until_one_fails() -> None:
+def test_stock_workers_exceed_the_memory_limit() -> None:
     died = in_little_memory(stock)
     assert isinstance(died, str) and "MemoryError" in died, died
 
 
-def test_fitted_workers_keep_to_the_memory_there_is() -> None:
+def test_tuned_workers_stay_within_the_memory_limit() -> None:
     found = in_little_memory(fitted)
     assert not isinstance(found, str), found
     taken, most, budget_bytes = found
     assert taken == BATCHES
-    assert most >= 2, "it makes batches ahead all the same"
+    assert most >= 2, "it still prefetches batches"
     assert most * BATCH_BYTES <= budget_bytes <= ROOM_BYTES / 2, found

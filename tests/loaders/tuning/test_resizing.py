@@ -215,7 +215,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.mark.parametrize("user_workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_order_and_random_streams_are_stocks_whenever_workers_are_changed(kind: str, user_workers: int) -> None:
+def test_resizing_keeps_stock_order_and_random_streams(kind: str, user_workers: int) -> None:
     chance = random.Random(f"{kind} {user_workers}")
     expected = stock(KINDS[kind], num_workers=user_workers)
     torch.manual_seed(3)
@@ -235,7 +235,7 @@ def test_order_and_random_streams_are_stocks_whenever_workers_are_changed(kind: 
 
 @pytest.mark.parametrize("at", ["never", "in the middle", "between epochs"])
 @pytest.mark.parametrize("kind", ["shuffled", "eager sampler"])
-def test_workers_that_persist_live_on_while_nothing_is_changed(kind: str, at: str) -> None:
+def test_persistent_workers_live_on_until_resized(kind: str, at: str) -> None:
     expected = stock(KINDS[kind], num_workers=1, persistent_workers=True)
     torch.manual_seed(3)
     loader = KINDS[kind](num_workers=1, persistent_workers=True)
@@ -256,7 +256,7 @@ def test_workers_that_persist_live_on_while_nothing_is_changed(kind: str, at: st
     assert children() == []
 
 
-def test_without_order_each_sample_still_comes_once() -> None:
+def test_without_order_each_sample_comes_once() -> None:
     tuned = tuned_of(DataLoader(Items(40), batch_size=2, num_workers=2, in_order=False), 2)
     seen: list[int] = []
     for number, batch in enumerate(tuned.begin()):
@@ -266,7 +266,7 @@ def test_without_order_each_sample_still_comes_once() -> None:
     assert sorted(seen) == list(range(40))
 
 
-def test_without_order_a_failed_batch_is_read_again_and_no_other() -> None:
+def test_without_order_only_the_failed_batch_is_read_again() -> None:
     lines = Lines()
     tuned = tuned_of(DataLoader(Deadly(), in_order=False), 2, say=lines)
     assert sorted(int(batch) for batch in tuned.begin()) == list(range(23))
@@ -274,7 +274,7 @@ def test_without_order_a_failed_batch_is_read_again_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_fewer_batches_than_workers_read_ahead(count: int) -> None:
+def test_fewer_batches_than_prefetched_are_read_completely(count: int) -> None:
     sampler = SequentialSampler(range(count))
     tuned = tuned_of(DataLoader(Items(count), sampler=sampler), 3)
     tuned.resize(2)
@@ -282,7 +282,7 @@ def test_fewer_batches_than_workers_read_ahead(count: int) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 21, 22])
-def test_a_change_at_the_first_or_last_batch(at: int) -> None:
+def test_resizing_at_the_first_or_last_batch(at: int) -> None:
     tuned = tuned_of(DataLoader(Items()), 1)
     seen = []
     for number, batch in enumerate(tuned.begin()):
@@ -309,7 +309,7 @@ def test_the_last_of_two_changes_counts() -> None:
 
 
 @pytest.mark.parametrize("user_workers", [0, 2])
-def test_an_epoch_that_is_left_early(user_workers: int) -> None:
+def test_leaving_an_epoch_early_matches_stock(user_workers: int) -> None:
     def some(begin: Callable[[], Iterator[Any]]) -> Any:
         found = []
         for most in (4, 2, 30):
@@ -327,7 +327,7 @@ def test_an_epoch_that_is_left_early(user_workers: int) -> None:
 
 
 @pytest.mark.parametrize("persists", [False, True])
-def test_an_epoch_is_read_on_after_another_was_begun(persists: bool) -> None:
+def test_an_epoch_continues_after_another_was_started(persists: bool) -> None:
     tuned = tuned_of(DataLoader(Items(), num_workers=1, persistent_workers=persists), 1)
     first = tuned.begin()
     seen = [int(next(first)) for _ in range(5)]
@@ -341,7 +341,7 @@ def test_an_epoch_is_read_on_after_another_was_begun(persists: bool) -> None:
 
 
 @pytest.mark.parametrize("user_workers", [0, 1])
-def test_two_shuffled_loaders_of_one_combined_loader(user_workers: int) -> None:
+def test_two_shuffled_loaders_in_a_combined_loader_match_stock(user_workers: int) -> None:
     class Begins:
         def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
             self.begin = begin
@@ -374,7 +374,7 @@ def test_two_shuffled_loaders_of_one_combined_loader(user_workers: int) -> None:
 
 
 @pytest.mark.parametrize("persists", [False, True])
-def test_what_the_user_has_set_augments_as_stock_does(persists: bool) -> None:
+def test_the_users_worker_count_augments_like_stock(persists: bool) -> None:
     def kind(**keywords: Any) -> Loader:
         return DataLoader(Drawing(), batch_size=None, shuffle=True, num_workers=2, **keywords)
 
@@ -386,7 +386,7 @@ def test_what_the_user_has_set_augments_as_stock_does(persists: bool) -> None:
     tuned.close()
 
 
-def test_workers_that_follow_others_draw_numbers_of_their_own() -> None:
+def test_replacement_workers_draw_their_own_random_numbers() -> None:
     tuned = tuned_of(DataLoader(Drawing(), batch_size=None, num_workers=1), 1)
     drawn = []
     for _, *numbers in tuned.begin():
@@ -395,7 +395,7 @@ def test_workers_that_follow_others_draw_numbers_of_their_own() -> None:
     assert len(set(drawn)) == len(drawn) == 46
 
 
-def test_each_worker_calls_the_users_function_once_and_old_and_new_workers_never_meet() -> None:
+def test_each_worker_runs_worker_init_fn_once_and_pools_do_not_overlap() -> None:
     begun = multiprocessing.Array("i", 10)
     alive = multiprocessing.Array("i", 10)
 
@@ -419,7 +419,7 @@ def test_each_worker_calls_the_users_function_once_and_old_and_new_workers_never
     assert max(alive[:]) <= 3
 
 
-def test_workers_of_the_next_epoch_start_while_those_of_the_last_end(tmp_path: Path) -> None:
+def test_next_workers_start_while_the_last_ones_end(tmp_path: Path) -> None:
     def wait_for_the_next() -> None:
         give_up = time.monotonic() + 4
         while not (tmp_path / "begun-1").exists() and time.monotonic() < give_up:
@@ -471,7 +471,7 @@ def test_nothing_is_left_behind(by: str) -> None:
     assert by != "close" or tuned.frozen
 
 
-def test_workers_that_persist_end_with_their_loader() -> None:
+def test_persistent_workers_end_with_their_loader() -> None:
     tuned = tuned_of(DataLoader(Items(), num_workers=1, persistent_workers=True), 1)
     [*tuned.begin()]
     assert len(children()) == 1
@@ -479,7 +479,7 @@ def test_workers_that_persist_end_with_their_loader() -> None:
     assert children() == []
 
 
-def test_an_epoch_is_read_on_after_the_end_of_tuning() -> None:
+def test_an_epoch_continues_after_the_end_of_tuning() -> None:
     tuned = tuned_of(DataLoader(Items()), 2)
     epoch = tuned.begin()
     seen = [int(next(epoch)) for _ in range(3)]
@@ -489,7 +489,7 @@ def test_an_epoch_is_read_on_after_the_end_of_tuning() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")  # of newer releases of torch
-def test_a_dataset_that_cannot_be_sent_to_workers_is_read_without() -> None:
+def test_an_unpicklable_dataset_is_read_without_workers() -> None:
     lines = Lines()
     loader: Loader = DataLoader(Unpicklable(), batch_size=2)
     vars(loader)["_DataLoader__multiprocessing_context"] = multiprocessing.get_context("spawn")
@@ -506,7 +506,7 @@ def test_a_dataset_that_cannot_be_sent_to_workers_is_read_without() -> None:
     assert tuned.frozen and tuned.workers == 0 and len(lines) == 1
 
 
-def test_a_worker_that_the_user_did_not_ask_for_is_killed() -> None:
+def test_a_killed_added_worker_does_not_end_the_epoch() -> None:
     lines = Lines()
     tuned = tuned_of(DataLoader(Deadly(), batch_size=2), 2, say=lines)
     assert [item for batch in tuned.begin() for item in plain(batch)] == list(range(23))
@@ -514,7 +514,7 @@ def test_a_worker_that_the_user_did_not_ask_for_is_killed() -> None:
     assert tuned.frozen and tuned.workers == 0
 
 
-def test_a_worker_that_is_killed_does_not_make_the_training_step_raise() -> None:
+def test_a_killed_worker_does_not_make_the_training_step_raise() -> None:
     tuned = tuned_of(DataLoader(Items()), 1, say=Lines())
     epoch = tuned.begin()
     next(epoch)
@@ -525,7 +525,7 @@ def test_a_worker_that_is_killed_does_not_make_the_training_step_raise() -> None
     assert [int(batch) for batch in epoch] == list(range(1, 23))
 
 
-def test_a_worker_that_the_user_did_ask_for_is_killed() -> None:
+def test_a_killed_user_worker_raises() -> None:
     # Not tensors: those that a worker has sent cannot be received once it is dead, which is another error.
     tuned = tuned_of(DataLoader(Deadly(), num_workers=2, collate_fn=tuple), 2)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)"):
@@ -533,7 +533,7 @@ def test_a_worker_that_the_user_did_ask_for_is_killed() -> None:
     tuned.close()
 
 
-def test_more_workers_than_the_user_has_asked_for_are_killed() -> None:
+def test_killed_added_workers_fall_back_to_the_users_count() -> None:
     lines = Lines()
     loader: Loader = DataLoader(Failing(), num_workers=1, prefetch_factor=1)
     tuned = tuned_of(loader, 1, say=lines)
@@ -553,7 +553,7 @@ def test_more_workers_than_the_user_has_asked_for_are_killed() -> None:
 
 
 @pytest.mark.parametrize("user_workers", [0, 1])
-def test_a_sample_that_cannot_be_read_raises_what_stock_raises(user_workers: int) -> None:
+def test_an_unreadable_sample_raises_as_in_stock(user_workers: int) -> None:
     def story(epoch: Iterator[Any]) -> tuple[list[int], type, str, list[int]]:
         seen = [int(next(epoch)) for _ in range(7)]
         with pytest.raises(ValueError) as raised:
@@ -572,15 +572,15 @@ def test_a_sample_that_cannot_be_read_raises_what_stock_raises(user_workers: int
 
 @pytest.mark.parametrize("workers", [1, 6])
 @pytest.mark.parametrize("user_workers", [0, 1])
-def test_an_error_of_the_sampler_is_the_users(user_workers: int, workers: int) -> None:
-    """Also of one that 6 workers have come to before the first batch."""
+def test_a_sampler_error_is_raised_unchanged(user_workers: int, workers: int) -> None:
+    """Even one that 6 workers reach before the first batch."""
     tuned = tuned_of(DataLoader(Items(), sampler=BadSampler(), num_workers=user_workers), workers)
     with pytest.raises(LookupError, match="no index"):
         [*tuned.begin()]
     assert not tuned.frozen
 
 
-def test_workers_that_cannot_all_be_started_leave_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_fail_to_start_leave_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = Lines()
     tuned = tuned_of(DataLoader(Items()), 1, say=lines)
     epoch = tuned.begin()
@@ -602,7 +602,7 @@ def test_workers_that_cannot_all_be_started_leave_those_before(monkeypatch: pyte
     assert tuned.workers == 1 and tuned.frozen
 
 
-def test_workers_of_the_user_that_cannot_be_started_again_are_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_continues_if_user_workers_cannot_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = Lines()
     tuned = tuned_of(DataLoader(Items(), num_workers=2, prefetch_factor=1), 2, say=lines)
     epoch = tuned.begin()
@@ -622,7 +622,7 @@ def test_workers_of_the_user_that_cannot_be_started_again_are_not_the_end(monkey
         tuned_of(DataLoader(Items(), num_workers=2), 2).begin()
 
 
-def test_a_loader_whose_iteration_is_replaced_is_copied_with_its_own() -> None:
+def test_a_loader_with_replaced_iteration_is_read_normally() -> None:
     loader: Loader = DataLoader(Items())
     tuned = tuned_of(loader, 1)
     replaced = ReplacedIteration(loader, lambda begin: tuned.begin())
@@ -643,8 +643,8 @@ class Lazy(Sampler[int]):
 
 @pytest.mark.parametrize("most", [1, 2, 5, 50])
 @pytest.mark.parametrize("persists", [False, True])
-def test_fewer_batches_ahead_change_nothing_of_what_training_sees(most: int, persists: bool) -> None:
-    """Each is made by the same worker; a sampler draws when it would from a generator that the training has as well."""
+def test_less_prefetching_does_not_change_the_batches(most: int, persists: bool) -> None:
+    """The same worker makes each batch, and a sampler draws from a shared generator at the same moments as before."""
 
     def kind() -> Loader:
         return DataLoader(
@@ -674,7 +674,7 @@ class Made(Items):
 
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("resized", [False, True])
-def test_no_more_batches_are_ahead_than_there_is_room_for(in_order: bool, resized: bool) -> None:
+def test_prefetching_is_bounded_by_available_memory(in_order: bool, resized: bool) -> None:
     dataset = Made()
     loader = DataLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=5, in_order=in_order)
     asked: list[int] = []
@@ -696,7 +696,7 @@ def test_no_more_batches_are_ahead_than_there_is_room_for(in_order: bool, resize
     tuned.close()
 
 
-def test_an_epoch_with_few_batches_ahead_is_left_and_read_on() -> None:
+def test_an_epoch_with_little_prefetching_can_be_resumed() -> None:
     loader: Loader = DataLoader(Items(), batch_size=None, num_workers=2, prefetch_factor=4)
     tuned = tuned_of(loader, 2, most_ahead=lambda size: 1)
     first = tuned.begin()
@@ -705,7 +705,7 @@ def test_an_epoch_with_few_batches_ahead_is_left_and_read_on() -> None:
     assert [*seen, *first] == list(range(23))
 
 
-def test_workers_are_asked_for_with_each_epoch_and_each_part_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_count_is_requested_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     intervals: list[Interval] = []
     measurements: list[Measurement] = []
 
@@ -733,7 +733,7 @@ def test_workers_are_asked_for_with_each_epoch_and_each_part_of_a_long_one(monke
     assert observer.interval == Interval(6, 1)
 
 
-def test_why_a_loader_cannot_be_resized() -> None:
+def test_an_unresizable_loader_has_a_reason() -> None:
     class Own(DataLoader[Any]):
         def __iter__(self) -> Any:
             return iter([1])
@@ -767,7 +767,7 @@ class CountingLoader(DataLoader[Any]):
         return {}
 
 
-def test_what_counts_batches_drawn_ahead_is_left_alone() -> None:
+def test_stateful_samplers_and_loaders_are_left_alone() -> None:
     by_sampler: Loader = DataLoader(Items(), sampler=Counting(range(23)))
     by_batches: Loader = DataLoader(Items(), batch_sampler=CountingBatches(range(23), 2, False))
     within: Loader = DataLoader(Items(), batch_sampler=BatchSampler(Counting(range(23)), 2, False))
@@ -777,9 +777,7 @@ def test_what_counts_batches_drawn_ahead_is_left_alone() -> None:
     assert [unsafe(kind()) or unresizable(kind()) for kind in KINDS.values()] == [""] * len(KINDS)
 
 
-def test_what_several_processes_cannot_use_is_left_alone_unless_the_user_has_shown_that_they_can(
-    tmp_path: Path,
-) -> None:
+def test_an_unshareable_dataset_is_left_alone_below_two_user_workers(tmp_path: Path) -> None:
     dataset = Opening(tmp_path)
     assert unsafe(DataLoader(dataset)) == ""
     dataset.file = threading.Lock()
@@ -790,7 +788,7 @@ def test_what_several_processes_cannot_use_is_left_alone_unless_the_user_has_sho
     assert unsafe(DataLoader(dataset, num_workers=1, multiprocessing_context="spawn")) == ""
 
 
-def test_a_file_that_was_opened_with_the_first_sample_is_not_given_to_workers(tmp_path: Path) -> None:
+def test_a_file_opened_by_the_first_sample_prevents_workers(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(range(23)))
     lines = Lines()
     dataset = Opening(tmp_path / "data")
@@ -805,7 +803,7 @@ def test_a_file_that_was_opened_with_the_first_sample_is_not_given_to_workers(tm
 
 
 @pytest.mark.parametrize(("since", "workers"), [(0, 2), (9, 2), (0, 1)])
-def test_workers_that_never_answer_are_ended(since: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_workers_are_ended(since: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_S", "_UNKNOWN_S", "_LATER_S"):
         monkeypatch.setattr(worker_pool, name, 0.3)
     # Longer than this test may take: how long torch waits for a worker that does not end.
@@ -829,7 +827,7 @@ class Held(Items):
         return index
 
 
-def test_workers_that_the_user_has_asked_for_may_take_as_long_as_they_like(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_workers_have_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Deadlines, "of_batch", lambda self, *, is_first: 0.0)
     assert len([*tuned_of(DataLoader(Items(), num_workers=2), 2).begin()]) == 23
     held, lines = Held(), Lines()
@@ -842,7 +840,7 @@ def test_workers_that_the_user_has_asked_for_may_take_as_long_as_they_like(monke
     assert len(lines) == 1
 
 
-def test_workers_may_be_silent_for_much_longer_than_batches_have_ever_taken() -> None:
+def test_deadlines_are_far_longer_than_any_batch_so_far() -> None:
     known, unknown, slow = Deadlines(forks=True), Deadlines(forks=True), Deadlines(forks=False)
     known.note(0.01)
     assert [deadlines.of_batch(is_first=True) for deadlines in (known, unknown, slow)] == [5.0, 30.0, 60.0]
@@ -853,7 +851,7 @@ def test_workers_may_be_silent_for_much_longer_than_batches_have_ever_taken() ->
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_how_long_batches_take_is_noted_wherever_they_are_made(workers: int) -> None:
+def test_batch_durations_are_recorded_with_and_without_workers(workers: int) -> None:
     class Slow(Items):
         def __getitem__(self, index: int) -> int:
             time.sleep(0.03)

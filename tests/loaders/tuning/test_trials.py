@@ -119,7 +119,7 @@ GRID = [
 
 @pytest.mark.parametrize("user_workers", [0, 1, 3])
 @pytest.mark.parametrize("computes", [0.0, 1.0])
-def test_no_20_epochs_are_2_percent_slower_than_with_what_the_user_has_set(user_workers: int, computes: float) -> None:
+def test_no_20_epochs_are_2_percent_slower_than_the_users_setting(user_workers: int, computes: float) -> None:
     slower, faster = [], 0
     for costs in GRID:
         loader = Loader(computes=computes, **costs)  # type: ignore[arg-type]
@@ -130,11 +130,11 @@ def test_no_20_epochs_are_2_percent_slower_than_with_what_the_user_has_set(user_
             slower.append((costs, worst, workers))
         faster += loader.took_s(workers[-1]) < 0.8 * loader.took_s(user_workers)
     assert not slower, (len(slower), slower[:3])
-    assert faster > 10, "and many are a lot faster"
+    assert faster > 10, "many are much faster"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nor_where_epochs_vary_by_a_twentieth(seed: int) -> None:
+def test_no_20_epochs_are_slower_with_5_percent_jitter(seed: int) -> None:
     chance = random.Random(seed)
     slower = []
     for costs in chance.sample(GRID, 100):
@@ -157,23 +157,23 @@ def test_a_batch_that_costs_a_millisecond_needs_no_worker(gap_s: float, batches:
     assert quiet(Loader(batches=batches, gap_s=gap_s, batch_s=0.001))
 
 
-def test_nothing_is_tried_where_starting_workers_costs_more_than_an_epoch_can_lose() -> None:
+def test_no_trial_if_starting_workers_costs_more_than_an_epoch_loses() -> None:
     dear = Loader(gap_s=0.005, batch_s=0.02, start_s=4.0)
     assert quiet(dear, forks=False)
     assert not quiet(replace(dear, batches=10_000), forks=False)
 
 
-def test_nothing_is_tried_where_there_are_no_cores_for_it() -> None:
+def test_no_trial_without_free_cores() -> None:
     busy = Loader(gap_s=0.01, batch_s=0.05, computes=1.0, cores=1.0, batches=1000)
     assert quiet(busy)
     assert not quiet(replace(busy, computes=0.0, gap_s=0.05))
 
 
-def test_workers_that_are_fast_enough_stay() -> None:
+def test_fast_enough_workers_are_kept() -> None:
     assert quiet(Loader(gap_s=0.01, batch_s=0.015, batches=1000), user_workers=2)
 
 
-def test_dear_batches_get_workers_and_keep_them() -> None:
+def test_expensive_batches_get_workers_and_keep_them() -> None:
     loader = Loader(gap_s=0.01, batch_s=0.03, batches=400)
     workers, (kept,) = train(lambda _: loader, 0, 15)
     assert workers[:5] == [0] * 5 and workers[-1] == 3
@@ -183,7 +183,7 @@ def test_dear_batches_get_workers_and_keep_them() -> None:
     assert "instead of 40 ms, of which 75 % was waiting for data" in line
 
 
-def test_a_failed_trial_is_printed_and_never_repeated() -> None:
+def test_a_failed_trial_is_printed_and_not_repeated() -> None:
     locked = Loader(gap_s=0.01, batch_s=0.03, parallel=0.9)
     workers, (failed,) = train(lambda _: locked, 0, 200)
     assert sum(count > 0 for count in workers) == 1
@@ -192,14 +192,14 @@ def test_a_failed_trial_is_printed_and_never_repeated() -> None:
 
 
 def test_a_trial_is_compared_with_the_epochs_before_and_after_it() -> None:
-    """Batches that have become cheap by themselves are no gain of the workers."""
+    """Batches that became cheap on their own are not a gain of the workers."""
     dear, cheap = Loader(gap_s=0.01, batch_s=0.03), Loader(gap_s=0.01, batch_s=0.002)
     workers, changes = train(lambda epoch: dear if epoch < 6 else cheap, 0, 30)
     assert [change.kind for change in changes] == ["no gain"]
     assert workers[-1] == 0
 
 
-def test_what_has_become_a_loss_is_taken_back_and_not_tried_again() -> None:
+def test_a_setting_that_becomes_slower_is_reverted_for_good() -> None:
     first, later = Loader(gap_s=0.01, batch_s=0.03), Loader(gap_s=0.01, batch_s=0.03, parallel=0.5)
     workers, changes = train(lambda epoch: first if epoch < 15 else later, 0, 200)
     assert [change.kind for change in changes] == ["kept", "taken back"]
@@ -207,28 +207,28 @@ def test_what_has_become_a_loss_is_taken_back_and_not_tried_again() -> None:
     assert "num_workers=0 again: with num_workers=" in deciding.changed("train_dataloader", changes[-1])
 
 
-def test_the_users_workers_are_looked_at_again_now_and_then() -> None:
-    """With them batches have become cheap meanwhile, which the others do not show."""
+def test_the_users_worker_count_is_rechecked_now_and_then() -> None:
+    """Batches have become cheap with the user's workers, which epochs with other workers do not show."""
     dear, cheap = Loader(gap_s=0.01, batch_s=0.03), Loader(gap_s=0.01, batch_s=0.0001)
     workers, changes = train(lambda epoch: dear if epoch < 15 else cheap, 0, 100)
     assert [change.kind for change in changes] == ["kept", "taken back"]
     assert workers[-1] == 0
 
 
-def test_looking_again_costs_little() -> None:
+def test_rechecking_costs_few_epochs() -> None:
     loader = Loader(gap_s=0.01, batch_s=0.03, batches=400)
     workers, changes = train(lambda _: loader, 0, 400)
     assert len(changes) == 1
     assert sum(count == 0 for count in workers[20:]) <= 4
 
 
-def test_the_first_epoch_does_not_count() -> None:
+def test_the_first_epoch_is_ignored() -> None:
     cold, warm = Loader(gap_s=0.01, batch_s=0.5), Loader(gap_s=0.01, batch_s=0.001)
     workers, changes = train(lambda epoch: cold if epoch == 1 else warm, 0, 30)
     assert set(workers) == {0} and not changes
 
 
-def test_memory_for_a_copy_of_the_process_is_asked_for_each_worker_more() -> None:
+def test_each_added_worker_needs_memory_for_a_process_copy() -> None:
     def workers(memory_bytes: int | None) -> int:
         trials = Trials(0, forks=True)
         measurement = replace(Loader(gap_s=0.01, batch_s=0.03, batches=400).epoch(0), process_bytes=10**9)
@@ -242,7 +242,7 @@ def test_memory_for_a_copy_of_the_process_is_asked_for_each_worker_more() -> Non
     assert workers(10**9 - 1) == 0
 
 
-def test_workers_that_persist_are_not_changed() -> None:
+def test_persistent_workers_are_not_changed() -> None:
     trials = Trials(1, forks=True)
     measurement = replace(Loader(gap_s=0.01, batch_s=0.03).epoch(1), persists=True)
     for epoch in range(1, 10):
@@ -250,7 +250,7 @@ def test_workers_that_persist_are_not_changed() -> None:
     assert trials.trial is None
 
 
-def test_a_trial_that_not_all_ranks_have_read_of_in_time_counts_as_one() -> None:
+def test_a_trial_read_too_late_still_counts() -> None:
     trials = Trials(0, forks=True)
     measurement = Loader(gap_s=0.01, batch_s=0.03).epoch(0)
     begun = set()
@@ -260,7 +260,7 @@ def test_a_trial_that_not_all_ranks_have_read_of_in_time_counts_as_one() -> None
     assert 1 <= max(begun) <= 10
 
 
-def test_the_rank_whose_loader_is_the_slowest_counts() -> None:
+def test_the_slowest_rank_decides() -> None:
     one = Measurement(interval=Interval(3), workers=1, batches=10, gap_s=0.03, data_s=0.1, cpu_s=0.001, process_bytes=5)
     other = Measurement(interval=Interval(3), workers=1, batches=9, gap_s=0.01, data_s=0.3, seeded=True, batch_bytes=7)
     worst = slowest_of([one, other])

@@ -88,7 +88,7 @@ def make() -> Iterator[Callable[..., Ranks]]:
     assert own_threads("tuner") == []
 
 
-def test_the_budget_is_the_least_of_all_hosts() -> None:
+def test_the_budget_is_the_smallest_of_all_hosts() -> None:
     small = Capacity(machine="b", cpus=(0, 1, 2), memory_available_bytes=2 * 10**6, shm_free_bytes=10**12)
     budget = least_budget([HOST, HOST, small])
     assert (budget.workers, budget.memory_bytes) == (3, 10**6)
@@ -96,7 +96,7 @@ def test_the_budget_is_the_least_of_all_hosts() -> None:
     assert "3 cores" in budget.cores_from
 
 
-def test_ranks_of_one_host_share_it() -> None:
+def test_ranks_of_one_host_share_the_budget() -> None:
     assert least_budget([HOST] * 4).workers == 2
     assert least_budget([Capacity(machine="a", cpus=(0, 1))] * 4).workers == 0
 
@@ -116,7 +116,7 @@ def test_all_ranks_agree_on_one_budget() -> None:
     assert found[0] == found[1] == found[2] and found[0].workers == 1
 
 
-def test_ranks_do_not_wait_forever_for_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "BUDGET_S", 0.05)
     exchange = MemoryExchange()
     agreed = agree_on_budget(exchange, HOST, rank=0, world_size=2, over=threading.Event())
@@ -140,7 +140,7 @@ def decide(ranks: Ranks, workers: int, name: str = "train_dataloader") -> None:
     until(lambda: all(is_known(one) for one in ranks.tuners))
 
 
-def test_ranks_begin_with_what_the_user_has_set_and_get_the_same_workers_from_an_epoch_on(
+def test_all_ranks_switch_to_the_same_workers_at_an_epoch(
     make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However long they may take to start here.
@@ -169,7 +169,7 @@ def test_ranks_begin_with_what_the_user_has_set_and_get_the_same_workers_from_an
     assert [loader.num_workers for loader in loaders] == [0, 0]
 
 
-def test_what_is_measured_reaches_rank_0(make: Callable[..., Ranks]) -> None:
+def test_measurements_reach_rank_0(make: Callable[..., Ranks]) -> None:
     ranks = make(2)
     loaders = [DataLoader(Numbers(40, 0), batch_size=4) for _ in range(2)]
     tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]
@@ -182,7 +182,7 @@ def test_what_is_measured_reaches_rank_0(make: Callable[..., Ranks]) -> None:
     until(lambda: deciding._loaders["train_dataloader"].seen == Interval(2))
 
 
-def test_far_more_workers_than_cores_are_fewer_from_the_start(make: Callable[..., Ranks]) -> None:
+def test_too_many_workers_are_reduced_from_the_start(make: Callable[..., Ranks]) -> None:
     ranks = make(2, Capacity(machine="a", cpus=(0, 1)))
     loader = DataLoader(Numbers(8, 0), num_workers=16)
     for one in ranks.tuners:
@@ -190,7 +190,7 @@ def test_far_more_workers_than_cores_are_fewer_from_the_start(make: Callable[...
         assert tuning is not None
         before = children()
         epoch = tuning(lambda: iter(loader))
-        assert children() - before == 4, "four for each core of the rank's one"
+        assert children() - before == 4, "four workers for the rank's one core"
         assert len(list(epoch)) == 8
         one.take("train_dataloader", [loader])
     (line,) = ranks.said[0]
@@ -201,7 +201,7 @@ def test_far_more_workers_than_cores_are_fewer_from_the_start(make: Callable[...
     assert ranks.said[1] == []
 
 
-def test_loaders_that_are_read_together_share_what_there_is(make: Callable[..., Ranks]) -> None:
+def test_concurrently_read_loaders_share_the_budget(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0,)))
     loaders = [DataLoader(Numbers(8, 0), num_workers=count) for count in (3, 1)]
     assert len(ranks.tuners[0].take("train_dataloader", loaders)) == 2
@@ -210,9 +210,7 @@ def test_loaders_that_are_read_together_share_what_there_is(make: Callable[..., 
     assert [line.partition(":")[0] for line in ranks.said[0]] == ["train_dataloader[0]"]
 
 
-def test_fewer_batches_are_ahead_than_set_if_memory_is_short_and_that_is_printed_once(
-    make: Callable[..., Ranks],
-) -> None:
+def test_prefetching_is_reduced_and_printed_once_if_memory_is_short(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0,), memory_available_bytes=10 * 32))
     loader = DataLoader(Numbers(40, 0), batch_size=4, num_workers=2, prefetch_factor=50)
     (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
@@ -233,19 +231,17 @@ def test_iterable_datasets_and_other_loaders_are_left_alone(make: Callable[..., 
     assert len(list(watched(lambda: iter(loader)))) == 100
 
 
-def test_iterable_datasets_are_set_where_that_is_asked_for_and_set_back(make: Callable[..., Ranks]) -> None:
+def test_iterable_datasets_are_changed_on_request_and_restored(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0,)), apply_to_iterables=True)
     loader = DataLoader(Stream(), num_workers=6, prefetch_factor=5)
     (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
     assert (loader.num_workers, loader.prefetch_factor) == (4, 5)
-    assert tuning is not None and len(list(tuning(lambda: iter(loader)))) == 400, "each of four gives all"
+    assert tuning is not None and len(list(tuning(lambda: iter(loader)))) == 400, "each of four yields all"
     ranks.close()
     assert (loader.num_workers, loader.prefetch_factor) == (6, 5)
 
 
-def test_a_dataset_that_cannot_be_forked_is_left_alone_and_gets_no_advice(
-    make: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_an_unforkable_dataset_is_left_alone_without_advice(make: Callable[..., Ranks], tmp_path: Path) -> None:
     ranks = make(1, Capacity(machine="a", cpus=tuple(range(8))))
     (tmp_path / "rows").write_text("rows")
     dataset = Numbers(40, 0)
@@ -255,7 +251,7 @@ def test_a_dataset_that_cannot_be_forked_is_left_alone_and_gets_no_advice(
     assert not ranks.said[0]
 
 
-def test_advice_only_touches_nothing(make: Callable[..., Ranks]) -> None:
+def test_advice_only_changes_nothing(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0,)), apply=False)
     loader = DataLoader(Numbers(40, 0), batch_size=4, num_workers=6)
     (tuning,) = ranks.tuners[0].take("train_dataloader", [loader])
@@ -265,7 +261,7 @@ def test_advice_only_touches_nothing(make: Callable[..., Ranks]) -> None:
     assert loader.num_workers == 6 and not ranks.said[0]
 
 
-def test_our_own_failure_is_printed_once_and_training_continues(
+def test_a_tuner_failure_is_printed_once_and_training_continues(
     make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = make(1)
@@ -278,9 +274,7 @@ def test_our_own_failure_is_printed_once_and_training_continues(
     assert capsys.readouterr().err.count("the tuning of loaders failed and is off") == 1
 
 
-def test_an_exchange_that_misses_a_deadline_is_asked_again(
-    make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missed_deadline_is_retried(make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = make(1)
     turns: list[int] = []
 
@@ -296,7 +290,7 @@ def test_an_exchange_that_misses_a_deadline_is_asked_again(
     assert len(own_threads("tuner")) == 1
 
 
-def test_an_epoch_of_an_iterable_dataset_has_one_setting_on_all_ranks(make: Callable[..., Ranks]) -> None:
+def test_an_iterable_dataset_has_one_setting_on_all_ranks_per_epoch(make: Callable[..., Ranks]) -> None:
     ranks = make(2, Capacity(machine="a", cpus=tuple(range(8))), apply_to_iterables=True)
     loaders = [DataLoader(Stream(), num_workers=1) for _ in range(2)]
     tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]
@@ -317,7 +311,7 @@ def test_an_epoch_of_an_iterable_dataset_has_one_setting_on_all_ranks(make: Call
     assert [loader.num_workers for loader in loaders] == [3, 3]
 
 
-def test_a_rank_that_has_waited_for_too_long_decides_for_all_that_nothing_changes(
+def test_a_rank_that_times_out_cancels_the_change_for_all(
     make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuner, "_EPOCH_S", 0.05)
@@ -332,7 +326,7 @@ def test_a_rank_that_has_waited_for_too_long_decides_for_all_that_nothing_change
     assert [loader.num_workers for loader in loaders] == [1, 1]
 
 
-def test_iterable_datasets_stay_as_they_are_where_a_rank_takes_no_part(
+def test_iterable_datasets_stay_unchanged_if_a_rank_is_missing(
     make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "BUDGET_S", 0.05)
@@ -345,7 +339,7 @@ def test_iterable_datasets_stay_as_they_are_where_a_rank_takes_no_part(
     alone.close()
 
 
-def test_a_loader_of_two_stages_is_restored(make: Callable[..., Ranks]) -> None:
+def test_a_loader_used_in_two_stages_is_restored(make: Callable[..., Ranks]) -> None:
     ranks = make(1, Capacity(machine="a", cpus=(0, 1)), apply_to_iterables=True)
     loader = DataLoader(Stream(), num_workers=20, prefetch_factor=5)
     for stage in ("train_dataloader", "val_dataloader"):
@@ -355,7 +349,7 @@ def test_a_loader_of_two_stages_is_restored(make: Callable[..., Ranks]) -> None:
     assert (loader.num_workers, loader.prefetch_factor) == (20, 5)
 
 
-def test_epochs_leave_no_more_keys_than_two(make: Callable[..., Ranks]) -> None:
+def test_epochs_leave_at_most_two_keys(make: Callable[..., Ranks]) -> None:
     ranks = make(2, Capacity(machine="a", cpus=tuple(range(8))), apply_to_iterables=True)
     loaders = [DataLoader(Stream(), num_workers=1) for _ in range(2)]
     tunings = [one.take("train_dataloader", [loader])[0] for one, loader in zip(ranks.tuners, loaders, strict=True)]

@@ -1,0 +1,126 @@
+"""Where a forked child crashed, as its parent reads it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
+
+# pytest has switched faulthandler on itself, so this needs a program of its own.
+BEGIN = """
+import faulthandler, os, time
+from lightning_ncclsafe.probes.process import child_crashes
+from lightning_ncclsafe.probes.process.child_crashes import crash_of, leave, listen
+from lightning_ncclsafe.probes.process.crash_traces import CrashTraces
+from lightning_ncclsafe.probes.process.traceback_signal import TracebackSignal
+
+def decode():
+    os.abort()
+
+def forked(run):
+    if not (pid := os.fork()):
+        run()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+def functions(stack):
+    return [frame.function for frame in stack]
+
+signal = TracebackSignal()
+armed = signal.arm()
+"""
+
+
+def run(script: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", BEGIN + script], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_crash_is_found_by_the_childs_process_id() -> None:
+    lines = run("""
+print(crash_of(forked(decode)))
+listen()
+crashed, ended = forked(decode), forked(lambda: None)
+print(functions(crash_of(crashed))[-1], crash_of(ended), crash_of(os.getpid()))
+leave()
+print(crash_of(crashed), crash_of(forked(decode)), child_crashes._files)
+""")
+    assert lines == ["()", "decode () ()", "() () []"]
+
+
+def test_the_crash_of_a_childs_child_is_not_the_childs() -> None:
+    lines = run("""
+listen()
+child = forked(lambda: forked(decode))
+print(crash_of(child))
+""")
+    assert lines == ["()"]
+
+
+def test_files_of_children_that_ended_well_are_closed() -> None:
+    lines = run("""
+listen()
+crashed = forked(decode)
+for _ in range(200):
+    forked(lambda: None)
+print(len(child_crashes._files) <= 65, len(os.listdir("/proc/self/fd")) < 100)
+print(functions(crash_of(crashed))[-1])
+""")
+    assert lines == ["True True", "decode"]
+
+
+def test_a_child_that_arms_its_own_signal_writes_to_its_own_file() -> None:
+    """A forked rank: its peers look there."""
+    lines = run("""
+listen()
+reads, writes = os.pipe()
+def of_rank():
+    os.write(writes, str(TracebackSignal().arm().fd).encode())
+    os.read(start, 1)
+    decode()
+start, starts = os.pipe()
+if not (pid := os.fork()):
+    of_rank()
+traces = CrashTraces()
+traces.hold([(pid, int(os.read(reads, 10)))])
+os.write(starts, b"x")
+os.waitpid(pid, 0)
+print(crash_of(pid), functions(traces.of(pid).stack)[-1], traces.of(pid).signal)
+""")
+    assert lines == ["() decode SIGABRT"]
+
+
+@pytest.mark.parametrize("where", ["", "def decode(): faulthandler.enable(open(os.devnull, 'w')); os.abort()"])
+def test_what_the_user_has_switched_on_stays(where: str) -> None:
+    in_parent = "" if where else "faulthandler.enable(open(os.devnull, 'w'))"
+    assert run(f"""
+{in_parent}
+{where}
+listen()
+print(crash_of(forked(decode)))
+""") == ["()"]
+
+
+def test_the_crash_of_a_loaders_worker_is_found_and_torch_still_names_the_signal() -> None:
+    """Torch sets its own handlers of this signal in the worker, over those of faulthandler."""
+    lines = run("""
+import re, signal, sys
+from torch.utils.data import DataLoader
+class Digits:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGSEGV)
+os.dup2(1, 2)
+listen()
+try:
+    next(iter(DataLoader(Digits(), num_workers=1)))
+except RuntimeError as error:
+    print(functions(crash_of(int(re.search(r"\\d+", str(error))[0])))[-2:])
+""")
+    assert "ERROR: Unexpected segmentation fault encountered in worker." in lines[0]
+    assert lines[-1].endswith("'__getitem__']")
