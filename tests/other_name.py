@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -26,6 +27,32 @@ sys.meta_path.insert(0, NotInstalled())  # type: ignore[arg-type]
 import pytorch_lightning as pl  # noqa: E402
 from pytorch_lightning.demos.boring_classes import BoringModel  # noqa: E402
 from pytorch_lightning.loggers import CSVLogger  # noqa: E402
+
+
+def with_the_variable() -> list[str]:
+    """The modules of our strategies in both registries, and what ours is, in a fork with both packages and it."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        del sys.meta_path[0]
+        os.environ["NCCLSAFE_LIGHTNING"] = "pytorch_lightning"
+        import lightning.pytorch
+
+        import lightning_ncclsafe
+
+        names = [
+            one.strategies.StrategyRegistry["ddp_ncclsafe"]["strategy"].__module__ for one in (lightning.pytorch, pl)
+        ]
+        os.write(writer, json.dumps([*names, lightning_ncclsafe.SafeDDP.__module__]).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        told = pipe.read()
+    os.waitpid(pid, 0)
+    return list(json.loads(told))
+
+
+# Before ours is imported here.
+WITH_THE_VARIABLE = with_the_variable()
 
 import lightning_ncclsafe  # noqa: E402
 
@@ -100,6 +127,7 @@ def follow(package: str, folder: str) -> dict[str, Any]:
 def main() -> None:
     trainer = fit(sys.argv[1])
     seen = {
+        "with_the_variable": WITH_THE_VARIABLE,
         "steps": trainer.global_step,
         "tensorboard": "tensorboard" in sys.modules,
         "is_a_ddp_strategy": isinstance(SafeDDP(), pl.strategies.DDPStrategy),

@@ -34,6 +34,9 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 # These start ranks and measure them: other tests would disturb them.
 ALONE = "tests/trainers/"
+# These take long, and start no programs that import torch: begun while what those are forked from is not there yet, and
+# not when all others have ended and a core would have nothing to do.
+FIRST = ("tests/test_suite_ends.py", "tests/timing/test_bounded.py", "tests/reading/test_written_incidents.py")
 # Times the limit that pytest-timeout gives a test. It ends the process itself, unless this is stopped or holds the
 # interpreter's lock, or the test has failed already, as the teardown has no limit then.
 SLACK = 1.25
@@ -310,7 +313,7 @@ class Suite:
                 adopt_orphans(False)
             if "files" in message and not self._tests:
                 self._tests = message["files"]
-                self._files = sorted(message["files"], key=lambda file: file.startswith(ALONE))
+                self._files = sorted(message["files"], key=lambda file: (file.startswith(ALONE), file not in FIRST))
             if "done" in message:
                 self._count(message["done"], message["outcome"])
         try:

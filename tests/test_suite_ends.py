@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from suite import FIRST as BEGUN_FIRST
 from warm import Warm, environment
 
 ROOT = Path(__file__).parents[1]
@@ -175,6 +176,10 @@ def test_trainer_tests_run_alone(tmp_path: Path) -> None:
     assert len(alone) == 9
     began, ends = zip(*alone, strict=True)
     assert all(before <= after for before, after in zip([others_end, *ends], began, strict=False))
+
+
+def test_the_files_that_are_begun_first_are_there() -> None:
+    assert [name for name in BEGUN_FIRST if not (ROOT / name).is_file()] == []
 
 
 def test_a_failure_is_shown_and_the_rest_runs(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ from lightning_ncclsafe.loggers.recovery import recover
 
 Deed = Callable[[L.Trainer], Any]
 
-# How long a step takes.
-STEP_S = 0.005
+# How long a step takes: as most cases last for a second or two, a step of half that costs twice the work.
+STEP_S = 0.01
 SLOW = f"{slow_storage.PROTOCOL}://"
 # Imported before the forks, as they would import it each.
 PRELOADED = (rich.console, rich.text)
@@ -241,7 +241,7 @@ def fill_staging(folder: Path, *, step: int | None = None) -> None:
     disk = mount_small(folder / "staging")
     if step is None:
         fill(disk)
-    fit(folder, {} if step is None else {step: lambda trainer: fill(disk)}, steps=400)
+    fit(folder, {} if step is None else {step: lambda trainer: fill(disk)}, steps=200)
 
 
 def fit_in_fit(folder: Path) -> None:
@@ -293,19 +293,19 @@ def versions(folder: Path) -> list[Path]:
 
 
 CASES: dict[str, Callable[[Path], None]] = {
-    "kill": lambda folder: fit(folder, {400: send(signal.SIGKILL)}, steps=500),
-    "abort": lambda folder: fit(folder, {330: send(signal.SIGABRT)}, steps=500),
-    "os-exit": lambda folder: fit(folder, {360: end_at_once}, steps=500),
-    "kill-stalled": lambda folder: fit(folder, {0: stall(folder), 300: send(signal.SIGKILL)}, steps=500, storage=SLOW),
+    "kill": lambda folder: fit(folder, {200: send(signal.SIGKILL)}, steps=250),
+    "abort": lambda folder: fit(folder, {165: send(signal.SIGABRT)}, steps=250),
+    "os-exit": lambda folder: fit(folder, {180: end_at_once}, steps=250),
+    "kill-stalled": lambda folder: fit(folder, {0: stall(folder), 150: send(signal.SIGKILL)}, steps=250, storage=SLOW),
     "end-stalled": lambda folder: fit(folder, {30: stall(folder)}, storage=SLOW, timeout_s=1.0),
     "sigterm": lambda folder: fit(folder, {60: send(signal.SIGTERM)}),
     "sigint": lambda folder: fit(folder, {60: send(signal.SIGINT)}),
     "raise": lambda folder: fit(folder, {60: raise_error}),
     "sys-exit": lambda folder: fit(folder, {60: exit_silently}),
     "finalize": lambda folder: fit(folder, loggers=(BrokenAtTheEnd(),)),
-    "no-versions": lambda folder: fit(folder, {350: remove(*versions(folder))}, steps=600),
-    "no-logs": lambda folder: fit(folder, {350: remove(folder / "logs")}, steps=600),
-    "no-staging-any-more": lambda folder: fit(folder, {350: remove(folder / "staging")}, steps=600),
+    "no-versions": lambda folder: fit(folder, {175: remove(*versions(folder))}, steps=300),
+    "no-logs": lambda folder: fit(folder, {175: remove(folder / "logs")}, steps=300),
+    "no-staging-any-more": lambda folder: fit(folder, {175: remove(folder / "staging")}, steps=300),
     "on-exception": lambda folder: fit(folder, {60: raise_error}, callbacks=(BrokenCallback(),)),
     "child": lambda folder: fit(folder, {60: fork_child}),
     "nested": fit_in_fit,

@@ -300,12 +300,12 @@ class Job:
 
     # Devices
 
-    def launch(self, rank: Rank, kernel: Kernel, stream: Any, after: list[Kernel | None]) -> None:
+    def launch(self, rank: Rank, kernel: Kernel, stream: Any, after: list[Kernel]) -> None:
         kernel.launched_s = self.now_s
         rank.queued += 1
-        before = [one for one in {id(x): x for x in (*after, rank.streams.get(stream)) if x is not None}.values()]
+        last = rank.streams.get(stream)
         kernel.after = 1
-        for one in before:
+        for one in after if last is None or last in after else (*after, last):
             if one.done_s is None or one.rank != rank.number or rank.is_dead:
                 kernel.after += 1
                 one.following.append(kernel)

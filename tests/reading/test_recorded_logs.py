@@ -11,6 +11,7 @@ wrong.
 """
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,8 +65,14 @@ def diagnosed(path: Path) -> Diagnosis | None:
     return judge(job, RECORDED_RULES) if job is not None else None
 
 
+@cache
+def recorded(folder: str, file: str) -> Diagnosis | None:
+    """What is said of a log, which several tests look at."""
+    return diagnosed(LOGS / folder / file)
+
+
 def score(folder: str, truth: Any) -> Score:
-    diagnosis = diagnosed(LOGS / folder / truth["file"])
+    diagnosis = recorded(folder, truth["file"])
     findings = diagnosis.findings if diagnosis is not None else ()
     kind, ranks = truth["derivable"]["kind"], truth["derivable"]["ranks"]
     said = "; ".join(f"{one.confidence.value} {one.rule} {one.ranks}" for one in findings) or "nothing"
@@ -104,7 +111,7 @@ def test_the_kind_and_ranks_are_correct(folder: str, truth: Any) -> None:
 
 @pytest.mark.parametrize(("folder", "truth"), ALL, ids=[f"{folder}-{truth['file']}" for folder, truth in ALL])
 def test_certain_findings_are_true_and_likely_ranks_are_derivable(folder: str, truth: Any) -> None:
-    diagnosis = diagnosed(LOGS / folder / truth["file"])
+    diagnosis = recorded(folder, truth["file"])
     kind, ranks = truth["derivable"]["kind"], truth["derivable"]["ranks"]
     for finding in diagnosis.findings if diagnosis is not None else ():
         assert finding.confidence is not Confidence.CERTAIN or KINDS[finding.rule] == kind
@@ -119,7 +126,7 @@ def test_the_file_name_does_not_matter(folder: str, tmp_path: Path) -> None:
         path = LOGS / folder / truth["file"]
         for name in ("8ranks.log", "allranks-4711.out", "rank99.log"):
             (tmp_path / name).write_bytes(path.read_bytes())
-            assert told(diagnosed(tmp_path / name)) == told(diagnosed(path)), (name, path)
+            assert told(diagnosed(tmp_path / name)) == told(recorded(folder, truth["file"])), (name, path)
 
 
 def told(diagnosis: Diagnosis | None) -> object:

@@ -94,14 +94,18 @@ class Task:
     entries: list[dict[str, Any]] = field(default_factory=list)
     number: int = 0
     is_launched: bool = True
+    met: dict[Any, list["Task"]] = field(default_factory=dict)
+    """Of a send or receive, by its ends: both sides of it, as far as they were called."""
 
     @property
     def ready_s(self) -> float | None:
         """When the device has come to it."""
-        ended = [task.ended_s for task in self.after]
-        if any(one is None for one in ended):
-            return None
-        return max([self.enqueued_s, *(one for one in ended if one is not None)])
+        ready_s = self.enqueued_s
+        for task in self.after:
+            if task.ended_s is None:
+                return None
+            ready_s = max(ready_s, task.ended_s)
+        return ready_s
 
 
 @dataclass
@@ -112,6 +116,8 @@ class Rank:
     clock_s: float = 0.0
     is_blocked: bool = False
     tasks: list[Task] = field(default_factory=list)
+    open: list[Task] = field(default_factory=list)
+    """Of these, what has not ended."""
     streams: dict[Any, Task] = field(default_factory=dict)
     current: Task | None = None
     calls: dict[str, int] = field(default_factory=dict)
@@ -120,6 +126,8 @@ class Rank:
     pairs: dict[Any, int] = field(default_factory=dict)
     connected: set[str] = field(default_factory=set)
     waits_for: Task | None = None
+    synchronized: int = 0
+    """Of how many tasks it has waited for the end."""
 
 
 @dataclass
@@ -171,10 +179,13 @@ class Played:
                 return False
             rank.clock_s += step.seconds
         elif isinstance(step, Synchronize):
-            ended = [self.seen_s(task) for task in rank.tasks]
+            if rank.open:
+                return False
+            ended = [self.seen_s(task) for task in rank.tasks[rank.synchronized :]]
             if any(one is None for one in ended):
                 return False
             rank.clock_s = max([rank.clock_s, *(one for one in ended if one is not None)])
+            rank.synchronized = len(rank.tasks)
         else:
             rank.clock_s += HOST_S
             self._launch(rank, step)
@@ -187,6 +198,7 @@ class Played:
             after.append(rank.streams[stream])
         task = Task(rank.number, step, rank.clock_s, after)
         rank.tasks.append(task)
+        rank.open.append(task)
         rank.streams[stream] = task
         if isinstance(step, Kernel) or not step.is_async:
             rank.current = task
@@ -229,7 +241,9 @@ class Played:
         ends = (rank.number, part.peer) if isinstance(part, Send) else (part.peer, rank.number)
         which = (part.group, *ends, isinstance(part, Send))
         rank.pairs[which] = rank.pairs.get(which, 0) + 1
-        self.waiting.setdefault((part.group, *ends, rank.pairs[which]), []).append(task)
+        tasks = self.waiting.setdefault((part.group, *ends, rank.pairs[which]), [])
+        tasks.append(task)
+        task.met.setdefault((part.group, *ends), tasks)
 
     @staticmethod
     def _stream(rank: Rank, step: Any) -> Any:
@@ -249,10 +263,11 @@ class Played:
     def _end(self) -> bool:
         has_ended = False
         for rank in self.ranks.values():
-            for task in rank.tasks:
-                if task.ended_s is None and (ends := self._ends(task)) is not None:
+            for task in rank.open:
+                if (ends := self._ends(task)) is not None:
                     task.ended_s = ends
                     has_ended = True
+            rank.open = [task for task in rank.open if task.ended_s is None]
         return has_ended
 
     def _ends(self, task: Task) -> float | None:
@@ -272,15 +287,11 @@ class Played:
 
     def _pair_ends(self, task: Task, part: Send | Receive) -> float | None:
         ends = (task.rank, part.peer) if isinstance(part, Send) else (part.peer, task.rank)
-        for key, tasks in self.waiting.items():
-            if key[:3] == (part.group, *ends) and task in tasks:
-                if len(tasks) < 2:
-                    return None
-                sizes = {
-                    one.size for it in tasks for one in _parts(it) if one.group == part.group and _is_of(it, one, ends)
-                }
-                return self._together(tasks, 2, 0.001) if len(sizes) == 1 else None
-        raise AssertionError(part)
+        tasks = task.met[(part.group, *ends)]
+        if len(tasks) < 2:
+            return None
+        sizes = {one.size for it in tasks for one in _parts(it) if one.group == part.group and _is_of(it, one, ends)}
+        return self._together(tasks, 2, 0.001) if len(sizes) == 1 else None
 
     def _together(self, tasks: list[Task], count: int, takes_s: float) -> float | None:
         if len(tasks) < count or len({_signature(task.step) for task in tasks}) > 1:

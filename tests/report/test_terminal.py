@@ -4,13 +4,13 @@ import fcntl
 import os
 import re
 import struct
-import subprocess
-import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from incidents import incident_of
+from warm import Running, Warm, environment
 
 from lightning_ncclsafe.report.json import report_json
 from lightning_ncclsafe.report.text import render_short, render_text
@@ -19,24 +19,32 @@ SAY = (
     "import sys; from lightning_ncclsafe.report.terminal import say_on_stderr; say_on_stderr(open(sys.argv[1]).read());"
 )
 RENDER = "import sys; from lightning_ncclsafe.cli import main; sys.exit(main(['render', sys.argv[1]]));"
+Start = Callable[..., Running]
 ESCAPE = re.compile(r"\x1b\[([\d;]*)m")
 COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3\d|9\d)(?:;[\d;]*)?m")
 DIAGNOSIS = incident_of(512, silent=tuple(range(3, 500, 2)))
 LONG_PATH = "/gpfs/projects/vision/users/a.longname/checkouts/2026-11-21/src/retrieval/training/loops/contrastive.py:93"
 
 
-def in_terminal(program: str, file: Path, *, columns: int, **environ: str) -> str:
+@pytest.fixture
+def start(warm: Warm) -> Start:
+    def started(program: str, file: Path, output: int, **environ: str) -> Running:
+        script = file.with_suffix(".py")
+        script.write_text(program)
+        kept = {
+            name: value for name, value in environment().items() if name not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")
+        }
+        env = {**kept, "TERM": "xterm-256color", **environ}
+        return warm.start([str(script), str(file)], output=output, cwd=file.parent, env=env)
+
+    return started
+
+
+def in_terminal(start: Start, program: str, file: Path, *, columns: int, **environ: str) -> str:
     """What a program writes to a terminal so wide."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(file)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**kept, "TERM": "xterm-256color", **environ},
-    )
+    running = start(program, file, theirs, **environ)
     os.close(theirs)
     written = b""
     try:
@@ -46,19 +54,14 @@ def in_terminal(program: str, file: Path, *, columns: int, **environ: str) -> st
         pass
     finally:
         os.close(ours)
-        assert process.wait(30) == 0, written
+        assert running.wait(30) == 0, written
     return written.decode().replace("\r\n", "\n")
 
 
-def to_file(program: str, file: Path, **environ: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(file)],
-        capture_output=True,
-        check=True,
-        timeout=30,
-        env={**os.environ, "TERM": "xterm-256color", **environ},
-    )
-    return (done.stdout + done.stderr).decode()
+def to_file(start: Start, program: str, file: Path, **environ: str) -> str:
+    with file.with_suffix(".log").open("w+") as log:
+        assert start(program, file, log.fileno(), **environ).wait(30) == 0
+        return Path(log.name).read_text()
 
 
 @pytest.fixture
@@ -76,8 +79,8 @@ def report(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("columns", [60, 100])
-def test_lines_fit_the_terminal_and_have_the_prefix(short: Path, columns: int) -> None:
-    written = in_terminal(SAY, short, columns=columns)
+def test_lines_fit_the_terminal_and_have_the_prefix(start: Start, short: Path, columns: int) -> None:
+    written = in_terminal(start, SAY, short, columns=columns)
     lines = ESCAPE.sub("", written).splitlines()
     assert all(line.startswith("[ncclsafe] ") for line in lines)
     assert [line for line in lines if len(line) > columns] == [
@@ -88,8 +91,8 @@ def test_lines_fit_the_terminal_and_have_the_prefix(short: Path, columns: int) -
     assert joined == " ".join(short.read_text().split())
 
 
-def test_the_answer_stands_out_and_comes_first(short: Path) -> None:
-    written = in_terminal(SAY, short, columns=80)
+def test_the_answer_stands_out_and_comes_first(start: Start, short: Path) -> None:
+    written = in_terminal(start, SAY, short, columns=80)
     answer = render_short(DIAGNOSIS).partition("\n")[0]
     bold = "".join(re.findall(r"\x1b\[1m([^\x1b]*)", written))
     for word in answer.partition(": ")[2].split():
@@ -99,22 +102,24 @@ def test_the_answer_stands_out_and_comes_first(short: Path) -> None:
     assert any(re.search(r"\x1b\[1m +remedy:\x1b\[0m", line) for line in rest)
 
 
-def test_no_color_disables_colour(short: Path) -> None:
-    assert COLOUR.search(in_terminal(SAY, short, columns=80))
-    assert not COLOUR.search(in_terminal(SAY, short, columns=80, NO_COLOR="1"))
-    assert "\x1b" not in in_terminal(SAY, short, columns=80, TERM="dumb")
+def test_no_color_disables_colour(start: Start, short: Path) -> None:
+    assert COLOUR.search(in_terminal(start, SAY, short, columns=80))
+    assert not COLOUR.search(in_terminal(start, SAY, short, columns=80, NO_COLOR="1"))
+    assert "\x1b" not in in_terminal(start, SAY, short, columns=80, TERM="dumb")
 
 
 @pytest.mark.parametrize("environ", [{}, {"FORCE_COLOR": "1"}, {"COLUMNS": "40"}], ids=["plain", "forced", "narrow"])
-def test_a_log_has_unwrapped_lines_without_escapes(short: Path, report: Path, environ: dict[str, str]) -> None:
+def test_a_log_has_unwrapped_lines_without_escapes(
+    start: Start, short: Path, report: Path, environ: dict[str, str]
+) -> None:
     said = short.read_text().splitlines()
-    assert to_file(SAY, short, **environ) == "".join(f"[ncclsafe] {line}\n" for line in said)
-    assert to_file(RENDER, report, **environ) == render_text(DIAGNOSIS)
+    assert to_file(start, SAY, short, **environ) == "".join(f"[ncclsafe] {line}\n" for line in said)
+    assert to_file(start, RENDER, report, **environ) == render_text(DIAGNOSIS)
 
 
 @pytest.mark.parametrize("columns", [60, 250])
-def test_a_report_has_a_readable_width(report: Path, columns: int) -> None:
-    written = in_terminal(RENDER, report, columns=columns)
+def test_a_report_has_a_readable_width(start: Start, report: Path, columns: int) -> None:
+    written = in_terminal(start, RENDER, report, columns=columns)
     plain = ESCAPE.sub("", written)
     assert COLOUR.search(written)
     assert not [line for line in plain.splitlines() if len(line) > min(columns, 110) and len(line.split()) > 1]
