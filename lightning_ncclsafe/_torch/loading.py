@@ -31,9 +31,13 @@ def around_worker_handlers(before: Callable[[], object], after: Callable[[], obj
         after: Called after that.
     """
     handling: Any = signal_handling
-    original = handling._set_worker_signal_handlers
+    original, pid = handling._set_worker_signal_handlers, os.getpid()
 
     def set_handlers() -> None:
+        # A child of this one has its own files.
+        if os.getpid() != pid:
+            original()
+            return
         before()
         original()
         after()

@@ -192,8 +192,7 @@ class StepFacts:
             within the group; -1 if unknown.
         groups_made: How many process groups this rank has taken part in creating, as a member or not, including the
             one that it is creating; -1 if unknown.
-        making: Global ranks of the members of the group that it is creating; empty if these are all ranks, or if it
-            creates none.
+        making: Global ranks of the members of the group that it is creating; empty if it creates none.
         groups_at: ``"file:line in setup"`` of the calls of ``new_group`` under a condition on the rank, in the user's
             functions that the main thread is in, else in those of the module and callbacks; searched only while it
             creates a group.

@@ -217,6 +217,7 @@ class Guard:
     def _switch_off(self, error: Exception) -> None:
         state = self._own.state
         state.is_off = True
+        self._own.probe.forget_place()
         self._own.ending.lift_deadline()
         state.exception_is_reported.set()
         state.leaving_is_reported.set()

@@ -286,6 +286,10 @@ class RankProbe:
             progress = self._trainer.progress(self._tracker.actions(), self._tracker.last_action, idle_s)
             self._last_seen.note(progress)
 
+    def forget_place(self) -> None:
+        """Called when the place is no longer recorded: an old one would mislead."""
+        self._last_seen.close()
+
     def note_memory(self) -> None:
         """Records this process's memory, at most every 2 s, so that its growth is known; cheap."""
         if time.monotonic() - self._noted_s >= _NOTE_S:

@@ -290,7 +290,9 @@ class GuardedStrategy(_ParallelStrategy):
         loss = args[0] if args else kwargs.get("closure_loss")
         watched.steps.backward(loss, is_reduced=is_reduced)
         try:
-            return super().backward(*args, **kwargs)
+            output = super().backward(*args, **kwargs)
+            watched.steps.passed()
+            return output
         except Exception as error:
             # With manual optimization, no action of Lightning's shows the exception.
             watched.raised(error, "backward")

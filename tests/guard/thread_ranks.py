@@ -92,6 +92,9 @@ class HandMadeProbe:
     def note_place(self, idle_s: float) -> None:
         pass
 
+    def forget_place(self) -> None:
+        pass
+
     def look_at_peer(self, peer: RankInfo) -> ProcessFacts:
         return ProcessFacts(pid=peer.pid, rank=peer.rank, state="running")
 

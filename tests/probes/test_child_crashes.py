@@ -42,21 +42,90 @@ def run(script: str) -> list[str]:
 
 def test_a_crash_is_found_by_the_childs_process_id() -> None:
     lines = run("""
-print(crash_of(forked(decode)))
+print(crash_of(forked(decode), "SIGABRT"))
 listen()
 crashed, ended = forked(decode), forked(lambda: None)
-print(functions(crash_of(crashed))[-1], crash_of(ended), crash_of(os.getpid()))
+print(functions(crash_of(crashed, "SIGABRT"))[-1], crash_of(ended, "SIGABRT"), crash_of(os.getpid(), "SIGABRT"))
 leave()
-print(crash_of(crashed), crash_of(forked(decode)), child_crashes._files)
+print(crash_of(crashed, "SIGABRT"), crash_of(forked(decode), "SIGABRT"), child_crashes._files)
 """)
     assert lines == ["()", "decode () ()", "() () []"]
+
+
+def test_frames_of_the_parent_are_no_place_of_the_child() -> None:
+    """The child goes on in the function that has forked it."""
+    lines = run("""
+listen()
+crashed = forked(os.abort)
+print(functions(crash_of(crashed, "SIGABRT")))
+crashed = forked(decode)
+print(functions(crash_of(crashed, "SIGABRT")), crash_of(crashed, "SIGKILL"))
+""")
+    assert lines == ["[]", "['decode'] ()"]
+
+
+def test_the_thread_that_crashed_is_named() -> None:
+    lines = run("""
+import threading
+listen()
+def innocent():
+    thread = threading.Thread(target=decode)
+    thread.start()
+    thread.join()
+print(functions(crash_of(forked(innocent), "SIGABRT"))[-1])
+""")
+    assert lines == ["decode"]
+
+
+def test_the_newest_traces_are_kept_of_children_that_all_crash() -> None:
+    lines = run("""
+listen()
+crashed = [forked(decode) for _ in range(80)]
+print(len(child_crashes._files) <= 65, [bool(crash_of(pid, "SIGABRT")) for pid in (crashed[0], crashed[-1])])
+""")
+    assert lines == ["True [False, True]"]
+
+
+def test_a_fork_in_a_signals_handler_during_a_fork_has_its_own_file() -> None:
+    lines = run("""
+listen()
+child_crashes._before_fork()
+child_crashes._before_fork()
+child_crashes._in_parent()
+child_crashes._in_parent()
+print(len(child_crashes._files), len(set(child_crashes._files)))
+""")
+    assert lines == ["2 2"]
+
+
+def test_a_childs_own_faulthandler_survives_in_its_workers() -> None:
+    lines = run("""
+from torch.utils.data import DataLoader
+import tempfile
+listen()
+file = tempfile.TemporaryFile()
+class Digits:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        decode()
+def own():
+    faulthandler.enable(file)
+    try:
+        next(iter(DataLoader(Digits(), num_workers=1)))
+    except RuntimeError:
+        pass
+    print(os.fstat(file.fileno()).st_size > 0, flush=True)
+print(crash_of(forked(own), "SIGABRT"))
+""")
+    assert lines == ["True", "()"]
 
 
 def test_the_crash_of_a_childs_child_is_not_the_childs() -> None:
     lines = run("""
 listen()
 child = forked(lambda: forked(decode))
-print(crash_of(child))
+print(crash_of(child, "SIGABRT"))
 """)
     assert lines == ["()"]
 
@@ -68,7 +137,7 @@ crashed = forked(decode)
 for _ in range(200):
     forked(lambda: None)
 print(len(child_crashes._files) <= 65, len(os.listdir("/proc/self/fd")) < 100)
-print(functions(crash_of(crashed))[-1])
+print(functions(crash_of(crashed, "SIGABRT"))[-1])
 """)
     assert lines == ["True True", "decode"]
 
@@ -101,7 +170,7 @@ traces = CrashTraces()
 traces.hold([(pid, int(os.read(reads, 10)))])
 os.write(starts, b"x")
 os.waitpid(pid, 0)
-print(crash_of(pid), functions(traces.of(pid).stack)[-1], traces.of(pid).signal)
+print(crash_of(pid, "SIGABRT"), functions(traces.of(pid).stack)[-1], traces.of(pid).signal)
 """)
     assert lines == ["() decode SIGABRT"]
 
@@ -113,7 +182,7 @@ def test_what_the_user_has_switched_on_stays(where: str) -> None:
 {in_parent}
 {where}
 listen()
-print(crash_of(forked(decode)))
+print(crash_of(forked(decode), "SIGABRT"))
 """) == ["()"]
 
 
@@ -132,7 +201,7 @@ listen()
 try:
     next(iter(DataLoader(Digits(), num_workers=1)))
 except RuntimeError as error:
-    print(functions(crash_of(int(re.search(r"\\d+", str(error))[0])))[-2:])
+    print(functions(crash_of(int(re.search(r"\\d+", str(error))[0]), "SIGSEGV"))[-2:])
 """)
     assert "ERROR: Unexpected segmentation fault encountered in worker." in lines[0]
     assert lines[-1].endswith("'__getitem__']")

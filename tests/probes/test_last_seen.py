@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,31 @@ def test_nothing_is_there_before_the_first_note_and_after_the_end(place: LastSee
     place.close()
     place.close()
     assert read_last_seen(file) is None
+
+
+def test_a_descriptor_that_is_somebody_elses_by_now_is_left_alone(tmp_path: Path) -> None:
+    place = LastSeenFile()
+    mine = place._fd
+    with (tmp_path / "weights").open("w+b", buffering=0) as other:
+        other.write(b"weights")
+        os.dup2(other.fileno(), mine)
+        place.note(AT_BATCH_3)
+        place.close()
+        os.close(mine)
+    assert (tmp_path / "weights").read_bytes() == b"weights"
+
+
+def test_a_place_of_an_earlier_call_gives_way_to_that_of_the_next(place: LastSeenFile) -> None:
+    traces = CrashTraces()
+    earlier = LastSeenFile()
+    traces._places[os.getpid()] = os.dup(earlier._fd)
+    earlier.close()
+    place.note(AT_BATCH_3)
+    traces.hold([(os.getpid(), -1)])
+    assert traces.last_seen(os.getpid()) is not None
+    traces.close()
+    traces.hold([(os.getpid(), -1)])
+    assert traces.last_seen(os.getpid()) is None, "it is closed"
 
 
 def test_a_shorter_note_replaces_a_longer_one(place: LastSeenFile, file: int) -> None:

@@ -135,9 +135,10 @@ def test_a_backward_of_the_users_that_makes_no_pass_is_a_batch_without_one() -> 
     for batch in range(4):
         begin(of, batch=batch)
         loss = module(torch.ones(2)).sum() * (float("nan") if batch == 2 else 1.0)
+        module.zero_grad()
         record.backward(loss)
-        assert record.facts().with_backward == batch - (batch == 3), "it has not begun yet"
         module.backward(loss)
+        record.passed()
     assert skipped(record) == (3, 1, 0, 2)
     assert record.facts().returns_nothing == (f"{HERE}:{line_of('spared')} in backward",)
 

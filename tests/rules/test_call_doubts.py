@@ -348,7 +348,9 @@ def test_each_of_several_processes_that_are_gone_has_its_last_place_in_the_evide
     gone = (process(1, "gone", last_seen=seen), process(2, "gone"))
     finding = first(job(GLOO.waiting(0, seq=61), GLOO.waiting(3, seq=61), witnessed=gone))
     assert (finding.rule, finding.ranks, finding.location) == ("dead-rank", (1, 2), "")
-    assert [one.rank for one in finding.evidence if one.text == "Last seen batch 3 of epoch 0, in validation."] == [1]
+    assert [one.rank for one in finding.evidence if one.text == "Last seen in batch 3 of epoch 0, in validation."] == [
+        1
+    ]
 
 
 TIMED_OUT = "[gloo/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation to complete"

@@ -1,12 +1,12 @@
 """Where a forked child was when a fatal signal ended it: a loader's worker, mostly, in a decoder's native code.
 
 Before each fork, a file in memory is made, to which ``faulthandler`` in the child writes. The child also writes its
-number, so that the parent knows whose file it is. Spawned children, and those of a program that has switched
-``faulthandler`` on itself, write nothing here.
+number, so that the parent knows whose file it is, and how many of its frames are the parent's. Spawned children, and
+those of a program that has switched ``faulthandler`` on itself, write nothing here.
 """
 
-import faulthandler
 import os
+import sys
 import threading
 from contextlib import suppress
 
@@ -14,20 +14,21 @@ import psutil
 
 from lightning_ncclsafe._torch.loading import around_worker_handlers
 from lightning_ncclsafe.facts import Frame
-from lightning_ncclsafe.probes.process.crash_traces import parse_crash
-from lightning_ncclsafe.probes.process.stacks import with_source_in_time
-from lightning_ncclsafe.probes.process.traceback_signal import write_crashes_to, writes_crashes
+from lightning_ncclsafe.probes.process.crash_traces import parse_crash_of_fork
+from lightning_ncclsafe.probes.process.traceback_signal import cease_crashes, write_crashes_to, writes_crashes
 
-# Files of children that have ended without a crash are closed when there are more.
-_MOST = 64
-_NUMBER_BYTES = 16
+# Files of children that have ended are closed when there are more, but for these traces.
+_MOST, _MOST_TRACES = 64, 16
+_HEADER_BYTES = 32
 _MOST_BYTES = 1 << 18
 
 _listeners = 0
 # A signal's handler may fork.
 _lock = threading.RLock()
 _files: list[int] = []
-_made = threading.local()
+# By thread, the forks under way, each with its file (-1 for none) and the number of frames above it: a handler may
+# interrupt one with another.
+_forks = threading.local()
 
 
 def listen() -> None:
@@ -43,66 +44,97 @@ def leave() -> None:
     with _lock:
         _listeners -= 1
         if not _listeners:
-            _close(_files)
+            _close([*_files])
 
 
-def crash_of(pid: int) -> tuple[Frame, ...]:
-    """The main thread's stack of a child that a fatal signal has ended; empty if that is unknown."""
+def crash_of(pid: int, signal: str) -> tuple[Frame, ...]:
+    """The stack, without source, of the thread of a child in which this signal struck; empty if that is unknown.
+
+    Args:
+        pid: The child.
+        signal: What has ended it, ``"SIGSEGV"``.
+    """
     with _lock:
-        held = [*_files]
-    for file in held:
-        if _pid_in(file) == pid:
-            with suppress(OSError):
-                text = os.pread(file, _MOST_BYTES, _NUMBER_BYTES).decode("utf-8", "replace")
-                return with_source_in_time(parse_crash(text).stack)
+        for file in reversed(_files):
+            child, depth = _header(file)
+            if child == pid:
+                with suppress(OSError):
+                    text = os.pread(file, _MOST_BYTES, _HEADER_BYTES).decode("utf-8", "replace")
+                    return parse_crash_of_fork(text, signal, depth)
     return ()
 
 
-def _pid_in(file: int) -> int:
+def _header(file: int) -> tuple[int, int]:
+    """The child's process id, and the number of frames that it has from its parent; 0 before it has written them."""
     with suppress(OSError, ValueError):
-        return int(os.pread(file, _NUMBER_BYTES, 0) or 0)
-    return 0
+        pid, depth = os.pread(file, _HEADER_BYTES, 0).split()
+        return int(pid), int(depth)
+    return 0, 0
 
 
 def _before_fork() -> None:
-    _made.file = -1
+    file = -1
     if _listeners and writes_crashes():
         with suppress(OSError, AttributeError):
-            _made.file = os.memfd_create("ncclsafe-crash")
+            file = os.memfd_create("ncclsafe-crash")
+    _under_way().append((file, _depth() if file >= 0 else 0))
 
 
 def _in_parent() -> None:
-    if (file := getattr(_made, "file", -1)) >= 0:
+    file, _ = _under_way().pop()
+    if file >= 0:
         with _lock:
             _files.append(file)
             if len(_files) > _MOST:
-                _close([file for file in _files[:-1] if _is_over(file)])
+                _close_some()
 
 
 def _in_child() -> None:
     global _listeners, _lock
     # Another thread may have held it.
     _lock, _listeners = threading.RLock(), 0
-    _close(_files)
-    if (file := getattr(_made, "file", -1)) >= 0:
+    file, depth = _under_way().pop()
+    _close([*_files])
+    if file >= 0:
         with suppress(OSError):
-            os.write(file, str(os.getpid()).encode().ljust(_NUMBER_BYTES))
+            os.write(file, f"{os.getpid()} {depth}".encode().ljust(_HEADER_BYTES))
             write_crashes_to(file)
             # A worker's own handlers of torch take the place of these; they come first if they are set before.
-            around_worker_handlers(faulthandler.disable, lambda: write_crashes_to(file))
+            around_worker_handlers(cease_crashes, lambda: write_crashes_to(file))
 
 
-def _is_over(file: int) -> bool:
-    """Whether a child has ended without a crash, or there never was one because the fork failed."""
-    pid = _pid_in(file)
-    return not pid or (os.fstat(file).st_size <= _NUMBER_BYTES and not psutil.pid_exists(pid))
+def _under_way() -> list[tuple[int, int]]:
+    if not hasattr(_forks, "stack"):
+        _forks.stack = []
+    return _forks.stack  # type: ignore[no-any-return]
+
+
+def _depth() -> int:
+    """How many frames the caller of ``os.fork`` has, itself included."""
+    frame, depth = sys._getframe(2), 1
+    while frame.f_back is not None:
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+def _close_some() -> None:
+    """Closes the files of children that have ended without a crash, of forks that failed, and the oldest traces."""
+    over, traces = [], []
+    for file in _files[:-1]:
+        pid, _ = _header(file)
+        if pid and psutil.pid_exists(pid):
+            continue
+        is_trace = pid and os.fstat(file).st_size > _HEADER_BYTES
+        (traces if is_trace else over).append(file)
+    _close([*over, *traces[:-_MOST_TRACES]])
 
 
 def _close(files: list[int]) -> None:
-    for file in [*files]:
+    for file in files:
+        # First of all: a fork of another thread must not find a number that may be somebody else's by then.
+        _files.remove(file)
         with suppress(OSError):
             os.close(file)
-        _files.remove(file)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -9,6 +9,7 @@ file, its end is read.
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
@@ -35,6 +36,8 @@ _STDERR_S = 0.2
 # The end of a file is enough: an aborting process writes nothing afterwards, its peers a traceback or two.
 _TAIL_BYTES = 1 << 17
 _MOST_SAID = 300
+# Frames that it writes of each thread, the innermost ones.
+_MOST_OF_FAULTHANDLER = 100
 # From an uncaught C++ exception, an assertion, and the C library's own checks.
 _WHY = re.compile(
     r"^\s*what\(\):\s*(.+)$|^(.*: Assertion .+ failed\.)$|^((?:malloc|free|realloc)\w*\(\): .+)$", re.MULTILINE
@@ -67,22 +70,32 @@ class CrashTraces:
         # With the size of each when it was opened.
         self._stderr: dict[int, tuple[int, int]] = {}
         self._storage = SideThread("ncclsafe-stderr")
+        # The look of a peer may be left behind on its thread.
+        self._lock = threading.Lock()
         self._is_closed = False
 
     def hold(self, processes: Iterable[tuple[int, int]]) -> None:
         """Opens the files of processes, given as process id and file descriptor in it; -1 where that is unknown."""
         new: list[int] = []
-        for pid, fd in processes:
-            if pid not in self._places and (place := open_last_seen(pid)) is not None:
-                self._places[pid] = place
-            if fd < 0 and pid not in self._files and (armed := armed_in(pid)) is not None:
-                fd = armed.fd
-            if fd >= 0 and pid not in self._files:
-                new.append(pid)
-                with suppress(OSError):
-                    self._files[pid] = _open(pid, fd)
+        with self._lock:
+            for pid, fd in processes if not self._is_closed else ():
+                self._hold_place(pid)
+                if fd < 0 and pid not in self._files and (armed := armed_in(pid)) is not None:
+                    fd = armed.fd
+                if fd >= 0 and pid not in self._files:
+                    new.append(pid)
+                    with suppress(OSError):
+                        self._files[pid] = _open(pid, fd)
         if new:
             self._from_storage(lambda: self._hold_stderr(new))
+
+    def _hold_place(self, pid: int) -> None:
+        held = self._places.get(pid)
+        # An empty one is that of an earlier call of the Trainer, or of one that has just begun.
+        if (held is None or not os.fstat(held).st_size) and (place := open_last_seen(pid)) is not None:
+            self._places[pid] = place
+            if held is not None:
+                os.close(held)
 
     def _hold_stderr(self, pids: Iterable[int]) -> str:
         for pid in pids:
@@ -126,7 +139,8 @@ class CrashTraces:
 
     def close(self) -> None:
         """Closes the files."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         held = [*self._files.values(), *self._places.values(), *(file for file, _ in self._stderr.values())]
         self._files, self._places, self._stderr = {}, {}, {}
         for file in held:
@@ -146,6 +160,30 @@ def why(text: str) -> str:
     """Why a process aborted itself, from the last line of its stderr that gives a reason; empty if none does."""
     reasons = [next(filter(None, found.groups())) for found in _WHY.finditer(text)]
     return reasons[-1].strip()[:_MOST_SAID] if reasons else ""
+
+
+def parse_crash_of_fork(text: str, signal: str, depth: int) -> tuple[Frame, ...]:
+    """The stack of the thread in which this signal struck a forked child, without the frames of its parent.
+
+    Args:
+        text: What ``faulthandler`` has written.
+        signal: The signal.
+        depth: How many frames of the child's first thread, which has forked, are the parent's.
+
+    Returns:
+        The stack, outermost frame first; empty if the trace is of another signal, or of no Python thread, or cut off.
+    """
+    _, _, last = text.rpartition(_FATAL)
+    reason, _, threads = last.partition("\n")
+    threads = _AFTERWARDS.split(threads)[0]
+    _, mark, current = threads.rpartition("Current thread")
+    if not mark or _SIGNALS.get(reason.strip()) != signal:
+        return ()
+    # The first thread comes last.
+    stack, *others = parse_threads(mark + current)
+    if others:
+        return stack
+    return stack[depth:] if len(stack) < _MOST_OF_FAULTHANDLER else ()
 
 
 def parse_crash(text: str) -> CrashTrace:

@@ -6,6 +6,7 @@ of its host that opened the file earlier, through ``/proc/PID/fd``, can still re
 
 import os
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from enum import Enum, auto
@@ -26,6 +27,8 @@ class LastSeenFile:
 
     def __init__(self) -> None:
         self._fd = -1
+        # The watchdog may still write while the training thread closes it.
+        self._lock = threading.Lock()
         self._idle_s = 0.0
         self._stayed: tuple[Frame, ...] | None = None
         with suppress(OSError, AttributeError):
@@ -45,15 +48,22 @@ class LastSeenFile:
         alike = takewhile(lambda pair: _function(pair[0]) == _function(pair[1]), zip(stack, before, strict=False))
         self._stayed = None if has_moved else tuple(frame for frame, _ in alike)
         seen = LastSeen(stack=stack, stayed=len(self._stayed or ()), progress=progress)
-        with suppress(OSError):  # no memory is left
-            os.pwrite(self._fd, codec.encode(seen) + b"\n", 0)
+        text = codec.encode(seen) + b"\n"
+        with self._lock, suppress(OSError):  # no memory is left
+            if self._is_open():
+                os.pwrite(self._fd, text, 0)
 
     def close(self) -> None:
         """Closes the file; who has it open finds nothing in it any more."""
-        if self._fd >= 0:
-            os.ftruncate(self._fd, 0)
-            os.close(self._fd)
+        with self._lock, suppress(OSError):
+            if self._is_open():
+                os.ftruncate(self._fd, 0)
+                os.close(self._fd)
             self._fd = -1
+
+    def _is_open(self) -> bool:
+        """Whether the descriptor is still this file's: a program may close all, and open others."""
+        return self._fd >= 0 and _is_of(os.getpid(), f"/proc/self/fd/{self._fd}")
 
 
 def open_last_seen(pid: int) -> int | None:
@@ -66,8 +76,12 @@ def open_last_seen(pid: int) -> int | None:
         for number in os.listdir(f"/proc/{pid}/fd"):
             link = f"/proc/{pid}/fd/{number}"
             with suppress(OSError):  # closed meanwhile
-                if os.readlink(link).startswith(f"/memfd:{_name(pid)} "):
-                    return os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+                if _is_of(pid, link):
+                    # The number may have become that of a pipe.
+                    file = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                    if _is_of(pid, f"/proc/self/fd/{file}"):
+                        return file
+                    os.close(file)
     return None
 
 
@@ -81,6 +95,10 @@ def read_last_seen(file: int) -> LastSeen | None:
         text, end, _ = os.pread(file, _MOST_BYTES, 0).partition(b"\n")
         return codec.decode(LastSeen, text) if end else None
     return None
+
+
+def _is_of(pid: int, link: str) -> bool:
+    return os.readlink(link).startswith(f"/memfd:{_name(pid)} ")
 
 
 def _name(pid: int) -> str:

@@ -157,9 +157,17 @@ def write_crashes_to(file: int) -> None:
         file: Its descriptor, which stays open.
     """
     global _parents_file
+    if faulthandler.is_enabled():
+        return  # by the user
     crash_file = _CrashFile(os.fdopen(file, "wb", buffering=0, closefd=False))
     faulthandler.enable(file=crash_file, all_threads=True)
     _parents_file = weakref.ref(crash_file)
+
+
+def cease_crashes() -> None:
+    """Reverses :func:`write_crashes_to`, unless the user has called ``faulthandler.enable`` since."""
+    if _writes_for_parent():
+        faulthandler.disable()
 
 
 def _writes_for_parent() -> bool:

@@ -64,6 +64,10 @@ class BatchPasses:
             self._calls += [()] * (self._counts[0] - 1 - len(self._calls))
             self._calls.append(self._called_from())
 
+    def take_back(self) -> None:
+        """Called if the first pass of a batch has not been made after all."""
+        self._counts, self._calls = [0, 0], []
+
     def stepped(self, optimizer: int) -> None:
         """Called when the optimizer with this index has made a step."""
         self._counts += [0] * (optimizer + 3 - len(self._counts))

@@ -71,6 +71,8 @@ class StepRecord:
         self.failed_save: ExceptionFacts | None = None
         self._total: Any = None
         self._last = 0
+        self._has_own_backward = False
+        self._is_first_pass = False
         self._with_backward = 0
         self._skipped = 0
         self._last_skipped: Batch = (-1, -1)
@@ -81,6 +83,7 @@ class StepRecord:
 
     def begin(self) -> None:
         """Called before the first batch; if training is resumed, there have been batches before."""
+        self._has_own_backward = _has_own_backward(getattr(self._trainer, "lightning_module", None))
         # A loop of the user's own may count differently; then nothing is recorded.
         with suppress(AttributeError):
             total = _batches(self._trainer).total
@@ -91,21 +94,16 @@ class StepRecord:
             self._trained = tuple(name for name in trained if name not in ignored)
 
     def backward(self, loss: Any = None, *, is_reduced: bool = True) -> None:
-        """Called when a backward pass is about to begin, on the main thread, in every batch.
+        """Called when a backward pass begins, on the main thread, in every batch.
 
         Args:
             loss: The loss.
             is_reduced: Whether gradients are reduced, not only accumulated.
         """
-        if _has_own_backward(getattr(self._trainer, "lightning_module", None)) and getattr(loss, "grad_fn", None):
-            # The user's method may return without a backward pass; this is called as soon as it begins one.
-            loss.register_hook(lambda _: self._begin_pass(is_reduced=is_reduced))
-        else:
-            self._begin_pass(loss, is_reduced=is_reduced)
-
-    def _begin_pass(self, loss: Any = None, *, is_reduced: bool) -> None:
+        self._is_first_pass = False
         ready = self._total.ready if self._total is not None else self._last
         if ready != self._last:
+            self._is_first_pass = True
             self._passes.begin_batch(_now(self._trainer))
             self._with_backward += 1
             if ready > self._last + 1:
@@ -116,6 +114,17 @@ class StepRecord:
         self._without_graph += is_from_nothing(loss, module)
         is_manual = not getattr(module, "automatic_optimization", True)
         self._passes.backward(is_reduced=is_reduced, is_manual=is_manual)
+
+    def passed(self) -> None:
+        """Called after the backward pass. A ``backward`` of the user's may have returned without making one.
+
+        That shows only where nothing has a gradient: with ``zero_grad(set_to_none=True)`` before, which is the default,
+        and without accumulated gradients.
+        """
+        if self._has_own_backward and self._is_first_pass and _has_no_gradient(self._trainer.lightning_module):
+            self._last -= 1
+            self._with_backward -= 1
+            self._passes.take_back()
 
     def validates(self) -> None:
         """Called when a batch of validation begins, on the main thread."""
@@ -205,6 +214,10 @@ def _has_own_backward(module: Any) -> bool:
     return code is not None and is_user_code(code.co_filename)
 
 
+def _has_no_gradient(module: Any) -> bool:
+    return all(parameter.grad is None for parameter in module.parameters())
+
+
 def _returns_nothing(module: Any) -> tuple[str, ...]:
     """Where the user's functions may leave out the backward pass of a batch."""
     sources = itertools.chain(sources_of(module, "training_step"), sources_of(module, "backward"))
@@ -255,7 +268,7 @@ def _root() -> int:
 
 
 def _members() -> tuple[int, ...]:
-    """The members of the process group that the main thread is creating, if not all ranks are; else empty."""
+    """The members of the process group that the main thread is creating; empty if it creates none."""
     for frame in main_thread_frames(GROUP_CREATION):
         members = frame.f_locals.get(_MEMBERS)
         if isinstance(members, list) and members and all(isinstance(rank, int) for rank in members):

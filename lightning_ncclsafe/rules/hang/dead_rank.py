@@ -236,8 +236,9 @@ def _stayed_in(seen: LastSeen) -> Frame | None:
 def _seen_words(seen: LastSeen) -> str:
     """``"in Net.on_train_epoch_end at train.py:42 in evaluate, batch 3 of epoch 0"``."""
     action = innermost_action(seen.progress)
-    words = (f"in {hook_words(action.name)}" if action else "", place_words(_stayed_in(seen)))
-    return ", ".join(filter(None, (" ".join(filter(None, words)), batch_words(seen.progress))))
+    where = (f"in {hook_words(action.name)}" if action else "", place_words(_stayed_in(seen)))
+    place, batch = " ".join(filter(None, where)), batch_words(seen.progress)
+    return f"{place}, {batch}" if place else f"in {batch}" if batch.startswith("batch ") else batch
 
 
 def _remedy(end: _End) -> str:
