@@ -119,7 +119,8 @@ def _depth() -> int:
 
 def _close_some() -> None:
     """Closes the files of children that have ended without a crash, of forks that failed, and the oldest traces."""
-    over, traces = [], []
+    over: list[int] = []
+    traces: list[int] = []
     for file in _files[:-1]:
         pid, _ = _header(file)
         if pid and psutil.pid_exists(pid):
