@@ -316,7 +316,9 @@ class RankProbe:
         code = self._launched().get(seen.pid) if seen.state == GONE else None
         if code is not None:
             seen = replace(seen, ended_by=signal_name(-code) if code < 0 else "", exit_code=code if code >= 0 else None)
-        ended_by = seen.ended_by or (ended_by if seen.exit_code is None else "")
+        # A process that aborts may crash while it writes its trace.
+        seen_by = "" if (ended_by, seen.ended_by) == ("SIGABRT", "SIGSEGV") else seen.ended_by
+        ended_by = seen_by or (ended_by if seen.exit_code is None else "")
         said = said if ended_by in ("", "SIGABRT") and seen.exit_code is None else ""
         own, others = stacks.with_source_in_time(stack), stacks.with_source_in_time(thread_stack)
         last = self._crash_traces.last_seen(seen.pid)

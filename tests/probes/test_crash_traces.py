@@ -13,7 +13,13 @@ from own_threads import join_own_threads
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process import crash_traces
-from lightning_ncclsafe.probes.process.crash_traces import CrashTrace, CrashTraces, parse_crash, why
+from lightning_ncclsafe.probes.process.crash_traces import (
+    CrashTrace,
+    CrashTraces,
+    parse_crash,
+    parse_crash_of_fork,
+    why,
+)
 
 ASKED = """Thread 0x00007f11 (most recent call first):
   File "/home/me/asked.py", line 1 in asked
@@ -45,11 +51,18 @@ IN_MAIN = ABORTED.replace("Aborted", "Segmentation fault").replace("Thread 0x000
 
 
 @pytest.mark.parametrize(("text", "signal_name"), [(ABORTED, "SIGABRT"), (IN_MAIN, "SIGSEGV")])
-def test_the_last_fatal_error_counts(text: str, signal_name: str) -> None:
+def test_requested_tracebacks_precede_a_fatal_error(text: str, signal_name: str) -> None:
     found = parse_crash(ASKED + text)
     assert found.signal == signal_name
     assert found.stack[0] == Frame(file="/home/me/train.py", line=57, function="training_step", user=True)
     assert [frame.function for frame in found.stack] == ["training_step", "all_reduce"]
+
+
+def test_a_trace_that_has_crashed_itself_tells_only_the_first_signal() -> None:
+    """As other threads run on while it is written."""
+    cut = ABORTED.partition("Thread 0x00007f11")[0]
+    assert parse_crash(cut + IN_MAIN) == CrashTrace("SIGABRT", ())
+    assert parse_crash_of_fork(cut + IN_MAIN, "SIGABRT", 0) == ()
 
 
 def test_a_collective_in_another_thread_is_found() -> None:

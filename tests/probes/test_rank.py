@@ -24,6 +24,7 @@ from lightning_ncclsafe.facts import HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
 from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
+from lightning_ncclsafe.probes.process.crash_traces import CrashTrace, CrashTraces
 from lightning_ncclsafe.probes.process.growth import LEAST_S, MemoryGrowth
 from lightning_ncclsafe.probes.process.main_thread import ThreadLook
 from lightning_ncclsafe.probes.rank import RankInfo, RankProbe
@@ -218,6 +219,24 @@ def test_only_a_running_silent_peer_is_asked_for_its_stack(
     (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77, signum=62, fd=5)])
     assert (seen.rank, seen.pid, seen.state) == (1, 77, state)
     assert (bool(seen.stack), seen.gil_held) == (is_asked, gil_held)
+
+
+@pytest.mark.parametrize(
+    ("traced", "seen", "ended_by"),
+    [
+        ("SIGABRT", "SIGSEGV", "SIGABRT"),
+        ("", "SIGSEGV", "SIGSEGV"),
+        ("SIGSEGV", "", "SIGSEGV"),
+        ("", "SIGKILL", "SIGKILL"),
+    ],
+)
+def test_an_abort_that_crashes_as_it_writes_its_trace_is_an_abort(
+    probe: RankProbe, monkeypatch: pytest.MonkeyPatch, traced: str, seen: str, ended_by: str
+) -> None:
+    monkeypatch.setattr(CrashTraces, "of", lambda self, pid: CrashTrace(traced, ()))
+    zombie = ProcessFacts(pid=77, rank=1, state="zombie", ended_by=seen)
+    monkeypatch.setattr(rank, "look_at", lambda pid, rank, started: zombie)
+    assert probe.look_at_peer(RankInfo(rank=1, host="h", pid=77)).ended_by == ended_by
 
 
 def grown(monkeypatch: pytest.MonkeyPatch, *looks: ProcessFacts) -> None:

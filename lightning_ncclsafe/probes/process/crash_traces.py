@@ -173,8 +173,9 @@ def parse_crash_of_fork(text: str, signal: str, depth: int) -> tuple[Frame, ...]
     Returns:
         The stack, outermost frame first; empty if the trace is of another signal, or of no Python thread, or cut off.
     """
-    _, _, last = text.rpartition(_FATAL)
-    reason, _, threads = last.partition("\n")
+    reason, _, threads = text.partition(_FATAL)[2].partition("\n")
+    if _FATAL in threads:
+        return ()
     threads = _AFTERWARDS.split(threads)[0]
     _, mark, current = threads.rpartition("Current thread")
     if not mark or _SIGNALS.get(reason.strip()) != signal:
@@ -187,11 +188,16 @@ def parse_crash_of_fork(text: str, signal: str, depth: int) -> tuple[Frame, ...]
 
 
 def parse_crash(text: str) -> CrashTrace:
-    """The last fatal error in what ``faulthandler`` has written; tracebacks that were asked for precede it."""
-    _, mark, last = text.rpartition(_FATAL)
+    """The fatal error in what ``faulthandler`` has written; tracebacks that were asked for precede it.
+
+    Other threads run on while an aborting thread writes, and may crash that: such a trace is not complete.
+    """
+    _, mark, first = text.partition(_FATAL)
     if not mark:
         return CrashTrace("", ())
-    reason, _, threads = last.partition("\n")
+    reason, _, threads = first.partition("\n")
+    if _FATAL in threads:
+        return CrashTrace(_SIGNALS.get(reason.strip(), ""), ())
     # The main thread's stack is last, whichever thread the signal struck.
     main, *others = parse_threads(_AFTERWARDS.split(threads)[0].replace("Current thread", "Thread"))
     return CrashTrace(_SIGNALS.get(reason.strip(), reason.strip()[:40]), main, thread_stack=stack_in_collective(others))
