@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import psutil
 
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.exchange import Exchange, ExchangeError
 from lightning_ncclsafe.facts import ENDED, codec
@@ -82,6 +83,7 @@ class LocalRanks:
                 self._met.update({peer.rank: peer for peer in self._probe.peers})
                 self._have_met.set()
 
+    @marked(Mark.STORE)
     def wait_until_met(self, within_s: float) -> bool:
         """Waits, on any thread, until the ranks of this host know each other; False if they do not by then."""
         return self._have_met.wait(within_s)
