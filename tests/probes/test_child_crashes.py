@@ -1,12 +1,16 @@
 """Where a forked child crashed, as its parent reads it."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+from warm import Warm
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux only")
+
+Run: TypeAlias = Callable[[str], list[str]]
 
 # pytest has switched faulthandler on itself, so this needs a program of its own.
 BEGIN = """
@@ -34,13 +38,19 @@ armed = signal.arm()
 """
 
 
-def run(script: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", BEGIN + script], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+@pytest.fixture
+def run(warm: Warm, tmp_path: Path) -> Run:
+    def run(script: str) -> list[str]:
+        program = tmp_path / "program.py"
+        program.write_text(BEGIN + script)
+        (code,), output = warm.run([str(program)], tmp_path, timeout_s=50)
+        assert code == 0, output
+        return output.splitlines()
+
+    return run
 
 
-def test_a_crash_is_found_by_the_childs_process_id() -> None:
+def test_a_crash_is_found_by_the_childs_process_id(run: Run) -> None:
     lines = run("""
 print(crash_of(forked(decode), "SIGABRT"))
 listen()
@@ -52,7 +62,7 @@ print(crash_of(crashed, "SIGABRT"), crash_of(forked(decode), "SIGABRT"), child_c
     assert lines == ["()", "decode () ()", "() () []"]
 
 
-def test_frames_of_the_parent_are_no_place_of_the_child() -> None:
+def test_frames_of_the_parent_are_no_place_of_the_child(run: Run) -> None:
     """The child goes on in the function that has forked it."""
     lines = run("""
 listen()
@@ -64,7 +74,7 @@ print(functions(crash_of(crashed, "SIGABRT")), crash_of(crashed, "SIGKILL"))
     assert lines == ["[]", "['decode'] ()"]
 
 
-def test_the_thread_that_crashed_is_named() -> None:
+def test_the_thread_that_crashed_is_named(run: Run) -> None:
     lines = run("""
 import threading
 listen()
@@ -77,7 +87,7 @@ print(functions(crash_of(forked(innocent), "SIGABRT"))[-1])
     assert lines == ["decode"]
 
 
-def test_the_newest_traces_are_kept_of_children_that_all_crash() -> None:
+def test_the_newest_traces_are_kept_of_children_that_all_crash(run: Run) -> None:
     lines = run("""
 listen()
 crashed = [forked(decode) for _ in range(80)]
@@ -86,7 +96,7 @@ print(len(child_crashes._files) <= 65, [bool(crash_of(pid, "SIGABRT")) for pid i
     assert lines == ["True [False, True]"]
 
 
-def test_a_fork_in_a_signals_handler_during_a_fork_has_its_own_file() -> None:
+def test_a_fork_in_a_signals_handler_during_a_fork_has_its_own_file(run: Run) -> None:
     lines = run("""
 listen()
 child_crashes._before_fork()
@@ -98,7 +108,7 @@ print(len(child_crashes._files), len(set(child_crashes._files)))
     assert lines == ["2 2"]
 
 
-def test_a_childs_own_faulthandler_survives_in_its_workers() -> None:
+def test_a_childs_own_faulthandler_survives_in_its_workers(run: Run) -> None:
     lines = run("""
 from torch.utils.data import DataLoader
 import tempfile
@@ -121,7 +131,7 @@ print(crash_of(forked(own), "SIGABRT"))
     assert lines == ["True", "()"]
 
 
-def test_the_crash_of_a_childs_child_is_not_the_childs() -> None:
+def test_the_crash_of_a_childs_child_is_not_the_childs(run: Run) -> None:
     lines = run("""
 listen()
 child = forked(lambda: forked(decode))
@@ -130,7 +140,7 @@ print(crash_of(child, "SIGABRT"))
     assert lines == ["()"]
 
 
-def test_files_of_children_that_ended_well_are_closed() -> None:
+def test_files_of_children_that_ended_well_are_closed(run: Run) -> None:
     lines = run("""
 listen()
 crashed = forked(decode)
@@ -142,7 +152,7 @@ print(functions(crash_of(crashed, "SIGABRT"))[-1])
     assert lines == ["True True", "decode"]
 
 
-def test_forks_that_fail_leave_no_files() -> None:
+def test_forks_that_fail_leave_no_files(run: Run) -> None:
     """Their hooks run, but no child writes its number."""
     lines = run("""
 listen()
@@ -154,7 +164,7 @@ print(len(child_crashes._files) <= 65)
     assert lines == ["True"]
 
 
-def test_a_child_that_arms_its_own_signal_writes_to_its_own_file() -> None:
+def test_a_child_that_arms_its_own_signal_writes_to_its_own_file(run: Run) -> None:
     """A forked rank: its peers look there."""
     lines = run("""
 listen()
@@ -176,7 +186,7 @@ print(crash_of(pid, "SIGABRT"), functions(traces.of(pid).stack)[-1], traces.of(p
 
 
 @pytest.mark.parametrize("where", ["", "def decode(): faulthandler.enable(open(os.devnull, 'w')); os.abort()"])
-def test_what_the_user_has_switched_on_stays(where: str) -> None:
+def test_what_the_user_has_switched_on_stays(run: Run, where: str) -> None:
     in_parent = "" if where else "faulthandler.enable(open(os.devnull, 'w'))"
     assert run(f"""
 {in_parent}
@@ -186,7 +196,7 @@ print(crash_of(forked(decode), "SIGABRT"))
 """) == ["()"]
 
 
-def test_the_crash_of_a_loaders_worker_is_found_and_torch_still_names_the_signal() -> None:
+def test_the_crash_of_a_loaders_worker_is_found_and_torch_still_names_the_signal(run: Run) -> None:
     """Torch sets its own handlers of this signal in the worker, over those of faulthandler."""
     lines = run("""
 import re, signal, sys
