@@ -79,8 +79,8 @@ class Net(L.LightningModule):
 class Stops(L.Callback):
     """After step 3, and before ModelCheckpoint: the late rank works, one waits, and rank 0 as the scene has it."""
 
-    def __init__(self, scene: str, folder: Path) -> None:
-        self.scene, self.folder = scene, folder
+    def __init__(self, scene: str, folder: Path, io: AsyncCheckpointIO) -> None:
+        self.scene, self.folder, self.io = scene, folder, io
         self.groups: tuple[Any, ...] = (None,)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -104,6 +104,9 @@ class Stops(L.Callback):
             tensor = torch.ones(8, device=pl_module.device)
             dist.all_reduce(tensor)
             tensor.sum().item()
+        if self.scene == "async_save" and self.io._executor is not None:
+            # Its only thread may still be writing earlier ones.
+            self.io._executor.submit(int).result()
         (self.folder / "before.json").write_text(json.dumps(contents(self.folder)))
         if self.scene not in ("torch_save", "async_save"):
             wait_in_vain(self.groups)
@@ -143,7 +146,7 @@ def main() -> None:
         atexit.register(threading.Event().wait)
         threading.Thread(target=threading.Event().wait).start()
     timeout_s = LATE_TIMEOUT_S if options.scene == LATE_FIRST else TIMEOUT_S
-    there = options.folder / "checkpoints"
+    there, io = options.folder / "checkpoints", AsyncCheckpointIO()
     trainer = L.Trainer(
         devices=1,
         max_epochs=1,
@@ -151,13 +154,13 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        plugins=[AsyncCheckpointIO()] if options.scene == "async_save" else None,
+        plugins=[io] if options.scene == "async_save" else None,
         callbacks=[
             ModelCheckpoint(
                 there, filename="{step}", every_n_train_steps=1, save_last=True, enable_version_counter=False
             ),
             OnExceptionCheckpoint(there, "exception"),
-            Stops(options.scene, options.folder),
+            Stops(options.scene, options.folder, io),
         ],
         strategy=SafeDDP(suspect_after=4, timeout=timedelta(seconds=timeout_s)),
     )
