@@ -1,6 +1,5 @@
 """Programs of tests, which run while one another waits: started when the first of their outcomes is asked for."""
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -20,10 +19,6 @@ FRESH = Path(__file__).with_name("fresh")
 # A thread of torch that has done its part spins until all others have, which on a busy machine takes ten times what
 # they compute: here it sleeps. Read where torch is loaded, which is after this, also by the programs of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-# As in the programs of the tests: those that make many objects would spend a fifth of their time on the search for
-# garbage, of which there is hardly any.
-gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_configure(config: pytest.Config) -> None:
