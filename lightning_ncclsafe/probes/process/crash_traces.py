@@ -91,11 +91,12 @@ class CrashTraces:
 
     def _hold_place(self, pid: int) -> None:
         held = self._places.get(pid)
-        # An empty one is that of an earlier call of the Trainer, or of one that has just begun.
-        if (held is None or not os.fstat(held).st_size) and (place := open_last_seen(pid)) is not None:
-            self._places[pid] = place
-            if held is not None:
-                os.close(held)
+        with suppress(OSError):  # a program may close all descriptors
+            # An empty one is that of an earlier call of the Trainer, or of one that has just begun.
+            if (held is None or not os.fstat(held).st_size) and (place := open_last_seen(pid)) is not None:
+                self._places[pid] = place
+                if held is not None:
+                    os.close(held)
 
     def _hold_stderr(self, pids: Iterable[int]) -> str:
         for pid in pids:

@@ -229,7 +229,7 @@ def _last_seen(view: Timeline, rank: int) -> LastSeen | None:
 
 
 def _stayed_in(seen: LastSeen) -> Frame | None:
-    """The innermost user line of the function that the rank had been in for some time; None if it moved on."""
+    """The user's innermost line that the rank had been at, or below, for a second; None if it had moved on."""
     return deepest_user_frame(seen.stack[: seen.stayed]) if seen.progress.idle_s >= _STAYED_S else None
 
 

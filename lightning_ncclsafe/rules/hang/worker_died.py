@@ -212,7 +212,7 @@ def _misses_a_worker(facts: RankFacts) -> bool:
 
 
 def _crashed_at(children: Iterable[EndedProcess]) -> Frame | None:
-    """The user's line in native code below which the first of these children crashed; None if that is unknown."""
+    """The user's line that the first of these children crashed at, or below; None if that is unknown."""
     return next((frame for child in children if (frame := deepest_user_frame(child.stack)) is not None), None)
 
 
