@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
@@ -101,13 +101,9 @@ def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
 
 def _awaited_in_creation(view: Timeline) -> dict[int, tuple[str, int]]:
     """For each rank that creates a group, its members in words, and one of them that creates another group."""
-    making = {rank: {*view.facts[rank].steps.making} for rank in view.waiting}
-    late = {
-        rank: next((other for other in sorted(members) if making.get(other) and making[other] != members), None)
-        for rank, members in making.items()
-        if rank in members
-    }
-    return {rank: (ranks_words(sorted(making[rank])), other) for rank, other in late.items() if other is not None}
+    making = {rank: tuple(sorted(view.facts[rank].steps.making)) for rank in view.waiting}
+    late = _elsewhere({rank: (members, members) for rank, members in making.items() if rank in members})
+    return {rank: (ranks_words(making[rank]), other) for rank, other in late.items()}
 
 
 def _created_in_circle(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
@@ -182,11 +178,17 @@ def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:
 def _awaited_by_inspection(view: Timeline) -> dict[int, tuple[str, int]]:
     """The same for inspected ranks: of their groups' collectives, only the one in which each waits is known."""
     groups = _inspected_groups(view)
+    late = _elsewhere({rank: (group.name, group.ranks) for rank, group in groups.items()})
+    return {rank: (groups[rank].name, other) for rank, other in late.items()}
+
+
+def _elsewhere(waits: Mapping[int, tuple[Hashable, Sequence[int]]]) -> dict[int, int]:
+    """For ranks that wait in a group, given with its members: a member that waits in another one."""
     late = {
-        rank: next((other for other in group.ranks if other in groups and groups[other].name != group.name), None)
-        for rank, group in groups.items()
+        rank: next((other for other in members if other in waits and waits[other][0] != group), None)
+        for rank, (group, members) in waits.items()
     }
-    return {rank: (groups[rank].name, other) for rank, other in late.items() if other is not None}
+    return {rank: other for rank, other in late.items() if other is not None}
 
 
 def _inspected_groups(view: Timeline) -> dict[int, Group]:
