@@ -289,6 +289,9 @@ def test_a_process_that_gloo_has_ended_says_so_where_the_others_had_gone_on() ->
     assert "while rank 0 had already moved on" in first(facts).summary
     segfault = replace(facts, witnessed=(replace(words, ended_by="SIGSEGV"),))
     assert found(segfault) == {"dead-rank": CERTAIN}
+    both = replace(facts, witnessed=(replace(words, ended_by="SIGSEGV", said=WHAT),))
+    assert found(both) == {"mismatched-collective": LIKELY}
+    assert "The process of rank 1 is gone" in first(both).summary
 
 
 def _broken(rank: int, *stack: Frame) -> RankFacts:

@@ -13,6 +13,7 @@ from builders import (
     MAIN,
     NEXT,
     NEXT_DATA,
+    ONE,
     RUN,
     SITE,
     TRAINING_STEP,
@@ -455,6 +456,18 @@ def test_an_abort_after_diverged_calls_is_a_consequence() -> None:
     facts = replace(scene, witnessed=(process(0, "gone", ended_by="SIGABRT", stack=stack),))
     assert set(rules(facts)) == {"mismatched-collective"}
     assert set(rules(scene)) == {"mismatched-collective", "dead-rank"}
+
+
+def test_a_crash_beside_diverged_calls_is_a_consequence_if_no_line_is_known_to_have_crashed() -> None:
+    """While gloo aborts in one thread, another may crash; as recorded in two of a thousand runs."""
+    last = {1: GLOO.waiting(1, seq=61, world=3, sizes=ONE), 2: GLOO.waiting(2, seq=61, world=3)}
+    crashed = process(0, "gone", ended_by="SIGSEGV")
+    facts = job(*last.values(), world=3, witnessed=(crashed,))
+    assert "dead-rank" not in rules(facts)
+    in_line = replace(crashed, stack=(RUN, user("decode", 57)))
+    assert rules(replace(facts, witnessed=(in_line,)))["dead-rank"] == CERTAIN
+    alike = job(*(GLOO.waiting(rank, seq=61, world=3) for rank in (1, 2)), world=3, witnessed=(crashed,))
+    assert rules(alike) == {"dead-rank": LIKELY}
 
 
 def test_a_rank_that_has_aborted_itself_elsewhere_has_died_by_itself() -> None:

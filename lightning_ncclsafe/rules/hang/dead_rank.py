@@ -70,6 +70,8 @@ _FAULTS = {
     "SIGILL": "an illegal instruction",
     "SIGABRT": "it aborted itself, as a failed assertion does",
 }
+# How gloo ends a process that receives what it has no room for, and what may happen first in another of its threads.
+_NATIVE = ("SIGABRT", "SIGSEGV")
 _ENDS = ("SIGTERM", "SIGINT", "SIGHUP")
 _REMEDY_GLOO = (
     ' "op.preamble.length <= op.nbytes" there means that gloo aborted a process that received more data than its call '
@@ -121,7 +123,7 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         # If the others have finished, it may have finished before it ended.
         may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts
         # That it is gone is certain; that gloo did not end it for what ranks called may not be.
-        may_be_gloo = any(map(partial(_has_aborted_on_gloo, view), gone))
+        may_be_gloo = any(map(partial(_may_have_crashed_on_gloo, view), gone))
         may_be_gloo = may_be_gloo or not {*gone}.isdisjoint(aborted_by_gloo(view))
         confidence = Confidence.LIKELY if may_be_gloo else Confidence.CERTAIN
         confidence = Confidence.POSSIBLE if may_have_left else confidence
@@ -142,9 +144,10 @@ def _explained(view: Timeline) -> set[int]:
     ended = () if view.raised else aborted_by_gloo(view)
     if aborted_elsewhere(view) or any(overrun_bytes(view, rank) for rank in ended):
         return {*ended}
-    # The calls of the others were different, too.
+    # The calls of the others were different, too: what they sent it, it may not have waited for.
     have_diverged = view.divergence is not None or view.lost_divergence is not None
-    return {rank for rank in ended if have_diverged and signal_of(view, rank) == "SIGABRT"}
+    may_be = {*ended, *(rank for rank in view.silent if is_gone(view, rank) and _may_have_crashed_on_gloo(view, rank))}
+    return {rank for rank in may_be if have_diverged and signal_of(view, rank) in _NATIVE}
 
 
 class _End(NamedTuple):
@@ -268,8 +271,10 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
             )
 
 
-def _has_aborted_on_gloo(view: Timeline, rank: int) -> bool:
-    return signal_of(view, rank) == "SIGABRT" and _is_on_gloo(view)
+def _may_have_crashed_on_gloo(view: Timeline, rank: int) -> bool:
+    """Whether it aborted itself on gloo, or crashed there and no line of the user's is known to have crashed it."""
+    signal = signal_of(view, rank)
+    return _is_on_gloo(view) and (signal == "SIGABRT" or (signal in _NATIVE and _place(view, (rank,)) is None))
 
 
 def _is_on_gloo(view: Timeline) -> bool:

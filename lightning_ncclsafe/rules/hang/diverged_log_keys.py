@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     Shift,
     Timeline,
     aborted_elsewhere,
+    aborted_words,
     call_evidence,
     call_location,
     capitalised,
@@ -133,7 +134,7 @@ def _aborted(view: Timeline) -> Finding | None:
         f"{clause(ended, 'was|were')} reducing a logged value between ranks, which {clause(left, 'was|were not')}: of "
         f"the keys that {key.hook} logs with sync_dist=True, {clause(left, 'has|have never logged')} {key.name!r}"
     )
-    gone = f"The process of {ranks_words(ended)} aborted itself (SIGABRT), {gloo_abort_words(view, ended)}."
+    gone = f"{capitalised(aborted_words(view, ended))}, {gloo_abort_words(view, ended)}."
     return finding(
         view,
         ranks,

@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     aborted_by_gloo,
     aborted_elsewhere,
     aborted_model_run,
+    aborted_words,
     alone_in_trainer,
     beyond_try,
     call_by_size,
@@ -156,8 +157,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     is_known = has_aborted and not is_theirs
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
-        f"the process of {ranks_words(ended)} {'aborted itself (SIGABRT)' if has_aborted else 'is gone'}"
-        f"{f' {place_words(own)}' if own else ''}, {gloo_abort_words(view, ended)}, while "
+        f"{aborted_words(view, ended)}{f' {place_words(own)}' if own else ''}, {gloo_abort_words(view, ended)}, while "
         f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
     )
     why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""

@@ -30,7 +30,7 @@ from lightning_ncclsafe.rules.kit.activity import (
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone, signal_of
 from lightning_ncclsafe.rules.kit.timeline import Timeline, minority, stack_of
-from lightning_ncclsafe.rules.kit.wording import numel
+from lightning_ncclsafe.rules.kit.wording import numel, ranks_words
 
 # torch's frames between the caller's line and the collective.
 _NEAR = 8
@@ -78,8 +78,10 @@ def overrun_bytes(view: Timeline, rank: int) -> tuple[int, int] | None:
 
 
 def _may_have_aborted(view: Timeline, rank: int) -> bool:
-    process = view.witnesses[rank]
-    return process.exit_code is None and process.raised is None and signal_of(view, rank) in ("", "SIGABRT")
+    process, signal = view.witnesses[rank], signal_of(view, rank)
+    # While one thread aborts, another may crash in what the first has begun to free.
+    may_be_abort = signal in ("", "SIGABRT") or (signal == "SIGSEGV" and overrun_bytes(view, rank) is not None)
+    return process.exit_code is None and process.raised is None and may_be_abort
 
 
 def _ended_in_collective(view: Timeline, rank: int) -> bool:
@@ -247,6 +249,13 @@ def is_of_fsdp(facts: RankFacts) -> bool:
 
 def _near(facts: RankFacts) -> tuple[Frame, ...]:
     return (facts.exception.stack if facts.exception is not None else facts.stack)[-_NEAR:]
+
+
+def aborted_words(view: Timeline, ended: Iterable[int]) -> str:
+    """``"the process of rank 2 aborted itself (SIGABRT)"``, or ``"… is gone"`` if that is not how it ended."""
+    ranks = tuple(ended)
+    have_aborted = all(signal_of(view, rank) == "SIGABRT" for rank in ranks)
+    return f"the process of {ranks_words(ranks)} {'aborted itself (SIGABRT)' if have_aborted else 'is gone'}"
 
 
 def gloo_abort_words(view: Timeline, ended: Iterable[int]) -> str:

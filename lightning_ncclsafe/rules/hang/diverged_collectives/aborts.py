@@ -12,6 +12,7 @@ from lightning_ncclsafe.rules.kit import (
     aborted_by_gloo,
     aborted_elsewhere,
     aborted_model_run,
+    aborted_words,
     call_by_size,
     call_location,
     call_words,
@@ -30,7 +31,6 @@ from lightning_ncclsafe.rules.kit import (
     out_of_step,
     place_words,
     raised_at,
-    ranks_words,
     same_purpose,
     stack_of,
     verb,
@@ -66,7 +66,7 @@ def _in_different_calls(view: Timeline, ended: tuple[int, ...]) -> Finding:
         ranks = ended if len(ended) <= len(others) else others
         why = f"A callback monitors {key.name!r}, which {clause(others, 'has|have never logged')}."
     text = (
-        f"the process of {ranks_words(ended)} aborted itself (SIGABRT) {was_at_words(view, ended[0])}, "
+        f"{aborted_words(view, ended)} {was_at_words(view, ended[0])}, "
         f"{gloo_abort_words(view, ended)}, while {clause(others, 'was|were')} "
         f"{was_at_words(view, others[0])}: these are different collectives."
     )
@@ -91,7 +91,7 @@ def _by_size(view: Timeline, sized: CallBySize) -> Finding:
     have_skipped = 2 * len(sized.senders) <= len(view.facts) + len(ended)
     ranks = sized.senders if have_skipped else ended
     text = (
-        f"the process of {ranks_words(ended)} aborted itself (SIGABRT), {gloo_abort_words(view, ended)}. "
+        f"{aborted_words(view, ended)}, {gloo_abort_words(view, ended)}. "
         f"{capitalised(clause(sized.senders, 'sends|send'))} that many bytes in {call_words(sized.sent)}, and the room "
         f"is that of {call_words(sized.call)} {place_words(sized.frame)}: these are different collectives. "
         f"{capitalised(clause(ranks, 'has|have'))} probably {'skipped' if have_skipped else 'added'} the latter."
