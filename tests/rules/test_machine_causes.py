@@ -214,6 +214,14 @@ def test_a_wait_for_a_core_that_goes_on_counts_before_it_is_over() -> None:
     assert rules_found(scenes.at_work(GLOO, main_thread=slept)) == ["rank-behind"]
 
 
+def test_a_rank_that_shares_a_core_with_two_others_is_slower_but_not_stuck() -> None:
+    """Three times slower is no hang: what it does takes long by itself."""
+    sharing = thread(state="running", ran_s=7.0, queued_s=13.0)
+    assert rules_found(scenes.at_work(GLOO, main_thread=sharing)) == ["rank-behind"]
+    starved = thread(state="running", ran_s=4.0, queued_s=16.0)
+    assert rules_found(scenes.at_work(GLOO, main_thread=starved)) == ["host-starved"]
+
+
 def test_a_starved_rank_that_works_under_a_condition_is_both() -> None:
     line = user("on_train_epoch_end", 40, condition="if rank == 0:  (line 39)")
     starved = thread(state="running", ran_s=1.0, queued_s=18.0)

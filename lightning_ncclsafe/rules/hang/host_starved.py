@@ -26,6 +26,9 @@ from lightning_ncclsafe.rules.kit import (
 _QUEUED = 0.5
 _THROTTLED = 0.5
 _STALLED = 0.3
+# A rank that gets more of a core is slower by less than what counts as unusual (guard/thresholds.py): that it is late
+# has another reason.
+_ENOUGH = 0.25
 # A shorter measurement shows nothing.
 _SHORTEST_S = 1.0
 
@@ -106,10 +109,16 @@ def _needs(facts: RankFacts) -> Iterator[_Need]:
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
     if pressure is not None and _is_throttled(pressure):
         yield _Need.QUOTA
-    if thread is not None and thread.over_s >= _SHORTEST_S and _queued_s(thread) >= _QUEUED * thread.over_s:
+    if thread is not None and _lacks_cores(thread):
         yield _Need.CORES
     if waits_for_memory(facts):
         yield _Need.MEMORY
+
+
+def _lacks_cores(thread: MainThreadFacts) -> bool:
+    if thread.over_s < _SHORTEST_S or (thread.ran_s or 0.0) >= _ENOUGH * thread.over_s:
+        return False
+    return _queued_s(thread) >= _QUEUED * thread.over_s
 
 
 def _queued_s(thread: MainThreadFacts) -> float:
