@@ -143,6 +143,7 @@ def test_a_finished_rank_neither_waits_nor_works() -> None:
     [
         ("[LightningModule]Net.training_step", "Net.training_step"),
         ("[Callback]ModelCheckpoint{'monitor': None, 'a': {}}.on_validation_end", "ModelCheckpoint.on_validation_end"),
+        ("[Callback]main.<locals>.Early{'mode': 'min'}.setup", "Early.setup"),
         ("[Strategy]SafeDDP.backward", "backward"),
         ("[_TrainingEpochLoop].train_dataloader_next", "train_dataloader_next"),
         ("barrier:post_setup", "barrier 'post_setup'"),

@@ -201,3 +201,10 @@ def test_a_rank_that_leaves_is_reported_with_its_status(kind: str, message: str,
     finding = judge(replace(failed, ranks=left)).findings[0]
     assert text in finding.summary
     assert "Correct the" not in finding.remedy
+
+
+def test_ranks_that_wait_for_nobody_wait_by_themselves() -> None:
+    alike = judge(scenes.each_waits_by_itself(GLOO)).findings[0]
+    assert alike.summary.startswith("Ranks 0-3 wait by themselves, in training_step")
+    (working, *_) = judge(scenes.rank_zero_works_and_the_others_look_for_its_file(GLOO)).findings
+    assert "wait by themselves" in working.summary

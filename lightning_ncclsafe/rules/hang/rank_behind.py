@@ -81,7 +81,7 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
 def _each_by_itself(view: Timeline) -> Finding:
     """No rank is in a collective, and none works; whether the others wait for one of them is unknown."""
     ranks = tuple(sorted(view.facts))
-    waits = clause(ranks, "waits by itself|wait by themselves")
+    waits = clause(ranks, "waits|wait by itself|themselves")
     text = f"{waits}, {where_words(view, ranks[0])}: no rank is in a collective."
     return finding(view, ranks, text, confidence=Confidence.POSSIBLE, remedy=_REMEDY_ALONE)
 

@@ -151,7 +151,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> 
     others = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
     text = f"{who} {where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     if not view.waiting:
-        waits = clause(others, "waits by itself|wait by themselves")
+        waits = clause(others, "waits|wait by itself|themselves")
         text = f"{text[:-1]}, while {waits} {where_words(view, others[0])}."
     return finding(
         view, ranks, text, confidence=confidence, evidence=(*condition_evidence(view, ranks), *how_we_know(view, ranks))

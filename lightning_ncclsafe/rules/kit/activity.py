@@ -229,7 +229,7 @@ def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:
 
 
 def hook_words(name: str) -> str:
-    """The readable name of an action: ``"[Callback]Early{'mode': 'min'}.setup"`` becomes ``"Early.setup"``."""
+    """The readable name of an action: ``"[Callback]main.<locals>.Early{'mode': 'min'}.setup"`` is ``"Early.setup"``."""
     if name.startswith("barrier:"):
         return f"barrier {name.removeprefix('barrier:')!r}"
     if name.startswith(AGREEMENT):
@@ -240,6 +240,7 @@ def hook_words(name: str) -> str:
     plain = rest.lstrip(".") if owner.startswith("[") and rest else name
     before, brace, after = plain.partition("{")
     plain = before + after[after.rfind("}") + 1 :] if brace else plain
+    plain = plain.rpartition("<locals>.")[2]
     # "SafeDDP.training_step" is the user's training_step, called through the strategy.
     return plain.rpartition(".")[2] if owner == "[Strategy" else plain
 
