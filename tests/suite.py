@@ -46,6 +46,7 @@ STACKS_S = 2.0
 LAST_WORDS_S = 10.0
 SWEEP_S = 10.0
 POLL_S = 0.2
+MOST_OF_FAILURE = 4000
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -67,6 +68,8 @@ class FileRequests:
         if self._one_thread:
             os.environ[self._one_thread] = "1"
         self._worst = "passed"
+        # pytest says how tests have failed when it ends, which it never does if the run is ended before.
+        self._how = ""
         # What the collection makes stays; to look again and again for garbage among it takes a third of its time.
         gc.disable()
         self.send(at="pytest's start")
@@ -108,10 +111,10 @@ class FileRequests:
         item = next(claimed, None)
         while item is not None:
             following = next(claimed, None)  # Before it runs: what is torn down after it depends on that.
-            self._worst = "passed"
+            self._worst, self._how = "passed", ""
             self.send(at=item.nodeid, limit_s=None)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            self.send(done=item.nodeid, outcome=self._worst)
+            self.send(done=item.nodeid, outcome=self._worst, how=self._how)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
@@ -147,6 +150,8 @@ class FileRequests:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed or (report.skipped and self._worst == "passed"):
             self._worst = report.outcome
+        if report.failed:
+            self._how = f"{self._how}\n{report.longreprtext}"[-MOST_OF_FAILURE:]
 
     def pytest_sessionfinish(self) -> None:
         self.send(at="pytest's end")
@@ -315,7 +320,7 @@ class Suite:
                 self._tests = message["files"]
                 self._files = sorted(message["files"], key=lambda file: (file.startswith(ALONE), file not in FIRST))
             if "done" in message:
-                self._count(message["done"], message["outcome"])
+                self._count(message["done"], message["outcome"], message["how"])
         try:
             process.check(code)
         except Lost:
@@ -338,10 +343,10 @@ class Suite:
         self._since[self._files[0]] = time.monotonic()
         process.give(self._files.pop(0))
 
-    def _count(self, test: str, outcome: str) -> None:
+    def _count(self, test: str, outcome: str, how: str) -> None:
         self.counts[outcome] += 1
         if outcome == "failed":
-            say(f"failed: {test}")
+            say(f"failed: {test}{how}")
         file = test.partition("::")[0]
         counts = self._counts_of[file]
         counts[outcome] += 1

@@ -124,6 +124,7 @@ def run(folder: Path, *options: str) -> Ended:
 def run_program(warm: Warm, folder: Path, culprit: str) -> Ended:
     for name in "abcxyz":
         (folder / f"test_{name}.py").write_text(GOOD)
+    (folder / "test_bad.py").write_text("def test_bad(): assert 6 * 7 == 43\n")
     source, _ = CULPRITS[culprit]
     (folder / "test_culprit.py").write_text(f"import os, signal, subprocess, sys, threading, pytest\n{source}\n")
     return run(folder, *OPTIONS.get(culprit, ()))
@@ -142,6 +143,12 @@ def test_the_run_ends_and_names_the_test(culprit: str, outcome: Ended) -> None:
 def test_the_line_of_a_stopped_process_is_shown(outcome: Ended) -> None:
     # Its time limit is over as well once it goes on: faulthandler or pytest-timeout tells it, whichever comes first.
     assert re.search(r'test_culprit\.py", line 2,? in test_it', outcome.text)
+
+
+@pytest.mark.program("has no limit")
+def test_how_a_test_has_failed_is_shown_although_its_process_is_ended(outcome: Ended) -> None:
+    assert "failed: test_bad.py::test_bad" in outcome.text
+    assert "assert (6 * 7) == 43" in outcome.text
 
 
 def test_each_file_is_imported_once_and_each_test_runs_once(tmp_path: Path) -> None:

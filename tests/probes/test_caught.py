@@ -1,5 +1,6 @@
 """What is caught, and what ends threads, is seen without anything being called while nothing is raised."""
 
+import ast
 import logging
 import sys
 import threading
@@ -355,3 +356,30 @@ def test_frequent_handlers_are_no_longer_reported(module: ModuleType, monkeypatc
     module.Net().step()
     assert len(told) == 8
     assert all(caught._MONITORING.get_tool(tool) is None for tool in (3, 4))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring")
+def test_the_thread_that_reads_source_files_ends_with_the_file_it_reads(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, goes_on, read = threading.Event(), threading.Event(), []
+
+    def tree(file: str) -> ast.AST:
+        reads.set()
+        assert goes_on.wait(20)
+        read.append(file)
+        return ast.parse("")
+
+    monkeypatch.setattr(caught, "_LAST_FILE_S", 20.0)
+    monkeypatch.setattr(caught, "syntax_tree", tree)
+    other = ModuleType("other")
+    other.__file__ = "other.py"
+    monkeypatch.setattr(caught, "_own_modules", lambda: [module, other])
+    watch = caught.HandlerWatch(lambda _: None)
+    watch.start()
+    assert reads.wait(20)
+    # Whoever closes it waits for that file.
+    threading.Timer(0.05, goes_on.set).start()
+    watch.close()
+    assert read == [module.__file__]
+    assert not any(thread.name == "ncclsafe-handlers" for thread in threading.enumerate())

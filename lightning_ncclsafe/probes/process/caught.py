@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
@@ -41,6 +42,8 @@ _MONITORING: Any = getattr(sys, "monitoring", None)
 # Exceptions that are handled more often are part of normal operation: a cache miss, a missing attribute.
 _MOST_TIMES = 8
 _MOST_FILES = 200
+# A file that is being read when monitoring ends may be on storage that hangs.
+_LAST_FILE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -283,6 +286,7 @@ class HandlerWatch:
         self._note = note
         self._lock = threading.Lock()
         self._is_on = False
+        self._starting: threading.Thread | None = None
         self._tool = -1
         self._lines: dict[str, frozenset[int]] = {}
         self._times: Counter[tuple[CodeType, int]] = Counter()
@@ -292,12 +296,15 @@ class HandlerWatch:
         """Begins on another thread, as it reads source files."""
         if _MONITORING is not None:
             self._is_on = True
-            threading.Thread(target=self._start, name="ncclsafe-handlers", daemon=True).start()
+            self._starting = threading.Thread(target=self._start, name="ncclsafe-handlers", daemon=True)
+            self._starting.start()
 
     def close(self) -> None:
         """Ends monitoring."""
+        self._is_on = False
+        if self._starting is not None:
+            self._starting.join(_LAST_FILE_S)
         with self._lock:
-            self._is_on = False
             tool, self._tool = self._tool, -1
             if tool >= 0:
                 _MONITORING.register_callback(tool, _MONITORING.events.LINE, None)
@@ -308,7 +315,8 @@ class HandlerWatch:
 
     def _start(self) -> None:
         with suppress(Exception):  # not essential
-            codes = [*codes_with_handlers(_own_modules(), self._lines)]
+            modules = takewhile(lambda _: self._is_on, _own_modules())
+            codes = [*codes_with_handlers(modules, self._lines)]
             with self._lock:
                 tool = next((tool for tool in _TOOLS if _MONITORING.get_tool(tool) is None), -1)
                 if not self._is_on or not codes or tool < 0:
