@@ -68,7 +68,8 @@ def suite(session: nox.Session) -> None:
     session.install("--upgrade", *wanted, "--editable", ".[test]")
     if "lightning" not in {re.split("[=<>!]", each)[0] for each in wanted}:
         session.run("python", "-m", "pip", "uninstall", "--yes", "--quiet", "lightning")
-        session.chdir(under_the_other_name(Path(session.create_tmp())))
+        # Not in the folder of create_tmp, which also sets TMPDIR: the paths of unix sockets are short.
+        session.chdir(under_the_other_name(Path(session.virtualenv.location)))
     session.run("python", "tests/suite.py", "--json", str(results), *session.posargs)
 
 
