@@ -257,6 +257,9 @@ BEFORE_SAVING = _in(
 )
 # Called on a logger within a save that has ended by then; the user's own logger may be in any file.
 HOOKS_OF_LOGGERS = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="after_save_checkpoint")
+# Called on a logger directly from the end of a call of the Trainer, where it fails or not.
+FINALIZE = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="finalize")
+END_OF_CALL = TEARDOWN | _in(_PYTORCH, "trainer/call.py", functions="_interrupt")
 PROFILE = _in(_PYTORCH, "profilers/profiler.py", functions="profile")
 START_OF_NO_PROFILER = _in(_PYTORCH, "profilers/base.py", functions="start")
 RANK_ZERO_ONLY = _in(_package("lightning_utilities"), "core/rank_zero.py", functions="wrapped_fn")
@@ -275,6 +278,9 @@ LOG_WRITERS = (
     | _in(_package("comet_ml", before="-packages/"), "*")
     | _in(_package("neptune", before="-packages/"), "*")
 )
+# Python's own: what handles a record, and what makes its text of objects of the user's.
+PYTHON_LOGGING = _in(_PYTHON, "logging/__init__.py", functions="callHandlers")
+TEXT_OF_RECORDS = _in(_PYTHON, "logging/__init__.py", functions="getMessage")
 
 # Others
 METRIC_GATHER = _in(_package("torchmetrics"), "utilities/distributed.py", functions="gather_all_tensors")

@@ -167,6 +167,8 @@ class StepFacts:
         led_around: The branches that may have led around such a call, by its place: jumps before it, and conditions
             around it.
         conditions_around: Those of ``led_around`` that are conditions: the first 8.
+        skips_steps: ``"file:line in training_step"`` of the branches that may have led around an optimizer's ``step``
+            after such a call: the first 8.
         passes_at: ``"file:line in training_step"`` of the calls of ``manual_backward`` under a condition on the rank.
         returns_nothing: ``"file:line in training_step"`` of each line there, and in decorators around it, that returns
             nothing; searched only if a batch was skipped.
@@ -213,6 +215,7 @@ class StepFacts:
     passes_from: tuple[tuple[str, ...], ...] = ()
     led_around: dict[str, tuple[str, ...]] = field(default_factory=dict)
     conditions_around: tuple[str, ...] = ()
+    skips_steps: tuple[str, ...] = ()
     passes_at: tuple[str, ...] = ()
     returns_nothing: tuple[str, ...] = ()
     without_graph: int = 0

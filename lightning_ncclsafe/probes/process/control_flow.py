@@ -320,9 +320,13 @@ def _is_rank(value: ast.expr) -> bool:
 
 
 def _tests_rank(value: ast.expr) -> bool:
-    """Whether it is a test of the rank, or combines some: what else is computed from a rank may be anything."""
+    """Whether it is a test of the rank, or combines some: what else is computed from a rank may be anything.
+
+    What holds on a rank *or* for another reason does not single out a rank.
+    """
     if isinstance(value, ast.BoolOp):
-        return any(map(_tests_rank, value.values))
+        tests = map(_tests_rank, value.values)
+        return all(tests) if isinstance(value.op, ast.Or) else any(tests)
     if isinstance(value, ast.UnaryOp):
         return isinstance(value.op, ast.Not) and bool(_RANK_WORDS.search(ast.unparse(value)))
     if isinstance(value, ast.Compare):

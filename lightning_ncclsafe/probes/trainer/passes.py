@@ -4,7 +4,7 @@ import itertools
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -102,6 +102,9 @@ class BatchPasses:
             "conditions_around": tuple(
                 dict.fromkeys(place for call in newest for place in _led_around(call, HookSource.conditions_around))
             )[:MOST_LINES],
+            "skips_steps": tuple(dict.fromkeys(place for call in newest for place in _led_around_steps(call)))[
+                :MOST_LINES
+            ],
         }
 
     def _run(self) -> tuple[int, ...]:
@@ -130,6 +133,15 @@ def _place(call: Call) -> str:
 
 def _led_around(call: Call, asked: Callable[[HookSource, int], tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(way for code, line in call for way in asked(HookSource(code), line))[:MOST_LINES]
+
+
+def _led_around_steps(call: Call) -> Iterator[str]:
+    """The branches that lead around an optimizer's step, and not around the pass before it as well."""
+    for code, line in call[:1]:
+        source = HookSource(code)
+        steps = [step for step in source.lines_that_call(("step",)) if step > line]
+        around = (place for step in steps for place in source.leads_around(step))
+        yield from (place for place in around if place not in source.leads_around(line))
 
 
 def _without_zeros(counts: list[int]) -> tuple[int, ...]:

@@ -131,7 +131,11 @@ class HookSource:
 
     def calls_any(self, names: Collection[str]) -> tuple[str, ...]:
         """Where it calls a function of one of these names: ``"file:line in training_step"``."""
-        return tuple(self.place(call.lineno) for call in self._each(ast.Call) if name_of(call.func) in names)
+        return tuple(map(self.place, self.lines_that_call(names)))
+
+    def lines_that_call(self, names: Collection[str]) -> tuple[int, ...]:
+        """The lines that call a function of one of these names."""
+        return tuple(call.lineno for call in self._each(ast.Call) if name_of(call.func) in names)
 
     def sets(self, attributes: Iterable[str]) -> tuple[str, ...]:
         """Where it, or a function that it defines, sets one of these attributes: ``"file:line in training_step"``."""

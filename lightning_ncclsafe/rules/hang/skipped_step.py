@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     phase_evidence,
     ranks_words,
+    skips_steps,
     verb,
     where_words,
     while_others_wait,
@@ -159,7 +160,9 @@ def _counts_finding(view: Timeline, counts: DifferentCounts) -> Finding:
 
 
 def _ways_around(view: Timeline, counts: DifferentCounts) -> tuple[str, ...]:
-    """The lines of the source that may have led around the skipped call."""
+    """The lines of the source that may have led around the skipped call, or around an optimizer's step."""
+    if not counts.are_exchanged:
+        return skips_steps(view)
     known = (facts.steps.led_around.get(counts.skipped_at, ()) for facts in view.facts.values())
     return next(filter(None, known), ())
 

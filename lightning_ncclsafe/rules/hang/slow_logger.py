@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.code.libraries import MLFLOW_CLIENT, SUMMARY_WRITER, WANDB_RUN
+from lightning_ncclsafe.code.libraries import (
+    LOG_WRITERS,
+    LOGGING,
+    MLFLOW_CLIENT,
+    PYTHON_LOGGING,
+    SUMMARY_WRITER,
+    WANDB_RUN,
+)
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import LoggerFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
@@ -17,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     duration_words,
     hang_rule,
     how_we_know,
+    is_in,
     size_words,
     storage_evidence,
     straggler_finding,
@@ -27,15 +35,17 @@ _OWNERS = ((SUMMARY_WRITER, "SummaryWriter"), (WANDB_RUN, "wandb.Run"), (MLFLOW_
 _OFFLOAD = "LoggerOffload"
 
 
-@hang_rule(
-    after="rank-zero-only-work",
-    remedy=(
-        "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a "
-        "directory on a local disk and copy it away after the run, or log less often (log_every_n_steps, "
-        "self.log(on_step=False))."
-    ),
-    plan=Plan.RESTART,
+_REMEDY = (
+    "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "
+    "a local disk and copy it away after the run, or log less often (log_every_n_steps, self.log(on_step=False))."
 )
+_REMEDY_PYTHON = (
+    "Take the handler off the training thread: add a logging.handlers.QueueHandler to the logger in its place, and let "
+    "a logging.handlers.QueueListener call it; or log less."
+)
+
+
+@hang_rule(after="rank-zero-only-work", plan=Plan.RESTART)
 def slow_logger(view: Timeline) -> Iterator[Finding]:
     """A rank, usually rank 0, is held up in a logger while the others wait in a collective.
 
@@ -43,10 +53,12 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
         Steps become slow on all ranks but one, then a collective times out; that one rank never reports anything.
 
     Cause:
-        The logger writes, flushes or sends on the training thread, and its storage or server is slow.
+        The logger, one of Lightning's or a handler of Python's logging, writes, flushes or sends on the training
+        thread, and its storage or server is slow.
 
     Remedy:
-        Take the loggers off the training thread with LoggerOffload, or log to a local disk, or less often.
+        Take the loggers off the training thread with LoggerOffload, or log to a local disk, or less often. Python has
+        QueueHandler for its own.
 
     Cannot see:
         How fast the storage would be, and what a logger's own background thread or server does.
@@ -64,7 +76,13 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
         f", writing to {places}" if places else "",
         confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
         evidence=(*how_we_know(view, ranks), *spent, *storage),
+        remedy=_REMEDY_PYTHON if _is_in_pythons(view.facts[ranks[0]]) else _REMEDY,
     )
+
+
+def _is_in_pythons(facts: RankFacts) -> bool:
+    """Whether it is a handler of Python's logging that holds it up, called by the user's code."""
+    return is_in(PYTHON_LOGGING, facts.stack) and not is_in(LOGGING | LOG_WRITERS, facts.stack)
 
 
 def _logger_evidence(facts: RankFacts) -> Iterator[Evidence]:

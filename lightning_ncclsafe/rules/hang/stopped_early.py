@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.facts import LoopEnd, Phase, TrainerFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
+    DifferentCounts,
     Evidence,
     Finding,
     Plan,
@@ -13,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     batch_words,
     capitalised,
     clause,
+    different_counts,
     finding,
     hang_rule,
     joined,
@@ -20,6 +22,7 @@ from lightning_ncclsafe.rules.kit import (
     out_of_data_first,
     ranks_words,
     recorder_evidence,
+    skips_steps,
     verb,
     without_validation,
 )
@@ -92,7 +95,9 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDY_CHANGED)
     elif ends == {LoopEnd.MAX_STEPS}:
         how = "stopped training, with max_steps reached"
-        yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS])
+        counts = different_counts(view)
+        counted = None if counts is None or counts.are_exchanged else counts
+        yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDIES[LoopEnd.MAX_STEPS], counted)
     elif (
         ends == {LoopEnd.UNKNOWN}
         and all(_is_cut_short(trainers[rank]) for rank in early)
@@ -175,19 +180,27 @@ def _is_cut_short(trainer: TrainerFacts) -> bool:
 
 
 def _finding(
-    view: Timeline, early: tuple[int, ...], others: tuple[int, ...], how: str, confidence: Confidence, remedy: str
+    view: Timeline,
+    early: tuple[int, ...],
+    others: tuple[int, ...],
+    how: str,
+    confidence: Confidence,
+    remedy: str,
+    counts: DifferentCounts | None = None,
 ) -> Finding:
+    """The finding; with ``counts``, about the ranks whose optimizer's steps were not those of the others."""
     text = (
         f"{clause(early, 'has|have')} {how}, {_at(view, early[0])}, while {ranks_words(others)} "
         f"{verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
     )
     waiting = others_wait(view, ())
-    places = _places(view, early, others)
+    why = f"{capitalised(counts.what)} in {counts.at}: {counts.words}." if counts else ""
+    places = _places(view, early, others) if counts is None else [*skips_steps(view)]
     has_finished = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in early)
     return finding(
         view,
-        early,
-        joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
+        early if counts is None else counts.ranks,
+        joined((f"{capitalised(text)}.", why, f"{capitalised(waiting)}." if waiting else "")),
         severity=Severity.ERROR if has_finished else None,
         confidence=confidence,
         location=places[0] if len(places) == 1 and not _may_be_callback(view, early) else "",

@@ -37,6 +37,7 @@ _REMEDY_CALL = (
 
 @hang_rule(
     after="late-at-init",
+    follows=("slow-logger",),
     remedy=(
         "If this work is intended, do nothing: the others exit, and it continues. If it never ends, neither does the "
         "job: look at that line, which writes, sends or waits for a thread or process at the end of the run, without "

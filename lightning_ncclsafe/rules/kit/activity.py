@@ -76,6 +76,8 @@ _BY_CODE = (
     (libraries.LOGGING, _LOGGER),
     (libraries.WANDB_AGENT, None),
     (libraries.LOG_WRITERS, _LOGGER),
+    (libraries.PYTHON_LOGGING, _LOGGER),
+    (libraries.TEXT_OF_RECORDS, _Landmark(Kind.USER)),
     (libraries.SAVE, _CHECKPOINT),
     (libraries.SAVING, _CHECKPOINT),
 )
@@ -89,11 +91,22 @@ _BY_MARK = {
 _SYNC = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|synchronize\(|\.to\(|\bfloat\(|\bint\(|\bbool\(")
 
 
-def _landmark(frame: Frame) -> _Landmark | None:
-    """What this frame shows about the frames below it; None if nothing, as for most of the user's own code."""
-    if frame.user:
-        return _LOGGER if libraries.HOOKS_OF_LOGGERS.has(frame.file, frame.function) else None
-    return _known_landmark(frame.file, frame.function, frame.mark)
+def _landmark(stack: tuple[Frame, ...], depth: int) -> _Landmark | None:
+    """What a frame shows about the frames below it; None if nothing, as for most of the user's own code."""
+    frame = stack[depth]
+    if not frame.user:
+        return _known_landmark(frame.file, frame.function, frame.mark)
+    is_hook = libraries.HOOKS_OF_LOGGERS.has(frame.file, frame.function)
+    return _LOGGER if is_hook or _is_finalize(stack, depth) else None
+
+
+def _is_finalize(stack: tuple[Frame, ...], depth: int) -> bool:
+    """Whether the end of the Trainer's call has called this function of the user's on a logger."""
+    frame, outside = stack[depth], stack[:depth]
+    callers = (one for one in reversed(outside) if not libraries.RANK_ZERO_ONLY.has(one.file, one.function))
+    caller = next(callers, None)
+    is_called = caller is not None and libraries.END_OF_CALL.has(caller.file, caller.function)
+    return is_called and libraries.FINALIZE.has(frame.file, frame.function)
 
 
 @lru_cache(maxsize=4096)
@@ -249,7 +262,7 @@ def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[_Landmark | None, tu
     """The deepest landmark, and the frames around it; None and all frames if there is none."""
     below_user = in_hook = False
     for depth in range(len(inside) - 1, -1, -1):
-        landmark = _landmark(inside[depth])
+        landmark = _landmark(inside, depth)
         # A user's hook that is called while a checkpoint is assembled is not part of writing it.
         in_hook = in_hook or (below_user and is_in(libraries.PUTTING_CHECKPOINT_TOGETHER, inside[depth : depth + 1]))
         is_around = landmark is not None and landmark.kind is Kind.CHECKPOINT and in_hook

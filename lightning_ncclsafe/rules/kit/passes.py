@@ -162,6 +162,11 @@ def different_counts(view: Timeline) -> DifferentCounts | None:
     return None
 
 
+def skips_steps(view: Timeline) -> tuple[str, ...]:
+    """Where the user's code may have left out an optimizer's step, as any rank knows: ``"file:line in function"``."""
+    return tuple(dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.skips_steps))
+
+
 def _final_counts(made: dict[int, BatchCounts], kind: int) -> dict[int, BatchCounts]:
     """The ranks that have made fewer than others and will not make more, and those others; empty if there are none."""
     if kind == 1 and (reducing := _reducing_counts(made)):
