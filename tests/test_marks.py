@@ -277,6 +277,7 @@ NOT_FOR_RANKS = {
     "preflight.check.Preflight.compare": ITSELF,
     "preflight.check.Preflight.wait": ITSELF,
     "preflight.probe._watched_swap": ASIDE,
+    "probes.process.caught.HandlerWatch.close": ITSELF,
     "guard.rank_hosts.try_connecting": ASIDE,
     "probes.process.ended_children.ChildWatch.close": ITSELF,
     "probes.process.traceback_signal._read_answer": ASIDE,

@@ -47,6 +47,8 @@ class LoaderFacts:
             content: an ``IterableDataset`` in a ``DataLoader`` that does not override iteration.
         prefetch_factor: Batches each worker prefetches; None without workers.
         length: ``len(loader)``; None if the loader has no length.
+        no_length_at: ``"file:line in __len__"`` of the user's line that raised where there is none; empty if that is
+            PyTorch's.
         batches: Number of batches after ``limit_*_batches``; None if the loader has no length.
         samples: ``len(dataset)``; None if the dataset has no length.
         batch_size: Samples in a batch; None if the user's own batch sampler decides.
@@ -79,6 +81,7 @@ class LoaderFacts:
     made_by_workers: bool = False
     prefetch_factor: int | None = None
     length: int | None = None
+    no_length_at: str = ""
     batches: int | None = None
     samples: int | None = None
     batch_size: int | None = None

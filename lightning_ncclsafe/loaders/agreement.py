@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lightning_ncclsafe.errors import DatasetMismatchError, UnevenDataError
 from lightning_ncclsafe.exchange.meeting import Agreed, Meeting
 from lightning_ncclsafe.facts import DataFacts, EpochEnd, Incident, IncidentKind, JobFacts, LoaderFacts, RankFacts
-from lightning_ncclsafe.facts.findings import Diagnosis, Severity
+from lightning_ncclsafe.facts.findings import Diagnosis, Evidence, Severity
 from lightning_ncclsafe.loaders.lockstep import BatchesRead, Votes
 from lightning_ncclsafe.probes.process.environment import launch_words
 from lightning_ncclsafe.report.folder import IncidentNumbers, write_all
@@ -18,7 +19,7 @@ from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.data import epoch_batches, evaluates_independently, runs_independently
-from lightning_ncclsafe.rules.kit.wording import joined
+from lightning_ncclsafe.rules.kit.wording import joined, short_place
 from lightning_ncclsafe.settings import OnUneven
 
 _GOES_ON = 'Training continues; DatasetAgreement(on_mismatch="raise") would refuse to start.'
@@ -51,15 +52,21 @@ class Agreement:
         self._say = say
         self._reported: set[str] = set()
 
-    def compare(self, data: DataFacts) -> tuple[EpochEnd, ...]:
+    def compare(self, data: DataFacts, made_at: Callable[[], str] = str) -> tuple[EpochEnd, ...]:
         """Compares this rank's loaders with those of all others; returns how an epoch of each ends.
 
         Nothing is returned if a rank takes no part.
 
+        Args:
+            data: What this rank shares.
+            made_at: Called if ranks disagree; returns the line that makes the data, see
+                :func:`~lightning_ncclsafe.probes.data.made_at.data_made_at`.
+
         Raises:
             DatasetMismatchError: On all ranks, if they disagree.
         """
-        return self._raised(self._meeting.meet(replace(self._identity, data=data), self._verdict)).ends
+        verdict = partial(self._verdict, made_at=made_at)
+        return self._raised(self._meeting.meet(replace(self._identity, data=data), verdict)).ends
 
     def all_can(self, can: bool) -> bool:
         """Whether every rank can do what all have just tried, given whether this one can."""
@@ -126,12 +133,13 @@ class Agreement:
             raise DatasetMismatchError(agreed.error, findings=agreed.findings, report_folder=agreed.folder)
         return agreed
 
-    def _verdict(self, ranks: tuple[RankFacts, ...]) -> Agreed:
+    def _verdict(self, ranks: tuple[RankFacts, ...], made_at: Callable[[], str] = str) -> Agreed:
         data = [facts.data for facts in ranks if facts.data is not None]
         if len(data) < len(ranks):
             return Agreed()  # the rank that takes no part has reported why
         job = self._job(ranks)
         diagnosis = judge(job, AGREEMENT_RULES)
+        diagnosis = _with_place(diagnosis, made_at()) if diagnosis.findings else diagnosis
         ends = epoch_ends(data) if self._is_complete(ranks) else ()
         if any(is_refused(finding, job) for finding in diagnosis.findings) and self._is_complete(ranks):
             diagnosis = _with_way_on(diagnosis)
@@ -185,6 +193,25 @@ class Agreement:
         if self._identity.rank != 0:
             return ""
         return write_all(diagnosis, self._report_dir, self._say, is_refused=is_refused)
+
+
+def _with_place(diagnosis: Diagnosis, place: str) -> Diagnosis:
+    """Adds the line that makes the data, where a finding has no line of its own; all ranks run the same source."""
+    if not place:
+        return diagnosis
+    text = f"This data is made at {short_place(place)}."
+    findings = (
+        finding
+        if finding.location
+        else replace(
+            finding,
+            location=place,
+            summary=joined((finding.summary, text)),
+            evidence=(*finding.evidence, Evidence(source="source code", text=f"This data is made at {place}.")),
+        )
+        for finding in diagnosis.findings
+    )
+    return replace(diagnosis, findings=tuple(findings))
 
 
 def _with_way_on(diagnosis: Diagnosis) -> Diagnosis:

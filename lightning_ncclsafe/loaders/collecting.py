@@ -20,6 +20,7 @@ from lightning_ncclsafe.loaders.lockstep import BatchesRead, Lockstep, until
 from lightning_ncclsafe.loaders.tuning.tuner import Tuner, Tuning
 from lightning_ncclsafe.probes.data.fingerprints import digest_of_batch
 from lightning_ncclsafe.probes.data.loaders import loader_facts
+from lightning_ncclsafe.probes.data.made_at import data_made_at
 from lightning_ncclsafe.probes.data.random_state import random_states
 from lightning_ncclsafe.probes.trainer.actions import ActionTracker
 from lightning_ncclsafe.probes.trainer.state import settings_of
@@ -38,12 +39,14 @@ class Stage:
     Attributes:
         name: Name of the hook, ``"train_dataloader"``.
         mode: How Lightning combines the loaders.
+        source: What has the hook, or the loaders themselves.
         expected: Number of loaders.
         loaders: Those that Lightning has prepared so far.
     """
 
     name: str
     mode: str = ""
+    source: Any = None
     expected: int = 1
     loaders: list[Any] = field(default_factory=list)
 
@@ -154,7 +157,7 @@ class LoaderCollector:
         def attach() -> None:
             for loop in self._loops():
                 source = loop._data_source
-                self._methods.append(WrappedMethod(source, "dataloader", partial(self._request, source.name)))
+                self._methods.append(WrappedMethod(source, "dataloader", partial(self._request, source)))
 
         self._safely(attach)
 
@@ -179,17 +182,19 @@ class LoaderCollector:
         fit = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
         return (*fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
 
-    def _request(self, name: str, call_hook: Callable[[], Any]) -> Any:
+    def _request(self, source: Any, call_hook: Callable[[], Any]) -> Any:
         """Calls one of the loops' hooks for its loaders, which Lightning then prepares one by one."""
         loaders = call_hook()
-        self._safely(lambda: self._open(name, loaders))
+        self._safely(lambda: self._open(source, loaders))
         return loaders
 
-    def _open(self, name: str, loaders: Any) -> None:
+    def _open(self, source: Any, loaders: Any) -> None:
+        name = source.name
         is_combined = isinstance(loaders, self._combined)
         mode = "max_size_cycle" if name == TRAIN else "sequential"
         combined = loaders if is_combined else self._combined(loaders, mode)
-        self._stage = Stage(name=name, mode=combined._mode, expected=len(combined.flattened))
+        given = getattr(source, "instance", None)
+        self._stage = Stage(name=name, mode=combined._mode, source=given, expected=len(combined.flattened))
         if self._stage.is_complete:
             self._compare(self._stage)
 
@@ -237,7 +242,7 @@ class LoaderCollector:
         if self._is_off or agreement is None:
             return {}
         data = stage.facts(self._trainer, self._strategy, self._settings)
-        ends = agreement.compare(data)
+        ends = agreement.compare(data, partial(data_made_at, stage.source, stage.name))
         self._make_votes(agreement, {end.looks_ahead for end in ends if end.votes})
         return {
             index: self._iteration(agreement, end, stage, index, data)

@@ -147,6 +147,7 @@ def _facts(loader: Any, reader: Reader, name: str, limit: int | float | None, co
         made_by_workers=num_workers > 0 and is_iterable(own) and iterates_plainly(loader),
         prefetch_factor=reader.whole_number(loader, "prefetch_factor", "loader"),
         length=length,
+        no_length_at="" if length is not None else reader.no_length_at,
         batches=reader.attempt("The limit of batches", lambda: limited(length, limit)),
         samples=reader.length(own, "dataset"),
         batch_size=_batch_size(loader, samplers, reader),

@@ -2,12 +2,15 @@
 
 import inspect
 import operator
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
+
+from lightning_ncclsafe.probes.process.stacks import is_user_code
 
 T = TypeVar("T")
 
@@ -27,10 +30,12 @@ class Reader:
 
     Attributes:
         problems: The sentences, in order.
+        no_length_at: ``"file:line in __len__"`` of the user's line that says that there is no length; may be empty.
     """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.no_length_at = ""
 
     def attempt(self, words: str, read: Callable[[], T]) -> T | None:
         """The result of ``read``; None, and a sentence, if it raises.
@@ -66,6 +71,8 @@ class Reader:
             is_absent = isinstance(error, (TypeError, NotImplementedError))
             if not is_absent or "cannot be interpreted as an integer" in _said(error):
                 self.problems.append(f"len({words}) raised {_said(error)}")
+            else:
+                self.no_length_at = _raised_at(error)
         return None
 
 
@@ -95,6 +102,13 @@ def plain_attribute(owner: Any, name: str) -> Any:
 def class_name(value: Any) -> str:
     """The name of an object's class."""
     return str(type(value).__name__)
+
+
+def _raised_at(error: Exception) -> str:
+    """The user's innermost line that an exception comes through; empty if there is none."""
+    lines = ((frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    places = [f"{code.co_filename}:{line} in {code.co_name}" for code, line in lines if is_user_code(code.co_filename)]
+    return places[-1] if places else ""
 
 
 def _said(error: Exception) -> str:

@@ -22,6 +22,7 @@ from lightning_ncclsafe.rules.kit import (
     grouped,
     joined,
     ranks_words,
+    short_place,
     spread_words,
     value_evidence,
     value_words,
@@ -150,10 +151,14 @@ def _has_failed(facts: LoaderFacts) -> bool:
 def _half_sized(loader: JobLoader) -> Finding:
     groups = loader.by(lambda facts: ("no length" if facts.length is None else "a length", facts.dataset))
     sized = loader.by(lambda facts: facts.length is None)
+    raised = {rank: facts.no_length_at for rank, facts in loader.facts.items() if facts.no_length_at}
+    place = next(iter(raised.values())) if len({*raised.values()}) == 1 else ""
+    text = f"The {loader.name} has a length on some ranks only: {spread_words(groups, _words)}."
     return disagreement(
         sized.deviating,
-        f"The {loader.name} has a length on some ranks only: {spread_words(groups, _words)}.",
+        joined((text, f"On {ranks_words(raised)}, it raises at {short_place(place)}." if place else "")),
         evidence=value_evidence(groups, _words),
+        location=place,
     )
 
 

@@ -4,7 +4,6 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from pathlib import PurePath
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
 from lightning_ncclsafe.facts import Collective, Group, RankFacts
@@ -28,6 +27,7 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     ranks_words,
     send_recv_pairs,
+    short_place,
     skipped_call,
     verb,
     wait_words,
@@ -130,7 +130,7 @@ def _created_differently(view: Timeline, making: tuple[int, ...], made: dict[int
         waits = f"{verb(ranks, 'has', 'have')} created {count} and {verb(ranks, 'waits', 'wait')} elsewhere"
         parts.append(f"{ranks_words(ranks)} {creates if is_making else waits}")
     places = [*dict.fromkeys(place for facts in view.facts.values() for place in facts.steps.groups_at)]
-    condition = f"; new_group is called under a condition on the rank at {_short(places[0])}" if places else ""
+    condition = f"; new_group is called under a condition on the rank at {short_place(places[0])}" if places else ""
     numbers = "have taken part in creating different numbers of process groups"
     # If all are creating one, some have not created an earlier one.
     here = call_location(view, making) if len(making) < len(made) else ""
@@ -156,11 +156,6 @@ def _odd_makers(made: dict[int, int]) -> tuple[int, ...]:
     """The ranks that have created a different number than most; all of them if there is no majority."""
     ((usual, often),) = Counter(made.values()).most_common(1)
     return tuple(sorted(rank for rank, count in made.items() if 2 * often <= len(made) or count != usual))
-
-
-def _short(place: str) -> str:
-    path, _, rest = place.rpartition(":")
-    return f"{PurePath(path).name}:{rest}"
 
 
 def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:

@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     phase_evidence,
     ranks_words,
+    short_place,
     skips_steps,
     verb,
     where_words,
@@ -174,8 +175,8 @@ def _accumulates_at(view: Timeline) -> tuple[str, ...]:
 
 def _call_evidence(skipped_at: str, ways: tuple[str, ...]) -> Iterator[Evidence]:
     if skipped_at:
-        around = f"; these lines may have skipped it: {', '.join(map(_line, ways))}" if ways else ""
-        yield Evidence(source="source code", text=f"The skipped pass is called at {_line(skipped_at)}{around}.")
+        around = f"; these lines may have skipped it: {', '.join(map(short_place, ways))}" if ways else ""
+        yield Evidence(source="source code", text=f"The skipped pass is called at {short_place(skipped_at)}{around}.")
 
 
 def _is_refused(facts: RankFacts) -> bool:
@@ -233,11 +234,7 @@ def _skipped_at(view: Timeline, steps: StepFacts) -> str:
 
 def _at(facts: RankFacts) -> str:
     places = facts.steps.returns_nothing
-    return f" (its only line that returns nothing is {_line(places[0])})" if len(places) == 1 else ""
-
-
-def _line(place: str) -> str:
-    return place.replace("\\", "/").rpartition("/")[2]
+    return f" (its only line that returns nothing is {short_place(places[0])})" if len(places) == 1 else ""
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
@@ -250,5 +247,5 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
         if raised is not None and not raised.is_consequence:
             yield Evidence(source="exception", rank=rank, text=f"{raised.type}: {raised.message}")
         if steps.skipped and steps.returns_nothing:
-            text = f"Returns nothing at {', '.join(map(_line, steps.returns_nothing[:_LISTED]))}."
+            text = f"Returns nothing at {', '.join(map(short_place, steps.returns_nothing[:_LISTED]))}."
             yield Evidence(source="source code", rank=rank, text=text)

@@ -384,10 +384,11 @@ def is_in_wait(stack: tuple[Frame, ...]) -> bool:
 
 def is_landmark(frame: Frame) -> bool:
     """Whether a frame is known code that shows what everything below it is about."""
-    return _landmark(frame) is not None
+    return _landmark((frame,), 0) is not None
 
 
 def is_save(stack: tuple[Frame, ...]) -> bool:
     """Whether a frame of Lightning's or torch's in this stack saves a checkpoint, and does not only decide on one."""
-    landmarks = (_landmark(frame) for frame in stack if not libraries.BEFORE_SAVING.has(frame.file, frame.function))
+    saving = (frame for frame in stack if not libraries.BEFORE_SAVING.has(frame.file, frame.function))
+    landmarks = (_landmark((frame,), 0) for frame in saving)
     return any(landmark is not None and landmark.kind is Kind.CHECKPOINT for landmark in landmarks)

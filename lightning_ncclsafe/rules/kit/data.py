@@ -318,6 +318,7 @@ def disagreement(
     severity: Severity = Severity.ERROR,
     confidence: Confidence = Confidence.CERTAIN,
     remedy: str = "",
+    location: str = "",
 ) -> Finding:
     """Builds an agreement rule's finding; the rule's name, and its remedy if none is given, come from the declaration.
 
@@ -328,9 +329,11 @@ def disagreement(
         severity: How bad it is for the run.
         confidence: How sure this is.
         remedy: What to do, if that depends on the facts.
+        location: The user's line; if it is empty, the line that makes the data is found later.
     """
     return Finding(
         rule="",
+        location=location,
         severity=severity,
         confidence=confidence,
         summary=capitalised(summary),

@@ -116,7 +116,13 @@ def location_of(frame: Frame | None) -> str:
 
 def short_location(frame: Frame) -> str:
     """``"train.py:42 in evaluate"``: for sentences, if the full path is given elsewhere."""
-    return f"{PurePath(frame.file).name}:{frame.line} in {frame.function}"
+    return short_place(location_of(frame))
+
+
+def short_place(place: str) -> str:
+    """The same of ``"path:line in function"``, as facts have it."""
+    path, colon, rest = place.rpartition(":")
+    return f"{PurePath(path).name}{colon}{rest}"
 
 
 def numel(collective: Collective) -> int:
