@@ -95,6 +95,26 @@ def test_all_ranks_get_the_same_verdict_and_one_report(tmp_path: Path) -> None:
     assert job.said == [], "the error contains it"
 
 
+def test_the_line_that_makes_the_data_is_asked_for_once_ranks_disagree(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def compare(rank: int, agreement: Agreement, *lengths: int) -> Any:
+        def made_at() -> str:
+            asked.append(rank)
+            return "/work/train.py:12 in rows"
+
+        own = replace(EQUAL, length=lengths[rank], batches=lengths[rank])
+        return agreement.compare(data(own, data_rank=rank, data_ranks=2), made_at)
+
+    job = Job(tmp_path, 2)
+    assert job.run(lambda rank, agreement: compare(rank, agreement, 4, 4)) == [(EpochEnd(),)] * 2
+    assert asked == []
+    for error in job.run(lambda rank, agreement: compare(rank, agreement, 4, 5)):
+        assert error.findings[0].location == "/work/train.py:12 in rows"
+        assert "This data is made at train.py:12 in rows." in " ".join(str(error).split())
+    assert asked == [0]
+
+
 def test_comparisons_reuse_their_keys(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
 

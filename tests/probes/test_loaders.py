@@ -3,6 +3,7 @@
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -493,3 +494,19 @@ class TestHuggingFace:
         own.num_shards = property(raises(AssertionError("it was run")))
         made = facts_of(DataLoader(own()))
         assert (made.iterable, made.shards, made.problems) == (False, None, ())
+
+
+class Uncounted(IterableDataset[int]):
+    def __len__(self) -> int:
+        raise TypeError("nobody has counted")  # <- no length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def test_the_users_line_without_a_length_is_known() -> None:
+    lines = enumerate(Path(__file__).read_text().splitlines(), 1)
+    line = next(number for number, text in lines if text.endswith("# <- no length"))
+    assert facts_of(DataLoader(Uncounted())).no_length_at == f"{__file__}:{line} in __len__"
+    assert facts_of(DataLoader(DATA)).no_length_at == ""
+    assert facts_of(DataLoader(ChainDataset([]))).no_length_at == "", "PyTorch's own line"

@@ -264,6 +264,33 @@ def test_manual_backward_calls_have_their_lines_and_branches() -> None:
     assert facts.led_around == {first: (), second: (place("continue"),)}
 
 
+class LeavesOut(Module):
+    """Makes a step of its optimizer under a condition."""
+
+    automatic_optimization = False
+
+    def training_step(self, record: StepRecord, is_large: bool) -> None:
+        if record is None:
+            return
+        record.backward()
+        if is_large:
+            return  # <- without a step
+        for optimizer in range(2):
+            if optimizer:
+                continue  # <- next optimizer
+            self.optimizer.step()  # type: ignore[attr-defined]
+
+
+def test_what_leads_around_an_optimizers_step_is_known() -> None:
+    """But not what leads around the backward pass before it as well."""
+    module = LeavesOut()
+    of, record = begun(module)
+    begin(of, batch=0)
+    as_lightning_does(module.training_step, record, True)
+    assert record is not None
+    assert record.facts().skips_steps == (place("without a step"), place("next optimizer"))
+
+
 def test_only_the_first_of_many_passes_have_their_lines() -> None:
     module = ByHand()
     of, record = begun(module)

@@ -56,6 +56,7 @@ FLUSH = Frame(
     code="self._queue.join()",
 )
 RANK_ZERO = Frame(file=f"{SITE}/lightning_utilities/core/rank_zero.py", line=41, function="wrapped_fn")
+TEARDOWN = Frame(file=f"{SITE}/lightning/pytorch/trainer/call.py", line=149, function="_call_teardown_hook")
 TORCH_SAVE = Frame(file=f"{SITE}/torch/serialization.py", line=950, function="save")
 DUMP_CHECKPOINT = Frame(
     file=f"{SITE}/lightning/pytorch/trainer/connectors/checkpoint_connector.py", line=475, function="dump_checkpoint"

@@ -22,6 +22,7 @@ from builders import (
     RANK_ZERO,
     SUBPROCESS_WAIT,
     SUMMARY_WRITER,
+    TEARDOWN,
     TENSORBOARD,
     TORCH_SAVE,
     TRAINING_STEP,
@@ -301,6 +302,17 @@ def more_optimizer_steps_on_one_rank(net: Backend) -> JobFacts:
     )
 
 
+def an_optimizer_step_left_out_on_one_rank(net: Backend) -> JobFacts:
+    """The others have made one more, reach max_steps before it, and leave."""
+    done = StepFacts(with_backward=20, passes=((0, 0, 1, 0, 1),), passes_epoch=0, passes_batch=19)
+    others = {rank: trained(net.finished(rank, seq=60, batch=19), LoopEnd.MAX_STEPS, begun=20) for rank in (0, 2, 3)}
+    passes = ((0, 0, 1, 0, 1), (0, 7, 1), (0, 8, 1, 0, 1))
+    skips = (f"{USER_FILE}:70 in training_step",)
+    less = replace(done, passes=passes, skips_steps=skips, with_backward=21, under_way=(0, 20, 1))
+    late = replace(trained(net.waiting(1, seq=61, batch=20)), steps=less)
+    return job(late, *(replace(facts, steps=done) for facts in others.values()))
+
+
 def another_accumulation_on_one_rank(net: Backend) -> JobFacts:
     """Rank 1 has left the backward pass in which the others wait: it has reduced nothing there."""
     odd = trained(net.finished(1, seq=60, batch=39), LoopEnd.DATA, begun=40, accumulate_grad_batches="2")
@@ -471,6 +483,13 @@ def hook_at_the_end_hangs(net: Backend) -> JobFacts:
     return job(*(culprit if rank == 2 else net.finished(rank, seq=60, batch=19) for rank in range(4)))
 
 
+def a_logger_sends_at_the_end(net: Backend) -> JobFacts:
+    """The user's own logger of rank 0, which Lightning finalizes at the end of fit; the others have finished."""
+    stack = (TEARDOWN, user("finalize", 80), user("send", 82))
+    culprit = net.working(0, *stack, seq=60, action="", batch=19, last=True)
+    return job(culprit, *(net.finished(rank, seq=60, batch=19) for rank in range(1, 4)))
+
+
 def waits_at_a_breakpoint(net: Backend) -> JobFacts:
     """A breakpoint() was left in training_step; rank 2 has reached it first."""
     prompt = Frame(file="/usr/lib/python3.12/pdb.py", line=432, function="_cmdloop", code="self.cmdloop()")
@@ -621,6 +640,13 @@ SCENES = (
     ),
     Scene("a StopIteration left a hook", a_stop_iteration_left_a_hook, "stopped-early", (1,)),
     Scene("more optimizer steps on one rank", more_optimizer_steps_on_one_rank, "stopped-early", (1,)),
+    Scene(
+        "an optimizer step left out on one rank",
+        an_optimizer_step_left_out_on_one_rank,
+        "stopped-early",
+        (1,),
+        f"{USER_FILE}:70 in training_step",
+    ),
     Scene("another accumulation on one rank", another_accumulation_on_one_rank, "different-trainer-settings", (1,)),
     Scene("two ranks resumed elsewhere", two_ranks_resumed_elsewhere, "different-trainer-settings", (0, 1, 2, 3)),
     Scene("short rank broke the connection", short_rank_broke_the_connection, "uneven-batches", (1,)),
@@ -666,6 +692,7 @@ SCENES = (
     Scene("link is broken", link_is_broken, "all-joined", (0, 1, 2, 3)),
     Scene("own callback hangs", own_callback_hangs, "own-code", (2,), location_of(OWN_WAIT[1])),
     Scene("hook at the end hangs", hook_at_the_end_hangs, "unfinished-rank", (2,), f"{USER_FILE}:80 in on_fit_end"),
+    Scene("a logger sends at the end", a_logger_sends_at_the_end, "slow-logger", (0,), f"{USER_FILE}:82 in send"),
     Scene("waits at a breakpoint", waits_at_a_breakpoint, "at-breakpoint", (2,), f"{USER_FILE}:40 in training_step"),
     Scene("slow step", slow_step, "rank-behind", (2,), f"{USER_FILE}:90 in slow"),
     Scene(

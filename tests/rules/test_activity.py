@@ -23,6 +23,7 @@ from builders import (
     RUN,
     SIGTERM_ITEM,
     SITE,
+    TEARDOWN,
     TENSORBOARD,
     TORCH_SAVE,
     TRY_GET,
@@ -52,6 +53,11 @@ CONNECTOR = Frame(
     function="log_metrics",
 )
 WANDB = Frame(file=f"{SITE}/wandb/sdk/wandb_run.py", line=1, function="log")
+LOGGING = f"{SITE}/../logging/__init__.py"
+HANDLERS = Frame(file=LOGGING, line=1700, function="callHandlers")
+SENDS = Frame(file=f"{SITE}/../logging/handlers.py", line=1013, function="emit")
+TEXT = Frame(file=LOGGING, line=370, function="getMessage")
+HOOK = Frame(file=f"{SITE}/lightning/pytorch/trainer/call.py", line=177, function="_call_lightning_module_hook")
 SWEEP = Frame(file=f"{SITE}/wandb/sdk/launch/agent.py", line=1, function="run")
 
 
@@ -70,6 +76,12 @@ SWEEP = Frame(file=f"{SITE}/wandb/sdk/launch/agent.py", line=1, function="run")
         ((TENSORBOARD, FLUSH), Kind.LOGGER),
         ((CONNECTOR, user("log_metrics", 5)), Kind.LOGGER),
         ((STEP, WANDB), Kind.LOGGER),
+        ((STEP, HANDLERS, SENDS), Kind.LOGGER),
+        ((STEP, HANDLERS, user("emit", 5)), Kind.LOGGER),
+        ((STEP, HANDLERS, TEXT, user("__str__", 5)), Kind.USER),
+        ((TEARDOWN, user("finalize", 5), user("send", 6)), Kind.LOGGER),
+        ((TEARDOWN, RANK_ZERO, user("finalize", 5)), Kind.LOGGER),
+        ((TEARDOWN, HOOK, user("teardown", 5), user("finalize", 6)), Kind.USER),
         ((TORCH_SAVE,), Kind.CHECKPOINT),
         ((CHECKPOINT_IO, user("write", 5)), Kind.CHECKPOINT),
         ((DUMP_CHECKPOINT, user("on_save_checkpoint", 5), user("tell", 6)), Kind.USER),

@@ -1015,6 +1015,13 @@ def test_a_length_that_only_some_ranks_know_is_an_error_in_evaluation_too() -> N
     assert found(with_loader(UNEVEN_EVALUATION, 2, length=None, batches=None))[0].rule == "sized-and-unsized"
 
 
+def test_the_line_that_says_that_there_is_no_length_is_named() -> None:
+    place = "/train.py:12 in __len__"
+    (finding, *_) = found(with_loader(UNEVEN_EVALUATION, 2, length=None, batches=None, no_length_at=place))
+    assert finding.location == place
+    assert finding.summary.endswith("On rank 2, it raises at train.py:12 in __len__.")
+
+
 def test_ranks_that_predict_each_for_itself_do_not_hang_on_uneven_data() -> None:
     job = with_data(uneven(SHARED, 2, count=21), on_mismatch="raise_on_hang", stage="predict_dataloader")
     assert not any(is_refused(finding, job) for finding in judge(job, AGREEMENT_RULES).findings)

@@ -12,8 +12,8 @@ from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from lightning_ncclsafe.code.libraries import TRAINER_RUN
-from lightning_ncclsafe.probes.process.control_flow import name_of, syntax_tree
+from lightning_ncclsafe.code.libraries import TRAINER_RUN, is_top_level
+from lightning_ncclsafe.probes.process.control_flow import first_line, last_line, name_of, syntax_tree
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 
 _MOST_STEPS = 16
@@ -90,26 +90,34 @@ def _place(code: CodeType, made: _Given | None) -> str:
 def _returned(code: CodeType) -> _Given | None:
     """What a hook returns, if there is only one place where it does."""
     scope = _scope_of(code)
-    returns = [one for one in _statements(scope.body) if isinstance(one, ast.Return)] if scope is not None else []
+    statements = _statements(scope.body) if scope is not None else ()
+    returns = [one for one in statements if isinstance(one, ast.Return)]
     return _Given(returns[0].value, scope, returns[0].lineno) if scope is not None and len(returns) == 1 else None
 
 
 def _argument(code: CodeType, line: int, hook: str) -> _Given | None:
     """What a call of the Trainer at this line is given."""
     scope = _scope_of(code)
-    for statement in _statements(scope.body) if scope is not None else ():
-        if scope is None or not statement.lineno <= line <= (statement.end_lineno or 0):
-            continue
-        for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
-            if name_of(call.func) in _METHODS:
-                names = (_KEYWORDS.get(hook, ""), "dataloaders")
-                named = next((one.value for one in call.keywords if one.arg in names), None)
-                position = _POSITIONS.get(hook, 1) if name_of(call.func) == "fit" else 1
-                plain = [one for one in call.args if not isinstance(one, ast.Starred)]
-                placed = plain[position] if plain == call.args and len(plain) > position else None
-                value = named or placed
-                return _Given(value, scope, statement.lineno) if value is not None else None
-    return None
+    around = (
+        [one for one in _statements(scope.body) if first_line(one) <= line <= last_line(one)]
+        if scope is not None
+        else []
+    )
+    if scope is None or not around:
+        return None
+    calls = (node for node in ast.walk(around[-1]) if isinstance(node, ast.Call))
+    call = next((one for one in calls if name_of(one.func) in _METHODS), None)
+    value = _loaders_of(call, hook) if call is not None else None
+    return _Given(value, scope, around[-1].lineno) if value is not None else None
+
+
+def _loaders_of(call: ast.Call, hook: str) -> ast.expr | None:
+    """The loaders among the arguments of a call of the Trainer; None if they are not written out there."""
+    names = (_KEYWORDS.get(hook, ""), "dataloaders")
+    named = next((one.value for one in call.keywords if one.arg in names), None)
+    position = _POSITIONS.get(hook, 1) if name_of(call.func) == "fit" else 1
+    is_plain = not any(isinstance(one, ast.Starred) for one in call.args)
+    return named or (call.args[position] if is_plain and len(call.args) > position else None)
 
 
 def _passed_on(value: ast.expr) -> ast.expr | None:
@@ -191,7 +199,7 @@ def _scope_of(code: CodeType) -> _Scope | None:
     if not is_user_code(code.co_filename):
         return None
     tree = syntax_tree(code.co_filename)
-    if code.co_name == "<module>":
+    if is_top_level(code.co_name):
         return _Scope(code.co_name, tree.body)
     for node, around in _with_outer(tree, ()):
         if not isinstance(node, _FUNCTIONS) or node.name != code.co_name:

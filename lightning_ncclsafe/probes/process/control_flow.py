@@ -169,7 +169,7 @@ class ControlFlow:
             yield from self._way(arm.block, line)
         if isinstance(statement, _LOOPS):
             # A jump that ends the loop leads around the line in the next pass.
-            after = (one for one in statement.body if _first(one) > line)
+            after = (one for one in statement.body if first_line(one) > line)
             yield from (jump for one in after for jump in self._jumps(one) if jump.jump in ("break", "return"))
 
     def _arms(self, statement: ast.stmt) -> Iterator[_Arm]:
@@ -218,7 +218,7 @@ class ControlFlow:
             elif isinstance(node, _GENERATED) and _calls(node) and not _is_counted(node.generators[0].iter):
                 loop = node.generators[0]
                 code = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
-                yield _branch(node.lineno, Decides.PASSES, _last(node), code)
+                yield _branch(node.lineno, Decides.PASSES, last_line(node), code)
 
     def _in_condition(self, node: ast.IfExp | ast.BoolOp, whole: ast.AST) -> Iterator[Branch]:
         if isinstance(node, ast.IfExp):
@@ -231,7 +231,7 @@ class ControlFlow:
         decides = _decides(test, self._of_rank)
         # The line does not show which of several calls on it runs.
         if calling and (decides is not Decides.RANK or (len(calling) == 1 and not others)):
-            yield _branch(node.lineno, decides, _last(node), f"if {ast.unparse(test)}", calling[0])
+            yield _branch(node.lineno, decides, last_line(node), f"if {ast.unparse(test)}", calling[0])
 
     def _jumps(self, statement: ast.stmt, around: tuple[Branch, ...] = ()) -> Iterator[Branch]:
         """The jumps in a statement that leave the block around it, each with its condition.
@@ -269,7 +269,7 @@ class ControlFlow:
 
     def _head(self, line: int, on: Decides, block: _Block, without: str = "") -> Branch:
         """The branch at a line that decides whether a block runs."""
-        return _branch(line, on, _last(block[-1]) if block else 0, self._lines[line - 1].strip(), without)
+        return _branch(line, on, last_line(block[-1]) if block else 0, self._lines[line - 1].strip(), without)
 
 
 def _branch(line: int, on: Decides, until: int, code: str, without: str = "") -> Branch:
@@ -401,14 +401,15 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_within(block: _Block, line: int) -> bool:
-    return bool(block) and _first(block[0]) <= line <= _last(block[-1])
+    return bool(block) and first_line(block[0]) <= line <= last_line(block[-1])
 
 
-def _first(statement: ast.stmt) -> int:
+def first_line(statement: ast.stmt) -> int:
     """The first line of a statement, including decorators."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(one.lineno for one in decorators)])
 
 
-def _last(node: ast.stmt | ast.expr) -> int:
+def last_line(node: ast.stmt | ast.expr) -> int:
+    """The last line of a statement or expression."""
     return max(node.lineno, node.end_lineno or 0)

@@ -1,0 +1,148 @@
+"""The line that decides which data a loader has is found in the source, past what only passes the data on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ncclsafe.probes.data.made_at import data_made_at
+
+HERE = Path(__file__)
+
+
+class DataLoader:
+    """It and those derived from it pass data on."""
+
+    def __init__(self, dataset: Any, batch_size: int = 1) -> None:
+        self.dataset = dataset
+
+
+class Subset(DataLoader):
+    pass
+
+
+FILES: Any = ["a", "b"]
+
+
+def place(mark: str, function: str) -> str:
+    lines = HERE.read_text().splitlines()
+    return (
+        f"{HERE}:{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# <- {mark}'))} in {function}"
+    )
+
+
+def random_split(data: Any) -> Any:
+    return data, data
+
+
+class Split:
+    train: Any = None
+
+    def __init__(self) -> None:
+        self.train = None
+        self.size = 3
+
+    def setup(self, stage: str) -> None:
+        self.train, self.rest = random_split(FILES)  # <- split
+        self.data = Subset(self.train)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(dataset=self.data, batch_size=self.size)
+
+    def val_dataloader(self) -> Any:
+        sites = sorted(FILES)  # <- sites
+        return [DataLoader(path) for path in sites]
+
+    def test_dataloader(self) -> Any:
+        if self.size > 2:
+            return DataLoader(self.rest)
+        return DataLoader(FILES)
+
+    def predict_dataloader(self) -> Any:
+        return [DataLoader(FILES), DataLoader(self.rest)]  # <- list
+
+
+@pytest.mark.parametrize(
+    ("hook", "mark", "function"),
+    [("train_dataloader", "split", "setup"), ("val_dataloader", "sites", "val_dataloader")],
+)
+def test_a_hook_is_followed_to_what_makes_its_data(hook: str, mark: str, function: str) -> None:
+    assert data_made_at(Split(), hook) == place(mark, function)
+
+
+def test_several_loaders_are_made_where_their_list_is() -> None:
+    assert data_made_at(Split(), "predict_dataloader") == place("list", "predict_dataloader")
+
+
+def test_a_hook_with_several_returns_is_unknown() -> None:
+    assert data_made_at(Split(), "test_dataloader") == ""
+
+
+TRAINER = """
+def _run(given, hook):
+    return data_made_at(given, hook)
+
+class Trainer:
+    def fit(self, model, train_dataloaders=None, val_dataloaders=None, *, of):
+        return _run(train_dataloaders, of)
+
+    def test(self, model, dataloaders=None):
+        return _run(dataloaders, "test_dataloader")
+"""
+
+
+def trainer() -> Any:
+    """One whose code is Lightning's by the name of its file."""
+    names: dict[str, Any] = {"data_made_at": data_made_at}
+    exec(compile(TRAINER, "/venv/site-packages/lightning/pytorch/trainer/trainer.py", "exec"), names)
+    return names["Trainer"]()
+
+
+def test_an_argument_is_followed_through_names_and_classes() -> None:
+    rows = [file for file in FILES if file != "a"]  # <- filter
+    chosen = Subset(rows)
+    loader = DataLoader(chosen, batch_size=2)
+    expected = place("filter", "test_an_argument_is_followed_through_names_and_classes")
+    assert trainer().fit(None, loader, of="train_dataloader") == expected
+    assert trainer().fit(None, train_dataloaders=[loader], of="train_dataloader") == expected
+    assert trainer().fit(None, DataLoader(FILES), loader, of="val_dataloader") == expected
+    assert trainer().test(None, dataloaders=loader) == expected
+
+
+def test_a_loop_over_what_the_data_is_made_of_is_followed() -> None:
+    paths = sorted(FILES)  # <- paths
+    for path in paths:
+        found = trainer().test(None, DataLoader(path))
+    assert found == place("paths", "test_a_loop_over_what_the_data_is_made_of_is_followed")
+
+
+def test_names_of_functions_around_are_known() -> None:
+    rows = random_split(FILES)  # <- around
+
+    def train() -> str:
+        return str(trainer().fit(None, DataLoader(rows), of="train_dataloader"))
+
+    assert train() == place("around", "test_names_of_functions_around_are_known")
+
+
+def train_on(loaders: Any, *more: Any) -> tuple[str, str]:
+    own = trainer().fit(None, loaders, of="train_dataloader")  # <- parameter
+    return own, trainer().fit(*more, of="train_dataloader")
+
+
+def test_what_comes_as_a_parameter_is_made_elsewhere() -> None:
+    """The last line that is known is told; of arguments that are not written out, none is."""
+    assert train_on(DataLoader(FILES), None, FILES) == (place("parameter", "train_on"), "")
+
+
+def test_data_that_the_source_does_not_show_is_unknown() -> None:
+    assert data_made_at(FILES, "train_dataloader") == ""
+
+
+@pytest.mark.parametrize("source", ["def broken(:", "x = " + "(" * 500])
+def test_a_file_that_cannot_be_parsed_is_no_failure(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(source)
+    names: dict[str, Any] = {"trainer": trainer}
+    exec(compile("found = trainer().test(None, [])", str(file), "exec"), names)
+    assert names["found"] == ""
