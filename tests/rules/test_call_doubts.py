@@ -48,7 +48,7 @@ from lightning_ncclsafe.facts import (
     StepFacts,
     UnitKind,
 )
-from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
@@ -276,6 +276,26 @@ def test_a_rank_aborted_in_a_callback_monitors_a_key_that_others_never_logged() 
     assert finding.summary.endswith("A callback monitors 'score', which rank 1 has never logged.")
     other = replace(left, steps=StepFacts(unmonitored=(score, replace(score, name="dice"))))
     assert first(job(other, world=2, witnessed=(gone,))).location != score.place
+
+
+def test_a_rank_that_sends_more_than_ever_before_is_the_one_that_is_wrong() -> None:
+    """Of two ranks, there is no majority; but the room of the other is what this one has always sent from there."""
+    scene = scenes.aborted_alone(GLOO)
+    (left,) = scene.ranks
+    said, stack = WHAT.replace("9612 vs 8", "8 vs 4"), (RUN, user("training_step", 57), ALL_REDUCE)
+    gone = replace(scene.witnessed[0], state="gone", ended_by="SIGABRT", said=said, stack=stack)
+
+    def answer(*dtypes: str) -> Finding:
+        call = replace(left.collectives[-1], input_sizes=((1,),), site="there", completed=True)
+        calls = [replace(call, seq=57 + index, dtypes=(dtype,)) for index, dtype in enumerate(dtypes)]
+        ranks = (replace(left, collectives=tuple(calls)),)
+        return first(replace(scene, ranks=ranks, witnessed=(gone,)))
+
+    odd = answer("Float", "Float", "Double")
+    assert (odd.rule, odd.ranks) == ("mismatched-collective", (0,))
+    words = "Rank 0 has called all_reduce (1 element of Double) there, and all_reduce (1 element of Float) before."
+    assert odd.summary.endswith(words)
+    assert answer("Double", "Float", "Double").ranks == (0, 1), "it has always differed"
 
 
 def test_a_process_that_gloo_has_ended_says_so_where_the_others_had_gone_on() -> None:

@@ -20,10 +20,12 @@ from lightning_ncclsafe.rules.kit import (
     call_by_size,
     call_evidence,
     call_location,
+    call_words,
     called_at,
     called_by_threads,
     calls_words,
     capitalised,
+    clause,
     collective_words,
     condition_evidence,
     continued_before_abort,
@@ -52,6 +54,7 @@ from lightning_ncclsafe.rules.kit import (
     skipped_words,
     under_rank_condition,
     units_of,
+    unusual_calls,
     verb,
     where_evidence,
 )
@@ -152,7 +155,8 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     # In these, each rank sends as much as it likes: the one that received too much did nothing wrong.
     is_theirs = any(is_in(UNEVEN, view.witnesses[rank].stack) for rank in ended)
     has_majority = len(ended) != len(left) and not is_theirs
-    ranks = tuple(decided) or (few if has_majority else tuple(sorted((*ended, *left))))
+    unusual = {} if is_theirs else unusual_calls(view)
+    ranks = tuple(decided) or tuple(unusual) or (few if has_majority else tuple(sorted((*ended, *left))))
     has_aborted = _is_gloo_abort(view, ended)
     is_known = has_aborted and not is_theirs
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
@@ -162,6 +166,10 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     )
     why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
     why = why or ("Who sent that is not recorded." if is_theirs else "")
+    if unusual and not decided:
+        call, before = next(iter(unusual.values()))
+        why = f"{clause(ranks, 'has|have')} called {call_words(call)} there, and {call_words(before)} before."
+        why = capitalised(why)
     beyond, skipped = beyond_try(view, sorted({*view.facts, *ended}))
     if skipped is not None and other in beyond:
         text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))

@@ -42,6 +42,8 @@ _REMEDY_STOPPED = (
     "trainer.should_stop set from the rank's own values (reduce them first), or a different max_time, max_epochs "
     "or limit_train_batches. If there is none, the loader yields fewer batches than its length."
 )
+# Calls of the Trainer that are no training.
+_CALLS = {Phase.TEST: "test", Phase.PREDICT: "prediction"}
 
 
 @hang_rule(
@@ -84,10 +86,12 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
     is_certain = _have_fewer(view, short) if is_inspected else len(set(lengths.values())) > 1
     confidence = Confidence.CERTAIN if is_certain else Confidence.LIKELY
     is_known = all(_is_known(view, rank) for rank in short)
-    how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} training"
+    stage = _CALLS.get(view.facts[others[0]].progress.phase, "training")
+    how = "run out of data" if is_known and not is_stopped else f"ended {verb(short, 'its', 'their')} {stage}"
     where = batch_words(view.facts[others[0]].progress)
+    ended = _ended(view, short[0])
     text = (
-        f"{clause(short, 'has|have')} {how} ({_ended(view, short[0])}) while "
+        f"{clause(short, 'has|have')} {how}{f' ({ended})' if ended else ''} while "
         f"{clause(others, 'is|are still')} {where if where.startswith('in ') else f'in {where}'}"
     )
     waiting = others_wait(view, ())
@@ -171,6 +175,7 @@ def _severity(view: Timeline, short: tuple[int, ...]) -> Severity | None:
 
 
 def _ended(view: Timeline, rank: int) -> str:
+    """``"after 20 batches of epoch 3"``; empty if a rank has finished and its batches are not known."""
     progress = view.facts[rank].progress
     is_counted = progress.is_last_batch or progress.phase is Phase.FINISHED
     is_in_another = progress.epoch > min(facts.progress.epoch for facts in view.facts.values())
@@ -179,7 +184,9 @@ def _ended(view: Timeline, rank: int) -> str:
     # A loader may yield fewer batches than its length.
     count = _lengths(view).get(rank, progress.batch_idx + 1) if is_counted else progress.batch_idx + 1
     of_epoch = f" of epoch {progress.epoch}" if progress.epoch >= 0 else ""
-    return f"after {count} batches{of_epoch}" if count > 0 else batch_words(progress)
+    if count <= 0:
+        return "" if progress.phase is Phase.FINISHED else batch_words(progress)
+    return f"after {count} batches{of_epoch}"
 
 
 def _lengths(view: Timeline) -> dict[int, int]:

@@ -38,6 +38,8 @@ _LISTED = 4
 # Calls that a rank may have made before gloo aborts another.
 _RECENT = 8
 _MOST_OF_SEGMENT = 1 << 20
+# Calls from one line that show what is usual there.
+_OFTEN = 2
 # Code whose C++ part also waits for collectives.
 _COLLECTIVES = C10D | BACKWARD | DDP | SHARDING
 # Code of Lightning and DDP that calls collectives by itself.
@@ -176,6 +178,39 @@ def call_by_size(view: Timeline) -> CallBySize | None:
     # It may have moved on to a call of Lightning's while the call is in flight.
     is_there = own is None or frame is None or (own.file, own.line) == (frame.file, frame.line)
     return CallBySize(call, frame, next(iter(sent.values())), tuple(sent)) if frame and is_there else None
+
+
+class UnusualCall(NamedTuple):
+    """A call that a rank has made with another size or type than all its earlier ones from the same line.
+
+    Attributes:
+        call: The call.
+        before: The last of the earlier ones.
+    """
+
+    call: Collective
+    before: Collective
+
+
+@once
+def unusual_calls(view: Timeline) -> dict[int, UnusualCall]:
+    """By rank, the call that sent an aborted rank more than its room, which had sufficed for the earlier ones."""
+    sizes = _overrun_of_any(view, aborted_by_gloo(view))
+    if sizes is None:
+        return {}
+    received, room = sizes
+    found: dict[int, UnusualCall] = {}
+    for rank, facts in sorted(view.facts.items()):
+        sent = (call for call in reversed(facts.collectives) if call.site and received in _at_once(view, call))
+        call = next(sent, None)
+        earlier = [one for one in facts.collectives if call and one.site == call.site and one.seq < call.seq]
+        if call is not None and len(earlier) >= _OFTEN and all(room in _at_once(view, one) for one in earlier):
+            found[rank] = UnusualCall(call, earlier[-1])
+    return found
+
+
+def _at_once(view: Timeline, call: Collective) -> tuple[int, ...]:
+    return bytes_at_once(call, view.job.world_size)
 
 
 def minority_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
