@@ -1,5 +1,6 @@
 """The line that decides which data a loader has is found in the source, past what only passes the data on."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,26 @@ def test_a_loop_over_what_the_data_is_made_of_is_followed() -> None:
     for path in paths:
         found = trainer().test(None, DataLoader(path))
     assert found == place("paths", "test_a_loop_over_what_the_data_is_made_of_is_followed")
+
+
+def load(path: str) -> str:
+    return path
+
+
+def test_a_line_that_chooses_comes_before_one_that_makes_something_of_it() -> None:
+    rows = {"train": random_split(FILES)}  # <- chooses
+    long = rows["train"][0].__class__(map(str, rows["train"]))
+    loader = DataLoader(Subset(os.fspath(load(long[0]))))
+    expected = place("chooses", "test_a_line_that_chooses_comes_before_one_that_makes_something_of_it")
+    assert trainer().test(None, loader) == expected
+
+
+def test_without_such_a_line_it_is_the_last_that_makes_something() -> None:
+    rows = load("rows")
+    more = load(rows)  # <- makes
+    assert trainer().test(None, DataLoader(more)) == place(
+        "makes", "test_without_such_a_line_it_is_the_last_that_makes_something"
+    )
 
 
 def test_names_of_functions_around_are_known() -> None:

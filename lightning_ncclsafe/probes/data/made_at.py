@@ -1,7 +1,8 @@
 """The line of the user's code that decides which data a loader has: a filter, a split, a list of files.
 
-It follows the source from where the Trainer gets the loader, through the names and classes that only pass the data on.
-Nothing is executed.
+It follows the source back from where the Trainer gets the loader, through the names and classes that only pass the data
+on, to the first line that does more. If one before it chooses among data by a known function, it is that one. Nothing
+is executed.
 """
 
 import ast
@@ -22,6 +23,14 @@ _MOST_FRAMES = 200
 _POSITIONS = {"train_dataloader": 1, "val_dataloader": 2}
 _KEYWORDS = {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"}
 _METHODS = ("fit", "validate", "test", "predict")
+# Functions that choose among data, or list it, in PyTorch, numpy, pandas, scikit-learn, datasets and Python.
+_CHOOSING = frozenset(
+    (
+        *("random_split", "train_test_split", "split", "shard", "shuffle", "sample", "choice", "choices"),
+        *("permutation", "randperm", "filter", "select", "take", "skip", "islice", "drop_duplicates", "unique"),
+        *("glob", "iglob", "rglob", "iterdir", "listdir", "scandir", "walk", "sorted", "set"),
+    )
+)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _GENERATED = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 _Body = list[ast.stmt]
@@ -47,14 +56,16 @@ class _Given(NamedTuple):
     """A value in the source, and where it is.
 
     Attributes:
-        value: The expression; None if it is a part of what the line makes.
+        value: The expression.
         scope: The function.
         line: The line of its statement.
+        is_part: Whether it is a part of what the expression makes.
     """
 
-    value: ast.expr | None
+    value: ast.expr
     scope: _Scope
     line: int
+    is_part: bool = False
 
 
 def data_made_at(given: Any, hook: str) -> str:
@@ -78,32 +89,38 @@ def data_made_at(given: Any, hook: str) -> str:
 
 
 def _place(code: CodeType, made: _Given | None) -> str:
+    decides: _Given | None = None
     for _ in range(_MOST_STEPS):
-        before = None if made is None or made.value is None else _passed_on(made.value)
-        found = _assigned(before, made) if made is not None and before is not None else None
-        if found is None:
+        if made is None or _chooses(made.value):
             break
-        made = found
+        passed_on = None if made.is_part else _passed_on(made.value)
+        decides = decides or (made if passed_on is None else None)
+        origins = _origins(made.value) if passed_on is None else (passed_on,)
+        earlier = next((found for one in origins if (found := _assigned(one, made)) is not None), None)
+        if earlier is None:
+            made = decides or made
+            break
+        made = earlier
     return f"{code.co_filename}:{made.line} in {made.scope.name}" if made is not None else ""
 
 
 def _returned(code: CodeType) -> _Given | None:
     """What a hook returns, if there is only one place where it does."""
     scope = _scope_of(code)
-    statements = _statements(scope.body) if scope is not None else ()
-    returns = [one for one in statements if isinstance(one, ast.Return)]
-    return _Given(returns[0].value, scope, returns[0].lineno) if scope is not None and len(returns) == 1 else None
+    if scope is None:
+        return None
+    returns = [one for one in _statements(scope.body) if isinstance(one, ast.Return)]
+    value = returns[0].value if len(returns) == 1 else None
+    return _Given(value, scope, returns[0].lineno) if value is not None else None
 
 
 def _argument(code: CodeType, line: int, hook: str) -> _Given | None:
     """What a call of the Trainer at this line is given."""
     scope = _scope_of(code)
-    around = (
-        [one for one in _statements(scope.body) if first_line(one) <= line <= last_line(one)]
-        if scope is not None
-        else []
-    )
-    if scope is None or not around:
+    if scope is None:
+        return None
+    around = [one for one in _statements(scope.body) if first_line(one) <= line <= last_line(one)]
+    if not around:
         return None
     calls = (node for node in ast.walk(around[-1]) if isinstance(node, ast.Call))
     call = next((one for one in calls if name_of(one.func) in _METHODS), None)
@@ -132,11 +149,40 @@ def _passed_on(value: ast.expr) -> ast.expr | None:
         return _passed_on(value.elts[0]) if len(value.elts) == 1 else None
     if isinstance(value, ast.Dict):
         return _passed_on(value.values[0]) if len(value.values) == 1 else None
+    if isinstance(value, ast.Subscript):
+        return _passed_on(value.value) if isinstance(value.slice, ast.Constant) else None
     if isinstance(value, ast.Call) and name_of(value.func)[:1].isupper():
         named = next((one.value for one in value.keywords if one.arg == "dataset"), None)
         inner = named or next(iter(value.args), None)
         return None if inner is None else _passed_on(inner)
     return None
+
+
+def _origins(value: ast.expr) -> Iterator[ast.expr]:
+    """What an expression makes something else of: the object of the method it calls, the function's first argument."""
+    if isinstance(value, (ast.Name, ast.Attribute)):
+        yield value
+    elif isinstance(value, ast.Subscript):
+        yield from _origins(value.value)
+    elif isinstance(value, _GENERATED):
+        yield from _origins(value.generators[0].iter)
+    elif isinstance(value, ast.Call):
+        if isinstance(value.func, ast.Attribute):
+            yield from _origins(value.func.value)
+        for argument in value.args[:1]:
+            yield from _origins(argument)
+
+
+def _chooses(value: ast.expr) -> bool:
+    """Whether an expression takes some of the data, or lists it: a known function, a condition, a comparison."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call) and name_of(node.func) in _CHOOSING:
+            return True
+        if isinstance(node, ast.comprehension) and node.ifs:
+            return True
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Compare):
+            return True
+    return False
 
 
 def _assigned(value: ast.expr, made: _Given) -> _Given | None:
@@ -180,8 +226,8 @@ def _assignments(scope: _Scope, name: str, kind: type[ast.expr]) -> Iterator[_Gi
             if isinstance(target, kind) and name_of(target) == name and value is not None:
                 yield _Given(value, scope, statement.lineno)
             parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
-            if any(isinstance(one, kind) and name_of(one) == name for one in parts):
-                yield _Given(None, scope, statement.lineno)
+            if value is not None and any(isinstance(one, kind) and name_of(one) == name for one in parts):
+                yield _Given(value, scope, statement.lineno, is_part=True)
 
 
 def _statements(body: _Body) -> Iterator[ast.stmt]:
