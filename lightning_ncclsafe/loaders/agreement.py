@@ -18,7 +18,12 @@ from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
 from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
 from lightning_ncclsafe.rules.judging import judge
-from lightning_ncclsafe.rules.kit.data import epoch_batches, evaluates_independently, runs_independently
+from lightning_ncclsafe.rules.kit.data import (
+    HOW_DATA_DIFFERS,
+    epoch_batches,
+    evaluates_independently,
+    runs_independently,
+)
 from lightning_ncclsafe.rules.kit.wording import joined, short_place
 from lightning_ncclsafe.settings import OnUneven
 
@@ -139,10 +144,9 @@ class Agreement:
             return Agreed()  # the rank that takes no part has reported why
         job = self._job(ranks)
         diagnosis = judge(job, AGREEMENT_RULES)
-        diagnosis = _with_place(diagnosis, made_at()) if diagnosis.findings else diagnosis
         ends = epoch_ends(data) if self._is_complete(ranks) else ()
         if any(is_refused(finding, job) for finding in diagnosis.findings) and self._is_complete(ranks):
-            diagnosis = _with_way_on(diagnosis)
+            diagnosis = _with_way_on(_with_place(diagnosis, made_at))
             folder = self._write(diagnosis, is_refused=True)
             return Agreed(
                 complete=True,
@@ -151,13 +155,13 @@ class Agreement:
                 folder=folder,
                 incident=diagnosis.job.incident.number,
             )
-        incident = self._warn(diagnosis) if diagnosis.findings else 0
+        incident = self._warn(diagnosis, made_at) if diagnosis.findings else 0
         return Agreed(complete=self._is_complete(ranks), findings=diagnosis.findings, incident=incident, ends=ends)
 
     def _is_complete(self, ranks: tuple[RankFacts, ...]) -> bool:
         return len(ranks) == self._world_size and all(facts.data is not None for facts in ranks)
 
-    def _warn(self, diagnosis: Diagnosis) -> int:
+    def _warn(self, diagnosis: Diagnosis, made_at: Callable[[], str]) -> int:
         """Warns once, even where every epoch creates new loaders whose data differs in another way.
 
         Where only what would hang is refused, anything else is not an incident and gets no report.
@@ -174,6 +178,7 @@ class Agreement:
         is_incident = policies != {"raise_on_hang"}
         if self._identity.rank == 0:
             is_error = any(finding.severity is Severity.ERROR for finding in diagnosis.findings)
+            diagnosis = _with_place(diagnosis, made_at)
             lines = [render_mismatch(diagnosis)]
             lines += [_GOES_ON] if is_error else []
             lines += [f"report: {self._write(diagnosis)}"] if is_incident else []
@@ -195,23 +200,21 @@ class Agreement:
         return write_all(diagnosis, self._report_dir, self._say, is_refused=is_refused)
 
 
-def _with_place(diagnosis: Diagnosis, place: str) -> Diagnosis:
-    """Adds the line that makes the data, where a finding has no line of its own; all ranks run the same source."""
+def _with_place(diagnosis: Diagnosis, made_at: Callable[[], str]) -> Diagnosis:
+    """Adds the line that makes the data to findings about that; all ranks run the same source."""
+    about_it = [one for one in diagnosis.findings if HOW_DATA_DIFFERS[one.rule].is_of_data and not one.location]
+    place = made_at() if about_it else ""
     if not place:
         return diagnosis
+    evidence = Evidence(source="source code", text=f"This data is made at {place}.")
     text = f"This data is made at {short_place(place)}."
-    findings = (
-        finding
-        if finding.location
-        else replace(
-            finding,
-            location=place,
-            summary=joined((finding.summary, text)),
-            evidence=(*finding.evidence, Evidence(source="source code", text=f"This data is made at {place}.")),
-        )
-        for finding in diagnosis.findings
+    findings = tuple(
+        replace(one, location=place, summary=joined((one.summary, text)), evidence=(*one.evidence, evidence))
+        if one in about_it
+        else one
+        for one in diagnosis.findings
     )
-    return replace(diagnosis, findings=tuple(findings))
+    return replace(diagnosis, findings=findings)
 
 
 def _with_way_on(diagnosis: Diagnosis) -> Diagnosis:

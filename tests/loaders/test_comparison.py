@@ -115,6 +115,13 @@ def test_the_line_that_makes_the_data_is_asked_for_once_ranks_disagree(tmp_path:
     assert asked == [0]
 
 
+def test_settings_that_differ_are_not_made_by_data(tmp_path: Path) -> None:
+    presented = [data(EQUAL, content=content, data_rank=rank) for rank, content in enumerate(("auto", "off"))]
+    errors = Job(tmp_path, 2).run(lambda rank, agreement: agreement.compare(presented[rank], lambda: "train.py:1 in f"))
+    for error in errors:
+        assert (error.findings[0].rule, error.findings[0].location) == ("settings-disagreement", "")
+
+
 def test_comparisons_reuse_their_keys(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
 

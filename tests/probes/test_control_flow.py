@@ -341,6 +341,8 @@ def test_invalid_source_has_no_branches() -> None:
         ("main = trainer.is_global_zero\nif main and x:\n    save()  # <-", "if main and x:  (line 2)"),
         ("main = is_main_process()\nif not main:\n    save()  # <-", "if not main:  (line 2)"),
         ("some = is_due() or rank == 1\nif some:\n    save()  # <-", ""),
+        ("some = not (is_due() and rank == 1)\nif some:\n    save()  # <-", ""),
+        ("some = not (is_due() or rank == 1)\nif some:\n    save()  # <-", "if some:  (line 2)"),
         ("some = rank == 0 or rank == 4\nif some:\n    save()  # <-", "if some:  (line 2)"),
         ("size = int(os.environ['WORLD_SIZE'])\nif size == 1:\n    save()  # <-", ""),
         ("me = seeds(rank)\nif me == 0:\n    save()  # <-", ""),

@@ -1,11 +1,16 @@
 """The line that decides which data a loader has is found in the source, past what only passes the data on."""
 
+import ast
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 
+from lightning_ncclsafe.probes.data import made_at
 from lightning_ncclsafe.probes.data.made_at import data_made_at
 
 HERE = Path(__file__)
@@ -34,6 +39,10 @@ def place(mark: str, function: str) -> str:
 
 def random_split(data: Any) -> Any:
     return data, data
+
+
+def load(path: str) -> str:
+    return path
 
 
 class Split:
@@ -79,6 +88,117 @@ def test_a_hook_with_several_returns_is_unknown() -> None:
     assert data_made_at(Split(), "test_dataloader") == ""
 
 
+class Read:
+    """Reads what it is given."""
+
+    def __init__(self, *what: Any, **more: Any) -> None:
+        self.what = what
+
+
+class Common:
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def setup(self) -> None:
+        self.train: Any = load("default")
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train)
+
+    def transfer(self, batch: Any) -> None:
+        batch.train = batch.train.to("cpu")
+
+
+class Own(Common):
+    def setup(self) -> None:
+        self.train = Read(self.folder, 3)  # <- own
+
+
+class Branches(Common):
+    def setup(self) -> None:
+        if self.folder:
+            self.train = load("a")
+        else:
+            self.train = load("b")
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train)  # <- branches
+
+
+class Filled(Common):
+    def setup(self) -> None:
+        self.train: Any = []
+        for file in FILES:
+            self.train.append(file)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, collate_fn=lambda rows: sorted(rows))  # type: ignore[call-arg]  # <- filled
+
+
+class Parsed(Common):
+    def train_dataloader(self) -> Any:
+        rows = [Read(file, self.folder) for file in FILES]  # <- parsed
+        return DataLoader(rows)
+
+
+class Opened(Common):
+    def train_dataloader(self) -> Any:
+        with open(self.folder) as FILES:
+            return DataLoader(FILES)  # <- opened
+
+
+class Added(Common):
+    def train_dataloader(self) -> Any:
+        rows = load("rows")
+        rows += "more"  # <- added
+        return DataLoader(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark", "function"),
+    [
+        (Own, "own", "setup"),
+        (Branches, "branches", "train_dataloader"),
+        (Filled, "filled", "train_dataloader"),
+        (Parsed, "parsed", "train_dataloader"),
+        (Opened, "opened", "train_dataloader"),
+        (Added, "added", "train_dataloader"),
+    ],
+)
+def test_only_what_the_source_leaves_no_choice_about_is_followed(
+    kind: Callable[..., Any], mark: str, function: str
+) -> None:
+    """Neither an overridden method, nor one of two branches, nor another object's attribute, nor a shadowed name."""
+    assert data_made_at(kind("data"), "train_dataloader") == place(mark, function)
+
+
+class Raises(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Hostile(metaclass=Raises):
+    pass
+
+
+def test_what_the_users_objects_raise_is_no_failure() -> None:
+    assert data_made_at(Hostile(), "train_dataloader") == ""
+
+
+def test_a_source_that_cannot_be_read_in_time_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def hangs(file: str) -> Any:
+        goes_on.wait(20)
+        return ast.parse("")
+
+    monkeypatch.setattr(made_at, "_MOST_S", 0.05)
+    monkeypatch.setattr(made_at, "_functions", hangs)
+    assert data_made_at(Split(), "train_dataloader") == ""
+    goes_on.set()
+    until(lambda: not made_at._reading.is_busy)
+
+
 TRAINER = """
 def _run(given, hook):
     return data_made_at(given, hook)
@@ -115,10 +235,6 @@ def test_a_loop_over_what_the_data_is_made_of_is_followed() -> None:
     for path in paths:
         found = trainer().test(None, DataLoader(path))
     assert found == place("paths", "test_a_loop_over_what_the_data_is_made_of_is_followed")
-
-
-def load(path: str) -> str:
-    return path
 
 
 def test_a_line_that_chooses_comes_before_one_that_makes_something_of_it() -> None:

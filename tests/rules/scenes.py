@@ -490,6 +490,15 @@ def a_logger_sends_at_the_end(net: Backend) -> JobFacts:
     return job(culprit, *(net.finished(rank, seq=60, batch=19) for rank in range(1, 4)))
 
 
+def a_handler_of_logging_sends(net: Backend) -> JobFacts:
+    """A collector has stopped to read what a handler of Python's logging sends; the Trainer's logger is elsewhere."""
+    handler = Frame(file="/usr/lib/python3.12/logging/__init__.py", line=1700, function="callHandlers")
+    sends = Frame(file="/usr/lib/python3.12/logging/handlers.py", line=680, function="emit")
+    culprit = net.working(1, user("training_step", 57), handler, sends, seq=60, action=TRAINING_STEP)
+    disk = StorageFacts(owner="TensorBoardLogger", path="/mnt/logs", filesystem="nfs4")
+    return job(replace(culprit, storage=(disk,)), *(net.waiting(rank, seq=61) for rank in (0, 2, 3)))
+
+
 def waits_at_a_breakpoint(net: Backend) -> JobFacts:
     """A breakpoint() was left in training_step; rank 2 has reached it first."""
     prompt = Frame(file="/usr/lib/python3.12/pdb.py", line=432, function="_cmdloop", code="self.cmdloop()")
@@ -692,6 +701,13 @@ SCENES = (
     Scene("link is broken", link_is_broken, "all-joined", (0, 1, 2, 3)),
     Scene("own callback hangs", own_callback_hangs, "own-code", (2,), location_of(OWN_WAIT[1])),
     Scene("hook at the end hangs", hook_at_the_end_hangs, "unfinished-rank", (2,), f"{USER_FILE}:80 in on_fit_end"),
+    Scene(
+        "a handler of logging sends",
+        a_handler_of_logging_sends,
+        "slow-logger",
+        (1,),
+        f"{USER_FILE}:57 in training_step",
+    ),
     Scene("a logger sends at the end", a_logger_sends_at_the_end, "slow-logger", (0,), f"{USER_FILE}:82 in send"),
     Scene("waits at a breakpoint", waits_at_a_breakpoint, "at-breakpoint", (2,), f"{USER_FILE}:40 in training_step"),
     Scene("slow step", slow_step, "rank-behind", (2,), f"{USER_FILE}:90 in slow"),

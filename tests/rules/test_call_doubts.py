@@ -278,6 +278,12 @@ def test_a_rank_aborted_in_a_callback_monitors_a_key_that_others_never_logged() 
     assert first(job(other, world=2, witnessed=(gone,))).location != score.place
 
 
+def _sent(facts: RankFacts, *dtypes: str) -> tuple[Collective, ...]:
+    """Calls of one line, each of another type."""
+    call = replace(facts.collectives[-1], input_sizes=((1,),), site="there", completed=True)
+    return tuple(replace(call, seq=57 + index, dtypes=(dtype,)) for index, dtype in enumerate(dtypes))
+
+
 def test_a_rank_that_sends_more_than_ever_before_is_the_one_that_is_wrong() -> None:
     """Of two ranks, there is no majority; but the room of the other is what this one has always sent from there."""
     scene = scenes.aborted_alone(GLOO)
@@ -286,9 +292,7 @@ def test_a_rank_that_sends_more_than_ever_before_is_the_one_that_is_wrong() -> N
     gone = replace(scene.witnessed[0], state="gone", ended_by="SIGABRT", said=said, stack=stack)
 
     def answer(*dtypes: str) -> Finding:
-        call = replace(left.collectives[-1], input_sizes=((1,),), site="there", completed=True)
-        calls = [replace(call, seq=57 + index, dtypes=(dtype,)) for index, dtype in enumerate(dtypes)]
-        ranks = (replace(left, collectives=tuple(calls)),)
+        ranks = (replace(left, collectives=_sent(left, *dtypes)),)
         return first(replace(scene, ranks=ranks, witnessed=(gone,)))
 
     odd = answer("Float", "Float", "Double")
@@ -296,6 +300,9 @@ def test_a_rank_that_sends_more_than_ever_before_is_the_one_that_is_wrong() -> N
     words = "Rank 0 has called all_reduce (1 element of Double) there, and all_reduce (1 element of Float) before."
     assert odd.summary.endswith(words)
     assert answer("Double", "Float", "Double").ranks == (0, 1), "it has always differed"
+    more = [replace(left, rank=rank, collectives=_sent(left, "Float", "Float", "Double")) for rank in (0, 2)]
+    three = replace(scene, world_size=3, ranks=tuple(more), witnessed=(gone,))
+    assert first(three).ranks == (1,), "it has missed a change that most have made"
 
 
 def test_a_process_that_gloo_has_ended_says_so_where_the_others_had_gone_on() -> None:
@@ -311,7 +318,7 @@ def test_a_process_that_gloo_has_ended_says_so_where_the_others_had_gone_on() ->
     assert found(segfault) == {"dead-rank": CERTAIN}
     both = replace(facts, witnessed=(replace(words, ended_by="SIGSEGV", said=WHAT),))
     assert found(both) == {"mismatched-collective": LIKELY}
-    assert "The process of rank 1 is gone" in first(both).summary
+    assert "The process of rank 1 has ended at train.py:147" in first(both).summary
 
 
 def _broken(rank: int, *stack: Frame) -> RankFacts:

@@ -208,3 +208,18 @@ def test_ranks_that_wait_for_nobody_wait_by_themselves() -> None:
     assert alike.summary.startswith("Ranks 0-3 wait by themselves, in training_step")
     (working, *_) = judge(scenes.rank_zero_works_and_the_others_look_for_its_file(GLOO)).findings
     assert "wait by themselves" in working.summary
+
+
+def test_a_handler_of_pythons_logging_is_told_as_one_with_its_own_remedy() -> None:
+    """Where Lightning's loggers write has nothing to do with it."""
+    finding = judge(scenes.a_handler_of_logging_sends(GLOO)).findings[0]
+    assert finding.summary.startswith("Rank 1 is held up in a handler of Python's logging, in ")
+    assert "QueueHandler" in finding.remedy and "LoggerOffload" not in finding.remedy
+    assert not any("/mnt/logs" in item.text for item in finding.evidence)
+
+
+def test_a_step_that_was_left_out_has_not_ended_the_loop() -> None:
+    (finding, *_) = judge(scenes.an_optimizer_step_left_out_on_one_rank(GLOO)).findings
+    told = [item.text for item in finding.evidence if item.source == "source code"]
+    assert told == [f"{builders.USER_FILE}:70 in training_step may have led around the optimizer's step."]
+    assert "Steps of optimizer 0 in batch 7 of epoch 0: 0 on rank 1, 1 on ranks 0, 2-3." in finding.summary

@@ -463,7 +463,8 @@ def test_a_crash_beside_diverged_calls_is_a_consequence_if_no_line_is_known_to_h
     last = {1: GLOO.waiting(1, seq=61, world=3, sizes=ONE), 2: GLOO.waiting(2, seq=61, world=3)}
     crashed = process(0, "gone", ended_by="SIGSEGV")
     facts = job(*last.values(), world=3, witnessed=(crashed,))
-    assert "dead-rank" not in rules(facts)
+    assert rules(facts)["dead-rank"] == POSSIBLE
+    assert first(facts).rule != "dead-rank"
     in_line = replace(crashed, stack=(RUN, user("decode", 57)))
     assert rules(replace(facts, witnessed=(in_line,)))["dead-rank"] == CERTAIN
     alike = job(*(GLOO.waiting(rank, seq=61, world=3) for rank in (1, 2)), world=3, witnessed=(crashed,))

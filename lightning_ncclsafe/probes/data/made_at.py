@@ -1,38 +1,50 @@
 """The line of the user's code that decides which data a loader has: a filter, a split, a list of files.
 
-It follows the source back from where the Trainer gets the loader, through the names and classes that only pass the data
-on, to the first line that does more. If one before it chooses among data by a known function, it is that one. Nothing
-is executed.
+It follows the source back from where the Trainer gets the loader, through names and classes that only hold data, to the
+first line that does more. If a line before that chooses among data by a known function, it is that one. Nothing is
+executed, and where several lines may have made a value, none of them is told.
 """
 
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.code.libraries import TRAINER_RUN, is_top_level
+from lightning_ncclsafe.code.side_thread import SideThread
 from lightning_ncclsafe.probes.process.control_flow import first_line, last_line, name_of, syntax_tree
 from lightning_ncclsafe.probes.process.stacks import is_user_code
 
+# All ranks wait while one reads the source, which may be on storage that hangs.
+_MOST_S = 2.0
 _MOST_STEPS = 16
 _MOST_FRAMES = 200
 # The positions of loaders among the arguments of the Trainer's methods; validate, test and predict have one.
 _POSITIONS = {"train_dataloader": 1, "val_dataloader": 2}
 _KEYWORDS = {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"}
 _METHODS = ("fit", "validate", "test", "predict")
+# Classes of PyTorch and Lightning that hold the data that they are given first, or as ``dataset``.
+_HOLDERS = frozenset(
+    (
+        *("DataLoader", "StatefulDataLoader", "CombinedLoader", "Subset", "ConcatDataset", "ChainDataset"),
+        *("StackDataset", "TensorDataset"),
+    )
+)
 # Functions that choose among data, or list it, in PyTorch, numpy, pandas, scikit-learn, datasets and Python.
 _CHOOSING = frozenset(
     (
-        *("random_split", "train_test_split", "split", "shard", "shuffle", "sample", "choice", "choices"),
-        *("permutation", "randperm", "filter", "select", "take", "skip", "islice", "drop_duplicates", "unique"),
-        *("glob", "iglob", "rglob", "iterdir", "listdir", "scandir", "walk", "sorted", "set"),
+        *("random_split", "train_test_split", "shard", "shuffle", "sample", "choice", "choices", "permutation"),
+        *("randperm", "filter", "select", "islice", "drop_duplicates", "glob", "iglob", "rglob", "iterdir"),
+        *("listdir", "scandir", "walk", "sorted"),
     )
 )
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _GENERATED = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
+_reading = SideThread("ncclsafe-source")
 _Body = list[ast.stmt]
 
 
@@ -40,89 +52,104 @@ class _Scope(NamedTuple):
     """A function, or a whole file.
 
     Attributes:
+        file: Path of the file.
         name: Its name.
         body: Its statements.
         parameters: The names of its parameters.
-        around: The class or function that it is in, and that one's, from inside out.
+        around: The functions and the file that it is in, from inside out.
+        owner: The class of the object whose method it is; None if it is no method, or that is not known.
     """
 
+    file: str
     name: str
     body: _Body
     parameters: frozenset[str] = frozenset()
     around: tuple[ast.AST, ...] = ()
+    owner: type | None = None
 
 
 class _Given(NamedTuple):
     """A value in the source, and where it is.
 
     Attributes:
-        value: The expression.
+        value: The expression; None if the source does not show it, as for what an import gives.
         scope: The function.
         line: The line of its statement.
-        is_part: Whether it is a part of what the expression makes.
+        is_part: Whether it is a part of what the expression makes, or that is a part of it.
+        is_conditional: Whether the statement is in another one: a branch, a loop.
     """
 
-    value: ast.expr
+    value: ast.expr | None
     scope: _Scope
     line: int
     is_part: bool = False
+    is_conditional: bool = False
 
 
 def data_made_at(given: Any, hook: str) -> str:
-    """Where the data of a stage is made: ``"file:line in function"``; empty if the source does not show it.
+    """Where the data of a stage is made: ``"file:line in function"``; empty if the source does not show it in time.
 
-    To be called below the Trainer's method, as the loaders may be an argument of that.
+    To be called below the Trainer's method, as the loaders may be an argument of that. Does not raise.
 
     Args:
         given: What has the hook, or the loaders themselves.
         hook: ``"train_dataloader"``, ``"val_dataloader"``, ….
     """
-    with suppress(OSError, RecursionError, SyntaxError, ValueError):
+    with suppress(Exception):  # not essential, whatever the user's objects and files do
         method = inspect.unwrap(getattr(type(given), hook)) if hasattr(type(given), hook) else None
-        code = getattr(method, "__code__", None)
-        if code is not None:
-            return _place(code, _returned(code))
+        if isinstance(code := getattr(method, "__code__", None), CodeType):
+            return _in_time(partial(_of_hook, code, type(given)))
         frame = _caller_of_trainer(sys._getframe(1))
         if frame is not None:
-            return _place(frame.f_code, _argument(frame.f_code, frame.f_lineno, hook))
+            own = frame.f_locals.get("self")
+            owner = None if own is None else type(own)
+            return _in_time(partial(_of_argument, frame.f_code, frame.f_lineno, owner, hook))
     return ""
 
 
-def _place(code: CodeType, made: _Given | None) -> str:
+def _in_time(find: Callable[[], str]) -> str:
+    _reading.begin(find)
+    return str(_reading.answer(_MOST_S))
+
+
+def _of_hook(code: CodeType, owner: type) -> str:
+    return _place(_returned(_scope_of(code, owner)))
+
+
+def _of_argument(code: CodeType, line: int, owner: type | None, hook: str) -> str:
+    return _place(_argument(_scope_of(code, owner), line, hook))
+
+
+def _place(made: _Given | None) -> str:
     decides: _Given | None = None
     for _ in range(_MOST_STEPS):
-        if made is None or _chooses(made.value):
+        if made is None or made.value is None or _chooses(made.value):
             break
-        passed_on = None if made.is_part else _passed_on(made.value)
-        decides = decides or (made if passed_on is None else None)
-        origins = _origins(made.value) if passed_on is None else (passed_on,)
-        earlier = next((found for one in origins if (found := _assigned(one, made)) is not None), None)
+        held = None if made.is_part else _held(made.value)
+        decides = decides or (made if held is None else None)
+        origins = _origins(made.value) if held is None else (held,)
+        assigned = (_assigned(one, made) for one in origins)
+        earlier = next((one for one in assigned if one is not None and one.value is not None), None)
         if earlier is None:
-            made = decides or made
             break
         made = earlier
-    return f"{code.co_filename}:{made.line} in {made.scope.name}" if made is not None else ""
+    found = made if made is not None and made.value is not None and _chooses(made.value) else decides or made
+    return f"{found.scope.file}:{found.line} in {found.scope.name}" if found is not None else ""
 
 
-def _returned(code: CodeType) -> _Given | None:
+def _returned(scope: _Scope | None) -> _Given | None:
     """What a hook returns, if there is only one place where it does."""
-    scope = _scope_of(code)
-    if scope is None:
-        return None
-    returns = [one for one in _statements(scope.body) if isinstance(one, ast.Return)]
+    returns = [one for one, _ in _statements(scope.body) if isinstance(one, ast.Return)] if scope is not None else []
     value = returns[0].value if len(returns) == 1 else None
-    return _Given(value, scope, returns[0].lineno) if value is not None else None
+    return _Given(value, scope, returns[0].lineno) if scope is not None and value is not None else None
 
 
-def _argument(code: CodeType, line: int, hook: str) -> _Given | None:
+def _argument(scope: _Scope | None, line: int, hook: str) -> _Given | None:
     """What a call of the Trainer at this line is given."""
-    scope = _scope_of(code)
     if scope is None:
         return None
-    around = [one for one in _statements(scope.body) if first_line(one) <= line <= last_line(one)]
-    if not around:
-        return None
-    calls = (node for node in ast.walk(around[-1]) if isinstance(node, ast.Call))
+    around = [one for one, _ in _statements(scope.body) if first_line(one) <= line <= last_line(one)]
+    calls = (node for node in ast.walk(around[-1]) if isinstance(node, ast.Call)) if around else iter(())
     call = next((one for one in calls if name_of(one.func) in _METHODS), None)
     value = _loaders_of(call, hook) if call is not None else None
     return _Given(value, scope, around[-1].lineno) if value is not None else None
@@ -137,24 +164,23 @@ def _loaders_of(call: ast.Call, hook: str) -> ast.expr | None:
     return named or (call.args[position] if is_plain and len(call.args) > position else None)
 
 
-def _passed_on(value: ast.expr) -> ast.expr | None:
-    """What an expression passes on as it is: to a name, or into a class; None if its own line decides."""
+def _held(value: ast.expr) -> ast.expr | None:
+    """The name or call whose data an expression holds as it is; None if its own line decides."""
     if isinstance(value, (ast.Name, ast.Attribute)):
         return value
     if isinstance(value, (ast.Await, ast.Starred, ast.NamedExpr)):
-        return _passed_on(value.value)
-    if isinstance(value, _GENERATED):
-        return _passed_on(value.generators[0].iter) if not value.generators[0].ifs else None
+        return _held(value.value)
     if isinstance(value, (ast.List, ast.Tuple)):
-        return _passed_on(value.elts[0]) if len(value.elts) == 1 else None
+        return _held(value.elts[0]) if len(value.elts) == 1 else None
     if isinstance(value, ast.Dict):
-        return _passed_on(value.values[0]) if len(value.values) == 1 else None
+        return _held(value.values[0]) if len(value.values) == 1 else None
     if isinstance(value, ast.Subscript):
-        return _passed_on(value.value) if isinstance(value.slice, ast.Constant) else None
-    if isinstance(value, ast.Call) and name_of(value.func)[:1].isupper():
-        named = next((one.value for one in value.keywords if one.arg == "dataset"), None)
-        inner = named or next(iter(value.args), None)
-        return None if inner is None else _passed_on(inner)
+        return _held(value.value) if isinstance(value.slice, ast.Constant) else None
+    if isinstance(value, ast.Call):
+        inner = next((one.value for one in value.keywords if one.arg == "dataset"), None)
+        if name_of(value.func) in _HOLDERS:
+            inner = inner or next(iter(value.args), None)
+        return None if inner is None else _held(inner)
     return None
 
 
@@ -174,107 +200,178 @@ def _origins(value: ast.expr) -> Iterator[ast.expr]:
 
 
 def _chooses(value: ast.expr) -> bool:
-    """Whether an expression takes some of the data, or lists it: a known function, a condition, a comparison."""
-    for node in ast.walk(value):
-        if isinstance(node, ast.Call) and name_of(node.func) in _CHOOSING:
+    """Whether an expression takes some of the data, or lists it: by a known function, a condition, a comparison."""
+    if isinstance(value, ast.Call):
+        if name_of(value.func) in _CHOOSING:
             return True
-        if isinstance(node, ast.comprehension) and node.ifs:
-            return True
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Compare):
-            return True
+        inner = [*value.args[:1], *(one.value for one in value.keywords if one.arg == "dataset")]
+        inner += [value.func.value] if isinstance(value.func, ast.Attribute) else []
+        return any(map(_chooses, inner))
+    if isinstance(value, (ast.List, ast.Tuple, ast.Dict)):
+        parts = value.values if isinstance(value, ast.Dict) else value.elts
+        return len(parts) == 1 and _chooses(parts[0])
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.slice, ast.Compare) or _chooses(value.value)
+    if isinstance(value, _GENERATED):
+        return bool(value.generators[0].ifs) or _chooses(value.generators[0].iter)
     return False
 
 
 def _assigned(value: ast.expr, made: _Given) -> _Given | None:
-    """What a name stands for, as the last assignment before it says; None if there is none."""
+    """What a name stands for, as the last assignment before it says; None if there is none, or several may be it."""
     if isinstance(value, ast.Name):
         return _variable(value.id, made)
-    if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self":
+    if isinstance(value, ast.Attribute) and _is_self(value.value):
         return _attribute(value.attr, made.scope)
     return None
 
 
 def _variable(name: str, made: _Given) -> _Given | None:
-    before = made.line
+    before: float = made.line
     for scope in (made.scope, *_scopes_around(made.scope)):
-        found = [given for given in _assignments(scope, name, ast.Name) if given.line < before]
-        if found:
-            return found[-1]
-        if name in scope.parameters:
-            return None
-        before = sys.maxsize
+        found = [
+            given for given in _assignments(scope, lambda target: _is_variable(target, name)) if given.line < before
+        ]
+        if found or name in scope.parameters:
+            return _last(found)
+        before = float("inf")
     return None
 
 
 def _attribute(name: str, scope: _Scope) -> _Given | None:
-    """What an attribute of ``self`` is, rather as a hook sets it than as ``__init__`` does."""
-    owner = next((one for one in scope.around if isinstance(one, ast.ClassDef)), None)
-    functions = [one for one in owner.body if isinstance(one, _FUNCTIONS)] if owner is not None else []
-    functions.sort(key=lambda one: one.name != "__init__")
-    scopes = [_function_scope(one, scope.around[scope.around.index(owner) :]) for one in functions if owner]
-    found = [given for each in scopes for given in _assignments(each, name, ast.Attribute)]
-    known = [given for given in found if not (isinstance(given.value, ast.Constant) and given.value.value is None)]
-    return known[-1] if known else None
-
-
-def _assignments(scope: _Scope, name: str, kind: type[ast.expr]) -> Iterator[_Given]:
-    """What a function gives to a variable, or to an attribute of ``self``, in the order of its lines."""
-    for statement in _statements(scope.body):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        value = getattr(statement, "iter", None) or getattr(statement, "value", None)
-        for target in targets:
-            if isinstance(target, kind) and name_of(target) == name and value is not None:
-                yield _Given(value, scope, statement.lineno)
-            parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
-            if value is not None and any(isinstance(one, kind) and name_of(one) == name for one in parts):
-                yield _Given(value, scope, statement.lineno, is_part=True)
-
-
-def _statements(body: _Body) -> Iterator[ast.stmt]:
-    """Every statement of a function, in the order of their lines, except those of functions and classes in it."""
-    for statement in body:
-        yield statement
-        if not isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
-            for name in ("body", "handlers", "orelse", "finalbody", "cases"):
-                for inner in getattr(statement, name, ()):
-                    yield from _statements(inner.body if not isinstance(inner, ast.stmt) else [inner])
-
-
-def _scope_of(code: CodeType) -> _Scope | None:
-    """The function of a code object; None if it is not the user's, or its source cannot be read."""
-    if not is_user_code(code.co_filename):
-        return None
-    tree = syntax_tree(code.co_filename)
-    if is_top_level(code.co_name):
-        return _Scope(code.co_name, tree.body)
-    for node, around in _with_outer(tree, ()):
-        if not isinstance(node, _FUNCTIONS) or node.name != code.co_name:
-            continue
-        # The first line of code with decorators is that of the first of them.
-        if code.co_firstlineno in (node.lineno, *(one.lineno for one in node.decorator_list)):
-            return _function_scope(node, around)
+    """What an attribute of ``self`` is, by the methods that its class has; rather by a hook than by ``__init__``."""
+    methods = _methods(scope.owner) if scope.owner is not None else {}
+    scopes = [_scope_of(code, scope.owner) for method, code in methods.items() if method != "__init__"]
+    first = _scope_of(methods["__init__"], scope.owner) if "__init__" in methods else None
+    for some in (scopes, [first]):
+        found = [
+            given
+            for each in some
+            if each is not None
+            for given in _assignments(each, lambda target: _is_attribute(target, name))
+        ]
+        if found:
+            return _last(found)
     return None
 
 
-def _with_outer(node: ast.AST, around: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
-    yield node, around
-    is_outer = isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Module))
-    for child in ast.iter_child_nodes(node):
-        yield from _with_outer(child, (node, *around) if is_outer else around)
+def _methods(owner: type) -> dict[str, CodeType]:
+    """The user's methods that objects of a class have, by name."""
+    found: dict[str, CodeType] = {}
+    for kind in owner.__mro__:
+        for name, member in vars(kind).items():
+            code = getattr(inspect.unwrap(member), "__code__", None) if inspect.isfunction(member) else None
+            if code is not None and is_user_code(code.co_filename):
+                found.setdefault(name, code)
+    return found
 
 
-def _function_scope(node: ast.FunctionDef | ast.AsyncFunctionDef, around: tuple[ast.AST, ...]) -> _Scope:
-    arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-    return _Scope(node.name, node.body, frozenset(one.arg for one in arguments), around)
+def _last(found: list[_Given]) -> _Given | None:
+    """The last of these, unless it is one of several of which any may have been made, or an empty list to be filled."""
+    if not found or (len(found) > 1 and (found[-1].is_conditional or len({one.scope.name for one in found}) > 1)):
+        return None
+    last = found[-1]
+    if last.is_part:
+        return last
+    is_empty = isinstance(last.value, (ast.List, ast.Tuple)) and not last.value.elts
+    is_empty = is_empty or (isinstance(last.value, ast.Dict) and not last.value.keys)
+    return None if is_empty or isinstance(last.value, ast.Constant) else last
+
+
+def _assignments(scope: _Scope, is_it: Callable[[ast.AST | None], bool]) -> Iterator[_Given]:
+    """What a function gives to a variable or an attribute, in the order of its lines."""
+    for statement, depth in _statements(scope.body):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        value: ast.expr | None = getattr(statement, "iter", None) or getattr(statement, "value", None)
+        parts = [part for one in targets if isinstance(one, (ast.Tuple, ast.List)) for part in one.elts]
+        is_part = isinstance(statement, ast.AugAssign) or any(map(is_it, parts))
+        if is_part or any(map(is_it, targets)):
+            # The variable of a loop is known within the loop only, where it is what is looped over.
+            is_conditional = depth > 0 and not isinstance(statement, (ast.For, ast.AsyncFor))
+            if not isinstance(statement, ast.AugAssign) or any(map(is_it, targets)):
+                yield _Given(value, scope, statement.lineno, is_part, is_conditional)
+        elif any(map(is_it, _bound(statement))):
+            yield _Given(None, scope, statement.lineno)
+
+
+def _bound(statement: ast.stmt) -> Iterator[ast.AST]:
+    """What else a statement gives a value to: names of imports, ``with … as``, ``:=``, functions and classes."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        yield from (ast.Name(id=one.asname or one.name.partition(".")[0]) for one in statement.names)
+    elif isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+        yield ast.Name(id=statement.name)
+    elif isinstance(statement, (ast.With, ast.AsyncWith)):
+        yield from (node for item in statement.items if item.optional_vars for node in ast.walk(item.optional_vars))
+    yield from (node.target for node in ast.walk(statement) if isinstance(node, ast.NamedExpr))
+
+
+def _is_variable(target: ast.AST | None, name: str) -> bool:
+    return isinstance(target, ast.Name) and target.id == name
+
+
+def _is_attribute(target: ast.AST | None, name: str) -> bool:
+    return isinstance(target, ast.Attribute) and target.attr == name and _is_self(target.value)
+
+
+def _is_self(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id == "self"
+
+
+def _statements(body: _Body, depth: int = 0) -> Iterator[tuple[ast.stmt, int]]:
+    """Every statement of a function with its depth, in the order of lines; without those of functions and classes."""
+    for statement in body:
+        yield statement, depth
+        if not isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+            for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+                for inner in getattr(statement, name, ()):
+                    yield from _statements(inner.body if not isinstance(inner, ast.stmt) else [inner], depth + 1)
+
+
+def _scope_of(code: CodeType, owner: type | None) -> _Scope | None:
+    """The function of a code object; None if it is not the user's, or its source cannot be read."""
+    if not is_user_code(code.co_filename):
+        return None
+    if is_top_level(code.co_name):
+        return _Scope(code.co_filename, code.co_name, syntax_tree(code.co_filename).body)
+    for function, around in _functions(code.co_filename):
+        # The first line of code with decorators is that of the first of them.
+        if function.name == code.co_name and code.co_firstlineno == first_line(function):
+            return _function_scope(code.co_filename, function, around, owner)
+    return None
+
+
+@lru_cache(maxsize=8)
+def _functions(file: str) -> tuple[tuple[ast.FunctionDef | ast.AsyncFunctionDef, tuple[ast.AST, ...]], ...]:
+    """The functions of a file, each with the functions around it, from inside out, and the file."""
+    found: list[tuple[ast.FunctionDef | ast.AsyncFunctionDef, tuple[ast.AST, ...]]] = []
+
+    def search(body: _Body, around: tuple[ast.AST, ...]) -> None:
+        for statement, _ in _statements(body):
+            if isinstance(statement, _FUNCTIONS):
+                found.append((statement, around))
+                search(statement.body, (statement, *around))
+            elif isinstance(statement, ast.ClassDef):
+                search(statement.body, around)
+
+    tree = syntax_tree(file)
+    search(tree.body, (tree,))
+    return tuple(found)
+
+
+def _function_scope(
+    file: str, node: ast.FunctionDef | ast.AsyncFunctionDef, around: tuple[ast.AST, ...], owner: type | None
+) -> _Scope:
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+    return _Scope(file, node.name, node.body, frozenset(one.arg for one in arguments if one), around, owner)
 
 
 def _scopes_around(scope: _Scope) -> Iterator[_Scope]:
     """The functions around one, from inside out, and the file."""
     for depth, node in enumerate(scope.around):
         if isinstance(node, _FUNCTIONS):
-            yield _function_scope(node, scope.around[depth + 1 :])
+            yield _function_scope(scope.file, node, scope.around[depth + 1 :], scope.owner)
         elif isinstance(node, ast.Module):
-            yield _Scope("<module>", node.body)
+            yield _Scope(scope.file, "<module>", node.body)
 
 
 def _caller_of_trainer(frame: FrameType | None) -> FrameType | None:

@@ -285,7 +285,8 @@ class HandlerWatch:
     def __init__(self, note: Callable[[BaseException], None]) -> None:
         self._note = note
         self._lock = threading.Lock()
-        self._is_on = False
+        # One for each start: a thread that outlives its end must not take the next for its own.
+        self._ended = threading.Event()
         self._starting: threading.Thread | None = None
         self._tool = -1
         self._lines: dict[str, frozenset[int]] = {}
@@ -295,13 +296,14 @@ class HandlerWatch:
     def start(self) -> None:
         """Begins on another thread, as it reads source files."""
         if _MONITORING is not None:
-            self._is_on = True
-            self._starting = threading.Thread(target=self._start, name="ncclsafe-handlers", daemon=True)
+            self._ended = threading.Event()
+            start = partial(self._start, self._ended)
+            self._starting = threading.Thread(target=start, name="ncclsafe-handlers", daemon=True)
             self._starting.start()
 
     def close(self) -> None:
         """Ends monitoring."""
-        self._is_on = False
+        self._ended.set()
         if self._starting is not None:
             self._starting.join(_LAST_FILE_S)
         with self._lock:
@@ -313,13 +315,13 @@ class HandlerWatch:
                 _MONITORING.free_tool_id(tool)
             self._codes = []
 
-    def _start(self) -> None:
+    def _start(self, ended: threading.Event) -> None:
         with suppress(Exception):  # not essential
-            modules = takewhile(lambda _: self._is_on, _own_modules())
+            modules = takewhile(lambda _: not ended.is_set(), _own_modules())
             codes = [*codes_with_handlers(modules, self._lines)]
             with self._lock:
                 tool = next((tool for tool in _TOOLS if _MONITORING.get_tool(tool) is None), -1)
-                if not self._is_on or not codes or tool < 0:
+                if ended.is_set() or not codes or tool < 0:
                     return
                 _MONITORING.use_tool_id(tool, _NAME)
                 self._tool, self._codes = tool, codes

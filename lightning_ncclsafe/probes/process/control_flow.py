@@ -328,6 +328,10 @@ def _tests_rank(value: ast.expr) -> bool:
         tests = map(_tests_rank, value.values)
         return all(tests) if isinstance(value.op, ast.Or) else any(tests)
     if isinstance(value, ast.UnaryOp):
+        inner = value.operand
+        if isinstance(inner, ast.BoolOp):
+            tests = map(_tests_rank, inner.values)
+            return all(tests) if isinstance(inner.op, ast.And) else any(tests)
         return isinstance(value.op, ast.Not) and bool(_RANK_WORDS.search(ast.unparse(value)))
     if isinstance(value, ast.Compare):
         return bool(_RANK_WORDS.search(ast.unparse(value)))

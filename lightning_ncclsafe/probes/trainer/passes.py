@@ -139,7 +139,7 @@ def _led_around_steps(call: Call) -> Iterator[str]:
     """The branches that lead around an optimizer's step, and not around the pass before it as well."""
     for code, line in call[:1]:
         source = HookSource(code)
-        steps = [step for step in source.lines_that_call(("step",)) if step > line]
+        steps = [step for step in source.lines_that_step() if step > line]
         around = (place for step in steps for place in source.leads_around(step))
         yield from (place for place in around if place not in source.leads_around(line))
 

@@ -131,11 +131,12 @@ class HookSource:
 
     def calls_any(self, names: Collection[str]) -> tuple[str, ...]:
         """Where it calls a function of one of these names: ``"file:line in training_step"``."""
-        return tuple(map(self.place, self.lines_that_call(names)))
+        return tuple(self.place(call.lineno) for call in self._each(ast.Call) if name_of(call.func) in names)
 
-    def lines_that_call(self, names: Collection[str]) -> tuple[int, ...]:
-        """The lines that call a function of one of these names."""
-        return tuple(call.lineno for call in self._each(ast.Call) if name_of(call.func) in names)
+    def lines_that_step(self) -> tuple[int, ...]:
+        """The lines that call the ``step`` of an optimizer, by its name: a scheduler has one, too."""
+        steps = (call for call in self._each(ast.Call) if name_of(call.func) == "step")
+        return tuple(call.lineno for call in steps if "opt" in ast.unparse(call.func).lower())
 
     def sets(self, attributes: Iterable[str]) -> tuple[str, ...]:
         """Where it, or a function that it defines, sets one of these attributes: ``"file:line in training_step"``."""

@@ -48,7 +48,7 @@ _REMEDY = (
 )
 
 
-@agreement_rule(after="loader-settings", remedy=_REMEDY, plan=Plan.STOP, hangs=Hangs.IF_UNEVEN)
+@agreement_rule(after="loader-settings", remedy=_REMEDY, plan=Plan.STOP, hangs=Hangs.IF_UNEVEN, is_of_data=True)
 def uneven_batches(view: JobData) -> Iterator[Finding]:
     """A loader has different numbers of batches on different ranks, or has ended on some of them only.
 

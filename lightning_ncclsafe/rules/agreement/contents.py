@@ -44,6 +44,7 @@ _CLASSES: Questions[LoaderFacts] = {
         "exists on some hosts only, and a fallback that is used when reading fails."
     ),
     plan=Plan.STOP,
+    is_of_data=True,
 )
 def different_datasets(view: JobData) -> Iterator[Finding]:
     """The dataset, one of those below it, or the loader has a different class on some ranks.
@@ -85,6 +86,7 @@ OWN_SHARDS = "If each rank should have its own shard, set use_distributed_sample
         f"and filter by the content of the data, not by anything that depends on the rank or the host. {OWN_SHARDS}"
     ),
     plan=Plan.STOP,
+    is_of_data=True,
 )
 def unequal_samples(view: JobData) -> Iterator[Finding]:
     """A sampler splits the data among ranks, but the number of samples differs between them.
@@ -133,7 +135,7 @@ _AUGMENTATION = (
 )
 
 
-@agreement_rule(after="unequal-samples", plan=Plan.STOP)
+@agreement_rule(after="unequal-samples", plan=Plan.STOP, is_of_data=True)
 def different_data(view: JobData) -> Iterator[Finding]:
     """A sampler splits the data among ranks, but they hold different data of the same size.
 

@@ -86,6 +86,7 @@ _QUESTIONS: Questions[DataFacts] = {
     ),
     plan=Plan.STOP,
     hangs=Hangs.AT_ONCE,
+    is_of_data=True,
 )
 def loader_count(view: JobData) -> Iterator[Finding]:
     """Ranks present different numbers of loaders, loaders of different stages, or combine them differently.
@@ -121,6 +122,7 @@ def loader_count(view: JobData) -> Iterator[Finding]:
     ),
     plan=Plan.STOP,
     hangs=Hangs.IF_UNEVEN,
+    is_of_data=True,
 )
 def sized_and_unsized(view: JobData) -> Iterator[Finding]:
     """A loader has a length on some ranks and none on others.

@@ -121,12 +121,16 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         gone = tuple(rank for rank in gone if rank not in aborted_by_gloo(view))
     if gone:
         # If the others have finished, it may have finished before it ended.
-        may_have_left = all(facts.progress.phase is Phase.FINISHED for facts in view.facts.values()) and view.facts
+        may_have_left = bool(view.facts) and all(
+            facts.progress.phase is Phase.FINISHED for facts in view.facts.values()
+        )
         # That it is gone is certain; that gloo did not end it for what ranks called may not be.
         may_be_gloo = any(map(partial(_may_have_crashed_on_gloo, view), gone))
         may_be_gloo = may_be_gloo or not {*gone}.isdisjoint(aborted_by_gloo(view))
         confidence = Confidence.LIKELY if may_be_gloo else Confidence.CERTAIN
-        confidence = Confidence.POSSIBLE if may_have_left else confidence
+        # If the others' calls differ, it may have been sent what it had not waited for.
+        is_doubtful = may_have_left or (may_be_gloo and _have_diverged(view))
+        confidence = Confidence.POSSIBLE if is_doubtful else confidence
         ends = {_end(view, rank) for rank in gone}
         end = ends.pop() if len(ends) == 1 else _End()
         yield _finding(view, gone, confidence, _words(end, many=False), _words(end, many=True), end)
@@ -144,10 +148,12 @@ def _explained(view: Timeline) -> set[int]:
     ended = () if view.raised else aborted_by_gloo(view)
     if aborted_elsewhere(view) or any(overrun_bytes(view, rank) for rank in ended):
         return {*ended}
-    # The calls of the others were different, too: what they sent it, it may not have waited for.
-    have_diverged = view.divergence is not None or view.lost_divergence is not None
-    may_be = {*ended, *(rank for rank in view.silent if is_gone(view, rank) and _may_have_crashed_on_gloo(view, rank))}
-    return {rank for rank in may_be if have_diverged and signal_of(view, rank) in _NATIVE}
+    # The calls of the others were different, too.
+    return {rank for rank in ended if _have_diverged(view) and signal_of(view, rank) == "SIGABRT"}
+
+
+def _have_diverged(view: Timeline) -> bool:
+    return view.divergence is not None or view.lost_divergence is not None
 
 
 class _End(NamedTuple):

@@ -66,6 +66,17 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
     ranks = tuple(rank for rank in view.suspects if view.activities[rank].kind is Kind.LOGGER)
     if not ranks:
         return
+    confidence = Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY
+    if _is_in_pythons(view.facts[ranks[0]]):
+        yield straggler_finding(
+            view,
+            ranks,
+            "is|are held up in a handler of Python's logging",
+            confidence=confidence,
+            evidence=how_we_know(view, ranks),
+            remedy=_REMEDY_PYTHON,
+        )
+        return
     places = ", ".join(map(directory_words, directories(view.facts[ranks[0]], of_checkpoints=False)))
     spent = (item for rank in ranks[:8] for item in _logger_evidence(view.facts[rank]))
     storage = (item for rank in ranks[:8] for item in storage_evidence(view.facts[rank], of_checkpoints=False))
@@ -74,9 +85,9 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
         ranks,
         "is|are held up in a logger",
         f", writing to {places}" if places else "",
-        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
+        confidence=confidence,
         evidence=(*how_we_know(view, ranks), *spent, *storage),
-        remedy=_REMEDY_PYTHON if _is_in_pythons(view.facts[ranks[0]]) else _REMEDY,
+        remedy=_REMEDY,
     )
 
 

@@ -204,7 +204,10 @@ def _finding(
         severity=Severity.ERROR if has_finished else None,
         confidence=confidence,
         location=places[0] if len(places) == 1 and not _may_be_callback(view, early) else "",
-        evidence=(*_evidence(view, early, places), *recorder_evidence(view)),
+        evidence=(
+            *_evidence(view, early, places, "ended the loop" if counts is None else "led around the optimizer's step"),
+            *recorder_evidence(view),
+        ),
         remedy=remedy,
     )
 
@@ -236,7 +239,7 @@ def _at(view: Timeline, rank: int) -> str:
     return f"after {trainer.batches_begun} of {trainer.batches or 'an unknown number of'} batches"
 
 
-def _evidence(view: Timeline, early: tuple[int, ...], places: list[str]) -> Iterator[Evidence]:
+def _evidence(view: Timeline, early: tuple[int, ...], places: list[str], did: str) -> Iterator[Evidence]:
     alike: dict[str, list[int]] = {}
     for rank in sorted(view.facts, key=lambda rank: rank not in early):
         trainer = _trainer(view, rank)
@@ -244,7 +247,7 @@ def _evidence(view: Timeline, early: tuple[int, ...], places: list[str]) -> Iter
         can = f"; its {' and '.join(stopping)} can stop it" if stopping else ""
         alike.setdefault(f"{batch_words(view.facts[rank].progress)}, {_at(view, rank)}{can}", []).append(rank)
     for place in places:
-        yield Evidence(source="source code", text=f"{place} may have ended the loop.")
+        yield Evidence(source="source code", text=f"{place} may have {did}.")
     for words, ranks in list(alike.items())[:16]:
         text = f"{capitalised(ranks_words(ranks))}: {words}."
         yield Evidence(source="trainer", rank=ranks[0] if len(ranks) == 1 else None, text=text)

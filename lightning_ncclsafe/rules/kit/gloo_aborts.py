@@ -30,7 +30,7 @@ from lightning_ncclsafe.rules.kit.activity import (
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone, signal_of
 from lightning_ncclsafe.rules.kit.timeline import Timeline, minority, stack_of
-from lightning_ncclsafe.rules.kit.wording import numel, ranks_words
+from lightning_ncclsafe.rules.kit.wording import numel, ranks_words, verb
 
 # torch's frames between the caller's line and the collective.
 _NEAR = 8
@@ -40,6 +40,7 @@ _RECENT = 8
 _MOST_OF_SEGMENT = 1 << 20
 # Calls from one line that show what is usual there.
 _OFTEN = 2
+_PAIR = 2
 # Code whose C++ part also waits for collectives.
 _COLLECTIVES = C10D | BACKWARD | DDP | SHARDING
 # Code of Lightning and DDP that calls collectives by itself.
@@ -206,7 +207,9 @@ def unusual_calls(view: Timeline) -> dict[int, UnusualCall]:
         earlier = [one for one in facts.collectives if call and one.site == call.site and one.seq < call.seq]
         if call is not None and len(earlier) >= _OFTEN and all(room in _at_once(view, one) for one in earlier):
             found[rank] = UnusualCall(call, earlier[-1])
-    return found
+    # If most ranks call it otherwise now, the others have missed a change.
+    members = len(view.facts) + len(aborted_by_gloo(view))
+    return found if 2 * len(found) < members or members == _PAIR else {}
 
 
 def _at_once(view: Timeline, call: Collective) -> tuple[int, ...]:
@@ -287,10 +290,12 @@ def _near(facts: RankFacts) -> tuple[Frame, ...]:
 
 
 def aborted_words(view: Timeline, ended: Iterable[int]) -> str:
-    """``"the process of rank 2 aborted itself (SIGABRT)"``, or ``"… is gone"`` if that is not how it ended."""
+    """``"the process of rank 2 aborted itself (SIGABRT)"``, or ``"… has ended"`` if that is not how it ended."""
     ranks = tuple(ended)
     have_aborted = all(signal_of(view, rank) == "SIGABRT" for rank in ranks)
-    return f"the process of {ranks_words(ranks)} {'aborted itself (SIGABRT)' if have_aborted else 'is gone'}"
+    one, many = ("aborted itself", "aborted themselves") if have_aborted else ("has ended", "have ended")
+    process = verb(ranks, "the process", "the processes")
+    return f"{process} of {ranks_words(ranks)} {verb(ranks, one, many)}{' (SIGABRT)' if have_aborted else ''}"
 
 
 def gloo_abort_words(view: Timeline, ended: Iterable[int]) -> str:

@@ -134,6 +134,7 @@ class Rule(Generic[V]):
         reads_exceptions: Whether it reads an exception's message, so that failed-rank need not report it again.
         is_of_machine: Whether it is about ranks that their machine delays, whatever line they are at.
         is_mutual: Whether it compares what ranks call, so that the ranks it does not name may be the diverging ones.
+        is_of_data: Whether it is about which data ranks have, so that the line that makes it is to be told.
         hangs: Whether a job that starts with it would hang; for rules that are asked before training.
         plan: What the next start should do about it: `stop` if only the code, its settings or its data can be wrong,
             `restart` if they cannot be.
@@ -150,6 +151,7 @@ class Rule(Generic[V]):
     reads_exceptions: bool = False
     is_of_machine: bool = False
     is_mutual: bool = False
+    is_of_data: bool = False
     hangs: Hangs = Hangs.NO
     plan: Plan | PlanFor[V] = Plan.UNKNOWN
 
@@ -237,6 +239,7 @@ class Rules(Generic[V]):
         reads_exceptions: bool = False,
         is_of_machine: bool = False,
         is_mutual: bool = False,
+        is_of_data: bool = False,
         hangs: Hangs = Hangs.NO,
         plan: Plan | PlanFor[V] = Plan.UNKNOWN,
     ) -> Callable[[Callable[[V], Iterable[Finding]]], Rule[V]]:
@@ -259,6 +262,7 @@ class Rules(Generic[V]):
                 reads_exceptions=reads_exceptions,
                 is_of_machine=is_of_machine,
                 is_mutual=is_mutual,
+                is_of_data=is_of_data,
                 hangs=hangs,
                 plan=plan,
             )
