@@ -78,6 +78,7 @@ SWEEP = Frame(file=f"{SITE}/wandb/sdk/launch/agent.py", line=1, function="run")
         ((STEP, WANDB), Kind.LOGGER),
         ((STEP, HANDLERS, SENDS), Kind.LOGGER),
         ((STEP, HANDLERS, user("emit", 5)), Kind.LOGGER),
+        ((STEP, HANDLERS, user("emit", 5), QUEUE_GET), Kind.USER),
         ((STEP, HANDLERS, TEXT, user("__str__", 5)), Kind.USER),
         ((TEARDOWN, user("finalize", 5), user("send", 6)), Kind.LOGGER),
         ((TEARDOWN, RANK_ZERO, user("finalize", 5)), Kind.LOGGER),

@@ -222,6 +222,14 @@ def test_a_rank_that_shares_a_core_with_two_others_is_slower_but_not_stuck() -> 
     assert rules_found(scenes.at_work(GLOO, main_thread=starved)) == ["host-starved"]
 
 
+def test_a_rank_that_is_too_slow_to_tell_is_judged_by_what_others_have_seen() -> None:
+    facts = scenes.at_work(GLOO, main_thread=None)
+    seen = process(2, "running", ran_share=0.01, queued_share=0.9)
+    finding = first(replace(facts, witnessed=(seen,)))
+    assert finding.rule == "host-starved" and "(it got 1% of one)" in finding.summary
+    assert rules_found(replace(facts, witnessed=(replace(seen, ran_share=0.9),))) == ["rank-behind"]
+
+
 def test_a_starved_rank_that_works_under_a_condition_is_both() -> None:
     line = user("on_train_epoch_end", 40, condition="if rank == 0:  (line 39)")
     starved = thread(state="running", ran_s=1.0, queued_s=18.0)

@@ -87,12 +87,12 @@ def host_starved(view: Timeline) -> Iterator[Finding]:
         )
     by_need: dict[_Need, list[int]] = {}
     for rank in view.awaited:
-        if need := next(_needs(view.facts[rank]), None):
+        if need := next(_needs(view.facts[rank], view.witnesses.get(rank)), None):
             by_need.setdefault(need, []).append(rank)
     for need, alike in by_need.items():
         ranks = tuple(alike)
         evidence = (*(item for rank in ranks[:8] for item in _evidence(view.facts[rank])), *how_we_know(view, ranks))
-        amount = _amount(view.facts[ranks[0]], need)
+        amount = _amount(view.facts[ranks[0]], need, view.witnesses.get(ranks[0]))
         yield straggler_finding(view, ranks, need.words, amount, evidence=evidence, remedy=need.remedy)
 
 
@@ -104,12 +104,12 @@ def _starved(view: Timeline) -> Iterator[tuple[int, ProcessFacts]]:
             yield rank, process
 
 
-def _needs(facts: RankFacts) -> Iterator[_Need]:
-    """What it lacks, the most direct sign first."""
+def _needs(facts: RankFacts, seen: ProcessFacts | None) -> Iterator[_Need]:
+    """What it lacks, the most direct sign first; as others have seen it if it was too slow to tell."""
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
     if pressure is not None and _is_throttled(pressure):
         yield _Need.QUOTA
-    if thread is not None and _lacks_cores(thread):
+    if _lacks_cores(thread) if thread is not None else seen is not None and is_starved(seen):
         yield _Need.CORES
     if waits_for_memory(facts):
         yield _Need.MEMORY
@@ -136,8 +136,10 @@ def _is_throttled(pressure: PressureFacts) -> bool:
     return often and (pressure.throttled_s or 0.0) >= _STALLED * pressure.over_s
 
 
-def _amount(facts: RankFacts, need: _Need) -> str:
+def _amount(facts: RankFacts, need: _Need, seen: ProcessFacts | None) -> str:
     pressure, thread = facts.machine.pressure, facts.machine.main_thread
+    if need is _Need.CORES and thread is None and seen is not None:
+        return f" (it got {seen.ran_share or 0:.0%} of one)"
     if need is _Need.CORES and thread is not None:
         return f" ({duration_words(_queued_s(thread))} of the last {duration_words(thread.over_s)})"
     if need is _Need.QUOTA and pressure is not None:

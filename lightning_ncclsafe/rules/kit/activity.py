@@ -260,15 +260,20 @@ def hook_words(name: str) -> str:
 
 def _innermost_landmark(inside: tuple[Frame, ...]) -> tuple[_Landmark | None, tuple[Frame, ...]]:
     """The deepest landmark, and the frames around it; None and all frames if there is none."""
-    below_user = in_hook = False
+    user_waits = is_in(libraries.WAITS_FOR_OTHERS, below_user(inside))
+    has_user = in_hook = False
     for depth in range(len(inside) - 1, -1, -1):
         landmark = _landmark(inside, depth)
         # A user's hook that is called while a checkpoint is assembled is not part of writing it.
-        in_hook = in_hook or (below_user and is_in(libraries.PUTTING_CHECKPOINT_TOGETHER, inside[depth : depth + 1]))
+        in_hook = in_hook or (has_user and is_in(libraries.PUTTING_CHECKPOINT_TOGETHER, inside[depth : depth + 1]))
         is_around = landmark is not None and landmark.kind is Kind.CHECKPOINT and in_hook
-        if landmark and not (landmark.weak and below_user) and not is_around:
+        # Nor is a handler of the user's that waits for its own queue or thread held up by what it writes to.
+        is_around = is_around or (
+            has_user and user_waits and is_in(libraries.PYTHON_LOGGING, inside[depth : depth + 1])
+        )
+        if landmark and not (landmark.weak and has_user) and not is_around:
             return landmark, inside[:depth]
-        below_user = below_user or inside[depth].user
+        has_user = has_user or inside[depth].user
     return None, inside
 
 
