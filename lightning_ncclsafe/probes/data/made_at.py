@@ -229,9 +229,8 @@ def _assigned(value: ast.expr, made: _Given) -> _Given | None:
 def _variable(name: str, made: _Given) -> _Given | None:
     before: float = made.line
     for scope in (made.scope, *_scopes_around(made.scope)):
-        found = [
-            given for given in _assignments(scope, lambda target: _is_variable(target, name)) if given.line < before
-        ]
+        assignments = _assignments(scope, partial(_is_variable, name=name))
+        found = [one for one in assignments if one.line < before]
         if found or name in scope.parameters:
             return _last(found)
         before = float("inf")
@@ -244,12 +243,8 @@ def _attribute(name: str, scope: _Scope) -> _Given | None:
     scopes = [_scope_of(code, scope.owner) for method, code in methods.items() if method != "__init__"]
     first = _scope_of(methods["__init__"], scope.owner) if "__init__" in methods else None
     for some in (scopes, [first]):
-        found = [
-            given
-            for each in some
-            if each is not None
-            for given in _assignments(each, lambda target: _is_attribute(target, name))
-        ]
+        is_it = partial(_is_attribute, name=name)
+        found = [given for each in some if each is not None for given in _assignments(each, is_it)]
         if found:
             return _last(found)
     return None
@@ -284,12 +279,12 @@ def _assignments(scope: _Scope, is_it: Callable[[ast.AST | None], bool]) -> Iter
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         value: ast.expr | None = getattr(statement, "iter", None) or getattr(statement, "value", None)
         parts = [part for one in targets if isinstance(one, (ast.Tuple, ast.List)) for part in one.elts]
-        is_part = isinstance(statement, ast.AugAssign) or any(map(is_it, parts))
-        if is_part or any(map(is_it, targets)):
+        is_whole = any(map(is_it, targets))
+        if is_whole or any(map(is_it, parts)):
+            is_part = not is_whole or isinstance(statement, ast.AugAssign)
             # The variable of a loop is known within the loop only, where it is what is looped over.
             is_conditional = depth > 0 and not isinstance(statement, (ast.For, ast.AsyncFor))
-            if not isinstance(statement, ast.AugAssign) or any(map(is_it, targets)):
-                yield _Given(value, scope, statement.lineno, is_part, is_conditional)
+            yield _Given(value, scope, statement.lineno, is_part, is_conditional)
         elif any(map(is_it, _bound(statement))):
             yield _Given(None, scope, statement.lineno)
 
