@@ -368,9 +368,10 @@ def test_a_rank_in_teardown_after_the_others_ended_is_unfinished() -> None:
         return first.rule, first.ranks, first.confidence
 
     assert named("on_fit_end") == ("unfinished-rank", (0,), Confidence.LIKELY)
-    stack = (user(10), SIGTERM[0], replace(hook, function="_call_teardown_hook"), user(86, "finalize"))
-    first = judged(rank(0, *(look(at, *stack) for at in (0, LONG_STEP_S))), gone).findings[0]
-    assert (first.rule, first.ranks) == ("unfinished-rank", (0,)) and "in teardown at" in first.summary
+    for function, cause in (("stop", "unfinished-rank"), ("finalize", "slow-logger")):
+        stack = (user(10), SIGTERM[0], replace(hook, function="_call_teardown_hook"), user(86, function))
+        first = judged(rank(0, *(look(at, *stack) for at in (0, LONG_STEP_S))), gone).findings[0]
+        assert (first.rule, first.ranks) == (cause, (0,)) and "in teardown at" in first.summary
     assert named("on_train_batch_end") == ("dead-rank", (1,), Confidence.POSSIBLE)
     # What one rank does once the others have left the program holds up nobody.
     after = judged(rank(0, *(look(at, user(90, "export")) for at in (0, LONG_STEP_S))), gone)
