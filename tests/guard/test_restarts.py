@@ -123,7 +123,9 @@ def test_a_program_says_once_that_it_is_watched_and_again_where_that_changes(
 
     def begin(world_size: int, folder: Path) -> None:
         strategy = MagicMock(world_size=world_size, global_rank=0, local_rank=0, parallel_devices=[0])
-        begun(strategy, MagicMock(), report_dir=folder).connect(strategy)
+        call = begun(strategy, MagicMock(), report_dir=folder)
+        call.connect(strategy)
+        call.close()
 
     for _ in range(3):
         begin(2, tmp_path)

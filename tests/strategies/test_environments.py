@@ -75,7 +75,7 @@ def test_the_place_is_that_of_lightnings_environment(
     kind: type[ClusterEnvironment], variables: dict[str, str], devices: int, place: tuple[int, int, int]
 ) -> None:
     strategy = strategy_of(kind(), devices)
-    begun(strategy, guard := MagicMock())
+    begun(strategy, guard := MagicMock()).close()
     found = guard.call_args.kwargs["place"]
     environment = strategy.cluster_environment
     assert environment is not None and environment.creates_processes_externally
