@@ -42,6 +42,9 @@ class Ends(L.Callback):
     before = None
     def end(self, trainer, hook):
         if where == hook and trainer.global_step >= 4 and self.before is None:
+            executor = getattr(io.get(sys.argv[3]), "_executor", None)
+            if executor is not None:
+                executor.submit(int).result()  # what it is writing is there before
             self.before = contents()
             trainer.strategy._ending.close(make_error)
     def on_train_batch_end(self, trainer, *_):
