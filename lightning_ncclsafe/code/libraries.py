@@ -257,9 +257,9 @@ BEFORE_SAVING = _in(
 )
 # Called on a logger within a save that has ended by then; the user's own logger may be in any file.
 HOOKS_OF_LOGGERS = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="after_save_checkpoint")
-# Called on a logger directly from the end of a call of the Trainer, where it fails or not.
+# Called on each logger where a call of the Trainer ends, whether it has failed or not.
 FINALIZE = _in(Package(names=_PYTORCH.names, folder="/"), "*", functions="finalize")
-END_OF_CALL = TEARDOWN | _in(_PYTORCH, "trainer/call.py", functions="_interrupt")
+END_OF_CALL = TEARDOWN | AFTER_EXCEPTION
 PROFILE = _in(_PYTORCH, "profilers/profiler.py", functions="profile")
 START_OF_NO_PROFILER = _in(_PYTORCH, "profilers/base.py", functions="start")
 RANK_ZERO_ONLY = _in(_package("lightning_utilities"), "core/rank_zero.py", functions="wrapped_fn")

@@ -242,12 +242,12 @@ class Gathering:
             incident=incident,
             world_size=self._world_size,
             ranks=tuple(self._answers[rank] for rank in sorted(self._answers)),
-            witnessed=tuple(seen for rank, seen in sorted(self._witnessed.items()) if self._counts(seen)),
+            witnessed=tuple(seen for rank, seen in sorted(self._witnessed.items()) if self._is_needed(seen)),
             absent=self._absent(),
             missing=(*missing, *filter(None, [self._exchange.lost])),
         )
 
-    def _counts(self, seen: ProcessFacts) -> bool:
+    def _is_needed(self, seen: ProcessFacts) -> bool:
         """Whether a rank that was seen from outside has not answered since, or not with where it is."""
         answer = self._answers.get(seen.rank)
         return answer is None or seen.gil_held or not answer.stack

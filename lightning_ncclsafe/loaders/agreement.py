@@ -57,7 +57,7 @@ class Agreement:
         self._say = say
         self._reported: set[str] = set()
 
-    def compare(self, data: DataFacts, made_at: Callable[[], str] = str) -> tuple[EpochEnd, ...]:
+    def compare(self, data: DataFacts, made_at: Callable[[], str] = lambda: "") -> tuple[EpochEnd, ...]:
         """Compares this rank's loaders with those of all others; returns how an epoch of each ends.
 
         Nothing is returned if a rank takes no part.
@@ -138,7 +138,7 @@ class Agreement:
             raise DatasetMismatchError(agreed.error, findings=agreed.findings, report_folder=agreed.folder)
         return agreed
 
-    def _verdict(self, ranks: tuple[RankFacts, ...], made_at: Callable[[], str] = str) -> Agreed:
+    def _verdict(self, ranks: tuple[RankFacts, ...], made_at: Callable[[], str] = lambda: "") -> Agreed:
         data = [facts.data for facts in ranks if facts.data is not None]
         if len(data) < len(ranks):
             return Agreed()  # the rank that takes no part has reported why

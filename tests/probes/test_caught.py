@@ -378,8 +378,8 @@ def test_the_thread_that_reads_source_files_ends_with_the_file_it_reads(
     watch = caught.HandlerWatch(lambda _: None)
     watch.start()
     assert reads.wait(20)
-    # Whoever closes it waits for that file.
-    threading.Timer(0.05, goes_on.set).start()
+    # Whoever closes it waits for that file, which is read only once it is being closed.
+    threading.Thread(target=lambda: watch._ended.wait(20) and goes_on.set(), daemon=True).start()
     watch.close()
     assert read == [module.__file__]
     assert not any(thread.name == "ncclsafe-handlers" for thread in threading.enumerate())

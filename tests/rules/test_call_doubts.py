@@ -280,7 +280,8 @@ def test_a_rank_aborted_in_a_callback_monitors_a_key_that_others_never_logged() 
 
 def _sent(facts: RankFacts, *dtypes: str) -> tuple[Collective, ...]:
     """Calls of one line, each of another type."""
-    call = replace(facts.collectives[-1], input_sizes=((1,),), site="there", completed=True)
+    line = (user("training_step", 57),)
+    call = replace(facts.collectives[-1], input_sizes=((1,),), site="there", stack=line, completed=True)
     return tuple(replace(call, seq=57 + index, dtypes=(dtype,)) for index, dtype in enumerate(dtypes))
 
 
@@ -297,8 +298,8 @@ def test_a_rank_that_sends_more_than_ever_before_is_the_one_that_is_wrong() -> N
 
     odd = answer("Float", "Float", "Double")
     assert (odd.rule, odd.ranks) == ("mismatched-collective", (0,))
-    words = "Rank 0 has called all_reduce (1 element of Double) there, and all_reduce (1 element of Float) before."
-    assert odd.summary.endswith(words)
+    words = "Rank 0 has called all_reduce (1 element of Double) at train.py:57 in training_step, and all_reduce"
+    assert odd.summary.endswith(f"{words} (1 element of Float) before.")
     assert answer("Double", "Float", "Double").ranks == (0, 1), "it has always differed"
     more = [replace(left, rank=rank, collectives=_sent(left, "Float", "Float", "Double")) for rank in (0, 2)]
     three = replace(scene, world_size=3, ranks=tuple(more), witnessed=(gone,))

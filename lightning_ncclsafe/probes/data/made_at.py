@@ -98,18 +98,13 @@ def data_made_at(given: Any, hook: str) -> str:
     with suppress(Exception):  # not essential, whatever the user's objects and files do
         method = inspect.unwrap(getattr(type(given), hook)) if hasattr(type(given), hook) else None
         if isinstance(code := getattr(method, "__code__", None), CodeType):
-            return _in_time(partial(_of_hook, code, type(given)))
+            return _reading.call(partial(_of_hook, code, type(given)), _MOST_S)
         frame = _caller_of_trainer(sys._getframe(1))
         if frame is not None:
             own = frame.f_locals.get("self")
             owner = None if own is None else type(own)
-            return _in_time(partial(_of_argument, frame.f_code, frame.f_lineno, owner, hook))
+            return _reading.call(partial(_of_argument, frame.f_code, frame.f_lineno, owner, hook), _MOST_S)
     return ""
-
-
-def _in_time(find: Callable[[], str]) -> str:
-    _reading.begin(find)
-    return str(_reading.answer(_MOST_S))
 
 
 def _of_hook(code: CodeType, owner: type) -> str:

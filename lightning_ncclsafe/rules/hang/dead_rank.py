@@ -121,9 +121,7 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
         gone = tuple(rank for rank in gone if rank not in aborted_by_gloo(view))
     if gone:
         # If the others have finished, it may have finished before it ended.
-        may_have_left = bool(view.facts) and all(
-            facts.progress.phase is Phase.FINISHED for facts in view.facts.values()
-        )
+        may_have_left = {facts.progress.phase for facts in view.facts.values()} == {Phase.FINISHED}
         # That it is gone is certain; that gloo did not end it for what ranks called may not be.
         may_be_gloo = any(map(partial(_may_have_crashed_on_gloo, view), gone))
         may_be_gloo = may_be_gloo or not {*gone}.isdisjoint(aborted_by_gloo(view))

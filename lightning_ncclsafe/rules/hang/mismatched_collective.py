@@ -29,6 +29,7 @@ from lightning_ncclsafe.rules.kit import (
     collective_words,
     condition_evidence,
     continued_before_abort,
+    deepest_user_frame,
     different_roots,
     ended_process_evidence,
     finding,
@@ -168,8 +169,10 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     why = why or ("Who sent that is not recorded." if is_theirs else "")
     if unusual and not decided:
         call, before = next(iter(unusual.values()))
-        why = f"{clause(ranks, 'has|have')} called {call_words(call)} there, and {call_words(before)} before."
-        why = capitalised(why)
+        frame = deepest_user_frame(view.with_stack(call).stack)
+        at = f" {place_words(frame)}" if frame else ""
+        called = capitalised(clause(ranks, "has|have called"))
+        why = f"{called} {call_words(call)}{at}, and {call_words(before)} before."
     beyond, skipped = beyond_try(view, sorted({*view.facts, *ended}))
     if skipped is not None and other in beyond:
         text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))

@@ -33,8 +33,6 @@ from lightning_ncclsafe.rules.kit import (
 # Files of classes that users call, and the names of these classes.
 _OWNERS = ((SUMMARY_WRITER, "SummaryWriter"), (WANDB_RUN, "wandb.Run"), (MLFLOW_CLIENT, "MlflowClient"))
 _OFFLOAD = "LoggerOffload"
-
-
 _REMEDY = (
     "Take the loggers off the training thread: Trainer(callbacks=[LoggerOffload()]). Without it: log to a directory on "
     "a local disk and copy it away after the run, or log less often (log_every_n_steps, self.log(on_step=False))."

@@ -40,6 +40,7 @@ _RECENT = 8
 _MOST_OF_SEGMENT = 1 << 20
 # Calls from one line that show what is usual there.
 _OFTEN = 2
+# Of two ranks, none is in the majority.
 _PAIR = 2
 # Code whose C++ part also waits for collectives.
 _COLLECTIVES = C10D | BACKWARD | DDP | SHARDING
