@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from truths import Case, Moment
 
@@ -38,8 +38,8 @@ class Here:
         folder: For what it leaves behind: reports, logs, checkpoints.
         suspect_after_s: After how long ranks are asked; None where the run shows that.
         timeout_s: The hard limit, seconds.
-        strategy_name: ``"SafeDDP"``, ``"SafeFSDP"``, ``"SafeModelParallel"``, or ``"DDPStrategy"``: Lightning alone,
-            which as ``"PatientDDPStrategy"`` waits for longer.
+        strategy_name: ``"SafeDDP"``, ``"SafeFSDP"``, ``"SafeModelParallel"``, or Lightning alone: ``"DDPStrategy"``,
+            which as ``"PatientDDPStrategy"`` waits for longer, and ``"ModelParallelStrategy"``.
         num_nodes: Number of hosts.
     """
 
@@ -71,9 +71,12 @@ class Here:
             return DDPStrategy(timeout=timedelta(seconds=STOCK_TIMEOUT_S))
         if self.strategy_name == "PatientDDPStrategy":
             return DDPStrategy(timeout=timedelta(seconds=self.timeout_s))
+        split = {"data_parallel_size": self.world_size, "tensor_parallel_size": 1}
+        if self.strategy_name == "ModelParallelStrategy":
+            return ModelParallelStrategy(**split, timeout=timedelta(seconds=STOCK_TIMEOUT_S))
         limits = {"suspect_after": self.suspect_after_s, "timeout": timedelta(seconds=self.timeout_s)} | more
         if self.strategy_name == "SafeModelParallel":
-            return SafeModelParallel(data_parallel_size=self.world_size, tensor_parallel_size=1, **limits)
+            return SafeModelParallel(**split, **limits)
         if self.strategy_name == "SafeFSDP":
             from fsdp_on_cpu import let_fsdp_train_on_cpus
 
