@@ -223,6 +223,8 @@ HOOKS_OF_CALLBACKS = _in(_PYTORCH, "trainer/*.py", functions="_call_callback_hoo
 HOOKS_OF_STRATEGIES = _in(_PYTORCH, "trainer/*.py", functions="_call_strategy_hook")
 STRATEGY_BARRIER = _in(_PYTORCH, "strategies/*.py", functions="barrier")
 ALL_OF_LIGHTNING = _in(_PYTORCH, "*") | _in(_FABRIC, "*")
+# What may be around any call, and does not tell which one it is.
+HELPERS = ALL_OF_LIGHTNING | _in(_TORCH, "utils/_contextlib.py")
 TRAINER_STAGE = _in(_PYTORCH, "trainer/trainer.py", functions="_run_stage")
 INFINITE_BARRIER = _in(_FABRIC, "utilities/distributed.py", functions="__exit__ __call__")
 SIGTERM_BROADCAST = _in(
@@ -231,6 +233,8 @@ SIGTERM_BROADCAST = _in(
 LENGTH_CHECK = _in(_PYTORCH, "utilities/data.py", functions="has_len_all_ranks")
 TENSOR_GATHER = _in(_FABRIC, "utilities/distributed.py", functions="_gather_all_tensors")
 EARLY_STOPPING = _in(_PYTORCH, "callbacks/early_stopping.py")
+# The barrier after a checkpoint has been loaded; ranks without one wait there at once.
+RESUMED = _in(_PYTORCH, "trainer/connectors/checkpoint_connector.py", functions="resume_end")
 PUTTING_CHECKPOINT_TOGETHER = _in(_PYTORCH, "trainer/connectors/checkpoint_connector.py", functions="dump_checkpoint")
 MODEL_CHECKPOINT = _in(_PYTORCH, "callbacks/model_checkpoint.py")
 LOGGED_VALUES = _in(_PYTORCH, "trainer/connectors/logger_connector/result.py")

@@ -413,11 +413,14 @@ def test_a_call_site_keeps_lines_with_branches_around_them(tmp_path: Path) -> No
         (str(path), 13, "hook"),
     ]
     _, stack = stacks.call_site(places)
-    told = stacks.frames_to_show(stack)
+    _, past = stacks.call_site([places[0], (str(path), 4, "unknown"), places[2], (str(path), 14, "hook")])
+    told, told_past = stacks.frames_to_show([stack, past])
     assert [(frame.function, [branch.line for branch in frame.branches]) for frame in told] == [
         ("hook", [12]),
         ("check", [3]),
     ]
+    assert [(frame.function, frame.line) for frame in told_past] == [("hook", 14), ("unknown", 4)]
+    assert [frame.function for frame in stacks.frames_to_show([past])[0]] == ["unknown"]
     join, ddp = f"{library}/algorithms/join.py", f"{library.removesuffix('distributed')}nn/parallel/distributed.py"
     joins = [places[0], (ddp, 9, "_match"), (join, 5, "main_hook"), (join, 7, "__exit__"), places[3]]
     assert [frame.function for frame in stacks.call_site(joins)[1]] == ["hook", "__exit__", "_match"]

@@ -16,13 +16,13 @@ from test_shifts import of
 
 from lightning_ncclsafe.facts import Branch, Decides, Frame, JobFacts
 from lightning_ncclsafe.probes.process.control_flow import ControlFlow
+from lightning_ncclsafe.rules.kit.activity import loop_left
 from lightning_ncclsafe.rules.kit.timeline import timeline
 from lightning_ncclsafe.rules.kit.user_lines import (
     DecidingBranches,
     branches_around,
     decision,
     leading_branches,
-    loop_left,
 )
 
 FILE = USER_FILE

@@ -112,7 +112,7 @@ def with_source(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """
     every = tuple(collectives)
     newest = {collective.site: index for index, collective in enumerate(every)}
-    stacks = {index: frames_to_show(every[index].stack) for index in newest.values()}
+    stacks = dict(zip(newest.values(), frames_to_show(every[index].stack for index in newest.values()), strict=True))
     return tuple(replace(collective, stack=stacks.get(index, ())) for index, collective in enumerate(every))
 
 

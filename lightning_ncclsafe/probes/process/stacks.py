@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -121,15 +121,29 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame,
     return blake2b(text.encode(), digest_size=6).hexdigest(), tuple(inside[index] for index in kept)
 
 
-def frames_to_show(stack: Iterable[Frame]) -> tuple[Frame, ...]:
+def frames_to_show(stacks: Iterable[Iterable[Frame]]) -> list[tuple[Frame, ...]]:
     """The frames of :func:`call_site` that a report shows: of user frames, the deepest and those with a branch.
 
+    Where one of these stacks has a branch, the others' lines in that function are shown, too: they may be past it.
     Reads source files, as :func:`with_source` does.
     """
-    sourced = with_source(stack)
-    users = [frame for frame in reversed(sourced) if frame.user]
-    kept = {*users[:1], *[frame for frame in users if frame.rank_condition or frame.branches][:_MOST_TOLD]}
-    return tuple(frame for frame in sourced if not frame.user or frame in kept)
+    every = [with_source(stack) for stack in stacks]
+    branching = {_function(frame) for stack in every for frame in stack if frame.user and _has_branch(frame)}
+    return [_shown(stack, branching) for stack in every]
+
+
+def _shown(stack: tuple[Frame, ...], branching: Set[tuple[str, str]]) -> tuple[Frame, ...]:
+    users = [frame for frame in reversed(stack) if frame.user]
+    kept = {*users[:1], *[frame for frame in users if _function(frame) in branching][:_MOST_TOLD]}
+    return tuple(frame for frame in stack if not frame.user or frame in kept)
+
+
+def _function(frame: Frame) -> tuple[str, str]:
+    return frame.file, frame.function
+
+
+def _has_branch(frame: Frame) -> bool:
+    return bool(frame.rank_condition or frame.branches)
 
 
 def _passes_on(frame: Frame) -> bool:

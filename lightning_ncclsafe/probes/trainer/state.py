@@ -134,9 +134,10 @@ class TrainerProbe:
         with suppress(TypeError, ValueError, OverflowError):
             count = int(trainer.fit_loop.max_batches)
         end, now = _loop_end(trainer, count), self._read_settings() if self._settings else {}
+        resumed = getattr(trainer, "ckpt_path", None)
         changed = {name: now.get(name, "None") for name in _ENDS if now.get(name) != self._settings.get(name)}
         return TrainerFacts(
-            settings=self._settings,
+            settings=self._settings or ({"ckpt_path": str(resumed)} if resumed else {}),
             changed=changed,
             callbacks=tuple(type(callback).__name__ for callback in trainer.callbacks),
             validates_by_clock=self._validation_s() is not None,

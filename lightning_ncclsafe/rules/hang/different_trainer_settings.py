@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from lightning_ncclsafe.code.libraries import RESUMED
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -13,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     finding,
     hang_rule,
+    is_in,
     joined,
     odd_sizes,
     others_wait,
@@ -23,7 +25,9 @@ from lightning_ncclsafe.rules.kit import (
 )
 
 _LISTED = 8
-_START = ("first epoch", "first step")
+_CHECKPOINT = "ckpt_path"
+_NOT_SET = "not set"
+_START = (_CHECKPOINT, "first epoch", "first step")
 _REMEDY = (
     "Give the Trainer the same arguments on all ranks: look for what each rank computes for itself, from a clock, the "
     "host's name, its memory, its environment or a file that only this rank reads. Decide it once: on one rank that "
@@ -96,7 +100,12 @@ def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:
         by_rank = {rank: settings | trainers[rank].changed for rank, settings in by_rank.items()}
     for name in dict.fromkeys(name for settings in by_rank.values() for name in settings):
         for rank, settings in by_rank.items():
-            by_name[name][settings.get(name, "not set")].append(rank)
+            # Each host may have a path of its own.
+            value = settings.get(name, _NOT_SET) if name != _CHECKPOINT else "set" if name in settings else _NOT_SET
+            by_name[name][value].append(rank)
+    # Lightning sets it as it resumes: a rank that has not come so far may have one, too.
+    if not all(is_in(RESUMED, view.facts[rank].stack) for rank in by_name[_CHECKPOINT][_NOT_SET]):
+        del by_name[_CHECKPOINT]
     return {name: dict(values) for name, values in by_name.items() if len(values) > 1}
 
 

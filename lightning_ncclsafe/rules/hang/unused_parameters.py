@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Severity,
     Timeline,
+    aborted_by_gloo,
     alone_in_trainer,
     batch_words,
     call_location,
@@ -19,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
     different_counts,
     exception_evidence,
     finding,
+    finished_ahead,
     gathering_alone,
     hang_rule,
     how_we_know,
@@ -78,6 +80,8 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
         incomplete = _with_incomplete_pass(view)
         if incomplete:
             yield _incomplete(view, incomplete)
+        elif constant := _with_constant_loss(view):
+            yield _constant(view, constant)
         elif _gather_different_units(view) and view.divergence is not None:
             yield _different_units(view, view.divergence)
 
@@ -106,6 +110,14 @@ def _with_incomplete_pass(view: Timeline) -> tuple[int, ...]:
         for rank, made in steps
         if 0 < begun <= made.with_backward or not everywhere.issuperset(made.without_gradient)
     )
+
+
+def _with_constant_loss(view: Timeline) -> tuple[int, ...]:
+    """Ranks whose loss depended on no parameter of a sharded model, so that FSDP reduced nothing; others' did."""
+    is_sharded = any(unit.kind is UnitKind.FSDP_UNIT for facts in view.facts.values() for unit in facts.units)
+    ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.steps.without_graph)
+    have_diverged = view.divergence or aborted_by_gloo(view) or finished_ahead(view)
+    return ranks if is_sharded and have_diverged and len(ranks) < len(view.facts) else ()
 
 
 def _is_past(facts: RankFacts, awaited: dict[int, Collective]) -> bool:
@@ -176,6 +188,15 @@ def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         f"{verb(ranks, 'is', 'are')} now {where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, None)
+
+
+def _constant(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    text = (
+        f"The loss of {ranks_words(ranks)} depended on no parameter in {view.facts[ranks[0]].steps.without_graph} of "
+        f"its batches: no gradient was reduced there, and the others' collectives of FSDP were paired with later ones"
+        f"{while_others_wait(view, ranks)}."
+    )
+    return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP, None)
 
 
 def _different_units(view: Timeline, split: Divergence) -> Finding:

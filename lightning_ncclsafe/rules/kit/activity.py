@@ -9,7 +9,18 @@ from functools import lru_cache
 from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import RANK_ZERO_ONLY, Code
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import VOTE_GROUPS, Action, Collective, Frame, NotRecorded, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import (
+    VOTE_GROUPS,
+    Action,
+    Branch,
+    Collective,
+    Decides,
+    Frame,
+    NotRecorded,
+    Phase,
+    Progress,
+    RankFacts,
+)
 
 AGREEMENT = "agreement:"
 """Prefix of the name of an action in which a rank presents its loaders; the hook that returned them follows."""
@@ -287,6 +298,37 @@ def trainer_start(stack: tuple[Frame, ...]) -> int:
 def inside_trainer(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """The frames from the one in which the Trainer starts to run; all of them if there is none."""
     return stack[trainer_start(stack) :]
+
+
+def depth_passed(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> int | None:
+    """Depth of the user's function in which one stack is further down than another, reached by the same calls; or None.
+
+    The first rank is past the line that the other one is at.
+    """
+    for depth, (one, two) in enumerate(zip(own, other, strict=False)):
+        if (one.file, one.function) != (two.file, two.function):
+            return None
+        if one.line != two.line:
+            return depth if one.user and one.line > two.line else None
+    return None
+
+
+def loop_left(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> Frame | None:
+    """The outermost loop, at its first line, that one stack is past and another is in; None if there is none."""
+    depth = depth_passed(own, other)
+    if depth is None:
+        return None
+    common = _loops_around(own[depth])
+    for frame in other[depth:]:
+        if frame.user and (loops := [loop for loop in _loops_around(frame) if loop not in common]):
+            code = loops[-1].test.rpartition("  (line ")[0]
+            return replace(frame, line=loops[-1].line, code=code)
+    return None
+
+
+def _loops_around(frame: Frame) -> list[Branch]:
+    """The loops around a frame's line whose number of passes may differ between ranks, from outside in."""
+    return [branch for branch in frame.branches if branch.on is Decides.PASSES and not branch.jump]
 
 
 def has_no_trainer(facts: RankFacts) -> bool:

@@ -188,8 +188,9 @@ def sent_words(view: Timeline, split: Divergence, rank: int) -> str:
 def same_purpose(view: Timeline, split: Divergence) -> bool | None:
     """Whether ranks made these calls for one purpose: for parts of the model of one kind, or from one line.
 
-    None if unknown: a stack shows the purpose of its rank's last call only, and of two calls in one function a rank may
-    have skipped the first. A call by the user's code and a call by Lightning's have different purposes.
+    None if unknown: without stacks in the recorder, a rank's own stack shows the purpose of its last call only, and of
+    two calls in one function a rank may have skipped the first. A call by the user's code and a call by Lightning's
+    have different purposes.
     """
     sites = {call.site for call in split.calls.values()}
     if "" not in sites:
@@ -216,6 +217,9 @@ def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str, int
     if unit is not None:
         # Buckets are reduced in order: a different bucket under the same number is a different call.
         return "unit", unit.kind.value + (unit.name if unit.kind is UnitKind.DDP_BUCKET else ""), 0
+    recorded = view.with_stack(call).stack
+    if any(frame.user for frame in recorded):
+        return _caller(recorded)
     return _caller(stack_of(view, rank)) if _is_present(view, rank, call) else None
 
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import (
-    ALL_OF_LIGHTNING,
     BACKWARD,
     C10D,
     DDP,
     DDP_BUFFERS,
     EARLY_STOPPING,
     FSDP,
+    HELPERS,
     LENGTH_CHECK,
     LOGGED_VALUES,
     MODEL_CHECKPOINT,
@@ -124,18 +124,24 @@ def aborted_elsewhere(view: Timeline) -> tuple[int, ...]:
 
 
 def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
-    """Whether others have sent this many bytes in a recent call from a line that an aborted rank was in.
+    """Whether others have sent this many bytes in a recent call from a function that an aborted rank was in.
 
-    Calls of which only a generic helper of Lightning's is known do not count.
+    Calls of which only a generic helper of Lightning's or PyTorch's is known do not count.
     """
-    places = {(frame.file, frame.function) for rank in ended for frame in view.witnesses[rank].stack}
+    stacks = [view.witnesses[rank].stack for rank in ended]
+    places = {(frame.file, frame.function) for stack in stacks for frame in stack}
+    deepest = {(frame.file, frame.function) for stack in stacks if (frame := deepest_user_frame(stack)) is not None}
     recent = (view.with_stack(call) for facts in view.facts.values() for call in facts.collectives[-_RECENT:])
-    return any(
-        size in bytes_at_once(call, view.job.world_size)
-        and any(frame.user or not is_in(ALL_OF_LIGHTNING, (frame,)) for frame in call.stack)
-        and all((frame.file, frame.function) in places for frame in call.stack)
-        for call in recent
-    )
+    for call in recent:
+        if size not in bytes_at_once(call, view.job.world_size):
+            continue
+        frame = deepest_user_frame(call.stack)
+        if frame is not None and (frame.file, frame.function) in deepest:
+            return True
+        callers = {(one.file, one.function) for one in call.stack if not is_in(HELPERS, (one,))}
+        if frame is None and callers and callers <= places:
+            return True
+    return False
 
 
 class CallBySize(NamedTuple):
@@ -235,13 +241,16 @@ def _sent_at_once(facts: RankFacts, world_size: int) -> tuple[int, ...]:
 def bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:
     """The numbers of bytes that gloo may send at once for a collective: a whole tensor, or a segment of its ring.
 
-    A broadcast is a tree, and has no segments (gloo/broadcast.cc).
+    A broadcast is a tree, and has no segments (gloo/broadcast.cc); an all-gather sends each rank's input in two halves
+    (gloo/allgather.cc).
     """
     if call.backend != "gloo":
         return ()
     size = size_bytes(call)
     if call.op == "broadcast":
         return (size,)
+    if call.op == "all_gather":
+        return size // 2, size - size // 2
     item = size // max(numel(call), 1)
     segment = min(-(-size // (2 * world_size)), _MOST_OF_SEGMENT)
     return size, -(-segment // max(item, 1)) * item

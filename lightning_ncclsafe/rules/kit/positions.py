@@ -1,15 +1,15 @@
 """How far each rank is in its data, compared between ranks: which ran out of data first, and which left a loop."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Frame, LoggedKey, Phase, Progress, RankFacts
-from lightning_ncclsafe.rules.kit.activity import hook_words, is_in
+from lightning_ncclsafe.facts import Frame, LoggedKey, LoopEnd, Phase, Progress, RankFacts, TrainerFacts
+from lightning_ncclsafe.rules.kit.activity import hook_words, is_in, loop_left
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.user_lines import in_own_call, loop_left
+from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.waits import different_waits, under_rank_condition
 
 _EXCHANGE_OF_GRADIENTS = BACKWARD | DDP | FSDP
@@ -104,7 +104,56 @@ def out_of_data_first(view: Timeline) -> tuple[int, ...]:
     # A rank that waits in its batch under a condition on the rank does not wait because of data.
     is_alone = not under_rank_condition(view, view.facts).keys().isdisjoint(still)
     is_even = _equally_many(view, ended, still) or _validated_it(view, ended, still) or _before_batches(view, still)
+    is_even = is_even or finished_ahead(view) is not None
     return () if is_alone or is_even or _may_be_left_behind(view, ended, still) else ended
+
+
+class FinishedAhead(NamedTuple):
+    """Ranks that have trained on all of their batches, and others that wait in one of theirs: all have equally many.
+
+    Attributes:
+        ranks: The ranks that have finished, ascending.
+        still: The others, ascending.
+        batches: The number of batches of an epoch.
+    """
+
+    ranks: tuple[int, ...]
+    still: tuple[int, ...]
+    batches: int
+
+    @property
+    def odd(self) -> tuple[int, ...]:
+        """The minority; all of them if there is none."""
+        if len(self.ranks) == len(self.still):
+            return tuple(sorted((*self.ranks, *self.still)))
+        return min(self.ranks, self.still, key=len)
+
+
+@once
+def finished_ahead(view: Timeline) -> FinishedAhead | None:
+    """Ranks that are through before others although data, settings and passes per batch are alike; None if none are.
+
+    They have made fewer calls in a batch, or the others more, which were paired with other calls of the same kind.
+    """
+    trainers = [facts.trainer for facts in view.facts.values() if facts.trainer is not None]
+    ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.progress.phase is Phase.FINISHED)
+    still = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    if not ranks or not still or len(trainers) < len(view.facts) or view.silent or not set(view.waiting) >= set(still):
+        return None
+    ends = {(one.batches, tuple(sorted(one.settings.items())), tuple(sorted(one.changed.items()))) for one in trainers}
+    batches = trainers[0].batches
+    if len(ends) > 1 or not batches or not trainers[0].settings:
+        return None
+    have_ended = all(one.end is LoopEnd.DATA and one.batches_begun == batches for one in _trainers(view, ranks))
+    in_batch = all(
+        view.facts[rank].progress.phase is Phase.TRAIN and 0 <= view.facts[rank].progress.batch_idx < batches
+        for rank in still
+    )
+    return FinishedAhead(ranks, still, batches) if have_ended and in_batch else None
+
+
+def _trainers(view: Timeline, ranks: Iterable[int]) -> Iterator[TrainerFacts]:
+    return (trainer for rank in ranks if (trainer := view.facts[rank].trainer) is not None)
 
 
 class LeftLoop(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_ncclsafe.code.libraries import JOIN
 from lightning_ncclsafe.facts import Collective, Frame
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, is_in
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, is_in, loop_left
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
 from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words, short_location, under_words
@@ -121,6 +121,8 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
         return _BRANCH
     count = _distance(own, theirs)
     if count is None:
+        if (in_loop := _in_loop_left(few, many, own[0], theirs[0], is_majority)) is not None:
+            return in_loop
         return (
             _in_one_call(few, many, own[0], theirs[0], before)
             if is_majority
@@ -144,6 +146,25 @@ def _shift_by_join(calls: dict[int, Collective], shadowing: tuple[int, ...]) -> 
     if call is None or frame is None:
         return None
     return Shift(ranks=shadowing, call=call, callers=callers, others=shadowing, count=0, frame=frame)
+
+
+def _in_loop_left(
+    few: tuple[int, ...], many: tuple[int, ...], own: Collective, theirs: Collective, is_majority: bool
+) -> Shift | None:
+    """The shift if one side has left a loop of the user's, and the other side calls there once more."""
+    frame, others_frame = deepest_user_frame(own.stack), deepest_user_frame(theirs.stack)
+    if frame is not None and loop_left(_users(theirs), _users(own)) is not None:
+        ranks = few if is_majority else tuple(sorted((*few, *many)))
+        return Shift(ranks=ranks, call=own, callers=few, others=many, count=0, frame=frame)
+    if others_frame is not None and loop_left(_users(own), _users(theirs)) is not None:
+        ranks = few if is_majority else tuple(sorted((*few, *many)))
+        return Shift(ranks=ranks, call=theirs, callers=many, others=few, count=0, frame=others_frame)
+    return None
+
+
+def _users(call: Collective) -> tuple[Frame, ...]:
+    """The user's frames of a call's stack, below the Trainer."""
+    return tuple(frame for frame in inside_trainer(call.stack) if frame.user)
 
 
 def _in_one_call(

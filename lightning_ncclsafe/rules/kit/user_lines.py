@@ -60,37 +60,6 @@ def divergence_location(view: Timeline, split: Divergence, ranks: Iterable[int])
     return next((location_of(frame) for frame in frames if frame is not None), "")
 
 
-def depth_passed(own: _Stack, other: _Stack) -> int | None:
-    """Depth of the user's function in which one stack is further down than another, reached by the same calls; or None.
-
-    The first rank is past the line that the other one is at.
-    """
-    for depth, (one, two) in enumerate(zip(own, other, strict=False)):
-        if (one.file, one.function) != (two.file, two.function):
-            return None
-        if one.line != two.line:
-            return depth if one.user and one.line > two.line else None
-    return None
-
-
-def loop_left(own: _Stack, other: _Stack) -> Frame | None:
-    """The outermost loop, at its first line, that one stack is past and another is in; None if there is none."""
-    depth = depth_passed(own, other)
-    if depth is None:
-        return None
-    common = _loops_around(own[depth])
-    for frame in other[depth:]:
-        if frame.user and (loops := [loop for loop in _loops_around(frame) if loop not in common]):
-            code = loops[-1].test.rpartition("  (line ")[0]
-            return replace(frame, line=loops[-1].line, code=code)
-    return None
-
-
-def _loops_around(frame: Frame) -> list[Branch]:
-    """The loops around a frame's line whose number of passes may differ between ranks, from outside in."""
-    return [branch for branch in frame.branches if branch.on is Decides.PASSES and not branch.jump]
-
-
 @dataclass(frozen=True, slots=True)
 class DecidingBranches:
     """The branches that may have led some ranks to a call, and others around it.

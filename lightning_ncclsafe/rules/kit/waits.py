@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit.activity import (
     Kind,
     condition_around,
     deepest_user_frame,
+    depth_passed,
     inside_trainer,
     is_in,
     is_landmark,
@@ -23,7 +24,7 @@ from lightning_ncclsafe.rules.kit.activity import (
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Signature, Timeline, minority, signature, stack_of
-from lightning_ncclsafe.rules.kit.user_lines import depth_passed, in_own_call
+from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
 _P2P_CALLS = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")

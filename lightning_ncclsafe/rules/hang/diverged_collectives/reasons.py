@@ -1,4 +1,4 @@
-"""Diverged collectives whose reason is among the facts: another thread, more backward passes, a key of some ranks."""
+"""Diverged collectives whose reason is among the facts: a thread, more passes, a key of some ranks, more calls."""
 
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.kit import (
@@ -7,6 +7,7 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     aborted_by_gloo,
+    batch_words,
     call_evidence,
     called_by_threads,
     calls_words,
@@ -15,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     different_counts,
     ended_process_evidence,
     finding,
+    finished_ahead,
     gloo_abort_words,
     location_of,
     monitored_on_some,
@@ -27,7 +29,7 @@ from lightning_ncclsafe.rules.kit import (
 
 def known_reason(view: Timeline) -> Finding | None:
     """The finding about the first of these reasons that applies."""
-    return _two_threads(view) or _more_passes(view) or _monitored_key(view)
+    return _two_threads(view) or _more_passes(view) or _monitored_key(view) or _finished_ahead(view)
 
 
 def _two_threads(view: Timeline) -> Finding | None:
@@ -101,3 +103,19 @@ def _monitored_key(view: Timeline) -> Finding | None:
         evidence=where_evidence(view, view.facts),
         remedy=remedies.MONITORED_KEY,
     )
+
+
+def _finished_ahead(view: Timeline) -> Finding | None:
+    """Calls that only some ranks made were paired with others of the same kind, so nothing differed until the end."""
+    ahead = finished_ahead(view)
+    if ahead is None:
+        return None
+    where = batch_words(view.facts[ahead.still[0]].progress)
+    text = (
+        f"{clause(ahead.ranks, 'has|have')} trained on all batches while {clause(ahead.still, 'is|are still in')} "
+        f"{where}, although an epoch has {ahead.batches} on all ranks: in some batch, {ranks_words(ahead.ranks)} made "
+        f"fewer calls than {ranks_words(ahead.still)}, and since then they have been paired wrongly. "
+        f"{capitalised(others_wait(view, ()))}."
+    )
+    evidence = where_evidence(view, view.facts)
+    return finding(view, ahead.odd, capitalised(text), location="", evidence=evidence, remedy=remedies.PAIRED)

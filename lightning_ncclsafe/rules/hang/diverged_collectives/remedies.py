@@ -18,6 +18,10 @@ PASSES = (
     "batch, and use no optimizer that evaluates the loss as often as each rank's own values require (LBFGS). Training "
     "since that batch has mixed gradients."
 )
+PAIRED = (
+    f"{SAME_CALLS} Look for a forward or backward pass that only some ranks make or leave out: with a sharded model, "
+    "each calls collectives. Parameters and gradients since that batch may be wrong."
+)
 THREADS = (
     "Call collectives only in the thread that trains: let the other thread pass its numbers to a hook, which reduces "
     "them on all ranks after the same batch. If it must be another thread, give it its own process group "
