@@ -27,6 +27,8 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     gloo_abort_words,
     hang_rule,
+    inside_trainer,
+    is_before,
     is_in,
     joined,
     location_of,
@@ -182,7 +184,10 @@ def _odd_key(view: Timeline, reducing: tuple[int, ...]) -> _UncommonKey | None:
 def _is_yet_to_log(view: Timeline, having: tuple[int, ...], lacking: tuple[int, ...]) -> bool:
     """Whether a rank that lacks a key has not come as far as those that have logged it."""
     places = positions(view)
-    return min(places[rank] for rank in lacking) < min(places[rank] for rank in having)
+    if min(places[rank] for rank in lacking) < min(places[rank] for rank in having):
+        return True
+    stacks = {rank: inside_trainer(view.facts[rank].stack) for rank in (*having, *lacking)}
+    return all(is_before(stacks[rank], stacks[other]) for rank in lacking for other in having)
 
 
 class _States(NamedTuple):

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     alone_in_trainer,
     batch_words,
     call_location,
+    capitalised,
     clause,
     culprits,
     different_counts,
@@ -80,8 +81,8 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
         incomplete = _with_incomplete_pass(view)
         if incomplete:
             yield _incomplete(view, incomplete)
-        elif constant := _with_constant_loss(view):
-            yield _constant(view, constant)
+        elif lacking := _without_gradient(view):
+            yield _reduced_less(view, lacking)
         elif _gather_different_units(view) and view.divergence is not None:
             yield _different_units(view, view.divergence)
 
@@ -112,10 +113,12 @@ def _with_incomplete_pass(view: Timeline) -> tuple[int, ...]:
     )
 
 
-def _with_constant_loss(view: Timeline) -> tuple[int, ...]:
-    """Ranks whose loss depended on no parameter of a sharded model, so that FSDP reduced nothing; others' did."""
+def _without_gradient(view: Timeline) -> tuple[int, ...]:
+    """Ranks whose loss depended on no parameter of a sharded model, or which froze some: FSDP reduced less there."""
     is_sharded = any(unit.kind is UnitKind.FSDP_UNIT for facts in view.facts.values() for unit in facts.units)
-    ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.steps.without_graph)
+    everywhere = set.intersection(*({*facts.steps.frozen} for facts in view.facts.values()))
+    made = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
+    ranks = tuple(rank for rank, one in made.items() if one.without_graph or {*one.frozen} - everywhere)
     have_diverged = view.divergence or aborted_by_gloo(view) or finished_ahead(view)
     return ranks if is_sharded and have_diverged and len(ranks) < len(view.facts) else ()
 
@@ -190,11 +193,15 @@ def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, None)
 
 
-def _constant(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+def _reduced_less(view: Timeline, ranks: tuple[int, ...]) -> Finding:
+    facts = view.facts[ranks[0]]
+    if facts.steps.without_graph:
+        why = f"The loss of {ranks_words(ranks)} depended on no parameter in {facts.steps.without_graph} of its batches"
+    else:
+        why = f"{capitalised(ranks_words(ranks))} froze {_which(facts.steps.frozen, facts)} after training began"
     text = (
-        f"The loss of {ranks_words(ranks)} depended on no parameter in {view.facts[ranks[0]].steps.without_graph} of "
-        f"its batches: no gradient was reduced there, and the others' collectives of FSDP were paired with later ones"
-        f"{while_others_wait(view, ranks)}."
+        f"{why}, so FSDP reduced fewer gradients there than on the other ranks, and their collectives were paired with "
+        f"its next ones{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP, None)
 

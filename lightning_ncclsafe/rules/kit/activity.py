@@ -313,6 +313,14 @@ def depth_passed(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> int | None
     return None
 
 
+def is_before(other: tuple[Frame, ...], own: tuple[Frame, ...]) -> bool:
+    """Whether one stack has yet to reach the line at which another is in the same function, and no loop leads back."""
+    depth = depth_passed(own, other)
+    return depth is not None and not any(
+        loop.line <= other[depth].line <= loop.until for loop in _loops_around(own[depth])
+    )
+
+
 def loop_left(own: tuple[Frame, ...], other: tuple[Frame, ...]) -> Frame | None:
     """The outermost loop, at its first line, that one stack is past and another is in; None if there is none."""
     depth = depth_passed(own, other)
