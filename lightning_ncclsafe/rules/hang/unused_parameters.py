@@ -116,11 +116,13 @@ def _with_incomplete_pass(view: Timeline) -> tuple[int, ...]:
 def _without_gradient(view: Timeline) -> tuple[int, ...]:
     """Ranks whose loss depended on no parameter of a sharded model, or which froze some: FSDP reduced less there."""
     is_sharded = any(unit.kind is UnitKind.FSDP_UNIT for facts in view.facts.values() for unit in facts.units)
+    if not is_sharded:
+        return ()
     everywhere = set.intersection(*({*facts.steps.frozen} for facts in view.facts.values()))
     made = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
     ranks = tuple(rank for rank, one in made.items() if one.without_graph or {*one.frozen} - everywhere)
     have_diverged = view.divergence or aborted_by_gloo(view) or finished_ahead(view)
-    return ranks if is_sharded and have_diverged and len(ranks) < len(view.facts) else ()
+    return ranks if have_diverged and len(ranks) < len(view.facts) else ()
 
 
 def _is_past(facts: RankFacts, awaited: dict[int, Collective]) -> bool:
