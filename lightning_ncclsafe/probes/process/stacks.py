@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
@@ -124,17 +125,19 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame,
 def frames_to_show(stacks: Iterable[Iterable[Frame]]) -> list[tuple[Frame, ...]]:
     """The frames of :func:`call_site` that a report shows: of user frames, the deepest and those with a branch.
 
-    Where one of these stacks has a branch, the others' lines in that function are shown, too: they may be past it.
-    Reads source files, as :func:`with_source` does.
+    The lines of a function with a branch, or one that these stacks are in at different lines, are shown in all: some
+    may be past it. Reads source files, as :func:`with_source` does.
     """
     every = [with_source(stack) for stack in stacks]
-    branching = {_function(frame) for stack in every for frame in stack if frame.user and _has_branch(frame)}
-    return [_shown(stack, branching) for stack in every]
+    users = [frame for stack in every for frame in stack if frame.user]
+    lines = {(frame.file, frame.function, frame.line) for frame in users}
+    several = {place for place, count in Counter(place[:2] for place in lines).items() if count > 1}
+    return [_shown(stack, several | {_function(frame) for frame in users if _has_branch(frame)}) for stack in every]
 
 
-def _shown(stack: tuple[Frame, ...], branching: Set[tuple[str, str]]) -> tuple[Frame, ...]:
+def _shown(stack: tuple[Frame, ...], telling: Set[tuple[str, str]]) -> tuple[Frame, ...]:
     users = [frame for frame in reversed(stack) if frame.user]
-    kept = {*users[:1], *[frame for frame in users if _function(frame) in branching][:_MOST_TOLD]}
+    kept = {*users[:1], *[frame for frame in users if _function(frame) in telling][:_MOST_TOLD]}
     return tuple(frame for frame in stack if not frame.user or frame in kept)
 
 

@@ -18,6 +18,7 @@ N = TypeVar("N", bound=ast.AST)
 BEFORE_TRAINING = {"__init__", "configure_model", "configure_optimizers", "prepare_data", "setup"}
 """What Lightning calls before the first batch."""
 _CONDITIONS = (Decides.RANK, Decides.VALUE, Decides.COMMON)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 MOST_LINES = 8
 """The most lines that are reported of one kind."""
 
@@ -88,11 +89,16 @@ class HookSource:
         return [node for node in named if isinstance(node.value, ast.Name)]
 
     def _calls_of_each(self, named: list[ast.Attribute]) -> Iterator[int]:
-        """The lines that call what loops take from these."""
-        ours = [loop for loop in self._each(ast.For) if any(node in named for node in ast.walk(loop.iter))]
-        names = {node.id for loop in ours for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-        calls = (node for loop in ours for node in _inside(loop.body) if isinstance(node, ast.Call))
-        return (call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
+        """The lines that call what loops and comprehensions take from these."""
+        loops = [(loop.target, loop.iter, [*_inside(loop.body)]) for loop in self._each(ast.For)]
+        for made in self._each(ast.expr):
+            parts = made.generators if isinstance(made, _COMPREHENSIONS) else []
+            loops += [(part.target, part.iter, [*ast.walk(made)]) for part in parts]
+        for target, taken_from, body in loops:
+            if any(node in named for node in ast.walk(taken_from)):
+                names = {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+                calls = (node for node in body if isinstance(node, ast.Call))
+                yield from (call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id in names)
 
     def leads_around(self, line: int) -> tuple[str, ...]:
         """The branches that may have led around a line: jumps before it, and conditions around it.

@@ -78,8 +78,15 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
         confidence=Confidence.POSSIBLE if is_explained else Confidence.LIKELY,
         evidence=(*_evidence(differing), *recorder_evidence(view)),
         remedy=_REMEDY_START if differing.keys() <= set(_START) else _REMEDY,
-        location="",
+        location=_set_at(view, odd),
     )
+
+
+def _set_at(view: Timeline, ranks: tuple[int, ...]) -> str:
+    """The only line that may have changed a setting of one of these ranks during training; empty if unknown."""
+    trainers = (view.facts[rank].trainer for rank in ranks if rank in view.facts)
+    lines = {line for trainer in trainers if trainer is not None and trainer.changed for line in trainer.ended_at}
+    return lines.pop() if len(lines) == 1 else ""
 
 
 def _narrowed(view: Timeline, odd: tuple[int, ...]) -> tuple[int, ...]:

@@ -224,10 +224,16 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
         severity=Severity.ERROR if overrun else None,
         confidence=confidence,
         # The deviating rank may have moved on; the others have not.
-        location=call_location(view, [*ranks, *overrun, *split.calls]),
+        location=_recorded_at(view, split, ranks) or call_location(view, [*ranks, *overrun, *split.calls]),
         evidence=(*call_evidence(split), *ended_process_evidence(view, overrun), *where_evidence(view, split.calls)),
         remedy=_REMEDY if confidence is Confidence.CERTAIN else _REMEDY + _DECIDES,
     )
+
+
+def _recorded_at(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> str:
+    """The user's line from which one of these ranks made its call, by the recorder; empty if it is not there."""
+    calls = (view.with_stack(split.calls[rank]) for rank in ranks if rank in split.calls)
+    return next((location_of(frame) for call in calls if (frame := deepest_user_frame(call.stack)) is not None), "")
 
 
 def _difference(split: Divergence) -> str:

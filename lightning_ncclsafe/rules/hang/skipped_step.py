@@ -4,19 +4,22 @@ import itertools
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD
-from lightning_ncclsafe.facts import Phase, RankFacts, StepFacts
+from lightning_ncclsafe.facts import Phase, RankFacts, StepFacts, UnitKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
+    DecidingBranches,
     DifferentCounts,
     Evidence,
     Finding,
     Plan,
     Severity,
+    Shift,
     Timeline,
     alone_in_trainer,
     batch_words,
     capitalised,
     clause,
+    decision,
     different_counts,
     exception_place,
     finding,
@@ -26,8 +29,11 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     phase_evidence,
     ranks_words,
+    shift,
+    short_location,
     short_place,
     skips_steps,
+    unit_of,
     verb,
     where_words,
     while_others_wait,
@@ -87,8 +93,42 @@ def skipped_step(view: Timeline) -> Iterator[Finding]:
             yield _finding(view, skipped, Confidence.LIKELY)
         elif other is not None and not other.is_more:
             yield _counts_finding(view, other)
+        elif other is None and (around := _around_forward(view)) is not None:
+            yield _forward_finding(view, *around)
         elif other is None and (ahead := _in_a_later_batch(view)):
             yield _inspected_finding(view, ahead)
+
+
+def _around_forward(view: Timeline) -> tuple[Shift, DecidingBranches] | None:
+    """The forward pass of a sharded model around which a jump in training_step has led some ranks; None if none is."""
+    split = view.divergence
+    first = shift(view, split.group) if split is not None else None
+    if first is None or first.ranks != first.others or first.frame is None:
+        return None
+    caller = view.facts[first.callers[0]]
+    unit, deciding = unit_of(first.call, caller), decision(view, location_of(first.frame))
+    if unit is None or unit.kind is not UnitKind.FSDP_UNIT or deciding is None or len(deciding.branches) != 1:
+        return None
+    is_in_step = any(action.name.endswith(".training_step") for action in caller.progress.actions)
+    return (first, deciding) if deciding.branches[0][1].jump and is_in_step else None
+
+
+def _forward_finding(view: Timeline, first: Shift, deciding: DecidingBranches) -> Finding:
+    text = (
+        f"{clause(first.ranks, 'has|have')} left out a forward pass at {short_location(deciding.at)} that "
+        f"{ranks_words(first.callers)} made, and its backward pass. {deciding.words()} "
+        f"{capitalised(clause(first.ranks, 'is|are now'))} {where_words(view, first.ranks[0])}"
+        f"{while_others_wait(view, first.ranks)}."
+    )
+    return finding(
+        view,
+        first.ranks,
+        text,
+        confidence=Confidence.LIKELY,
+        location=deciding.decided_at,
+        evidence=how_we_know(view, first.ranks),
+        remedy=_REMEDY_PASSES,
+    )
 
 
 def _in_a_later_batch(view: Timeline) -> tuple[int, ...]:

@@ -117,9 +117,9 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
     longest = max(many, key=lambda rank: len(aligned[rank]))
     before, theirs = aligned[longest][:index], aligned[longest][index:]
     own = aligned[few[0]][index:]
-    if _is_branch(own, theirs):
-        return _BRANCH
     count = _distance(own, theirs)
+    if _is_branch(own, theirs) and (count is None or _fits(own[1:], theirs[1:])):
+        return _BRANCH
     if count is None:
         if (in_loop := _in_loop_left(few, many, own[0], theirs[0], is_majority)) is not None:
             return in_loop

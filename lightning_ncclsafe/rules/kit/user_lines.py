@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
@@ -115,6 +115,13 @@ class DecidingBranches:
 
 def with_decision(view: Timeline, finding: Finding) -> Finding:
     """The same finding; if its line is a call that only some ranks have reached, with what may have led around it."""
+    if (outer := _outer_decision(view, finding)) is not None:
+        return replace(
+            finding,
+            summary=joined((finding.summary, outer.words())),
+            location=outer.decided_at,
+            decided_at=outer.decided_at,
+        )
     deciding = decision(view, finding.location)
     if deciding is None:
         return finding
@@ -129,6 +136,49 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
     if deciding.is_of_rank and is_other_side and finding.confidence is not Confidence.CERTAIN:
         return replace(finding, ranks=deciding.around, location=deciding.decided_at)
     return finding
+
+
+def _outer_decision(view: Timeline, finding: Finding) -> DecidingBranches | None:
+    """The branch around a call of the Trainer, if the finding's line is in the program that calls it."""
+    is_outside = any(_is_at(_outer_frames(view, rank), finding.location) for rank in finding.ranks)
+    return outer_decision(view) if is_outside else None
+
+
+@once
+def outer_decision(view: Timeline) -> DecidingBranches | None:
+    """The branch that led some ranks to a call of the Trainer, and others around it, in the program; None if unknown.
+
+    A condition on the rank is found elsewhere, as the deeper one.
+    """
+    every = {rank: _outer_frames(view, rank) for rank in sorted({*view.facts, *view.witnesses})}
+    stacks = {rank: stack for rank, stack in every.items() if stack}
+    # Of a process that is gone, the outermost frames may be unknown.
+    for frame in next(iter(stacks.values()), ()):
+        lines = {rank: _frame_in(frame, stack) for rank, stack in stacks.items()}
+        known = {rank: line for rank, line in lines.items() if line is not None}
+        if len(known) == len(stacks) and len({line.line for line in known.values()}) > 1:
+            return _branch_between(known)
+    return None
+
+
+def _branch_between(lines: dict[int, Frame]) -> DecidingBranches | None:
+    """The only condition on data around one of several lines of a function that is not around all of them."""
+    found: dict[Branch, Frame] = {}
+    for frame in lines.values():
+        for other in lines.values():
+            branches = _not_around([*frame.branches], frame, other.line)
+            found |= {branch: frame for branch in branches if branch.on is Decides.VALUE}
+    if len(found) != 1:
+        return None
+    ((branch, frame),) = found.items()
+    around = tuple(rank for rank, line in lines.items() if branch not in line.branches)
+    return DecidingBranches(frame, ((frame, branch),), around)
+
+
+def _outer_frames(view: Timeline, rank: int) -> _Stack:
+    """The user's frames of the program outside of the Trainer; all of them if a rank is not in the Trainer."""
+    stack = stack_of(view, rank)
+    return tuple(frame for frame in (stack[: trainer_start(stack)] or stack) if frame.user)
 
 
 @once
@@ -185,14 +235,14 @@ def branches_around(
         kept[depth] = inside
 
     for depth, frame in enumerate(to_call):
-        passed = _line_in(frame, before)
-        if passed is not None and (inside := _behind(frame, to_call[depth + 1 :], before, passed)) is not None:
+        passed = _frame_in(frame, before)
+        if passed is not None and (inside := _behind(frame, to_call[depth + 1 :], before, passed.line)) is not None:
             split_at(depth, inside)
     for stack in instead:
         for depth, frame in enumerate(to_call):
-            line = _line_in(frame, stack)
-            if line is not None:
-                split_at(depth, _not_around(kept[depth], frame, line))
+            there = _frame_in(frame, stack)
+            if there is not None:
+                split_at(depth, _not_around(kept[depth], frame, there.line))
     return [(frame, branch) for frame, branches in zip(to_call, kept, strict=True) for branch in branches]
 
 
@@ -206,7 +256,7 @@ def _behind(frame: Frame, inner: _Stack, before: _Stack, line: int) -> list[Bran
     if loops:
         return list(frame.branches[loops[0] :])
     # Both have gone through this line to what it calls.
-    is_further_in = any((passed := _line_in(deeper, before)) is not None and passed < deeper.line for deeper in inner)
+    is_further_in = any((passed := _frame_in(one, before)) is not None and passed.line < one.line for one in inner)
     return [] if is_further_in else None
 
 
@@ -221,10 +271,10 @@ def _not_around(branches: list[Branch], frame: Frame, line: int) -> list[Branch]
     return [branch for branch in branches if branch.jump != "return" and not branch.line <= line <= branch.until]
 
 
-def _line_in(frame: Frame, stack: _Stack) -> int | None:
-    """Where another stack is in a frame's function; None if it is not."""
-    lines = (other.line for other in reversed(stack) if (other.file, other.function) == (frame.file, frame.function))
-    return next(lines, None)
+def _frame_in(frame: Frame, stack: _Stack) -> Frame | None:
+    """The frame of another stack in the same function; None if it is not there."""
+    found = (other for other in reversed(stack) if (other.file, other.function) == (frame.file, frame.function))
+    return next(found, None)
 
 
 class _Made(NamedTuple):

@@ -38,7 +38,8 @@ from lightning_ncclsafe.rules.kit import (
 def mismatch(view: Timeline, split: Divergence) -> Finding:
     """Ranks called different collectives under one number; with the first call that only some made, if it is known."""
     every, ended = callers_and_aborted(view, split), tuple(rank for rank in view.silent if is_gone(view, rank))
-    if not ended and (first := shift(view, split.group)) is not None:
+    first = shift(view, split.group)
+    if not ended and first is not None:
         return _shifted(view, split, first)
     ranks, why = culprits(view, split), out_of_step(view, every)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
@@ -64,7 +65,10 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
         ),
         severity=Severity.ERROR if ended else None,
         confidence=Confidence.LIKELY if is_concluded or is_guess else Confidence.CERTAIN,
-        location=location_of(went_on) or divergence_location(view, split, ranks) or call_location(view, ranks),
+        location=location_of(went_on)
+        or (location_of(first.frame) if first is not None else "")
+        or divergence_location(view, split, ranks)
+        or call_location(view, ranks),
         evidence=(
             *call_evidence(split),
             *ended_process_evidence(view, ended),
