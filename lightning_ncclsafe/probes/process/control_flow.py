@@ -74,10 +74,12 @@ class _RankNames(NamedTuple):
     Attributes:
         tests: Those of tests of the rank: ``main = rank == 0``, or of a function that returns one.
         ranks: Those of the rank itself: ``me = dist.get_rank()``.
+        held: What is given anything but None under a condition on the rank only: ``self.writer``, as in the source.
     """
 
     tests: frozenset[str] = frozenset()
     ranks: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
 
 
 def syntax_tree(file: str) -> ast.Module:
@@ -124,6 +126,8 @@ class ControlFlow:
         self._body, self._of_rank = _parsed(source).body, _RankNames()
         with suppress(RecursionError):
             self._of_rank = _names_of_rank(self._body)
+            self._of_rank = self._of_rank._replace(held=self._held_on_some_ranks())
+            self._known.clear()
 
     def around(self, line: int) -> Around:
         """What decides whether this line is reached."""
@@ -152,6 +156,15 @@ class ControlFlow:
                 if branch.on is Decides.RANK and is_before:
                     rank_condition = f"{PAST}{branch.jump} under {branch.test}" if branch.jump else branch.test
         return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "")
+
+    def _held_on_some_ranks(self) -> frozenset[str]:
+        given = _given_beside_none(self._body)
+        return frozenset(name for name, values in given.items() if all(map(self._is_on_some_ranks, values)))
+
+    def _is_on_some_ranks(self, value: ast.expr) -> bool:
+        if isinstance(value, ast.IfExp) and _may_be_none(value):
+            return _decides(value.test, self._of_rank) is Decides.RANK
+        return bool(self.around(value.lineno).rank_condition)
 
     def _way(self, block: _Block, line: int) -> Iterator[Branch | _Arm]:
         """The jumps before a line and the blocks around it, from outside in, with what decides about them."""
@@ -283,7 +296,7 @@ def _decides(test: ast.expr, of_rank: _RankNames) -> Decides:
     """
     if _RANK_WORDS.search(ast.unparse(test)) or not of_rank.tests.isdisjoint(_tested(test)):
         return Decides.RANK
-    if not of_rank.ranks.isdisjoint(_compared(test)):
+    if not of_rank.ranks.isdisjoint(_compared(test)) or not of_rank.held.isdisjoint(_held(test)):
         return Decides.RANK
     return Decides.COMMON if _is_counter(test) or _is_constant(test) else Decides.VALUE
 
@@ -299,6 +312,49 @@ def _names_of_rank(body: _Block) -> _RankNames:
             returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
             given.setdefault(node.name, []).extend(returned or [None])
     return _RankNames(_only(given, _tests_rank), _only(given, _is_rank))
+
+
+def _given_beside_none(body: _Block) -> dict[str, list[ast.expr]]:
+    """What else is given to names and attributes that are given None; without those that are also bound elsewise."""
+    given: dict[str, list[ast.expr | None]] = {}
+    assigned: set[int] = set()
+    for owner in ast.walk(ast.Module(body=body, type_ignores=[])):
+        # What a class gives to a name is an attribute of its objects.
+        prefix = "self." if isinstance(owner, ast.ClassDef) else ""
+        for one in ast.iter_child_nodes(owner):
+            if isinstance(one, (ast.Assign, ast.AnnAssign)) and one.value is not None:
+                for target in one.targets if isinstance(one, ast.Assign) else [one.target]:
+                    given.setdefault(prefix + ast.unparse(target), []).append(one.value)
+                    assigned.add(id(target))
+            elif isinstance(one, ast.arg):
+                given.setdefault(one.arg, []).append(None)
+            elif isinstance(getattr(one, "ctx", None), ast.Store) and id(one) not in assigned:
+                given.setdefault(ast.unparse(one), []).append(None)
+    known = {name: [one for one in values if one is not None] for name, values in given.items() if None not in values}
+    return {
+        name: [one for one in values if not _is_none(one)]
+        for name, values in known.items()
+        if any(map(_may_be_none, values)) and not all(map(_is_none, values))
+    }
+
+
+def _held(test: ast.expr) -> set[str]:
+    """What a condition tests for being None, or true, by itself: ``self.writer``, ``self.writer is not None``."""
+    if isinstance(test, ast.BoolOp):
+        return {name for value in test.values for name in _held(value)}
+    if isinstance(test, ast.UnaryOp):
+        return _held(test.operand)
+    if isinstance(test, ast.Compare):
+        return {ast.unparse(test.left)} if _is_none(test.comparators[0]) else set()
+    return {ast.unparse(test)} if isinstance(test, (ast.Name, ast.Attribute)) else set()
+
+
+def _may_be_none(value: ast.expr) -> bool:
+    return _is_none(value) or (isinstance(value, ast.IfExp) and any(map(_is_none, (value.body, value.orelse))))
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _only(given: dict[str, list[ast.expr | None]], is_so: Callable[[ast.expr], bool]) -> frozenset[str]:

@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.waits import different_waits, under_rank_condition
 
 _EXCHANGE_OF_GRADIENTS = BACKWARD | DDP | FSDP
+_PAST_VALIDATION = 3
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
 # Callbacks that monitor a logged value.
@@ -99,6 +100,8 @@ def out_of_data_first(view: Timeline) -> tuple[int, ...]:
     ended = tuple(rank for rank, place in places.items() if place != first)
     still = tuple(rank for rank, place in places.items() if place == first)
     # Some rank must still be in batches. A rank that is a batch ahead in the same epoch has skipped a collective.
+    if first[1] == _PAST_VALIDATION and _validated_less(view, ended, still):
+        return ended
     if first == last or (first[1] not in (0, 2) and not without_validation(view, ended, still)):
         return _an_epoch_ahead(view, first[0])
     # A rank that waits in its batch under a condition on the rank does not wait because of data.
@@ -146,8 +149,8 @@ def finished_ahead(view: Timeline) -> FinishedAhead | None:
         return None
     have_ended = all(one.end is LoopEnd.DATA and one.batches_begun == batches for one in _trainers(view, ranks))
     in_batch = all(
-        view.facts[rank].progress.phase is Phase.TRAIN and 0 <= view.facts[rank].progress.batch_idx < batches
-        for rank in still
+        now.phase is Phase.TRAIN and _is_in_loop(now) and 0 <= now.batch_idx < batches
+        for now in (view.facts[rank].progress for rank in still)
     )
     return FinishedAhead(ranks, still, batches) if have_ended and in_batch else None
 
@@ -227,6 +230,15 @@ def _before_batches(view: Timeline, still: tuple[int, ...]) -> bool:
     """Whether these ranks wait in a hook before the first batch of a validation, so that no batch is missing yet."""
     places = [view.facts[rank].progress for rank in still]
     return all(now.phase is Phase.VALIDATE and now.batch_idx < 0 and not _is_in_loop(now) for now in places)
+
+
+def _validated_less(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
+    """Whether the ranks that have gone on to training had fewer batches in the validation that others are ending."""
+    validated = {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
+    have_left = all(view.facts[rank].progress.phase is Phase.TRAIN for rank in ended)
+    if not ended or not have_left or validated.keys() < view.facts.keys():
+        return False
+    return 0 < max(validated[rank] for rank in ended) < min(validated[rank] for rank in still)
 
 
 def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
