@@ -129,7 +129,7 @@ def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
     Calls of which only a generic helper of Lightning's or PyTorch's is known do not count.
     """
     stacks = [view.witnesses[rank].stack for rank in ended]
-    places = {(frame.file, frame.function) for stack in stacks for frame in stack}
+    below = {(frame.file, frame.function) for stack in stacks for frame in below_user(stack)}
     deepest = {(frame.file, frame.function) for stack in stacks if (frame := deepest_user_frame(stack)) is not None}
     recent = (view.with_stack(call) for facts in view.facts.values() for call in facts.collectives[-_RECENT:])
     for call in recent:
@@ -139,7 +139,7 @@ def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
         if frame is not None and (frame.file, frame.function) in deepest:
             return True
         callers = {(one.file, one.function) for one in call.stack if not is_in(HELPERS, (one,))}
-        if frame is None and callers and callers <= places:
+        if frame is None and callers and callers <= below:
             return True
     return False
 
@@ -178,14 +178,17 @@ def call_by_size(view: Timeline) -> CallBySize | None:
     sites = {call.site for call in sent.values()}
     recent = (call for facts in view.facts.values() for call in facts.collectives[-_RECENT:] if call.site)
     fitting = {call.site: view.with_stack(call) for call in recent if room in bytes_at_once(call, world_size)}
-    if len(sites) != 1 or len(fitting) != 1 or not sites.isdisjoint(fitting):
-        return None
-    call = next(iter(fitting.values()))
-    stack = view.witnesses[ended[0]].stack
-    frame, own = deepest_user_frame(call.stack), deepest_user_frame(inside_trainer(stack))
+    own = deepest_user_frame(inside_trainer(view.witnesses[ended[0]].stack))
     # It may have moved on to a call of Lightning's while the call is in flight.
-    is_there = own is None or frame is None or (own.file, own.line) == (frame.file, frame.line)
-    return CallBySize(call, frame, next(iter(sent.values())), tuple(sent)) if frame and is_there else None
+    there = [call for call in fitting.values() if own is None or _is_at(deepest_user_frame(call.stack), own)]
+    if len(sites) != 1 or len(there) != 1 or not sites.isdisjoint(fitting):
+        return None
+    frame = deepest_user_frame(there[0].stack)
+    return CallBySize(there[0], frame, next(iter(sent.values())), tuple(sent)) if frame is not None else None
+
+
+def _is_at(frame: Frame | None, own: Frame) -> bool:
+    return frame is None or (frame.file, frame.line) == (own.file, own.line)
 
 
 class UnusualCall(NamedTuple):
