@@ -120,14 +120,19 @@ def line_of(score: Score) -> str:
     return f"{score.case}: {told}: {score.answer}"
 
 
-def chosen(names: list[str], strategy: str) -> list[Case]:
+def chosen(names: list[str], strategy: str, *, undeclared: bool = False) -> list[Case]:
     """Of all cases those that a name stands for: of a case, a scenario, or a cause; all if there is none.
+
+    Args:
+        names: Those names.
+        strategy: The strategy's name.
+        undeclared: Whether cases count that are declared for other strategies only.
 
     Raises:
         SystemExit: Nothing is called so.
     """
     every = [*CASES.values(), *recorded_cases()]
-    of_strategy = [case for case in every if strategy in case.scenario.strategies]
+    of_strategy = [case for case in every if undeclared or strategy in case.scenario.strategies]
     found = [case for case in of_strategy if not names or not _names(case).isdisjoint(names)]
     if not found:
         raise SystemExit(f"no case, scenario or cause is called {' or '.join(names)} with {strategy}")
@@ -145,6 +150,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases, scenarios or causes")
     parser.add_argument("--from-threads", action="store_true", help="only those written after public threads")
     parser.add_argument("--strategy", choices=["SafeDDP", "SafeModelParallel", "SafeFSDP"], default="SafeDDP")
+    undeclared = "also those that are declared for other strategies only, where some have another truth"
+    parser.add_argument("--undeclared", action="store_true", help=undeclared)
     parser.add_argument("--suspect-after", type=float, default=SUSPECT_AFTER_S, help="seconds (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="how often each training is run (default: 1)")
@@ -154,7 +161,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    cases = chosen(options.only, options.strategy)
+    cases = chosen(options.only, options.strategy, undeclared=options.undeclared)
     if options.from_threads:
         cases = [case for case in cases if case.scenario.source]
     recorded = [case for case in cases if case.scenario.needs == "recording"]
