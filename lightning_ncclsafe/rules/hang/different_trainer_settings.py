@@ -111,7 +111,8 @@ def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:
             value = settings.get(name, _NOT_SET) if name != _CHECKPOINT else "set" if name in settings else _NOT_SET
             by_name[name][value].append(rank)
     # Lightning sets it as it resumes: a rank that has not come so far may have one, too.
-    if not all(is_in(RESUMED, view.facts[rank].stack) for rank in by_name[_CHECKPOINT][_NOT_SET]):
+    without = by_name[_CHECKPOINT].get(_NOT_SET, ())
+    if not all(is_in(RESUMED, view.facts[rank].stack) for rank in without):
         del by_name[_CHECKPOINT]
     return {name: dict(values) for name, values in by_name.items() if len(values) > 1}
 

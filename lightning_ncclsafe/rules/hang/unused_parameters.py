@@ -119,8 +119,12 @@ def _without_gradient(view: Timeline) -> tuple[int, ...]:
     if not is_sharded:
         return ()
     everywhere = set.intersection(*({*facts.steps.frozen} for facts in view.facts.values()))
+    # A callback may freeze them on all ranks as an epoch begins, which not all have come to.
+    is_one_epoch = len({facts.progress.epoch for facts in view.facts.values()}) == 1
     made = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
-    ranks = tuple(rank for rank, one in made.items() if one.without_graph or {*one.frozen} - everywhere)
+    ranks = tuple(
+        rank for rank, one in made.items() if one.without_graph or (is_one_epoch and {*one.frozen} - everywhere)
+    )
     have_diverged = view.divergence or aborted_by_gloo(view) or finished_ahead(view)
     return ranks if have_diverged and len(ranks) < len(view.facts) else ()
 
