@@ -29,6 +29,7 @@ from lightning_ncclsafe.rules.kit import (
     send_recv_pairs,
     short_place,
     skipped_call,
+    unit_of,
     verb,
     wait_words,
     where_evidence,
@@ -253,10 +254,17 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
         ranks,
         f"{capitalised(', '.join(hops))}: they wait for each other in a circle{why}.",
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
-        location=call_location(view, callers),
+        # That FSDP gathers a model where the user's code runs it is usual.
+        location=call_location(view, sorted(callers, key=lambda rank: _is_of_model(view, rank))),
         evidence=(*_evidence(view, circle), *condition_evidence(view, circle), *where_evidence(view, circle)),
         remedy=_REMEDY_P2P if {name for name, _ in circle.values()} == {""} else "",
     )
+
+
+def _is_of_model(view: Timeline, rank: int) -> bool:
+    """Whether it waits in a call that exchanges a part of the model."""
+    call = view.activities[rank].collective
+    return call is not None and unit_of(call, view.facts[rank]) is not None
 
 
 def _inspected_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
