@@ -376,11 +376,11 @@ RETURN = Branch(line=39, test="if not batch.any():  (line 38)", on=Decides.VALUE
 LOOP = Branch(line=30, test="for part in parts:  (line 30)", on=Decides.PASSES, until=45)
 
 
-def with_branches(facts: JobFacts, *branches: Branch) -> JobFacts:
-    """The same job; this is known of line 40."""
+def with_branches(facts: JobFacts, *branches: Branch, lines: tuple[int, ...] = (40,)) -> JobFacts:
+    """The same job; this is known of line 40, or of these."""
 
     def known(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-        return tuple(replace(frame, branches=branches) if frame.line == 40 else frame for frame in stack)
+        return tuple(replace(frame, branches=branches) if frame.line in lines else frame for frame in stack)
 
     ranks = (
         replace(one, collectives=tuple(replace(call, stack=known(call.stack)) for call in one.collectives))
@@ -417,6 +417,31 @@ def test_a_loop_decides_where_the_last_call_of_all_was_of_the_same_line() -> Non
     apart = with_branches(of("rgggrb", "rggrbr", "rgggrb"), replace(RETURN, line=20), LOOP)
     found = decision(timeline(apart), f"{FILE}:40 in step")
     assert found is not None and found.decided_at == f"{FILE}:30 in step"
+
+
+@pytest.mark.parametrize(
+    ("letters", "ranks", "said"),
+    [
+        (("rggg", "rggs", "rggs"), (0,), "Rank 0 called all_gather"),
+        (("rggg", "rggs", "rggg"), (1,), "Rank 1 skipped all_gather"),
+        (("rggg", "rggs"), (0, 1), "Rank 0 called all_gather"),
+        (("rggs", "rggg"), (0, 1), "Rank 1 called all_gather"),
+    ],
+    ids=["still in it", "has left it", "of two, the first", "of two, the second"],
+)
+def test_the_call_in_a_loop_that_others_have_left_is_the_one(
+    letters: tuple[str, ...], ranks: tuple[int, ...], said: str
+) -> None:
+    finding = first(with_branches(of(*letters), LOOP))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", ranks, f"{FILE}:40 in step")
+    assert finding.summary.startswith(f"{said} (8 elements of Float) at train.py:40 in step")
+    assert finding.decided_at == f"{FILE}:30 in step"
+
+
+@pytest.mark.parametrize("lines", [(), (40, 50)], ids=["no loop", "around both lines"])
+def test_without_a_loop_that_a_rank_has_left_what_is_usual_decides(lines: tuple[int, ...]) -> None:
+    finding = first(with_branches(of("rggg", "rggs", "rggs"), replace(LOOP, until=55), lines=lines))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (0,), f"{FILE}:50 in step")
 
 
 def test_where_nothing_is_recorded_the_lines_of_the_ranks_decide() -> None:

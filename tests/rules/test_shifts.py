@@ -118,6 +118,13 @@ def test_the_same_call_in_two_branches_is_no_difference() -> None:
     assert shift(timeline(of("rgrb", "rhrb", "rgrb")), "0") is None
 
 
+def test_units_of_one_size_that_are_called_from_one_line_twice_hide_no_shift() -> None:
+    finding = first(of("rghhrb", "rhhrb", "rghhrb"))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (1,))
+    assert finding.location.endswith("train.py:40 in step")
+    assert shift(timeline(of("rghhh", "rhhhh", "rghhh")), "0") is None  # a branch would look the same
+
+
 def test_what_fits_both_ways_decides_nothing() -> None:
     assert shift(timeline(of("grgr", "rgrg")), "0") is None
 
