@@ -9,6 +9,7 @@ import scenes as scenes_of_all
 from builders import (
     ALL_REDUCE,
     BACKWARD,
+    BARRIER,
     BROADCAST,
     GLOO,
     NCCL,
@@ -25,7 +26,9 @@ from builders import (
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import (
     VOTE_GROUP,
+    Branch,
     Collective,
+    Decides,
     Frame,
     Group,
     HostFacts,
@@ -34,6 +37,7 @@ from lightning_ncclsafe.facts import (
     Phase,
     RankFacts,
     StepFacts,
+    TrainerFacts,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
@@ -477,6 +481,29 @@ def test_a_rank_that_works_may_come_to_log_the_key_yet() -> None:
     assert list(rules) == ["rank-behind"]
 
 
+@pytest.mark.parametrize(
+    ("line", "loop", "first"),
+    [
+        (100, 0, "diverged-collectives"),
+        (100, 102, "diverged-collectives"),
+        (100, 99, "diverged-log-keys"),
+        (106, 0, "diverged-log-keys"),
+    ],
+    ids=["before it", "before its loop", "in its loop", "past it"],
+)
+def test_a_rank_that_waits_at_an_earlier_line_is_yet_to_log_the_key(line: int, loop: int, first: str) -> None:
+    """The others reduce the key in line 104; what comes before it, rank 2 has called too early or too often."""
+    loops = (Branch(line=loop, test="for part in parts:", on=Decides.PASSES, until=110),)
+    logs = replace(user("validation_step", 104), branches=loops if loop else ())
+    waiting = {facts.rank: facts for facts in scenes.key_that_one_rank_lacks(GLOO).ranks}
+    waiting = {rank: replace(facts, stack=(RUN, logs, *facts.stack[-2:])) for rank, facts in waiting.items()}
+    stack = (RUN, user("validation_step", line), ALL_REDUCE)
+    earlier = replace(waiting[2], progress=waiting[0].progress, stack=stack)
+    told = found(scenes.ordered(waiting | {2: earlier}))
+    assert next(iter(told)) == first
+    assert ("does not: " in told["diverged-log-keys"].summary) is (first == "diverged-log-keys")
+
+
 def test_a_rank_that_is_ahead_may_have_skipped_more() -> None:
     """Every other batch has no backward pass, on all ranks; rank 1 is a batch further."""
     passes = {0: (10, 5), 1: (10, 6), 2: (10, 5), 3: (10, 5)}
@@ -527,6 +554,94 @@ def test_another_size_of_unknown_purpose_is_only_possible() -> None:
         ("mismatched-collective", Confidence.POSSIBLE),
     ]
     assert "If the stacks show different functions" in rules["mismatched-collective"].remedy
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "rules"),
+    [
+        ("validation_step", 90, {"diverged-collectives": Confidence.CERTAIN}),
+        ("training_step", 57, {"mismatched-collective": Confidence.CERTAIN}),
+        (
+            "training_step",
+            58,
+            {"diverged-collectives": Confidence.CERTAIN, "mismatched-collective": Confidence.POSSIBLE},
+        ),
+    ],
+    ids=["another function", "one line", "one function"],
+)
+def test_recorded_stacks_show_the_purpose_although_ranks_have_moved_on(
+    function: str, line: int, rules: dict[str, Confidence]
+) -> None:
+    lines = {rank: user(function, line) if rank == 2 else user("training_step", 57) for rank in range(4)}
+    moved_on = (
+        replace(
+            facts,
+            collectives=(
+                *facts.collectives[:-1],
+                replace(facts.collectives[-1], stack=(RUN, lines[facts.rank], ALL_REDUCE)),
+                replace(facts.collectives[-1], seq=62),
+            ),
+        )
+        for facts in scenes.another_size(NCCL).ranks
+    )
+    told = found(job(*moved_on))
+    assert {rule: finding.confidence for rule, finding in told.items()} == rules
+
+
+RESUME_END = Frame(
+    file=f"{SITE}/lightning/pytorch/trainer/connectors/checkpoint_connector.py", line=180, function="resume_end"
+)
+
+
+def _resumes(path: str = "", *stack: Frame, rank: int = 0) -> RankFacts:
+    """A rank before training, with this path of a checkpoint; without one, it waits for those that load theirs."""
+    waits = GLOO.rank(rank, *stack, BARRIER, seq=8, outstanding=1, op="barrier", sizes=(), phase=Phase.INIT, batch=-1)
+    return replace(waits, trainer=TrainerFacts(settings={"ckpt_path": path} if path else {}))
+
+
+LOADS = user("load_state_dict", 21)
+
+
+def _own_path(rank: int) -> RankFacts:
+    return _resumes(f"/scratch-{rank}/last.ckpt", LOADS, rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("with_path", "ranks", "words"),
+    [
+        (1, (0,), "ckpt_path is set on rank 0, not set on ranks 1-3"),
+        (3, (3,), "ckpt_path is set on ranks 0-2, not set on rank 3"),
+    ],
+)
+def test_ranks_of_which_only_some_resume_have_different_settings(
+    with_path: int, ranks: tuple[int, ...], words: str
+) -> None:
+    """Each host may have a path of its own."""
+    others = (_resumes("", RESUME_END, rank=rank) for rank in range(with_path, 4))
+    told = found(job(*map(_own_path, range(with_path)), *others))["different-trainer-settings"]
+    assert (told.ranks, told.confidence) == (ranks, Confidence.LIKELY)
+    assert words in told.summary
+    assert told.remedy.startswith("Let all ranks resume from the same checkpoint")
+
+
+def test_a_rank_that_has_not_come_to_resuming_may_have_a_checkpoint_yet() -> None:
+    waiting = [_resumes("", RESUME_END, rank=rank) for rank in (1, 2)]
+    assert "different-trainer-settings" not in found(job(_own_path(0), *waiting, _resumes(rank=3)))
+
+
+def test_the_line_of_a_mismatch_is_that_of_the_recorded_call() -> None:
+    """Rank 2 is past it by now, in the next call."""
+    ranks = {facts.rank: facts for facts in scenes.another_size(NCCL).ranks}
+    *before, last = ranks[2].collectives
+    called = replace(last, stack=(RUN, user("training_step", 57), ALL_REDUCE))
+    past = replace(ranks[2], stack=(RUN, user("training_step", 66), ALL_REDUCE))
+    recorded = replace(past, collectives=(*before, called, replace(last, seq=62, op="all_gather")))
+    told = found(scenes.ordered(ranks | {2: recorded}))
+    assert told["mismatched-collective"].location.endswith("train.py:57 in training_step")
+    blind = replace(recorded, collectives=(*before, last, recorded.collectives[-1]))
+    assert found(scenes.ordered(ranks | {2: blind}))["mismatched-collective"].location.endswith(
+        "train.py:66 in training_step"
+    )
 
 
 def test_the_line_in_a_loaders_worker_is_that_of_its_traceback() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from builders import ALL_REDUCE, BARRIER, ENGINE, GLOO, RUN, SITE, USER_FILE, job, raised, user
-from call_scenes import RESULT, UNUSED, in_backward
+from call_scenes import RESULT, UNUSED, expert_left_out, in_backward
 from judged import first
 from judged import found as rules
 
@@ -17,9 +17,12 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     StepFacts,
     TrainerFacts,
+    UnitKind,
 )
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit.positions import finished_ahead, out_of_data_first
+from lightning_ncclsafe.rules.kit.timeline import timeline
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
 CRITIC, GENERATOR = f"{USER_FILE}:61 in training_step", f"{USER_FILE}:46 in train_generator"
@@ -213,6 +216,59 @@ def test_a_loss_from_nothing_is_blamed_on_the_line_that_makes_it() -> None:
     assert "its loss depends on no parameters" in finding.summary
 
 
+FSDP, DDP = UnitKind.FSDP_UNIT, UnitKind.DDP_BUCKET
+USUAL = StepFacts(with_backward=13)
+DETACHED = StepFacts(with_backward=13, without_graph=2, leaves_at=(RETURN,))
+FROZEN = StepFacts(with_backward=13, frozen=("trunk.weight",), frozen_at=(RETURN,))
+
+
+def _sharded(kind: UnitKind, steps: StepFacts, *ranks: int, others: StepFacts = USUAL) -> JobFacts:
+    """Rank 2 gathers another unit than the others; these have trained without gradients for some parameters."""
+    told = (
+        replace(
+            facts,
+            steps=steps if facts.rank in ranks else others,
+            units=tuple(replace(unit, kind=kind) for unit in facts.units),
+        )
+        for facts in expert_left_out(GLOO).ranks
+    )
+    return job(*told)
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        (DETACHED, "The loss of rank 1 depended on no parameter in 2 of its batches"),
+        (FROZEN, "Rank 1 froze trunk.weight after training began"),
+    ],
+    ids=["a loss from nothing", "frozen"],
+)
+def test_where_fsdp_reduces_less_on_a_rank_its_later_calls_are_paired_wrongly(steps: StepFacts, why: str) -> None:
+    finding = first(_sharded(FSDP, steps, 1))
+    assert (finding.rule, finding.ranks, finding.location) == ("unused-parameters", (1,), RETURN)
+    assert finding.summary.startswith(f"{why}, so FSDP reduced fewer gradients there")
+
+
+def test_what_one_rank_has_frozen_beside_what_all_have_frozen_is_its_own() -> None:
+    more = replace(FROZEN, frozen=("trunk.weight", "head.weight"))
+    assert first(_sharded(FSDP, more, 1, others=FROZEN)).ranks == (1,)
+
+
+@pytest.mark.parametrize("steps", [DETACHED, FROZEN], ids=["a loss from nothing", "frozen"])
+@pytest.mark.parametrize(("kind", "ranks"), [(DDP, (1,)), (FSDP, (0, 1, 2, 3))], ids=["not sharded", "on all ranks"])
+def test_ranks_that_reduce_alike_are_not_blamed_for_what_has_no_gradient(
+    steps: StepFacts, kind: UnitKind, ranks: tuple[int, ...]
+) -> None:
+    told = judge(_sharded(kind, steps, *ranks)).findings
+    assert told and not any("reduced fewer gradients" in finding.summary for finding in told)
+
+
+def test_what_has_no_gradient_on_a_rank_is_no_cause_where_all_are_in_one_call() -> None:
+    diverged = _sharded(FSDP, FROZEN, 1)
+    alike = replace(diverged.ranks[0], rank=2)
+    assert "unused-parameters" not in rules(job(*diverged.ranks[:2], alike, diverged.ranks[3]))
+
+
 def trained(facts: RankFacts, end: LoopEnd = LoopEnd.UNKNOWN, *, begun: int = 3, **changed: str) -> RankFacts:
     told = TrainerFacts(settings={"max_epochs": "6"}, changed=changed, end=end, batches_begun=begun, batches=6)
     return replace(facts, trainer=replace(told, ended_at=(RETURN,)))
@@ -228,6 +284,46 @@ def test_a_rank_that_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -
     assert finding.location == RETURN
     inside = trained(GLOO.rank(1, RESULT, BARRIER, seq=61, **options))  # type: ignore[arg-type]
     assert "stopped-early" not in rules(job(ranks[0], inside, ranks[2], world=3))
+
+
+def _ahead(*still: int, batch: int = 3, begun: int = 6, epochs: str = "6") -> JobFacts:
+    """A rank of four, or of two, has trained on all of six batches; these others wait in one of theirs."""
+    world = 4 if len(still) > 1 else 2
+    ended = trained(GLOO.finished(1, seq=60, batch=5, world=world), LoopEnd.DATA, begun=begun)
+    waiting = {n: trained(GLOO.waiting(n, seq=61, batch=batch, world=world)) for n in still}
+    told = {rank: (facts, facts.trainer) for rank, facts in (waiting | {1: ended}).items()}
+    ranks = {
+        rank: replace(facts, trainer=replace(trainer, settings={"max_epochs": epochs if rank == 1 else "6"}))
+        for rank, (facts, trainer) in told.items()
+        if trainer is not None
+    }
+    return job(*(ranks[rank] for rank in sorted(ranks)), world=world)
+
+
+@pytest.mark.parametrize(("still", "odd"), [((0, 2, 3), (1,)), ((0,), (0, 1))])
+def test_a_rank_that_is_through_as_many_batches_before_the_others_has_made_fewer_calls(
+    still: tuple[int, ...], odd: tuple[int, ...]
+) -> None:
+    finding = first(_ahead(*still))
+    assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", odd, "")
+    assert finding.summary.startswith("Rank 1 has trained on all batches while rank")
+    assert "although an epoch has 6 on all ranks" in finding.summary
+    assert not out_of_data_first(timeline(_ahead(*still)))
+
+
+@pytest.mark.parametrize(
+    ("facts", "rule"),
+    [
+        (_ahead(0, 2, 3, epochs="2"), "different-trainer-settings"),
+        (_ahead(0, 2, 3, begun=4), "uneven-batches"),
+        (_ahead(0, 2, 3, batch=-1), "uneven-batches"),
+        (_ahead(0, 2), "uneven-batches"),
+    ],
+    ids=["other settings", "fewer batches", "between batches", "a silent rank"],
+)
+def test_a_rank_that_is_through_first_for_another_reason_is_not_ahead(facts: JobFacts, rule: str) -> None:
+    assert first(facts).rule == rule
+    assert finished_ahead(timeline(facts)) is None
 
 
 def _generates(made: int) -> JobFacts:
@@ -329,6 +425,12 @@ def test_a_rank_that_has_changed_when_it_ends_and_trains_on_has_other_settings()
     finding = first(job(ended[0], longer, *ended[1:]))
     assert (finding.rule, finding.ranks, finding.confidence) == ("different-trainer-settings", (1,), LIKELY)
     assert "max_epochs is 6 on ranks 0, 2-3, 7 on rank 1" in finding.summary
+    assert finding.location == RETURN
+    assert longer.trainer is not None
+    several = replace(longer, trainer=replace(longer.trainer, ended_at=(RETURN, GUARD)))
+    assert first(job(ended[0], several, *ended[1:])).location == ""
+    unchanged = replace(longer, trainer=replace(longer.trainer, settings={"max_epochs": "7"}, changed={}))
+    assert first(job(ended[0], unchanged, *ended[1:])).location == ""
 
 
 def test_where_lightnings_own_callback_may_have_stopped_no_line_is_blamed() -> None:

@@ -10,11 +10,11 @@ from dataclasses import replace
 from textwrap import dedent
 
 import pytest
-from builders import GLOO, MAIN, RUN, USER_FILE, job, user
+from builders import EPOCH_END, GLOO, MAIN, RUN, TRAINING_STEP, USER_FILE, job, user
 from judged import first
 from test_shifts import of
 
-from lightning_ncclsafe.facts import Branch, Decides, Frame, JobFacts
+from lightning_ncclsafe.facts import Action, Branch, Decides, Frame, JobFacts, ModelUnit, UnitKind
 from lightning_ncclsafe.probes.process.control_flow import ControlFlow
 from lightning_ncclsafe.rules.kit.activity import loop_left
 from lightning_ncclsafe.rules.kit.timeline import timeline
@@ -442,6 +442,31 @@ def test_the_call_in_a_loop_that_others_have_left_is_the_one(
 def test_without_a_loop_that_a_rank_has_left_what_is_usual_decides(lines: tuple[int, ...]) -> None:
     finding = first(with_branches(of("rggg", "rggs", "rggs"), replace(LOOP, until=55), lines=lines))
     assert (finding.rule, finding.ranks, finding.location) == ("diverged-collectives", (0,), f"{FILE}:50 in step")
+
+
+@pytest.mark.parametrize(
+    ("branch", "kind", "hook", "rule"),
+    [
+        (replace(RETURN, jump="continue"), UnitKind.FSDP_UNIT, TRAINING_STEP, "skipped-step"),
+        (replace(RETURN, jump="", until=45), UnitKind.FSDP_UNIT, TRAINING_STEP, "diverged-collectives"),
+        (replace(RETURN, jump="continue"), UnitKind.PARAMETER, TRAINING_STEP, "diverged-collectives"),
+        (replace(RETURN, jump="continue"), UnitKind.FSDP_UNIT, EPOCH_END, "diverged-collectives"),
+    ],
+    ids=["a jump", "a condition", "no unit", "in another hook"],
+)
+def test_a_jump_around_a_forward_pass_of_a_sharded_model_skips_a_step(
+    branch: Branch, kind: UnitKind, hook: str, rule: str
+) -> None:
+    unit = ModelUnit(kind=kind, name="trunk", elements=24, shard_elements=8)
+    facts = with_branches(of("rgrgrb", "rgrrb", "rgrgrb"), branch)
+    in_step = (
+        replace(one, units=(unit,), progress=replace(one.progress, actions=(Action(name=hook, for_s=5),)))
+        for one in facts.ranks
+    )
+    finding = first(replace(facts, ranks=tuple(in_step)))
+    assert (finding.rule, finding.ranks) == (rule, (1,))
+    is_named = finding.location == f"{FILE}:39 in step" and "left out a forward pass" in finding.summary
+    assert is_named is (rule == "skipped-step")
 
 
 def test_where_nothing_is_recorded_the_lines_of_the_ranks_decide() -> None:

@@ -7,6 +7,7 @@ import pytest
 from builders import (
     ALL_REDUCE,
     BARRIER,
+    BROADCAST,
     ENGINE,
     EPOCH_END,
     GLOO,
@@ -30,6 +31,9 @@ from judged import found as rules
 
 from lightning_ncclsafe.facts import (
     ELSE,
+    Branch,
+    Collective,
+    Decides,
     Frame,
     JobFacts,
     MetricFacts,
@@ -43,10 +47,12 @@ from lightning_ncclsafe.facts import (
 )
 from lightning_ncclsafe.facts.findings import Confidence
 from lightning_ncclsafe.rules.judging import judge
+from lightning_ncclsafe.rules.kit.gloo_aborts import bytes_at_once
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
 ZERO = "if rank == 0:  (line 30)"
 WHAT = "what(): [enforce fail at gloo/transport/tcp/pair.cc:454] op.preamble.length <= op.nbytes. 9612 vs 8"
+CONTEXT = Frame(file=f"{SITE}/torch/utils/_contextlib.py", line=120, function="decorate_context")
 CHECKPOINT = Frame(
     file=f"{SITE}/lightning/pytorch/callbacks/model_checkpoint.py", line=700, function="check_monitor_top_k"
 )
@@ -174,6 +180,46 @@ def test_a_rank_that_calls_the_trainer_alone_is_named_and_not_what_differs_there
     )
     same = job(alone, *(_outside(replace(facts), 31, ZERO) for facts in facts.ranks[1:]), world=world)
     assert "called the Trainer alone" not in first(same).summary
+
+
+BEST = Branch(line=30, test="if loss < best:  (line 30)", on=Decides.VALUE, until=32)
+IF_DUE = Branch(line=29, test="if due:  (line 29)", on=Decides.VALUE, until=32)
+
+
+def _calls_of_the_trainer(own: tuple[Branch, ...], others: tuple[Branch, ...] = (), *inside: Frame) -> JobFacts:
+    """Rank 0 is in trainer.test at line 31, and the others are in trainer.fit at line 34."""
+    tests = calls(0, *inside, BARRIER, op="barrier", size=0, world=3, phase=Phase.TEST, batch=-1)
+    fits = [GLOO.waiting(n, seq=61, world=3) for n in (1, 2)]
+    main = {0: replace(MAIN, line=31, branches=own)} | dict.fromkeys((1, 2), replace(MAIN, line=34, branches=others))
+    return job(*(replace(one, stack=(main[one.rank], *one.stack[1:])) for one in (tests, *fits)), world=3)
+
+
+def test_the_condition_around_a_call_of_the_trainer_is_the_line_to_look_at() -> None:
+    finding = first(_calls_of_the_trainer((BEST,)))
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
+    assert finding.location == finding.decided_at == f"{USER_FILE}:30 in main"
+    assert finding.summary.endswith(
+        "Whether the call at train.py:31 in main is made may be decided by `if loss < best:` (line 30)."
+    )
+    inside = first(_calls_of_the_trainer((BEST,), (), user("on_test_start", 50)))
+    assert inside.location == f"{USER_FILE}:50 in on_test_start"
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        ((IF_DUE, BEST), ()),
+        ((BEST,), (replace(BEST, line=33, until=35),)),
+        ((replace(BEST, until=40),), ()),
+        ((replace(BEST, on=Decides.COMMON),), ()),
+    ],
+    ids=["two conditions", "one around each call", "around both calls", "the same on all ranks"],
+)
+def test_which_of_several_conditions_led_to_a_call_of_the_trainer_is_not_guessed(
+    own: tuple[Branch, ...], others: tuple[Branch, ...]
+) -> None:
+    finding = first(_calls_of_the_trainer(own, others))
+    assert (finding.ranks, finding.location, finding.decided_at) == ((0,), f"{USER_FILE}:31 in main", "")
 
 
 def test_peers_that_have_come_to_their_end_are_no_cause() -> None:
@@ -589,6 +635,41 @@ def test_what_was_sent_from_where_a_rank_has_ended_is_the_same_call(elements: in
     other = replace(other, collectives=called, exception=replace(other.exception, stack=(MAIN, RUN, ENGINE)))
     gone = process(1, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, sync, send, BARRIER))
     assert first(job(other, world=2, witnessed=(gone,))).rule == rule
+
+
+INNER = user("exchange", 13)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "ended_in", "is_same"),
+    [
+        ((INNER,), (user("training_step", 44), replace(INNER, line=17)), True),
+        ((INNER, BROADCAST), (INNER,), True),
+        ((user("training_step", 40),), (user("training_step", 44), INNER), False),
+        ((CONTEXT,), (CONTEXT, INNER), False),
+        ((CONTEXT, scenes.DDP_FORWARD), (CONTEXT, INNER), False),
+        ((CONTEXT, scenes.DDP_FORWARD), (scenes.DDP_FORWARD, CONTEXT, INNER), True),
+    ],
+    ids=["another line", "another operation", "only a caller", "only a helper", "elsewhere", "a helper and more"],
+)
+def test_what_was_sent_from_the_function_that_a_rank_has_ended_in_may_be_the_same_call(
+    earlier: tuple[Frame, ...], ended_in: tuple[Frame, ...], is_same: bool
+) -> None:
+    """Rank 0 is in another function of the user's by now; 9,612 bytes are 2,403 floats."""
+    line = user("validate", 70)
+    other = raised(calls(0, line, ALL_REDUCE), "RuntimeError", "Read error", RUN, line, ALL_REDUCE, consequence=True)
+    *before, old, last = other.collectives
+    sent = replace(old, op="broadcast", input_sizes=((2403,),), dtypes=("Float",), stack=earlier)
+    other = replace(other, collectives=(*before, sent, last))
+    gone = process(1, "gone", ended_by="SIGABRT", said=WHAT, stack=(RUN, *ended_in, ALL_REDUCE))
+    found = first(job(other, world=2, witnessed=(gone,)))
+    assert found.rule == ("mismatched-collective" if is_same else "diverged-collectives")
+
+
+@pytest.mark.parametrize(("op", "sizes"), [("all_gather", (2, 3)), ("broadcast", (5,)), ("all_reduce", (5, 2))])
+def test_gloo_gathers_in_halves_reduces_in_segments_and_broadcasts_at_once(op: str, sizes: tuple[int, ...]) -> None:
+    call = Collective(group="0", seq=1, op=op, backend="gloo", input_sizes=((5,),), dtypes=("Byte",))
+    assert bytes_at_once(call, world_size=2) == sizes
 
 
 def test_a_rank_past_a_validation_whose_last_batch_others_are_in_had_as_many_batches() -> None:
