@@ -18,6 +18,7 @@ from own_threads import join_own_threads
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ncclsafe._torch import process_groups
+from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process import stacks
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
 from lightning_ncclsafe.probes.process.control_flow import rank_condition
@@ -424,3 +425,21 @@ def test_a_call_site_keeps_lines_with_branches_around_them(tmp_path: Path) -> No
     join, ddp = f"{library}/algorithms/join.py", f"{library.removesuffix('distributed')}nn/parallel/distributed.py"
     joins = [places[0], (ddp, 9, "_match"), (join, 5, "main_hook"), (join, 7, "__exit__"), places[3]]
     assert [frame.function for frame in stacks.call_site(joins)[1]] == ["hook", "__exit__", "_match"]
+
+
+def test_a_function_is_shown_where_call_sites_are_at_different_lines_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def reduce(self):\n    dist.all_reduce(self)\n\n\ndef step(self):\n    reduce(self)\n    reduce(self)\n\n\n"
+        "def fit(self):\n    step(self)\n    for one in self:\n        step(one)\n"
+    )
+
+    def shown(*sites: tuple[int, int]) -> list[list[tuple[str, int]]]:
+        """What is shown of the calls from these lines of fit and step."""
+        lines = [(("fit", fit), ("step", step), ("reduce", 2)) for fit, step in sites]
+        every = [[Frame(file=str(path), line=line, function=name, user=True) for name, line in one] for one in lines]
+        return [[(frame.function, frame.line) for frame in told] for told in stacks.frames_to_show(every)]
+
+    assert shown((11, 6), (11, 7)) == [[("step", 6), ("reduce", 2)], [("step", 7), ("reduce", 2)]]
+    assert shown((11, 6), (11, 6)) == [[("reduce", 2)]] * 2
+    assert shown((13, 6)) == [[("fit", 13), ("reduce", 2)]]

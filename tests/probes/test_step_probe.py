@@ -453,6 +453,28 @@ def test_an_unused_part_is_located_by_its_call_and_not_its_definition() -> None:
     assert StepRecord(trainer(Stacked())).facts().unused_at == place("block left out", "encode")
 
 
+class Collected(Stacked):
+    """The same, where comprehensions call them."""
+
+    def encode(self, batch: Any, chances: list[int]) -> Any:
+        return sum(
+            [
+                block(batch) * chance  # <- block in a comprehension
+                for block, chance in zip(self.blocks, chances, strict=True)  # type: ignore[attr-defined]
+            ]
+        )
+
+    def names(self) -> Any:
+        return {name: str(block) for name, block in self.blocks.items()}  # type: ignore[attr-defined]
+
+
+def test_an_unused_part_is_located_by_its_call_in_a_comprehension() -> None:
+    encode, names = HookSource(Collected.encode), HookSource(Collected.names)
+    assert (encode.calls("blocks"), encode.uses("blocks")) == (True, line_of("block in a comprehension"))
+    assert (names.calls("blocks"), names.uses("blocks") > 0) == (False, True)
+    assert StepRecord(trainer(Collected())).facts().unused_at == place("block in a comprehension", "encode")
+
+
 def test_parameter_indices_from_ddp_become_names() -> None:
     module = Deep(fixed=Parameter(requires_grad=False), tail=Parameter(grad=1), head_weight=Parameter(grad=1))
     _, record = begun(module)

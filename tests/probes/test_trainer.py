@@ -539,6 +539,27 @@ def test_compared_settings_are_those_at_the_start_of_training(tmp_path: Path) ->
     assert probe.facts() is None
 
 
+def settings(probe: TrainerProbe) -> dict[str, str] | None:
+    facts = probe.facts()
+    return None if facts is None else facts.settings
+
+
+def test_before_training_only_the_checkpoint_is_known(tmp_path: Path) -> None:
+    path = str(tmp_path / "last.ckpt")
+    first = make_trainer(tmp_path, max_epochs=1)
+    first.fit(Net(), *LOADERS["fit"])
+    first.save_checkpoint(path)
+    for resumed, known in ((path, {"ckpt_path": path}), (None, {})):
+        look = Look("on_fit_start", part=settings)
+        trainer = make_trainer(tmp_path, look)
+        look.probe = TrainerProbe(trainer)
+        trainer.fit(Net(), *LOADERS["fit"], ckpt_path=resumed)
+        assert look.seen["on_fit_start"] == [known]
+        look.probe.started = True
+        later = settings(look.probe)
+        assert later is not None and "ckpt_path" not in later and "max_epochs" in later
+
+
 def test_accumulation_set_by_a_callback_is_compared(tmp_path: Path) -> None:
     """The callback sets the Trainer's value when an epoch starts: the value before the first epoch means nothing."""
     trainer = make_trainer(tmp_path, GradientAccumulationScheduler({4: 8, 0: 2}))
