@@ -624,6 +624,10 @@ def test_ranks_of_which_only_some_resume_have_different_settings(
     assert told.remedy.startswith("Let all ranks resume from the same checkpoint")
 
 
+def test_ranks_that_all_resume_from_paths_of_their_own_have_no_different_settings() -> None:
+    assert "different-trainer-settings" not in found(job(*map(_own_path, range(4))))
+
+
 def test_a_rank_that_has_not_come_to_resuming_may_have_a_checkpoint_yet() -> None:
     waiting = [_resumes("", RESUME_END, rank=rank) for rank in (1, 2)]
     assert "different-trainer-settings" not in found(job(_own_path(0), *waiting, _resumes(rank=3)))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from builders import ALL_REDUCE, BARRIER, ENGINE, GLOO, RUN, SITE, USER_FILE, job, raised, user
+from builders import ALL_REDUCE, BACKWARD, BARRIER, ENGINE, GLOO, RUN, SITE, USER_FILE, job, raised, user
 from call_scenes import RESULT, UNUSED, expert_left_out, in_backward
 from judged import first
 from judged import found as rules
@@ -263,6 +263,13 @@ def test_ranks_that_reduce_alike_are_not_blamed_for_what_has_no_gradient(
     assert told and not any("reduced fewer gradients" in finding.summary for finding in told)
 
 
+def test_what_ranks_in_a_later_epoch_have_frozen_the_others_may_freeze_yet() -> None:
+    ranks = [*_sharded(FSDP, FROZEN, 1).ranks]
+    ranks[1] = replace(ranks[1], progress=replace(ranks[1].progress, epoch=1))
+    told = judge(job(*ranks)).findings
+    assert told and not any("reduced fewer gradients" in finding.summary for finding in told)
+
+
 def test_what_has_no_gradient_on_a_rank_is_no_cause_where_all_are_in_one_call() -> None:
     diverged = _sharded(FSDP, FROZEN, 1)
     alike = replace(diverged.ranks[0], rank=2)
@@ -286,11 +293,11 @@ def test_a_rank_that_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -
     assert "stopped-early" not in rules(job(ranks[0], inside, ranks[2], world=3))
 
 
-def _ahead(*still: int, batch: int = 3, begun: int = 6, epochs: str = "6") -> JobFacts:
+def _ahead(*still: int, batch: int = 3, action: str = BACKWARD, begun: int = 6, epochs: str = "6") -> JobFacts:
     """A rank of four, or of two, has trained on all of six batches; these others wait in one of theirs."""
     world = 4 if len(still) > 1 else 2
     ended = trained(GLOO.finished(1, seq=60, batch=5, world=world), LoopEnd.DATA, begun=begun)
-    waiting = {n: trained(GLOO.waiting(n, seq=61, batch=batch, world=world)) for n in still}
+    waiting = {n: trained(GLOO.waiting(n, seq=61, batch=batch, action=action, world=world)) for n in still}
     told = {rank: (facts, facts.trainer) for rank, facts in (waiting | {1: ended}).items()}
     ranks = {
         rank: replace(facts, trainer=replace(trainer, settings={"max_epochs": epochs if rank == 1 else "6"}))
@@ -317,9 +324,10 @@ def test_a_rank_that_is_through_as_many_batches_before_the_others_has_made_fewer
         (_ahead(0, 2, 3, epochs="2"), "different-trainer-settings"),
         (_ahead(0, 2, 3, begun=4), "uneven-batches"),
         (_ahead(0, 2, 3, batch=-1), "uneven-batches"),
+        (_ahead(0, 2, 3, action=""), "uneven-batches"),
         (_ahead(0, 2), "uneven-batches"),
     ],
-    ids=["other settings", "fewer batches", "between batches", "a silent rank"],
+    ids=["other settings", "fewer batches", "before batches", "between batches", "a silent rank"],
 )
 def test_a_rank_that_is_through_first_for_another_reason_is_not_ahead(facts: JobFacts, rule: str) -> None:
     assert first(facts).rule == rule

@@ -648,9 +648,10 @@ INNER = user("exchange", 13)
         ((user("training_step", 40),), (user("training_step", 44), INNER), False),
         ((CONTEXT,), (CONTEXT, INNER), False),
         ((CONTEXT, scenes.DDP_FORWARD), (CONTEXT, INNER), False),
-        ((CONTEXT, scenes.DDP_FORWARD), (scenes.DDP_FORWARD, CONTEXT, INNER), True),
+        ((CONTEXT, scenes.DDP_FORWARD), (scenes.DDP_FORWARD, INNER), False),
+        ((CONTEXT, scenes.DDP_FORWARD), (INNER, CONTEXT, scenes.DDP_FORWARD), True),
     ],
-    ids=["another line", "another operation", "only a caller", "only a helper", "elsewhere", "a helper and more"],
+    ids=["another line", "another operation", "only a caller", "only a helper", "elsewhere", "around it", "below it"],
 )
 def test_what_was_sent_from_the_function_that_a_rank_has_ended_in_may_be_the_same_call(
     earlier: tuple[Frame, ...], ended_in: tuple[Frame, ...], is_same: bool
