@@ -118,7 +118,7 @@ def _without_gradient(view: Timeline) -> tuple[int, ...]:
     is_sharded = any(unit.kind is UnitKind.FSDP_UNIT for facts in view.facts.values() for unit in facts.units)
     if not is_sharded:
         return ()
-    everywhere = set.intersection(*({*facts.steps.frozen} for facts in view.facts.values()))
+    everywhere = _frozen_everywhere(view)
     # A callback may freeze them on all ranks as an epoch begins, which not all have come to.
     is_one_epoch = len({facts.progress.epoch for facts in view.facts.values()}) == 1
     made = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
@@ -199,12 +199,17 @@ def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, None)
 
 
+def _frozen_everywhere(view: Timeline) -> set[str]:
+    return set.intersection(*({*facts.steps.frozen} for facts in view.facts.values()))
+
+
 def _reduced_less(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     if facts.steps.without_graph:
         why = f"The loss of {ranks_words(ranks)} depended on no parameter in {facts.steps.without_graph} of its batches"
     else:
-        why = f"{capitalised(ranks_words(ranks))} froze {_which(facts.steps.frozen, facts)} after training began"
+        own = tuple(name for name in facts.steps.frozen if name not in _frozen_everywhere(view))
+        why = f"{capitalised(ranks_words(ranks))} froze {_which(own, facts)} after training began"
     text = (
         f"{why}, so FSDP reduced fewer gradients there than on the other ranks, and their collectives were paired with "
         f"its next ones{while_others_wait(view, ranks)}."
