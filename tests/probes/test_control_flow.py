@@ -355,6 +355,39 @@ def test_a_variable_holding_a_rank_test_is_resolved(source: str, test: str) -> N
     assert around(source).rank_condition == test
 
 
+GIVEN = "self.writer = None\nif rank == 0:\n    self.writer = Writer()\n"
+JUMPED = "def begin():\n    writer = None\n    if rank:\n        return\n    writer = Writer()\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "test"),
+    [
+        (f"{GIVEN}if self.writer is not None:\n    save()  # <-", "if self.writer is not None:  (line 4)"),
+        (f"{GIVEN}if self.writer and due:\n    save()  # <-", "if self.writer and due:  (line 4)"),
+        (
+            f"{GIVEN}def write():\n    if not self.writer:\n        return\n    save()  # <-",
+            "if not self.writer:  (line 5)",
+        ),
+        (f"{JUMPED}    if writer:\n        save()  # <-", "if writer:  (line 6)"),
+        ("writer = Writer() if main_rank == 0 else None\nif writer:\n    save()  # <-", ""),
+        ("writer = Writer() if rank == 0 else None\nif writer:\n    save()  # <-", "if writer:  (line 2)"),
+        (
+            "class A:\n    w: Any = None\n    def b(self):\n        if rank == 0:\n            self.w = W()\n"
+            "        if self.w:\n            save()  # <-",
+            "if self.w:  (line 6)",
+        ),
+        (f"{GIVEN}self.writer = Writer()\nif self.writer:\n    save()  # <-", ""),
+        (f"{GIVEN}if self.writer.due:\n    save()  # <-", ""),
+        (f"{GIVEN}if self.writer == 3:\n    save()  # <-", ""),
+        ("x = None\nif rank == 0:\n    x = 1\nfor x in rows:\n    pass\nif x:\n    save()  # <-", ""),
+        ("def f(x):\n    x = None\n    if rank == 0:\n        x = 1\n    if x:\n        save()  # <-", ""),
+        ("if rank == 0:\n    x = 1\nif x:\n    save()  # <-", ""),
+    ],
+)
+def test_a_test_of_what_only_some_ranks_have_is_a_condition_on_the_rank(source: str, test: str) -> None:
+    assert around(source).rank_condition.removeprefix("past return under ") == test
+
+
 def test_a_jump_under_a_rank_condition_applies_to_some_ranks() -> None:
     (jump,) = around("""
         def on_train_epoch_end(self, trainer):

@@ -17,6 +17,7 @@ from builders import (
     RUN,
     SITE,
     TRAINING_STEP,
+    USER_FILE,
     Backend,
     job,
     raised,
@@ -34,10 +35,12 @@ from lightning_ncclsafe.facts import (
     HostFacts,
     JobFacts,
     MachineFacts,
+    ModelUnit,
     Phase,
     RankFacts,
     StepFacts,
     TrainerFacts,
+    UnitKind,
 )
 from lightning_ncclsafe.facts.findings import Confidence, Finding
 from lightning_ncclsafe.rules.judging import judge
@@ -453,6 +456,24 @@ def test_a_circle_by_way_of_three_ranks() -> None:
     finding = judge(job(*(rank(n) for n in range(3)), world=3)).findings[0]
     assert (finding.rule, finding.ranks) == ("crossed-groups", (0, 1, 2))
     assert "rank 2 waits in all_reduce (sequence number 1, 4 elements, group 'c') for rank 0" in finding.summary
+
+
+@pytest.mark.parametrize("of_model", [0, 1])
+def test_of_a_circle_the_users_own_call_is_named_before_that_of_a_sharded_model(of_model: int) -> None:
+    def rank(number: int) -> RankFacts:
+        name, other = ("dp", "tp") if number == of_model else ("tp", "dp")
+        groups = tuple(
+            Group(name=each, ranks=(0, 1), last_enqueued=8 if each == name else 7) for each in sorted((name, other))
+        )
+        size = 24 if number == of_model else 4
+        call = Collective(group=name, seq=8, op="all_gather", backend="gloo", input_sizes=((size,),))
+        line = user("loss" if number == of_model else "count", 5 + number)
+        unit = ModelUnit(kind=UnitKind.FSDP_UNIT, name="trunk", elements=48, shard_elements=24, groups=("dp",))
+        base = GLOO.rank(number, line, ALL_REDUCE, seq=0, world=2)
+        return replace(base, groups=groups, collectives=(call,), units=(unit,))
+
+    finding = judge(job(rank(0), rank(1), world=2)).findings[0]
+    assert (finding.rule, finding.location) == ("crossed-groups", f"{USER_FILE}:{6 - of_model} in count")
 
 
 def test_nccl_says_between_whom_a_receive_is() -> None:

@@ -359,6 +359,20 @@ def test_a_rank_that_did_not_validate_after_the_others_batch_has_less_data() -> 
     assert (fewer.rule, fewer.ranks, fewer.confidence) == ("uneven-batches", (1,), LIKELY)
 
 
+@pytest.mark.parametrize(("made", "is_short"), [(3, True), (4, False), (0, False)])
+def test_a_rank_that_had_fewer_batches_in_the_validation_that_others_end_has_less_data(
+    made: int, is_short: bool
+) -> None:
+    """Rank 1 trains on, and rank 0 waits at the end of a validation of four batches."""
+    ranks = {facts.rank: facts for facts in _generates(made).ranks}
+    validates = ranks[0].trainer
+    assert validates is not None
+    last = replace(ranks[0].progress, batch_idx=3, is_last_batch=True, actions=())
+    facts = job(replace(ranks[0], progress=last, trainer=replace(validates, validated=4)), ranks[1], world=2)
+    assert (first(facts).rule == "uneven-batches") == is_short
+    assert out_of_data_first(timeline(facts)) == ((1,) if is_short else ())
+
+
 @pytest.mark.parametrize(
     ("made", "rule", "location"),
     [
