@@ -463,7 +463,8 @@ def test_of_a_circle_the_users_own_call_is_named_before_that_of_a_sharded_model(
     def rank(number: int) -> RankFacts:
         name, other = ("dp", "tp") if number == of_model else ("tp", "dp")
         groups = tuple(
-            Group(name=each, ranks=(0, 1), last_enqueued=8 if each == name else 7) for each in sorted((name, other))
+            Group(name=each, ranks=(0, 1), last_enqueued=8 if each == name else 7, last_completed=7)
+            for each in sorted((name, other))
         )
         size = 24 if number == of_model else 4
         call = Collective(group=name, seq=8, op="all_gather", backend="gloo", input_sizes=((size,),))
