@@ -38,13 +38,15 @@ from lightning_ncclsafe.rules.kit import (
 def mismatch(view: Timeline, split: Divergence) -> Finding:
     """Ranks called different collectives under one number; with the first call that only some made, if it is known."""
     every, ended = callers_and_aborted(view, split), tuple(rank for rank in view.silent if is_gone(view, rank))
+    ranks, why, conditions = culprits(view, split), out_of_step(view, every), under_rank_condition(view, every)
+    went_on, skipped = continuation(view, split, ranks)
     first = shift(view, split.group)
     # Ranks that wait under a condition on the rank have called something, rather than skipped what others called.
-    conditions = under_rank_condition(view, every)
     is_alone = first is not None and first.ranks == first.others and conditions.keys() >= {*first.ranks}
-    if not ended and first is not None and not is_alone:
+    # An exception that took ranks past a call says more than the call.
+    is_past = first is not None and not first.count and bool(went_on or skipped)
+    if not ended and first is not None and not is_alone and not is_past:
         return _shifted(view, split, first)
-    ranks, why = culprits(view, split), out_of_step(view, every)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {gloo_abort_words(view, ended)}." if ended else ""
     where = f"{capitalised(ranks_words(ranks[:1]))} {is_at_words(view, ranks[0])}"
@@ -53,7 +55,6 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
     called = [call for rank, call in split.calls.items() if rank in ranks]
     is_line_concluded = any(call.site and deepest_user_frame(call.stack) is None for call in called)
     is_concluded = bool(ended) or (bool(why or is_line_concluded) and not conditions)
-    went_on, skipped = continuation(view, split, ranks)
     is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
     return finding(
         view,
@@ -69,7 +70,7 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
         severity=Severity.ERROR if ended else None,
         confidence=Confidence.LIKELY if is_concluded or is_guess else Confidence.CERTAIN,
         location=location_of(went_on)
-        or (location_of(first.frame) if first is not None and not is_alone else "")
+        or (call_location(view, ranks) if is_alone else location_of(first.frame) if first is not None else "")
         or divergence_location(view, split, ranks)
         or call_location(view, ranks),
         evidence=(
