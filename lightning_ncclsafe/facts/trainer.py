@@ -81,7 +81,8 @@ class TrainerFacts:
 
     Attributes:
         settings: Settings that have to be equal on all ranks, as text, when training began: arguments of the Trainer by
-            name, and ``"first epoch"`` and ``"first step"``, from which it continues.
+            name, and ``"first epoch"`` and ``"first step"``, from which it continues. Before that, ``"ckpt_path"`` if
+            this rank resumes.
         changed: Those that decide when training ends and have changed since then, with their present values.
         callbacks: Class names of the Trainer's callbacks, in their order.
         validates_by_clock: Whether ``val_check_interval`` is a time, so that each rank's own clock decides.
