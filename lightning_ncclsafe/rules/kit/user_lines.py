@@ -164,8 +164,9 @@ def outer_decision(view: Timeline) -> DecidingBranches | None:
 def _branch_between(lines: dict[int, Frame]) -> DecidingBranches | None:
     """The only condition on data around one of several lines of a function that is not around all of them."""
     found: dict[Branch, Frame] = {}
-    for frame in lines.values():
-        for other in lines.values():
+    different = {frame.line: frame for frame in lines.values()}.values()
+    for frame in different:
+        for other in different:
             branches = _not_around([*frame.branches], frame, other.line)
             found |= {branch: frame for branch in branches if branch.on is Decides.VALUE}
     if len(found) != 1:
