@@ -10,7 +10,7 @@ from dataclasses import replace
 from textwrap import dedent
 
 import pytest
-from builders import EPOCH_END, GLOO, MAIN, RUN, TRAINING_STEP, USER_FILE, job, user
+from builders import EPOCH_END, GLOO, MAIN, RUN, SITE, TRAINING_STEP, USER_FILE, job, user
 from judged import first
 from test_shifts import of
 
@@ -26,6 +26,8 @@ from lightning_ncclsafe.rules.kit.user_lines import (
 )
 
 FILE = USER_FILE
+# Between the user's code and what FSDP calls.
+HELPER = (Frame(file=f"{SITE}/torch/utils/_contextlib.py", line=124, function="decorate_context"),)
 
 
 def frames(source: str, who: str) -> tuple[Frame, ...]:
@@ -445,20 +447,25 @@ def test_without_a_loop_that_a_rank_has_left_what_is_usual_decides(lines: tuple[
 
 
 @pytest.mark.parametrize(
-    ("branch", "kind", "hook", "rule"),
+    ("branch", "kind", "below", "hook", "rule"),
     [
-        (replace(RETURN, jump="continue"), UnitKind.FSDP_UNIT, TRAINING_STEP, "skipped-step"),
-        (replace(RETURN, jump="", until=45), UnitKind.FSDP_UNIT, TRAINING_STEP, "diverged-collectives"),
-        (replace(RETURN, jump="continue"), UnitKind.PARAMETER, TRAINING_STEP, "diverged-collectives"),
-        (replace(RETURN, jump="continue"), UnitKind.FSDP_UNIT, EPOCH_END, "diverged-collectives"),
+        (replace(RETURN, jump="continue"), UnitKind.FSDP_UNIT, HELPER, TRAINING_STEP, "skipped-step"),
+        (replace(RETURN, jump="", until=45), UnitKind.FSDP_UNIT, HELPER, TRAINING_STEP, "diverged-collectives"),
+        (replace(RETURN, jump="continue"), UnitKind.PARAMETER, HELPER, TRAINING_STEP, "diverged-collectives"),
+        (replace(RETURN, jump="continue"), UnitKind.FSDP_UNIT, (), TRAINING_STEP, "diverged-collectives"),
+        (replace(RETURN, jump="continue"), UnitKind.FSDP_UNIT, HELPER, EPOCH_END, "diverged-collectives"),
     ],
-    ids=["a jump", "a condition", "no unit", "in another hook"],
+    ids=["a jump", "a condition", "no unit", "a call of the user's", "in another hook"],
 )
 def test_a_jump_around_a_forward_pass_of_a_sharded_model_skips_a_step(
-    branch: Branch, kind: UnitKind, hook: str, rule: str
+    branch: Branch, kind: UnitKind, below: tuple[Frame, ...], hook: str, rule: str
 ) -> None:
     unit = ModelUnit(kind=kind, name="trunk", elements=24, shard_elements=8)
     facts = with_branches(of("rgrgrb", "rgrrb", "rgrgrb"), branch)
+    called = {
+        one.rank: tuple(replace(call, stack=(*call.stack, *below)) for call in one.collectives) for one in facts.ranks
+    }
+    facts = replace(facts, ranks=tuple(replace(one, collectives=called[one.rank]) for one in facts.ranks))
     in_step = (
         replace(one, units=(unit,), progress=replace(one.progress, actions=(Action(name=hook, for_s=5),)))
         for one in facts.ranks

@@ -25,6 +25,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     in_own_call,
     is_in,
+    is_of_fsdp,
     ranks_words,
     send_recv_pairs,
     short_place,
@@ -263,8 +264,8 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
 
 def _is_of_model(view: Timeline, rank: int) -> bool:
     """Whether it waits in a call that exchanges a part of the model."""
-    call = view.activities[rank].collective
-    return call is not None and unit_of(call, view.facts[rank]) is not None
+    call, facts = view.activities[rank].collective, view.facts[rank]
+    return is_of_fsdp(facts) or (call is not None and unit_of(call, facts) is not None)
 
 
 def _inspected_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:

@@ -88,8 +88,14 @@ def begins_another_forward(call: Collective | None, facts: RankFacts) -> bool:
 
 
 def unit_of(call: Collective, facts: RankFacts, part: _Part = _Part.UNKNOWN) -> ModelUnit | None:
-    """The unit of the model that this collective sends; None if no size or several units fit."""
+    """The unit of the model that this collective sends; None if no size or several units fit.
+
+    A collective that the user's code calls itself sends no unit, whatever its size; what DTensor sends looks like one.
+    """
     fitting = [unit for unit in facts.units if unit.kind is not UnitKind.METRIC and matches(unit, call)]
+    if call.stack and call.stack[-1].user:
+        is_of_tensor = is_in(libraries.DTENSOR, facts.stack)
+        fitting = [unit for unit in fitting if unit.kind is UnitKind.PARAMETER and is_of_tensor]
     # A state is gathered parameter by parameter; a step sends units, which may have a single parameter.
     wanted = [unit for unit in fitting if (unit.kind is UnitKind.PARAMETER) is (part is _Part.CHECKPOINT)] or fitting
     return wanted[0] if len(wanted) == 1 else None
