@@ -44,7 +44,8 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
     # Ranks that wait under a condition on the rank have called something, rather than skipped what others called.
     is_alone = first is not None and first.ranks == first.others and conditions.keys() >= {*first.ranks}
     # Without a majority, an exception shows which side it took past the other's call.
-    is_past = first is not None and not first.is_decided and bool(went_on or skipped)
+    is_tied = first is not None and 2 * len(first.ranks) >= len(split.calls)
+    is_past = is_tied and bool(went_on or skipped)
     if not ended and first is not None and not is_alone and not is_past:
         return _shifted(view, split, first)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
