@@ -39,7 +39,7 @@ class Here:
         suspect_after_s: After how long ranks are asked; None where the run shows that.
         timeout_s: The hard limit, seconds.
         strategy_name: ``"SafeDDP"``, ``"SafeFSDP"``, ``"SafeModelParallel"``, or Lightning alone: ``"DDPStrategy"``,
-            which as ``"PatientDDPStrategy"`` waits for longer, and ``"ModelParallelStrategy"``.
+            which as ``"PatientDDPStrategy"`` waits for longer, ``"FSDPStrategy"``, ``"ModelParallelStrategy"``.
         num_nodes: Number of hosts.
     """
 
@@ -77,11 +77,11 @@ class Here:
         limits = {"suspect_after": self.suspect_after_s, "timeout": timedelta(seconds=self.timeout_s)} | more
         if self.strategy_name == "SafeModelParallel":
             return SafeModelParallel(**split, **limits)
-        if self.strategy_name == "SafeFSDP":
-            from fsdp_on_cpu import let_fsdp_train_on_cpus
+        if self.strategy_name in ("SafeFSDP", "FSDPStrategy"):
+            from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus
 
             let_fsdp_train_on_cpus()
-            return SafeFSDP(**limits)
+            return SafeFSDP(**limits) if self.strategy_name == "SafeFSDP" else StockFSDP(timeout=limits["timeout"])
         return SafeDDP(**limits)
 
     def trainer(self, *, strategy: Any = None, **more: Any) -> L.Trainer:
