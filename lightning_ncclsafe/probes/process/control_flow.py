@@ -4,6 +4,7 @@ It parses the source and executes nothing.
 """
 
 import ast
+import itertools
 import linecache
 import re
 from collections.abc import Callable, Iterator
@@ -25,7 +26,9 @@ _COUNTED = frozenset(
 )
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
+_MOST_NAMES = 32
 _PARSE_TRIES = 3
+_SELF = "self."
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _JUMPS = {ast.Return: "return", ast.Continue: "continue", ast.Break: "break", ast.Raise: "raise"}
@@ -74,7 +77,7 @@ class _RankNames(NamedTuple):
     Attributes:
         tests: Those of tests of the rank: ``main = rank == 0``, or of a function that returns one.
         ranks: Those of the rank itself: ``me = dist.get_rank()``.
-        held: What is given anything but None under a condition on the rank only: ``self.writer``, as in the source.
+        held: Those that get a value other than None only under a condition on the rank: ``self.writer``.
     """
 
     tests: frozenset[str] = frozenset()
@@ -158,13 +161,20 @@ class ControlFlow:
         return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "")
 
     def _held_on_some_ranks(self) -> frozenset[str]:
-        given = _given_beside_none(self._body)
-        return frozenset(name for name, values in given.items() if all(map(self._is_on_some_ranks, values)))
+        if not _RANK_WORDS.search("\n".join(self._lines)):
+            return frozenset()
+        given = itertools.islice(_given_beside_none(self._body).items(), _MOST_NAMES)
+        conditions = {name: {self._condition_of_rank(value) for value in values} for name, values in given}
+        # Under two conditions, each rank may have been given something.
+        return frozenset(name for name, found in conditions.items() if len(found) == 1 and "" not in found)
 
-    def _is_on_some_ranks(self, value: ast.expr) -> bool:
-        if isinstance(value, ast.IfExp) and _may_be_none(value):
-            return _decides(value.test, self._of_rank) is Decides.RANK
-        return bool(self.around(value.lineno).rank_condition)
+    def _condition_of_rank(self, value: ast.expr) -> str:
+        """The condition on the rank under which a value is given, and on other ranks none; empty if unknown."""
+        if isinstance(value, ast.IfExp):
+            is_of_rank = _may_be_none(value) and _decides(value.test, self._of_rank) is Decides.RANK
+            return ast.unparse(value.test) if is_of_rank else ""
+        condition = self.around(value.lineno).rank_condition
+        return "" if condition.startswith((ELSE, f"{PAST}raise")) else condition
 
     def _way(self, block: _Block, line: int) -> Iterator[Branch | _Arm]:
         """The jumps before a line and the blocks around it, from outside in, with what decides about them."""
@@ -315,38 +325,77 @@ def _names_of_rank(body: _Block) -> _RankNames:
 
 
 def _given_beside_none(body: _Block) -> dict[str, list[ast.expr]]:
-    """What else is given to names and attributes that are given None; without those that are also bound elsewise."""
+    """What else is given to names and attributes of ``self`` that are given None, if a condition tests them for that.
+
+    Only those that one function, or the methods of one class, give and test, and that nothing else may set.
+    """
+    places: dict[str, set[int]] = {}
     given: dict[str, list[ast.expr | None]] = {}
     assigned: set[int] = set()
-    for owner in ast.walk(ast.Module(body=body, type_ignores=[])):
-        # What a class gives to a name is an attribute of its objects.
-        prefix = "self." if isinstance(owner, ast.ClassDef) else ""
-        for one in ast.iter_child_nodes(owner):
-            if isinstance(one, (ast.Assign, ast.AnnAssign)) and one.value is not None:
-                for target in one.targets if isinstance(one, ast.Assign) else [one.target]:
-                    given.setdefault(prefix + ast.unparse(target), []).append(one.value)
-                    assigned.add(id(target))
-            elif isinstance(one, ast.arg):
-                given.setdefault(one.arg, []).append(None)
-            elif isinstance(getattr(one, "ctx", None), ast.Store) and id(one) not in assigned:
-                given.setdefault(ast.unparse(one), []).append(None)
+    for node, scope, owner in _scoped(ast.Module(body=body, type_ignores=[]), 0, 0):
+        named: dict[str, ast.expr | None] = dict.fromkeys(_bound(node) if id(node) not in assigned else ())
+        for target in _targets(node):
+            # What a class gives to a name is an attribute of its objects.
+            is_of_class = owner and not scope and isinstance(target, ast.Name)
+            named[f"{_SELF if is_of_class else ''}{ast.unparse(target)}"] = getattr(node, "value", None)
+            assigned.add(id(target))
+        tested = _held(node.test) if isinstance(node, (ast.If, ast.While, ast.IfExp)) else set()
+        for name in (*named, *tested):
+            places.setdefault(name, set()).add(owner if name.startswith(_SELF) else scope)
+        for name, value in named.items():
+            given.setdefault(name, []).append(value)
     known = {name: [one for one in values if one is not None] for name, values in given.items() if None not in values}
     return {
         name: [one for one in values if not _is_none(one)]
         for name, values in known.items()
-        if any(map(_may_be_none, values)) and not all(map(_is_none, values))
+        if len(places[name]) == 1 and any(map(_may_be_none, values)) and not all(map(_is_none, values))
     }
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    """The names and attributes of ``self`` to which an assignment gives its value as it is."""
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+        return []
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [target for target in targets if isinstance(target, ast.Name) or _is_of_self(target)]
+
+
+def _is_of_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _scoped(node: ast.AST, scope: int, owner: int) -> Iterator[tuple[ast.AST, int, int]]:
+    """Every node with the line of the function and of the class that it is in; 0 for none."""
+    if isinstance(node, (*_FUNCTIONS, ast.Lambda)):
+        scope = node.lineno
+    elif isinstance(node, ast.ClassDef):
+        scope, owner = 0, node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield child, scope, owner
+        yield from _scoped(child, scope, owner)
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that a node may set in another way; an attribute of any object may be that of ``self``."""
+    if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+        yield getattr(node, "id", "") or f"{_SELF}{getattr(node, 'attr', '')}"
+    elif isinstance(node, ast.ClassDef) and node.decorator_list:  # a dataclass is given its attributes
+        yield from (f"{_SELF}{name_of(one.target)}" for one in node.body if isinstance(one, ast.AnnAssign))
+    elif isinstance(node, (ast.arg, ast.alias)):
+        yield getattr(node, "arg", "") or getattr(node, "asname", "") or getattr(node, "name", "")
+    elif isinstance(node, (*_FUNCTIONS, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
+        yield node.name or ""
 
 
 def _held(test: ast.expr) -> set[str]:
     """What a condition tests for being None, or true, by itself: ``self.writer``, ``self.writer is not None``."""
     if isinstance(test, ast.BoolOp):
-        return {name for value in test.values for name in _held(value)}
+        return {name for value in test.values for name in _held(value)} if isinstance(test.op, ast.And) else set()
     if isinstance(test, ast.UnaryOp):
         return _held(test.operand)
     if isinstance(test, ast.Compare):
-        return {ast.unparse(test.left)} if _is_none(test.comparators[0]) else set()
-    return {ast.unparse(test)} if isinstance(test, (ast.Name, ast.Attribute)) else set()
+        return _held(test.left) if _is_none(test.comparators[0]) else set()
+    return {ast.unparse(test)} if isinstance(test, ast.Name) or _is_of_self(test) else set()
 
 
 def _may_be_none(value: ast.expr) -> bool:

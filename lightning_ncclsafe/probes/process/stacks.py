@@ -125,8 +125,8 @@ def call_site(places: Iterable[tuple[str, int, str]]) -> tuple[str, tuple[Frame,
 def frames_to_show(stacks: Iterable[Iterable[Frame]]) -> list[tuple[Frame, ...]]:
     """The frames of :func:`call_site` that a report shows: of user frames, the deepest and those with a branch.
 
-    The lines of a function with a branch, or one that these stacks are in at different lines, are shown in all: some
-    may be past it. Reads source files, as :func:`with_source` does.
+    Of a function with a branch, or in which these stacks are at different lines, the line in each stack is shown: some
+    may be past the branch. Reads source files, as :func:`with_source` does.
     """
     every = [with_source(stack) for stack in stacks]
     users = [frame for stack in every for frame in stack if frame.user]
@@ -137,7 +137,8 @@ def frames_to_show(stacks: Iterable[Iterable[Frame]]) -> list[tuple[Frame, ...]]
 
 def _shown(stack: tuple[Frame, ...], telling: Set[tuple[str, str]]) -> tuple[Frame, ...]:
     users = [frame for frame in reversed(stack) if frame.user]
-    kept = {*users[:1], *[frame for frame in users if _function(frame) in telling][:_MOST_TOLD]}
+    branching = [frame for frame in users if _has_branch(frame)][:_MOST_TOLD]
+    kept = {*users[:1], *branching, *[frame for frame in users if _function(frame) in telling][:_MOST_TOLD]}
     return tuple(frame for frame in stack if not frame.user or frame in kept)
 
 

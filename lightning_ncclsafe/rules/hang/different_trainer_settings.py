@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from lightning_ncclsafe.code.libraries import RESUMED
+from lightning_ncclsafe.facts import LoopEnd, TrainerFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -78,15 +79,21 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
         confidence=Confidence.POSSIBLE if is_explained else Confidence.LIKELY,
         evidence=(*_evidence(differing), *recorder_evidence(view)),
         remedy=_REMEDY_START if differing.keys() <= set(_START) else _REMEDY,
-        location=_set_at(view, odd),
+        location=_set_at(view, odd, differing),
     )
 
 
-def _set_at(view: Timeline, ranks: tuple[int, ...]) -> str:
-    """The only line that may have changed a setting of one of these ranks during training; empty if unknown."""
-    trainers = (view.facts[rank].trainer for rank in ranks if rank in view.facts)
-    lines = {line for trainer in trainers if trainer is not None and trainer.changed for line in trainer.ended_at}
+def _set_at(view: Timeline, ranks: tuple[int, ...], differing: dict[str, dict[str, list[int]]]) -> str:
+    """The only line that may have changed such a setting of one of these ranks during training; empty if unknown."""
+    known = (view.facts[rank].trainer for rank in ranks if rank in view.facts)
+    trainers = (one for one in known if one is not None and _may_be_it(one, differing))
+    lines = {line for trainer in trainers for line in trainer.ended_at}
     return lines.pop() if len(lines) == 1 else ""
+
+
+def _may_be_it(trainer: TrainerFacts, differing: dict[str, dict[str, list[int]]]) -> bool:
+    """Whether what it has changed is what differs, so that lines that may have ended its loop are those."""
+    return trainer.end is not LoopEnd.SHOULD_STOP and differing.keys() <= trainer.changed.keys()
 
 
 def _narrowed(view: Timeline, odd: tuple[int, ...]) -> tuple[int, ...]:

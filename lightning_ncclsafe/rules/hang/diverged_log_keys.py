@@ -186,6 +186,8 @@ def _is_yet_to_log(view: Timeline, having: tuple[int, ...], lacking: tuple[int, 
     places = positions(view)
     if min(places[rank] for rank in lacking) < min(places[rank] for rank in having):
         return True
+    if {places[rank] for rank in lacking} != {places[rank] for rank in having}:
+        return False
     there, here = ({inside_trainer(view.facts[rank].stack) for rank in ranks} for ranks in (having, lacking))
     return all(is_before(stack, other) for stack in here for other in there)
 

@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     how_we_know,
     is_in,
+    joined,
     location_of,
     phase_evidence,
     ranks_words,
@@ -114,11 +115,14 @@ def _around_forward(view: Timeline) -> tuple[Shift, DecidingBranches] | None:
 
 
 def _forward_finding(view: Timeline, first: Shift, deciding: DecidingBranches) -> Finding:
-    text = (
-        f"{clause(first.ranks, 'has|have')} left out a forward pass at {short_location(deciding.at)} that "
-        f"{ranks_words(first.callers)} made, and its backward pass. {deciding.words()} "
-        f"{capitalised(clause(first.ranks, 'is|are now'))} {where_words(view, first.ranks[0])}"
-        f"{while_others_wait(view, first.ranks)}."
+    text = joined(
+        (
+            f"{clause(first.ranks, 'has|have')} left out a forward pass at {short_location(deciding.at)} that "
+            f"{ranks_words(first.callers)} made, and its backward pass.",
+            deciding.words(),
+            f"{capitalised(clause(first.ranks, 'is|are now'))} {where_words(view, first.ranks[0])}"
+            f"{while_others_wait(view, first.ranks)}.",
+        )
     )
     return finding(
         view,

@@ -38,6 +38,7 @@ from lightning_ncclsafe.rules.kit import (
 
 _REFUSED = "Expected to have finished reduction in the prior iteration"
 _NAMES = 4
+_MOST_FROZEN = 8
 _REMEDY_DDP = (
     "Let every rank use every part of the model in every step: if a rank's data does not need a branch, add its output "
     "times 0 to the loss. find_unused_parameters=True lets DDP continue without them, at the cost of a search in each "
@@ -118,13 +119,9 @@ def _without_gradient(view: Timeline) -> tuple[int, ...]:
     is_sharded = any(unit.kind is UnitKind.FSDP_UNIT for facts in view.facts.values() for unit in facts.units)
     if not is_sharded:
         return ()
-    everywhere = _frozen_everywhere(view)
-    # A callback may freeze them on all ranks as an epoch begins, which not all have come to.
-    is_one_epoch = len({facts.progress.epoch for facts in view.facts.values()}) == 1
     made = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
-    ranks = tuple(
-        rank for rank, one in made.items() if one.without_graph or (is_one_epoch and {*one.frozen} - everywhere)
-    )
+    constant = tuple(rank for rank, one in made.items() if one.without_graph)
+    ranks = constant or tuple(rank for rank in made if _frozen_alone(view, rank))
     have_diverged = view.divergence or aborted_by_gloo(view) or finished_ahead(view)
     return ranks if have_diverged and len(ranks) < len(view.facts) else ()
 
@@ -199,20 +196,34 @@ def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, None)
 
 
-def _frozen_everywhere(view: Timeline) -> set[str]:
-    return set.intersection(*({*facts.steps.frozen} for facts in view.facts.values()))
+def _frozen_alone(view: Timeline, rank: int) -> tuple[str, ...]:
+    """Parameters that this rank has frozen since training began, and not all others; empty if that is not known.
+
+    A callback may freeze them on all ranks as an epoch or a batch begins, which not all have come to.
+    """
+    steps = {each: facts.steps for each, facts in view.facts.items()}
+    places = {(facts.progress.epoch, facts.progress.batch_idx) for facts in view.facts.values()}
+    by_epoch = all("epoch" in place.rpartition(" in ")[2] for one in steps.values() for place in one.frozen_at)
+    is_one_place = len({place[:1] if by_epoch else place for place in places}) == 1
+    # Of many, only the first are listed.
+    are_all_listed = all(len(one.frozen) < _MOST_FROZEN for one in steps.values())
+    if not is_one_place or not (are_all_listed or any(not one.frozen for one in steps.values())):
+        return ()
+    everywhere = set.intersection(*({*one.frozen} for one in steps.values()))
+    return tuple(name for name in steps[rank].frozen if name not in everywhere)
 
 
 def _reduced_less(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    facts = view.facts[ranks[0]]
-    if facts.steps.without_graph:
-        why = f"The loss of {ranks_words(ranks)} depended on no parameter in {facts.steps.without_graph} of its batches"
+    steps, names = view.facts[ranks[0]].steps, _frozen_alone(view, ranks[0])
+    if steps.without_graph:
+        batches = f"{steps.without_graph} of {verb(ranks, 'its', 'their')} batches"
+        why = f"The loss of {ranks_words(ranks)} depended on no parameter in {batches}"
     else:
-        own = tuple(name for name in facts.steps.frozen if name not in _frozen_everywhere(view))
-        why = f"{capitalised(ranks_words(ranks))} froze {_which(own, facts)} after training began"
+        listed = ", ".join(names[:_NAMES]) + (", …" if len(names) > _NAMES else "")
+        why = f"{capitalised(ranks_words(ranks))} froze {listed} after training began"
     text = (
         f"{why}, so FSDP reduced fewer gradients there than on the other ranks, and their collectives were paired with "
-        f"its next ones{while_others_wait(view, ranks)}."
+        f"the next ones there{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP, None)
 
@@ -253,8 +264,9 @@ def _finding(
 def _location(view: Timeline, rank: int) -> str:
     """The line that left the part out, if only one may have; else the line that uses it, if known."""
     steps = view.facts[rank].steps
-    lines = steps.frozen_at if steps.frozen else steps.leaves_at
-    return lines[0] if len(lines) == 1 else "" if steps.frozen else steps.unused_at
+    is_frozen = bool(steps.frozen) and not steps.without_graph
+    lines = steps.frozen_at if is_frozen else steps.leaves_at
+    return lines[0] if len(lines) == 1 else "" if is_frozen else steps.unused_at
 
 
 def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:

@@ -207,7 +207,9 @@ def same_purpose(view: Timeline, split: Divergence) -> bool | None:
         return False if all_known and len(are_users) > 1 else None
     if len({purpose[:2] for purpose in known}) > 1:
         return False
-    return True if len({*known}) == 1 else None
+    # One helper may be called from several lines.
+    is_one_line = "" in sites or all(purpose[0] == "unit" for purpose in known)
+    return True if len({*known}) == 1 and is_one_line else None
 
 
 def _purpose(view: Timeline, rank: int, call: Collective) -> tuple[str, str, int] | None:

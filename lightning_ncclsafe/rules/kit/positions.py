@@ -140,7 +140,7 @@ def finished_ahead(view: Timeline) -> FinishedAhead | None:
     """
     trainers = [facts.trainer for facts in view.facts.values() if facts.trainer is not None]
     ranks = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.progress.phase is Phase.FINISHED)
-    still = tuple(rank for rank in sorted(view.facts) if rank not in ranks)
+    still = tuple(sorted(view.facts.keys() - {*ranks}))
     if not ranks or not still or len(trainers) < len(view.facts) or view.silent or not set(view.waiting) >= set(still):
         return None
     ends = {(one.batches, tuple(sorted(one.settings.items())), tuple(sorted(one.changed.items()))) for one in trainers}
@@ -148,10 +148,11 @@ def finished_ahead(view: Timeline) -> FinishedAhead | None:
     if len(ends) > 1 or not batches or not trainers[0].settings:
         return None
     have_ended = all(one.end is LoopEnd.DATA and one.batches_begun == batches for one in _trainers(view, ranks))
-    in_batch = all(
-        now.phase is Phase.TRAIN and _is_in_loop(now) and 0 <= now.batch_idx < batches
-        for now in (view.facts[rank].progress for rank in still)
-    )
+    places = [view.facts[rank].progress for rank in still]
+    in_batch = all(now.phase is Phase.TRAIN and _is_in_loop(now) and 0 <= now.batch_idx < batches for now in places)
+    # In an earlier epoch, or in another call of the Trainer, they would be further behind than some calls explain.
+    ended_in = {view.facts[rank].progress.epoch for rank in ranks}
+    in_batch = in_batch and all(now.epoch + 1 in ended_in for now in places)
     return FinishedAhead(ranks, still, batches) if have_ended and in_batch else None
 
 

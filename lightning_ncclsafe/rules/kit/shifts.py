@@ -118,10 +118,12 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
     before, theirs = aligned[longest][:index], aligned[longest][index:]
     own = aligned[few[0]][index:]
     count = _distance(own, theirs)
-    if _is_branch(own, theirs) and (count is None or _fits(own[1:], theirs[1:])):
+    apart = _fits(own[max(count, 0) :], theirs[max(-count, 0) :]) if count is not None else 0
+    if _is_branch(own, theirs) and _alike(own[1:], theirs[1:]) >= apart:
         return _BRANCH
     if count is None:
-        if (in_loop := _in_loop_left(few, many, own[0], theirs[0], is_majority)) is not None:
+        is_one_call = len({aligned[rank][index].site for rank in few}) == 1
+        if is_one_call and (in_loop := _in_loop_left(few, many, own[0], theirs[0], is_majority)) is not None:
             return in_loop
         return (
             _in_one_call(few, many, own[0], theirs[0], before)
@@ -232,6 +234,12 @@ def _fits(own: _Calls, theirs: _Calls) -> int:
     """How many calls are equal; 0 if one of them is not."""
     pairs = [*zip(own, theirs, strict=False)][:_ENOUGH]
     return len(pairs) if all(one.site == other.site for one, other in pairs) else 0
+
+
+def _alike(own: _Calls, theirs: _Calls) -> int:
+    """How many calls are equal until the first one that is not."""
+    pairs = [*zip(own, theirs, strict=False)][:_ENOUGH]
+    return next((index for index, (one, other) in enumerate(pairs) if one.site != other.site), len(pairs))
 
 
 def _odd_side(

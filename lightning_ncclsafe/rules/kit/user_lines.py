@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame
+from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, Phase
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
@@ -121,6 +121,8 @@ def with_decision(view: Timeline, finding: Finding) -> Finding:
             summary=joined((finding.summary, outer.words())),
             location=outer.decided_at,
             decided_at=outer.decided_at,
+            # The line is concluded, not observed.
+            confidence=Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else finding.confidence,
         )
     deciding = decision(view, finding.location)
     if deciding is None:
@@ -157,12 +159,15 @@ def outer_decision(view: Timeline) -> DecidingBranches | None:
         lines = {rank: _frame_in(frame, stack) for rank, stack in stacks.items()}
         known = {rank: line for rank, line in lines.items() if line is not None}
         if len(known) == len(stacks) and len({line.line for line in known.values()}) > 1:
-            return _branch_between(known)
+            return _branch_between(view, known)
     return None
 
 
-def _branch_between(lines: dict[int, Frame]) -> DecidingBranches | None:
-    """The only condition on data around one of several lines of a function that is not around all of them."""
+def _branch_between(view: Timeline, lines: dict[int, Frame]) -> DecidingBranches | None:
+    """The only condition on data around one of several lines of a function that is not around all of them.
+
+    A rank at an earlier line has gone around it only if it begins there once more, in a loop.
+    """
     found: dict[Branch, Frame] = {}
     different = {frame.line: frame for frame in lines.values()}.values()
     for frame in different:
@@ -173,6 +178,9 @@ def _branch_between(lines: dict[int, Frame]) -> DecidingBranches | None:
         return None
     ((branch, frame),) = found.items()
     around = tuple(rank for rank, line in lines.items() if branch not in line.branches)
+    earlier = (view.facts[rank] for rank in around if rank in view.facts and lines[rank].line < branch.line)
+    if any(facts.progress.phase is not Phase.INIT for facts in earlier):
+        return None
     return DecidingBranches(frame, ((frame, branch),), around)
 
 

@@ -41,13 +41,15 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
     ranks, why, conditions = culprits(view, split), out_of_step(view, every), under_rank_condition(view, every)
     went_on, skipped = continuation(view, split, ranks)
     first = shift(view, split.group)
-    # Ranks that wait under a condition on the rank have called something, rather than skipped what others called.
+    # Ranks in a new call under a condition on the rank have called that, rather than skipped what others called.
     is_alone = first is not None and first.ranks == first.others and conditions.keys() >= {*first.ranks}
+    is_alone = is_alone and all(_is_new(view, split, rank) for rank in ranks)
     # Without a majority, an exception shows which side it took past the other's call.
     is_tied = first is not None and 2 * len(first.ranks) >= len(split.calls)
     is_past = is_tied and bool(went_on or skipped)
     if not ended and first is not None and not is_alone and not is_past:
         return _shifted(view, split, first)
+    of_these = first is not None and not {*first.ranks}.isdisjoint(ranks)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {gloo_abort_words(view, ended)}." if ended else ""
     where = f"{capitalised(ranks_words(ranks[:1]))} {is_at_words(view, ranks[0])}"
@@ -71,7 +73,13 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
         severity=Severity.ERROR if ended else None,
         confidence=Confidence.LIKELY if is_concluded or is_guess else Confidence.CERTAIN,
         location=location_of(went_on)
-        or (call_location(view, ranks) if is_alone else location_of(first.frame) if first is not None else "")
+        or (
+            call_location(view, ranks)
+            if is_alone
+            else location_of(first.frame)
+            if first is not None and of_these
+            else ""
+        )
         or divergence_location(view, split, ranks)
         or call_location(view, ranks),
         evidence=(
@@ -82,6 +90,13 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
         ),
         remedy=remedies.same_calls(view),
     )
+
+
+def _is_new(view: Timeline, split: Divergence, rank: int) -> bool:
+    """Whether a rank has not made its call from there before, as far as the recorder shows."""
+    call = split.calls.get(rank)
+    made = view.sequences(split.group).get(rank, ())
+    return call is not None and not any(one.site == call.site and one.seq < call.seq for one in made)
 
 
 def _shifted(view: Timeline, split: Divergence, first: Shift) -> Finding:
