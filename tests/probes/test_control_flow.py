@@ -382,6 +382,18 @@ JUMPED = "def begin():\n    writer = None\n    if rank:\n        return\n    wri
         ("x = None\nif rank == 0:\n    x = 1\nfor x in rows:\n    pass\nif x:\n    save()  # <-", ""),
         ("def f(x):\n    x = None\n    if rank == 0:\n        x = 1\n    if x:\n        save()  # <-", ""),
         ("if rank == 0:\n    x = 1\nif x:\n    save()  # <-", ""),
+        ("x = None\nif rank == 0:\n    x = 1\nelse:\n    x = 2\nif x:\n    save()  # <-", ""),
+        ("x = None\nif rank == 0:\n    x = 1\nif rank:\n    x = 2\nif x:\n    save()  # <-", ""),
+        ("x = None\nx = 1 if rank == 0 else 2\nif x:\n    save()  # <-", ""),
+        (
+            "class A:\n    def a(self):\n        self.x = None\n        if rank > 9:\n            raise ValueError\n"
+            "        self.x = 1\n    def b(self):\n        if self.x:\n            save()  # <-",
+            "",
+        ),
+        (f"{GIVEN}if self.writer or due:\n    save()  # <-", ""),
+        (f"{GIVEN}net.writer = Writer()\nif self.writer:\n    save()  # <-", ""),
+        (f"{GIVEN}import fused\nfused = None\nif rank:\n    fused = 1\nif fused:\n    save()  # <-", ""),
+        ("def f():\n    x = None\n    if rank:\n        x = 1\ndef g():\n    if x:\n        save()  # <-", ""),
     ],
 )
 def test_a_test_of_what_only_some_ranks_have_is_a_condition_on_the_rank(source: str, test: str) -> None:

@@ -524,6 +524,9 @@ def test_a_rank_that_waits_at_an_earlier_line_is_yet_to_log_the_key(line: int, l
     told = found(scenes.ordered(waiting | {2: earlier}))
     assert next(iter(told)) == first
     assert ("does not: " in told["diverged-log-keys"].summary) is (first == "diverged-log-keys")
+    ahead = replace(earlier.progress, batch_idx=earlier.progress.batch_idx + 1)
+    told = found(scenes.ordered(waiting | {2: replace(earlier, progress=ahead)}))
+    assert next(iter(told)) == "diverged-log-keys", "it was there in the batch before"
 
 
 def test_a_rank_that_is_ahead_may_have_skipped_more() -> None:

@@ -293,10 +293,15 @@ def test_a_rank_that_is_past_an_epoch_that_has_not_run_out_has_stopped_early() -
     assert "stopped-early" not in rules(job(ranks[0], inside, ranks[2], world=3))
 
 
-def _ahead(*still: int, batch: int = 3, action: str = BACKWARD, begun: int = 6, epochs: str = "6") -> JobFacts:
+def _ahead(
+    *still: int, batch: int = 3, action: str = BACKWARD, begun: int = 6, epochs: str = "6", later: int = 0
+) -> JobFacts:
     """A rank of four, or of two, has trained on all of six batches; these others wait in one of theirs."""
     world = 4 if len(still) > 1 else 2
-    ended = trained(GLOO.finished(1, seq=60, batch=5, world=world), LoopEnd.DATA, begun=begun)
+    finished = GLOO.finished(1, seq=60, batch=5, world=world)
+    # Lightning counts on at the end.
+    finished = replace(finished, progress=replace(finished.progress, epoch=finished.progress.epoch + 1 + later))
+    ended = trained(finished, LoopEnd.DATA, begun=begun)
     waiting = {n: trained(GLOO.waiting(n, seq=61, batch=batch, action=action, world=world)) for n in still}
     told = {rank: (facts, facts.trainer) for rank, facts in (waiting | {1: ended}).items()}
     ranks = {
@@ -323,11 +328,12 @@ def test_a_rank_that_is_through_as_many_batches_before_the_others_has_made_fewer
     [
         (_ahead(0, 2, 3, epochs="2"), "different-trainer-settings"),
         (_ahead(0, 2, 3, begun=4), "uneven-batches"),
+        (_ahead(0, 2, 3, later=1), "uneven-batches"),
         (_ahead(0, 2, 3, batch=-1), "uneven-batches"),
         (_ahead(0, 2, 3, action=""), "uneven-batches"),
         (_ahead(0, 2), "uneven-batches"),
     ],
-    ids=["other settings", "fewer batches", "before batches", "between batches", "a silent rank"],
+    ids=["other settings", "fewer batches", "in a later epoch", "before batches", "between batches", "a silent rank"],
 )
 def test_a_rank_that_is_through_first_for_another_reason_is_not_ahead(facts: JobFacts, rule: str) -> None:
     assert first(facts).rule == rule
@@ -453,6 +459,8 @@ def test_a_rank_that_has_changed_when_it_ends_and_trains_on_has_other_settings()
     assert first(job(ended[0], several, *ended[1:])).location == ""
     unchanged = replace(longer, trainer=replace(longer.trainer, settings={"max_epochs": "7"}, changed={}))
     assert first(job(ended[0], unchanged, *ended[1:])).location == ""
+    other = replace(longer, trainer=replace(longer.trainer, settings={"max_epochs": "6", "accumulate": "2"}))
+    assert first(job(ended[0], other, *ended[1:])).location == "", "not all that differs has been changed"
 
 
 def test_where_lightnings_own_callback_may_have_stopped_no_line_is_blamed() -> None:

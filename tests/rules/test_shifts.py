@@ -111,6 +111,13 @@ def test_of_two_ranks_both_are_named_where_nothing_decides() -> None:
     assert finding.location.endswith("train.py:60 in step")
 
 
+def test_a_branch_is_no_difference_although_ranks_come_apart_soon_after_it() -> None:
+    """Rank 1 takes the other branch in the second call, and leaves out the barrier after the fourth."""
+    finding = first(of("rgrgz", "rhrgr", "rgrgz"))
+    assert (finding.ranks, finding.location) == ((1,), f"{USER_FILE}:60 in step")
+    assert "skipped barrier" in finding.summary
+
+
 def test_the_same_call_in_two_branches_is_no_difference() -> None:
     view = timeline(of("rgrzb", "rhrbr", "rhrbr"))
     found = shift(view, "0")
