@@ -114,7 +114,7 @@ def _finished_ahead(view: Timeline) -> Finding | None:
     text = (
         f"{clause(ahead.ranks, 'has|have')} trained on all batches while {clause(ahead.still, 'is|are still in')} "
         f"{where}, although an epoch has {ahead.batches} on all ranks: in some batch, {ranks_words(ahead.ranks)} made "
-        f"fewer calls than {ranks_words(ahead.still)}, and since then they have been paired wrongly. "
+        f"fewer calls than {ranks_words(ahead.still)}, and since then, calls have been paired with the wrong ones. "
         f"{capitalised(others_wait(view, ()))}."
     )
     evidence = where_evidence(view, view.facts)
