@@ -114,9 +114,9 @@ def _differing(view: Timeline) -> dict[str, dict[str, list[int]]]:
         by_rank = {rank: settings | trainers[rank].changed for rank, settings in by_rank.items()}
     for name in dict.fromkeys(name for settings in by_rank.values() for name in settings):
         for rank, settings in by_rank.items():
+            value = settings.get(name, _NOT_SET)
             # Each host may have a path of its own.
-            value = settings.get(name, _NOT_SET) if name != _CHECKPOINT else "set" if name in settings else _NOT_SET
-            by_name[name][value].append(rank)
+            by_name[name]["set" if name == _CHECKPOINT and name in settings else value].append(rank)
     # Lightning sets it as it resumes: a rank that has not come so far may have one, too.
     without = by_name[_CHECKPOINT].get(_NOT_SET, ())
     if not all(is_in(RESUMED, view.facts[rank].stack) for rank in without):

@@ -25,6 +25,7 @@ from lightning_ncclsafe.rules.kit import (
     gathering_alone,
     hang_rule,
     how_we_know,
+    once,
     out_of_data_first,
     ranks_words,
     sent_words,
@@ -117,13 +118,11 @@ def _with_incomplete_pass(view: Timeline) -> tuple[int, ...]:
 def _without_gradient(view: Timeline) -> tuple[int, ...]:
     """Ranks whose loss depended on no parameter of a sharded model, or which froze some: FSDP reduced less there."""
     is_sharded = any(unit.kind is UnitKind.FSDP_UNIT for facts in view.facts.values() for unit in facts.units)
-    if not is_sharded:
+    if not is_sharded or not (view.divergence or aborted_by_gloo(view) or finished_ahead(view)):
         return ()
-    made = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
-    constant = tuple(rank for rank, one in made.items() if one.without_graph)
-    ranks = constant or tuple(rank for rank in made if _frozen_alone(view, rank))
-    have_diverged = view.divergence or aborted_by_gloo(view) or finished_ahead(view)
-    return ranks if have_diverged and len(ranks) < len(view.facts) else ()
+    constant = tuple(rank for rank, facts in sorted(view.facts.items()) if facts.steps.without_graph)
+    ranks = constant or tuple(_frozen_alone(view))
+    return ranks if len(ranks) < len(view.facts) else ()
 
 
 def _is_past(facts: RankFacts, awaited: dict[int, Collective]) -> bool:
@@ -196,34 +195,37 @@ def _incomplete(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_DDP, None)
 
 
-def _frozen_alone(view: Timeline, rank: int) -> tuple[str, ...]:
-    """Parameters that this rank has frozen since training began, and not all others; empty if that is not known.
+@once
+def _frozen_alone(view: Timeline) -> dict[int, tuple[str, ...]]:
+    """By rank, the parameters that it has frozen since training began and not all others have; empty if unknown.
 
     A callback may freeze them on all ranks as an epoch or a batch begins, which not all have come to.
     """
-    steps = {each: facts.steps for each, facts in view.facts.items()}
+    steps = {rank: facts.steps for rank, facts in sorted(view.facts.items())}
     places = {(facts.progress.epoch, facts.progress.batch_idx) for facts in view.facts.values()}
     by_epoch = all("epoch" in place.rpartition(" in ")[2] for one in steps.values() for place in one.frozen_at)
     is_one_place = len({place[:1] if by_epoch else place for place in places}) == 1
     # Of many, only the first are listed.
     are_all_listed = all(len(one.frozen) < _MOST_FROZEN for one in steps.values())
     if not is_one_place or not (are_all_listed or any(not one.frozen for one in steps.values())):
-        return ()
+        return {}
     everywhere = set.intersection(*({*one.frozen} for one in steps.values()))
-    return tuple(name for name in steps[rank].frozen if name not in everywhere)
+    alone = {rank: tuple(name for name in one.frozen if name not in everywhere) for rank, one in steps.items()}
+    return {rank: names for rank, names in alone.items() if names}
 
 
 def _reduced_less(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    steps, names = view.facts[ranks[0]].steps, _frozen_alone(view, ranks[0])
+    steps = view.facts[ranks[0]].steps
     if steps.without_graph:
         batches = f"{steps.without_graph} of {verb(ranks, 'its', 'their')} batches"
         why = f"The loss of {ranks_words(ranks)} depended on no parameter in {batches}"
     else:
+        names = _frozen_alone(view)[ranks[0]]
         listed = ", ".join(names[:_NAMES]) + (", …" if len(names) > _NAMES else "")
         why = f"{capitalised(ranks_words(ranks))} froze {listed} after training began"
     text = (
-        f"{why}, so FSDP reduced fewer gradients there than on the other ranks, and their collectives were paired with "
-        f"the next ones there{while_others_wait(view, ranks)}."
+        f"{why}, so FSDP reduced fewer gradients there than on the other ranks, and later calls were paired with the "
+        f"wrong ones{while_others_wait(view, ranks)}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP, None)
 

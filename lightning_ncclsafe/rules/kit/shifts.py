@@ -154,13 +154,11 @@ def _in_loop_left(
     few: tuple[int, ...], many: tuple[int, ...], own: Collective, theirs: Collective, is_majority: bool
 ) -> Shift | None:
     """The shift if one side has left a loop of the user's, and the other side calls there once more."""
-    frame, others_frame = deepest_user_frame(own.stack), deepest_user_frame(theirs.stack)
-    if frame is not None and loop_left(_users(theirs), _users(own)) is not None:
-        ranks = few if is_majority else tuple(sorted((*few, *many)))
-        return Shift(ranks=ranks, call=own, callers=few, others=many, count=0, frame=frame)
-    if others_frame is not None and loop_left(_users(own), _users(theirs)) is not None:
-        ranks = few if is_majority else tuple(sorted((*few, *many)))
-        return Shift(ranks=ranks, call=theirs, callers=many, others=few, count=0, frame=others_frame)
+    ranks = few if is_majority else tuple(sorted((*few, *many)))
+    for call, past, callers, others in ((own, theirs, few, many), (theirs, own, many, few)):
+        if loop_left(_users(past), _users(call)) is not None:
+            frame = deepest_user_frame(call.stack)
+            return Shift(ranks=ranks, call=call, callers=callers, others=others, count=0, frame=frame)
     return None
 
 

@@ -49,7 +49,6 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
     is_past = is_tied and bool(went_on or skipped)
     if not ended and first is not None and not is_alone and not is_past:
         return _shifted(view, split, first)
-    of_these = first is not None and not {*first.ranks}.isdisjoint(ranks)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {gloo_abort_words(view, ended)}." if ended else ""
     where = f"{capitalised(ranks_words(ranks[:1]))} {is_at_words(view, ranks[0])}"
@@ -59,6 +58,13 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
     is_line_concluded = any(call.site and deepest_user_frame(call.stack) is None for call in called)
     is_concluded = bool(ended) or (bool(why or is_line_concluded) and not conditions)
     is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
+    is_of_these = first is not None and not is_alone and not {*first.ranks}.isdisjoint(ranks)
+    lines = (
+        location_of(went_on),
+        location_of(first.frame) if first is not None and is_of_these else "",
+        "" if is_alone else divergence_location(view, split, ranks),
+        call_location(view, ranks),
+    )
     return finding(
         view,
         ranks,
@@ -72,16 +78,7 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
         ),
         severity=Severity.ERROR if ended else None,
         confidence=Confidence.LIKELY if is_concluded or is_guess else Confidence.CERTAIN,
-        location=location_of(went_on)
-        or (
-            call_location(view, ranks)
-            if is_alone
-            else location_of(first.frame)
-            if first is not None and of_these
-            else ""
-        )
-        or divergence_location(view, split, ranks)
-        or call_location(view, ranks),
+        location=next(filter(None, lines), ""),
         evidence=(
             *call_evidence(split),
             *ended_process_evidence(view, ended),
