@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from lightning_ncclsafe.code.libraries import TRAINER_RUN, is_top_level
 from lightning_ncclsafe.code.side_thread import SideThread
-from lightning_ncclsafe.probes.process.control_flow import first_line, last_line, name_of, syntax_tree
 from lightning_ncclsafe.probes.process.stacks import is_user_code
+from lightning_ncclsafe.probes.process.syntax import FUNCTIONS, first_line, last_line, name_of, syntax_tree
 
 # All ranks wait while one reads the source, which may be on storage that hangs.
 _MOST_S = 2.0
@@ -42,7 +42,6 @@ _CHOOSING = frozenset(
         *("listdir", "scandir", "walk", "sorted"),
     )
 )
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _GENERATED = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 _reading = SideThread("ncclsafe-source")
 _Body = list[ast.stmt]
@@ -288,7 +287,7 @@ def _bound(statement: ast.stmt) -> Iterator[ast.AST]:
     """What else a statement gives a value to: names of imports, ``with … as``, ``:=``, functions and classes."""
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         yield from (ast.Name(id=one.asname or one.name.partition(".")[0]) for one in statement.names)
-    elif isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+    elif isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
         yield ast.Name(id=statement.name)
     elif isinstance(statement, (ast.With, ast.AsyncWith)):
         yield from (node for item in statement.items if item.optional_vars for node in ast.walk(item.optional_vars))
@@ -311,7 +310,7 @@ def _statements(body: _Body, depth: int = 0) -> Iterator[tuple[ast.stmt, int]]:
     """Every statement of a function with its depth, in the order of lines; without those of functions and classes."""
     for statement in body:
         yield statement, depth
-        if not isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+        if not isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
             for name in ("body", "handlers", "orelse", "finalbody", "cases"):
                 for inner in getattr(statement, name, ()):
                     yield from _statements(inner.body if not isinstance(inner, ast.stmt) else [inner], depth + 1)
@@ -337,7 +336,7 @@ def _functions(file: str) -> tuple[tuple[ast.FunctionDef | ast.AsyncFunctionDef,
 
     def search(body: _Body, around: tuple[ast.AST, ...]) -> None:
         for statement, _ in _statements(body):
-            if isinstance(statement, _FUNCTIONS):
+            if isinstance(statement, FUNCTIONS):
                 found.append((statement, around))
                 search(statement.body, (statement, *around))
             elif isinstance(statement, ast.ClassDef):
@@ -358,7 +357,7 @@ def _function_scope(
 def _scopes_around(scope: _Scope) -> Iterator[_Scope]:
     """The functions around one, from inside out, and the file."""
     for depth, node in enumerate(scope.around):
-        if isinstance(node, _FUNCTIONS):
+        if isinstance(node, FUNCTIONS):
             yield _function_scope(scope.file, node, scope.around[depth + 1 :], scope.owner)
         elif isinstance(node, ast.Module):
             yield _Scope(scope.file, "<module>", node.body)

@@ -6,20 +6,22 @@ It parses the source and executes nothing.
 import ast
 import itertools
 import linecache
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ELSE, PAST, Branch, Decides
+from lightning_ncclsafe.probes.process.rank_names import (
+    RANK_WORDS,
+    RankNames,
+    given_beside_none,
+    may_be_none,
+    names_of_rank,
+)
+from lightning_ncclsafe.probes.process.syntax import FUNCTIONS, first_line, last_line, name_of, parsed
 
-# Names in conditions that hold on some ranks only, as Lightning, torch and common training scripts use them.
-_TESTS = "is_global_zero|is_master|is_main_process|is_local_main_process|is_rank_zero|is_rank_0|is_first_rank"
-_RANKS = "global_rank|local_rank|node_rank|get_rank|rank|LOCAL_RANK|RANK"
-_TEST_NAME, _RANK_NAME = re.compile(_TESTS), re.compile(rf"\b(?:{_RANKS})\b")
-_RANK_WORDS = re.compile(rf"\b(?:{_TESTS}|{_RANKS})\b")
 # Counters that are equal on all ranks, so that conditions on them are, too.
 _COUNTED = frozenset(
     ("batch_idx", "batch_index", "dataloader_idx", "current_epoch", "epoch", "global_step", "sanity_checking", "stage")
@@ -27,9 +29,6 @@ _COUNTED = frozenset(
 _MOST_BRANCHES = 8
 _MOST_CHARACTERS = 120
 _MOST_NAMES = 32
-_PARSE_TRIES = 3
-_SELF = "self."
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _JUMPS = {ast.Return: "return", ast.Continue: "continue", ast.Break: "break", ast.Raise: "raise"}
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
@@ -71,36 +70,6 @@ class _Arm(NamedTuple):
     is_function: bool = False
 
 
-class _RankNames(NamedTuple):
-    """Names that stand for the rank in a file.
-
-    Attributes:
-        tests: Those of tests of the rank: ``main = rank == 0``, or of a function that returns one.
-        ranks: Those of the rank itself: ``me = dist.get_rank()``.
-        held: Those that get a value other than None only under a condition on the rank: ``self.writer``.
-    """
-
-    tests: frozenset[str] = frozenset()
-    ranks: frozenset[str] = frozenset()
-    held: frozenset[str] = frozenset()
-
-
-def syntax_tree(file: str) -> ast.Module:
-    """The syntax tree of a source file, which is read; empty if it cannot be read or parsed."""
-    return _parsed("".join(linecache.getlines(file)))
-
-
-def _parsed(source: str) -> ast.Module:
-    """The syntax tree of a source text; empty if it cannot be parsed."""
-    for _ in range(_PARSE_TRIES):
-        with suppress(SystemError):  # if another thread parses, too (cpython#106905)
-            try:
-                return ast.parse(source)
-            except (SyntaxError, ValueError, RecursionError):
-                break
-    return ast.Module(body=[], type_ignores=[])
-
-
 @lru_cache(maxsize=64)
 def control_flow(file: str) -> "ControlFlow":
     """How control flows in a source file, which is read; nothing is known of one that cannot be."""
@@ -126,9 +95,9 @@ class ControlFlow:
     def __init__(self, source: str) -> None:
         self._lines = source.split("\n")
         self._known: dict[int, Around] = {}
-        self._body, self._of_rank = _parsed(source).body, _RankNames()
+        self._body, self._of_rank = parsed(source).body, RankNames()
         with suppress(RecursionError):
-            self._of_rank = _names_of_rank(self._body)
+            self._of_rank = names_of_rank(self._body)
             self._of_rank = self._of_rank._replace(held=self._held_on_some_ranks())
             self._known.clear()
 
@@ -161,9 +130,9 @@ class ControlFlow:
         return Around(tuple(branches[-_MOST_BRANCHES:]), rank_condition, handler or "")
 
     def _held_on_some_ranks(self) -> frozenset[str]:
-        if not _RANK_WORDS.search("\n".join(self._lines)):
+        if not RANK_WORDS.search("\n".join(self._lines)):
             return frozenset()
-        given = itertools.islice(_given_beside_none(self._body).items(), _MOST_NAMES)
+        given = itertools.islice(given_beside_none(self._body).items(), _MOST_NAMES)
         conditions = {name: {self._condition_of_rank(value) for value in values} for name, values in given}
         # Under two conditions, each rank may have been given something.
         return frozenset(name for name, found in conditions.items() if len(found) == 1 and "" not in found)
@@ -171,7 +140,7 @@ class ControlFlow:
     def _condition_of_rank(self, value: ast.expr) -> str:
         """The condition on the rank under which a value is given, and on other ranks none; empty if unknown."""
         if isinstance(value, ast.IfExp):
-            is_of_rank = _may_be_none(value) and _decides(value.test, self._of_rank) is Decides.RANK
+            is_of_rank = may_be_none(value) and _decides(value.test, self._of_rank) is Decides.RANK
             return ast.unparse(value.test) if is_of_rank else ""
         condition = self.around(value.lineno).rank_condition
         return "" if condition.startswith((ELSE, f"{PAST}raise")) else condition
@@ -212,8 +181,8 @@ class ControlFlow:
             decides = _decides(statement.subject, self._of_rank)
             heads = ((case.body, self._head(case.pattern.lineno, decides, case.body)) for case in statement.cases)
             yield from (_Arm(block, branch, is_condition=True) for block, branch in heads)
-        elif isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
-            yield _Arm(statement.body, is_function=isinstance(statement, _FUNCTIONS))
+        elif isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
+            yield _Arm(statement.body, is_function=isinstance(statement, FUNCTIONS))
 
     def _arms_of_try(self, statement: ast.Try) -> Iterator[_Arm]:
         handled = self._handled(statement)
@@ -268,7 +237,7 @@ class ControlFlow:
                 jump = replace(around[-1], line=statement.lineno, jump=name, on=_of_all(around), until=0)
                 yield replace(jump, within=next(outer, ""))
         is_loop = isinstance(statement, _LOOPS)
-        for arm in () if isinstance(statement, _FUNCTIONS) else self._arms(statement):
+        for arm in () if isinstance(statement, FUNCTIONS) else self._arms(statement):
             inner = around if arm.branch is None else (*around, arm.branch)
             for one in arm.block:
                 yield from (jump for jump in self._jumps(one, inner) if not is_loop or jump.jump in ("return", "raise"))
@@ -299,168 +268,11 @@ def _branch(line: int, on: Decides, until: int, code: str, without: str = "") ->
     return Branch(line=line, test=f"{without}{code[:_MOST_CHARACTERS]}  (line {line})", on=on, until=until)
 
 
-def _decides(test: ast.expr, of_rank: _RankNames) -> Decides:
-    """What a condition depends on: the rank if it names it, or a name that stands for it; see _names_of_rank.
-
-    A counter or constant is the same on all ranks.
-    """
-    if _RANK_WORDS.search(ast.unparse(test)) or not of_rank.tests.isdisjoint(_tested(test)):
-        return Decides.RANK
-    if not of_rank.ranks.isdisjoint(_compared(test)) or not of_rank.held.isdisjoint(_held(test)):
+def _decides(test: ast.expr, of_rank: RankNames) -> Decides:
+    """What a condition depends on. A counter or constant is the same on all ranks."""
+    if of_rank.decides(test):
         return Decides.RANK
     return Decides.COMMON if _is_counter(test) or _is_constant(test) else Decides.VALUE
-
-
-def _names_of_rank(body: _Block) -> _RankNames:
-    """What a file's names stand for, so far as each stands for nothing else."""
-    given: dict[str, list[ast.expr | None]] = {}
-    for node in (node for statement in body for node in ast.walk(statement)):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                given.setdefault(name_of(target), []).append(node.value)
-        elif isinstance(node, _FUNCTIONS):
-            returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
-            given.setdefault(node.name, []).extend(returned or [None])
-    return _RankNames(_only(given, _tests_rank), _only(given, _is_rank))
-
-
-def _given_beside_none(body: _Block) -> dict[str, list[ast.expr]]:
-    """What else is given to names and attributes of ``self`` that are given None, if a condition tests them for that.
-
-    Only those that one function, or the methods of one class, give and test, and that nothing else may set.
-    """
-    places: dict[str, set[int]] = {}
-    given: dict[str, list[ast.expr | None]] = {}
-    assigned: set[int] = set()
-    for node, scope, owner in _scoped(ast.Module(body=body, type_ignores=[]), 0, 0):
-        named: dict[str, ast.expr | None] = dict.fromkeys(_bound(node) if id(node) not in assigned else ())
-        for target in _targets(node):
-            # What a class gives to a name is an attribute of its objects.
-            is_of_class = owner and not scope and isinstance(target, ast.Name)
-            named[f"{_SELF if is_of_class else ''}{ast.unparse(target)}"] = getattr(node, "value", None)
-            assigned.add(id(target))
-        tested = _held(node.test) if isinstance(node, (ast.If, ast.While, ast.IfExp)) else set()
-        for name in (*named, *tested):
-            places.setdefault(name, set()).add(owner if name.startswith(_SELF) else scope)
-        for name, value in named.items():
-            given.setdefault(name, []).append(value)
-    known = {name: [one for one in values if one is not None] for name, values in given.items() if None not in values}
-    return {
-        name: [one for one in values if not _is_none(one)]
-        for name, values in known.items()
-        if len(places[name]) == 1 and any(map(_may_be_none, values)) and not all(map(_is_none, values))
-    }
-
-
-def _targets(node: ast.AST) -> list[ast.expr]:
-    """The names and attributes of ``self`` to which an assignment gives its value as it is."""
-    if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
-        return []
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [target for target in targets if isinstance(target, ast.Name) or _is_of_self(target)]
-
-
-def _is_of_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
-def _scoped(node: ast.AST, scope: int, owner: int) -> Iterator[tuple[ast.AST, int, int]]:
-    """Every node with the line of the function and of the class that it is in; 0 for none."""
-    if isinstance(node, (*_FUNCTIONS, ast.Lambda)):
-        scope = node.lineno
-    elif isinstance(node, ast.ClassDef):
-        scope, owner = 0, node.lineno
-    for child in ast.iter_child_nodes(node):
-        yield child, scope, owner
-        yield from _scoped(child, scope, owner)
-
-
-def _bound(node: ast.AST) -> Iterator[str]:
-    """The names that a node may set in another way; an attribute of any object may be that of ``self``."""
-    if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
-        yield getattr(node, "id", "") or f"{_SELF}{getattr(node, 'attr', '')}"
-    elif isinstance(node, ast.ClassDef) and node.decorator_list:  # a dataclass is given its attributes
-        yield from (f"{_SELF}{name_of(one.target)}" for one in node.body if isinstance(one, ast.AnnAssign))
-    elif isinstance(node, (ast.arg, ast.alias)):
-        yield getattr(node, "arg", "") or getattr(node, "asname", "") or getattr(node, "name", "")
-    elif isinstance(node, (*_FUNCTIONS, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
-        yield node.name or ""
-
-
-def _held(test: ast.expr) -> set[str]:
-    """What a condition tests for being None, or true, by itself: ``self.writer``, ``self.writer is not None``."""
-    if isinstance(test, ast.BoolOp):
-        return {name for value in test.values for name in _held(value)} if isinstance(test.op, ast.And) else set()
-    if isinstance(test, ast.UnaryOp):
-        return _held(test.operand)
-    if isinstance(test, ast.Compare):
-        return _held(test.left) if _is_none(test.comparators[0]) else set()
-    return {ast.unparse(test)} if isinstance(test, ast.Name) or _is_of_self(test) else set()
-
-
-def _may_be_none(value: ast.expr) -> bool:
-    return _is_none(value) or (isinstance(value, ast.IfExp) and any(map(_is_none, (value.body, value.orelse))))
-
-
-def _is_none(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value is None
-
-
-def _only(given: dict[str, list[ast.expr | None]], is_so: Callable[[ast.expr], bool]) -> frozenset[str]:
-    """The names that are given to nothing else."""
-    return frozenset(name for name, values in given.items() if name and all(one and is_so(one) for one in values))
-
-
-def _is_rank(value: ast.expr) -> bool:
-    """Whether it is the rank itself: ``self.global_rank``, ``dist.get_rank()``, ``int(os.environ["RANK"])``."""
-    if isinstance(value, ast.Call):
-        name = name_of(value.func)
-        if name == "int" and len(value.args) == 1:
-            return _is_rank(value.args[0])
-        is_read = name in ("get_rank", "getenv") or (name == "get" and "environ" in ast.unparse(value.func))
-        return is_read and bool(_RANK_NAME.search(ast.unparse(value)))
-    if isinstance(value, ast.Subscript):
-        return "environ" in ast.unparse(value.value) and bool(_RANK_NAME.search(ast.unparse(value.slice)))
-    return bool(_RANK_NAME.fullmatch(name_of(value)))
-
-
-def _tests_rank(value: ast.expr) -> bool:
-    """Whether it is a test of the rank, or combines some: what else is computed from a rank may be anything.
-
-    What holds on a rank *or* for another reason does not single out a rank.
-    """
-    if isinstance(value, ast.BoolOp):
-        tests = map(_tests_rank, value.values)
-        return all(tests) if isinstance(value.op, ast.Or) else any(tests)
-    if isinstance(value, ast.UnaryOp):
-        inner = value.operand
-        if isinstance(inner, ast.BoolOp):
-            tests = map(_tests_rank, inner.values)
-            return all(tests) if isinstance(inner.op, ast.And) else any(tests)
-        return isinstance(value.op, ast.Not) and bool(_RANK_WORDS.search(ast.unparse(value)))
-    if isinstance(value, ast.Compare):
-        return bool(_RANK_WORDS.search(ast.unparse(value)))
-    return bool(_TEST_NAME.fullmatch(name_of(value.func if isinstance(value, ast.Call) else value)))
-
-
-def _tested(test: ast.expr) -> set[str]:
-    """The names that a condition tests by themselves: ``main``, ``self.main`` and ``main()``, also negated."""
-    if isinstance(test, ast.BoolOp):
-        return {name for value in test.values for name in _tested(value)}
-    if isinstance(test, ast.UnaryOp):
-        return _tested(test.operand)
-    return {name_of(test.func if isinstance(test, ast.Call) else test)} - {""}
-
-
-def _compared(test: ast.expr) -> set[str]:
-    """The names that a condition compares with something: ``me == 0``."""
-    comparisons = (node for node in ast.walk(test) if isinstance(node, ast.Compare))
-    return {name_of(side) for node in comparisons for side in (node.left, *node.comparators)} - {""}
-
-
-def name_of(node: ast.expr) -> str:
-    """The name of a variable or attribute; empty for any other expression."""
-    return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
 def _of_all(around: tuple[Branch, ...]) -> Decides:
@@ -511,14 +323,3 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
 
 def _is_within(block: _Block, line: int) -> bool:
     return bool(block) and first_line(block[0]) <= line <= last_line(block[-1])
-
-
-def first_line(statement: ast.stmt) -> int:
-    """The first line of a statement, including decorators."""
-    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(one.lineno for one in decorators)])
-
-
-def last_line(node: ast.stmt | ast.expr) -> int:
-    """The last line of a statement or expression."""
-    return max(node.lineno, node.end_lineno or 0)

@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from lightning_ncclsafe.facts import Frame, ThreadLockFacts
-from lightning_ncclsafe.probes.process.control_flow import syntax_tree
 from lightning_ncclsafe.probes.process.stacks import is_user_code, main_thread_frames, thread_stack, training_thread
+from lightning_ncclsafe.probes.process.syntax import syntax_tree
 
 _KINDS = (type(threading.Lock()), type(threading.RLock()))
 _TAKES = ("acquire", "__enter__")

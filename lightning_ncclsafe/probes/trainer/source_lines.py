@@ -10,8 +10,9 @@ from types import CodeType
 from typing import Any, TypeGuard, TypeVar
 
 from lightning_ncclsafe.facts import Branch, Decides
-from lightning_ncclsafe.probes.process.control_flow import control_flow, name_of, rank_condition, syntax_tree
+from lightning_ncclsafe.probes.process.control_flow import control_flow, rank_condition
 from lightning_ncclsafe.probes.process.stacks import is_user_code
+from lightning_ncclsafe.probes.process.syntax import name_of, syntax_tree
 
 N = TypeVar("N", bound=ast.AST)
 
