@@ -33,7 +33,8 @@ def main() -> None:
         here = here.with_(suspect_after_s=None, timeout_s=1800.0)
         if not case.scenario.real_time:
             quick_patience()
-    case.scenario.run(here.with_(num_nodes=int(os.environ.get("NODES", 1))))
+    layout = {"num_nodes": int(os.environ.get("NODES", 1)), "accelerator": os.environ.get("ACCELERATOR", "cpu")}
+    case.scenario.run(here.with_(**layout))
 
 
 if __name__ == "__main__":

@@ -9,16 +9,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from networks import two_hosts
 from truths import Case
-from warm import Running, Warm, environment, ranks_of
+from warm import Running, Warm, environment, free_port, ranks_of
 
 import lightning_ncclsafe
+
+# Ranks that share a GPU are told what its own programs tell theirs.
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+import one_gpu
 
 PROGRAM = Path(__file__).with_name("fault_rank.py")
 SUSPECT_AFTER_S = 2.0
@@ -35,6 +39,9 @@ PERMITTED: dict[str, Callable[[], bool]] = {
     "a way to announce a pause": lambda: hasattr(lightning_ncclsafe, "pause"),
 }
 """Whether this machine and this version have what scenarios need."""
+# NCCL is what nearly all trainings on GPUs have. Scenarios that reduce tensors of the CPU need gloo beside it.
+_ON_GPU = ("nccl", "cpu:gloo,cuda:nccl")
+_NEEDS_GLOO = "No backend type associated with device type cpu"
 # Of a verdict that is written while the ranks end.
 _LATER_S = 1.0
 _POLL_S = 0.05
@@ -75,14 +82,38 @@ def run_case(
     strategy: str = "SafeDDP",
     suspect_after_s: float = SUSPECT_AFTER_S,
     wait: Wait | None = None,
+    on_gpu: bool = False,
 ) -> Outcome:
-    """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over; or as `wait` does it."""
+    """Runs a case until there is a verdict, or its ranks have ended, or `LIMIT_S` is over; or as `wait` does it.
+
+    Args:
+        warm: What its ranks are forked from.
+        case: The case.
+        strategy: The strategy's name.
+        suspect_after_s: After how many seconds ranks are asked.
+        wait: Another way to wait for a verdict.
+        on_gpu: Whether the ranks share one GPU, as nodes with one device each, and communicate with NCCL.
+    """
+    options = [strategy, str(suspect_after_s)]
+    if not on_gpu:
+        return _run_in(warm, case, _environments(case), options, wait or _wait)
+    for backend in _ON_GPU:
+        outcome = _run_in(warm, case, _nodes_of_one_gpu(case, backend), options, wait or _wait)
+        if _NEEDS_GLOO not in outcome.output:
+            break
+    return outcome
+
+
+Environments = AbstractContextManager[list[dict[str, str]]]
+
+
+def _run_in(warm: Warm, case: Case, environments: Environments, options: list[str], wait: Wait) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
     try:
         if not PERMITTED.get(case.scenario.needs, lambda: True)():
             raise PermissionError(f"it needs {case.scenario.needs}")
-        with _environments(case) as envs:
-            return _run(warm, case, folder, envs, [strategy, str(suspect_after_s)], wait or _wait)
+        with environments as envs:
+            return _run(warm, case, folder, envs, options, wait)
     except PermissionError as error:
         return Outcome(skipped=str(error))
     finally:
@@ -107,6 +138,15 @@ def _environments(case: Case) -> Iterator[list[dict[str, str]]]:
         return
     with two_hosts(f"{time.monotonic_ns() % 10**9}") as envs:
         yield envs
+
+
+@contextmanager
+def _nodes_of_one_gpu(case: Case, backend: str) -> Iterator[list[dict[str, str]]]:
+    if case.scenario.needs == "namespaces":
+        raise PermissionError("it needs two hosts, and ranks that share a GPU are nodes by name only")
+    port = free_port()
+    job = {"NODES": str(case.world_size), "ACCELERATOR": "gpu", "BACKEND": backend}
+    yield [job | one_gpu.of_node(rank, port) for rank in range(case.world_size)]
 
 
 def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], options: list[str], wait: Wait) -> Outcome:

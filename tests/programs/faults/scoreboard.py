@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from catalogue import CASES  # noqa: E402
 from recorded import recorded_cases, score_recording  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from running import SUSPECT_AFTER_S, run_case  # noqa: E402
+from running import SUSPECT_AFTER_S, Outcome, run_case  # noqa: E402
 from scores import (  # noqa: E402
     Row,
     Score,
@@ -44,9 +44,28 @@ WIDTH = 130
 FIRST_RUN = FOLDER / "first_run.json"
 
 
-def judged(warm: Warm, case: Case, strategy: str, suspect_after_s: float) -> Score:
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """How cases are run.
+
+    Attributes:
+        strategy: The strategy's name.
+        suspect_after_s: After how many seconds ranks are asked.
+        on_gpu: Whether the ranks of a case share one GPU and communicate with NCCL.
+        reports: Where the report on each case is kept; None where none is.
+    """
+
+    strategy: str
+    suspect_after_s: float
+    on_gpu: bool = False
+    reports: Path | None = None
+
+
+def judged(warm: Warm, case: Case, how: Running) -> Score:
     """Runs a case and compares what was said with the truth."""
-    outcome = run_case(warm, case, strategy=strategy, suspect_after_s=suspect_after_s)
+    outcome = run_case(warm, case, strategy=how.strategy, suspect_after_s=how.suspect_after_s, on_gpu=how.on_gpu)
+    if how.reports is not None:
+        _keep(outcome, how.reports / case.name)
     if outcome.skipped:
         return Score(case=case.name, causes=case.scenario.causes, skipped=outcome.skipped)
     if case.is_healthy:
@@ -57,12 +76,20 @@ def judged(warm: Warm, case: Case, strategy: str, suspect_after_s: float) -> Sco
     return score_fault(case, outcome.report, outcome.delay_s, why_none, start)
 
 
-def scored(cases: Iterable[Case], strategy: str, suspect_after_s: float, at_once: int) -> Iterator[Score]:
+def _keep(outcome: Outcome, path: Path) -> None:
+    """What ranks have said, and the report if there is one, as ``NAME.log`` and ``NAME.json``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".log").write_text(outcome.output)
+    if outcome.report is not None:
+        path.with_suffix(".json").write_text(json.dumps(outcome.report))
+
+
+def scored(cases: Iterable[Case], how: Running, at_once: int) -> Iterator[Score]:
     """The scores of trainings, as they come."""
     warm = Warm()
     try:
         with ThreadPoolExecutor(at_once) as pool:
-            waiting = [pool.submit(judged, warm, case, strategy, suspect_after_s) for case in cases]
+            waiting = [pool.submit(judged, warm, case, how) for case in cases]
             for one in as_completed(waiting):
                 yield one.result()
     finally:
@@ -153,6 +180,8 @@ def parse_options() -> argparse.Namespace:
     undeclared = "also those that are declared for other strategies only, where some have another truth"
     parser.add_argument("--undeclared", action="store_true", help=undeclared)
     parser.add_argument("--suspect-after", type=float, default=SUSPECT_AFTER_S, help="seconds (default: %(default)s)")
+    parser.add_argument("--gpu", action="store_true", help="ranks share one GPU and communicate with NCCL")
+    parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep each case's report and output there")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="how often each training is run (default: 1)")
     return parser.parse_args()
@@ -168,7 +197,13 @@ def main() -> None:
     trainings = [case for case in cases if case not in recorded for _ in range(options.repeat)]
     found = [score_recording(case) for case in recorded]
     scores = []
-    for score in chain(found, scored(trainings, options.strategy, options.suspect_after, options.at_once)):
+    how = Running(
+        strategy=options.strategy,
+        suspect_after_s=options.suspect_after,
+        on_gpu=options.gpu,
+        reports=options.reports,
+    )
+    for score in chain(found, scored(trainings, how, options.at_once)):
         scores.append(score)
         if not score.is_right:
             console.print(line_of(score), markup=False, highlight=False, soft_wrap=True)

@@ -41,6 +41,7 @@ class Here:
         strategy_name: ``"SafeDDP"``, ``"SafeFSDP"``, ``"SafeModelParallel"``, or Lightning alone: ``"DDPStrategy"``,
             which as ``"PatientDDPStrategy"`` waits for longer, ``"FSDPStrategy"``, ``"ModelParallelStrategy"``.
         num_nodes: Number of hosts.
+        accelerator: Lightning's: ``"cpu"``, or ``"gpu"`` where ranks share one.
     """
 
     case: Case
@@ -50,6 +51,7 @@ class Here:
     timeout_s: float = 60.0
     strategy_name: str = "SafeDDP"
     num_nodes: int = 1
+    accelerator: str = "cpu"
 
     @property
     def world_size(self) -> int:
@@ -75,6 +77,8 @@ class Here:
         if self.strategy_name == "ModelParallelStrategy":
             return ModelParallelStrategy(**split, timeout=timedelta(seconds=STOCK_TIMEOUT_S))
         limits = {"suspect_after": self.suspect_after_s, "timeout": timedelta(seconds=self.timeout_s)} | more
+        if backend := os.environ.get("BACKEND"):
+            limits["process_group_backend"] = backend
         if self.strategy_name == "SafeModelParallel":
             return SafeModelParallel(**split, **limits)
         if self.strategy_name in ("SafeFSDP", "FSDPStrategy"):
@@ -95,7 +99,7 @@ class Here:
             "log_every_n_steps": 1,
         }
         return L.Trainer(
-            accelerator="cpu",
+            accelerator=self.accelerator,
             devices=self.world_size // self.num_nodes,
             num_nodes=self.num_nodes,
             default_root_dir=self.folder,

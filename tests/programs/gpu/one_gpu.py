@@ -95,14 +95,25 @@ def environment(rank: int, ranks: int, port: int, inherited: Mapping[str, str] =
         inherited: What else there is; of a launcher's own variables nothing is kept.
     """
     kept = {name: value for name, value in inherited.items() if not name.startswith(_NOT_OURS)}
+    # The number of nodes of a Trainer that is not told.
+    return kept | of_node(rank, port, inherited) | {"PL_TRAINER_NUM_NODES": str(ranks)}
+
+
+def of_node(rank: int, port: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What makes a rank a node with one device, which is the same for all; its Trainer is given ``devices=1``.
+
+    Args:
+        rank: Its number.
+        port: A free port of this host, the same for all.
+        inherited: What else there is.
+    """
     first_gpu = inherited.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    return kept | {
-        # Lightning: nodes with one device each. A Trainer is given devices=1, and the number of nodes by the last one.
+    return {
+        # Lightning: nodes with one device each.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "NODE_RANK": str(rank),
         "LOCAL_RANK": "0",
-        "PL_TRAINER_NUM_NODES": str(ranks),
         # One GPU for all.
         "CUDA_VISIBLE_DEVICES": "" if is_rehearsal() else first_gpu,
         "NCCL_HOSTID": f"fake{rank}",
