@@ -33,7 +33,7 @@ def main() -> None:
         here = here.with_(suspect_after_s=None, timeout_s=1800.0)
         if not case.scenario.real_time:
             quick_patience()
-    layout = {"num_nodes": int(os.environ.get("NODES", 1)), "accelerator": os.environ.get("ACCELERATOR", "cpu")}
+    layout = {"num_nodes": int(os.environ.get("NODES", 1)), "gpu_backend": os.environ.get("GPU_BACKEND", "")}
     case.scenario.run(here.with_(**layout))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from networks import two_hosts
 from truths import Case
-from warm import Running, Warm, environment, free_port, ranks_of
+from warm import Running, Warm, environment, ranks_of
 
 import lightning_ncclsafe
 
@@ -92,13 +92,13 @@ def run_case(
         strategy: The strategy's name.
         suspect_after_s: After how many seconds ranks are asked.
         wait: Another way to wait for a verdict.
-        on_gpu: Whether the ranks share one GPU, as nodes with one device each, and communicate with NCCL.
+        on_gpu: Whether the ranks share one GPU and communicate with NCCL.
     """
     options = [strategy, str(suspect_after_s)]
     if not on_gpu:
         return _run_in(warm, case, _environments(case), options, wait or _wait)
     for backend in _ON_GPU:
-        outcome = _run_in(warm, case, _nodes_of_one_gpu(case, backend), options, wait or _wait)
+        outcome = _run_in(warm, case, _on_gpu(case, backend), options, wait or _wait)
         if _NEEDS_GLOO not in outcome.output:
             break
     return outcome
@@ -141,12 +141,9 @@ def _environments(case: Case) -> Iterator[list[dict[str, str]]]:
 
 
 @contextmanager
-def _nodes_of_one_gpu(case: Case, backend: str) -> Iterator[list[dict[str, str]]]:
-    if case.scenario.needs == "namespaces":
-        raise PermissionError("it needs two hosts, and ranks that share a GPU are nodes by name only")
-    port = free_port()
-    job = {"NODES": str(case.world_size), "ACCELERATOR": "gpu", "BACKEND": backend}
-    yield [job | one_gpu.of_node(rank, port) for rank in range(case.world_size)]
+def _on_gpu(case: Case, backend: str) -> Iterator[list[dict[str, str]]]:
+    with _environments(case) as envs:
+        yield [env | one_gpu.sharing(rank) | {"GPU_BACKEND": backend} for rank, env in enumerate(envs)]
 
 
 def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], options: list[str], wait: Wait) -> Outcome:

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from truths import Case, Moment
@@ -41,7 +42,7 @@ class Here:
         strategy_name: ``"SafeDDP"``, ``"SafeFSDP"``, ``"SafeModelParallel"``, or Lightning alone: ``"DDPStrategy"``,
             which as ``"PatientDDPStrategy"`` waits for longer, ``"FSDPStrategy"``, ``"ModelParallelStrategy"``.
         num_nodes: Number of hosts.
-        accelerator: Lightning's: ``"cpu"``, or ``"gpu"`` where ranks share one.
+        gpu_backend: The back end where ranks share a GPU; empty on CPUs.
     """
 
     case: Case
@@ -51,7 +52,7 @@ class Here:
     timeout_s: float = 60.0
     strategy_name: str = "SafeDDP"
     num_nodes: int = 1
-    accelerator: str = "cpu"
+    gpu_backend: str = ""
 
     @property
     def world_size(self) -> int:
@@ -77,10 +78,12 @@ class Here:
         if self.strategy_name == "ModelParallelStrategy":
             return ModelParallelStrategy(**split, timeout=timedelta(seconds=STOCK_TIMEOUT_S))
         limits = {"suspect_after": self.suspect_after_s, "timeout": timedelta(seconds=self.timeout_s)} | more
-        if backend := os.environ.get("BACKEND"):
-            limits["process_group_backend"] = backend
+        if self.gpu_backend:
+            limits["process_group_backend"] = self.gpu_backend
         if self.strategy_name == "SafeModelParallel":
             return SafeModelParallel(**split, **limits)
+        if self.strategy_name == "SafeFSDP" and self.gpu_backend:
+            return SafeFSDP(**limits)
         if self.strategy_name in ("SafeFSDP", "FSDPStrategy"):
             from fsdp_on_cpu import StockFSDP, let_fsdp_train_on_cpus
 
@@ -99,7 +102,7 @@ class Here:
             "log_every_n_steps": 1,
         }
         return L.Trainer(
-            accelerator=self.accelerator,
+            accelerator=SharedGPU() if self.gpu_backend else "cpu",
             devices=self.world_size // self.num_nodes,
             num_nodes=self.num_nodes,
             default_root_dir=self.folder,
@@ -137,6 +140,18 @@ def rows(here: Here, batches: int = BATCHES, **keywords: Any) -> DataLoader[Any]
     count = batches * BATCH_SIZE * here.world_size
     values = torch.arange(8.0 * count).reshape(count, 8) / (8 * count)
     return DataLoader(TensorDataset(values), **({"batch_size": BATCH_SIZE} | keywords))
+
+
+class SharedGPU(CUDAAccelerator):
+    """One GPU as the device of each local rank; Lightning asks for as many GPUs as there are ranks."""
+
+    @staticmethod
+    def parse_devices(devices: int) -> list[int]:
+        return [0] * devices
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cuda", device) for device in devices]
 
 
 class Data(L.LightningDataModule):

@@ -95,25 +95,32 @@ def environment(rank: int, ranks: int, port: int, inherited: Mapping[str, str] =
         inherited: What else there is; of a launcher's own variables nothing is kept.
     """
     kept = {name: value for name, value in inherited.items() if not name.startswith(_NOT_OURS)}
-    # The number of nodes of a Trainer that is not told.
-    return kept | of_node(rank, port, inherited) | {"PL_TRAINER_NUM_NODES": str(ranks)}
+    return (
+        kept
+        | sharing(rank, inherited)
+        | {
+            # Lightning: nodes with one device each. A Trainer is given devices=1, and the number of nodes by the last.
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "NODE_RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "PL_TRAINER_NUM_NODES": str(ranks),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
-def of_node(rank: int, port: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What makes a rank a node with one device, which is the same for all; its Trainer is given ``devices=1``.
+def sharing(rank: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What NCCL is told in the process of a rank that shares a GPU with others.
 
     Args:
         rank: Its number.
-        port: A free port of this host, the same for all.
         inherited: What else there is.
     """
     first_gpu = inherited.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return {
-        # Lightning: nodes with one device each.
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NODE_RANK": str(rank),
-        "LOCAL_RANK": "0",
         # One GPU for all.
         "CUDA_VISIBLE_DEVICES": "" if is_rehearsal() else first_gpu,
         "NCCL_HOSTID": f"fake{rank}",
@@ -124,9 +131,6 @@ def of_node(rank: int, port: int, inherited: Mapping[str, str] = os.environ) -> 
         "NCCL_NVLS_ENABLE": "0",
         # Its kernels wait for the other ranks' while they run: all of them have to fit on the GPU at once.
         "NCCL_MAX_CTAS": "2",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
     }
 
 
