@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_ncclsafe._torch.build import c10d
+from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
 from lightning_ncclsafe.recorder.model import MOST_ENTRIES
 
@@ -84,20 +86,27 @@ def _driver() -> ctypes.CDLL:
 
 
 _question = SideThread("ncclsafe-cuda-driver")
+# When the question that is open was asked.
+_asked_s = 0.0
 
 
+@marked(Mark.DRIVER)
 def driver_answers() -> bool:
     """Whether CUDA's driver answers within a second, so that entries can be read; true if CUDA is not used.
 
-    It may not if another thread holds the lock of a device's context, as ``cudaFree`` may while it waits for a kernel
-    that never ends; this has not been seen on a GPU. Reading entries would wait for that lock with the GIL held, and so
-    block all Python of this process. This makes the recorder's query on another thread, without the GIL.
+    It may not if another thread holds the lock of a device's context, as ``cudaFree`` and the first launch of a kernel
+    do while they wait for a collective that never ends (seen on an H100). Reading entries would wait for that lock with
+    the GIL held, and so block all Python of this process. This makes the recorder's query on another thread, without
+    the GIL. A question that is still open is not waited for again, as each second makes this rank's facts late.
     """
     if not _uses_cuda():
         return True
+    if not _question.is_busy:
+        global _asked_s
+        _asked_s = time.monotonic()
     _question.begin(_ask_driver)
     try:
-        _question.answer(_DRIVER_ANSWERS_S)
+        _question.answer(_asked_s + _DRIVER_ANSWERS_S - time.monotonic())
     except UnansweredError:
         return False
     except Exception:  # a driver of another kind; its answer does not matter

@@ -28,6 +28,8 @@ class Mark(str, Enum):
     """Handles a logger's call, and may wait for room or for storage."""
     WATCH = "watch"
     """The loop of the guard's thread, which waits for its next tick."""
+    DRIVER = "driver"
+    """Waits for CUDA's driver, which may not answer."""
     LISTENER = "listener"
     """Listens to Lightning's actions: deeper frames are the guard's own."""
 

@@ -43,6 +43,7 @@ from lightning_ncclsafe.probes.process.flight_recorder import FlightRecorder
 from lightning_ncclsafe.probes.process.growth import (
     LEAST_S,
     MemoryGrowth,
+    asks_driver,
     guard_is_idle,
     needs_second_look,
     with_core_shares,
@@ -359,12 +360,14 @@ class RankProbe:
         if seen.state not in ANSWERING or armed.signum == 0:
             return seen
         threads = traceback_signal.ask_threads(peer.pid, armed)
-        # Its C signal handler answered, and its guard did not. If it is busy, then what it does holds the GIL. If it
-        # sleeps, it holds the GIL unless the guard's thread is in a call of its own.
+        # Its C signal handler answered, and its guard did not. If it is busy, then what it does holds the GIL, unless
+        # the guard waits for the driver. If it sleeps, it holds the GIL unless the guard's thread is in a call of its
+        # own.
         again = self.look_at_peer(peer)
         is_busy = again.state == "running" or (again.cpu_s or 0) > (seen.cpu_s or 0)
         stack = threads[0] if threads else ()
-        gil_held = bool(stack) and (is_busy or guard_is_idle(threads)) and peer.has_guard
+        is_held = (is_busy and not asks_driver(threads)) or guard_is_idle(threads)
+        gil_held = bool(stack) and is_held and peer.has_guard
         return replace(again, stack=stacks.with_source_in_time(stack), gil_held=gil_held)
 
     def _host_facts(self) -> HostFacts:

@@ -108,6 +108,11 @@ def _share(before: float | None, now: float | None, span_s: float) -> float | No
     return None if before is None or now is None else round(min(max((now - before) / span_s, 0.0), 1.0), 3)
 
 
+def asks_driver(threads: Iterable[tuple[Frame, ...]]) -> bool:
+    """Whether a thread of the guard's waits for the answer of a device's driver."""
+    return any(frame.mark == Mark.DRIVER for stack in threads for frame in stack)
+
+
 def guard_is_idle(threads: Iterable[tuple[Frame, ...]]) -> bool:
     """Whether the guard's thread only waits for its next tick."""
     guards = [stack for stack in threads if any(frame.mark == Mark.WATCH for frame in stack)]

@@ -16,6 +16,8 @@ from lightning_ncclsafe.rules.kit import (
     ailment,
     batch_words,
     collective_words,
+    condition_around,
+    copying_words,
     finding,
     gpu_evidence,
     hang_rule,
@@ -69,6 +71,7 @@ def gpu_stuck(view: Timeline) -> Iterator[Finding]:
         a newer NCCL back end; without it, all ranks look alike (all-joined).
     """
     yield from _in_driver(view)
+    yield from _in_copy(view)
     if view.raised:
         return
     behind = tuple(_behind_on_device(view))
@@ -83,6 +86,12 @@ def _in_driver(view: Timeline) -> Iterator[Finding]:
             yield silent_finding(
                 view, rank, process, f"in uninterruptible sleep in {process.wait_channel}, in the GPU's driver"
             )
+
+
+def _in_copy(view: Timeline) -> Iterator[Finding]:
+    for rank, process in silent_processes(view, Reason.DEVICE):
+        if not condition_around(process.stack)[0]:
+            yield silent_finding(view, rank, process, copying_words(process), confidence=Confidence.POSSIBLE)
 
 
 def _behind_on_device(view: Timeline) -> Iterator[Finding]:
@@ -152,8 +161,11 @@ def _evidence(view: Timeline, pending: Pending, ranks: tuple[int, ...]) -> Itera
 
 def _waits_for_device(facts: RankFacts) -> bool:
     thread = facts.machine.main_thread
-    in_driver = thread is not None and wait_of(thread.wait_channel) is Wait.DRIVER
-    return in_driver or (bool(facts.stack) and looks_like_device_sync(facts.stack[-1]))
+    wait = wait_of(thread.wait_channel) if thread is not None else Wait.UNKNOWN
+    # CUDA waits by asking over and over. What sleeps until the clock says so asks something else, for instance a store.
+    if wait is Wait.CLOCK:
+        return False
+    return wait is Wait.DRIVER or (bool(facts.stack) and looks_like_device_sync(facts.stack[-1]))
 
 
 def _in_device_sync(view: Timeline) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Kind,
     Plan,
+    Reason,
     Severity,
     Timeline,
     aborted_model_run,
@@ -17,7 +18,9 @@ from lightning_ncclsafe.rules.kit import (
     blocked_at_one_line,
     call_evidence,
     clause,
+    condition_around,
     condition_evidence,
+    copying_words,
     delayed_by_machine,
     encloses_words,
     finding,
@@ -30,6 +33,8 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     recorder_evidence,
     signal_of,
+    silent_finding,
+    silent_processes,
     thread_exception,
     under_words,
     verb,
@@ -97,6 +102,7 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
         yield _gathering(view, gathering)
     elif aborted := aborted_model_run(view):
         yield _aborted(view, aborted)
+    yield from _copying_alone(view)
     working = tuple(rank for rank in view.working(view.suspects) if _works(view, rank))
     if not working or not (view.waiting or view.each_waits_alone):
         return
@@ -110,6 +116,18 @@ def rank_zero_only_work(view: Timeline) -> Iterator[Finding]:
     if alone and 2 * len(alone) <= len(view.facts):
         is_certain = conditioned and view.waiting
         yield _finding(view, alone, Confidence.CERTAIN if is_certain else _confidence_without(view, alone))
+
+
+def _copying_alone(view: Timeline) -> Iterator[Finding]:
+    """A rank that saves alone and waits for its GPU, as it has called a collective there that no other rank calls."""
+    for rank, process in silent_processes(view, Reason.DEVICE):
+        condition, _ = condition_around(process.stack)
+        if condition and view.waiting:
+            words = (
+                f"{copying_words(process)}. It is alone there, {under_words(condition)}: probably, a collective was "
+                "called there that no other rank calls"
+            )
+            yield silent_finding(view, rank, process, words)
 
 
 def _works(view: Timeline, rank: int) -> bool:

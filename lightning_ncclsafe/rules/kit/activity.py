@@ -366,6 +366,8 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
         return Kind.COLLECTIVE, collective.op
     if collective is None and facts.stack and _waits_in_c(facts):
         return Kind.COLLECTIVE, "wait"
+    if waits_for_silent_device(facts):
+        return Kind.COLLECTIVE, "what is queued on a GPU"
     if action.endswith("_dataloader_next"):
         return Kind.LOADER, ""
     if action == "save_checkpoint":
@@ -385,8 +387,21 @@ def _waits_in_c(facts: RankFacts) -> bool:
 
 
 def _may_wait_unrecorded(facts: RankFacts) -> bool:
-    """Whether it may wait in a collective that no recorder has: its main thread hardly runs."""
-    return any(group.why is not NotRecorded.LOST for group in facts.unrecorded) and hardly_runs(facts)
+    """Whether it may wait in a collective that no recorder has: it hardly runs, or waits for its device."""
+    is_unrecorded = any(group.why is not NotRecorded.LOST for group in facts.unrecorded)
+    return is_unrecorded and (hardly_runs(facts) or waits_for_silent_device(facts))
+
+
+def waits_for_silent_device(facts: RankFacts) -> bool:
+    """Whether the main thread is in code of torch's while CUDA's driver does not answer: it waits for its device.
+
+    Its place is not that of the collective which its device is in: a rank that reads no results runs ahead of its
+    device, even to the end of the training, where memory is freed. CUDA waits by asking over and over, so it computes.
+    """
+    if not facts.stack or all(group.why is not NotRecorded.DRIVER_SILENT for group in facts.unrecorded):
+        return False
+    deepest = facts.stack[-1]
+    return libraries.TORCH.has(deepest.file, deepest.function) or looks_like_device_sync(deepest)
 
 
 def hardly_runs(facts: RankFacts) -> bool:

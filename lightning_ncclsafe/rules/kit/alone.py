@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit.activity import (
     open_collectives,
     starts_trainer,
     trainer_start,
+    waits_for_silent_device,
 )
 from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
 from lightning_ncclsafe.rules.kit.purpose import unit_of
@@ -59,7 +60,8 @@ def gathering_alone(view: Timeline) -> tuple[int, ...]:
     Empty if something else explains the wait: a rank that works, has raised or is silent, or all ranks are under such
     conditions or wait in the same collective.
     """
-    if view.raised or view.silent or view.working(view.facts) or not (view.divergence or view.behind):
+    is_unread = any(map(waits_for_silent_device, view.facts.values()))
+    if view.raised or view.silent or view.working(view.facts) or not (view.divergence or view.behind or is_unread):
         return ()
     ranks = tuple(rank for rank in sorted(view.facts) if _gathers(view, rank))
     others = view.facts.keys() - set(ranks)
@@ -112,10 +114,19 @@ def _gathers(view: Timeline, rank: int) -> bool:
     if not doing.rank_condition or doing.kind is not Kind.COLLECTIVE or doing.collective is None:
         return False
     # On a device, the main thread may wait for what the training has called before.
-    is_called_here = not doing.on_device or len([*open_collectives(facts)]) == 1
+    is_called_here = not doing.on_device or _called_all_under(view, rank, doing.condition_frame)
     unit = unit_of(doing.collective, facts)
     is_unit = unit is not None and unit.kind in _SHARDED
     return is_called_here and (is_unit or _in_sharded_call(facts.stack))
+
+
+def _called_all_under(view: Timeline, rank: int, condition: Frame | None) -> bool:
+    """Whether all that this rank waits for was called below the frame that has the condition on the rank."""
+    calls = [*open_collectives(view.facts[rank])]
+    stacks = [view.with_stack(call).stack for call in calls]
+    if condition is None or len(calls) == 1:
+        return True
+    return all(any((one.file, one.function) == (condition.file, condition.function) for one in own) for own in stacks)
 
 
 def _in_sharded_call(stack: tuple[Frame, ...]) -> bool:

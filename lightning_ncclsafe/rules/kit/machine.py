@@ -21,6 +21,7 @@ class Wait(Enum):
     STORAGE = "storage"
     PIPE = "the other end of a pipe"
     DRIVER = "a device's driver"
+    CLOCK = "the clock"
     UNKNOWN = ""
 
 
@@ -39,6 +40,7 @@ _CHANNELS = (
         r"|xfs|btrfs|f2fs|zfs|txg_|cv_wait|blk_|blkdev|submit_bio|bio_|balance_dirty|wb_wait|filemap|sync_|vfs_|do_fsync"
         r"|percpu_rwsem_wait|sb_start|rq_qos|wbt_|dm_|md_|raid|nvme|scsi|dio_|__blockdev|iomap|do_get_write|read_extent",
     ),
+    (Wait.CLOCK, r"hrtimer_nanosleep|do_nanosleep"),
     (Wait.PIPE, r"pipe_|anon_pipe|wait_for_partner|fifo_open"),
 )
 _COMPILED = tuple((wait, re.compile(names)) for wait, names in _CHANNELS)

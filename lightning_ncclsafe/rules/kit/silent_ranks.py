@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from enum import Enum
 
+from lightning_ncclsafe.code.libraries import STORAGE_COPIES
 from lightning_ncclsafe.facts import COLLECTOR, Frame, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in_wait
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
-from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
+from lightning_ncclsafe.rules.kit.sentences import finding, place_words, while_others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
 from lightning_ncclsafe.rules.kit.wording import location_of, size_words
 
@@ -26,6 +27,8 @@ class Reason(Enum):
     STARVED = "starved"
     BLOCKED = "blocked"
     GIL = "gil"
+    DEVICE = "device"
+    """It waits for its device, as it copies a tensor from there with the GIL held, for instance in ``torch.save``."""
     UNKNOWN = "unknown"
 
 
@@ -58,7 +61,11 @@ def reason_of(process: ProcessFacts) -> Reason:
         return Reason.STARVED if is_swapped_out(process) and not on_network else Reason.BLOCKED
     if is_starved(process):
         return Reason.STARVED
-    return Reason.GIL if process.gil_held else Reason.UNKNOWN
+    if not process.gil_held:
+        return Reason.UNKNOWN
+    deepest = process.stack[-1] if process.stack else None
+    is_copy = deepest is not None and STORAGE_COPIES.has(deepest.file, deepest.function)
+    return Reason.DEVICE if is_copy else Reason.GIL
 
 
 def is_swapped_out(process: ProcessFacts) -> bool:
@@ -101,6 +108,14 @@ def silent_finding(
         location=location_of(deepest_user_frame(process.stack)),
         evidence=(_process_evidence(rank, process),),
         remedy=remedy,
+    )
+
+
+def copying_words(process: ProcessFacts) -> str:
+    """What a process does that copies a tensor from its device, following "Rank 3 is"."""
+    return (
+        f"copying a tensor from its GPU {place_words(deepest_user_frame(process.stack))}, with Python's global "
+        "interpreter lock held, and waits for what was queued on the GPU before, which has not ended"
     )
 
 

@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit.activity import (
     is_in,
     is_landmark,
     open_collectives,
+    waits_for_silent_device,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.rule import once
@@ -275,6 +276,14 @@ def waiting_for_finished(view: Timeline) -> tuple[int, ...]:
     """Ranks that wait under a condition on the rank for ranks that have all finished."""
     have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
     return tuple(rank for rank in view.waiting if condition_of(view, rank)) if view.behind and have_finished else ()
+
+
+def waiting_beside_devices(view: Timeline) -> tuple[int, ...]:
+    """Ranks that wait under a condition on the rank, while all others wait for devices of which nothing is known."""
+    beside = tuple(rank for rank in view.waiting if not waits_for_silent_device(view.facts[rank]))
+    if not beside or beside == view.waiting or view.silent or len(view.waiting) < len(view.facts):
+        return ()
+    return beside if all(condition_of(view, rank) for rank in beside) else ()
 
 
 def finished_early(view: Timeline) -> tuple[int, ...]:

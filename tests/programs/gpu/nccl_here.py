@@ -30,12 +30,14 @@ class Here:
         ranks: How many there are.
         device: What its tensors are on.
         store: A connection to the job's store, for what ranks agree on beside their collectives.
+        server: The job's store, which rank 0 serves: an abort gives up the process group's hold on it.
     """
 
     rank: int
     ranks: int
     device: torch.device
     store: Any
+    server: Any
 
     def ones(self, numel: int = NUMEL) -> torch.Tensor:
         """A tensor on this rank's device."""

@@ -41,7 +41,7 @@ def join(ranks: int) -> Here:
         # As Lightning does: the communicator is made at once.
         device_id=device if on_gpu else None,
     )
-    return Here(rank, ranks, device, PrefixStore("scene", store.clone()))
+    return Here(rank, ranks, device, PrefixStore("scene", store.clone()), store)
 
 
 def leave(here: Here) -> None:

@@ -28,6 +28,7 @@ from lightning_ncclsafe.rules.kit import (
     positions,
     ranks_words,
     wait_words,
+    waiting_beside_devices,
     waiting_for_finished,
     where_evidence,
     where_words,
@@ -46,7 +47,7 @@ def waits_elsewhere(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 def waits_for_none(view: Timeline) -> Finding | None:
     """The places where ranks wait show that they do not wait for each other."""
-    if conditioned := waiting_for_finished(view):
+    if conditioned := waiting_for_finished(view) or waiting_beside_devices(view):
         return waits_elsewhere(view, conditioned)
     if finished := finished_early(view):
         where = place_words(called_at(view, view.waiting[0]))
