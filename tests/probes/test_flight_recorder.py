@@ -137,13 +137,15 @@ def test_a_build_without_distributed_support_has_no_recorder(monkeypatch: pytest
     assert flight_recorder.position() == ()
 
 
-def test_larger_jobs_keep_fewer_entries_but_all_outstanding_ones() -> None:
+def test_larger_jobs_keep_fewer_entries_and_those_around_the_oldest_outstanding_one() -> None:
     assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [48, 48, 12, 8, 8]
     ended = [Collective(group="0", seq=seq, op="x", completed=True, created_ns=seq) for seq in range(1, 60)]
     outstanding = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 80)]
-    kept = flight_recorder._newest([*ended, *outstanding], 8)
-    assert kept == outstanding
-    assert [call.seq for call in flight_recorder._newest(ended, 8)] == [*range(52, 60)]
+    kept = flight_recorder._telling([*outstanding, *ended], 8)
+    assert [call.seq for call in kept] == [*range(52, 80)]
+    # A host that is far ahead of its device.
+    many = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 160)]
+    assert [call.seq for call in flight_recorder._telling([*ended, *many], 8)] == [*range(52, 76), *range(152, 160)]
 
 
 # What is read of a group that has been used, or not, by what there is to read.

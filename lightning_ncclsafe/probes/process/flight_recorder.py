@@ -81,7 +81,7 @@ class FlightRecorder:
         )
         used = groups.keys() | {group.name for group in self.unrecorded}
         unused = (Group(name=m.name, description=m.description, ranks=m.ranks) for m in members.values())
-        return (*known, *(group for group in unused if group.name not in used)), tuple(_newest(collectives, kept))
+        return (*known, *(group for group in unused if group.name not in used)), tuple(_telling(collectives, kept))
 
 
 def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -177,15 +177,21 @@ def _sizes(sizes: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]
 
 
 def kept_per_group(world_size: int) -> int:
-    """How many entries of each group are reported, besides the outstanding ones."""
+    """How many completed entries of each group are reported; of outstanding ones, up to three times as many."""
     return max(KEPT_PER_GROUP * _ALL_KEPT_RANKS // max(world_size, _ALL_KEPT_RANKS), _LEAST_KEPT)
 
 
-def _newest(collectives: list[Collective], most: int) -> list[Collective]:
-    kept: dict[str, int] = defaultdict(int)
-    newest = []
-    for collective in sorted(collectives, key=lambda c: c.created_ns, reverse=True):
-        kept[collective.group] += 1
-        if kept[collective.group] <= most or not collective.completed:
-            newest.append(collective)
-    return newest[::-1]
+def _telling(collectives: list[Collective], most: int) -> list[Collective]:
+    """The newest completed and the outstanding entries of each group, oldest first; of many, the oldest and the newest.
+
+    A host may be hundreds of calls ahead of its device. Where ranks parted shows around the oldest outstanding one, and
+    where the host is, in the newest.
+    """
+    ended: dict[str, list[Collective]] = defaultdict(list)
+    outstanding: dict[str, list[Collective]] = defaultdict(list)
+    for collective in sorted(collectives, key=lambda c: c.created_ns):
+        (ended if collective.completed else outstanding)[collective.group].append(collective)
+    kept = [one for own in ended.values() for one in own[-most:]]
+    for own in outstanding.values():
+        kept += own if len(own) <= 3 * most else [*own[: 2 * most], *own[-most:]]
+    return sorted(kept, key=lambda c: c.created_ns)
