@@ -1,7 +1,7 @@
 """Recordings of hangs on real NCCL: the facts that ranks gathered, with what is true of them.
 
-``scoreboard.py --gpu --reports FOLDER`` runs faulty trainings on a GPU and keeps their reports; this makes recordings of
-those: ``python tests/programs/gpu/hangs.py FOLDER``. ``hangs/CASE@STRATEGY.json.gz`` holds ``schema``, ``causes``,
+``scoreboard.py --gpu --reports FOLDER`` runs faulty trainings on a GPU and keeps their reports; this makes recordings
+of those: ``python tests/programs/gpu/hangs.py FOLDER``. ``hangs/CASE@STRATEGY.json.gz`` holds ``schema``, ``causes``,
 ``ranks`` (null if it cannot be said of some that they cause it), ``place`` (``"file.py:12"``; empty if no line is at
 fault), ``versions`` and ``job``. Nothing in it names a host, a user or a path of the machine that it comes from.
 """
