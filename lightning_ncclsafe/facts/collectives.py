@@ -46,7 +46,8 @@ class Collective:
             under a condition on the rank, and the caller of ``torch.distributed``, with the newest call of each
             ``site``; for dumps and logs, what they contain.
         site: A hash of the whole stack below the Trainer, 12 hexadecimal digits: calls of several ranks with the same
-            hash were made at the same place. Empty if unknown.
+            hash were made at the same place. ``"native:"`` with the operation and its sizes if no Python function made
+            the call, as in the backward pass on a GPU. Empty if unknown.
     """
 
     group: str

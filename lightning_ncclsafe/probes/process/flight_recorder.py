@@ -17,6 +17,9 @@ KEPT_PER_GROUP = 48
 _ALL_KEPT_RANKS = 1024
 _LEAST_KEPT = 8
 
+# Begins the site of a call that was not made from Python.
+NATIVE = "native"
+
 Position = tuple[object, ...]
 Names = dict[str, tuple[str, str]]
 
@@ -94,7 +97,12 @@ def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]
     sites: dict[tuple[int, ...], tuple[str, tuple[Frame, ...]]] = {}
 
     def located(collective: Collective) -> Collective:
-        own = frames.get(collective.created_ns, ())
+        own = frames.get(collective.created_ns)
+        if own is None:
+            return collective
+        if not own:
+            # Autograd's threads, which run the backward pass on a GPU, have no Python stack.
+            return replace(collective, site=f"{NATIVE}:{collective.op}:{collective.input_sizes}")
         # The dump contains each frame once.
         key = tuple(map(id, own))
         if key not in sites:
