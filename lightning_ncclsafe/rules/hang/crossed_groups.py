@@ -348,5 +348,4 @@ def _description(view: Timeline, name: str) -> str:
 
 def _named(view: Timeline, name: str) -> str:
     """``"group '1' (tensor_parallel)"``."""
-    described = _description(view, name)
-    return f"{group_words(name)} ({described})" if described else group_words(name)
+    return group_words(name, _description(view, name))
