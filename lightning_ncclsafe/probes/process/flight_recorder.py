@@ -76,7 +76,7 @@ class FlightRecorder:
                 name=call.name,
                 why=_why_not_recorded(call, recorded) if can_be_read else NotRecorded.DRIVER_SILENT,
                 description=members[call.name].description if call.name in members else "",
-                backend=",".join(call.backends),
+                backend=call.backend,
                 calls=-1 if call.called is None else call.called,
             )
             for call in calls
@@ -126,12 +126,11 @@ def with_source(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
 
 def _why_not_recorded(call: process_groups.GroupCalls, recorded: Set[str]) -> NotRecorded:
     """Why a group that was used, or may have been, is not in the recorders."""
-    known = [backend for backend in call.backends if recorders.is_known(backend)]
-    if not known:
+    if not recorders.is_known(call.backend):
         return NotRecorded.UNKNOWN_BACKEND
-    if not all(map(recorders.can_be_read, known)):
+    if not recorders.can_be_read(call.backend):
         return NotRecorded.NO_DUMP
-    return NotRecorded.NO_ENTRY if recorded.isdisjoint(known) else NotRecorded.LOST
+    return NotRecorded.LOST if call.backend in recorded else NotRecorded.NO_ENTRY
 
 
 def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collective]]:
