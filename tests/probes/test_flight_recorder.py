@@ -139,7 +139,7 @@ def test_a_build_without_distributed_support_has_no_recorder(monkeypatch: pytest
 
 
 def test_larger_jobs_keep_fewer_entries_and_those_around_the_oldest_outstanding_one() -> None:
-    assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [48, 48, 12, 8, 8]
+    assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [256, 48, 12, 8, 8]
     ended = [Collective(group="0", seq=seq, op="x", completed=True, created_ns=seq) for seq in range(1, 60)]
     outstanding = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 80)]
     kept = flight_recorder._telling([*outstanding, *ended], 8)

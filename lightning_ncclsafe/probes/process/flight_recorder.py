@@ -11,11 +11,9 @@ from lightning_ncclsafe.facts import Collective, Frame, Group, NotRecorded, Unre
 from lightning_ncclsafe.probes.process.stacks import call_site, frames_to_show
 from lightning_ncclsafe.recorder.model import HOOK, Entry, Recorder, State, Work, WorkKind, backend_of
 
-# Enough for the last steps of DDP; the cause of a hang is in the last few entries of each group.
-KEPT_PER_GROUP = 48
-# One rank reads the entries of all ranks: in larger jobs, each rank reports fewer.
-_ALL_KEPT_RANKS = 1024
-_LEAST_KEPT = 8
+# Of each group. One rank reads the entries of all ranks, so in larger jobs, each rank reports fewer. NCCL compares no
+# calls: ranks may only wait in vain many steps after one of them has left out a call.
+_MOST_KEPT, _KEPT_OF_JOB, _LEAST_KEPT = 256, 48 * 1024, 8
 
 # Begins the site of a call that was not made from Python.
 NATIVE = "native"
@@ -185,7 +183,7 @@ def _sizes(sizes: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]
 
 def kept_per_group(world_size: int) -> int:
     """How many completed entries of each group are reported; of outstanding ones, up to three times as many."""
-    return max(KEPT_PER_GROUP * _ALL_KEPT_RANKS // max(world_size, _ALL_KEPT_RANKS), _LEAST_KEPT)
+    return max(min(_KEPT_OF_JOB // max(world_size, 1), _MOST_KEPT), _LEAST_KEPT)
 
 
 def _telling(collectives: list[Collective], most: int) -> list[Collective]:
