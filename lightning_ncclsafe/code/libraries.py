@@ -103,10 +103,10 @@ _MLFLOW = _package("mlflow", before="-packages/")
 
 _C10D = "distributed/distributed_c10d.py"
 
-TORCH = _in(_TORCH, "*")
 # A storage is copied with the GIL held, which torch.save does with each tensor on a device; such a copy waits for all
 # that is queued on the device, collectives included.
 STORAGE_COPIES = _in(_TORCH, "storage.py")
+THREAD_START = _in(_PYTHON, "threading.py", functions="_bootstrap")
 # torch.distributed
 DISTRIBUTED = _in(_TORCH, "distributed/*")
 # Where a rank that has joined early shadows the collectives of the others' models.

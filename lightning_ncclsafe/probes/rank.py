@@ -365,7 +365,7 @@ class RankProbe:
         # own.
         again = self.look_at_peer(peer)
         is_busy = again.state == "running" or (again.cpu_s or 0) > (seen.cpu_s or 0)
-        stack = threads[0] if threads else ()
+        stack = stacks.with_backward(threads[0], threads[1:]) if threads else ()
         is_held = (is_busy and not asks_driver(threads)) or guard_is_idle(threads)
         gil_held = bool(stack) and is_held and peer.has_guard
         return replace(again, stack=stacks.with_source_in_time(stack), gil_held=gil_held)

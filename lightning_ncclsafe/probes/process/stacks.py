@@ -17,7 +17,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from lightning_ncclsafe.code.libraries import ALL_OF_TORCH, COLLECTIVES, DISTRIBUTED, JOIN, LOADING, TRAINER_RUN, Code
+from lightning_ncclsafe.code.libraries import (
+    ALL_OF_TORCH,
+    BACKWARD,
+    COLLECTIVES,
+    DISTRIBUTED,
+    JOIN,
+    LOADING,
+    THREAD_START,
+    TRAINER_RUN,
+    Code,
+)
 from lightning_ncclsafe.code.marks import mark_at
 from lightning_ncclsafe.code.raised import text_of
 from lightning_ncclsafe.code.side_thread import SideThread
@@ -63,9 +73,32 @@ def main_thread_stack() -> tuple[Frame, ...]:
     """The Python stack of the thread that trains, outermost frame first.
 
     Only the deepest frame has its source line, which shows whether it waits, unless storage does not answer;
-    :func:`with_source` gives the others.
+    :func:`with_source` gives the others. While it waits for autograd's thread, that one's frames follow its own.
     """
-    return thread_stack(training_thread().ident or 0)
+    main = training_thread().ident or 0
+    stack = thread_stack(main)
+    if not _is_in_backward(stack):
+        return stack
+    return with_backward(stack, (thread_stack(ident) for ident in [*sys._current_frames()] if ident != main))
+
+
+def with_backward(main: tuple[Frame, ...], others: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...]:
+    """The main thread's stack and, while it is in a backward pass on a GPU, that of the thread which runs this pass.
+
+    Hooks and custom backward functions run there. Such a thread was not started by Python, and has frames only while
+    it runs some.
+    """
+    if not _is_in_backward(main):
+        return main
+    return (*main, *next((stack for stack in others if stack and not _is_of_python(stack[0])), ()))
+
+
+def _is_in_backward(stack: tuple[Frame, ...]) -> bool:
+    return bool(stack) and BACKWARD.has(stack[-1].file, stack[-1].function)
+
+
+def _is_of_python(outermost: Frame) -> bool:
+    return THREAD_START.has(outermost.file, outermost.function)
 
 
 def thread_stack(ident: int) -> tuple[Frame, ...]:
@@ -81,9 +114,15 @@ def thread_stack(ident: int) -> tuple[Frame, ...]:
 
 
 def calling_thread_stack() -> tuple[Frame, ...]:
-    """The stack of a thread other than the main one that is in a collective which user code called; else empty."""
-    main = training_thread().ident
-    return stack_in_collective(thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
+    """The stack of a thread other than the main one that is in a collective which user code called; else empty.
+
+    Autograd's thread does not count: its backward pass is the main thread's.
+    """
+    main = training_thread().ident or 0
+    stacks = (thread_stack(ident) for ident in [*sys._current_frames()] if ident != main)
+    if _is_in_backward(thread_stack(main)):
+        stacks = (stack for stack in stacks if stack and _is_of_python(stack[0]))
+    return stack_in_collective(stacks)
 
 
 def stack_in_collective(stacks: Iterable[tuple[Frame, ...]]) -> tuple[Frame, ...]:

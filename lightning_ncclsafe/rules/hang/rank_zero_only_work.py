@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     condition_around,
     condition_evidence,
     copying_words,
+    deepest_user_frame,
     delayed_by_machine,
     encloses_words,
     finding,
@@ -191,6 +192,7 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ranks,
         text,
         confidence=Confidence.LIKELY if view.activities[rank].on_device else Confidence.CERTAIN,
+        location=_called_at(view, rank),
         evidence=(
             *condition_evidence(view, ranks),
             *(call_evidence(split) if split is not None else ()),
@@ -199,6 +201,13 @@ def _gathering(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         ),
         remedy=_REMEDY_SHARDED,
     )
+
+
+def _called_at(view: Timeline, rank: int) -> str | None:
+    """Where the call was made for which a rank waits; on a device, it may wait only where it reads a result."""
+    call = view.activities[rank].collective
+    frame = deepest_user_frame(view.with_stack(call).stack) if call is not None else None
+    return location_of(frame) or None
 
 
 def _aborted(view: Timeline, run: AbortedModelRun) -> Finding:

@@ -401,7 +401,7 @@ def waits_for_silent_device(facts: RankFacts) -> bool:
     if not facts.stack or all(group.why is not NotRecorded.DRIVER_SILENT for group in facts.unrecorded):
         return False
     deepest = facts.stack[-1]
-    return libraries.TORCH.has(deepest.file, deepest.function) or looks_like_device_sync(deepest)
+    return libraries.ALL_OF_TORCH.has(deepest.file, deepest.function) or looks_like_device_sync(deepest)
 
 
 def hardly_runs(facts: RankFacts) -> bool:

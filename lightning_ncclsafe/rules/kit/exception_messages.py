@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+from lightning_ncclsafe.code.libraries import DISTRIBUTED
 from lightning_ncclsafe.facts import CaughtException, ExceptionFacts, RankFacts
 from lightning_ncclsafe.rules.kit.wording import capitalised
 
@@ -63,10 +64,17 @@ _BYTES = {"EB": 10**18, "EiB": 2**60, "PiB": 2**50, "TiB": 2**40, "GiB": 2**30, 
 _ABSURD_BYTES = 10**14
 
 
+# Of a number that torch.distributed has received, seen with NCCL, which pairs calls that do not match.
+_NO_COUNT = "cannot be converted to type int without overflow"
+
+
 def is_garbled(error: ExceptionFacts) -> bool:
-    """Whether it tried to allocate an absurd amount: the size was other data."""
+    """Whether a size was other data: it is absurd as an amount of memory, or no number that torch.distributed sends."""
     amount = _WANTED.search(error.message)
-    return amount is not None and float(amount["count"]) * _BYTES[amount["unit"]] >= _ABSURD_BYTES
+    if amount is not None:
+        return float(amount["count"]) * _BYTES[amount["unit"]] >= _ABSURD_BYTES
+    deepest = error.stack[-1] if error.stack else None
+    return _NO_COUNT in error.message and deepest is not None and DISTRIBUTED.has(deepest.file, deepest.function)
 
 
 _FULL_SHARE = 0.02

@@ -278,12 +278,12 @@ def waiting_for_finished(view: Timeline) -> tuple[int, ...]:
     return tuple(rank for rank in view.waiting if condition_of(view, rank)) if view.behind and have_finished else ()
 
 
-def waiting_beside_devices(view: Timeline) -> tuple[int, ...]:
-    """Ranks that wait under a condition on the rank, while all others wait for devices of which nothing is known."""
-    beside = tuple(rank for rank in view.waiting if not waits_for_silent_device(view.facts[rank]))
-    if not beside or beside == view.waiting or view.silent or len(view.waiting) < len(view.facts):
+def waiting_apart(view: Timeline) -> tuple[int, ...]:
+    """Ranks that wait under a condition on the rank, where all wait, some of them for devices that tell nothing."""
+    is_unread = any(waits_for_silent_device(view.facts[rank]) for rank in view.waiting)
+    if not is_unread or view.silent or len(view.waiting) < len(view.facts):
         return ()
-    return beside if all(condition_of(view, rank) for rank in beside) else ()
+    return tuple(sorted(under_rank_condition(view, view.waiting)))
 
 
 def finished_early(view: Timeline) -> tuple[int, ...]:

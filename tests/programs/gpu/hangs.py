@@ -45,7 +45,7 @@ def make(report: dict[str, Any], *, causes: tuple[str, ...], ranks: tuple[int, .
     text = json.dumps(report["job"])
     for found, known in _PLACES:
         text = re.sub(f'"{found}', f'"{known}', text)
-    text = text.replace(f"{_ROOT}/", "/train/")
+    text = re.sub(r"GPU-[0-9a-f-]{36}", "GPU-0", text.replace(f"{_ROOT}/", "/train/"))
     if told := [word for word in recordings.private_words() if word in text]:
         raise ValueError(f"The recording has {', '.join(map(repr, told))} in it, which is this host's own.")
     job = json.loads(text)

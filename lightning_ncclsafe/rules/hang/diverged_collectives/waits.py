@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
+from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -14,12 +15,15 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     condition_evidence,
+    counted,
     different_call_sites,
     different_waits,
     finding,
     finished_early,
+    group_words,
     how_we_know,
     in_own_call,
+    inside_trainer,
     joined,
     line_passed,
     location_of,
@@ -30,8 +34,9 @@ from lightning_ncclsafe.rules.kit import (
     positions,
     ranks_words,
     wait_words,
-    waiting_beside_devices,
+    waiting_apart,
     waiting_for_finished,
+    waits_for_silent_device,
     where_evidence,
     where_words,
 )
@@ -59,7 +64,7 @@ def _in_calls_of_few(view: Timeline) -> tuple[int, ...]:
 
 def waits_for_none(view: Timeline) -> Finding | None:
     """The places where ranks wait show that they do not wait for each other."""
-    if conditioned := waiting_for_finished(view) or waiting_beside_devices(view):
+    if conditioned := waiting_for_finished(view) or waiting_apart(view):
         return waits_elsewhere(view, conditioned)
     if finished := finished_early(view):
         where = place_words(called_at(view, view.waiting[0]))
@@ -70,10 +75,40 @@ def waits_for_none(view: Timeline) -> Finding | None:
             location=call_location(view, view.waiting),
             evidence=(*condition_evidence(view, view.waiting), *how_we_know(view, view.facts)),
         )
+    if (apart := _different_numbers(view)) is not None:
+        return apart
     if ranks := different_call_sites(view):
         text = f"{ranks_words(ranks)} joined the same collective from a different place than the other ranks"
         return _finding(view, ranks, f"{text}, {where_words(view, ranks[0])}")
     return None
+
+
+def _different_numbers(view: Timeline) -> Finding | None:
+    """All ranks wait at one place, for devices that tell nothing, and have made different numbers of calls before."""
+    places = {(*inside_trainer(facts.stack)[-1:], *_point(facts)) for facts in view.facts.values()}
+    if view.silent or len(places) != 1 or not all(map(waits_for_silent_device, view.facts.values())):
+        return None
+    calls: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, facts in sorted(view.facts.items()):
+        for group in facts.unrecorded:
+            calls[group.name][group.calls].append(rank)
+    for name, by_count in sorted(calls.items()):
+        if len(by_count) > 1 and sum(map(len, by_count.values())) == len(view.facts):
+            numbers = ", ".join(
+                f"{counted(count, 'collective')} on {ranks_words(by_count[count])}" for count in by_count
+            )
+            ranks = minority(by_count.values()) or tuple(view.facts)
+            text = (
+                f"{clause(ranks, 'has|have')} called more or fewer collectives of {group_words(name)} than the others "
+                f"at the same point of the training ({numbers}), so that calls have been paired with the wrong ones"
+            )
+            return _finding(view, ranks, text, location="")
+    return None
+
+
+def _point(facts: RankFacts) -> tuple[object, ...]:
+    progress = facts.progress
+    return progress.phase, progress.epoch, progress.batch_idx, progress.global_step
 
 
 def _finding(
