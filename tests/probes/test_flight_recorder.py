@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,11 +147,16 @@ def test_larger_jobs_keep_fewer_entries_and_those_around_the_oldest_outstanding_
     assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [48, 48, 12, 8, 8]
     ended = [Collective(group="0", seq=seq, op="x", completed=True, created_ns=seq) for seq in range(1, 60)]
     outstanding = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 80)]
-    kept = flight_recorder._telling([*outstanding, *ended], 8)
+    kept = flight_recorder._telling([*reversed(outstanding), *reversed(ended)], 8)
     assert [call.seq for call in kept] == [*range(52, 80)]
     # A host that is far ahead of its device.
     many = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 160)]
-    assert [call.seq for call in flight_recorder._telling([*ended, *many], 8)] == [*range(52, 76), *range(152, 160)]
+    far_ahead = [*range(52, 76), *range(152, 160)]
+    assert [call.seq for call in flight_recorder._telling([*reversed(many), *ended], 8)] == far_ahead
+    # Each group has as many.
+    other = [replace(call, group="tp") for call in (*ended, *many)]
+    kept = flight_recorder._telling([*ended, *many, *other], 8)
+    assert [(call.seq, call.group) for call in kept] == [(seq, group) for seq in far_ahead for group in ("0", "tp")]
 
 
 # What is read of a group that has been used, or not, by what there is to read.
