@@ -233,6 +233,7 @@ READS = user("training_step", 44, code="self.total += loss.item()")
         ((NEXT_DATA, FETCH, user("__getitem__", 5)), Kind.LOADER, "fetch"),
         ((CHECKPOINT_IO, TORCH_SAVE), Kind.CHECKPOINT, "save"),
         ((STEP,), Kind.USER, ""),
+        ((DDP_FORWARD, STEP), Kind.USER, ""),
         ((STEP, QUEUE_GET), Kind.USER, ""),
         ((TEARDOWN,), Kind.LIGHTNING, ""),
     ],
