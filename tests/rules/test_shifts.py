@@ -173,7 +173,7 @@ def on_nccl(
             completed=seq < len(letters),
             input_sizes=((sizes[letter],),),
             dtypes=("Float",),
-            created_ns=1_000_000 * seq,
+            created_ns=1_000_000 * seq + number,
         )
         for seq, letter in enumerate(letters, 1)
     )
