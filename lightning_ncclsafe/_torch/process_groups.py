@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.raised import text_of
+from lightning_ncclsafe.facts import of_backend
 
 
 class OwnGroup(NamedTuple):
-    """A process group of this process: its unique name, its description and the global ranks of its members."""
+    """A process group of this process, or one of its back ends: unique name, description, global ranks of members."""
 
     name: str
     description: str
@@ -23,47 +24,101 @@ class OwnGroup(NamedTuple):
 
 
 class GroupCalls(NamedTuple):
-    """What a process group counts itself, with or without a recorder.
+    """What a process group, or one of its back ends, counts itself, with or without a recorder.
 
     Attributes:
         name: Its unique name.
-        backends: Names of its back ends: ``("gloo",)``.
+        backend: Name of its back end; empty if unknown.
         called: How many collectives this process has called in it; None if its back end does not count them.
     """
 
     name: str
-    backends: tuple[str, ...]
+    backend: str
     called: int | None
 
 
 def group_calls() -> list[GroupCalls]:
     """The counters of this process's groups, which no setting turns off. Takes some microseconds."""
-    return [GroupCalls(group.group_name, _backends(group), _count(group)) for group in groups_here()]
+    return [GroupCalls(one.name, one.backend, one.called()) for one in _sequences()]
 
 
-def _backends(group: Any) -> tuple[str, ...]:
+class _Sequence(NamedTuple):
+    """The collectives that are numbered together: those of a group, or of one of its back ends if it has several.
+
+    Attributes:
+        name: The group's, with the back end's added unless it is the first for a device.
+        description: Likewise.
+        backend: Name of the back end; empty if unknown.
+        device: A device that the back end is for, if the group has several; otherwise empty.
+        group: torch's own.
+    """
+
+    name: str
+    description: str
+    backend: str
+    device: str
+    group: Any
+
+    def called(self) -> int | None:
+        """How many collectives this process has called; None if they are not counted."""
+        with suppress(RuntimeError):  # the back end does not count
+            counts = self.group._get_backend(torch.device(self.device)) if self.device else self.group
+            return int(counts._get_sequence_number_for_group())
+        return None
+
+
+def _sequences() -> list[_Sequence]:
+    return [sequence for group in groups_here() for sequence in _sequences_of(group)]
+
+
+def _sequences_of(group: Any) -> list[_Sequence]:
+    """The first one has the group's own name, on all ranks alike, whatever they have called so far."""
+    name, description = group.group_name, group.group_desc
+    backends = _backends(group)
+    if len(backends) < 2:
+        return [_Sequence(name, description, next(iter(backends), ""), "", group)]
+    # The sort is stable.
+    first, *others = sorted(backends, key=lambda backend: backends[backend] == "cpu")
+    return [
+        _Sequence(name, description, first, backends[first], group),
+        *(
+            _Sequence(of_backend(name, other), of_backend(description, other), other, backends[other], group)
+            for other in others
+        ),
+    ]
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """Its back ends, each with the first of its devices: ``{"gloo": "cpu", "nccl": "cuda"}``."""
     try:
         config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     except (KeyError, ValueError):  # it has just been destroyed
-        return ()
-    return tuple(dict.fromkeys(part.rpartition(":")[2] for part in config.split(",")))
+        return {}
+    backends: dict[str, str] = {}
+    for part in config.split(","):
+        device, _, backend = part.rpartition(":")
+        backends.setdefault(backend, device)
+    return backends
 
 
-def _count(group: Any) -> int | None:
-    with suppress(RuntimeError):  # its back end does not count
-        return int(group._get_sequence_number_for_group())
-    return None
+def names_by_backend() -> dict[tuple[str, str], tuple[str, str]]:
+    """Name and description for back ends that do not have the group's own, by the group's name and the back end's."""
+    return {
+        (group.group_name, one.backend): (one.name, one.description)
+        for group in groups_here()
+        for one in _sequences_of(group)[1:]
+    }
 
 
 def counts() -> tuple[int | None, ...]:
-    """How many collectives this process has called in each of its groups; takes less than a microsecond a group."""
-    return tuple(map(_count, groups_here()))
+    """How many collectives this process has called in each of its groups; takes some microseconds a group."""
+    return tuple(one.called() for one in _sequences())
 
 
 def calls_besides(descriptions: Collection[str]) -> int:
     """How many collectives this process has called in its groups, except those with these descriptions."""
-    groups = (group for group in groups_here() if group.group_desc not in descriptions)
-    return sum(count for count in map(_count, groups) if count is not None)
+    counted = (one.called() for one in _sequences() if one.description not in descriptions)
+    return sum(count for count in counted if count is not None)
 
 
 def groups_made() -> int:
@@ -79,9 +134,10 @@ def own_groups() -> list[OwnGroup]:
     # keeps a number in the group's place.
     members: list[tuple[Any, dict[int, int]]] = [*dist.distributed_c10d._world.pg_group_ranks.items()]
     return [
-        OwnGroup(group.group_name, group.group_desc, tuple(sorted(ranks)))
+        OwnGroup(one.name, one.description, tuple(sorted(ranks)))
         for group, ranks in members
         if isinstance(group, dist.ProcessGroup)
+        for one in _sequences_of(group)
     ]
 
 

@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from types import ModuleType
@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from lightning_ncclsafe._torch import process_groups
 from lightning_ncclsafe._torch.build import c10d
 from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
-from lightning_ncclsafe.recorder.model import MOST_ENTRIES
+from lightning_ncclsafe.recorder.model import MOST_ENTRIES, backend_of, group_of
 
 # NCCL has its own recorder, absent from CPU builds; every other back end (and, in newer releases, "nccl2")
 # writes to the general one. Both are read, so that a job with gloo and NCCL groups is complete.
@@ -34,7 +35,7 @@ _DRIVER_ANSWERS_S = 1.0
 
 
 def dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
-    """The content of each Flight Recorder of this process, as PyTorch's own JSON.
+    """The content of each Flight Recorder of this process, as PyTorch's own JSON; back ends are told apart.
 
     Args:
         collectives: Whether to include the entries; without them only the position of each group is dumped, which
@@ -50,7 +51,20 @@ def dumps(*, collectives: bool) -> Iterator[dict[str, Any]]:
             found = json.loads(data)
             if is_large and "entries" in found:
                 found["entries"] = found["entries"][-MOST_ENTRIES:]
+            _tell_apart(found.get("entries", ()))
             yield found
+
+
+def _tell_apart(entries: Iterable[dict[str, Any]]) -> None:
+    """Where a group has several back ends, which count from 1 each, names the group of an entry by its back end, too.
+
+    Each of these back ends writes to another recorder, so that the position of the group there is that back end's.
+    """
+    names = process_groups.names_by_backend()
+    for entry in entries if names else ():
+        own = names.get((group_of(entry)[0], backend_of(entry)[0]))
+        if own is not None:
+            entry["process_group"] = own
 
 
 @contextmanager
@@ -154,7 +168,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """The entries of each Flight Recorder of this process, oldest first.
+    """The entries of each Flight Recorder of this process, oldest first; back ends are told apart.
 
     As pickle, which takes half the time of JSON: some 7 µs an entry (torch 2.13). The GIL is held meanwhile, so
     recorders of more than ``MOST_ENTRIES`` are not read, nor is any while CUDA's driver does not answer.
@@ -169,7 +183,9 @@ def entries(*, stacks: bool = False) -> Iterator[list[dict[str, Any]]]:
         if dump is not None:
             with _captures_undisturbed(), _inductor_not_imported() if stacks else nullcontext():
                 data = dump(True, stacks, False)
-            yield _load_plain(data).get("entries", [])
+            found = _load_plain(data).get("entries", [])
+            _tell_apart(found)
+            yield found
 
 
 class _Unimported(ModuleType):

@@ -24,7 +24,7 @@ class Collective:
     """One collective as one rank's Flight Recorder recorded it.
 
     Attributes:
-        group: Name of the process group, unique in the job (``"0"`` is the default group).
+        group: Name of the process group, unique in the job (``"0"`` is the default group), see :class:`Group`.
         seq: Sequence number within the group, from 1; equal numbers on different ranks should be the same collective.
         op: Operation without the back end's prefix: ``"all_reduce"``, ``"broadcast"``, ``"barrier"``, …
         backend: ``"nccl"``, ``"nccl2"``, ``"gloo"``, …
@@ -72,10 +72,10 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A process group as one rank sees it.
+    """A process group as one rank sees it; one with several back ends is several groups, as each counts its own calls.
 
     Attributes:
-        name: Name of the group, unique in the job.
+        name: Name of the group, unique in the job; see :func:`of_backend`.
         description: The group's description (``"default_pg"`` for the default group).
         ranks: Global ranks of the members; empty if unknown.
         last_enqueued: Highest sequence number this rank has called; 0 if none.
@@ -118,7 +118,7 @@ class UnrecordedGroup:
         name: Name of the group.
         why: Why nothing is known.
         description: The group's description.
-        backend: Names of its back ends, ``"gloo"``, ``"gloo,xccl"``.
+        backend: Name of its back end; older reports have all of a group with several, ``"gloo,xccl"``.
         calls: How many collectives the rank has called in it, by the group's own count; -1 where it has none.
     """
 
@@ -173,6 +173,17 @@ class ModelUnit:
     type: str = ""
     alike: int = 1
     last: str = ""
+
+
+def of_backend(text: str, backend: str) -> str:
+    """Name or description of a group for one of its back ends, unless that is its first for a device: ``"0:gloo"``."""
+    return f"{text}:{backend}"
+
+
+def group_and_backend(name: str) -> tuple[str, str]:
+    """The process group, and the back end that its name adds: ``("0", "gloo")`` for ``"0:gloo"``, ``("0", "")``."""
+    group, _, backend = name.partition(":")
+    return group, backend
 
 
 def element_bytes(dtype: str) -> int:

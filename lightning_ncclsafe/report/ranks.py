@@ -92,8 +92,7 @@ def _group_words(facts: RankFacts, number: int, words: Words) -> str:
     counters = f"called {group.last_enqueued:,}, completed {group.last_completed:,}"
     call = pending.get(group.name)
     waits = f", waits in {words.of(call)}" if call is not None else ""
-    about = f" ({group.description})" if group.description not in ("", "default_pg", "undefined") else ""
-    return f"{group_words(group.name)}{about}: {counters}{waits}"
+    return f"{group_words(group.name, group.description)}: {counters}{waits}"
 
 
 def is_inspected(job: JobFacts) -> bool:

@@ -373,6 +373,35 @@ def test_a_real_group_is_recorded(warm: Warm, tmp_path: Path) -> None:
     assert told == "[('0', (0,), 'gloo'), ('1', (0,), 'gloo')] ()"
 
 
+TWO_BACK_ENDS = """
+import torch, torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from lightning_ncclsafe._torch import process_groups
+from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
+from lightning_ncclsafe.timing.windows import Clock
+recording = Recording(0, PhaseHistory())
+dist.init_process_group("cpu:gloo,cuda:fake", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(10))
+dist.all_reduce(torch.ones(10), group=dist.new_group(backend="gloo"))
+window = recording.read(Clock())
+print([(group.name, group.description, group.ranks, group.backend) for group in window.groups], window.missing)
+print([tuple(call) for call in process_groups.group_calls()], process_groups.counts(), process_groups.calls_besides(()))
+dist.destroy_process_group()
+"""
+
+
+def test_a_real_group_with_two_back_ends_counts_each(warm: Warm, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(TWO_BACK_ENDS)
+    envs = [{"TORCH_FR_BUFFER_SIZE": "1000"}]
+    codes, output = warm.run([str(tmp_path / "program.py")], tmp_path, timeout_s=50, envs=envs)
+    assert codes == [0], output
+    # Torch warns while the fake back end ends.
+    assert [line for line in output.splitlines() if line.startswith("[(")] == [
+        "[('0:gloo', 'default_pg:gloo', (0,), 'gloo'), ('1', 'undefined', (0,), 'gloo')] ()",
+        "[('0', 'fake', None), ('0:gloo', 'gloo', 1), ('1', 'gloo', 1)] (None, 1, 1) 2",
+    ]
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.getcwd, ()

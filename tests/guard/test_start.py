@@ -180,7 +180,7 @@ def test_one_that_comes_when_the_others_have_given_up_says_so(tmp_path: Path, mo
 
 def test_a_recorder_is_read_at_the_start_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full of another call's collectives it takes a tenth of a second, and a program may make any number of calls."""
-    used, read, said = [GroupCalls("0", ("gloo",), 3), GroupCalls("7", ("mpi",), 0)], list[float](), list[str]()
+    used, read, said = [GroupCalls("0", "gloo", 3), GroupCalls("7", "mpi", 0)], list[float](), list[str]()
     monkeypatch.setattr(guard_module, "_asked_about", set())
     monkeypatch.setattr(process_groups, "group_calls", lambda: used)
     unrecorded = (UnrecordedGroup(name="0", why=NotRecorded.UNKNOWN_BACKEND, backend="mpi", calls=3),)
@@ -203,6 +203,6 @@ def test_a_recorder_is_read_at_the_start_once_for_each_group(monkeypatch: pytest
     begin_call()
     begin_call()
     assert (len(read), len(said)) == (1, 1)
-    used[1] = GroupCalls("7", ("mpi",), 1)
+    used[1] = GroupCalls("7", "mpi", 1)
     begin_call()
     assert len(read) == 2

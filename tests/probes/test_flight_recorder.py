@@ -1,6 +1,7 @@
 """The recorder's dumps, of gloo and of NCCL, become facts."""
 
 import copy
+import importlib
 import json
 import pickle
 import threading
@@ -144,7 +145,7 @@ def test_a_build_without_distributed_support_has_no_recorder(monkeypatch: pytest
 
 
 def test_larger_jobs_keep_fewer_entries_and_those_around_the_oldest_outstanding_one() -> None:
-    assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [48, 48, 12, 8, 8]
+    assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [256, 48, 12, 8, 8]
     ended = [Collective(group="0", seq=seq, op="x", completed=True, created_ns=seq) for seq in range(1, 60)]
     outstanding = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 80)]
     kept = flight_recorder._telling([*reversed(outstanding), *reversed(ended)], 8)
@@ -175,7 +176,7 @@ def test_unrecorded_groups_are_reported_with_a_reason(
     backend: str, called: int | None, dumps: list[Any], why: NotRecorded | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_groups, "own_groups", lambda: [process_groups.OwnGroup("0", "default_pg", (0, 1))])
-    monkeypatch.setattr(process_groups, "group_calls", lambda: [process_groups.GroupCalls("0", (backend,), called)])
+    monkeypatch.setattr(process_groups, "group_calls", lambda: [process_groups.GroupCalls("0", backend, called)])
     monkeypatch.setattr(recorders, "dumps", lambda **_: iter(dumps))
     if not dumps:
         monkeypatch.delattr(build.c10d, RECORDERS[1])
@@ -191,7 +192,7 @@ def test_unrecorded_groups_are_reported_with_a_reason(
 def test_a_group_without_entries_in_the_ring_is_lost_and_not_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [process_groups.OwnGroup("0", "default_pg", (0, 1)), process_groups.OwnGroup("1", "tp", (0, 1))]
     monkeypatch.setattr(process_groups, "own_groups", lambda: members)
-    calls = [process_groups.GroupCalls("0", ("gloo",), 4), process_groups.GroupCalls("1", ("gloo",), 2)]
+    calls = [process_groups.GroupCalls("0", "gloo", 4), process_groups.GroupCalls("1", "gloo", 2)]
     monkeypatch.setattr(process_groups, "group_calls", lambda: calls)
     monkeypatch.setattr(recorders, "dumps", lambda **_: iter([GLOO]))
     recorder = flight_recorder.FlightRecorder()
@@ -228,6 +229,106 @@ def test_a_hook_on_a_group_of_nccl_writes_to_the_other_recorder(monkeypatch: pyt
     (group,), collectives = flight_recorder.FlightRecorder().read()
     assert group.last_enqueued == 4
     assert {call.backend for call in collectives} == {"nccl"} and len(collectives) == len(nccl)
+
+
+@pytest.fixture
+def two_back_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A default group of gloo for the CPU and, for CUDA, a fake back end that is called NCCL."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+    store = process_groups.dist.HashStore()
+    process_groups.dist.init_process_group("cpu:gloo,cuda:fake", store=store, rank=0, world_size=1)
+    try:
+        configure(monkeypatch, "cpu:gloo,cuda:nccl")
+        yield "0"
+    finally:
+        process_groups.dist.destroy_process_group()
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    monkeypatch.setattr(process_groups.dist, "get_backend_config", lambda group: config)
+
+
+def dumped(monkeypatch: pytest.MonkeyPatch, *dumps: dict[str, Any]) -> None:
+    """What each of torch's recorders dumps."""
+    for name, dump in zip(RECORDERS, dumps, strict=True):
+        made = {key: dump[key] for key in dump if key == "entries"}
+        monkeypatch.setattr(build.c10d, name, lambda *_, dump=dump: json.dumps(dump), raising=False)
+        as_pickle = name.removesuffix("_json")
+        monkeypatch.setattr(build.c10d, as_pickle, lambda *_, made=made: pickle.dumps(made), raising=False)
+
+
+def on_nccl(*seqs: int) -> dict[str, Any]:
+    """NCCL's own recorder: it has called and ended these in the default group."""
+    ended = {"profiling_name": "nccl:all_reduce", "state": "completed", "retired": True}
+    status = {f"last_{what}_collective": str(seqs[-1]) for what in ("enqueued", "started", "completed")}
+    entries = [GLOO["entries"][0] | ended | {"collective_seq_id": seq, "time_created_ns": seq} for seq in seqs]
+    return GLOO | {"entries": entries, "pg_status": {"0": status}}
+
+
+def test_two_back_ends_of_a_group_have_positions_of_their_own(
+    two_back_ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumped(monkeypatch, on_nccl(17, 18), GLOO)
+    recorder = flight_recorder.FlightRecorder()
+    groups, collectives = recorder.read()
+    assert [(one.name, one.description, one.ranks, one.last_enqueued, one.last_completed) for one in groups] == [
+        ("0", "default_pg", (0,), 18, 18),
+        ("0:gloo", "default_pg:gloo", (0,), 4, 3),
+    ]
+    assert sorted((call.group, call.backend, call.seq) for call in collectives) == [
+        ("0", "nccl", 17),
+        ("0", "nccl", 18),
+        ("0:gloo", "gloo", 3),
+        ("0:gloo", "gloo", 4),
+    ]
+    assert recorder.unrecorded == ()
+    assert [entry["process_group"][0] for entries in recorders.entries() for entry in entries] == ["0"] * 2 + [
+        "0:gloo"
+    ] * 2
+    # The ring has overwritten gloo's.
+    dumped(monkeypatch, on_nccl(18), GLOO | {"entries": []})
+    assert [(group.name, group.last_enqueued) for group in recorder.read()[0]] == [("0", 18), ("0:gloo", 4)]
+
+
+def test_a_back_end_that_was_not_called_is_unused(two_back_ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group is there nevertheless: another rank may wait in it."""
+    dumped(monkeypatch, on_nccl(18), {"version": "2.10"})
+    recorder = flight_recorder.FlightRecorder()
+    assert [(group.name, group.last_enqueued) for group in recorder.read()[0]] == [("0", 18), ("0:gloo", 0)]
+    assert recorder.unrecorded == ()
+    # NCCL's name is the group's own, even if only gloo was called.
+    dumped(monkeypatch, {"version": "2.10"}, GLOO)
+    assert [(group.name, group.last_enqueued) for group in recorder.read()[0]] == [("0:gloo", 4)]
+    assert [(group.name, group.backend, group.why) for group in recorder.unrecorded] == [
+        ("0", "nccl", NotRecorded.NO_ENTRY)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ("cpu:gloo,cuda:nccl", {"0": "nccl", "0:gloo": "gloo"}),
+        ("cuda:nccl,cpu:gloo", {"0": "nccl", "0:gloo": "gloo"}),
+        ("cpu:gloo,mps:gloo,xpu:xccl", {"0": "xccl", "0:gloo": "gloo"}),
+        ("cpu:gloo,cuda:gloo", {"0": "gloo"}),
+        ("cuda:nccl", {"0": "nccl"}),
+    ],
+)
+def test_names_follow_the_configuration_alone(
+    config: str, names: dict[str, str], two_back_ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(monkeypatch, config)
+    assert {call.name: call.backend for call in process_groups.group_calls()} == names
+    assert [(group.name, group.ranks) for group in process_groups.own_groups()] == [(name, (0,)) for name in names]
+    assert [name for name, _ in process_groups.names_by_backend().values()] == [*names][1:]
+
+
+def test_a_hook_on_two_back_ends_leaves_those_of_gloo(two_back_ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = [hooked(seq) | {"pg_id": 1, "time_created_ns": 2_000 + seq} for seq in (1, 2)]
+    dumped(monkeypatch, on_nccl(17, 18), GLOO | {"entries": [*hooks, *GLOO["entries"]]})
+    groups, collectives = flight_recorder.FlightRecorder().read()
+    assert [(group.name, group.last_enqueued) for group in groups] == [("0", 18), ("0:gloo", 4)]
+    assert {(call.group, call.backend) for call in collectives} == {("0", "nccl"), ("0:gloo", "gloo")}
 
 
 class Driver(threading.local):
@@ -331,7 +432,7 @@ def test_entries_are_not_read_while_the_driver_is_unresponsive(driver: Driver, m
     for name in RECORDERS:
         for each in (name, name.removesuffix("_json")):
             monkeypatch.setattr(build.c10d, each, dump, raising=False)
-    monkeypatch.setattr(process_groups, "group_calls", lambda: [process_groups.GroupCalls("0", ("nccl",), 4)])
+    monkeypatch.setattr(process_groups, "group_calls", lambda: [process_groups.GroupCalls("0", "nccl", 4)])
     monkeypatch.setattr(recorders, "_DRIVER_ANSWERS_S", 0.01)
     threads = threading.active_count()
     Driver.free.clear()

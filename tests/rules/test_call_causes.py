@@ -556,6 +556,53 @@ def test_a_save_that_failed_on_all_ranks_left_nobody_behind() -> None:
     assert "checkpoint-skipped-barrier" not in found(replace(scene, ranks=everywhere))
 
 
+def on_two(facts: RankFacts, *, on_gloo: RankFacts) -> RankFacts:
+    """The same rank, whose default group has gloo beside NCCL, and has called there what another builder says."""
+    groups = (replace(group, name="0:gloo", description="default_pg:gloo") for group in on_gloo.groups)
+    calls = (replace(call, group="0:gloo") for call in on_gloo.collectives)
+    return replace(facts, groups=(*facts.groups, *groups), collectives=(*calls, *facts.collectives))
+
+
+def test_the_timeout_of_a_second_back_end_is_that_of_the_default_group() -> None:
+    def timed(facts: RankFacts) -> RankFacts:
+        return replace(facts, collectives=tuple(replace(call, timeout_ms=21_000) for call in facts.collectives))
+
+    waits = timed(GLOO.waiting(0, seq=61, world=2))
+    late = GLOO.working(1, user("training_step", 78), seq=60, action=TRAINING_STEP, world=2)
+    gloo_alone = replace(on_two(replace(waits, groups=(), collectives=()), on_gloo=waits), stack=waits.stack)
+    assert "timeout-misuse" not in found(job(gloo_alone, on_two(late, on_gloo=late), world=2))
+    other = replace(waits, collectives=tuple(replace(call, group="1") for call in waits.collectives))
+    assert "timeout-misuse" in found(job(other, late, world=2))
+
+
+def test_numbers_of_two_back_ends_are_not_compared() -> None:
+    """Rank 0 has left a loop of broadcasts on gloo before the others, and waits in number 3 of NCCL."""
+    idle = [GLOO.rank(rank, seq=5, world=3) for rank in range(3)]
+    sends = user("configure_model", 40)
+    others = [
+        GLOO.rank(rank, sends, BROADCAST, seq=6, outstanding=1, op="broadcast", world=3, phase=Phase.INIT)
+        for rank in (1, 2)
+    ]
+    barrier = NCCL.in_barrier(0, "", seq=3, world=3, phase=Phase.INIT)
+    waits = [replace(NCCL.rank(facts.rank, seq=2, world=3), stack=facts.stack) for facts in others]
+    scene = job(
+        on_two(barrier, on_gloo=idle[0]),
+        *(
+            on_two(replace(facts, progress=other.progress), on_gloo=other)
+            for facts, other in zip(waits, others, strict=True)
+        ),
+        world=3,
+    )
+    findings = judge(scene).findings
+    assert [finding.rule for finding in findings] == ["diverged-collectives"]
+    (summary,) = (finding.summary for finding in findings)
+    assert "in a different place" in summary and "can never complete together" not in summary
+    assert (
+        "ranks 1-2 wait in broadcast (sequence number 6, 25,557 elements of Float, the default group (gloo))" in summary
+    )
+    assert "rank 0 waits in Lightning's barrier '' (barrier, sequence number 3)" in summary
+
+
 def test_a_circle_is_not_certain_with_more_outstanding_on_a_device() -> None:
     scene = scenes.groups_in_another_order(NCCL)
     more = tuple(

@@ -174,6 +174,13 @@ def test_two_units_of_one_size_are_not_told_apart() -> None:
     assert unit_words(call("all_reduce", 6_250_000), waiting(GATHER, units=(BUCKET, other))) == ""
 
 
+def test_a_unit_is_sent_by_any_back_end_of_its_group() -> None:
+    unit = replace(BUCKET, groups=("0",))
+    on_cpu, elsewhere = (call("all_reduce", 6_250_000, group=name, backend="gloo") for name in ("0:gloo", "1"))
+    assert unit_words(on_cpu, waiting(on_cpu, units=(unit,))) != ""
+    assert unit_words(elsewhere, waiting(elsewhere, units=(unit,))) == ""
+
+
 def test_a_unit_with_one_parameter_is_named_as_a_parameter_in_a_checkpoint() -> None:
     entry = call("all_gather_into_tensor", 1024, 4096)
     alone = ModelUnit(kind=UnitKind.FSDP_UNIT, name="layers.0", elements=4096, shard_elements=1024)

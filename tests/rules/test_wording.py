@@ -66,6 +66,12 @@ def test_calls_and_groups() -> None:
     )
     assert call_words(Collective(group="0", seq=4, op="barrier")) == "barrier"
     assert (group_words("0"), group_words("tp")) == ("the default group", "group 'tp'")
+    assert (group_words("0", "default_pg"), group_words("7", "tp:split:0")) == (
+        "the default group",
+        "group '7' (tp:split:0)",
+    )
+    assert (group_words("0:gloo"), group_words("0:gloo", "default_pg:gloo")) == ("the default group (gloo)",) * 2
+    assert group_words("7:gloo", "tp:split:0:gloo") == "group '7' (tp:split:0, gloo)"
 
 
 def test_conditions() -> None:

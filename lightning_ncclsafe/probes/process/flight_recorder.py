@@ -11,11 +11,9 @@ from lightning_ncclsafe.facts import Collective, Frame, Group, NotRecorded, Unre
 from lightning_ncclsafe.probes.process.stacks import call_site, frames_to_show
 from lightning_ncclsafe.recorder.model import HOOK, Entry, Recorder, State, Work, WorkKind, backend_of
 
-# Enough for the last steps of DDP; the cause of a hang is in the last few entries of each group.
-KEPT_PER_GROUP = 48
-# One rank reads the entries of all ranks: in larger jobs, each rank reports fewer.
-_ALL_KEPT_RANKS = 1024
-_LEAST_KEPT = 8
+# Of each group. One rank reads the entries of all ranks, so in larger jobs, each rank reports fewer. NCCL compares no
+# calls: ranks may only wait in vain many steps after one of them has left out a call.
+_MOST_KEPT, _KEPT_OF_JOB, _LEAST_KEPT = 256, 48 * 1024, 8
 
 # Begins the site of a call that was not made from Python.
 NATIVE = "native"
@@ -76,7 +74,7 @@ class FlightRecorder:
                 name=call.name,
                 why=_why_not_recorded(call, recorded) if can_be_read else NotRecorded.DRIVER_SILENT,
                 description=members[call.name].description if call.name in members else "",
-                backend=",".join(call.backends),
+                backend=call.backend,
                 calls=-1 if call.called is None else call.called,
             )
             for call in calls
@@ -126,12 +124,11 @@ def with_source(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
 
 def _why_not_recorded(call: process_groups.GroupCalls, recorded: Set[str]) -> NotRecorded:
     """Why a group that was used, or may have been, is not in the recorders."""
-    known = [backend for backend in call.backends if recorders.is_known(backend)]
-    if not known:
+    if not recorders.is_known(call.backend):
         return NotRecorded.UNKNOWN_BACKEND
-    if not all(map(recorders.can_be_read, known)):
+    if not recorders.can_be_read(call.backend):
         return NotRecorded.NO_DUMP
-    return NotRecorded.NO_ENTRY if recorded.isdisjoint(known) else NotRecorded.LOST
+    return NotRecorded.LOST if call.backend in recorded else NotRecorded.NO_ENTRY
 
 
 def parse(dump: dict[str, Any], names: Names) -> tuple[list[Group], list[Collective]]:
@@ -186,7 +183,7 @@ def _sizes(sizes: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]
 
 def kept_per_group(world_size: int) -> int:
     """How many completed entries of each group are reported; of outstanding ones, up to three times as many."""
-    return max(KEPT_PER_GROUP * _ALL_KEPT_RANKS // max(world_size, _ALL_KEPT_RANKS), _LEAST_KEPT)
+    return max(min(_KEPT_OF_JOB // max(world_size, 1), _MOST_KEPT), _LEAST_KEPT)
 
 
 def _telling(collectives: list[Collective], most: int) -> list[Collective]:

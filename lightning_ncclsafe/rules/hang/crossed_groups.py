@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
-from lightning_ncclsafe.facts import Collective, Group, RankFacts
+from lightning_ncclsafe.facts import Collective, Group, RankFacts, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     FEW_STEPS,
     Confidence,
@@ -81,7 +81,7 @@ def crossed_groups(view: Timeline) -> Iterator[Finding]:
         out of order, unless a condition on the rank precedes it in a function that ranks are in.
     """
     circle = _circle(_awaited(view))
-    if circle and not gathering_alone(view) and not _is_of_p2p(view, circle):
+    if circle and not gathering_alone(view) and not _is_of_p2p(view, circle) and not _is_of_one_group(circle):
         yield _finding(view, circle)
     elif not circle and (inspected := _circle(_awaited_by_inspection(view))):
         yield _inspected_finding(view, inspected)
@@ -99,6 +99,12 @@ def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
     """Whether a send or receive in the circle has no other side: its peer waits in a collective, or for another one."""
     groups = {name for name, _ in circle.values()}
     return ("" in groups and len(groups) > 1) or circle.keys() <= send_recv_pairs(view).keys()
+
+
+def _is_of_one_group(circle: dict[int, tuple[str, int]]) -> bool:
+    """Whether ranks wait for each other in two back ends of one process group: all it has is one group."""
+    groups = {group_and_backend(name)[0] for name, _ in circle.values()}
+    return len(groups) == 1 and groups != {""}
 
 
 def _awaited_in_creation(view: Timeline) -> dict[int, tuple[str, int]]:
@@ -348,5 +354,4 @@ def _description(view: Timeline, name: str) -> str:
 
 def _named(view: Timeline, name: str) -> str:
     """``"group '1' (tensor_parallel)"``."""
-    described = _description(view, name)
-    return f"{group_words(name)} ({described})" if described else group_words(name)
+    return group_words(name, _description(view, name))

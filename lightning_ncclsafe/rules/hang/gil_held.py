@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     place_words,
     silent_finding,
     silent_processes,
+    waits_for_silent_device,
 )
 
 _REMEDY = (
@@ -60,7 +61,11 @@ def gil_held(view: Timeline) -> Iterator[Finding]:
     # The rank has answered since, when no other rank waited for it any more.
     if not view.stragglers and not view.behind and not view.raised:
         for process in view.job.witnessed:
-            if process.rank in view.facts and process.gil_held and deepest_user_frame(process.stack):
+            facts = view.facts.get(process.rank)
+            # A thread that waits for a device computes, too, and keeps no lock.
+            if facts is None or waits_for_silent_device(facts):
+                continue
+            if process.gil_held and deepest_user_frame(process.stack):
                 yield _released(view, process)
 
 

@@ -240,4 +240,6 @@ def _difference(split: Divergence) -> str:
     sizes = {numel(call) for call in split.calls.values()}
     types = {call.dtypes for call in split.calls.values()}
     what = " and ".join([*(["size"] if len(sizes) > 1 else []), *(["type"] if len(types) > 1 else [])])
+    if all(call.completed for call in split.calls.values()):
+        return f"the operation differs in {what} between ranks; it has completed all the same, with wrong results"
     return f"the operation differs in {what} between ranks and can never complete"

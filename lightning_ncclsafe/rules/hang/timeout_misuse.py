@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, RankFacts
+from lightning_ncclsafe.facts import VOTE_GROUPS, IncidentKind, RankFacts, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -68,7 +68,9 @@ def timeout_misuse(view: Timeline) -> Iterator[Finding]:
 def _usual_ms(view: Timeline) -> set[int]:
     """The timeouts of the default group, which follow the strategy's limits from phase to phase."""
     # Other groups may have many recent calls, as with a sharded model.
-    of_default = ([call for call in facts.collectives if call.group == "0"] for facts in view.facts.values())
+    of_default = (
+        [call for call in facts.collectives if group_and_backend(call.group)[0] == "0"] for facts in view.facts.values()
+    )
     return {call.timeout_ms for calls in of_default for call in calls[-_RECENT:]}
 
 
@@ -109,7 +111,7 @@ def _owner(view: Timeline, rank: int, waited_ms: int) -> str:
     if name is None:
         return "what it waited in"
     described = next((group.description for group in facts.groups if group.name == name), "")
-    return group_words(name) + (f" ({described})" if described not in ("", "undefined", "default_pg") else "")
+    return group_words(name, described)
 
 
 def _will_expire(view: Timeline, pending: dict[int, tuple[str, int]]) -> Finding:

@@ -29,6 +29,7 @@ from lightning_ncclsafe.rules.kit import (
     out_of_data_first,
     ranks_words,
     sent_words,
+    shift,
     signature,
     unit_of,
     units_of,
@@ -157,6 +158,10 @@ def _gather_different_units(view: Timeline) -> bool:
     """Whether all ranks gather a unit of the model in the same batch, and not the same unit."""
     split = view.divergence
     if split is None or out_of_data_first(view):
+        return False
+    first = shift(view, split.group)
+    if first is not None and first.is_decided and first.frame is not None and first.call.seq < split.seq:
+        # An earlier call has moved them apart.
         return False
     units = units_of(view, split)
     places = {(view.facts[rank].progress.epoch, view.facts[rank].progress.batch_idx) for rank in split.calls}

@@ -7,7 +7,7 @@ from functools import lru_cache
 from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, Phase, RankFacts, UnitKind, group_and_backend
 from lightning_ncclsafe.rules.kit.activity import is_in, open_collectives
 from lightning_ncclsafe.rules.kit.wording import elements, numel, size_words
 
@@ -45,7 +45,7 @@ def matches(unit: ModelUnit, call: Collective) -> bool:
     """Whether this collective may send this unit."""
     if unit.kind is UnitKind.METRIC:
         return True
-    if unit.groups and call.group not in unit.groups:
+    if unit.groups and group_and_backend(call.group)[0] not in unit.groups:
         return False
     gives, takes = elements(call.input_sizes), elements(call.output_sizes)
     if _gathers(call):

@@ -25,7 +25,7 @@ from lightning_ncclsafe.rules.kit.rule import Rules, View, once, view_of
 from lightning_ncclsafe.rules.kit.wording import numel
 
 # Only the recorder's recent entries are compared: ranks that ran ahead have overwritten older ones.
-_WINDOW = 64
+_WINDOW = 256
 
 # Inputs of these may differ between ranks by design.
 _ASYMMETRIC = ("gather", "scatter", "send", "recv", "all_to_all", "alltoall", "_coalesced", "coalesced")

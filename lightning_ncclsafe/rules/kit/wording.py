@@ -6,7 +6,7 @@ from itertools import groupby
 from math import prod
 from pathlib import PurePath
 
-from lightning_ncclsafe.facts import PAST, Collective, Frame
+from lightning_ncclsafe.facts import PAST, Collective, Frame, group_and_backend
 
 _UNITS = ((1_000_000_000_000, "TB"), (1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB"))
 _MAX_RUNS = 12
@@ -142,7 +142,7 @@ def collective_words(collective: Collective, meaning: str = "") -> str:
     """
     parts = [*([collective.op] if meaning else ()), f"sequence number {collective.seq}", *_amount(collective)]
     if collective.group not in ("", "0"):
-        parts.append(f"group {collective.group!r}")
+        parts.append(group_words(collective.group))
     return f"{meaning or collective.op} ({', '.join(parts)})"
 
 
@@ -157,9 +157,14 @@ def _amount(collective: Collective) -> list[str]:
     return [f"{counted(count, 'element')}{kind}"] if count else []
 
 
-def group_words(name: str) -> str:
-    """``"the default group"``, ``"group 'tp'"``."""
-    return "the default group" if name == "0" else f"group {name!r}"
+def group_words(name: str, description: str = "") -> str:
+    """``"the default group"``, ``"group '7' (tensor_parallel)"``, ``"the default group (gloo)"``."""
+    group, backend = group_and_backend(name)
+    described = description.removesuffix(f":{backend}") if backend else description
+    about = [described] if described not in ("", "undefined", "default_pg") else []
+    about += [backend] if backend else []
+    words = "the default group" if group == "0" else f"group {group!r}"
+    return f"{words} ({', '.join(about)})" if about else words
 
 
 def joined(sentences: Iterable[str]) -> str:

@@ -70,7 +70,7 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
         ranks,
         joined(
             (
-                f"{capitalised(text)}: these can never complete together.",
+                f"{capitalised(text)}: {_outcome_words(view, split)}.",
                 gone,
                 f"{where}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
                 skipped,
@@ -102,13 +102,21 @@ def _shifted(view: Timeline, split: Divergence, first: Shift) -> Finding:
     return finding(
         view,
         first.ranks,
-        joined((f"{capitalised(first.words())}.", f"{capitalised(later)}: these can never complete together.")),
+        joined((f"{capitalised(first.words())}.", f"{capitalised(later)}: {_outcome_words(view, split)}.")),
         # What follows is the same again, and shows how far they are first.
         confidence=Confidence.CERTAIN if first.count and first.is_decided and first.frame else Confidence.LIKELY,
         location=location_of(first.frame) or call_location(view, first.ranks),
         evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
         remedy=remedies.same_calls(view),
     )
+
+
+def _outcome_words(view: Timeline, split: Divergence) -> str:
+    """What became of different calls under one number; NCCL compares nothing, and may complete them with each other."""
+    if not all(call.completed for call in split.calls.values()):
+        return "these can never complete together"
+    waits = others_wait(view)
+    return f"these have completed with each other, so their results are wrong{f'; {waits}' if waits else ''}"
 
 
 def unnoticed(view: Timeline, first: Shift) -> Finding:

@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.kit import (
     others_wait,
     place_words,
     ranks_words,
+    shift,
     where_evidence,
 )
 
@@ -108,7 +109,9 @@ def _monitored_key(view: Timeline) -> Finding | None:
 def _finished_ahead(view: Timeline) -> Finding | None:
     """Calls that only some ranks made were paired with others of the same kind, so nothing differed until the end."""
     ahead = finished_ahead(view)
-    if ahead is None:
+    first = shift(view, view.divergence.group) if view.divergence is not None else None
+    # The first of these calls, with its line, says more.
+    if ahead is None or (first is not None and first.is_decided and first.frame is not None):
         return None
     where = batch_words(view.facts[ahead.still[0]].progress)
     text = (

@@ -1,5 +1,6 @@
 """Diverged collectives that only the stacks show: ranks wait in different places."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
@@ -22,6 +23,7 @@ from lightning_ncclsafe.rules.kit import (
     joined,
     line_passed,
     location_of,
+    minority,
     others_wait,
     out_of_step,
     place_words,
@@ -39,10 +41,20 @@ _FEWER_BATCHES = "Fewer batches on some ranks than on others would look the same
 
 
 def waits_elsewhere(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    """These ranks wait in a different place from the others."""
-    why = out_of_step(view, view.waiting).get(ranks[0], "")
-    text = f"{clause(ranks, 'waits|wait in a different place from the others')}{f', {why}' if why else ''}"
-    return _finding(view, ranks, text, location=call_location(view, ranks))
+    """These ranks wait in a different place from the others; if these are all, then those that few ranks wait with."""
+    few = _in_calls_of_few(view) if ranks == view.waiting else ranks
+    why = out_of_step(view, view.waiting).get(few[0], "")
+    text = f"{clause(few, 'waits|wait in a different place from the others')}{f', {why}' if why else ''}"
+    return _finding(view, few, text, location=call_location(view, (*few, *ranks)))
+
+
+def _in_calls_of_few(view: Timeline) -> tuple[int, ...]:
+    """The waiting ranks that are not in the call that most of them wait in; all if there is none."""
+    by_call: dict[object, list[int]] = defaultdict(list)
+    for rank in view.waiting:
+        call = view.activities[rank].collective
+        by_call[(call.group, call.seq) if call is not None else None].append(rank)
+    return minority(by_call.values()) or view.waiting
 
 
 def waits_for_none(view: Timeline) -> Finding | None:
