@@ -6,12 +6,18 @@ import json
 import pickle
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from own_threads import join_own_threads
+from standing import of_guard_that_asks_the_driver
 
 from lightning_ncclsafe._torch import build, process_groups, recorders
+from lightning_ncclsafe.code.marks import Mark
+from lightning_ncclsafe.code.side_thread import UnansweredError
 from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
 from lightning_ncclsafe.probes.process import flight_recorder
 from lightning_ncclsafe.probes.process.stacks import call_site
@@ -142,11 +148,16 @@ def test_larger_jobs_keep_fewer_entries_and_those_around_the_oldest_outstanding_
     assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [256, 48, 12, 8, 8]
     ended = [Collective(group="0", seq=seq, op="x", completed=True, created_ns=seq) for seq in range(1, 60)]
     outstanding = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 80)]
-    kept = flight_recorder._telling([*outstanding, *ended], 8)
+    kept = flight_recorder._telling([*reversed(outstanding), *reversed(ended)], 8)
     assert [call.seq for call in kept] == [*range(52, 80)]
     # A host that is far ahead of its device.
     many = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 160)]
-    assert [call.seq for call in flight_recorder._telling([*ended, *many], 8)] == [*range(52, 76), *range(152, 160)]
+    far_ahead = [*range(52, 76), *range(152, 160)]
+    assert [call.seq for call in flight_recorder._telling([*reversed(many), *ended], 8)] == far_ahead
+    # Each group has as many.
+    other = [replace(call, group="tp") for call in (*ended, *many)]
+    kept = flight_recorder._telling([*ended, *many, *other], 8)
+    assert [(call.seq, call.group) for call in kept] == [(seq, group) for seq in far_ahead for group in ("0", "tp")]
 
 
 # What is read of a group that has been used, or not, by what there is to read.
@@ -438,6 +449,54 @@ def test_entries_are_not_read_while_the_driver_is_unresponsive(driver: Driver, m
     assert recorders.driver_answers()
 
 
+def test_an_open_question_to_the_driver_is_waited_for_only_in_its_first_second(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    def answer(within_s: float) -> None:
+        waited.append(within_s)
+        raise UnansweredError
+
+    def asked_at(now_s: float) -> None:
+        monkeypatch.setattr(recorders, "time", SimpleNamespace(monotonic=lambda: now_s))
+        assert not recorders.driver_answers()
+
+    monkeypatch.setattr(recorders._question, "answer", answer)
+    Driver.free.clear()
+    for now_s in (100.0, 100.25, 101.0, 200.0):
+        asked_at(now_s)
+    assert waited == [1.0, 0.75, 0.0, -99.0]
+    # The next question has a second of its own.
+    Driver.free.set()
+    join_own_threads("cuda-driver")
+    asked_at(300.0)
+    assert waited[4:] == [1.0]
+
+
+def test_threads_that_ask_the_driver_at_the_same_moment_are_both_answered(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_wait, answer = threading.Barrier(3, timeout=30), recorders._question.answer
+
+    def wait_for_answer(within_s: float) -> Any:
+        both_wait.wait()
+        return answer(within_s)
+
+    monkeypatch.setattr(recorders, "_DRIVER_ANSWERS_S", 60.0)
+    monkeypatch.setattr(recorders._question, "answer", wait_for_answer)
+    Driver.free.clear()
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(recorders.driver_answers) for _ in range(2)]
+        both_wait.wait()
+        Driver.free.set()
+        assert [one.result(30) for one in asked] == [True, True]
+
+
+def test_the_wait_for_the_driver_is_marked() -> None:
+    assert Mark.DRIVER in {frame.mark for frame in of_guard_that_asks_the_driver()}
+
+
 def test_only_the_newest_entries_of_a_large_recorder_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -527,6 +586,28 @@ def test_collectives_get_their_call_sites(monkeypatch: pytest.MonkeyPatch) -> No
     assert again.stack[0].rank_condition == f"if RANK == 0:  (line {LINE - 1})"
     # Once is enough.
     assert first.stack == ()
+    assert (unknown.site, unknown.stack) == ("", ())
+
+
+def test_calls_that_no_python_function_made_are_told_apart_by_operation_and_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As autograd's threads make them on a GPU."""
+    made = (("all_reduce", 10), ("all_reduce", 10), ("all_reduce", 11), ("broadcast", 10))
+    calls = [
+        Collective(group="0", seq=seq, op=op, created_ns=1_000 + seq, input_sizes=((size,),))
+        for seq, (op, size) in enumerate(made)
+    ]
+    from_python = Collective(group="0", seq=4, op="all_reduce", created_ns=1_004, input_sizes=((10,),))
+    lost = Collective(group="0", seq=5, op="all_reduce", created_ns=1_005, input_sizes=((10,),))
+    entries = [{"time_created_ns": call.created_ns, "frames": []} for call in calls]
+    entries.append({"time_created_ns": 1_004, "frames": STACK})
+    monkeypatch.setattr(recorders, "entries", lambda *, stacks: [entries] if stacks else [])
+    *native, python, unknown = flight_recorder.with_call_sites([*calls, from_python, lost])
+    first, again, larger, other = (call.site for call in native)
+    assert first == again == "native:all_reduce:((10,),)"
+    assert len({first, larger, other, python.site}) == 4 and not python.site.startswith(flight_recorder.NATIVE)
+    assert [call.stack for call in native] == [()] * 4
     assert (unknown.site, unknown.stack) == ("", ())
 
 

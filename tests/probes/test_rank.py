@@ -18,9 +18,10 @@ from typing import IO
 import pytest
 from own_threads import own_threads
 from polling import until
+from standing import of_guard, of_guard_that_asks_the_driver
 
 from lightning_ncclsafe.code.side_thread import SideThread, UnansweredError
-from lightning_ncclsafe.facts import HostFacts, Phase, ProcessFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, HostFacts, Phase, ProcessFacts, RankFacts
 from lightning_ncclsafe.probes import rank
 from lightning_ncclsafe.probes.host.resources import HostProbe
 from lightning_ncclsafe.probes.process import flight_recorder, stacks, traceback_signal
@@ -219,6 +220,34 @@ def test_only_a_running_silent_peer_is_asked_for_its_stack(
     (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77, signum=62, fd=5)])
     assert (seen.rank, seen.pid, seen.state) == (1, 77, state)
     assert (bool(seen.stack), seen.gil_held) == (is_asked, gil_held)
+
+
+@pytest.mark.parametrize(
+    ("guard", "state", "cpu_s", "gil_held"),
+    [
+        pytest.param(of_guard_that_asks_the_driver(), "running", [1.0, 1.0], False, id="waits-for-the-driver"),
+        pytest.param(of_guard_that_asks_the_driver(), "sleeping", [1.0, 2.0], False, id="waits-as-cpu-time-grows"),
+        pytest.param(of_guard_that_asks_the_driver(), "sleeping", [1.0, 1.0], False, id="both-wait"),
+        pytest.param(of_guard(in_tick=True), "running", [1.0, 1.0], True, id="does-something-else"),
+        pytest.param(of_guard(in_tick=True), "sleeping", [1.0, 2.0], True, id="something-else-as-cpu-time-grows"),
+        pytest.param(of_guard(in_tick=False), "sleeping", [1.0, 1.0], True, id="rests"),
+    ],
+)
+def test_a_busy_peer_whose_guard_asks_the_driver_does_not_hold_the_gil(
+    probe: RankProbe,
+    monkeypatch: pytest.MonkeyPatch,
+    guard: tuple[Frame, ...],
+    state: str,
+    cpu_s: list[float],
+    gil_held: bool,
+) -> None:
+    """CUDA waits by asking over and over: a main thread that waits for its device is busy, without the GIL."""
+    monkeypatch.setattr(rank, "LEAST_S", 0.0)
+    line = Frame(file="/home/me/train.py", line=9, function="training_step", user=True)
+    grown(monkeypatch, *(ProcessFacts(pid=77, rank=1, state=state, cpu_s=used) for used in cpu_s))
+    monkeypatch.setattr(traceback_signal, "ask_threads", lambda pid, armed: [(line,), guard])
+    (seen,) = probe.witness([RankInfo(rank=1, host="h", pid=77, signum=62, fd=5)])
+    assert (seen.stack, seen.gil_held) == ((line,), gil_held)
 
 
 @pytest.mark.parametrize(

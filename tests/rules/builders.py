@@ -17,10 +17,14 @@ from lightning_ncclsafe.facts import (
     Incident,
     IncidentKind,
     JobFacts,
+    MachineFacts,
+    MainThreadFacts,
+    NotRecorded,
     Phase,
     ProcessFacts,
     Progress,
     RankFacts,
+    UnrecordedGroup,
 )
 
 SITE = "/venv/lib/python3.12/site-packages"
@@ -61,6 +65,9 @@ TORCH_SAVE = Frame(file=f"{SITE}/torch/serialization.py", line=950, function="sa
 DUMP_CHECKPOINT = Frame(
     file=f"{SITE}/lightning/pytorch/trainer/connectors/checkpoint_connector.py", line=475, function="dump_checkpoint"
 )
+STORAGE_COPY = Frame(file=f"{SITE}/torch/storage.py", line=268, function="cpu", code="return self._cpu()")
+EMPTY_CACHE = Frame(file=f"{SITE}/torch/cuda/memory.py", line=224, function="empty_cache")
+OPTIMIZER = Frame(file=f"{SITE}/torch/optim/sgd.py", line=447, function="_multi_tensor_sgd")
 CHECKPOINT_IO = Frame(file=f"{SITE}/lightning/fabric/plugins/io/torch_io.py", line=60, function="save_checkpoint")
 INFINITE = Frame(file=f"{SITE}/lightning/fabric/utilities/distributed.py", line=428, function="__exit__")
 
@@ -181,6 +188,19 @@ class Backend:
 
 GLOO = Backend(name="gloo", runs_ahead=0)
 NCCL = Backend(name="nccl", runs_ahead=2)
+
+
+def unread(facts: RankFacts, *reasons: NotRecorded) -> RankFacts:
+    """The same rank, whose main thread computes and of whose collectives nothing is known, as its driver is silent.
+
+    Args:
+        facts: The rank.
+        reasons: Others why nothing is known, one for each group.
+    """
+    whys = reasons or (NotRecorded.DRIVER_SILENT,)
+    groups = (UnrecordedGroup(name=str(n), why=why, backend="nccl", calls=61) for n, why in enumerate(whys))
+    computes = MachineFacts(main_thread=MainThreadFacts(over_s=10.0, looks=10, ran_s=9.9, queued_s=0.0))
+    return replace(facts, groups=(), collectives=(), unrecorded=tuple(groups), machine=computes)
 
 
 def raised(facts: RankFacts, type_: str, message: str, *stack: Frame, consequence: bool = False) -> RankFacts:

@@ -8,6 +8,7 @@ from builders import (
     BARRIER,
     CHECKPOINT_IO,
     DUMP_CHECKPOINT,
+    EMPTY_CACHE,
     ENGINE,
     FETCH,
     FLUSH,
@@ -18,6 +19,7 @@ from builders import (
     NCCL,
     NEXT,
     NEXT_DATA,
+    OPTIMIZER,
     QUEUE_GET,
     RANK_ZERO,
     RUN,
@@ -27,6 +29,7 @@ from builders import (
     TENSORBOARD,
     TORCH_SAVE,
     TRY_GET,
+    unread,
     user,
 )
 
@@ -39,7 +42,7 @@ from lightning_ncclsafe.facts import (
     RankFacts,
     UnrecordedGroup,
 )
-from lightning_ncclsafe.rules.kit.activity import Kind, activity, hook_words
+from lightning_ncclsafe.rules.kit.activity import Kind, activity, hook_words, waits_for_silent_device
 from lightning_ncclsafe.rules.kit.purpose import purpose_words
 
 STEP = user("training_step", 40, code="loss = self.model(x)")
@@ -213,6 +216,57 @@ def test_without_a_recorder_a_main_thread_that_sleeps_in_backward_waits(
         machine=MachineFacts(main_thread=thread),
     )
     assert activity(facts).waits_for_peers is waits
+
+
+READS = user("training_step", 44, code="self.total += loss.item()")
+
+
+@pytest.mark.parametrize(
+    ("stack", "kind", "call"),
+    [
+        ((TEARDOWN, EMPTY_CACHE), Kind.COLLECTIVE, "what is queued on a GPU"),
+        ((OPTIMIZER,), Kind.COLLECTIVE, "what is queued on a GPU"),
+        ((STEP, OPTIMIZER), Kind.COLLECTIVE, "what is queued on a GPU"),
+        ((READS,), Kind.COLLECTIVE, "what is queued on a GPU"),
+        ((ENGINE,), Kind.COLLECTIVE, "_engine_run_backward"),
+        ((NEXT_DATA, TRY_GET), Kind.LOADER, "_try_get_data"),
+        ((NEXT_DATA, FETCH, user("__getitem__", 5)), Kind.LOADER, "fetch"),
+        ((CHECKPOINT_IO, TORCH_SAVE), Kind.CHECKPOINT, "save"),
+        ((STEP,), Kind.USER, ""),
+        ((DDP_FORWARD, STEP), Kind.USER, ""),
+        ((STEP, QUEUE_GET), Kind.USER, ""),
+        ((TEARDOWN,), Kind.LIGHTNING, ""),
+    ],
+)
+def test_a_rank_in_code_of_torchs_waits_for_its_device_while_the_driver_is_silent(
+    stack: tuple[Frame, ...], kind: Kind, call: str
+) -> None:
+    doing = activity(unread(NCCL.rank(0, *stack, seq=61)))
+    assert (doing.kind, doing.call, doing.waits_for_peers) == (kind, call, kind is Kind.COLLECTIVE)
+
+
+@pytest.mark.parametrize("stack", [(TEARDOWN, EMPTY_CACHE), (OPTIMIZER,), (READS,), (ENGINE,)])
+@pytest.mark.parametrize(
+    ("reasons", "waits"),
+    [
+        ((NotRecorded.DRIVER_SILENT,), True),
+        ((NotRecorded.LOST, NotRecorded.DRIVER_SILENT), True),
+        ((NotRecorded.LOST,), False),
+        ((NotRecorded.NO_ENTRY, NotRecorded.UNKNOWN_BACKEND), False),
+        (None, False),
+    ],
+)
+def test_a_rank_waits_for_its_device_only_if_the_driver_is_silent(
+    reasons: tuple[NotRecorded, ...] | None, waits: bool, stack: tuple[Frame, ...]
+) -> None:
+    rank = NCCL.rank(0, *stack, seq=61)
+    facts = replace(unread(rank), unrecorded=()) if reasons is None else unread(rank, *reasons)
+    assert activity(facts).waits_for_peers is waits
+    assert waits_for_silent_device(facts) is waits
+
+
+def test_a_rank_without_a_stack_is_not_known_to_wait_for_its_device() -> None:
+    assert not waits_for_silent_device(unread(NCCL.rank(0, seq=61)))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import scenes as scenes_of_all
 from builders import (
     ALL_REDUCE,
     BARRIER,
+    EMPTY_CACHE,
     ENGINE,
     EPOCH_END,
     GLOO,
@@ -19,12 +20,14 @@ from builders import (
     OWN_WAIT,
     RUN,
     SITE,
+    TEARDOWN,
     TRAINING_STEP,
     Backend,
     job,
     process,
     raised,
     transport_error,
+    unread,
     user,
 )
 from call_scenes import RESULT
@@ -42,6 +45,7 @@ from lightning_ncclsafe.facts import (
     LoggedKey,
     MainThreadFacts,
     ModelUnit,
+    NotRecorded,
     Phase,
     Progress,
     RankFacts,
@@ -140,6 +144,110 @@ def test_on_a_device_a_rank_may_wait_for_what_training_has_called() -> None:
     alone = replace(reads, units=(ROOT,))
     other = NCCL.rank(1, BARRIER, seq=61, outstanding=1, op="barrier", sizes=(), world=2)
     assert "rank-zero-only-work" not in found(job(alone, other, world=2))
+
+
+STEP = user("training_step", 30)
+
+
+def gathers_ahead(*calls: tuple[str, tuple[Frame, ...]], under: str = CONDITION) -> RankFacts:
+    """Rank 0 of three, as its device has several all-gathers outstanding, each with its site and recorded stack."""
+    evaluate = replace(EVALUATE, rank_condition=under)
+    facts = NCCL.rank(
+        0,
+        *(evaluate, FORWARD, FSDP, GATHER),
+        seq=60 + len(calls),
+        outstanding=len(calls),
+        op="all_gather",
+        sizes=WEIGHTS,
+        action=EPOCH_END,
+        world=3,
+    )
+    outstanding = facts.collectives[-len(calls) :]
+    recorded = (replace(one, site=site, stack=own) for one, (site, own) in zip(outstanding, calls, strict=True))
+    return replace(facts, collectives=(*facts.collectives[: -len(calls)], *recorded), units=(ROOT,))
+
+
+def beside_silent_devices(own: RankFacts, *, last: RankFacts | None = None) -> JobFacts:
+    """Rank 1 waits for its device, in the backward pass or later, and rank 2 does, unless told otherwise."""
+    steps = unread(NCCL.rank(1, ENGINE, seq=61, world=3))
+    return job(own, steps, last or unread(NCCL.rank(2, TEARDOWN, EMPTY_CACHE, seq=61, world=3)), world=3)
+
+
+IN_EVALUATE = (EVALUATE, FORWARD)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param((("a", IN_EVALUATE),), id="one"),
+        pytest.param((("a", IN_EVALUATE), ("b", IN_EVALUATE)), id="two"),
+        pytest.param((("a", ()), ("b", IN_EVALUATE), ("a", IN_EVALUATE)), id="three, two from one site"),
+        pytest.param((("a", (STEP,)),), id="one, whatever its stack"),
+    ],
+)
+def test_a_spread_model_that_one_rank_runs_beside_silent_devices(
+    calls: tuple[tuple[str, tuple[Frame, ...]], ...],
+) -> None:
+    facts = beside_silent_devices(gathers_ahead(*calls))
+    finding = first(facts)
+    assert (ranks_of(facts), finding.confidence) == ({"rank-zero-only-work": (0,)}, LIKELY)
+    assert "Rank 0 runs the model alone under `if self.trainer.is_global_zero:` (line 70)" in finding.summary
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param(gathers_ahead(("t", (STEP,)), ("a", IN_EVALUATE)), id="the training's own"),
+        pytest.param(gathers_ahead(("a", IN_EVALUATE), ("t", (STEP,))), id="the training's own, later"),
+        pytest.param(gathers_ahead(("", ()), ("a", IN_EVALUATE)), id="one from nowhere"),
+        pytest.param(gathers_ahead(("a", IN_EVALUATE), ("b", IN_EVALUATE), under=""), id="no condition"),
+    ],
+)
+def test_a_spread_model_beside_silent_devices_is_not_known_to_be_run_alone(own: RankFacts) -> None:
+    assert "rank-zero-only-work" not in ranks_of(beside_silent_devices(own))
+
+
+def test_a_spread_model_beside_ranks_that_are_merely_unrecorded_is_not_known_to_be_run_alone() -> None:
+    own = gathers_ahead(("a", IN_EVALUATE), ("b", IN_EVALUATE))
+    facts = beside_silent_devices(own)
+    assert "rank-zero-only-work" in ranks_of(facts)
+    others = (
+        machine_scenes.with_machine(unread(NCCL.rank(rank, ENGINE, seq=61, world=3), NotRecorded.NO_ENTRY))
+        for rank in (1, 2)
+    )
+    assert "rank-zero-only-work" not in ranks_of(replace(facts, ranks=(own, *others)))
+    works = unread(NCCL.working(2, STEP, seq=60, action=TRAINING_STEP, world=3))
+    assert ranks_of(beside_silent_devices(own, last=works)) == {"rank-behind": (2,)}
+
+
+def reduces(rank: int, condition: str = CONDITION) -> RankFacts:
+    """Waits in a reduction of the user's own."""
+    line = user("on_train_epoch_end", 71, condition=condition)
+    return NCCL.rank(rank, line, ALL_REDUCE, seq=61, outstanding=1, action=EPOCH_END, world=3)
+
+
+def test_a_rank_in_a_call_of_its_own_beside_silent_devices_is_out_of_step() -> None:
+    facts = beside_silent_devices(reduces(0))
+    finding = first(facts)
+    assert (ranks_of(facts), finding.ranks) == ({"diverged-collectives": (0,)}, (0,))
+    assert finding.location.endswith("train.py:71 in on_train_epoch_end")
+    assert (
+        "Rank 0 waits in a different place from the others, under `if self.trainer.is_global_zero:`" in finding.summary
+    )
+    assert ranks_of(beside_silent_devices(reduces(0), last=reduces(2))) == {"diverged-collectives": (0, 2)}
+
+
+def test_a_rank_in_a_call_beside_silent_devices_may_be_in_step() -> None:
+    """Without a condition; beside a rank that works, has one without a condition, or does not answer."""
+    works = unread(NCCL.working(2, STEP, seq=60, action=TRAINING_STEP, world=3))
+    assert "diverged-collectives" not in ranks_of(beside_silent_devices(reduces(0, "")))
+    assert "diverged-collectives" not in ranks_of(beside_silent_devices(reduces(0), last=works))
+    assert "diverged-collectives" not in ranks_of(beside_silent_devices(reduces(0), last=reduces(2, "")))
+    two = beside_silent_devices(reduces(0)).ranks[:2]
+    silent = job(*two, world=3, witnessed=(process(2, "running", gil_held=True, stack=(STEP,)),))
+    assert "diverged-collectives" not in ranks_of(silent)
+    # Nobody waits for a device.
+    assert "diverged-collectives" not in ranks_of(job(*map(reduces, range(3)), world=3))
 
 
 @BACKENDS

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import machine_scenes as scenes
 import pytest
-from builders import ENGINE, GLOO, NCCL, TRAINING_STEP, Backend, job, process, raised, transport_error, user
+from builders import ENGINE, EPOCH_END, GLOO, NCCL, TRAINING_STEP, Backend, job, process, raised, transport_error, user
 from judged import first, rules_found
 from scenes import _in_init as scenes_in_init
 
@@ -98,6 +98,8 @@ def test_summaries(scene: object, parts: tuple[str, ...]) -> None:
         ("anon_pipe_read", Wait.PIPE),
         ("__refrigerator", Wait.FREEZER),
         ("do_freezer_trap", Wait.FREEZER),
+        ("hrtimer_nanosleep", Wait.CLOCK),
+        ("do_nanosleep", Wait.CLOCK),
     ],
 )
 def test_what_a_kernel_function_waits_for(channel: str, wait: Wait) -> None:
@@ -408,6 +410,18 @@ def test_a_rank_that_answers_from_within_the_driver_waits_for_its_gpu() -> None:
     line = user("training_step", 44, code="loss.backward()")
     blocked = thread(state="disk-sleep", wait_channel="nv_wait_for_lock", blocked_looks=11)
     assert rules_found(scenes.at_work(NCCL, line, main_thread=blocked)) == ["gpu-stuck"]
+
+
+@pytest.mark.parametrize(
+    ("channel", "is_of_gpu"),
+    [("", True), ("nv_wait_for_lock", True), ("hrtimer_nanosleep", False), ("do_nanosleep", False)],
+)
+def test_a_rank_that_sleeps_between_looks_at_a_store_does_not_wait_for_its_gpu(channel: str, is_of_gpu: bool) -> None:
+    line = user("on_train_epoch_end", 80, code='best = float(store.get("best"))')
+    polls = NCCL.working(2, line, seq=60, action=EPOCH_END)
+    facts = scenes.late(NCCL, scenes.with_machine(polls, main_thread=thread(wait_channel=channel)))
+    assert ("gpu-stuck" in rules_found(facts)) is is_of_gpu
+    assert first(facts).ranks == (2,)
 
 
 def test_what_a_gpu_does_is_reported() -> None:

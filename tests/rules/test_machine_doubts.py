@@ -14,8 +14,11 @@ from builders import (
     NEXT_DATA,
     RUN,
     SITE,
+    STORAGE_COPY,
+    TORCH_SAVE,
     TRAINING_STEP,
     TRY_GET,
+    USER_FILE,
     Backend,
     job,
     process,
@@ -40,11 +43,12 @@ from lightning_ncclsafe.facts import (
     Progress,
     RankFacts,
 )
-from lightning_ncclsafe.facts.findings import Confidence, Finding
+from lightning_ncclsafe.facts.findings import Confidence, Finding, Plan
 from lightning_ncclsafe.rules.judging import judge
 
 GB = 1_000_000_000
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
+ZERO = "if self.trainer.is_global_zero:  (line 49)"
 
 
 def silent(**seen: object) -> dict[str, Confidence]:
@@ -63,6 +67,43 @@ def test_the_lock_is_surely_held_only_by_who_has_a_core() -> None:
     assert silent(**seen, ran_share=0.98) == {"gil-held": CERTAIN}
     assert silent(**seen, ran_share=0.3, queued_share=0.7) == {"gil-held": LIKELY}
     assert silent(**seen) == {"gil-held": LIKELY}
+
+
+def copying(condition: str = "", *below: Frame) -> tuple[Frame, ...]:
+    """Saves what is on its GPU."""
+    save = user("on_train_epoch_end", 50, condition=condition)
+    return (MAIN, RUN, save, *(below or (TORCH_SAVE, STORAGE_COPY)))
+
+
+def test_a_rank_that_copies_from_its_gpu_waits_for_it_with_the_lock() -> None:
+    seen = {"state": "running", "gil_held": True, "ran_share": 0.98}
+    assert silent(**seen, stack=copying(ZERO)) == {"rank-zero-only-work": LIKELY}
+    assert silent(**seen, stack=copying()) == {"gpu-stuck": POSSIBLE}
+    # No such wait: a regular expression, a library's function that keeps the lock, a thread that lets go of it.
+    search = Frame(file="/usr/lib/python3.12/re/__init__.py", line=177, function="search")
+    assert silent(**seen, stack=copying(ZERO, search)) == {"gil-held": CERTAIN}
+    assert silent(**seen, stack=copying(ZERO, TORCH_SAVE, STORAGE_COPY, user("pickled", 9))) == {"gil-held": CERTAIN}
+    assert silent(**seen, stack=()) == {"gil-held": CERTAIN}
+    assert silent(**seen | {"gil_held": False}, stack=copying(ZERO)) == {"frozen-rank": LIKELY}
+    assert silent(**seen | {"ran_share": 0.02}, stack=copying(ZERO)) == {"host-starved": LIKELY}
+
+
+def test_a_rank_that_copies_from_its_gpu_is_told_with_its_line() -> None:
+    seen = process(2, "running", gil_held=True, stack=copying(ZERO))
+    place = f"{USER_FILE}:50 in on_train_epoch_end"
+    alone = only(scenes.without_answer(NCCL, seen))
+    assert (alone.ranks, alone.location, alone.plan) == ((2,), place, Plan.STOP)
+    assert alone.summary.startswith("Rank 2 is copying a tensor from its GPU at train.py:50 in on_train_epoch_end")
+    assert "It is alone there, under `if self.trainer.is_global_zero:` (line 49): probably" in alone.summary
+    stuck = only(scenes.without_answer(NCCL, replace(seen, stack=copying())))
+    assert (stuck.ranks, stuck.location, stuck.plan) == ((2,), place, Plan.UNKNOWN)
+    assert "alone" not in stuck.summary
+
+
+def test_a_rank_that_copies_from_its_gpu_while_nobody_waits_is_told() -> None:
+    seen = process(2, "running", gil_held=True, stack=copying(ZERO))
+    others = (NCCL.finished(rank, seq=60, batch=19) for rank in (0, 1, 3))
+    assert found(job(*others, witnessed=(seen,))) == {"gpu-stuck": POSSIBLE}
 
 
 def test_a_thread_that_sleeps_may_itself_wait_for_the_lock() -> None:

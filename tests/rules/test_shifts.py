@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from builders import BARRIER, GLOO, MAIN, RUN, SITE, USER_FILE, job, user
+from builders import BARRIER, ENGINE, GLOO, MAIN, NCCL, RUN, SITE, USER_FILE, job, user
 from call_scenes import RESULT
 from judged import first
 
+from lightning_ncclsafe._torch import recorders
 from lightning_ncclsafe.facts import Action, Collective, Frame, JobFacts, LoggedKey, RankFacts, StepFacts
 from lightning_ncclsafe.facts.findings import Confidence
+from lightning_ncclsafe.probes.process import flight_recorder
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.timeline import timeline
 from lightning_ncclsafe.rules.kit.user_lines import divergence_location
@@ -141,6 +143,72 @@ def test_calls_of_unknown_sites_are_not_compared() -> None:
     assert shift(timeline(job(known, unknown, world=2)), "0") is not None
     blind = replace(unknown, collectives=(*unknown.collectives[:-1], replace(unknown.collectives[-1], site="")))
     assert shift(timeline(job(known, blind, world=2)), "0") is None
+
+
+LOGGED = [
+    {"filename": f"{SITE}/torch/distributed/distributed_c10d.py", "line": 10, "name": "all_reduce"},
+    {"filename": USER_FILE, "line": 52, "name": "training_step"},
+    {"filename": f"{SITE}/lightning/pytorch/trainer/trainer.py", "line": 9, "name": "_run"},
+]
+
+
+def on_nccl(
+    number: int, letters: str, monkeypatch: pytest.MonkeyPatch, *, frames_of_gradients: bool | None = False
+) -> RankFacts:
+    """One of three that have reduced two buckets (a, b) and logged values (l), as the recorder knows these calls.
+
+    Args:
+        number: The rank.
+        letters: What it has called.
+        monkeypatch: Replaces the recorder.
+        frames_of_gradients: False if no Python function has called those, None if the recorder has lost them.
+    """
+    sizes = {"a": 9000, "b": 500, "l": 1}
+    calls = tuple(
+        Collective(
+            group="0",
+            seq=seq,
+            op="all_reduce",
+            backend="nccl",
+            completed=seq < len(letters),
+            input_sizes=((sizes[letter],),),
+            dtypes=("Float",),
+            created_ns=1_000_000 * seq + number,
+        )
+        for seq, letter in enumerate(letters, 1)
+    )
+    entries = [
+        {"time_created_ns": call.created_ns, "frames": LOGGED if letter == "l" else []}
+        for call, letter in zip(calls, letters, strict=True)
+        if letter == "l" or frames_of_gradients is not None
+    ]
+    monkeypatch.setattr(recorders, "entries", lambda *, stacks: [entries])
+    facts = NCCL.rank(number, ENGINE, seq=len(letters), outstanding=1, world=3)
+    return replace(facts, collectives=flight_recorder.with_call_sites(calls))
+
+
+def test_a_value_that_one_rank_reduces_among_gradients_that_no_python_function_reduces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    letters = ("ablabab", "ablablab", "ablabab")
+    facts = job(*(on_nccl(number, text, monkeypatch) for number, text in enumerate(letters)), world=3)
+    found = shift(timeline(facts), "0")
+    assert found is not None
+    assert (found.ranks, found.callers, found.others, found.call.seq) == ((1,), (1,), (0, 2), 6)
+    assert found.frame is not None and (found.frame.file, found.frame.line) == (USER_FILE, 52)
+    finding = first(facts)
+    assert (finding.rule, finding.ranks, finding.location) == (
+        "diverged-collectives",
+        (1,),
+        f"{USER_FILE}:52 in training_step",
+    )
+
+
+def test_gradients_that_all_reduce_alike_or_of_unknown_sites_are_no_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    equal = job(*(on_nccl(number, "abab", monkeypatch) for number in range(3)), world=3)
+    assert shift(timeline(equal), "0") is None
+    lost = (on_nccl(number, text, monkeypatch, frames_of_gradients=None) for number, text in enumerate(("lab", "llab")))
+    assert shift(timeline(job(*lost, world=2)), "0") is None
 
 
 def test_the_stack_of_one_call_is_that_of_all_calls_from_its_site() -> None:

@@ -4,9 +4,27 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from builders import BARRIER, GLOO, MAIN, RUN, job, user
+from builders import (
+    BARRIER,
+    EMPTY_CACHE,
+    FETCH,
+    GLOO,
+    MAIN,
+    NCCL,
+    NEXT,
+    NEXT_DATA,
+    OPTIMIZER,
+    RUN,
+    TEARDOWN,
+    TRAINING_STEP,
+    job,
+    unread,
+    user,
+)
+from judged import first
 
-from lightning_ncclsafe.facts import NotRecorded, UnrecordedGroup
+from lightning_ncclsafe.facts import Frame, NotRecorded, RankFacts, UnrecordedGroup
+from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.timeline import timeline
 from lightning_ncclsafe.rules.unknowns import not_recorded, unknowns
 
@@ -52,3 +70,36 @@ def test_a_rank_without_a_recorder_has_not_called_nothing() -> None:
     # One that is recorded, and has not been in the group, is.
     assert timeline(job(waiting, working, world=2)).groups[0].behind == (1,)
     assert timeline(job(waiting, dark, world=2)).stragglers == (1,)
+
+
+def ahead(rank: int, *stack: Frame, **more: Any) -> RankFacts:
+    """A rank that waits for its device at the end of the training, where memory is freed, or elsewhere."""
+    return unread(NCCL.rank(rank, *(stack or (TEARDOWN, EMPTY_CACHE)), seq=61, world=3, **more))
+
+
+def test_a_rank_in_its_loader_holds_up_those_whose_devices_wait() -> None:
+    read = user("__getitem__", 12)
+    loading = NCCL.working(1, NEXT_DATA, FETCH, read, seq=60, action=NEXT, world=3)
+    for late in (loading, unread(loading)):
+        facts = job(ahead(0), late, ahead(2), world=3)
+        found = judge(facts).findings
+        assert [(finding.rule, finding.ranks) for finding in found] == [("data-stall", (1,))]
+        assert found[0].location.endswith("train.py:12 in __getitem__")
+        view = timeline(facts)
+        assert (view.waiting, view.behind, view.stragglers) == ((0, 2), (), (1,))
+
+
+def test_a_rank_that_works_holds_up_those_whose_devices_wait() -> None:
+    for stack in ((OPTIMIZER,), (user("training_step", 44, code="loss.item()"),)):
+        slow = unread(NCCL.working(1, user("training_step", 40), seq=60, action=TRAINING_STEP, world=3))
+        finding = first(job(ahead(0, *stack), slow, ahead(2, *stack), world=3))
+        assert (finding.rule, finding.ranks) == ("rank-behind", (1,))
+
+
+def test_a_rank_that_waits_for_its_device_at_the_end_is_not_unfinished() -> None:
+    done = (NCCL.finished(rank, seq=61, batch=19, world=3) for rank in (0, 2))
+    waits = ahead(1, action="", batch=19, last=True)
+    facts = job(waits, *done, world=3)
+    assert "unfinished-rank" not in {finding.rule for finding in judge(facts).findings}
+    answered = replace(waits, unrecorded=())
+    assert first(replace(facts, ranks=(answered, *facts.ranks[1:]))).rule == "unfinished-rank"

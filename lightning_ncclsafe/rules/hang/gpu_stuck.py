@@ -37,9 +37,11 @@ from lightning_ncclsafe.rules.kit import (
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
     """``restart-without-host`` if the driver hangs or reports a fault of the GPU; ``unknown`` otherwise."""
+    copying = {rank for rank, _ in silent_processes(view, Reason.DEVICE)}
     answering = [view.facts[rank] for rank in finding.ranks if rank in view.facts]
-    # A rank in this finding that does not answer waits in the driver.
-    return Plan.RESTART_WITHOUT_HOST if all(map(ailment, answering)) else Plan.UNKNOWN
+    # Any other rank in this finding that does not answer waits in the driver.
+    is_of_host = copying.isdisjoint(finding.ranks) and all(map(ailment, answering))
+    return Plan.RESTART_WITHOUT_HOST if is_of_host else Plan.UNKNOWN
 
 
 @hang_rule(
@@ -90,7 +92,8 @@ def _in_driver(view: Timeline) -> Iterator[Finding]:
 
 def _in_copy(view: Timeline) -> Iterator[Finding]:
     for rank, process in silent_processes(view, Reason.DEVICE):
-        if not condition_around(process.stack)[0]:
+        # Alone under a condition while others wait, it is rank-zero-only-work.
+        if not (condition_around(process.stack)[0] and view.waiting):
             yield silent_finding(view, rank, process, copying_words(process), confidence=Confidence.POSSIBLE)
 
 

@@ -1,15 +1,18 @@
 """The arithmetic of the scoreboard, the truths and how they are compared: nothing is trained here."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import recorded
+import running
 import scoreboard
 import truths
 from catalogue import CASES
+from running import Outcome, run_case
 from scores import (
     UNREHEARSED,
     Score,
@@ -269,3 +272,94 @@ def test_a_recording_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.
     (case,) = recorded.recorded_cases()
     assert (case.ranks, case.world_size) == ((1,), 2)
     assert recorded.score_recording(case).named == "dead-rank"
+
+
+NEEDS_GLOO = "RuntimeError: No backend type associated with device type cpu\n"
+WARM: Any = None
+Envs = list[dict[str, str]]
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, *outputs: str, on_gpu: bool = True) -> tuple[Outcome, list[Envs]]:
+    """A case whose ranks say this each time that it is run, and what each of them is told."""
+    told: list[Envs] = []
+    said: Iterator[str] = iter(outputs)
+
+    def run_in(warm: Any, case: Case, environments: running.Environments, options: list[str], wait: Any) -> Outcome:
+        assert (case, options) == (CASE, ["SafeDDP", "2.0"])
+        with environments as envs:
+            told.append(envs)
+        return Outcome(output=next(said))
+
+    monkeypatch.setattr(running, "_run_in", run_in)
+    return run_case(WARM, CASE, on_gpu=on_gpu), told
+
+
+def backends(told: list[Envs]) -> list[set[str]]:
+    return [{env["GPU_BACKEND"] for env in envs} for envs in told]
+
+
+def test_ranks_on_a_gpu_are_told_how_to_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, told = run_with(monkeypatch, "fine\n")
+    (envs,) = told
+    assert outcome.output == "fine\n"
+    assert [env["NCCL_HOSTID"] for env in envs] == ["fake0", "fake1", "fake2"]
+    assert [env["LOCAL_RANK"] for env in envs] == ["0", "1", "2"]
+    assert backends(told) == [{"nccl"}]
+
+
+def test_ranks_on_cpus_are_told_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, told = run_with(monkeypatch, NEEDS_GLOO, on_gpu=False)
+    assert [len(envs) for envs in told] == [3]
+    assert not any({"NCCL_HOSTID", "GPU_BACKEND", "CUDA_VISIBLE_DEVICES"} & env.keys() for env in told[0])
+
+
+@pytest.mark.parametrize("second", ["fine\n", NEEDS_GLOO])
+def test_a_case_that_reduces_on_cpus_is_run_again_with_gloo_beside_nccl(
+    second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, told = run_with(monkeypatch, f"[rank1]: {NEEDS_GLOO}", second)
+    assert outcome.output == second
+    assert backends(told) == [{"nccl"}, {"cpu:gloo,cuda:nccl"}]
+
+
+def kept_of(
+    outcome: Outcome, monkeypatch: pytest.MonkeyPatch, reports: Path | None, *, on_gpu: bool = False
+) -> dict[str, Any]:
+    """How the scoreboard has run a case with this outcome."""
+    how: dict[str, Any] = {}
+
+    def run(warm: Any, case: Case, **options: Any) -> Outcome:
+        how.update(options)
+        return outcome
+
+    monkeypatch.setattr(scoreboard, "run_case", run)
+    chosen = scoreboard.Running(strategy="SafeFSDP", suspect_after_s=3.0, on_gpu=on_gpu, reports=reports)
+    scoreboard.judged(WARM, CASE, chosen)
+    return how
+
+
+def test_the_report_and_the_output_of_a_case_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, folder = Outcome(report=json.loads(report_json(judge(JOB))), output="one\ntwo\n"), tmp_path / "kept"
+    kept_of(outcome, monkeypatch, folder)
+    log, kept = folder / f"{CASE.name}.log", folder / f"{CASE.name}.json"
+    assert {*folder.iterdir()} == {log, kept}
+    assert (log.read_text(), json.loads(kept.read_text())) == (outcome.output, outcome.report)
+
+
+def test_without_a_report_only_the_output_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_of(Outcome(output="no\n"), monkeypatch, tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(f"{CASE.name}.log", "no\n")]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_cases_are_run_as_the_scoreboard_was_told(
+    on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    how = kept_of(Outcome(output="no\n"), monkeypatch, None, on_gpu=on_gpu)
+    assert how == {"strategy": "SafeFSDP", "suspect_after_s": 3.0, "on_gpu": on_gpu}
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_kept_of_a_case_is_called_like_it() -> None:
+    assert not [name for name in CASES if Path(name).suffix or "/" in name]

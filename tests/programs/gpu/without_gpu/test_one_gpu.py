@@ -22,6 +22,18 @@ def test_ranks_are_nodes_with_one_device_that_report_hosts_of_their_own(monkeypa
     assert (last["NCCL_IB_DISABLE"], last["NCCL_NVLS_ENABLE"]) == ("1", "0")
 
 
+@pytest.mark.parametrize(("rehearses", "device"), [("0", "3"), ("1", "")])
+def test_ranks_that_are_started_otherwise_are_told_only_how_to_share(
+    rehearses: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(one_gpu.REHEARSAL, rehearses)
+    inherited = {"CUDA_VISIBLE_DEVICES": "3,5"}
+    told = one_gpu.sharing(2, inherited)
+    assert {name for name in told if not name.startswith("NCCL_")} == {"CUDA_VISIBLE_DEVICES"}
+    assert (told["NCCL_HOSTID"], told["CUDA_VISIBLE_DEVICES"]) == ("fake2", device)
+    assert told.items() <= one_gpu.environment(2, 4, 29500, inherited).items()
+
+
 def test_what_a_launcher_has_set_is_not_passed_on() -> None:
     theirs = {"SLURM_NTASKS": "8", "TORCHELASTIC_RUN_ID": "x", "RANK": "7", "NCCL_DEBUG": "INFO", "HOME": "/h"}
     env = one_gpu.environment(0, 2, 1, theirs)
