@@ -258,6 +258,36 @@ def test_another_thread_in_a_collective_is_found(monkeypatch: pytest.MonkeyPatch
     assert not any(frame.function == "test_another_thread_in_a_collective_is_found" for frame in found)
 
 
+ENGINE = Frame(file="/venv/site-packages/torch/autograd/graph.py", line=869, function="_engine_run_backward")
+HOOK = Frame(file="/home/me/train.py", line=7, function="histogram", user=True)
+OF_PYTHON = Frame(file="/usr/lib/python3.12/threading.py", line=1012, function="_bootstrap")
+
+
+def test_a_backward_pass_on_a_gpu_goes_on_in_autograds_thread() -> None:
+    fit = Frame(file="/home/me/train.py", line=1, function="main", user=True)
+    others = [(), (OF_PYTHON, fit), (HOOK,), (fit,)]
+    assert stacks.with_backward((fit, ENGINE), others) == (fit, ENGINE, HOOK)
+    assert stacks.with_backward((fit, ENGINE), others[:2]) == (fit, ENGINE)
+    # The pass runs in the main thread, as on a CPU; or there is none.
+    for main in ((fit, ENGINE, HOOK), (fit,), ()):
+        assert stacks.with_backward(main, others) == main
+
+
+def test_the_main_thread_is_where_autograds_thread_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its own thread has not been started by Python."""
+    mine = threading.get_ident()
+    seen = {mine: (HOOK, ENGINE), mine + 1: (OF_PYTHON, HOOK), mine + 2: (HOOK,)}
+    monkeypatch.setattr(stacks.sys, "_current_frames", lambda: seen)
+    monkeypatch.setattr(stacks, "thread_stack", seen.__getitem__)
+    assert stacks.main_thread_stack() == (HOOK, ENGINE, HOOK)
+    # What the pass calls is called by the main thread.
+    monkeypatch.setattr(stacks, "stack_in_collective", list)
+    assert stacks.calling_thread_stack() == [(OF_PYTHON, HOOK)]
+    seen[mine] = (HOOK,)
+    assert stacks.main_thread_stack() == (HOOK,)
+    assert stacks.calling_thread_stack() == [(OF_PYTHON, HOOK), (HOOK,)]
+
+
 def test_an_exception_has_its_origin_and_is_truncated() -> None:
     try:
         raise ValueError("x" * 5000)

@@ -17,6 +17,7 @@ from builders import (
     NCCL,
     NEXT,
     NEXT_DATA,
+    OPTIMIZER,
     OWN_WAIT,
     RUN,
     SITE,
@@ -238,16 +239,26 @@ def test_a_rank_in_a_call_of_its_own_beside_silent_devices_is_out_of_step() -> N
 
 
 def test_a_rank_in_a_call_beside_silent_devices_may_be_in_step() -> None:
-    """Without a condition; beside a rank that works, has one without a condition, or does not answer."""
+    """Without a condition; beside a rank that works, or does not answer."""
     works = unread(NCCL.working(2, STEP, seq=60, action=TRAINING_STEP, world=3))
     assert "diverged-collectives" not in ranks_of(beside_silent_devices(reduces(0, "")))
     assert "diverged-collectives" not in ranks_of(beside_silent_devices(reduces(0), last=works))
-    assert "diverged-collectives" not in ranks_of(beside_silent_devices(reduces(0), last=reduces(2, "")))
     two = beside_silent_devices(reduces(0)).ranks[:2]
     silent = job(*two, world=3, witnessed=(process(2, "running", gil_held=True, stack=(STEP,)),))
     assert "diverged-collectives" not in ranks_of(silent)
     # Nobody waits for a device.
     assert "diverged-collectives" not in ranks_of(job(*map(reduces, range(3)), world=3))
+
+
+def test_a_rank_that_waits_for_its_device_under_a_condition_is_out_of_step() -> None:
+    """As where it prints what it has gathered alone: the collective is queued, and the host is at the print."""
+    prints = user("show", 39, condition="if self.speaks:  (line 37)")
+    alone = unread(NCCL.rank(0, prints, OPTIMIZER, seq=60, action=EPOCH_END, world=3))
+    facts = job(alone, NCCL.waiting(1, seq=61, world=3), NCCL.waiting(2, seq=61, world=3), world=3)
+    finding = first(facts)
+    assert (finding.rule, finding.ranks) == ("diverged-collectives", (0,))
+    assert "under `if self.speaks:` (line 37)" in finding.summary
+    assert finding.location.endswith("train.py:39 in show")
 
 
 @BACKENDS

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import machine_scenes as scenes
 import pytest
 from builders import (
+    EMPTY_CACHE,
     GLOO,
     INIT_GROUP,
     MAIN,
@@ -23,6 +25,7 @@ from builders import (
     job,
     process,
     raised,
+    unread,
     user,
 )
 from builders import transport_error as lost
@@ -280,6 +283,13 @@ def test_the_handle_of_a_library_is_not_certain_to_lack_memory() -> None:
     assert finding.summary.startswith("Rank 2 has probably run out of memory on its GPU at train.py:42")
 
 
+def ended(facts: RankFacts) -> RankFacts:
+    """The same rank, for which the back end has completed all that it called."""
+    calls = tuple(replace(call, completed=True) for call in facts.collectives)
+    groups = tuple(replace(group, last_completed=group.last_enqueued) for group in facts.groups)
+    return replace(facts, collectives=calls, groups=groups)
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -289,13 +299,58 @@ def test_the_handle_of_a_library_is_not_certain_to_lack_memory() -> None:
     ],
     ids=["GPU", "CPU", "exabyte"],
 )
-def test_a_size_that_nobody_has_is_another_collectives_data(message: str) -> None:
-    """Rank 2 gathers objects while the others reduce gradients: it takes their numbers for a length."""
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_size_that_nobody_has_is_another_collectives_data(has_ended: bool, message: str) -> None:
+    """Rank 2 gathers objects while the others reduce gradients: it takes their numbers for a length.
+
+    NCCL may have completed its call.
+    """
     line = user("gather_metrics", 77)
     called = NCCL.rank(2, line, seq=61, outstanding=1, op="all_gather", sizes=((1,),))
+    called = ended(called) if has_ended else called
     garbled = raised(called, "OutOfMemoryError", message, RUN, line)
     facts = job(*(garbled if rank == 2 else NCCL.waiting(rank, seq=61) for rank in range(4)))
     assert found(facts) == {"diverged-collectives": CERTAIN}
+
+
+@pytest.mark.parametrize(
+    ("deepest", "rule"),
+    [
+        (Frame(file=f"{SITE}/torch/distributed/utils.py", line=286, function="_verify"), "diverged-collectives"),
+        (user("step", 4), "failed-rank"),
+    ],
+)
+def test_a_number_that_is_none_is_another_collectives_data_only_in_torchs_own_code(deepest: Frame, rule: str) -> None:
+    called = ended(NCCL.rank(2, user("fit", 3), seq=61, outstanding=1, op="all_gather", sizes=((1,),)))
+    message = "value cannot be converted to type int without overflow"
+    garbled = raised(called, "RuntimeError", message, RUN, deepest)
+    facts = job(*(garbled if rank == 2 else NCCL.waiting(rank, seq=61) for rank in range(4)))
+    assert next(iter(found(facts))) == rule
+
+
+def unread_at_the_end(calls: dict[int, int], **progress: Any) -> JobFacts:
+    """All ranks give memory back after training, behind devices that tell nothing."""
+    ranks = [unread(NCCL.rank(rank, RUN, EMPTY_CACHE, seq=61, world=len(calls))) for rank in calls]
+    groups = [(replace(facts.unrecorded[0], calls=calls[facts.rank]),) for facts in ranks]
+    every = [replace(facts, unrecorded=own) for facts, own in zip(ranks, groups, strict=True)]
+    return job(*every[:-1], replace(every[-1], progress=replace(every[-1].progress, **progress)), world=len(calls))
+
+
+def test_a_rank_that_has_called_fewer_collectives_at_the_same_place_is_out_of_step() -> None:
+    (finding,) = judge(unread_at_the_end({0: 108, 1: 104, 2: 108})).findings
+    assert (finding.rule, finding.ranks, finding.confidence) == ("diverged-collectives", (1,), LIKELY)
+    assert "108 collectives on ranks 0, 2, 104 collectives on rank 1" in finding.summary
+    two = judge(unread_at_the_end({0: 108, 1: 104})).findings[0]
+    assert (two.rule, two.ranks) == ("diverged-collectives", (0, 1))
+
+
+def test_numbers_of_calls_show_nothing_at_other_places_or_if_they_are_equal() -> None:
+    for facts in (
+        unread_at_the_end({0: 108, 1: 108, 2: 108}),
+        unread_at_the_end({0: 108, 1: 108, 2: 104}, batch_idx=3),
+        unread_at_the_end({0: 108, 1: 108, 2: 104}, global_step=3),
+    ):
+        assert "diverged-collectives" not in found(facts)
 
 
 def test_a_gpu_that_sends_to_a_peer_before_is_not_stuck() -> None:
