@@ -6,6 +6,10 @@ from typing import Any
 import hangs
 import pytest
 
+from lightning_ncclsafe.facts import JobFacts
+from lightning_ncclsafe.facts.codec import from_plain
+from lightning_ncclsafe.rules.judging import judge
+
 # What is not right, or not entirely: they wait for better rules.
 MISSED = (
     "cache_that_appears_while_ranks_look_for_it-start-3@SafeDDP",
@@ -30,6 +34,13 @@ def marked(path: Path) -> Any:
 @pytest.mark.parametrize("path", map(marked, hangs.files()))
 def test_a_hang_on_real_nccl_is_named(path: Path) -> None:
     assert hangs.wrong(hangs.read(path)) == []
+
+
+def test_calls_that_nccl_has_paired_wrongly_are_said_to_have_completed() -> None:
+    """NCCL compares nothing: here, ranks wait in vain two epochs after one of them has left out a call."""
+    path = hangs.FOLDER / "expert_without_a_token_on_one_rank-middle-3@SafeModelParallel.json.gz"
+    finding = judge(from_plain(JobFacts, hangs.read(path)["job"])).findings[0]
+    assert "these have completed with each other, so their results are wrong; ranks 0, 2 wait in" in finding.summary
 
 
 def test_there_are_hangs_of_all_strategies() -> None:
