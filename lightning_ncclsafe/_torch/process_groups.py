@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,9 +91,15 @@ def _sequences_of(group: Any) -> list[_Sequence]:
 def _backends(group: Any) -> dict[str, str]:
     """Its back ends, each with the first of its devices: ``{"gloo": "cpu", "nccl": "cuda"}``."""
     try:
-        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+        return _devices_of(dist.get_backend_config(group))
     except (KeyError, ValueError):  # it has just been destroyed
         return {}
+
+
+# There are few configurations, and they are asked for with every tick.
+@lru_cache(maxsize=256)
+def _devices_of(config: str) -> dict[str, str]:
+    """The same from a group's configuration, ``"cpu:gloo,cuda:nccl"``; not to be changed."""
     backends: dict[str, str] = {}
     for part in config.split(","):
         device, _, backend = part.rpartition(":")
