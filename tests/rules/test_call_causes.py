@@ -600,7 +600,7 @@ def test_numbers_of_two_back_ends_are_not_compared() -> None:
     assert (
         "ranks 1-2 wait in broadcast (sequence number 6, 25,557 elements of Float, the default group (gloo))" in summary
     )
-    assert "rank 0 waits in Lightning's barrier '' (barrier, sequence number 3)" in summary
+    assert "rank 0 waits in a barrier of Lightning's (barrier, sequence number 3)" in summary
 
 
 def test_a_circle_is_not_certain_with_more_outstanding_on_a_device() -> None:

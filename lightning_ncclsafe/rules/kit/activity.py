@@ -78,7 +78,7 @@ _BY_CODE = (
     (libraries.RENDEZVOUS, _STORE),
     (libraries.COLLECTIVES, _COLLECTIVE),
     (libraries.SAVING_SHARDED, _CHECKPOINT),
-    (libraries.BACKWARD, _Landmark(Kind.COLLECTIVE, weak=True)),
+    (libraries.BACKWARD, _Landmark(Kind.COLLECTIVE, call="the backward pass", weak=True)),
     (libraries.DDP, _Landmark(Kind.COLLECTIVE, weak=True)),
     (libraries.SHARDING, _Landmark(Kind.COLLECTIVE, weak=True)),
     (libraries.DATALOADER, _LOADER),
@@ -255,7 +255,8 @@ def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:
 def hook_words(name: str) -> str:
     """The readable name of an action: ``"[Callback]main.<locals>.Early{'mode': 'min'}.setup"`` is ``"Early.setup"``."""
     if name.startswith("barrier:"):
-        return f"barrier {name.removeprefix('barrier:')!r}"
+        barrier = name.removeprefix("barrier:")
+        return f"barrier {barrier!r}" if barrier else "a barrier"
     if name.startswith(AGREEMENT):
         return f"the comparison of the ranks' {name.removeprefix(AGREEMENT)}"
     if name.startswith(PAUSE):

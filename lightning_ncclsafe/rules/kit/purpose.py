@@ -196,7 +196,8 @@ def purpose_words(collective: Collective | None, facts: RankFacts) -> str:
     """
     actions = facts.progress.actions
     if actions and actions[-1].name.startswith("barrier:"):
-        return f"Lightning's barrier {actions[-1].name.removeprefix('barrier:')!r}"
+        name = actions[-1].name.removeprefix("barrier:")
+        return f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's"
     op = collective.op if collective is not None else ""
     unit = unit_words(collective, facts) if collective is not None else ""
     if unit and collective is not None and numel(collective) >= _LARGE:
