@@ -228,7 +228,7 @@ READS = user("training_step", 44, code="self.total += loss.item()")
         ((OPTIMIZER,), Kind.COLLECTIVE, "what is queued on a GPU"),
         ((STEP, OPTIMIZER), Kind.COLLECTIVE, "what is queued on a GPU"),
         ((READS,), Kind.COLLECTIVE, "what is queued on a GPU"),
-        ((ENGINE,), Kind.COLLECTIVE, "_engine_run_backward"),
+        ((ENGINE,), Kind.COLLECTIVE, "the backward pass"),
         ((NEXT_DATA, TRY_GET), Kind.LOADER, "_try_get_data"),
         ((NEXT_DATA, FETCH, user("__getitem__", 5)), Kind.LOADER, "fetch"),
         ((CHECKPOINT_IO, TORCH_SAVE), Kind.CHECKPOINT, "save"),
