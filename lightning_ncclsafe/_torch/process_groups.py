@@ -1,11 +1,12 @@
 """Process groups of this process: their members, counters and timeouts."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -61,10 +62,14 @@ class _Sequence(NamedTuple):
 
     def called(self) -> int | None:
         """How many collectives this process has called; None if they are not counted."""
-        with suppress(RuntimeError):  # the back end does not count
-            counts = self.group._get_backend(torch.device(self.device)) if self.device else self.group
-            return int(counts._get_sequence_number_for_group())
-        return None
+        return _count(self.group, self.device)
+
+
+def _count(group: Any, device: str) -> int | None:
+    with suppress(RuntimeError):  # the back end does not count
+        counts = group._get_backend(torch.device(device)) if device else group
+        return int(counts._get_sequence_number_for_group())
+    return None
 
 
 def _sequences() -> list[_Sequence]:
@@ -77,8 +82,7 @@ def _sequences_of(group: Any) -> list[_Sequence]:
     backends = _backends(group)
     if len(backends) < 2:
         return [_Sequence(name, description, next(iter(backends), ""), "", group)]
-    # The sort is stable.
-    first, *others = sorted(backends, key=lambda backend: backends[backend] == "cpu")
+    first, *others = backends
     return [
         _Sequence(name, description, first, backends[first], group),
         *(
@@ -88,23 +92,25 @@ def _sequences_of(group: Any) -> list[_Sequence]:
     ]
 
 
+# Asked for with every tick, and never changed.
+_backends_of: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+
+
 def _backends(group: Any) -> dict[str, str]:
-    """Its back ends, each with the first of its devices: ``{"gloo": "cpu", "nccl": "cuda"}``."""
+    """Its back ends, each with the first of its devices, the CPU's last: ``{"nccl": "cuda", "gloo": "cpu"}``."""
+    known = _backends_of.get(group)
+    if known is not None:
+        return known
     try:
-        return _devices_of(dist.get_backend_config(group))
+        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     except (KeyError, ValueError):  # it has just been destroyed
         return {}
-
-
-# There are few configurations, and they are asked for with every tick.
-@lru_cache(maxsize=256)
-def _devices_of(config: str) -> dict[str, str]:
-    """The same from a group's configuration, ``"cpu:gloo,cuda:nccl"``; not to be changed."""
     backends: dict[str, str] = {}
     for part in config.split(","):
         device, _, backend = part.rpartition(":")
         backends.setdefault(backend, device)
-    return backends
+    _backends_of[group] = known = dict(sorted(backends.items(), key=lambda one: one[1] == "cpu"))
+    return known
 
 
 def names_by_backend() -> dict[tuple[str, str], tuple[str, str]]:
@@ -118,7 +124,12 @@ def names_by_backend() -> dict[tuple[str, str], tuple[str, str]]:
 
 def counts() -> tuple[int | None, ...]:
     """How many collectives this process has called in each of its groups; takes some microseconds a group."""
-    return tuple(one.called() for one in _sequences())
+    return tuple(_count(group, device) for group in groups_here() for device in _counted_devices(group))
+
+
+def _counted_devices(group: Any) -> Iterable[str]:
+    backends = _backends(group)
+    return backends.values() if len(backends) > 1 else ("",)
 
 
 def calls_besides(descriptions: Collection[str]) -> int:

@@ -105,7 +105,7 @@ _C10D = "distributed/distributed_c10d.py"
 
 # A storage is copied with the GIL held, which torch.save does with each tensor on a device; such a copy waits for all
 # that is queued on the device, collectives included.
-STORAGE_COPIES = _in(_TORCH, "storage.py")
+STORAGE_COPIES = _in(_TORCH, "storage.py", functions="cpu")
 THREAD_START = _in(_PYTHON, "threading.py", functions="_bootstrap")
 # torch.distributed
 DISTRIBUTED = _in(_TORCH, "distributed/*")

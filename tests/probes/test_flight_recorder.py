@@ -18,9 +18,21 @@ from standing import of_guard_that_asks_the_driver
 from lightning_ncclsafe._torch import build, process_groups, recorders
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.code.side_thread import UnansweredError
-from lightning_ncclsafe.facts import Collective, Group, NotRecorded, UnrecordedGroup
+from lightning_ncclsafe.facts import (
+    Collective,
+    Group,
+    Incident,
+    IncidentKind,
+    JobFacts,
+    NotRecorded,
+    Phase,
+    Progress,
+    RankFacts,
+    UnrecordedGroup,
+)
 from lightning_ncclsafe.probes.process import flight_recorder
 from lightning_ncclsafe.probes.process.stacks import call_site
+from lightning_ncclsafe.rules.kit import shift, timeline
 
 # torch's functions that dump its recorders: NCCL's own, and that of all others.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -145,7 +157,15 @@ def test_a_build_without_distributed_support_has_no_recorder(monkeypatch: pytest
 
 
 def test_larger_jobs_keep_fewer_entries_and_those_around_the_oldest_outstanding_one() -> None:
-    assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 1024, 4096, 16_384, 100_000)] == [256, 48, 12, 8, 8]
+    assert [flight_recorder.kept_per_group(ranks) for ranks in (0, 32, 64, 1024, 4096, 16_384, 100_000)] == [
+        256,
+        256,
+        128,
+        48,
+        12,
+        8,
+        8,
+    ]
     ended = [Collective(group="0", seq=seq, op="x", completed=True, created_ns=seq) for seq in range(1, 60)]
     outstanding = [Collective(group="0", seq=seq, op="x", created_ns=seq) for seq in range(60, 80)]
     kept = flight_recorder._telling([*reversed(outstanding), *reversed(ended)], 8)
@@ -158,6 +178,26 @@ def test_larger_jobs_keep_fewer_entries_and_those_around_the_oldest_outstanding_
     other = [replace(call, group="tp") for call in (*ended, *many)]
     kept = flight_recorder._telling([*ended, *many, *other], 8)
     assert [(call.seq, call.group) for call in kept] == [(seq, group) for seq in far_ahead for group in ("0", "tp")]
+
+
+@pytest.mark.parametrize("completed", [(500, 500, 500), (500, 502, 502), (500, 503, 503)])
+def test_calls_that_a_report_leaves_out_were_not_skipped(completed: tuple[int, ...]) -> None:
+    """All ranks have called the same, and a device is behind: the gaps are at other places."""
+    most, called = 8, 544
+    ranks = []
+    for rank, done in enumerate(completed):
+        calls = [
+            Collective(group="0", seq=seq, op="x", completed=seq <= done, created_ns=seq, site=f"{seq % 7}")
+            for seq in range(1, called + 1)
+        ]
+        group = Group(name="0", ranks=(0, 1, 2), last_enqueued=called, last_completed=done)
+        kept = tuple(flight_recorder._telling(calls, most))
+        ranks.append(RankFacts(rank=rank, progress=Progress(phase=Phase.TRAIN), groups=(group,), collectives=kept))
+    incident = Incident(number=1, kind=IncidentKind.SUSPECT, opened_by=0, idle_s=9.0, suspect_after_s=9.0, timeout_s=60)
+    view = timeline(JobFacts(incident=incident, world_size=3, ranks=tuple(ranks)))
+    assert shift(view, "0") is None
+    newest = [max(call.seq for call in calls) for calls in view.sequences("0").values()]
+    assert newest == [done + 2 * most for done in completed]
 
 
 # What is read of a group that has been used, or not, by what there is to read.
@@ -606,6 +646,9 @@ def test_calls_that_no_python_function_made_are_told_apart_by_operation_and_size
     *native, python, unknown = flight_recorder.with_call_sites([*calls, from_python, lost])
     first, again, larger, other = (call.site for call in native)
     assert first == again == "native:all_reduce:((10,),)"
+    # How much a rank has for each of the others depends on its data.
+    sent = [replace(calls[0], op="all_to_all_single", input_sizes=((size,),)) for size in (1, 2)]
+    assert len({call.site for call in flight_recorder.with_call_sites(sent)}) == 1
     assert len({first, larger, other, python.site}) == 4 and not python.site.startswith(flight_recorder.NATIVE)
     assert [call.stack for call in native] == [()] * 4
     assert (unknown.site, unknown.stack) == ("", ())

@@ -265,9 +265,10 @@ OF_PYTHON = Frame(file="/usr/lib/python3.12/threading.py", line=1012, function="
 
 def test_a_backward_pass_on_a_gpu_goes_on_in_autograds_thread() -> None:
     fit = Frame(file="/home/me/train.py", line=1, function="main", user=True)
-    others = [(), (OF_PYTHON, fit), (HOOK,), (fit,)]
+    program = Frame(file="/home/me/train.py", line=9, function="<module>", user=True)
+    others = [(), (OF_PYTHON, fit), (program, fit), (HOOK,), (fit,)]
     assert stacks.with_backward((fit, ENGINE), others) == (fit, ENGINE, HOOK)
-    assert stacks.with_backward((fit, ENGINE), others[:2]) == (fit, ENGINE)
+    assert stacks.with_backward((fit, ENGINE), others[:3]) == (fit, ENGINE)
     # The pass runs in the main thread, as on a CPU; or there is none.
     for main in ((fit, ENGINE, HOOK), (fit,), ()):
         assert stacks.with_backward(main, others) == main
@@ -279,6 +280,8 @@ def test_the_main_thread_is_where_autograds_thread_is(monkeypatch: pytest.Monkey
     seen = {mine: (HOOK, ENGINE), mine + 1: (OF_PYTHON, HOOK), mine + 2: (HOOK,)}
     monkeypatch.setattr(stacks.sys, "_current_frames", lambda: seen)
     monkeypatch.setattr(stacks, "thread_stack", seen.__getitem__)
+    assert stacks.main_thread_stack() == (HOOK, ENGINE)
+    monkeypatch.setattr(stacks.sys.modules["torch.cuda"], "is_initialized", lambda: True)
     assert stacks.main_thread_stack() == (HOOK, ENGINE, HOOK)
     # What the pass calls is called by the main thread.
     monkeypatch.setattr(stacks, "stack_in_collective", list)

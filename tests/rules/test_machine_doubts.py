@@ -8,6 +8,7 @@ import machine_scenes as scenes
 import pytest
 from builders import (
     EMPTY_CACHE,
+    ENGINE,
     GLOO,
     INIT_GROUP,
     MAIN,
@@ -345,12 +346,37 @@ def test_a_rank_that_has_called_fewer_collectives_at_the_same_place_is_out_of_st
 
 
 def test_numbers_of_calls_show_nothing_at_other_places_or_if_they_are_equal() -> None:
+    apart = unread_at_the_end({0: 108, 1: 108, 2: 104})
+    other_layer = replace(apart.ranks[2], stack=(RUN, user("forward", 39), EMPTY_CACHE))
     for facts in (
         unread_at_the_end({0: 108, 1: 108, 2: 108}),
         unread_at_the_end({0: 108, 1: 108, 2: 104}, batch_idx=3),
         unread_at_the_end({0: 108, 1: 108, 2: 104}, global_step=3),
+        replace(apart, ranks=(*apart.ranks[:2], other_layer)),
+        # In a backward pass, one bucket more may have been launched; votes are called ahead.
+        replace(apart, ranks=tuple(replace(facts, stack=(RUN, ENGINE)) for facts in apart.ranks)),
+        replace(apart, ranks=tuple(map(with_gloos_count, apart.ranks))),
     ):
         assert "diverged-collectives" not in found(facts)
+
+
+def with_gloos_count(facts: RankFacts) -> RankFacts:
+    """As many calls of NCCL on all ranks, but not of gloo."""
+    (own,) = facts.unrecorded
+    votes = replace(own, name="1", backend="gloo", calls=own.calls)
+    return replace(facts, unrecorded=(replace(own, calls=108), votes))
+
+
+def test_a_rank_that_has_not_called_what_others_wait_in_is_behind_though_its_device_tells_nothing() -> None:
+    computes = unread(NCCL.working(1, user("training_step", 57), EMPTY_CACHE, seq=60, action=TRAINING_STEP))
+    one_less = replace(computes, unrecorded=(replace(computes.unrecorded[0], calls=60),))
+    facts = job(*(one_less if rank == 1 else NCCL.waiting(rank, seq=61) for rank in range(4)))
+    (finding,) = judge(facts).findings
+    assert (finding.rule, finding.ranks, finding.confidence) == ("rank-behind", (1,), POSSIBLE)
+    # A rank that reads a value under a condition on the rank is in the same call as the others.
+    reads = NCCL.rank(0, user("log", 33, condition=ZERO), EMPTY_CACHE, seq=61, outstanding=1)
+    (finding,) = judge(replace(facts, ranks=(reads, *facts.ranks[1:]))).findings
+    assert (finding.rule, finding.ranks) == ("rank-behind", (1,))
 
 
 def test_a_gpu_that_sends_to_a_peer_before_is_not_stuck() -> None:

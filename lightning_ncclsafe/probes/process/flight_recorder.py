@@ -13,7 +13,8 @@ from lightning_ncclsafe.recorder.model import HOOK, Entry, Recorder, State, Work
 
 # Of each group. One rank reads the entries of all ranks, so in larger jobs, each rank reports fewer. NCCL compares no
 # calls: ranks may only wait in vain many steps after one of them has left out a call.
-_MOST_KEPT, _KEPT_OF_JOB, _LEAST_KEPT = 256, 48 * 1024, 8
+_MOST_KEPT, _KEPT_OF_SMALL_JOBS = 256, 256 * 32
+_USUALLY_KEPT, _KEPT_OF_JOB, _LEAST_KEPT = 48, 48 * 1024, 8
 
 # Begins the site of a call that was not made from Python.
 NATIVE = "native"
@@ -100,7 +101,9 @@ def with_call_sites(collectives: Iterable[Collective]) -> tuple[Collective, ...]
             return collective
         if not own:
             # Autograd's threads, which run the backward pass on a GPU, have no Python stack.
-            return replace(collective, site=f"{NATIVE}:{collective.op}:{collective.input_sizes}")
+            is_exchange = collective.op.startswith(("all_to_all", "alltoall"))
+            sizes = "" if is_exchange else collective.input_sizes  # these depend on a rank's data
+            return replace(collective, site=f"{NATIVE}:{collective.op}:{sizes}")
         # The dump contains each frame once.
         key = tuple(map(id, own))
         if key not in sites:
@@ -183,7 +186,9 @@ def _sizes(sizes: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]
 
 def kept_per_group(world_size: int) -> int:
     """How many completed entries of each group are reported; of outstanding ones, up to three times as many."""
-    return max(min(_KEPT_OF_JOB // max(world_size, 1), _MOST_KEPT), _LEAST_KEPT)
+    ranks = max(world_size, 1)
+    few, many = min(_KEPT_OF_SMALL_JOBS // ranks, _MOST_KEPT), min(_KEPT_OF_JOB // ranks, _USUALLY_KEPT)
+    return max(few, many, _LEAST_KEPT)
 
 
 def _telling(collectives: list[Collective], most: int) -> list[Collective]:

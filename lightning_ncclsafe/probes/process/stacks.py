@@ -27,6 +27,7 @@ from lightning_ncclsafe.code.libraries import (
     THREAD_START,
     TRAINER_RUN,
     Code,
+    is_top_level,
 )
 from lightning_ncclsafe.code.marks import mark_at
 from lightning_ncclsafe.code.raised import text_of
@@ -77,7 +78,7 @@ def main_thread_stack() -> tuple[Frame, ...]:
     """
     main = training_thread().ident or 0
     stack = thread_stack(main)
-    if not _is_in_backward(stack):
+    if not _is_in_backward(stack) or not _uses_cuda():
         return stack
     return with_backward(stack, (thread_stack(ident) for ident in [*sys._current_frames()] if ident != main))
 
@@ -98,7 +99,14 @@ def _is_in_backward(stack: tuple[Frame, ...]) -> bool:
 
 
 def _is_of_python(outermost: Frame) -> bool:
-    return THREAD_START.has(outermost.file, outermost.function)
+    """Whether a thread was started by Python, or is the program's first one, which need not be the one that trains."""
+    return is_top_level(outermost.function) or THREAD_START.has(outermost.file, outermost.function)
+
+
+def _uses_cuda() -> bool:
+    """Without importing torch, which not all readers of stacks need."""
+    cuda = sys.modules.get("torch.cuda")
+    return cuda is not None and bool(cuda.is_initialized())
 
 
 def thread_stack(ident: int) -> tuple[Frame, ...]:

@@ -72,10 +72,22 @@ def rank_behind(view: Timeline) -> Iterator[Finding]:
             yield _finding(view, ranks)
     elif view.behind:
         yield _finding(view, view.behind)
+    elif fewer := _with_fewer_calls(view):
+        yield _finding(view, fewer)
     elif view.waiting and not any(facts.inspection and facts.inspection.moved for facts in view.facts.values()):
         yield _nobody_stands_out(view)
     elif view.each_waits_alone and is_awaited:
         yield _each_by_itself(view)
+
+
+def _with_fewer_calls(view: Timeline) -> tuple[int, ...]:
+    """Ranks whose devices tell nothing, and which by their own count have not called what others wait in."""
+    awaited = {group.name: group.seq or 0 for group in view.groups}
+    return tuple(
+        rank
+        for rank, facts in sorted(view.facts.items())
+        if any(0 <= group.calls < awaited.get(group.name, 0) for group in facts.unrecorded)
+    )
 
 
 def _each_by_itself(view: Timeline) -> Finding:

@@ -314,11 +314,14 @@ class Timeline(View):
         return calls
 
     def sequences(self, name: str) -> dict[int, list[Collective]]:
-        """What each answering member has called in a group recently, in order."""
+        """What each answering member has called in a group recently, in order, as far as no call is missing between."""
         by_rank: dict[int, list[Collective]] = defaultdict(list)
         for _, calls in sorted(self._calls(name).items() if name in self.groups_by_name else ()):
             for rank, call in calls.items():
-                by_rank[rank].append(call)
+                own = by_rank[rank]
+                # Of very many outstanding calls, reports leave out those in the middle.
+                if not own or own[-1].seq + 1 == call.seq:
+                    own.append(call)
         return dict(by_rank)
 
     def with_stack(self, call: Collective) -> Collective:

@@ -279,11 +279,19 @@ def waiting_for_finished(view: Timeline) -> tuple[int, ...]:
 
 
 def waiting_apart(view: Timeline) -> tuple[int, ...]:
-    """Ranks that wait under a condition on the rank, where all wait, some of them for devices that tell nothing."""
+    """Ranks that wait under a condition on the rank, where all wait, some of them for devices that tell nothing.
+
+    Empty if one of them waits in the same call as a rank outside: then it only reads a result there.
+    """
     is_unread = any(waits_for_silent_device(view.facts[rank]) for rank in view.waiting)
     if not is_unread or view.silent or len(view.waiting) < len(view.facts):
         return ()
-    return tuple(sorted(under_rank_condition(view, view.waiting)))
+    apart = tuple(sorted(under_rank_condition(view, view.waiting)))
+    own, others = (
+        {(call.group, call.seq, signature(call)) for rank in ranks if (call := view.activities[rank].collective)}
+        for ranks in (apart, view.waiting_besides(apart))
+    )
+    return apart if own.isdisjoint(others) else ()
 
 
 def finished_early(view: Timeline) -> tuple[int, ...]:

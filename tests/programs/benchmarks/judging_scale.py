@@ -3,7 +3,7 @@
 ``python tests/programs/benchmarks/judging_scale.py --ranks 1024`` judges a synthetic job of each scene of
 ``tests/rules/scenes.py``, on either back end, in a process of its own each: the scene's culprits, and all other ranks
 doing what the others do in the scene. Every rank has a stack of 40 frames, its peers and its host, and in four groups
-as many collectives as the probe keeps for a job of this size: 200 up to 1,024 ranks, 40 of 16,384. ``--growth`` asks
+as many collectives as the probe keeps for a job of this size: 48 for 1,024 ranks, 8 for 16,384. ``--growth`` asks
 every rule alone, at two sizes. Seconds are those of the processor.
 """
 

@@ -45,7 +45,7 @@ FIRST_RUN = FOLDER / "first_run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class Options:
     """How cases are run.
 
     Attributes:
@@ -61,7 +61,7 @@ class Running:
     reports: Path | None = None
 
 
-def judged(warm: Warm, case: Case, how: Running) -> Score:
+def judged(warm: Warm, case: Case, how: Options) -> Score:
     """Runs a case and compares what was said with the truth."""
     outcome = run_case(warm, case, strategy=how.strategy, suspect_after_s=how.suspect_after_s, on_gpu=how.on_gpu)
     if how.reports is not None:
@@ -84,7 +84,7 @@ def _keep(outcome: Outcome, path: Path) -> None:
         path.with_suffix(".json").write_text(json.dumps(outcome.report))
 
 
-def scored(cases: Iterable[Case], how: Running, at_once: int) -> Iterator[Score]:
+def scored(cases: Iterable[Case], how: Options, at_once: int) -> Iterator[Score]:
     """The scores of trainings, as they come."""
     warm = Warm()
     try:
@@ -197,7 +197,7 @@ def main() -> None:
     trainings = [case for case in cases if case not in recorded for _ in range(options.repeat)]
     found = [score_recording(case) for case in recorded]
     scores = []
-    how = Running(
+    how = Options(
         strategy=options.strategy,
         suspect_after_s=options.suspect_after,
         on_gpu=options.gpu,

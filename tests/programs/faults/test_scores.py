@@ -333,7 +333,7 @@ def kept_of(
         return outcome
 
     monkeypatch.setattr(scoreboard, "run_case", run)
-    chosen = scoreboard.Running(strategy="SafeFSDP", suspect_after_s=3.0, on_gpu=on_gpu, reports=reports)
+    chosen = scoreboard.Options(strategy="SafeFSDP", suspect_after_s=3.0, on_gpu=on_gpu, reports=reports)
     scoreboard.judged(WARM, CASE, chosen)
     return how
 

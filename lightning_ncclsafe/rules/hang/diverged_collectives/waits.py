@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
+from lightning_ncclsafe.code.libraries import BACKWARD, DDP, SHARDING
 from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.kit import (
@@ -24,6 +25,7 @@ from lightning_ncclsafe.rules.kit import (
     how_we_know,
     in_own_call,
     inside_trainer,
+    is_in,
     joined,
     line_passed,
     location_of,
@@ -85,13 +87,17 @@ def waits_for_none(view: Timeline) -> Finding | None:
 
 def _different_numbers(view: Timeline) -> Finding | None:
     """All ranks wait at one place, for devices that tell nothing, and have made different numbers of calls before."""
-    places = {(*inside_trainer(facts.stack)[-1:], *_point(facts)) for facts in view.facts.values()}
+    places = {(*inside_trainer(facts.stack), *_point(facts)) for facts in view.facts.values()}
     if view.silent or len(places) != 1 or not all(map(waits_for_silent_device, view.facts.values())):
+        return None
+    # How far the model's own threads are in it does not show in the stack.
+    if any(is_in(BACKWARD | DDP | SHARDING, facts.stack[-1:]) for facts in view.facts.values()):
         return None
     calls: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, facts in sorted(view.facts.items()):
         for group in facts.unrecorded:
-            calls[group.name][group.calls].append(rank)
+            if group.backend.startswith("nccl") and group.calls >= 0:
+                calls[group.name][group.calls].append(rank)
     for name, by_count in sorted(calls.items()):
         if len(by_count) > 1 and sum(map(len, by_count.values())) == len(view.facts):
             numbers = ", ".join(
