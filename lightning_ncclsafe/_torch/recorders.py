@@ -101,8 +101,6 @@ def _driver() -> ctypes.CDLL:
 
 
 _question = SideThread("ncclsafe-cuda-driver")
-# When the question that is open was asked.
-_asked_s = 0.0
 
 
 @marked(Mark.DRIVER)
@@ -116,12 +114,9 @@ def driver_answers() -> bool:
     """
     if not _uses_cuda():
         return True
-    if not _question.is_busy:
-        global _asked_s
-        _asked_s = time.monotonic()
     _question.begin(_ask_driver)
     try:
-        _question.answer(_asked_s + _DRIVER_ANSWERS_S - time.monotonic())
+        _question.answer(_question.began_s + _DRIVER_ANSWERS_S - time.monotonic())
     except UnansweredError:
         return False
     except Exception:  # a driver of another kind; its answer does not matter

@@ -1,6 +1,7 @@
 """Calls that may never return, to a driver, a mount or a name server: on a thread that can be abandoned."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -23,9 +24,13 @@ class SideThread:
 
     Args:
         name: Name of the thread.
+
+    Attributes:
+        began_s: When the last call began, by the monotonic clock.
     """
 
     def __init__(self, name: str) -> None:
+        self.began_s = 0.0
         self._name = name
         # Several threads may call; each gets its own result.
         self._lock = threading.Lock()
@@ -88,6 +93,7 @@ class SideThread:
             except BaseException as error:
                 outcome.set_exception(error)
 
+        self.began_s = time.monotonic()
         # A daemon: a call that never returns must not keep the process alive.
         thread = threading.Thread(target=run, name=self._name, daemon=True)
         try:

@@ -16,6 +16,7 @@ from own_threads import join_own_threads
 from standing import of_guard_that_asks_the_driver
 
 from lightning_ncclsafe._torch import build, process_groups, recorders
+from lightning_ncclsafe.code import side_thread
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.code.side_thread import UnansweredError
 from lightning_ncclsafe.facts import (
@@ -499,7 +500,8 @@ def test_an_open_question_to_the_driver_is_waited_for_only_in_its_first_second(
         raise UnansweredError
 
     def asked_at(now_s: float) -> None:
-        monkeypatch.setattr(recorders, "time", SimpleNamespace(monotonic=lambda: now_s))
+        for module in (recorders, side_thread):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
         assert not recorders.driver_answers()
 
     monkeypatch.setattr(recorders._question, "answer", answer)

@@ -102,7 +102,7 @@ def _is_of_p2p(view: Timeline, circle: dict[int, tuple[str, int]]) -> bool:
 
 
 def _is_of_one_group(circle: dict[int, tuple[str, int]]) -> bool:
-    """Whether ranks wait for each other in two back ends of one process group: all it has is one group."""
+    """Whether ranks wait for each other in two back ends of one process group, in which they have diverged."""
     groups = {group_and_backend(name)[0] for name, _ in circle.values()}
     return len(groups) == 1 and groups != {""}
 

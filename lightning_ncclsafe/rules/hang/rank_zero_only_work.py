@@ -124,10 +124,7 @@ def _copying_alone(view: Timeline) -> Iterator[Finding]:
     for rank, process in silent_processes(view, Reason.DEVICE):
         condition, _ = condition_around(process.stack)
         if condition and view.waiting:
-            words = (
-                f"{copying_words(process)}. It is alone there, {under_words(condition)}: probably, a collective was "
-                "called there that no other rank calls"
-            )
+            words = f"{copying_words(process)}, probably a collective that it alone has called {under_words(condition)}"
             yield silent_finding(view, rank, process, words)
 
 

@@ -7,7 +7,6 @@ fault), ``versions`` and ``job``. Nothing in it names a host, a user or a path o
 """
 
 import argparse
-import gzip
 import json
 import re
 import sys
@@ -21,13 +20,11 @@ from lightning_ncclsafe.facts.codec import from_plain
 from lightning_ncclsafe.rules.judging import judge
 
 FOLDER = recordings.FOLDER / "hangs"
-SCHEMA = 1
-
 _ROOT = Path(__file__).parents[3]
 # Where files of packages and of this project are said to be, whatever the machine.
 _PLACES = ((r"[^\"]*/site-packages/", "/venv/site-packages/"), (r"[^\"]*/lib/python3\.\d+/", "/usr/lib/python3/"))
 
-Hang = dict[str, Any]
+Hang = recordings.Recording
 
 
 def make(report: dict[str, Any], *, causes: tuple[str, ...], ranks: tuple[int, ...] | None, place: str) -> Hang:
@@ -51,25 +48,20 @@ def make(report: dict[str, Any], *, causes: tuple[str, ...], ranks: tuple[int, .
     job = json.loads(text)
     versions = job["ranks"][0].get("versions", {}) if job["ranks"] else {}
     file = Path(place).name
-    return {"schema": SCHEMA, "causes": causes, "ranks": ranks, "place": file, "versions": versions, "job": job}
+    return {
+        "schema": recordings.SCHEMA,
+        "causes": causes,
+        "ranks": ranks,
+        "place": file,
+        "versions": versions,
+        "job": job,
+    }
 
 
 def write(hang: Hang, path: Path) -> None:
-    """Writes it; equal recordings are equal files."""
+    """Writes it, to be read by `recordings.read`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(json.dumps(hang, separators=(",", ":")).encode(), mtime=0))
-
-
-def read(path: Path) -> Hang:
-    """Reads a file.
-
-    Raises:
-        ValueError: It is of another schema.
-    """
-    hang: Hang = json.loads(gzip.decompress(path.read_bytes()))
-    if hang.get("schema") != SCHEMA:
-        raise ValueError(f"{path.name} has schema {hang.get('schema')!r}, known is {SCHEMA}: record it again.")
-    return hang
+    path.write_bytes(recordings.pack(hang))
 
 
 def files() -> list[Path]:

@@ -58,14 +58,18 @@ def write(recording: Recording, folder: Path) -> Path:
     Raises:
         ValueError: It is larger than :data:`MOST_BYTES`.
     """
-    # Without the time of day, so that equal recordings are equal files.
-    packed = gzip.compress(json.dumps(recording, separators=(",", ":")).encode(), mtime=0)
+    packed = pack(recording)
     path = folder / f"{recording['scene']}-{recording['ranks']}.json.gz"
     if len(packed) > MOST_BYTES:
         raise ValueError(f"{path.name} has {len(packed):,} bytes, {MOST_BYTES:,} are allowed: make the scene shorter.")
     folder.mkdir(parents=True, exist_ok=True)
     path.write_bytes(packed)
     return path
+
+
+def pack(recording: Recording) -> bytes:
+    """The content of its file, without the time of day: equal recordings are equal files."""
+    return gzip.compress(json.dumps(recording, separators=(",", ":")).encode(), mtime=0)
 
 
 def read(path: Path) -> Recording:

@@ -16,7 +16,6 @@ from lightning_ncclsafe.rules.kit import (
     capitalised,
     clause,
     condition_evidence,
-    counted,
     different_call_sites,
     different_waits,
     finding,
@@ -48,7 +47,7 @@ _FEWER_BATCHES = "Fewer batches on some ranks than on others would look the same
 
 
 def waits_elsewhere(view: Timeline, ranks: tuple[int, ...]) -> Finding:
-    """These ranks wait in a different place from the others; if these are all, then those that few ranks wait with."""
+    """These ranks wait elsewhere than the others do; if they are all that wait, those in the less common calls do."""
     few = _in_calls_of_few(view) if ranks == view.waiting else ranks
     why = out_of_step(view, view.waiting).get(few[0], "")
     text = f"{clause(few, 'waits|wait in a different place from the others')}{f', {why}' if why else ''}"
@@ -100,13 +99,11 @@ def _different_numbers(view: Timeline) -> Finding | None:
                 calls[group.name][group.calls].append(rank)
     for name, by_count in sorted(calls.items()):
         if len(by_count) > 1 and sum(map(len, by_count.values())) == len(view.facts):
-            numbers = ", ".join(
-                f"{counted(count, 'collective')} on {ranks_words(by_count[count])}" for count in by_count
-            )
+            numbers = ", ".join(f"{count:,} on {ranks_words(who)}" for count, who in by_count.items())
             ranks = minority(by_count.values()) or tuple(view.facts)
             text = (
-                f"{clause(ranks, 'has|have')} called more or fewer collectives of {group_words(name)} than the others "
-                f"at the same point of the training ({numbers}), so that calls have been paired with the wrong ones"
+                f"at the same point of the training, ranks have called different numbers of collectives of "
+                f"{group_words(name)} ({numbers}), so calls have been paired with the wrong ones"
             )
             return _finding(view, ranks, text, location="")
     return None

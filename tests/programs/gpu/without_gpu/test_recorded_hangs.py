@@ -5,6 +5,7 @@ from typing import Any
 
 import hangs
 import pytest
+import recordings
 
 from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.facts.codec import from_plain
@@ -33,13 +34,13 @@ def marked(path: Path) -> Any:
 
 @pytest.mark.parametrize("path", map(marked, hangs.files()))
 def test_a_hang_on_real_nccl_is_named(path: Path) -> None:
-    assert hangs.wrong(hangs.read(path)) == []
+    assert hangs.wrong(recordings.read(path)) == []
 
 
 def test_calls_that_nccl_has_paired_wrongly_are_said_to_have_completed() -> None:
     """NCCL compares nothing: here, ranks wait in vain two epochs after one of them has left out a call."""
     path = hangs.FOLDER / "expert_without_a_token_on_one_rank-middle-3@SafeModelParallel.json.gz"
-    finding = judge(from_plain(JobFacts, hangs.read(path)["job"])).findings[0]
+    finding = judge(from_plain(JobFacts, recordings.read(path)["job"])).findings[0]
     assert "these have completed with each other, so their results are wrong; ranks 0, 2 wait in" in finding.summary
 
 
@@ -50,7 +51,7 @@ def test_there_are_hangs_of_all_strategies() -> None:
 
 
 def test_a_wrong_answer_is_seen() -> None:
-    hang = hangs.read(hangs.files()[0])
+    hang = recordings.read(hangs.files()[0])
     said = hangs.wrong(hang | {"causes": ["gc-pause"], "ranks": [77], "place": "no.py:1"})
     assert [words.partition(" ")[0] for words in said][:2] == ["cause", "ranks"]
     assert said[2].endswith("not no.py:1")
@@ -81,4 +82,4 @@ def test_paths_are_those_of_no_machine(file: str, kept: str) -> None:
 def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     hangs.write({"schema": 0}, tmp_path / "one.json.gz")
     with pytest.raises(ValueError, match="has schema 0, known is 1: record it again"):
-        hangs.read(tmp_path / "one.json.gz")
+        recordings.read(tmp_path / "one.json.gz")
