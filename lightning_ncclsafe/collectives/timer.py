@@ -11,9 +11,10 @@ from lightning_ncclsafe.code.marks import Mark, marked
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.code.patching import WrappedMethod
 from lightning_ncclsafe.collectives.clocks import ClockSync
+from lightning_ncclsafe.collectives.mispaired import mispairing_words, own_call_words
 from lightning_ncclsafe.collectives.recording import PhaseHistory, Recording
 from lightning_ncclsafe.collectives.results import TimingScalars, print_trace, save
-from lightning_ncclsafe.collectives.tree import StragglerReport, Tree
+from lightning_ncclsafe.collectives.tree import TimingReport, Tree
 from lightning_ncclsafe.exchange import Exchange, ExchangeError, poll_interval_s, wait_for
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.probes.host.capacity import host_boot_id
@@ -23,6 +24,7 @@ from lightning_ncclsafe.report.terminal import say_on_stderr, say_own_failure
 from lightning_ncclsafe.report.times import straggler_sentence
 from lightning_ncclsafe.settings import TimerSettings
 from lightning_ncclsafe.timing.analysis import TRACE_BYTES, Analysis
+from lightning_ncclsafe.timing.matching import Mispairing
 from lightning_ncclsafe.timing.summary import LOG_METRICS
 from lightning_ncclsafe.timing.windows import Window, joined
 
@@ -110,6 +112,7 @@ class Timer:
         self.stragglers: tuple[Straggler, ...] = ()
         self.analysis = Analysis(world_size if rank == 0 else 1, trace_bytes=TRACE_BYTES if settings.trace else 0)
         self._exchange = exchange
+        self._rank = rank
         self._world_size = world_size
         self._say = say
         most_calls = min(max(_MOST_CALLS // world_size, _LEAST_CALLS), _MOST_CALLS_OF_A_RANK)
@@ -127,7 +130,7 @@ class Timer:
         self._unsent: list[Window] = []
         self._shared_at = time.monotonic()
         self._unreadable = 0
-        self._is_unsent = False
+        self._is_unsent = self._mispairing_told = False
         self._last: set[int] = set()
         self._ready: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -205,7 +208,9 @@ class Timer:
             if found is not None:
                 self._judge(found)
             else:
-                self.stragglers = self._tree.newest_report().stragglers
+                report = self._tree.newest_report()
+                self.stragglers = report.stragglers
+                self._tell_mispairing(report.mispairing)
         except ExchangeError as error:
             # It is kept and shared later; if the exchange is lost, this rank quietly continues alone.
             self._recording.say(f"some timings could not be shared in time: {error}")
@@ -223,11 +228,25 @@ class Timer:
         with self._lock:
             # Scalars that were not taken yet stay; the rest is collected for the next time.
             self._ready = self._ready or self._scalars.take()
-        if changed or self._is_unsent:
+        mispairing = self.analysis.mispairing
+        is_mispaired = mispairing is not None and not self._mispairing_told
+        if changed or is_mispaired or self._is_unsent:
             self._report(changed)
             self._is_unsent = True  # until the exchange has taken it
-            self._tree.send_report(StragglerReport(stragglers=self.stragglers))
+            if mispairing is not None and is_mispaired:
+                self._say(mispairing_words(mispairing))
+                self._tell_mispairing(mispairing)
+            self._tree.send_report(TimingReport(stragglers=self.stragglers, mispairing=mispairing))
             self._is_unsent = False
+
+    def _tell_mispairing(self, found: Mispairing | None) -> None:
+        """Tells, once, where this rank has made its call."""
+        if found is not None and not self._mispairing_told:
+            self._mispairing_told = True
+            with OwnWork():
+                words = own_call_words(found, self._rank)
+            if words:
+                self._say(words)
 
     def _report(self, changed: list[Straggler]) -> None:
         for straggler in changed:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lightning_ncclsafe.code.own_work import OwnWork
 from lightning_ncclsafe.exchange import Exchange
 from lightning_ncclsafe.facts import Straggler, codec
+from lightning_ncclsafe.timing.matching import Mispairing
 from lightning_ncclsafe.timing.windows import Window, WindowError, decode, empty_window, encode, joined, limited
 
 FAN = 32
@@ -23,14 +24,16 @@ _REPORT = "timing/stragglers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StragglerReport:
+class TimingReport:
     """What rank 0 sends to all ranks.
 
     Attributes:
         stragglers: Ranks that keep, or kept, the others waiting.
+        mispairing: A collective that ranks have called differently; None if there was none.
     """
 
     stragglers: tuple[Straggler, ...] = ()
+    mispairing: Mispairing | None = None
 
 
 class Tree:
@@ -113,7 +116,7 @@ class Tree:
         """Sends on what others sent, without a window of this rank; see :meth:`pass_on`."""
         return self.pass_on(empty_window())
 
-    def send_report(self, report: StragglerReport) -> None:
+    def send_report(self, report: TimingReport) -> None:
         """Sends rank 0's report to all ranks; on rank 0.
 
         Raises:
@@ -121,14 +124,14 @@ class Tree:
         """
         self._exchange.set(_REPORT, codec.encode(report))
 
-    def newest_report(self) -> StragglerReport:
+    def newest_report(self) -> TimingReport:
         """Rank 0's last report.
 
         Raises:
             ExchangeError: If ranks cannot share.
         """
         found = self._exchange.get_many([_REPORT]).get(_REPORT)
-        return codec.decode(StragglerReport, found) if found else StragglerReport()
+        return codec.decode(TimingReport, found) if found else TimingReport()
 
     def _collect(self) -> None:
         """Takes what the ranks below have written; kept until it is passed on."""

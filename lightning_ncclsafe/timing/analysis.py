@@ -15,7 +15,7 @@ from lightning_ncclsafe.timing.history import (
     WorstMoments,
 )
 from lightning_ncclsafe.timing.lateness import Lateness, Waits, lateness
-from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher, durations_known
+from lightning_ncclsafe.timing.matching import MatchedCalls, Matcher, Mispairing, durations_known
 from lightning_ncclsafe.timing.stragglers import LEAST_LATE_NS, Step, Steps, Stragglers
 from lightning_ncclsafe.timing.summary import STEP_PHASES, OpSummary, RankSummary, StepPhase, TimingSummary, bandwidth
 from lightning_ncclsafe.timing.windows import Clock, GroupMembers, Window
@@ -193,6 +193,11 @@ class Analysis:
         """The calls compared since the last call of this method."""
         fresh, self._fresh = self._fresh, []
         return fresh
+
+    @property
+    def mispairing(self) -> Mispairing | None:
+        """The first collective that ranks called differently and that has ended all the same; None without one."""
+        return self._matcher.mispairing
 
     def finish(self) -> list[Straggler]:
         """Ends the analysis: no more windows will arrive."""

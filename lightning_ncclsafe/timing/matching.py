@@ -1,4 +1,4 @@
-"""Matches the calls of all members of a group: equal sequence numbers are the same collective."""
+"""Matches the calls of all members of a group: equal sequence numbers are the same collective, or should be."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,6 +15,48 @@ _MOST_PENDING = 1_000_000
 _GIVE_UP_NS = 60_000_000_000
 # A program may create groups for as long as it runs; a forgotten one that is called again is a new one.
 _MOST_GROUPS = 10_000
+# Operations for which every rank gives as many bytes, by the names of their entries; those of others may differ.
+_OF_EQUAL_SIZES = frozenset(
+    {"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base", "all_reduce_barrier"}
+)
+# Calls that are further apart may be those of two groups of one name, the second made after the first has ended.
+_SAME_TIME_NS = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedCall:
+    """What some ranks called in a collective in which others called something else.
+
+    Attributes:
+        op: The operation, ``"all_reduce"``.
+        size_bytes: Bytes on one rank.
+        ranks: Global ranks, ascending.
+    """
+
+    op: str
+    size_bytes: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mispairing:
+    """A collective that has ended on all ranks of a group although they had called different ones.
+
+    NCCL compares neither operations nor sizes. Calls of the same number exchange their data, whatever they are.
+
+    Attributes:
+        group: Name of the process group.
+        description: Its purpose.
+        seq: The number of the call.
+        step: Training batch that the first rank called it in.
+        calls: The different calls, those of most ranks first.
+    """
+
+    group: str
+    description: str = ""
+    seq: int
+    step: int
+    calls: tuple[PairedCall, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +96,8 @@ class Matcher:
 
     Attributes:
         unmatched: Calls that were given up, as not all members reported them.
+        mispairing: The first collective that ranks called differently and that has ended on all of them; None if there
+            was none.
     """
 
     def __init__(self) -> None:
@@ -64,6 +108,7 @@ class Matcher:
         self._last: dict[str, tuple[int, NDArray[Any]]] = {}
         self._newest_ns: dict[int, int] = {}
         self.unmatched = 0
+        self.mispairing: Mispairing | None = None
 
     def add(self, window: Window) -> list[MatchedCalls]:
         """Adds a window; returns what can be matched now, by group."""
@@ -109,6 +154,7 @@ class Matcher:
         clocks = [self._clocks.get(rank, Clock()) for rank in group.ranks]
         offset_ns = np.array([clock.offset_ns for clock in clocks], dtype=np.int64)
         seq, arrival_ns = table["seq"][0], table["created_ns"] - offset_ns[:, None]
+        self.mispairing = self.mispairing or self._mispairing(group, table, arrival_ns)
         last_seq, before_ns = self._last.get(group.name, (-1, arrival_ns[:, 0]))
         self._last[group.name] = (int(seq[-1]), arrival_ns[:, -1].copy())
         return MatchedCalls(
@@ -124,6 +170,28 @@ class Matcher:
             uncertainty_ns=np.array([clock.uncertainty_ns for clock in clocks], dtype=np.int64),
             before_ns=before_ns,
             follows=np.diff(seq, prepend=last_seq) == 1,
+        )
+
+    def _mispairing(self, group: GroupMembers, table: Calls, arrival_ns: NDArray[Any]) -> Mispairing | None:
+        """The first column in which ranks differ, if it has ended on all of them; shapes are (R, K)."""
+        op, size_bytes = table["op"], table["size_bytes"]
+        has_equal_sizes = np.isin(op[0], [self._ops[name] for name in _OF_EQUAL_SIZES & self._ops.keys()])
+        differs = (op != op[0]).any(axis=0) | (has_equal_sizes & (size_bytes != size_bytes[0]).any(axis=0))
+        # Only back ends that time calls on the device complete different ones with each other.
+        differs &= durations_known(table["duration_ns"]) & (np.ptp(arrival_ns, axis=0) < _SAME_TIME_NS)
+        if not differs.any():
+            return None
+        column, ops = int(differs.argmax()), tuple(self._ops)
+        sides: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for row, rank in enumerate(group.ranks):
+            sides[ops[op[row, column]], int(size_bytes[row, column])].append(rank)
+        calls = (PairedCall(op=op, size_bytes=size, ranks=tuple(ranks)) for (op, size), ranks in sides.items())
+        return Mispairing(
+            group=group.name,
+            description=group.description,
+            seq=int(table["seq"][0, column]),
+            step=int(table["step"][0, column]),
+            calls=tuple(sorted(calls, key=lambda call: (-len(call.ranks), call.ranks))),
         )
 
     def _keep(self, name: str, calls: Calls) -> None:

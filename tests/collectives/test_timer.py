@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from own_threads import own_threads
 from polling import until
-from recorder_entries import BEGAN_NS, MS, Recorder, entry
+from recorder_entries import BEGAN_NS, MS, Recorder, entry, nccl
 
 from lightning_ncclsafe._torch import process_groups
-from lightning_ncclsafe.collectives import recording, timer
+from lightning_ncclsafe.collectives import mispaired, recording, timer
 from lightning_ncclsafe.collectives.clocks import ClockSync
 from lightning_ncclsafe.collectives.recording import PhaseHistory
 from lightning_ncclsafe.collectives.timer import Timer
@@ -172,6 +172,36 @@ def test_only_rank_0_prints_a_straggler_and_all_ranks_know_it(make: Make) -> Non
     for one in ranks:
         assert [straggler.rank for straggler in one.timer.stragglers] == [1]
         assert isinstance(one.timer.stragglers[0], Straggler)
+
+
+def test_a_mispairing_is_told_once_with_the_line_of_each_side(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 2 have reduced while rank 1 broadcast; of equal calls the lowest rank says where."""
+    shared, recorders, said = SharedMemory(), [Recorder() for _ in range(3)], [Said() for _ in range(3)]
+    members = [process_groups.OwnGroup("0", "default_pg", (0, 1, 2))]
+    monkeypatch.setattr(process_groups, "own_groups", lambda: members)
+    ranks = [make(rank, recorders[rank], MemoryExchange(shared), world_size=3, say=said[rank]) for rank in range(3)]
+    until_clocks_are_known(ranks)
+    for rank, recorder in enumerate(recorders):
+        recorder.add(*(nccl(number, at_ms=number, duration_ms=0.5) for number in range(5)))
+        other = {**nccl(5, at_ms=5, duration_ms=0.5), "profiling_name": "nccl:broadcast"}
+        recorder.add(other if rank == 1 else nccl(5, at_ms=5, duration_ms=0.5))
+        recorder.add(*(nccl(number, at_ms=number, duration_ms=0.5) for number in range(6, 9)))
+
+    def entries(*, stacks: bool) -> Iterable[list[dict[str, Any]]]:
+        # Those of whichever rank's thread asks; each has its own lines.
+        rank = next(number for number, one in enumerate(ranks) if one.timer._thread is threading.current_thread())
+        frames = [{"filename": "/work/train.py", "line": 10 + rank, "name": "training_step"}]
+        return [[{**known, "frames": frames} for known in recorders[rank].ring]]
+
+    monkeypatch.setattr(mispaired.recorders, "entries", entries)
+    until(lambda: said[0].said and said[1].said)
+    until(lambda: ranks[2].timer._mispairing_told)
+    ((what, where), (other_where,), nothing) = (one.said for one in said)
+    assert "number 6 of the default group" in what
+    assert "all_reduce of 40 bytes on ranks 0, 2 and broadcast of 40 bytes on rank 1" in what
+    assert where == "Rank 0 called its all_reduce of 40 bytes in /work/train.py:10 in training_step"
+    assert other_where == "Rank 1 called its broadcast of 40 bytes in /work/train.py:11 in training_step"
+    assert nothing == []
 
 
 @pytest.mark.parametrize("rank", [0, 1, 32])

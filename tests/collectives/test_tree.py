@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_ncclsafe.collectives.tree import StragglerReport, Tree
+from lightning_ncclsafe.collectives.tree import TimingReport, Tree
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
 from lightning_ncclsafe.facts import Straggler
 from lightning_ncclsafe.timing.windows import (
@@ -223,8 +223,8 @@ def test_every_kind_of_content_arrives(what: str) -> None:
 
 def test_stragglers_are_sent_to_all_ranks() -> None:
     ranks = Ranks(3)
-    assert ranks.trees[2].newest_report() == StragglerReport()
-    told = StragglerReport(
+    assert ranks.trees[2].newest_report() == TimingReport()
+    told = TimingReport(
         stragglers=(Straggler(rank=1, phase="data loading", since_ns=5), Straggler(rank=2, is_over=True))
     )
     ranks.trees[0].send_report(told)

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ _NEEDS_GLOO = "No backend type associated with device type cpu"
 # Of a verdict that is written while the ranks end.
 _LATER_S = 1.0
 _POLL_S = 0.05
+# PyTorch adds the rank.
+_DUMP = "nccl_trace_rank_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class Outcome:
         delay_s: From when it went wrong until the report was there, seconds; None where that is not known.
         exit_codes: Of the ranks that have ended by themselves.
         output: What all ranks have said.
+        dumps: What PyTorch's watchdog has written of each rank's Flight Recorder, by rank.
         skipped: Why it could not be run; empty if it was.
     """
 
@@ -63,6 +66,7 @@ class Outcome:
     delay_s: float | None = None
     exit_codes: tuple[int, ...] = ()
     output: str = ""
+    dumps: dict[int, bytes] = field(default_factory=dict)
     skipped: str = ""
 
     @property
@@ -154,7 +158,7 @@ def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], optio
         try:
             start = Cold if case.scenario.is_cold else warm.start
             for env in envs:
-                one = environment() | env
+                one = environment() | env | {"TORCH_FR_DUMP_TEMP_FILE": str(folder / _DUMP)}
                 running.append(start(argv, output=output.fileno(), cwd=folder, env=one))
             left = [*running]
             report, codes = wait(case, folder, left)
@@ -167,7 +171,8 @@ def _run(warm: Warm, case: Case, folder: Path, envs: list[dict[str, str]], optio
             for program in left:
                 program.wait(END_S)
     said = (folder / "output").read_text(errors="replace")
-    return Outcome(report=report[0], delay_s=report[1], exit_codes=codes, output=said)
+    dumps = {int(path.name.removeprefix(_DUMP)): path.read_bytes() for path in folder.glob(f"{_DUMP}*")}
+    return Outcome(report=report[0], delay_s=report[1], exit_codes=codes, output=said, dumps=dumps)
 
 
 class Cold:

@@ -1,7 +1,9 @@
 """What a person has without us, of the same faults: ``python tests/programs/faults/without_us.py --json stock.json``.
 
 Each training runs with Lightning's own DDPStrategy, whose collectives time out after 15 s here. It is counted how often
-its ranks end by themselves, and how often a traceback that they print shows the line that is to blame. PyTorch's own
+its ranks end by themselves, and how often a traceback that they print shows the line that is to blame. With ``--gpu``
+and ``--keep FOLDER``, what such a run leaves is kept, for ``ncclsafe diagnose``: the log, and with NCCL the dumps of all
+ranks' Flight Recorders. PyTorch's own
 analyser (``torch.distributed.flight_recorder``) is no help: no timeout of gloo's writes dumps, and of those that are
 written for it, it fails (torch 2.13: ``KeyError`` for the default group).
 """
@@ -38,11 +40,24 @@ class Without:
     shows_line: bool | None
 
 
-def without(warm: Warm, case: Case) -> Without | None:
-    """Runs a case; None where it cannot be run here."""
-    outcome = run_case(warm, case, strategy="DDPStrategy")
+def without(warm: Warm, case: Case, *, on_gpu: bool = False, keep: Path | None = None) -> Without | None:
+    """Runs a case; None where it cannot be run here.
+
+    Args:
+        warm: What its ranks are forked from.
+        case: The case.
+        on_gpu: Whether the ranks share one GPU and communicate with NCCL.
+        keep: Where the log and the dumps are kept, in a folder for each case; None where they are not.
+    """
+    outcome = run_case(warm, case, strategy="DDPStrategy", on_gpu=on_gpu)
     if outcome.skipped:
         return None
+    if keep is not None:
+        folder = keep / case.name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.log").write_text(outcome.output)
+        for rank, dump in outcome.dumps.items():
+            (folder / f"nccl_trace_rank_{rank}").write_bytes(dump)
     file, _, line = case.place.strip().rpartition(":")
     return Without(
         case=case.name,
@@ -61,6 +76,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what there was of each, too")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases, scenarios or causes")
     parser.add_argument("--from-threads", action="store_true", help="only those written after public threads")
+    parser.add_argument("--gpu", action="store_true", help="ranks share one GPU and communicate with NCCL")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what a run leaves: its log and its dumps")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases that run at a time (default: %(default)s)")
     options = parser.parse_args()
     cases = [case for case in chosen(options.only, "SafeDDP") if case.scenario.needs != "recording"]
@@ -68,7 +85,8 @@ def main() -> None:
     warm = Warm()
     try:
         with ThreadPoolExecutor(options.at_once) as pool:
-            found = [one for one in pool.map(lambda case: without(warm, case), faults) if one is not None]
+            each = pool.map(lambda case: without(warm, case, on_gpu=options.gpu, keep=options.keep), faults)
+            found = [one for one in each if one is not None]
     finally:
         warm.close()
     print(f"all ranks end by themselves: {share(one.ended for one in found)}")

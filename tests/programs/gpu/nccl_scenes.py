@@ -190,6 +190,24 @@ def coalesced(here: Here) -> Truth:
     return {}
 
 
+def mispaired(here: Here) -> Truth:
+    """Rank 1 reduces twice as many numbers, and then another operation; NCCL completes both."""
+    _warm_up(here)
+    late = here.rank == LATE_RANK
+    dist.all_reduce(here.ones(16 if late else 8))
+    here.sync()
+    if late:
+        dist.broadcast(here.ones(8), src=0)
+    else:
+        dist.all_reduce(here.ones(8))
+    for _ in range(3):
+        dist.all_reduce(here.ones(8))
+    here.settle()
+    return {
+        "mispaired": {"seq": WARM_UP + 1, "size_bytes": [64 if rank == LATE_RANK else 32 for rank in range(here.ranks)]}
+    }
+
+
 SCENES: dict[str, Callable[[Here], Truth]] = {
     "durations": durations,
     "delay": delay,
@@ -199,4 +217,5 @@ SCENES: dict[str, Callable[[Here], Truth]] = {
     "sub_groups": sub_groups,
     "point_to_point": point_to_point,
     "coalesced": coalesced,
+    "mispaired": mispaired,
 }

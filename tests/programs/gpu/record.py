@@ -12,7 +12,7 @@ from one_gpu import missing, run_ranks
 
 SCRIPT = Path(__file__).with_name("nccl_rank.py")
 LIMIT_S = 150
-RECORDED = ("healthy", "delay", "behind", "mismatched", "sub_groups", "point_to_point", "coalesced")
+RECORDED = ("healthy", "delay", "behind", "mismatched", "sub_groups", "point_to_point", "coalesced", "mispaired")
 
 # Timing is not switched on here: that is for the package to do.
 _RECORDER: Mapping[str, str] = {"TORCH_FR_BUFFER_SIZE": "400"}

@@ -91,8 +91,21 @@ def _rank_facts(dump: dict[str, Any], *, works: bool) -> RankFacts:
 
 def compared(file: File) -> list[tuple[MatchedCalls, Lateness]]:
     """Who was late for each call, by group, as the timer finds it."""
-    windows = [_window(dump["rank"], unpickled(dump)["entries"], dump["groups"]) for dump in file["dumps"]]
-    return [(calls, lateness(calls, {})) for calls in Matcher().add(joined(windows))]
+    return [(calls, lateness(calls, {})) for calls in Matcher().add(_windows(file))]
+
+
+def wrong_about_pairs(file: File) -> list[str]:
+    """What the timer has wrong about different calls that have completed with each other."""
+    matcher = Matcher()
+    matcher.add(_windows(file))
+    found, expected = matcher.mispairing, file["expected"].get("mispaired")
+    sizes = {rank: call.size_bytes for call in found.calls for rank in call.ranks} if found is not None else {}
+    told = {"seq": found.seq, "size_bytes": [sizes[rank] for rank in sorted(sizes)]} if found is not None else None
+    return [] if told == expected else [f"mispaired are {told}, not {expected}"]
+
+
+def _windows(file: File) -> Window:
+    return joined([_window(dump["rank"], unpickled(dump)["entries"], dump["groups"]) for dump in file["dumps"]])
 
 
 def _window(rank: int, entries: list[Entry], members: dict[str, list[int]]) -> Window:
@@ -158,4 +171,5 @@ def wrong(file: File) -> list[str]:
     for dump in file["dumps"]:
         if parsed(dump, dump["json"]) != parsed(dump, unpickled(dump)):
             found.append(f"rank {dump['rank']}: its JSON and its pickle say different things")
+    found += wrong_about_pairs(file)
     return found + (wrong_about_delays(file) if "late_rank" in file["expected"] else [])
