@@ -1,11 +1,10 @@
 """What a person has without us, of the same faults: ``python tests/programs/faults/without_us.py --json stock.json``.
 
 Each training runs with Lightning's own DDPStrategy, whose collectives time out after 15 s here. It is counted how often
-its ranks end by themselves, and how often a traceback that they print shows the line that is to blame. With ``--gpu``
-and ``--keep FOLDER``, what such a run leaves is kept, for ``ncclsafe diagnose``: the log, and with NCCL the dumps of all
-ranks' Flight Recorders. PyTorch's own
-analyser (``torch.distributed.flight_recorder``) is no help: no timeout of gloo's writes dumps, and of those that are
-written for it, it fails (torch 2.13: ``KeyError`` for the default group).
+its ranks end by themselves, and how often a traceback that they print shows the line that is to blame. ``--keep`` keeps
+what such a run leaves, which ``ncclsafe diagnose`` reads: the log and, with ``--gpu``, dumps of all ranks' Flight
+Recorders. PyTorch's own analyser (``torch.distributed.flight_recorder``) is no help: no timeout of gloo's writes dumps,
+and of those that are written for it, it fails (torch 2.13: ``KeyError`` for the default group).
 """
 
 import argparse
