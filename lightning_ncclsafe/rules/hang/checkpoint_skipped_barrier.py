@@ -9,6 +9,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Timeline,
     advice,
+    at_words,
     error_words,
     finding,
     hang_rule,
@@ -16,7 +17,6 @@ from lightning_ncclsafe.rules.kit import (
     phase_evidence,
     ranks_words,
     recorder_evidence,
-    short_location,
     storage_evidence,
     verb,
     where_words,
@@ -73,9 +73,9 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     failed, frame = facts.failed_save, _place(facts)
     assert failed is not None
-    at = f" at {short_location(frame)}" if frame else ""
     text = (
-        f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at}; the exception was caught, so "
+        f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at_words(frame)}; "
+        "the exception was caught, so "
         f"{verb(ranks, 'the rank', 'these ranks')} never reached the save's barrier and {verb(ranks, 'is', 'are')} now "
         f"{where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     )

@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Timeline,
+    at_words,
     blocked_at_one_line,
     deepest_user_frame,
     hang_rule,
@@ -18,7 +19,6 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     location_of,
     memory_evidence,
-    short_location,
     short_of_memory,
     size_words,
     straggler_finding,
@@ -113,9 +113,8 @@ def _workers_words(facts: RankFacts) -> str:
 
 def _worker_words(worker: ProcessFacts) -> str:
     frame = deepest_user_frame(_own_stack(worker))
-    at = f" at {short_location(frame)}" if frame else ""
     kernel = f" in {worker.wait_channel}" if worker.wait_channel and not frame else ""
-    return f"{worker.state or 'in an unknown state'}{at}{kernel}"
+    return f"{worker.state or 'in an unknown state'}{at_words(frame)}{kernel}"
 
 
 def _evidence(facts: RankFacts) -> Iterator[Evidence]:

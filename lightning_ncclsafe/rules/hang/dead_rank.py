@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     aborted_elsewhere,
     aborted_model_run,
     alone_in_trainer,
+    at_words,
     batch_words,
     capitalised,
     continued_before_abort,
@@ -204,7 +205,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
     kills = _oom_kills(view, ranks) if end.status is None and end.signal in ("", "SIGKILL") else []
     killer = ", and the kernel's out-of-memory killer was active on its host" if kills else ""
     frame = _place(view, ranks)
-    at = f" {place_words(frame)}" if frame else ""
+    at = at_words(frame)
     if not frame and len(ranks) == 1 and (seen := _last_seen(view, ranks[0])) is not None:
         frame = _stayed_in(seen)
         at = f", last seen {_seen_words(seen)}"

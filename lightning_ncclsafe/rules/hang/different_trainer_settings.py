@@ -64,7 +64,7 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     if not differing or not (view.waiting or view.raised):
         return
     odd = _narrowed(view, _odd_ones_out(differing))
-    waiting = others_wait(view, ())
+    waiting = others_wait(view)
     # A rank that works may be what the others wait for, whatever the settings.
     is_explained = bool(view.working(view.facts))
     yield finding(

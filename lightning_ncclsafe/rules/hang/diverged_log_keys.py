@@ -339,7 +339,7 @@ def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: s
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}: {others_wait(view, ())}.",
+        f"{capitalised(text)}: {others_wait(view)}.",
         confidence=confidence,
         location=place or call_location(view, ranks),
         evidence=(

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Severity,
     Timeline,
+    at_words,
     batch_words,
     call_evidence,
     calls_words,
@@ -102,7 +103,7 @@ def _is_of_other_calls(view: Timeline) -> bool:
 def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
     """An exception outside of the Trainer, where no guard reports it: the program recorded it before it ended."""
     frame = deepest_user_frame(raised.stack)
-    at = f" at {short_location(frame)}" if frame else ""
+    at = at_words(frame)
     raised_words = f"{_raised_words(raised)}{at}, outside of the Trainer, and its program ended"
     return finding(
         view,

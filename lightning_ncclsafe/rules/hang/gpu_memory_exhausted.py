@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Severity,
     Timeline,
+    at_words,
     batch_words,
     clause,
     exception_evidence,
@@ -20,7 +21,6 @@ from lightning_ncclsafe.rules.kit import (
     how_we_know,
     is_garbled,
     location_of,
-    short_location,
     size_words,
     unless_caught,
     verb,
@@ -101,7 +101,7 @@ def _confidence(facts: RankFacts) -> Confidence:
 def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     facts = view.facts[ranks[0]]
     frame = exception_place(facts)
-    at = f" at {short_location(frame)}" if frame else ""
+    at = at_words(frame)
     amounts = _AMOUNTS.search(facts.exception.message if facts.exception else "")
     needs = f" (it needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
     whose = f" (rank {ranks[0]} needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""

@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     aborted_model_run,
     aborted_words,
     alone_in_trainer,
+    at_words,
     beyond_try,
     call_by_size,
     call_evidence,
@@ -48,7 +49,6 @@ from lightning_ncclsafe.rules.kit import (
     out_of_data_first,
     overrun_bytes,
     overrun_ranks,
-    place_words,
     ranks_words,
     same_purpose,
     signal_of,
@@ -131,7 +131,7 @@ def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
     ranks = tuple(sorted(rank for rank in different.roots if not has_majority or rank not in most))
     text = (
         f"{ranks_words(sorted(different.calls))} have called {collective_words(call)} of "
-        f"{group_words(different.group)} with different roots: {named}. It can never complete: {others_wait(view, ())}."
+        f"{group_words(different.group)} with different roots: {named}. It can never complete: {others_wait(view)}."
     )
     return finding(
         view,
@@ -162,15 +162,14 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     is_known = has_aborted and not is_theirs
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
-        f"{aborted_words(view, ended)}{f' {place_words(own)}' if own else ''}, {gloo_abort_words(view, ended)}, while "
-        f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
+        f"{aborted_words(view, ended)}{at_words(own)}, {gloo_abort_words(view, ended)}, while "
+        f"{ranks_words([other])} {was}{at_words(others)}."
     )
     why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
     why = why or ("Who sent that is not recorded." if is_theirs else "")
     if unusual and not decided:
         call, before = next(iter(unusual.values()))
-        frame = deepest_user_frame(view.with_stack(call).stack)
-        at = f" {place_words(frame)}" if frame else ""
+        at = at_words(deepest_user_frame(view.with_stack(call).stack))
         called = capitalised(clause(ranks, "has|have called"))
         why = f"{called} {call_words(call)}{at}, and {call_words(before)} before."
     beyond, skipped = beyond_try(view, sorted({*view.facts, *ended}))

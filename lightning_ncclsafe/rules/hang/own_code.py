@@ -10,13 +10,13 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Kind,
     Timeline,
+    at_words,
     clause,
     delayed_by_machine,
     finding,
     hang_rule,
     location_of,
     phase_evidence,
-    place_words,
     recorder_evidence,
     where_words,
     while_others_wait,
@@ -90,9 +90,8 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     # If its machine delays a rank, the line of this package is merely where it happens to be.
     is_machine = not set(ranks).isdisjoint(delayed_by_machine(view))
     frame = _own_frame(view.facts[rank].stack)
-    at = place_words(frame)
     who = clause(ranks, "is|are held up by lightning_ncclsafe itself")
-    text = f"{who}{at and f' {at}'}, {where_words(view, rank)}{while_others_wait(view, ranks)}."
+    text = f"{who}{at_words(frame)}, {where_words(view, rank)}{while_others_wait(view, ranks)}."
     return finding(
         view,
         ranks,

@@ -132,7 +132,7 @@ def _nobody_stands_out(view: Timeline) -> Finding:
     ranks = behind if len(behind) < len(places) else ()
     who = f"; {clause(ranks, 'is|are furthest behind')}, " if ranks else ""
     who += where_words(view, ranks[0]) if ranks else ""
-    text = f"{others_wait(view, ())}, and no rank was found that keeps them waiting{who}."
+    text = f"{others_wait(view)}, and no rank was found that keeps them waiting{who}."
     return finding(
         view,
         ranks,

@@ -193,7 +193,7 @@ def _finding(
         f"{clause(early, 'has|have')} {how}, {_at(view, early[0])}, while {ranks_words(others)} "
         f"{verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
     )
-    waiting = others_wait(view, ())
+    waiting = others_wait(view)
     why = f"{capitalised(counts.what)} in {counts.at}: {counts.words}." if counts else ""
     places = _places(view, early, others) if counts is None else [*skips_steps(view)]
     has_finished = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in early)

@@ -105,7 +105,7 @@ def _is_at_end(facts: RankFacts) -> bool:
 def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:
     ranks = tuple(sorted(calls))
     finished = tuple(rank for rank in sorted(view.facts) if rank not in calls)
-    waits = others_wait(view, ())
+    waits = others_wait(view)
     text = (
         f"{clause(ranks, 'has|have called the Trainer again from within its own call')}, "
         f"{place_words(calls[ranks[0]])}, and {clause(finished, 'has|have not')}: "

@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     alone_in_trainer,
+    at_words,
     clause,
     condition_evidence,
     condition_of,
@@ -86,9 +87,8 @@ def _asked_at(view: Timeline, presenting: dict[int, str]) -> Frame | None:
 def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> Finding:
     """The presenting ranks are under a condition on the rank, so the others will never come."""
     ranks, asked = tuple(sorted(presenting)), _asked_at(view, presenting)
-    at = f" at {short_location(asked)}" if asked else ""
     text = (
-        f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at}, "
+        f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at_words(asked)}, "
         f"{under_words(condition_of(view, ranks[0]))}, which all ranks must do; {ranks_words(elsewhere)} "
         f"{verb(elsewhere, 'is', 'are')} {where_words(view, elsewhere[0])}."
     )

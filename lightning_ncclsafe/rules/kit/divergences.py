@@ -32,7 +32,7 @@ from lightning_ncclsafe.rules.kit.gloo_aborts import (
 )
 from lightning_ncclsafe.rules.kit.purpose import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.sentences import phase_evidence, place_words, stack_evidence, where_words
+from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence, where_words
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, minority, stack_of
@@ -44,6 +44,7 @@ from lightning_ncclsafe.rules.kit.wording import (
     clause,
     collective_words,
     encloses_words,
+    place_words,
     ranks_words,
     verb,
 )

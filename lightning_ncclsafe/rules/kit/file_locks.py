@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lightning_ncclsafe.facts import FileLockFacts, JobFacts, LockHolder, RankFacts, ThreadLockFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import Activity, Kind, deepest_user_frame, hardly_runs
-from lightning_ncclsafe.rules.kit.wording import duration_words, joined, short_location
+from lightning_ncclsafe.rules.kit.wording import at_words, duration_words, joined, short_location
 
 _OLD_S = 60.0
 _REMEDY_THREADS = (
@@ -130,7 +130,7 @@ def with_thread_locks(findings: Iterable[Finding], job: JobFacts) -> list[Findin
         lock, first = locks[rank], completed[0]
         frame = deepest_user_frame(lock.stack)
         where = f"; it is at {short_location(frame)}" if frame is not None and not lock.is_own else ""
-        taken = f" at {short_location(lock.taken_at)}" if lock.taken_at is not None else ""
+        taken = at_words(lock.taken_at)
         holder = "the same thread has already taken" if lock.is_own else f"its thread {lock.thread!r} has taken"
         text = f"Rank {rank} waits there for `{lock.lock}`, which {holder}{taken}{where}."
         completed[0] = replace(

@@ -18,8 +18,8 @@ from lightning_ncclsafe.rules.kit.wording import (
     duration_words,
     group_words,
     location_of,
+    place_words,
     ranks_words,
-    short_location,
     verb,
 )
 
@@ -121,11 +121,6 @@ def batch_words(progress: Progress) -> str:
         return stage or (f"before the first batch{of_epoch}" if of_epoch else "in training")
     batch = f"batch {progress.batch_idx}{of_epoch}"
     return f"{batch}, {stage}" if stage else batch
-
-
-def place_words(frame: Frame | None) -> str:
-    """``"at train.py:42 in evaluate"``; empty without a frame."""
-    return f"at {short_location(frame)}" if frame is not None else ""
 
 
 def where_words(view: Timeline, rank: int) -> str:

@@ -8,9 +8,9 @@ from lightning_ncclsafe.facts import COLLECTOR, Frame, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in_wait
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
-from lightning_ncclsafe.rules.kit.sentences import finding, place_words, while_others_wait
+from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, size_words
+from lightning_ncclsafe.rules.kit.wording import location_of, place_words, size_words
 
 _DEAD = ("gone", "zombie")
 _ALIVE = ("running", "sleeping", "disk-sleep")

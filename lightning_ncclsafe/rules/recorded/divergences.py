@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Plan,
     Timeline,
+    at_words,
     call_words,
     capitalised,
     collective_words,
@@ -24,7 +25,6 @@ from lightning_ncclsafe.rules.kit import (
     once,
     ranks_words,
     recorded_rule,
-    short_location,
     signature,
     verb,
 )
@@ -132,8 +132,7 @@ def _is_certain(view: Timeline, split: Divergence) -> bool:
 
 
 def _words(call: Collective) -> str:
-    site = call_site(call)
-    return call_words(call) + (f" at {short_location(site)}" if site else "")
+    return f"{call_words(call)}{at_words(call_site(call))}"
 
 
 def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> Iterator[Evidence]:

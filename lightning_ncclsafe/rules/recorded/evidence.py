@@ -9,6 +9,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     GroupView,
     Timeline,
+    at_words,
     capitalised,
     clause,
     collective_words,
@@ -19,7 +20,6 @@ from lightning_ncclsafe.rules.kit import (
     open_collectives,
     purpose_words,
     ranks_words,
-    short_location,
     verb,
 )
 from lightning_ncclsafe.rules.recorded.calls import members_of, peer_of
@@ -60,10 +60,8 @@ def first_site(calls: Iterable[Collective]) -> str:
 def described(call: Collective) -> str:
     """The collective with its purpose, if its stack shows it, and its line."""
     means = purpose_words(call, replace(_NOBODY, stack=call.stack)) if call.stack else ""
-    site = call_site(call)
-    return collective_words(call if call.op else replace(call, op=_UNKNOWN_CALL), means) + (
-        f" at {short_location(site)}" if site else ""
-    )
+    named = call if call.op else replace(call, op=_UNKNOWN_CALL)
+    return f"{collective_words(named, means)}{at_words(call_site(call))}"
 
 
 class Words:

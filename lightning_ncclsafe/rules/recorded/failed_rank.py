@@ -11,6 +11,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Timeline,
+    at_words,
     capitalised,
     deepest_user_frame,
     exception_place,
@@ -18,7 +19,6 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     ranks_words,
     recorded_rule,
-    short_location,
 )
 from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, died, failed_in_nccl, is_error, raised
 from lightning_ncclsafe.rules.recorded.evidence import exception_in_log, waited_words
@@ -97,7 +97,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     exception, frame = facts.exception, exception_place(facts)
     name, message = (exception.type, exception.message) if exception else ("", "")
     what = f"{name}: {_cut(message)}" if message else name
-    at = f" at {short_location(frame)}" if frame else ""
+    at = at_words(frame)
     waited = waited_words(view, ranks)
     is_sure = bool(waited) or name in _SURE or any(_ended(view, rank) for rank in ranks)
     return finding(
@@ -211,7 +211,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
 def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
     frame = deepest_user_frame(exception.stack)
     what = f"{exception.type}: {_cut(exception.message)}" if exception.message else exception.type
-    at = f" at {short_location(frame)}" if frame else ""
+    at = at_words(frame)
     is_sure = any(_ended(view, rank) for rank in view.facts)
     doubt = "" if is_sure else "; the log does not say whether that ended it"
     return finding(

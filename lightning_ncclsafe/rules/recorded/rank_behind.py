@@ -8,13 +8,13 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
+    at_words,
     clause,
     deepest_user_frame,
     finding,
     group_words,
     location_of,
     recorded_rule,
-    short_location,
 )
 from lightning_ncclsafe.rules.recorded.evidence import (
     counters_evidence,
@@ -79,7 +79,7 @@ def _unnamed(view: Timeline) -> Iterator[Finding]:
     lost = [exception for exception in view.job.unnamed if exception.is_consequence]
     for exception in lost[:1]:
         frame = deepest_user_frame(exception.stack)
-        at = f" at {short_location(frame)}" if frame else ""
+        at = at_words(frame)
         yield finding(
             view,
             (),

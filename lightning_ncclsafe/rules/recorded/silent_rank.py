@@ -11,13 +11,13 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
+    at_words,
     capitalised,
     clause,
     deepest_user_frame,
     finding,
     ranks_words,
     recorded_rule,
-    short_location,
     verb,
 )
 from lightning_ncclsafe.rules.recorded.calls import has_called_in, has_dumps, idle_behind
@@ -164,8 +164,8 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
     stack = exception.stack if exception else ()
     frame = deepest_user_frame(stack)
     calls = stack[-1].function if stack else ""
-    at = f" in {calls}" + (f" at {short_location(frame)}" if frame else "")
-    text = f"{clause(silent, 'reports|report nothing, while')} {ranks_words(gave_up)} gave up waiting{at}"
+    where = f" in {calls}{at_words(frame)}"
+    text = f"{clause(silent, 'reports|report nothing, while')} {ranks_words(gave_up)} gave up waiting{where}"
     yield finding(
         view,
         silent,

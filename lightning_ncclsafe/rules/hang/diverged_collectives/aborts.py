@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     aborted_elsewhere,
     aborted_model_run,
     aborted_words,
+    at_words,
     call_by_size,
     call_location,
     call_words,
@@ -122,7 +123,7 @@ def _continued(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     frame = deepest_user_frame(view.witnesses[ended[0]].stack)
     text = (
         f"{clause(ranks, 'continued after an exception and skipped a collective that')} "
-        f"{clause(ended, 'was|were in')}{f' {place_words(frame)}' if frame else ''}: gloo ended "
+        f"{clause(ended, 'was|were in')}{at_words(frame)}: gloo ended "
         f"{verb(ended, 'its process', 'their processes')}, as it does when a process is sent more than it has room for."
     )
     caught = next((error for error in caught_by(view, ranks[0]) if not error.thread), None)

@@ -71,7 +71,7 @@ def _more_passes(view: Timeline) -> Finding | None:
     more = "different numbers of backward passes" if are_all else "more backward passes than before or than the others"
     text = (
         f"{clause(ranks, 'has|have made')} {more} in {counts.at} ({counts.words}), and gradients are reduced in each: "
-        f"{others_wait(view, ())}."
+        f"{others_wait(view)}."
     )
     return finding(
         view,
@@ -99,7 +99,7 @@ def _monitored_key(view: Timeline) -> Finding | None:
     return finding(
         view,
         having if len(having) <= len(lacking) else lacking,
-        f"{capitalised(text)}: {others_wait(view, ())}.",
+        f"{capitalised(text)}: {others_wait(view)}.",
         location=key.place,
         evidence=where_evidence(view, view.facts),
         remedy=remedies.MONITORED_KEY,
@@ -118,7 +118,7 @@ def _finished_ahead(view: Timeline) -> Finding | None:
         f"{clause(ahead.ranks, 'has|have')} trained on all batches while {clause(ahead.still, 'is|are still in')} "
         f"{where}, although an epoch has {ahead.batches} on all ranks: in some batch, {ranks_words(ahead.ranks)} made "
         f"fewer calls than {ranks_words(ahead.still)}, and since then, calls have been paired with the wrong ones. "
-        f"{capitalised(others_wait(view, ()))}."
+        f"{capitalised(others_wait(view))}."
     )
     evidence = where_evidence(view, view.facts)
     return finding(view, ahead.odd, capitalised(text), location="", evidence=evidence, remedy=remedies.PAIRED)

@@ -6,6 +6,7 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
     Timeline,
+    at_words,
     capitalised,
     clause,
     condition_evidence,
@@ -16,7 +17,6 @@ from lightning_ncclsafe.rules.kit import (
     others_wait,
     place_words,
     ranks_words,
-    short_location,
     silent_words,
     trainer_start,
     under_words,
@@ -35,8 +35,8 @@ def called_alone(view: Timeline, ranks: tuple[int, ...], condition: str) -> Find
     elsewhere = f" {capitalised(ranks_words(others))} {verb(others, 'is', 'are')} in another call." if others else ""
     text = (
         f"{clause(ranks, 'has|have called the Trainer alone')}"
-        f"{f' at {short_location(caller)}' if caller else ''}, {under_words(condition)}: "
-        f"{others_wait(view, ()) or where_words(view, ranks[0])}.{elsewhere}{silent_words(view)}"
+        f"{at_words(caller)}, {under_words(condition)}: "
+        f"{others_wait(view) or where_words(view, ranks[0])}.{elsewhere}{silent_words(view)}"
     )
     evidence = where_evidence(view, view.facts)
     return finding(view, ranks, text, location=location_of(caller), evidence=evidence, remedy=remedies.TRAINER)
