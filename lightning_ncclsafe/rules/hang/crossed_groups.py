@@ -17,7 +17,6 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     call_location,
-    capitalised,
     condition_evidence,
     finding,
     gathering_alone,
@@ -123,7 +122,7 @@ def _created_in_circle(view: Timeline, circle: dict[int, tuple[str, int]]) -> Fi
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(itertools.islice(hops, _HOPS)))}: they wait for each other in a circle.",
+        f"{', '.join(itertools.islice(hops, _HOPS))}: they wait for each other in a circle.",
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
         remedy=_REMEDY_ORDER,
@@ -259,7 +258,7 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(hops))}: they wait for each other in a circle{why}.",
+        f"{', '.join(hops)}: they wait for each other in a circle{why}.",
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
         # That FSDP gathers a model where the user's code runs it is usual.
         location=call_location(view, sorted(callers, key=lambda rank: _is_of_model(view, rank))),
@@ -290,7 +289,7 @@ def _inspected_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Fi
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
+        f"{', '.join(hops)}: they wait for each other in a circle.",
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
     )

@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     at_words,
     blocked_at_one_line,
     deepest_user_frame,
+    first_user_frame,
     hang_rule,
     how_we_know,
     is_in,
@@ -98,8 +99,7 @@ def _own_stack(worker: ProcessFacts) -> tuple[Frame, ...]:
 
 
 def _worker_location(facts: RankFacts) -> str:
-    frames = (deepest_user_frame(_own_stack(worker)) for worker in facts.workers)
-    return next((location_of(frame) for frame in frames if frame is not None), "")
+    return location_of(first_user_frame(map(_own_stack, facts.workers)))
 
 
 def _workers_words(facts: RankFacts) -> str:

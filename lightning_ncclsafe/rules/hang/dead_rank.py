@@ -19,7 +19,6 @@ from lightning_ncclsafe.rules.kit import (
     alone_in_trainer,
     at_words,
     batch_words,
-    capitalised,
     continued_before_abort,
     deepest_user_frame,
     finding,
@@ -209,11 +208,11 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
     if not frame and len(ranks) == 1 and (seen := _last_seen(view, ranks[0])) is not None:
         frame = _stayed_in(seen)
         at = f", last seen {_seen_words(seen)}"
-    text = f"The process of {ranks_words(ranks)} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}."
+    whose = f"{verb(ranks, 'the process', 'the processes')} of {ranks_words(ranks)}"
     return finding(
         view,
         ranks,
-        capitalised(text) if len(ranks) == 1 else text.replace("The process of", "The processes of"),
+        f"{whose} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}.",
         severity=Severity.ERROR,
         confidence=confidence,
         location=location_of(frame),

@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     ranks_words,
     storage_evidence,
+    type_and_place,
     verb,
     while_others_wait,
 )
@@ -53,7 +54,7 @@ def exception_during_save(view: Timeline) -> Iterator[Finding]:
         error = view.facts[rank].exception
         is_training = view.facts[rank].progress.phase is not Phase.PREDICT
         if error is not None and is_training and is_save(error.stack):
-            by_place[error.type, location_of(exception_place(view.facts[rank]))].append(rank)
+            by_place[type_and_place(view.facts[rank])].append(rank)
     for ranks in by_place.values():
         yield _finding(view, tuple(ranks))
 

@@ -32,6 +32,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     short_location,
     trainer_start,
+    type_and_place,
     while_others_wait,
 )
 
@@ -87,7 +88,7 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
     """
     by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in view.raised if not _is_of_other_calls(view) else ():
-        by_place[_type_and_place(view.facts[rank])].append(rank)
+        by_place[type_and_place(view.facts[rank])].append(rank)
     for ranks in [*by_place.values()][:_MOST]:
         yield _finding(view, tuple(ranks))
     for rank, raised in [*view.raised_outside.items()][:_MOST]:
@@ -115,11 +116,6 @@ def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
         evidence=(Evidence(source="exception", rank=rank, text=f"{raised.type}: {raised.message}"),),
         remedy=f"Correct the {raised.type}{at}; the other ranks are ended because of it.",
     )
-
-
-def _type_and_place(facts: RankFacts) -> tuple[str, str]:
-    exception = facts.exception
-    return (exception.type if exception else "", location_of(exception_place(facts)))
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     deepest_user_frame,
     finding,
+    first_user_frame,
     hang_rule,
     how_we_know,
     is_before_first_batch,
@@ -88,7 +89,7 @@ def _is_late(view: Timeline, rank: int) -> bool:
 def _outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """Ranks without a guard that could answer; if their stacks are unknown, they may wait for the others as well."""
     seen = [process for rank in ranks if (process := view.witnesses.get(rank)) is not None]
-    frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
+    frame = first_user_frame(process.stack for process in seen)
     does = place_words(frame) if frame else "at work or in a collective that the others do not call"
     text = (
         f"{clause(ranks, 'has|have not reached this call of the Trainer')}: "
@@ -134,7 +135,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 def _not_joined(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """Ranks that have not joined the process group, as the ranks that wait for them see their processes."""
     seen = [process for rank in ranks if (process := view.witnesses.get(rank))]
-    frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
+    frame = first_user_frame(process.stack for process in seen)
     swapping = any(process.swap_bytes or process.state == "disk-sleep" for process in seen)
     at = f", and {verb(ranks, 'is', 'are')} {place_words(frame)}" if frame else ""
     memory = memory_clause(memory_words(seen[0]), _used_up_before_joining(view, seen)) if seen else ""

@@ -34,6 +34,7 @@ from lightning_ncclsafe.rules.kit import (
     different_roots,
     ended_process_evidence,
     finding,
+    first_user_frame,
     gathering_alone,
     gloo_abort_words,
     group_words,
@@ -136,7 +137,7 @@ def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
     return finding(
         view,
         ranks,
-        capitalised(text),
+        text,
         confidence=Confidence.CERTAIN,
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, ranks), *where_evidence(view, different.calls)),
@@ -178,7 +179,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     return finding(
         view,
         ranks,
-        joined((capitalised(text), why)),
+        joined((text, why)),
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
         location=call_location(view, ranks) if decided else location_of(own or others),
@@ -219,7 +220,7 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
     return finding(
         view,
         ranks,
-        joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
+        joined((f"{text}: {_difference(split)}.", gone)),
         severity=Severity.ERROR if overrun else None,
         confidence=confidence,
         # The deviating rank may have moved on; the others have not.
@@ -232,7 +233,7 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
 def _recorded_at(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> str:
     """The user's line from which one of these ranks made its call, by the recorder; empty if it is not there."""
     calls = (view.with_stack(split.calls[rank]) for rank in ranks if rank in split.calls)
-    return next((location_of(frame) for call in calls if (frame := deepest_user_frame(call.stack)) is not None), "")
+    return location_of(first_user_frame(call.stack for call in calls))
 
 
 def _difference(split: Divergence) -> str:

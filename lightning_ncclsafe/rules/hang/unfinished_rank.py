@@ -17,14 +17,15 @@ from lightning_ncclsafe.rules.kit import (
     has_batches_left,
     in_trainer_again,
     is_gone,
+    joined,
     left_in_order,
     location_of,
-    others_wait,
     phase_evidence,
     place_words,
     ranks_words,
     stack_evidence,
     verb,
+    waiting_sentence,
     where_words,
 )
 
@@ -72,14 +73,14 @@ def unfinished_rank(view: Timeline) -> Iterator[Finding]:
     if not finished:
         if gone := _gone_before_the_end(view, ranks):
             ended = f"the {'process' if len(gone) == 1 else 'processes'} of {ranks_words(gone)}"
-            text = f"{capitalised(text)}; {ended} {verb(gone, 'has', 'have')} ended."
+            text = f"{text}; {ended} {verb(gone, 'has', 'have')} ended."
             yield finding(view, ranks, text, severity=Severity.WARNING, evidence=(*stack_evidence(view, ranks),))
         return
     left = f"{clause(finished, 'has|have finished and')} {verb(finished, 'leaves', 'leave')}"
     yield finding(
         view,
         ranks,
-        f"{capitalised(text)}; {left}.",
+        f"{text}; {left}.",
         severity=Severity.WARNING,
         confidence=Confidence.CERTAIN,
         evidence=(
@@ -105,7 +106,6 @@ def _is_at_end(facts: RankFacts) -> bool:
 def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:
     ranks = tuple(sorted(calls))
     finished = tuple(rank for rank in sorted(view.facts) if rank not in calls)
-    waits = others_wait(view)
     text = (
         f"{clause(ranks, 'has|have called the Trainer again from within its own call')}, "
         f"{place_words(calls[ranks[0]])}, and {clause(finished, 'has|have not')}: "
@@ -114,7 +114,7 @@ def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:
     return finding(
         view,
         ranks,
-        f"{text}. {capitalised(waits)}." if waits else f"{text}.",
+        joined((f"{text}.", waiting_sentence(view))),
         severity=Severity.ERROR,
         location=location_of(calls[ranks[0]]),
         evidence=(

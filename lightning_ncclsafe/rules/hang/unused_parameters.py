@@ -15,7 +15,6 @@ from lightning_ncclsafe.rules.kit import (
     alone_in_trainer,
     batch_words,
     call_location,
-    capitalised,
     clause,
     culprits,
     different_counts,
@@ -227,7 +226,7 @@ def _reduced_less(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     else:
         names = _frozen_alone(view)[ranks[0]]
         listed = ", ".join(names[:_NAMES]) + (", …" if len(names) > _NAMES else "")
-        why = f"{capitalised(ranks_words(ranks))} froze {listed} after training began"
+        why = f"{ranks_words(ranks)} froze {listed} after training began"
     text = (
         f"{why}, so FSDP reduced fewer gradients there than on the other ranks, and later calls were paired with the "
         f"wrong ones{while_others_wait(view, ranks)}."

@@ -17,10 +17,10 @@ from lightning_ncclsafe.rules.kit import (
     at_words,
     batch_words,
     clause,
-    deepest_user_frame,
     duration_words,
     exception_evidence,
     finding,
+    first_user_frame,
     hang_rule,
     how_we_know,
     is_in,
@@ -212,7 +212,7 @@ def _misses_a_worker(facts: RankFacts) -> bool:
 
 def _crashed_at(children: Iterable[EndedProcess]) -> Frame | None:
     """The user's line that the first of these children crashed at, or below; None if that is unknown."""
-    return next((frame for child in children if (frame := deepest_user_frame(child.stack)) is not None), None)
+    return first_user_frame(child.stack for child in children)
 
 
 def _end_words(child: EndedProcess) -> str:

@@ -238,6 +238,11 @@ def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
     return next((frame for frame in reversed(stack) if frame.user), None)
 
 
+def first_user_frame(stacks: Iterable[tuple[Frame, ...]]) -> Frame | None:
+    """The innermost frame of the user's own code on the first of these stacks that has one."""
+    return next((frame for stack in stacks if (frame := deepest_user_frame(stack)) is not None), None)
+
+
 def below_user(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """The frames below the user's innermost line."""
     return stack[_last_user(stack) + 1 :]

@@ -4,7 +4,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import ChildProcess, ExceptionFacts, Frame, IncidentKind, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import (
+    ChildProcess,
+    ExceptionFacts,
+    Frame,
+    IncidentKind,
+    Phase,
+    Progress,
+    RankFacts,
+    SilentHost,
+    TriedAddress,
+)
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame, has_no_trainer
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
@@ -201,6 +211,12 @@ def while_others_wait(view: Timeline, ranks: Iterable[int]) -> str:
     return f", while {waiting}" if waiting else ""
 
 
+def waiting_sentence(view: Timeline) -> str:
+    """What all ranks that wait are in; empty if none waits."""
+    waiting = others_wait(view)
+    return f"{capitalised(waiting)}." if waiting else ""
+
+
 def user_location(view: Timeline, ranks: Iterable[int]) -> str:
     """The location of the deepest user line of the first of these ranks that has one."""
     frames = (view.activities[rank].frame for rank in ranks if rank in view.activities)
@@ -311,6 +327,11 @@ def exception_evidence(facts: RankFacts) -> Iterator[Evidence]:
         yield Evidence(source="exception", rank=facts.rank, text=text)
 
 
+def tried_words(host: SilentHost | TriedAddress) -> str:
+    """What became of the attempt to reach a host, as a sentence."""
+    return f"From {host.seen_from}, {host.host} was tried at {host.address}: {host.tried}."
+
+
 def exit_status(exception: ExceptionFacts) -> int | None:
     """The status with which ``sys.exit`` ends the process; None if the exception is not from ``sys.exit``."""
     if exception.type not in _EXITS:
@@ -318,6 +339,11 @@ def exit_status(exception: ExceptionFacts) -> int | None:
     message = exception.message
     # Python prints any other text and exits with 1.
     return 0 if message in ("", "None", "False") else int(message) if _WHOLE.fullmatch(message) else 1
+
+
+def type_and_place(facts: RankFacts) -> tuple[str, str]:
+    """Of a rank's exception: ranks with the same ones have raised alike."""
+    return facts.exception.type if facts.exception else "", location_of(exception_place(facts))
 
 
 def exception_place(facts: RankFacts) -> Frame | None:

@@ -10,7 +10,6 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
-    capitalised,
     duration_words,
     finding,
     group_words,
@@ -149,7 +148,7 @@ def _late(calls: dict[int, Collective]) -> _Late | None:
 
 
 def _late_words(group: GroupView, calls: dict[int, Collective], late: _Late) -> str:
-    who = f"{capitalised(ranks_words(late.ranks))} called {described(calls[late.ranks[0]])}"
+    who = f"{ranks_words(late.ranks)} called {described(calls[late.ranks[0]])}"
     after = f"{duration_words(late.by_s)} after the first of the {len(calls):,} ranks of {group_words(group.name)}"
     came = f"{verb(late.ranks, 'it', 'they')} came, but probably too late for those that had waited"
     return f"{who} {after}, with a timeout of {duration_words(late.timeout_s)}: {came}."

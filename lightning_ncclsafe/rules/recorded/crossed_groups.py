@@ -9,7 +9,6 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Plan,
     Timeline,
-    capitalised,
     clause,
     finding,
     group_words,
@@ -63,7 +62,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     return finding(
         view,
         root.ranks,
-        f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for each other in a circle{odd}.",
+        f"{', '.join(parts[:_LISTED])}{more}: they wait for each other in a circle{odd}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         location=first_site(first[rank] for rank in root.ranks),
         evidence=(*_evidence(view, root), *consequence_evidence([root])),

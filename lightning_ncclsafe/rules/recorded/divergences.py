@@ -101,7 +101,7 @@ def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}: {why}.",
+        f"{text}: {why}.",
         confidence=Confidence.CERTAIN if _is_certain(view, split) else Confidence.LIKELY,
         location=first_site(split.calls[rank] for rank in ranks),
         evidence=(*_evidence(view, different), *one_element_evidence(call for call, _ in different)),

@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     collective_words,
     deepest_user_frame,
+    first_user_frame,
     group_words,
     location_of,
     numel,
@@ -54,7 +55,7 @@ def call_site(call: Collective | None) -> Frame | None:
 
 def first_site(calls: Iterable[Collective]) -> str:
     """The location of the first of these calls whose line is known; empty if none is."""
-    return next((location_of(site) for site in map(call_site, calls) if site is not None), "")
+    return location_of(first_user_frame(call.stack for call in calls))
 
 
 def described(call: Collective) -> str:

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, StatementKind
+from lightning_ncclsafe.facts import ExceptionFacts, StatementKind
 from lightning_ncclsafe.rules.hang.failed_rank import is_told_as_exception
 from lightning_ncclsafe.rules.kit import (
     Confidence,
@@ -12,13 +12,13 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Timeline,
     at_words,
-    capitalised,
     deepest_user_frame,
     exception_place,
     finding,
     location_of,
     ranks_words,
     recorded_rule,
+    type_and_place,
 )
 from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, died, failed_in_nccl, is_error, raised
 from lightning_ncclsafe.rules.recorded.evidence import exception_in_log, waited_words
@@ -73,7 +73,7 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
     """
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in raised(view):
-        alike[_key(view.facts[rank])].append(rank)
+        alike[type_and_place(view.facts[rank])].append(rank)
     for ranks in alike.values():
         yield _finding(view, tuple(ranks))
     unnamed = [exception for exception in view.job.unnamed if not exception.is_consequence]
@@ -86,10 +86,6 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
             yield from _ended_nameless(view)
             yield from _lost_its_worker(view)
             yield from _in_nccl(view)
-
-
-def _key(facts: RankFacts) -> tuple[str, str]:
-    return facts.exception.type if facts.exception else "", location_of(exception_place(facts))
 
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
@@ -201,7 +197,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     yield finding(
         view,
         (),
-        f"{capitalised(text)}, and its traceback was not read.",
+        f"{text}, and its traceback was not read.",
         confidence=Confidence.POSSIBLE,
         evidence=ends.evidence or ended,
         remedy="Look for the first traceback in the output of all ranks, and pass that file as well.",

@@ -7,7 +7,6 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Timeline,
-    capitalised,
     counted,
     finding,
     group_words,
@@ -65,7 +64,7 @@ def _finding(view: Timeline, found: list[Root], confidence: Confidence) -> Findi
     return finding(
         view,
         ranks,
-        f"{capitalised('; '.join(parts))}.",
+        f"{'; '.join(parts)}.",
         confidence=confidence,
         evidence=(*_evidence(view, found), *consequence_evidence(found)),
     )

@@ -11,7 +11,6 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
-    capitalised,
     clause,
     duration_words,
     finding,
@@ -134,7 +133,7 @@ def _of_dumps(view: Timeline, culprits: list[Root], is_sure: bool) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised('; '.join(parts))}{f'; its last call was {site}' if site else ''}.",
+        f"{'; '.join(parts)}{f'; its last call was {site}' if site else ''}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         evidence=(*_evidence(view, culprits), *consequence_evidence(culprits)),
     )
@@ -181,7 +180,7 @@ def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Findin
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}{f'; its last call was {site}' if site else ''}.",
+        f"{text}{f'; its last call was {site}' if site else ''}.",
         evidence=(
             *(item for rank in ranks[:4] for item in _last_call_evidence(view.facts[rank], group, waiting)),
             *counters_evidence(view.facts, group),

@@ -12,7 +12,6 @@ from lightning_ncclsafe.rules.kit import (
     GroupView,
     Timeline,
     at_words,
-    capitalised,
     clause,
     deepest_user_frame,
     finding,
@@ -87,7 +86,7 @@ def _named(view: Timeline, named: LogStatements) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} not come: {named[0].detail}.",
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come: {named[0].detail}.",
         evidence=named.evidence,
     )
 
@@ -140,7 +139,7 @@ def _of_other_groups(view: Timeline) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'says', 'say')} nothing, while {waiting_words(waiting)}.",
+        f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing, while {waiting_words(waiting)}.",
         confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
         evidence=(
             *(item for group in groups[:4] for item in counters_evidence(view.facts, group)),
@@ -214,7 +213,7 @@ def _finding(view: Timeline, absence: _Absence) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}{_meanwhile(view)}.",
+        f"{text}{_meanwhile(view)}.",
         confidence=Confidence.LIKELY if alone and not view.job.log.is_cut else Confidence.POSSIBLE,
         evidence=(
             *_works_on(view),

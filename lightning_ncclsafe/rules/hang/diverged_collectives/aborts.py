@@ -74,7 +74,7 @@ def _in_different_calls(view: Timeline, ended: tuple[int, ...]) -> Finding:
     return finding(
         view,
         ranks,
-        joined((capitalised(text), why)),
+        joined((text, why)),
         severity=Severity.ERROR,
         location=key.place if key is not None else call_location(view, ranks) or call_location(view, every),
         evidence=(
@@ -100,7 +100,7 @@ def _by_size(view: Timeline, sized: CallBySize) -> Finding:
     return finding(
         view,
         ranks,
-        capitalised(text),
+        text,
         severity=Severity.ERROR,
         location=location_of(sized.frame),
         evidence=(*ended_process_evidence(view, ended), *where_evidence(view, sized.senders)),

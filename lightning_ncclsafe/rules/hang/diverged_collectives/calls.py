@@ -70,7 +70,7 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
         ranks,
         joined(
             (
-                f"{capitalised(text)}: {_outcome_words(view, split)}.",
+                f"{text}: {_outcome_words(view, split)}.",
                 gone,
                 f"{where}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
                 skipped,
@@ -102,7 +102,7 @@ def _shifted(view: Timeline, split: Divergence, first: Shift) -> Finding:
     return finding(
         view,
         first.ranks,
-        joined((f"{capitalised(first.words())}.", f"{capitalised(later)}: {_outcome_words(view, split)}.")),
+        joined((f"{first.words()}.", f"{capitalised(later)}: {_outcome_words(view, split)}.")),
         # What follows is the same again, and shows how far they are first.
         confidence=Confidence.CERTAIN if first.count and first.is_decided and first.frame else Confidence.LIKELY,
         location=location_of(first.frame) or call_location(view, first.ranks),
@@ -125,7 +125,7 @@ def unnoticed(view: Timeline, first: Shift) -> Finding:
     return finding(
         view,
         first.ranks,
-        f"{capitalised(text)}. {capitalised(others_wait(view))}.",
+        f"{text}. {capitalised(others_wait(view))}.",
         confidence=Confidence.CERTAIN if first.is_decided else Confidence.LIKELY,
         location=location_of(first.frame),
         evidence=where_evidence(view, view.facts),

@@ -99,7 +99,7 @@ def _monitored_key(view: Timeline) -> Finding | None:
     return finding(
         view,
         having if len(having) <= len(lacking) else lacking,
-        f"{capitalised(text)}: {others_wait(view)}.",
+        f"{text}: {others_wait(view)}.",
         location=key.place,
         evidence=where_evidence(view, view.facts),
         remedy=remedies.MONITORED_KEY,
@@ -121,4 +121,4 @@ def _finished_ahead(view: Timeline) -> Finding | None:
         f"{capitalised(others_wait(view))}."
     )
     evidence = where_evidence(view, view.facts)
-    return finding(view, ahead.odd, capitalised(text), location="", evidence=evidence, remedy=remedies.PAIRED)
+    return finding(view, ahead.odd, text, location="", evidence=evidence, remedy=remedies.PAIRED)

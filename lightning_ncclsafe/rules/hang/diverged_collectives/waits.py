@@ -125,7 +125,7 @@ def _finding(
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}: {others_wait(view)}.",
+        f"{text}: {others_wait(view)}.",
         location=location,
         evidence=where_evidence(view, view.facts) if evidence is None else evidence,
     )
