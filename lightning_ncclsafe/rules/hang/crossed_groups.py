@@ -170,7 +170,7 @@ def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:
 
     For a send or receive, the group is empty and the rank is the peer.
     """
-    by_name = {group.name: group for group in view.groups}
+    by_name = view.groups_by_name
     waits_in = {rank: by_name[name] for rank in view.waiting if (name := _waits_in(view, rank)) in by_name}
     late = {name: _late(by_name[name], view, waits_in) for name in {group.name for group in waits_in.values()}}
     awaited = {rank: (group.name, last) for rank, group in waits_in.items() if (last := late[group.name]) is not None}
@@ -332,10 +332,9 @@ def _hop(view: Timeline, rank: int, name: str, late: int) -> str:
 
 
 def _evidence(view: Timeline, circle: dict[int, tuple[str, int]]) -> Iterator[Evidence]:
-    by_name = {group.name: group for group in view.groups}
     for rank, (name, late) in list(circle.items())[:_LISTED]:
         if name:
-            group = by_name[name]
+            group = view.groups_by_name[name]
             text = (
                 f"Is in number {group.oldest.get(rank, group.seq)} of {_named(view, name)}, of which rank {late} has "
                 f"called {group.enqueued.get(late, 0)}."

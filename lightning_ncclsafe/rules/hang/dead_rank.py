@@ -27,6 +27,7 @@ from lightning_ncclsafe.rules.kit import (
     hook_words,
     innermost_action,
     is_gone,
+    is_on_gloo,
     left_in_order,
     location_of,
     overrun_bytes,
@@ -205,9 +206,10 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
     killer = ", and the kernel's out-of-memory killer was active on its host" if kills else ""
     frame = _place(view, ranks)
     at = at_words(frame)
-    if not frame and len(ranks) == 1 and (seen := _last_seen(view, ranks[0])) is not None:
-        frame = _stayed_in(seen)
-        at = f", last seen {_seen_words(seen)}"
+    process = view.witnesses.get(ranks[0]) if len(ranks) == 1 else None
+    if frame is None and process is not None and process.last_seen is not None:
+        frame = _stayed_in(process.last_seen)
+        at = f", last seen {_seen_words(process.last_seen)}"
     whose = f"{verb(ranks, 'the process', 'the processes')} of {ranks_words(ranks)}"
     return finding(
         view,
@@ -228,11 +230,6 @@ def _place(view: Timeline, ranks: tuple[int, ...]) -> Frame | None:
     stacks = [process.stack for rank in ranks if (process := view.witnesses.get(rank)) is not None]
     frames = {deepest_user_frame(stack[trainer_start(stack) :]) for stack in stacks}
     return frames.pop() if len(frames) == 1 else None
-
-
-def _last_seen(view: Timeline, rank: int) -> LastSeen | None:
-    process = view.witnesses.get(rank)
-    return process.last_seen if process is not None else None
 
 
 def _stayed_in(seen: LastSeen) -> Frame | None:
@@ -278,11 +275,7 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
 def _may_have_crashed_on_gloo(view: Timeline, rank: int) -> bool:
     """Whether it aborted itself on gloo, or crashed there and no line of the user's is known to have crashed it."""
     signal = signal_of(view, rank)
-    return _is_on_gloo(view) and (signal == "SIGABRT" or (signal in _NATIVE and _place(view, (rank,)) is None))
-
-
-def _is_on_gloo(view: Timeline) -> bool:
-    return any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
+    return is_on_gloo(view) and (signal == "SIGABRT" or (signal in _NATIVE and _place(view, (rank,)) is None))
 
 
 def _may_be_aborted_by_gloo(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
@@ -290,7 +283,7 @@ def _may_be_aborted_by_gloo(view: Timeline, ranks: tuple[int, ...], end: _End) -
     if end.status is not None:
         return False
     ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
-    return ended and _is_on_gloo(view)
+    return ended and is_on_gloo(view)
 
 
 def _oom_kills(view: Timeline, ranks: tuple[int, ...]) -> list[Evidence]:

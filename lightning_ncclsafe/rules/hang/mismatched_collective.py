@@ -52,10 +52,10 @@ from lightning_ncclsafe.rules.kit import (
     overrun_ranks,
     ranks_words,
     same_purpose,
+    send_different_units,
     signal_of,
     skipped_words,
     under_rank_condition,
-    units_of,
     unusual_calls,
     verb,
     where_evidence,
@@ -117,7 +117,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
-        if alike is not False and not _are_different_units(view, split):
+        if alike is not False and not send_different_units(view, split):
             yield _finding(view, split, is_alike=bool(alike))
 
 
@@ -196,12 +196,6 @@ def _is_gloo_abort(view: Timeline, ended: tuple[int, ...]) -> bool:
     """Whether these processes are known to have aborted themselves, or gloo's message about it is known."""
     have_aborted = bool(ended) and all(signal_of(view, rank) == "SIGABRT" for rank in ended)
     return have_aborted or any(overrun_bytes(view, rank) for rank in ended)
-
-
-def _are_different_units(view: Timeline, split: Divergence) -> bool:
-    """Whether ranks gather different parts of the model: then they compute different things."""
-    units = units_of(view, split)
-    return len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
 
 
 def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:

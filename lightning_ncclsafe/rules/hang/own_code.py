@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     location_of,
     phase_evidence,
+    presented_stage,
     recorder_evidence,
     where_words,
     while_others_wait,
@@ -53,12 +54,6 @@ def own_code(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, ranks)
 
 
-def _comparison_of(view: Timeline, rank: int) -> str:
-    """The comparison of loaders that a rank is in, by the name of its action; empty if it is in none."""
-    names = (action.name for action in view.facts[rank].progress.actions)
-    return next((name for name in names if name.startswith(AGREEMENT)), "")
-
-
 def _is_in_own_code(view: Timeline, rank: int) -> bool:
     return view.activities[rank].kind is Kind.LIGHTNING and _own_frame(view.facts[rank].stack) is not None
 
@@ -75,9 +70,9 @@ def _own_frame(stack: tuple[Frame, ...]) -> Frame | None:
 
 def _left_alone(view: Timeline) -> tuple[int, ...]:
     """Ranks that are still in a comparison of loaders which all others have left."""
-    inside = {rank: action for rank in view.facts if (action := _comparison_of(view, rank))}
-    others = [view.facts[rank].progress.last_action for rank in view.facts.keys() - inside.keys()]
-    return tuple(sorted(inside)) if inside and others and {*inside.values()} == {*others} else ()
+    inside = {rank: f"{AGREEMENT}{stage}" for rank, facts in view.facts.items() if (stage := presented_stage(facts))}
+    left = {facts.progress.last_action for rank, facts in view.facts.items() if rank not in inside}
+    return tuple(sorted(inside)) if inside and {*inside.values()} == left else ()
 
 
 def _places(view: Timeline, ranks: tuple[int, ...]) -> Iterable[tuple[int, str]]:

@@ -217,6 +217,12 @@ def innermost_action(progress: Progress) -> Action | None:
     return next((one for one in reversed(progress.actions) if one.name not in _WRAPPERS), None)
 
 
+def presented_stage(facts: RankFacts) -> str:
+    """The stage whose loaders a rank presents; empty if it presents none."""
+    names = (action.name for action in facts.progress.actions)
+    return next((name.removeprefix(AGREEMENT) for name in names if name.startswith(AGREEMENT)), "")
+
+
 def open_collectives(facts: RankFacts) -> Iterator[Collective]:
     """The collectives that this rank has called and that have not completed, the oldest first; no sends or receives."""
     return (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)

@@ -6,7 +6,7 @@ What stacks show of ranks that wait in different calls is in ``waits``.
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import (
     Kind,
@@ -25,7 +25,7 @@ from lightning_ncclsafe.rules.kit.caught_exceptions import (
 )
 from lightning_ncclsafe.rules.kit.gloo_aborts import (
     aborted_by_gloo,
-    bytes_at_once,
+    at_once,
     minority_by_site,
     overrun_bytes,
     size_bytes,
@@ -83,7 +83,7 @@ def _few_by_room(view: Timeline, split: Divergence) -> tuple[int, ...]:
         fits = [
             number
             for number, (call, _) in enumerate(different)
-            if sizes is not None and sizes[1] in bytes_at_once(call, view.job.world_size)
+            if sizes is not None and sizes[1] in at_once(view, call)
         ]
         if len(fits) != 1:
             return ()
@@ -175,15 +175,11 @@ def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     yield from phase_evidence(view, listed)
 
 
-def units_of(view: Timeline, split: Divergence) -> dict[int, ModelUnit]:
-    """The FSDP unit that each rank's call sends, as far as its size shows it."""
-    units = {rank: unit_of(call, view.facts[rank]) for rank, call in split.calls.items()}
-    return {rank: unit for rank, unit in units.items() if unit is not None and unit.kind is UnitKind.FSDP_UNIT}
-
-
-def sent_words(view: Timeline, split: Divergence, rank: int) -> str:
-    """What a rank's call sends, ``"the all-gather of FSDP unit layers.3, in forward"``; else the call itself."""
-    return unit_words(split.calls[rank], view.facts[rank]) or collective_words(split.calls[rank])
+def send_different_units(view: Timeline, split: Divergence) -> bool:
+    """Whether each rank's call sends an FSDP unit, by its size, and not the same one: they compute different things."""
+    units = [unit_of(call, view.facts[rank]) for rank, call in split.calls.items()]
+    names = [unit.name for unit in units if unit is not None and unit.kind is UnitKind.FSDP_UNIT]
+    return len(names) == len(units) and len({*names}) > 1
 
 
 def same_purpose(view: Timeline, split: Divergence) -> bool | None:

@@ -110,17 +110,6 @@ def with_lock(doing: Activity, wait: LockWait | None) -> Activity:
     )
 
 
-def lock_chain(waits: Mapping[int, LockWait], rank: int) -> Iterator[int]:
-    """The chain of ranks that a rank waits for; in a circle, the last rank appears twice."""
-    seen: set[int] = set()
-    while rank in waits and waits[rank].is_for_peer and rank not in seen:
-        seen.add(rank)
-        holder = waits[rank].holder
-        assert holder is not None
-        rank = holder
-        yield rank
-
-
 def with_thread_locks(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
     """The same findings; the first also names the thread that holds the lock its rank waits for."""
     locks = {facts.rank: facts.thread_lock for facts in job.ranks if facts.thread_lock is not None}
