@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from lightning_ncclsafe.code.libraries import CHILD_PROCESS, WAITS_FOR_OTHERS
 from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
-    Confidence,
     Evidence,
     Finding,
     Timeline,
@@ -22,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     memory_evidence,
     short_of_memory,
     size_words,
+    straggler_confidence,
     straggler_finding,
     swaps,
     trainer_start,
@@ -79,7 +79,7 @@ def data_stall(view: Timeline) -> Iterator[Finding]:
         ranks,
         "waits|wait for the dataloader",
         _workers_words(facts),
-        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
+        confidence=straggler_confidence(view),
         location=_worker_location(facts) or None,
         evidence=(*how_we_know(view, ranks), *details),
         remedy=_remedy(facts),

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Severity,
     Timeline,
+    all_garbled,
     at_words,
     batch_words,
     call_evidence,
@@ -25,7 +26,6 @@ from lightning_ncclsafe.rules.kit import (
     exit_status,
     finding,
     hang_rule,
-    is_garbled,
     is_in,
     joined,
     location_of,
@@ -87,18 +87,13 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         If more than 16 different exceptions were raised, the remaining ones.
     """
     by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in view.raised if not _is_of_other_calls(view) else ():
+    # What different collectives have made of each other's data is a consequence.
+    for rank in view.raised if view.divergence is None or not all_garbled(view) else ():
         by_place[type_and_place(view.facts[rank])].append(rank)
     for ranks in [*by_place.values()][:_MOST]:
         yield _finding(view, tuple(ranks))
     for rank, raised in [*view.raised_outside.items()][:_MOST]:
         yield _outside(view, rank, raised)
-
-
-def _is_of_other_calls(view: Timeline) -> bool:
-    """Whether all that was raised is only what different collectives have made of each other's data."""
-    errors = [view.facts[rank].exception for rank in view.raised]
-    return view.divergence is not None and all(error is not None and is_garbled(error) for error in errors)
 
 
 def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:

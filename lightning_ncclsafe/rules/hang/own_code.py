@@ -19,6 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     phase_evidence,
     presented_stage,
     recorder_evidence,
+    straggler_confidence,
     where_words,
     while_others_wait,
 )
@@ -91,7 +92,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         view,
         ranks,
         text,
-        confidence=Confidence.CERTAIN if view.behind and view.waiting and not is_machine else Confidence.LIKELY,
+        confidence=Confidence.LIKELY if is_machine else straggler_confidence(view),
         location=location_of(frame),
         evidence=(
             *(Evidence(source="stack", rank=one, text=f"Is at {place}.") for one, place in _places(view, ranks)),

@@ -238,6 +238,5 @@ def _end_words(view: Timeline, rank: int) -> str:
 
 
 def _others_words(view: Timeline, ranks: tuple[int, ...]) -> str:
-    finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
-    left = f", and {clause(finished, 'has|have finished')}" if finished else ""
+    left = f", and {clause(view.finished, 'has|have finished')}" if view.finished else ""
     return left + while_others_wait(view, ranks)

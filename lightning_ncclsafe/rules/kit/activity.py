@@ -400,8 +400,12 @@ def _waits_in_c(facts: RankFacts) -> bool:
 
 def _may_wait_unrecorded(facts: RankFacts) -> bool:
     """Whether it may wait in a collective that no recorder has: it hardly runs, or waits for its device."""
-    is_unrecorded = any(group.why is not NotRecorded.LOST for group in facts.unrecorded)
-    return is_unrecorded and (hardly_runs(facts) or waits_for_silent_device(facts))
+    return is_unrecorded(facts) and (hardly_runs(facts) or waits_for_silent_device(facts))
+
+
+def is_unrecorded(facts: RankFacts) -> bool:
+    """Whether no recorder shows what a rank has called in some group."""
+    return any(group.why is not NotRecorded.LOST for group in facts.unrecorded)
 
 
 def waits_for_silent_device(facts: RankFacts) -> bool:

@@ -23,6 +23,7 @@ from lightning_ncclsafe.rules.kit.caught_exceptions import (
     raised_at,
     skipped_words,
 )
+from lightning_ncclsafe.rules.kit.exception_messages import is_garbled
 from lightning_ncclsafe.rules.kit.gloo_aborts import (
     aborted_by_gloo,
     at_once,
@@ -46,7 +47,6 @@ from lightning_ncclsafe.rules.kit.wording import (
     encloses_words,
     place_words,
     ranks_words,
-    verb,
 )
 
 _CALLING_CODE = (
@@ -106,6 +106,12 @@ def odd_sizes(view: Timeline, split: Divergence) -> tuple[int, ...]:
         return culprits(view, split)
     smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
     return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])
+
+
+def all_garbled(view: Timeline) -> bool:
+    """Whether all exceptions, if there are any, only follow from data of another collective than the one waited for."""
+    errors = (view.facts[rank].exception for rank in view.raised)
+    return all(error is not None and is_garbled(error) for error in errors)
 
 
 @once
@@ -267,12 +273,3 @@ def was_at_words(view: Timeline, rank: int) -> str:
     """The user's line that a rank was at, or what of Lightning or DDP it was in."""
     known = (words for code, words in _CALLING_CODE if is_in(code, stack_of(view, rank)))
     return place_words(called_at(view, rank)) or next(known, "in Lightning's own code")
-
-
-def silent_words(view: Timeline) -> str:
-    """Sentences about the ranks that do not answer; empty if all answer."""
-    gone = tuple(rank for rank in view.silent if is_gone(view, rank))
-    outside = tuple(rank for rank in view.silent if rank not in gone)
-    ended = f" The process of {ranks_words(gone)} has ended." if gone else ""
-    away = f"{capitalised(ranks_words(outside))} {verb(outside, 'does', 'do')} not answer, as"
-    return ended + (f" {away} {verb(outside, 'a rank', 'ranks')} outside the Trainer." if outside else "")

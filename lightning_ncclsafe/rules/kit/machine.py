@@ -8,7 +8,7 @@ from enum import Enum
 from lightning_ncclsafe.facts import Collective, HostFacts, ProcessFacts, RankFacts, StorageFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence
 from lightning_ncclsafe.rules.kit.rule import named_by, once
-from lightning_ncclsafe.rules.kit.timeline import WHY_RANKS_WAIT, GroupView, Timeline
+from lightning_ncclsafe.rules.kit.timeline import ROOTED, WHY_RANKS_WAIT, GroupView, Timeline
 from lightning_ncclsafe.rules.kit.wording import duration_words, size_words
 
 
@@ -203,9 +203,6 @@ def storage_evidence(facts: RankFacts, *, of_checkpoints: bool) -> Iterator[Evid
 
 # Far longer than a collective takes to connect its ranks, far shorter than any sensible suspect_after.
 _MOMENT_NS = 1_000_000_000
-# In these, some ranks may complete before others have begun: the root has sent, or does not wait.
-_ROOTED = ("broadcast", "scatter", "gather", "reduce", "send", "recv")
-_SYMMETRIC = ("reduce_scatter", "_reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +243,8 @@ class Pending:
     def is_rooted(self) -> bool:
         """Whether it may complete on one rank before it does on the others."""
         op = self.first.op
-        return not op.startswith(("all_", "_all", "all", *_SYMMETRIC)) and any(word in op for word in _ROOTED)
+        is_of_all = op.startswith(("all", "_all", "reduce_scatter", "_reduce_scatter"))
+        return not is_of_all and any(word in op for word in ROOTED)
 
 
 def pending_on_nccl(view: Timeline) -> Iterator[Pending]:

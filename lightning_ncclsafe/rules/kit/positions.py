@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Frame, LoggedKey, LoopEnd, Phase, Progress, RankFacts, TrainerFacts
+from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP
+from lightning_ncclsafe.facts import Frame, LoopEnd, Phase, Progress, RankFacts, TrainerFacts
 from lightning_ncclsafe.rules.kit.activity import hook_words, is_in, loop_left
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
 from lightning_ncclsafe.rules.kit.rule import once
@@ -16,8 +16,6 @@ _EXCHANGE_OF_GRADIENTS = BACKWARD | DDP | FSDP
 _PAST_VALIDATION = 3
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
-# Callbacks that monitor a logged value.
-_MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
 _PAST_BATCHES = tuple(f"on_{loop}_epoch_end" for loop in ("train", "validation", "test", "predict"))
 
 
@@ -276,19 +274,3 @@ def _has_known_length(facts: RankFacts) -> bool:
 def _all_joined(view: Timeline) -> bool:
     pending = [group for group in view.groups if group.seq is not None]
     return bool(pending) and all(view.joined(group) for group in pending)
-
-
-def monitored_on_some(view: Timeline) -> tuple[LoggedKey, tuple[int, ...], tuple[int, ...]] | None:
-    """A key at which a callback looks in which some ranks wait; those, and the others, which have not logged it.
-
-    None if there is no such key, or if a rank is at work or has raised.
-    """
-    inside = {rank for rank in view.waiting if is_in(_MONITORS, view.facts[rank].stack)}
-    outside = view.facts.keys() - inside
-    if not inside or not outside or view.raised or view.working(view.facts) or out_of_data_first(view):
-        return None
-    logged = {rank: {key.name for key in facts.steps.monitored} for rank, facts in view.facts.items()}
-    common = set.intersection(*(logged[rank] for rank in inside))
-    keys = (key for key in view.facts[min(inside)].steps.monitored if key.name in common)
-    key = next((key for key in keys if all(key.name not in logged[rank] for rank in outside)), None)
-    return (key, tuple(sorted(inside)), tuple(sorted(outside))) if key is not None else None

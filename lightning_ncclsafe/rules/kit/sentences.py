@@ -91,6 +91,11 @@ def unless_caught(view: Timeline, confidence: Confidence) -> Confidence:
     return Confidence.LIKELY if is_doubtful else confidence
 
 
+def straggler_confidence(view: Timeline) -> Confidence:
+    """Certain if the recorder shows that the others wait for ranks that are behind; else likely."""
+    return Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY
+
+
 def straggler_finding(
     view: Timeline,
     ranks: tuple[int, ...],

@@ -157,11 +157,10 @@ def is_before_trainer(view: Timeline, rank: int) -> bool:
     The others wait in ``init_process_group``, which no rank leaves before all have joined; or they have called the
     Trainer once more, and this rank has not.
     """
-    process = view.witnesses.get(rank)
-    may_work = process is None or (process.state in _ALIVE and not process.gil_held and not _is_blocked(process))
-    if rank in view.raised_outside:
+    if rank in view.raised_outside or not (view.awaits_joining or rank in view.job.absent):
         return False
-    return may_work and (view.awaits_joining or rank in view.job.absent)
+    process = view.witnesses.get(rank)
+    return process is None or (process.state in _ALIVE and not process.gil_held and not _is_blocked(process))
 
 
 def waiting_outside_trainer(view: Timeline) -> dict[int, tuple[Frame, ...]]:

@@ -160,7 +160,7 @@ def _is_complete(job: JobFacts, group: GroupView) -> bool:
 
 
 def _evidence(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Iterator[Evidence]:
-    yield from counters_evidence(view.facts, group)
+    yield from counters_evidence(view, group)
     if has_dumps(view.job) and all(call.backend.startswith("nccl") for call in calls.values()):
         waiting = tuple(rank for rank, call in sorted(calls.items()) if not call.started)
         text = f"Not started on the device of {ranks_words(waiting)}." if waiting else "Started on every device."

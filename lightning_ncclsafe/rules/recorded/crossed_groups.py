@@ -75,4 +75,4 @@ def _evidence(view: Timeline, root: Root) -> Iterator[Evidence]:
         order = ", then ".join(f"{described(call)} of {group_words(call.group)}" for call in calls)
         yield Evidence(source="flight recorder", rank=rank, text=f"Called {order}.")
     for name in dict.fromkeys(name for name, _ in root.ops[:_LISTED]):
-        yield from counters_evidence(view.facts, view.groups_by_name[name])
+        yield from counters_evidence(view, view.groups_by_name[name])

@@ -41,7 +41,6 @@ from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 # Operations in logs that may involve only two ranks.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")
 _LISTED = 8
-DEFAULT_GROUP = "0"
 _COMPARED = 64
 
 
@@ -127,8 +126,7 @@ def _stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[F
 def _is_certain(view: Timeline, split: Divergence) -> bool:
     """Whether it is certain; in logs only for the default group, as others may share names and numbers."""
     records = [record for rank in split.calls if (record := view.facts[rank].record) is not None]
-    is_default = split.group == DEFAULT_GROUP
-    return all(record.has_dump or (record.group_known and is_default) for record in records)
+    return all(record.has_dump or (record.group_known and split.group == "0") for record in records)
 
 
 def _words(call: Collective) -> str:

@@ -32,7 +32,6 @@ NO_LONGER_TIMEOUT = (
 )
 _UNKNOWN_CALL = "a collective"
 _VARIANTS = 3
-_QUOTED = 4
 _NOBODY = RankFacts(rank=0, progress=Progress(phase=Phase.UNKNOWN))
 # The purpose of collectives with one element.
 _ONE_ELEMENT = {
@@ -98,10 +97,11 @@ def waiting_words(calls: Mapping[int, Collective]) -> str:
     return "; ".join(parts)
 
 
-def waiting_in(facts: Mapping[int, RankFacts], group: GroupView) -> dict[int, Collective]:
+def waiting_in(view: Timeline, group: GroupView) -> dict[int, Collective]:
     """The call in which each rank of a group waits; only group and number if the recorder has lost it."""
     return {
-        rank: oldest_outstanding(facts[rank], group.name) or Collective(group=group.name, seq=seq, op=_UNKNOWN_CALL)
+        rank: oldest_outstanding(view.facts[rank], group.name)
+        or Collective(group=group.name, seq=seq, op=_UNKNOWN_CALL)
         for rank, seq in group.oldest.items()
     }
 
@@ -127,11 +127,11 @@ def consequence_evidence(found: Iterable[Root]) -> Iterator[Evidence]:
         yield Evidence(source="flight recorder", text=f"{capitalised(text)}: that is a consequence.")
 
 
-def counters_evidence(facts: Mapping[int, RankFacts], group: GroupView) -> Iterable[Evidence]:
+def counters_evidence(view: Timeline, group: GroupView) -> Iterable[Evidence]:
     """The positions of a group's ranks, equal positions together."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in group.enqueued:
-        own = next((one for one in facts[rank].groups if one.name == group.name), None)
+        own = next((one for one in view.facts[rank].groups if one.name == group.name), None)
         if own is not None:
             alike[(own.last_enqueued, own.last_completed)].append(rank)
     for (enqueued, completed), ranks in sorted(alike.items())[:8]:
@@ -152,5 +152,5 @@ def waited_words(view: Timeline, ranks: Iterable[int] = ()) -> str:
 
 def log_evidence(facts: RankFacts, most: int = 1) -> Iterable[Evidence]:
     """The most important lines of a rank's log."""
-    for line in (facts.record.lines if facts.record else ())[: min(most, _QUOTED)]:
+    for line in (facts.record.lines if facts.record else ())[:most]:
         yield Evidence(source="log", rank=facts.rank, text=line)

@@ -102,7 +102,7 @@ def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:
 
 def _evidence(view: Timeline, found: list[Root]) -> Iterator[Evidence]:
     for name in dict.fromkeys(root.ops[0][0] for root in found[:4] if root.ops):
-        yield from counters_evidence(view.facts, view.groups_by_name[name])
+        yield from counters_evidence(view, view.groups_by_name[name])
     for root in found[:4]:
         for rank in root.ranks[:4]:
             entries = counted(len(open_calls(view.facts[rank])), "entry")

@@ -147,7 +147,7 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
             f"but not called the other side, while {waiting_words(waiting)}"
         )
     group = view.groups_by_name[op[0]]
-    waiting = waiting_in(view.facts, group)
+    waiting = waiting_in(view, group)
     known = all(rank in group.enqueued and group.enqueued[rank] for rank in ranks)
     called = f"{_called_words(group, ranks)} and finished all" if known else "finished all that was called there"
     of = "" if known else f" of {group_words(group.name)}"
@@ -160,18 +160,18 @@ def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
     for root in culprits[:4]:
         if root.ops:
             group = view.groups_by_name[root.ops[0][0]]
-            waiting = waiting_in(view.facts, group)
+            waiting = waiting_in(view, group)
             for rank in root.ranks:
                 yield from _last_call_evidence(view.facts[rank], group, waiting)
     for name in dict.fromkeys(root.ops[0][0] for root in culprits[:4] if root.ops):
-        yield from counters_evidence(view.facts, view.groups_by_name[name])
-        yield from one_element_evidence(waiting_in(view.facts, view.groups_by_name[name]).values())
+        yield from counters_evidence(view, view.groups_by_name[name])
+        yield from one_element_evidence(waiting_in(view, view.groups_by_name[name]).values())
     for root in culprits[:2]:
         yield from log_evidence(view.facts[root.ranks[0]])
 
 
 def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Finding:
-    waiting = waiting_in(view.facts, group)
+    waiting = waiting_in(view, group)
     text = (
         f"{clause(ranks, 'has|have')} {_called_words(group, ranks)} and finished all, and never "
         f"called number {group.seq:,}, while {waiting_words(waiting)}"
@@ -183,7 +183,7 @@ def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Findin
         f"{text}{f'; its last call was {site}' if site else ''}.",
         evidence=(
             *(item for rank in ranks[:4] for item in _last_call_evidence(view.facts[rank], group, waiting)),
-            *counters_evidence(view.facts, group),
+            *counters_evidence(view, group),
             *(item for rank in ranks[:2] for item in log_evidence(view.facts[rank])),
             *one_element_evidence(waiting.values()),
         ),

@@ -59,7 +59,7 @@ def no_dump(view: Timeline) -> Iterator[Finding]:
 def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     ranks = tuple(sorted(rank for root in found for rank in root.ranks))
     group = view.groups_by_name.get(first.ops[0][0]) if first.ops else None
-    waiting = waiting_in(view.facts, group) if group is not None else waiting_on_peers(view, ranks)
+    waiting = waiting_in(view, group) if group is not None else waiting_on_peers(view, ranks)
     only = len(view.silent) == 1 and all(seen is RootCause.UNREAD for seen in (root.cause for root in roots(view)))
     only = only and conflict(view) is None and view.facts.keys() == set(first.held)
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
@@ -86,7 +86,7 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
         f"{text}.",
         confidence=Confidence.LIKELY if only and not (older or others) else Confidence.POSSIBLE,
         evidence=(
-            *(counters_evidence(view.facts, group) if group is not None else ()),
+            *(counters_evidence(view, group) if group is not None else ()),
             *one_element_evidence(waiting.values()),
             *consequence_evidence(found),
         ),

@@ -94,7 +94,7 @@ def _finding(view: Timeline, group: GroupView) -> Finding:
     least = min(group.oldest.values())
     first = tuple(sorted(rank for rank, seq in group.oldest.items() if seq == least))
     ranks = group.behind or (first if len(first) < len(group.oldest) else ())
-    waiting = waiting_in(view.facts, group)
+    waiting = waiting_in(view, group)
     text = f"In {group_words(group.name)} {waiting_words(waiting)}, and what was read does not show for whom"
     if ranks:
         text += f"; {clause(ranks, 'is|are furthest behind')}"
@@ -104,7 +104,7 @@ def _finding(view: Timeline, group: GroupView) -> Finding:
         f"{text}.",
         confidence=Confidence.POSSIBLE,
         evidence=(
-            *counters_evidence(view.facts, group),
+            *counters_evidence(view, group),
             *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
         ),
     )

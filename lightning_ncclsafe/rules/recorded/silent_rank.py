@@ -134,7 +134,7 @@ def _of_other_groups(view: Timeline) -> Finding:
     """A log does not give members: the awaited rank may be in several of the groups that wait."""
     ranks = view.job.silent
     groups = [group for group in view.groups if group.seq is not None]
-    waiting = {rank: call for group in groups for rank, call in waiting_in(view.facts, group).items()}
+    waiting = {rank: call for group in groups for rank, call in waiting_in(view, group).items()}
     alone = len(ranks) == 1 and len(waiting) == view.job.world_size - 1 and conflict(view) is None
     return finding(
         view,
@@ -142,7 +142,7 @@ def _of_other_groups(view: Timeline) -> Finding:
         f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing, while {waiting_words(waiting)}.",
         confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
         evidence=(
-            *(item for group in groups[:4] for item in counters_evidence(view.facts, group)),
+            *(item for group in groups[:4] for item in counters_evidence(view, group)),
             *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
         ),
     )
@@ -197,7 +197,7 @@ def _absences(view: Timeline) -> Iterator[_Absence]:
 
 def _finding(view: Timeline, absence: _Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
-    waiting = waiting_in(view.facts, group)
+    waiting = waiting_in(view, group)
     of_two = any(call.op in OF_TWO for call in waiting.values())
     # Two ranks may be an excerpt if the size of the job is unknown.
     is_known = view.job.is_sized or set(ranks) <= set(view.job.log.spoke) or len(waiting) > 2
@@ -217,7 +217,7 @@ def _finding(view: Timeline, absence: _Absence) -> Finding:
         confidence=Confidence.LIKELY if alone and not view.job.log.is_cut else Confidence.POSSIBLE,
         evidence=(
             *_works_on(view),
-            *counters_evidence(view.facts, group),
+            *counters_evidence(view, group),
             *one_element_evidence(waiting.values()),
             *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
         ),

@@ -1,9 +1,9 @@
 """Diverged collectives after gloo aborted a process, so that the connections of the others broke."""
 
-from lightning_ncclsafe.code.libraries import EARLY_STOPPING, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import LoggedKey
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.hang.diverged_collectives.calls import mismatch
+from lightning_ncclsafe.rules.hang.diverged_collectives.reasons import MONITORS
 from lightning_ncclsafe.rules.kit import (
     CallBySize,
     Finding,
@@ -38,9 +38,6 @@ from lightning_ncclsafe.rules.kit import (
     was_at_words,
     where_evidence,
 )
-
-# Callbacks that monitor a logged value.
-_MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
 
 
 def after_abort(view: Timeline) -> Finding | None:
@@ -110,7 +107,7 @@ def _by_size(view: Timeline, sized: CallBySize) -> Finding:
 
 def _key_never_logged(view: Timeline, ended: tuple[int, ...], others: tuple[int, ...]) -> LoggedKey | None:
     """The only monitored key that the others have never logged, if the aborted ranks were in such a callback."""
-    if not all(is_in(_MONITORS, stack_of(view, rank)) for rank in ended):
+    if not all(is_in(MONITORS, stack_of(view, rank)) for rank in ended):
         return None
     keys = {key.name: key for rank in others for key in view.facts[rank].steps.unmonitored}
     lacked = [key for key in keys.values() if all(key in view.facts[rank].steps.unmonitored for rank in others)]
