@@ -44,7 +44,7 @@ _REMEDY_OTHER = (
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
     """``restart``; ``unknown`` if a GPU has not started the collective: a kernel of the code may keep it busy."""
-    calls = [call for group in view.groups for call in (view.joined(group) or {}).values()]
+    calls = [call for group in view.groups for call in view.joined(group).values()]
     may_be_busy = any(call.backend.startswith("nccl") and not (call.started or call.completed) for call in calls)
     return Plan.UNKNOWN if may_be_busy else Plan.RESTART
 

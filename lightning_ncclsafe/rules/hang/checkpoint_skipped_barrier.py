@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Timeline,
     advice,
     at_words,
+    deepest_user_frame,
     error_words,
     finding,
     hang_rule,
@@ -63,16 +64,11 @@ def _is_saving(facts: RankFacts) -> bool:
     return any(action.name.startswith(_SAVES) for action in facts.progress.actions)
 
 
-def _place(facts: RankFacts) -> Frame | None:
-    """The deepest line of the user's code from which the failed save was called."""
-    stack = facts.failed_save.stack if facts.failed_save is not None else ()
-    return next((frame for frame in reversed(stack) if frame.user), None)
-
-
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
-    failed, frame = facts.failed_save, _place(facts)
+    failed = facts.failed_save
     assert failed is not None
+    frame = deepest_user_frame(failed.stack)
     text = (
         f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at_words(frame)}; "
         "the exception was caught, so "

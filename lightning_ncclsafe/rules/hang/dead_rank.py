@@ -1,7 +1,6 @@
 """The cause dead-rank: a rank's process no longer exists."""
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Frame, LastSeen, Phase, RankFacts
@@ -121,20 +120,24 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
     if gone and continued_before_abort(view):
         gone = tuple(rank for rank in gone if rank not in aborted_by_gloo(view))
     if gone:
-        # If the others have finished, it may have finished before it ended.
-        may_have_left = {facts.progress.phase for facts in view.facts.values()} == {Phase.FINISHED}
-        # That it is gone is certain; that gloo did not end it for what ranks called may not be.
-        may_be_gloo = any(map(partial(_may_have_crashed_on_gloo, view), gone))
-        may_be_gloo = may_be_gloo or not {*gone}.isdisjoint(aborted_by_gloo(view))
-        confidence = Confidence.LIKELY if may_be_gloo else Confidence.CERTAIN
-        # If the others' calls differ, it may have been sent what it had not waited for.
-        is_doubtful = may_have_left or (may_be_gloo and _have_diverged(view))
-        confidence = Confidence.POSSIBLE if is_doubtful else confidence
         ends = {_end(view, rank) for rank in gone}
         end = ends.pop() if len(ends) == 1 else _End()
-        yield _finding(view, gone, confidence, _words(end, many=False), _words(end, many=True), end)
+        yield _finding(view, gone, _confidence(view, gone), _words(end, many=False), _words(end, many=True), end)
     elif (presumed := _presumed(view)) and not alone_in_trainer(view):
         yield _finding(view, presumed, Confidence.LIKELY, "disappeared silently", "disappeared silently", _End())
+
+
+def _confidence(view: Timeline, gone: tuple[int, ...]) -> Confidence:
+    """That they are gone is certain; that gloo did not end them for what ranks called may not be."""
+    may_be_gloo = not {*gone}.isdisjoint(aborted_by_gloo(view))
+    may_be_gloo = may_be_gloo or any(_may_have_crashed_on_gloo(view, rank) for rank in gone)
+    # If the others' calls differ, it may have been sent what it had not waited for.
+    is_doubtful = may_be_gloo and _have_diverged(view)
+    # If the others have finished, it may have finished before it ended.
+    may_have_left = {facts.progress.phase for facts in view.facts.values()} == {Phase.FINISHED}
+    if may_have_left or is_doubtful:
+        return Confidence.POSSIBLE
+    return Confidence.LIKELY if may_be_gloo else Confidence.CERTAIN
 
 
 def _explained(view: Timeline) -> set[int]:

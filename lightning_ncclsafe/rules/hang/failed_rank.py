@@ -115,13 +115,12 @@ def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
 
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
-    exception, frame = facts.exception, exception_place(facts)
-    worker = _line_in_worker(exception.message) if exception else None
-    frame = worker or frame
-    name = exception.type if exception else ""
+    exception = facts.exception
+    assert exception is not None
+    name, frame = exception.type, _line_in_worker(exception.message) or exception_place(facts)
     at = f" at {short_location(frame)}{_called_from(facts, frame)}" if frame else ""
-    did = _raised_words(exception) if exception else ""
-    text = f"{ranks_words(ranks)} {did}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+    where = f"{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}"
+    text = f"{ranks_words(ranks)} {_raised_words(exception)}{where}."
     split = _other_data(view, ranks)
     mixed = _mixed_words(view, split, ranks[0]) if split is not None else ""
     line = frame or (deepest_user_frame(split.calls[ranks[0]].stack) if split is not None else None)

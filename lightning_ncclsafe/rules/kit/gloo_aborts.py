@@ -325,8 +325,13 @@ def _overrun_of_any(view: Timeline, ended: Iterable[int]) -> tuple[int, int] | N
 def ended_process_evidence(view: Timeline, ended: Iterable[int]) -> Iterator[Evidence]:
     """How the processes of these ranks have ended, and their last output on stderr."""
     for rank in [*ended][:_LISTED]:
-        process, signal = view.witnesses[rank], signal_of(view, rank)
-        text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
-        yield Evidence(source="process", rank=rank, text=text)
-        if process.said:
-            yield Evidence(source="stderr", rank=rank, text=f"Last output on stderr: {process.said}")
+        yield end_evidence(view, rank)
+        if said := view.witnesses[rank].said:
+            yield Evidence(source="stderr", rank=rank, text=f"Last output on stderr: {said}")
+
+
+def end_evidence(view: Timeline, rank: int) -> Evidence:
+    """How the process of a rank has ended, as another process sees it."""
+    process, signal = view.witnesses[rank], signal_of(view, rank)
+    text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
+    return Evidence(source="process", rank=rank, text=text)

@@ -104,8 +104,12 @@ def out_of_data_first(view: Timeline) -> tuple[int, ...]:
         return _an_epoch_ahead(view, first[0])
     # A rank that waits in its batch under a condition on the rank does not wait because of data.
     is_alone = not under_rank_condition(view, view.facts).keys().isdisjoint(still)
-    is_even = _equally_many(view, ended, still) or _validated_it(view, ended, still) or _before_batches(view, still)
-    is_even = is_even or finished_ahead(view) is not None
+    is_even = (
+        _equally_many(view, ended, still)
+        or _validated_it(view, ended, still)
+        or _before_batches(view, still)
+        or finished_ahead(view) is not None
+    )
     return () if is_alone or is_even or _may_be_left_behind(view, ended, still) else ended
 
 
@@ -231,9 +235,14 @@ def _before_batches(view: Timeline, still: tuple[int, ...]) -> bool:
     return all(now.phase is Phase.VALIDATE and now.batch_idx < 0 and not _is_in_loop(now) for now in places)
 
 
+def _validated(view: Timeline) -> dict[int, int]:
+    """How many batches each rank has validated, as far as known."""
+    return {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
+
+
 def _validated_less(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
     """Whether the ranks that have gone on to training had fewer batches in the validation that others are ending."""
-    validated = {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
+    validated = _validated(view)
     have_left = all(view.facts[rank].progress.phase is Phase.TRAIN for rank in ended)
     if not ended or not have_left or validated.keys() < view.facts.keys():
         return False
@@ -246,9 +255,9 @@ def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]
         return False
     if without_validation(view, ended, still):
         return False
-    left = [rank for rank in ended if view.facts[rank].progress.phase is not Phase.VALIDATE]
-    validated = {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
-    if len(left) < len(ended) or not validated.keys() >= {*ended, *still}:
+    have_left = all(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in ended)
+    validated = _validated(view)
+    if not have_left or not validated.keys() >= {*ended, *still}:
         return False
     return min(validated[rank] for rank in ended) > max(validated[rank] for rank in still)
 
