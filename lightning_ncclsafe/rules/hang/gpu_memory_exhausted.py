@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     exception_evidence,
     exception_place,
     finding,
+    gpu_of,
     hang_rule,
     how_we_know,
     is_garbled,
@@ -123,7 +124,7 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
 
 
 def _free_share(facts: RankFacts) -> float | None:
-    gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
+    gpu = gpu_of(facts)
     if gpu is None or gpu.free_bytes is None or not gpu.total_bytes:
         return None
     return gpu.free_bytes / gpu.total_bytes
@@ -152,7 +153,7 @@ def _full(view: Timeline, rank: int) -> Finding:
 def _evidence(view: Timeline) -> Iterator[Evidence]:
     """The memory of all GPUs, which shows one that differs."""
     for rank, facts in sorted(view.facts.items())[:_LISTED]:
-        gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
+        gpu = gpu_of(facts)
         if gpu is not None and gpu.free_bytes is not None and gpu.total_bytes is not None:
             text = f"Its GPU has {size_words(gpu.free_bytes)} of {size_words(gpu.total_bytes)} free."
             others = f" Others use it, too: {', '.join(gpu.foreign_processes[:3])}." if gpu.foreign_processes else ""

@@ -159,8 +159,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     has_majority = len(ended) != len(left) and not is_theirs
     unusual = {} if is_theirs else unusual_calls(view)
     ranks = tuple(decided) or tuple(unusual) or (few if has_majority else tuple(sorted((*ended, *left))))
-    has_aborted = _is_gloo_abort(view, ended)
-    is_known = has_aborted and not is_theirs
+    is_known = _is_gloo_abort(view, ended) and not is_theirs
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
         f"{aborted_words(view, ended)}{at_words(own)}, {gloo_abort_words(view, ended)}, while "

@@ -90,7 +90,7 @@ def _part(view: Timeline, root: Root) -> str:
     if not others:
         return f"{of} {has} not started {what}, although all others have"
     through = f"those of {ranks_words(others)} have completed it"
-    return f"{of} {verb(root.ranks, 'has', 'have')} not completed {what}, while {through}"
+    return f"{of} {has} not completed {what}, while {through}"
 
 
 def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:

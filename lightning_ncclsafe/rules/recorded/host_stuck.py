@@ -71,14 +71,12 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
             culprits = [root for root in found if root.is_sure is is_sure]
             if culprits:
                 yield _of_dumps(view, culprits, is_sure)
-    held = (
-        [] if has_dumps(view.job) else [(group, ranks) for group in view.groups if (ranks := idle_behind(view, group))]
-    )
-    if held:
+    elif held := [(group, ranks) for group in view.groups if (ranks := idle_behind(view, group))]:
         # Its other groups wait for the same reason.
         group, ranks = max(held, key=lambda one: len(one[0].oldest))
         yield _finding(view, group, ranks)
-    elif not roots(view):
+        return
+    if not roots(view):
         yield from _named(view)
 
 
@@ -148,7 +146,7 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
         )
     group = view.groups_by_name[op[0]]
     waiting = waiting_in(view, group)
-    known = all(rank in group.enqueued and group.enqueued[rank] for rank in ranks)
+    known = all(group.enqueued.get(rank) for rank in ranks)
     called = f"{_called_words(group, ranks)} and finished all" if known else "finished all that was called there"
     of = "" if known else f" of {group_words(group.name)}"
     return (
