@@ -17,7 +17,6 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     call_location,
-    capitalised,
     condition_evidence,
     finding,
     gathering_alone,
@@ -123,7 +122,7 @@ def _created_in_circle(view: Timeline, circle: dict[int, tuple[str, int]]) -> Fi
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(itertools.islice(hops, _HOPS)))}: they wait for each other in a circle.",
+        f"{', '.join(itertools.islice(hops, _HOPS))}: they wait for each other in a circle.",
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
         remedy=_REMEDY_ORDER,
@@ -171,7 +170,7 @@ def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:
 
     For a send or receive, the group is empty and the rank is the peer.
     """
-    by_name = {group.name: group for group in view.groups}
+    by_name = view.groups_by_name
     waits_in = {rank: by_name[name] for rank in view.waiting if (name := _waits_in(view, rank)) in by_name}
     late = {name: _late(by_name[name], view, waits_in) for name in {group.name for group in waits_in.values()}}
     awaited = {rank: (group.name, last) for rank, group in waits_in.items() if (last := late[group.name]) is not None}
@@ -259,7 +258,7 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(hops))}: they wait for each other in a circle{why}.",
+        f"{', '.join(hops)}: they wait for each other in a circle{why}.",
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
         # That FSDP gathers a model where the user's code runs it is usual.
         location=call_location(view, sorted(callers, key=lambda rank: _is_of_model(view, rank))),
@@ -290,7 +289,7 @@ def _inspected_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Fi
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
+        f"{', '.join(hops)}: they wait for each other in a circle.",
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
     )
@@ -333,10 +332,9 @@ def _hop(view: Timeline, rank: int, name: str, late: int) -> str:
 
 
 def _evidence(view: Timeline, circle: dict[int, tuple[str, int]]) -> Iterator[Evidence]:
-    by_name = {group.name: group for group in view.groups}
     for rank, (name, late) in list(circle.items())[:_LISTED]:
         if name:
-            group = by_name[name]
+            group = view.groups_by_name[name]
             text = (
                 f"Is in number {group.oldest.get(rank, group.seq)} of {_named(view, name)}, of which rank {late} has "
                 f"called {group.enqueued.get(late, 0)}."

@@ -18,12 +18,12 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     joined,
-    others_wait,
     out_of_data_first,
     ranks_words,
     recorder_evidence,
     skips_steps,
     verb,
+    waiting_sentence,
     without_validation,
 )
 
@@ -193,14 +193,13 @@ def _finding(
         f"{clause(early, 'has|have')} {how}, {_at(view, early[0])}, while {ranks_words(others)} "
         f"{verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
     )
-    waiting = others_wait(view, ())
     why = f"{capitalised(counts.what)} in {counts.at}: {counts.words}." if counts else ""
     places = _places(view, early, others) if counts is None else [*skips_steps(view)]
     has_finished = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in early)
     return finding(
         view,
         early if counts is None else counts.ranks,
-        joined((f"{capitalised(text)}.", why, f"{capitalised(waiting)}." if waiting else "")),
+        joined((f"{text}.", why, waiting_sentence(view))),
         severity=Severity.ERROR if has_finished else None,
         confidence=confidence,
         location=places[0] if len(places) == 1 and not _may_be_callback(view, early) else "",

@@ -101,8 +101,7 @@ def _different_messages(view: Timeline, pairs: dict[int, int]) -> Finding:
     return finding(
         view,
         tuple(sorted(pairs)),
-        f"{capitalised(', '.join(parts))}, {batch}: what is received is not what is sent, by its tag, its group or its "
-        f"shape.",
+        f"{', '.join(parts)}, {batch}: what is received is not what is sent, by its tag, its group or its shape.",
         location=location_of(view.activities[receiving[0]].frame),
         evidence=_evidence(view, tuple(sorted(pairs))),
     )
@@ -119,7 +118,7 @@ def _peers_moved_on(view: Timeline, peers: dict[int, int]) -> Finding:
     return finding(
         view,
         tuple(sorted(peers if are_few else {*peers, *peers.values()})),
-        f"{capitalised(', '.join(parts))}, {batch}: one side sends or receives more often than the other.",
+        f"{', '.join(parts)}, {batch}: one side sends or receives more often than the other.",
         location=frames.pop() if len(frames) == 1 else "",
         evidence=tuple(stack_evidence(view, (*peers,))),
     )
@@ -153,7 +152,7 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
     return finding(
         view,
         sides,
-        joined((capitalised(first), _others(view, sides))),
+        joined((first, _others(view, sides))),
         location=frames.pop() if len(frames) == 1 else "",
         evidence=_evidence(view, sides),
     )

@@ -217,6 +217,12 @@ def innermost_action(progress: Progress) -> Action | None:
     return next((one for one in reversed(progress.actions) if one.name not in _WRAPPERS), None)
 
 
+def presented_stage(facts: RankFacts) -> str:
+    """The stage whose loaders a rank presents; empty if it presents none."""
+    names = (action.name for action in facts.progress.actions)
+    return next((name.removeprefix(AGREEMENT) for name in names if name.startswith(AGREEMENT)), "")
+
+
 def open_collectives(facts: RankFacts) -> Iterator[Collective]:
     """The collectives that this rank has called and that have not completed, the oldest first; no sends or receives."""
     return (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)
@@ -236,6 +242,11 @@ def outstanding_collective(facts: RankFacts) -> Collective | None:
 def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
     """The innermost frame of the user's own code."""
     return next((frame for frame in reversed(stack) if frame.user), None)
+
+
+def first_user_frame(stacks: Iterable[tuple[Frame, ...]]) -> Frame | None:
+    """The innermost frame of the user's own code on the first of these stacks that has one."""
+    return next((frame for stack in stacks if (frame := deepest_user_frame(stack)) is not None), None)
 
 
 def below_user(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -389,8 +400,12 @@ def _waits_in_c(facts: RankFacts) -> bool:
 
 def _may_wait_unrecorded(facts: RankFacts) -> bool:
     """Whether it may wait in a collective that no recorder has: it hardly runs, or waits for its device."""
-    is_unrecorded = any(group.why is not NotRecorded.LOST for group in facts.unrecorded)
-    return is_unrecorded and (hardly_runs(facts) or waits_for_silent_device(facts))
+    return is_unrecorded(facts) and (hardly_runs(facts) or waits_for_silent_device(facts))
+
+
+def is_unrecorded(facts: RankFacts) -> bool:
+    """Whether no recorder shows what a rank has called in some group."""
+    return any(group.why is not NotRecorded.LOST for group in facts.unrecorded)
 
 
 def waits_for_silent_device(facts: RankFacts) -> bool:

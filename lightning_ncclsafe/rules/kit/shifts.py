@@ -9,7 +9,7 @@ from lightning_ncclsafe.facts import Collective, Frame
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, is_in, loop_left
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
-from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words, short_location, under_words
+from lightning_ncclsafe.rules.kit.wording import at_words, call_words, ranks_words, under_words
 
 # A rank makes a few calls more or fewer, for one metric or one save; larger shifts would match any loop.
 _MAX_SHIFT = 8
@@ -48,7 +48,7 @@ class Shift:
 
     def words(self) -> str:
         """``"rank 0 has called barrier at train.py:7 in save, which ranks 1-2 have not: …"``."""
-        at = f" at {short_location(self.frame)}" if self.frame is not None else ""
+        at = at_words(self.frame)
         condition = _condition_of(self.call)
         under = f", {under_words(condition)}" if condition else ""
         distance = "one call" if self.count == 1 else f"{self.count} calls"

@@ -12,15 +12,12 @@ from typing import NamedTuple
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame
 from lightning_ncclsafe.rules.kit.activity import (
-    Kind,
     condition_around,
     deepest_user_frame,
     depth_passed,
     inside_trainer,
     is_in,
     is_landmark,
-    open_collectives,
-    waits_for_silent_device,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.rule import once
@@ -270,52 +267,3 @@ def waiting_in_circle(view: Timeline) -> tuple[int, ...]:
     if sole_receiver(view) is not None:
         return ()
     return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)
-
-
-def waiting_for_finished(view: Timeline) -> tuple[int, ...]:
-    """Ranks that wait under a condition on the rank for ranks that have all finished."""
-    have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
-    return tuple(rank for rank in view.waiting if condition_of(view, rank)) if view.behind and have_finished else ()
-
-
-def waiting_apart(view: Timeline) -> tuple[int, ...]:
-    """Ranks that wait under a condition on the rank, where all wait, some of them for devices that tell nothing.
-
-    Empty if one of them waits in the same call as a rank outside: then it only reads a result there.
-    """
-    is_unread = any(waits_for_silent_device(view.facts[rank]) for rank in view.waiting)
-    if not is_unread or view.silent or len(view.waiting) < len(view.facts):
-        return ()
-    apart = tuple(sorted(under_rank_condition(view, view.waiting)))
-    own, others = (
-        {(call.group, call.seq, signature(call)) for rank in ranks if (call := view.activities[rank].collective)}
-        for ranks in (apart, view.waiting_besides(apart))
-    )
-    return apart if own.isdisjoint(others) else ()
-
-
-def finished_early(view: Timeline) -> tuple[int, ...]:
-    """The minority that has finished while all others wait at one line of the user's code."""
-    have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
-    if not have_finished or 2 * len(view.behind) >= len(view.facts) or {*view.behind, *view.waiting} != {*view.facts}:
-        return ()
-    inside = (inside_trainer(view.facts[rank].stack) for rank in view.waiting)
-    lines = {deepest_user_frame(stack) for stack in inside}
-    return view.behind if len(lines) == 1 and None not in lines else ()
-
-
-def different_call_sites(view: Timeline) -> tuple[int, ...]:
-    """Ranks that called the same collective from a different function than most did."""
-    sites: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in view.waiting:
-        doing = view.activities[rank]
-        # With several outstanding, the stack shows nothing about the oldest.
-        is_sole = len([*open_collectives(view.facts[rank])]) == 1 and not doing.on_device
-        if doing.kind is not Kind.COLLECTIVE or doing.frame is None or not is_sole:
-            return ()
-        sites[(doing.frame.file, doing.frame.function)].append(rank)
-    if len(sites) < 2 or not any(view.joined(group) for group in view.groups):
-        return ()
-    most = max(sites.values(), key=len)
-    few = tuple(rank for who in sites.values() if who is not most for rank in who)
-    return tuple(sorted(few if len(few) < len(most) else (*few, *most)))
