@@ -1,12 +1,11 @@
 """The cause crossed-groups: ranks entered process groups in different orders and wait for each other in a circle."""
 
 import itertools
-import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
-from lightning_ncclsafe.facts import Collective, Group, RankFacts, group_and_backend
+from lightning_ncclsafe.facts import Group, RankFacts, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     FEW_STEPS,
     Confidence,
@@ -25,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     in_own_call,
     is_in,
     is_of_fsdp,
+    peer_of,
     ranks_words,
     send_recv_pairs,
     short_place,
@@ -35,7 +35,6 @@ from lightning_ncclsafe.rules.kit import (
     where_evidence,
 )
 
-_TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
 _REMEDY_MADE = (
     "Call new_group on all ranks for every group, in the same order, even if this rank is not a member; only with "
     "use_local_synchronization=True may the members alone call it."
@@ -207,19 +206,8 @@ def _waits_in(view: Timeline, rank: int) -> str:
 
 def _peer(view: Timeline, rank: int) -> int:
     """The rank that this one sends to or receives from, with nothing else outstanding; -1 if there is none."""
-    facts, doing = view.facts[rank], view.activities[rank]
-    if doing.kind is not Kind.COLLECTIVE or doing.collective is not None:
-        return -1
-    pending = (call for call in facts.collectives if call.is_p2p and not call.completed)
-    recorded = next((peer for call in pending if (peer := _peer_of(call, facts)) >= 0), -1)
-    return facts.steps.peer if facts.steps.peer >= 0 else recorded
-
-
-def _peer_of(call: Collective, facts: RankFacts) -> int:
-    """The peer that NCCL's recorder names, ``"recv 0<-1"``, in ranks of the group, its own first; -1 if none."""
-    match = _TO_PEER.search(call.op)
-    members = next((group.ranks for group in facts.groups if group.name == call.group), ())
-    return members[int(match[1])] if match and int(match[1]) < len(members) else -1
+    doing = view.activities[rank]
+    return peer_of(view, rank) if doing.kind is Kind.COLLECTIVE and doing.collective is None else -1
 
 
 def _late(group: GroupView, view: Timeline, waits_in: dict[int, GroupView]) -> int | None:

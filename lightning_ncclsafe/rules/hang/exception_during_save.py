@@ -19,6 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     exception_place,
     finding,
     hang_rule,
+    has_misread_sizes,
     is_save,
     location_of,
     ranks_words,
@@ -53,7 +54,7 @@ def exception_during_save(view: Timeline) -> Iterator[Finding]:
     for rank in view.raised:
         error = view.facts[rank].exception
         is_training = view.facts[rank].progress.phase is not Phase.PREDICT
-        if error is not None and is_training and is_save(error.stack):
+        if error is not None and is_training and is_save(error.stack) and not has_misread_sizes(view):
             by_place[type_and_place(view.facts[rank])].append(rank)
     for ranks in by_place.values():
         yield _finding(view, tuple(ranks))

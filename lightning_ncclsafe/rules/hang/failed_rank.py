@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     exit_status,
     finding,
     hang_rule,
+    has_misread_sizes,
     is_in,
     joined,
     location_of,
@@ -88,7 +89,8 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
     """
     by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
     # What different collectives have made of each other's data is a consequence.
-    for rank in view.raised if view.divergence is None or not all_garbled(view) else ():
+    is_consequence = has_misread_sizes(view) or (view.divergence is not None and all_garbled(view))
+    for rank in view.raised if not is_consequence else ():
         by_place[type_and_place(view.facts[rank])].append(rank)
     for ranks in [*by_place.values()][:_MOST]:
         yield _finding(view, tuple(ranks))

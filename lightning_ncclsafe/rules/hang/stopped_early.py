@@ -130,10 +130,14 @@ def _validation(
 
 
 def _have_skipped_validation(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    """Whether they have skipped it otherwise than by a line of the user's that ends an epoch, which ends it as well."""
-    trainers = (_trainer(view, rank) for rank in early)
+    """Whether they have skipped it otherwise than by a line of the user's that ends an epoch, which ends it as well.
+
+    With NCCL, the others may be a whole epoch ahead of their devices: a rank that was asked to stop has not skipped it.
+    """
+    trainers = [_trainer(view, rank) for rank in early]
     are_cut_short = all(one.end is LoopEnd.UNKNOWN and _is_cut_short(one) and one.ended_at for one in trainers)
-    return without_validation(view, early, others) and not are_cut_short
+    were_stopped = all(one.end is LoopEnd.SHOULD_STOP for one in trainers)
+    return without_validation(view, early, others) and not are_cut_short and not were_stopped
 
 
 def _batches_left(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> int:

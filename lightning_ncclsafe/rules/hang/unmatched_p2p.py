@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     joined,
     location_of,
+    peer_of,
     place_words,
     ranks_words,
     send_recv_pairs,
@@ -78,7 +79,7 @@ def _peers_in_collectives(view: Timeline) -> dict[int, int]:
     """Ranks that send or receive, each with its peer, if the peer waits in a collective and not in the other side."""
     peers = {}
     for rank in view.waiting:
-        doing, peer = view.activities[rank], view.facts[rank].steps.peer
+        doing, peer = view.activities[rank], peer_of(view, rank)
         exchanges = doing.kind is Kind.COLLECTIVE and doing.collective is None
         if exchanges and peer in view.facts and _is_in_collective(view, peer):
             peers[rank] = peer
@@ -87,7 +88,7 @@ def _peers_in_collectives(view: Timeline) -> dict[int, int]:
 
 def _is_in_collective(view: Timeline, rank: int) -> bool:
     doing = view.activities[rank]
-    return doing.kind is Kind.COLLECTIVE and doing.collective is not None and view.facts[rank].steps.peer < 0
+    return doing.kind is Kind.COLLECTIVE and doing.collective is not None and peer_of(view, rank) < 0
 
 
 def _different_messages(view: Timeline, pairs: dict[int, int]) -> Finding:

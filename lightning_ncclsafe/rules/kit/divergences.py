@@ -23,7 +23,7 @@ from lightning_ncclsafe.rules.kit.caught_exceptions import (
     raised_at,
     skipped_words,
 )
-from lightning_ncclsafe.rules.kit.exception_messages import is_garbled
+from lightning_ncclsafe.rules.kit.exception_messages import is_garbled, is_raised_by_torch_distributed
 from lightning_ncclsafe.rules.kit.gloo_aborts import (
     aborted_by_gloo,
     at_once,
@@ -112,6 +112,13 @@ def all_garbled(view: Timeline) -> bool:
     """Whether all exceptions, if there are any, only follow from data of another collective than the one waited for."""
     errors = (view.facts[rank].exception for rank in view.raised)
     return all(error is not None and is_garbled(error) for error in errors)
+
+
+def has_misread_sizes(view: Timeline) -> bool:
+    """Whether that is so of at least one exception, and ``torch.distributed`` itself raised all of them."""
+    errors = [view.facts[rank].exception for rank in view.raised]
+    are_of_torch = all(error is not None and is_raised_by_torch_distributed(error) for error in errors)
+    return bool(errors) and are_of_torch and all_garbled(view)
 
 
 @once

@@ -18,6 +18,7 @@ from lightning_ncclsafe.rules.kit.activity import (
     inside_trainer,
     is_in,
     is_landmark,
+    outstanding_p2p,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.rule import once
@@ -26,6 +27,7 @@ from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
 _P2P_CALLS = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+_TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
 # Conditions on the rank that hold on all ranks of a distributed job.
 _HOLDS_ON_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
 _HOLDS_ON_NONE = re.compile(r"==\s*-1|<\s*0\b|is None")
@@ -92,11 +94,25 @@ def is_of_wait(frame: Frame) -> bool:
     return is_landmark(frame) or DISTRIBUTED.has(frame.file, frame.function)
 
 
+def peer_of(view: Timeline, rank: int) -> int:
+    """The rank that this one sends to or receives from; -1 if it does neither, or the peer is unknown.
+
+    NCCL's recorder names it in ranks of the group, the rank itself first: ``"recv 0<-1"``.
+    """
+    facts = view.facts[rank]
+    if facts.steps.peer >= 0:
+        return facts.steps.peer
+    call = outstanding_p2p(facts)
+    match = _TO_PEER.search(call.op) if call is not None else None
+    members = next((group.ranks for group in facts.groups if call is not None and group.name == call.group), ())
+    return members[int(match[1])] if match and int(match[1]) < len(members) else -1
+
+
 @once
 def send_recv_pairs(view: Timeline) -> dict[int, int]:
     """Ranks that wait in a send and its peer's receive, each with its peer."""
     calls = {rank: view.activities[rank].call for rank in view.waiting if view.activities[rank].collective is None}
-    peers = {rank: view.facts[rank].steps.peer for rank in calls}
+    peers = {rank: peer_of(view, rank) for rank in calls}
     return {
         rank: peer
         for rank, peer in peers.items()
@@ -150,7 +166,7 @@ def sole_receiver(view: Timeline) -> int | None:
         return None
     alone = [rank for rank in view.waiting if view.activities[rank].collective is None]
     facts = view.facts[alone[0]] if len(alone) == 1 else None
-    if facts is None or facts.inspection is not None or facts.steps.peer >= 0:
+    if facts is None or facts.inspection is not None or peer_of(view, alone[0]) >= 0:
         return None
     return alone[0] if view.activities[alone[0]].call == "recv" else None
 

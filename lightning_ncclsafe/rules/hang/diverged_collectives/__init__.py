@@ -1,13 +1,13 @@
 """The cause diverged-collectives: ranks called different collectives under the same number.
 
 What shows that is divided by where it is seen: ``reasons`` has reasons among the facts, ``calls`` the Flight Recorder's
-entries, ``aborts`` a process that gloo has aborted, ``waits`` the stacks alone.
+entries, ``aborts`` a process that gloo has aborted or an exception, ``waits`` the stacks alone.
 """
 
 from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
-from lightning_ncclsafe.rules.hang.diverged_collectives.aborts import after_abort
+from lightning_ncclsafe.rules.hang.diverged_collectives.aborts import after_abort, misread_sizes
 from lightning_ncclsafe.rules.hang.diverged_collectives.calls import mismatch, unnoticed
 from lightning_ncclsafe.rules.hang.diverged_collectives.reasons import known_reason
 from lightning_ncclsafe.rules.hang.diverged_collectives.waits import inspected_waits, waits_elsewhere, waits_for_none
@@ -18,6 +18,7 @@ from lightning_ncclsafe.rules.kit import (
     all_garbled,
     gathering_alone,
     hang_rule,
+    has_misread_sizes,
     left_loop,
     out_of_data_first,
     out_of_step,
@@ -74,6 +75,8 @@ def _by_calls(view: Timeline) -> Finding | None:
     """What the recorder's entries show, else what the stacks show."""
     if view.divergence is not None:
         return mismatch(view, view.divergence)
+    if has_misread_sizes(view):
+        return misread_sizes(view)
     if (first := unnoticed_shift(view)) is not None:
         return unnoticed(view, first)
     if circle := waiting_in_circle(view):

@@ -1,4 +1,4 @@
-"""Diverged collectives after gloo aborted a process, so that the connections of the others broke."""
+"""Diverged collectives that ended a rank: gloo aborted its process, or it raised for data of another collective."""
 
 from lightning_ncclsafe.facts import LoggedKey
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     aborted_model_run,
     aborted_words,
     at_words,
+    batch_words,
     call_by_size,
     call_location,
     call_words,
@@ -24,6 +25,9 @@ from lightning_ncclsafe.rules.kit import (
     continued_before_abort,
     deepest_user_frame,
     ended_process_evidence,
+    error_words,
+    exception_evidence,
+    exception_place,
     finding,
     gloo_abort_words,
     is_in,
@@ -32,11 +36,13 @@ from lightning_ncclsafe.rules.kit import (
     out_of_step,
     place_words,
     raised_at,
+    ranks_words,
     same_purpose,
     stack_of,
     verb,
     was_at_words,
     where_evidence,
+    while_others_wait,
 )
 
 
@@ -131,4 +137,26 @@ def _continued(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         severity=Severity.ERROR,
         location=location_of(raised_at(caught)) if caught is not None else "",
         evidence=where_evidence(view, ranks),
+    )
+
+
+def misread_sizes(view: Timeline) -> Finding:
+    """NCCL has completed a call of ``torch.distributed`` with different ones, whose data is no size of anything."""
+    ranks = view.raised
+    facts = view.facts[ranks[0]]
+    frame = exception_place(facts)
+    assert facts.exception is not None
+    text = (
+        f"{ranks_words(ranks)} raised {error_words(facts.exception)}{at_words(frame)}, "
+        f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}: no rank has sent this size, so ranks have "
+        "called different collectives, which NCCL has completed with each other."
+    )
+    return finding(
+        view,
+        ranks,
+        text,
+        severity=Severity.ERROR,
+        location=location_of(frame),
+        evidence=(*exception_evidence(facts), *where_evidence(view, view.facts)),
+        remedy=remedies.same_calls(view),
     )
