@@ -325,7 +325,6 @@ CASES: dict[str, Callable[[Path], None]] = {
     "full-disk": fill_logs,
     "full-staging": partial(fill_staging, step=5),
     "no-staging": fill_staging,
-    "spawn": partial(fit_on_two, strategy="ddp_spawn"),
     "fork": partial(fit_on_two, strategy="ddp_fork"),
     "popen": lambda folder: fit_on_two(folder, SafeDDP()),
     "guard": lambda folder: fit(

@@ -144,7 +144,7 @@ def programs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             crashed=pool.submit(crash, warm, crashed),
             ended=pool.submit(run, warm, ended, *names, *more_names),
             on_small_disks=pool.submit(run_on_small_disks, warm, small_disks),
-            launched=pool.submit(run, warm, launched, "spawn", "fork", "popen", "guard"),
+            launched=pool.submit(run, warm, launched, "fork", "popen", "guard"),
         )
 
 
@@ -357,7 +357,7 @@ def test_without_room_for_staging_loggers_write_directly(on_small_disks: Cases) 
         assert case.steps(logger) == list(range(200)), case.output
 
 
-@pytest.mark.parametrize("name", ["spawn", "fork", "popen"])
+@pytest.mark.parametrize("name", ["fork", "popen"])
 def test_only_rank_0_stages_under_every_launcher(launched: Cases, name: str) -> None:
     case = launched[name]
     assert case.exit_code == 0, case.output
