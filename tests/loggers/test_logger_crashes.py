@@ -358,7 +358,7 @@ def test_without_room_for_staging_loggers_write_directly(on_small_disks: Cases) 
 
 
 @pytest.mark.parametrize("name", ["fork", "popen"])
-def test_only_rank_0_stages_under_every_launcher(launched: Cases, name: str) -> None:
+def test_only_rank_0_stages(launched: Cases, name: str) -> None:
     case = launched[name]
     assert case.exit_code == 0, case.output
     assert sorted(re.findall(r"rank \d stages: \w+", case.output)) == ["rank 0 stages: True", "rank 1 stages: False"]
