@@ -379,7 +379,8 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
         return Kind.COLLECTIVE, hook_words(action)
     if action == "init_process_group":
         return Kind.STORE, action
-    if call := _call_without_landmark(facts, collective):
+    call = _call_without_landmark(facts, collective)
+    if call is not None:
         return Kind.COLLECTIVE, call
     if action.endswith("_dataloader_next"):
         return Kind.LOADER, ""
@@ -388,8 +389,8 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
     return (Kind.USER if deepest_user_frame(inside_trainer(facts.stack)) else Kind.LIGHTNING), ""
 
 
-def _call_without_landmark(facts: RankFacts, collective: Collective | None) -> str:
-    """What the main thread waits for although no known frame shows it; empty if it does not seem to wait."""
+def _call_without_landmark(facts: RankFacts, collective: Collective | None) -> str | None:
+    """What the main thread waits for although no known frame shows it; None if it does not seem to wait."""
     if collective is not None and _blocked_by(collective, facts.stack):
         return collective.op
     p2p = outstanding_p2p(facts)
@@ -398,7 +399,7 @@ def _call_without_landmark(facts: RankFacts, collective: Collective | None) -> s
         return p2p.op.partition(" ")[0]
     if collective is None and facts.stack and _waits_in_c(facts):
         return "wait"
-    return "what is queued on a GPU" if waits_for_silent_device(facts) else ""
+    return "what is queued on a GPU" if waits_for_silent_device(facts) else None
 
 
 def _waits_in_c(facts: RankFacts) -> bool:
