@@ -27,7 +27,8 @@ from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
 _P2P_CALLS = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
-_TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
+# "send 0->1", "recv 1<-0", in ranks of the group: the calling rank comes first.
+_ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
 # Conditions on the rank that hold on all ranks of a distributed job.
 _HOLDS_ON_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
 _HOLDS_ON_NONE = re.compile(r"==\s*-1|<\s*0\b|is None")
@@ -95,17 +96,28 @@ def is_of_wait(frame: Frame) -> bool:
 
 
 def peer_of(view: Timeline, rank: int) -> int:
-    """The rank that this one sends to or receives from; -1 if it does neither, or the peer is unknown.
-
-    NCCL's recorder names it in ranks of the group, the rank itself first: ``"recv 0<-1"``.
-    """
+    """The rank that this one sends to or receives from; -1 if it does neither, or the peer is unknown."""
     facts = view.facts[rank]
     if facts.steps.peer >= 0:
         return facts.steps.peer
     call = outstanding_p2p(facts)
-    match = _TO_PEER.search(call.op) if call is not None else None
     members = next((group.ranks for group in facts.groups if call is not None and group.name == call.group), ())
-    return members[int(match[1])] if match and int(match[1]) < len(members) else -1
+    other = other_end(call, members) if call is not None else None
+    return other[1] if other is not None else -1
+
+
+def other_end(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
+    """``("send", 4)``: the kind of a send or receive, and the global rank of its other side, by NCCL's recorder."""
+    ends = _ENDS.match(call.op)
+    number = int(ends[3]) if ends else -1
+    return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
+
+
+def caller_of(call: Collective, members: tuple[int, ...]) -> int | None:
+    """The global rank that called a send or receive."""
+    ends = _ENDS.match(call.op)
+    number = int(ends[2]) if ends else -1
+    return members[number] if 0 <= number < len(members) else None
 
 
 @once
