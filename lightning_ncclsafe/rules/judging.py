@@ -59,7 +59,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
 
 
 def _has_own_remedy(rule: Rule[Any], finding: Finding, job: JobFacts) -> bool:
-    """Whether it is not about where a rank waits, for a lock perhaps: that rank has raised, or its machine delays it."""
+    """Whether it is not about what a rank waits for, a lock perhaps: the rank has raised, or its machine delays it."""
     raised = {facts.rank for facts in job.ranks if facts.exception is not None}
     return rule.reads_exceptions or rule.is_of_machine or not raised.isdisjoint(finding.ranks)
 
