@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame
+from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame, RankFacts
 from lightning_ncclsafe.rules.kit.activity import (
     condition_around,
     deepest_user_frame,
@@ -18,6 +18,7 @@ from lightning_ncclsafe.rules.kit.activity import (
     inside_trainer,
     is_in,
     is_landmark,
+    is_open_p2p,
     outstanding_p2p,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
@@ -101,9 +102,29 @@ def peer_of(view: Timeline, rank: int) -> int:
     if facts.steps.peer >= 0:
         return facts.steps.peer
     call = outstanding_p2p(facts)
-    members = next((group.ranks for group in facts.groups if call is not None and group.name == call.group), ())
-    other = other_end(call, members) if call is not None else None
+    other = _other_end(facts, call) if call is not None else None
     return other[1] if other is not None else -1
+
+
+def has_other_side(view: Timeline, rank: int) -> bool:
+    """Whether the peer has called the other side of a rank's oldest send or receive, with nothing older between both.
+
+    The parts of a batch have one number.
+    """
+    call = outstanding_p2p(view.facts[rank])
+    own = _other_end(view.facts[rank], call) if call is not None else None
+    if call is None or own is None or own[1] not in view.facts:
+        return False
+    peer = view.facts[own[1]]
+    ends = [
+        (one.seq, _other_end(peer, one)) for one in peer.collectives if one.group == call.group and is_open_p2p(one)
+    ]
+    with_rank = [(seq, end[0]) for seq, end in ends if end is not None and end[1] == rank]
+    return any(seq == with_rank[0][0] and kind != own[0] for seq, kind in with_rank)
+
+
+def _other_end(facts: RankFacts, call: Collective) -> tuple[str, int] | None:
+    return other_end(call, next((group.ranks for group in facts.groups if group.name == call.group), ()))
 
 
 def other_end(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:

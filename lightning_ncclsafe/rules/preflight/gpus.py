@@ -98,7 +98,7 @@ def _words(gpu: GpuFacts) -> Iterator[str]:
         yield f"the driver asks for: {gpu.recovery_action}"
     if gpu.xids:
         yield f"Xid {', '.join(gpu.xids[-_LISTED:])}"
-    if (gpu.ecc_errors or 0) > 0:
+    if gpu.ecc_errors and gpu.ecc_errors > 0:
         yield f"{counted(gpu.ecc_errors, 'uncorrected memory error')}"
     if gpu.pending_repair:
         yield "a repair of its memory is pending or has failed"
@@ -108,7 +108,7 @@ def _words(gpu: GpuFacts) -> Iterator[str]:
 
 def _badness(gpu: GpuFacts) -> int:
     """Errors that end runs come before those that slow them."""
-    return 2 * bool(gpu.recovery_action or gpu.xids) + ((gpu.ecc_errors or 0) > 0 or gpu.pending_repair)
+    return 2 * bool(gpu.recovery_action or gpu.xids) + bool((gpu.ecc_errors or 0) > 0 or gpu.pending_repair)
 
 
 @check(

@@ -90,9 +90,8 @@ def _of_dumps(view: Timeline) -> Iterator[Finding]:
             for call in view.facts[call_rank].collectives
             if (call.group, call.seq, call.is_p2p) == (name, seq, False)
         }
-        group = view.groups_by_name.get(name)
-        if group is not None and len(group.members) == len(calls) > 1:
-            yield _finding(view, group, calls, known=root.is_sure)
+        if len(view.groups_by_name[name].members) == len(calls) > 1:
+            yield _finding(view, view.groups_by_name[name], calls, known=root.is_sure)
 
 
 def _of_two(view: Timeline, root: Root) -> Finding:

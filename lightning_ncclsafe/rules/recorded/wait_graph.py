@@ -78,8 +78,9 @@ def roots(view: Timeline) -> tuple[Root, ...]:
 
 
 def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
-    """The roots of one kind."""
-    return [root for root in roots(view) if root.cause is cause]
+    """The roots of one kind, without those in groups whose members are unknown, as nobody has their counters."""
+    known = view.groups_by_name
+    return [root for root in roots(view) if root.cause is cause and all(name in known for name, _ in root.ops)]
 
 
 class _WaitGraph(Calls):
