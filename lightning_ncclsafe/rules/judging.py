@@ -49,11 +49,19 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     missing = unknowns(job)
     others = Findings(every)
     kept = [(rule, finding) for rule, finding in every if not rule.is_superseded(finding, others)]
-    findings = with_caught(sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence)), job)
-    findings = with_thread_locks(findings, job)
+    kept = sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence))
+    findings = with_thread_locks(with_caught(kept, job), job)
+    if kept and _has_own_remedy(*kept[0], job):
+        findings[0] = replace(findings[0], remedy=kept[0][1].remedy)
     findings = [_with_hosts(finding, job) for finding in _with_past_lateness(findings, job)]
     forget()
     return Diagnosis(job=job, findings=tuple(findings), unanswered=(*missing, *failures))
+
+
+def _has_own_remedy(rule: Rule[Any], finding: Finding, job: JobFacts) -> bool:
+    """Whether it is not about what a rank waits for, a lock perhaps: the rank has raised, or its machine delays it."""
+    raised = {facts.rank for facts in job.ranks if facts.exception is not None}
+    return rule.reads_exceptions or rule.is_of_machine or not raised.isdisjoint(finding.ranks)
 
 
 def _with_hosts(finding: Finding, job: JobFacts) -> Finding:

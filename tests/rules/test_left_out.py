@@ -412,6 +412,10 @@ def test_a_rank_that_has_gone_on_without_a_validation_has_left_it_out(made: int,
     has_left_out = "Rank 1 has gone on without the validation that rank 0 is in" in finding.summary
     assert has_left_out == (rule == "stopped-early")
     assert has_left_out == (finding.ranks == (1,))
+    # Asked to stop since, it has not for certain been the only one.
+    assert gone_on.trainer is not None
+    stopped = replace(gone_on, trainer=replace(gone_on.trainer, end=LoopEnd.SHOULD_STOP))
+    assert CERTAIN not in rules(job(inside, stopped, world=2)).values()
     # What is logged is reduced after the last batch.
     last = replace(inside.progress, batch_idx=3, is_last_batch=True, actions=())
     assert inside.trainer is not None

@@ -21,6 +21,7 @@ SITES = {
     "b": ("barrier", 0, 0),  # Lightning's
     "g": ("all_gather", 8, 40),
     "h": ("all_gather", 8, 44),
+    "i": ("all_gather", 8, 48),
     "s": ("all_reduce", 8, 50),
     "z": ("barrier", 0, 60),
     "y": ("barrier", 0, 64),
@@ -73,6 +74,13 @@ def of(*letters: str, condition: str = "") -> JobFacts:
         pytest.param(("rgrgrg", "rgrgrz", "rgrgrg"), (1,), 60, id="waits in what nobody has ever called"),
         pytest.param(("rrz", "rrr", "rrz"), (1,), 60, id="has left out what nobody has ever called before"),
         pytest.param(("g", "b", "g"), (1,), 40, id="is in what is not the user's"),
+        pytest.param(("gbhzgbggbgg", "gbhgbggbgg", "gbggbggbgg"), (0,), 60, id="one call more, after a branch"),
+        pytest.param(
+            ("rgbrbrgbrgb", "rgbrbrgbrgb", "rgbrgbrgbrgb", "rgbrhbrgbrgb", "rgbribrgbrgb"),
+            (0, 1),
+            40,
+            id="one call fewer than most, who make it at three lines",
+        ),
     ],
 )
 def test_the_rank_that_is_out_of_step_is_named_with_the_call(

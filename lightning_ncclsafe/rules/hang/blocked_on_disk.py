@@ -48,10 +48,11 @@ _REMEDY_PIPE = (
 
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
-    """``restart``; ``unknown`` if it may wait for the other end of a pipe."""
-    threads = (view.facts[rank].machine.main_thread for rank in finding.ranks if rank in view.facts)
-    channels = [thread.wait_channel if thread is not None else "" for thread in threads]
-    known = all(wait_of(channel) in _STORAGE for channel in channels)
+    """``restart`` if the kernel shows that it waits for storage; ``unknown`` otherwise, as it may wait for a pipe."""
+    threads = (
+        view.facts[rank].machine.main_thread if rank in view.facts else view.witnesses[rank] for rank in finding.ranks
+    )
+    known = all(thread is not None and wait_of(thread.wait_channel) in _STORAGE for thread in threads)
     return Plan.RESTART if known else Plan.UNKNOWN
 
 

@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     gathering_alone,
     group_words,
     hang_rule,
+    has_other_side,
     in_own_call,
     is_in,
     is_of_fsdp,
@@ -173,7 +174,9 @@ def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:
     waits_in = {rank: by_name[name] for rank in view.waiting if (name := _waits_in(view, rank)) in by_name}
     late = {name: _late(by_name[name], view, waits_in) for name in {group.name for group in waits_in.values()}}
     awaited = {rank: (group.name, last) for rank, group in waits_in.items() if (last := late[group.name]) is not None}
-    return awaited | {rank: ("", peer) for rank in view.waiting if (peer := _peer(view, rank)) in view.facts}
+    to_peers = {rank: peer for rank in view.waiting if (peer := _peer(view, rank)) in view.facts}
+    # What both sides have called is not a matter of order.
+    return awaited | {rank: ("", peer) for rank, peer in to_peers.items() if not has_other_side(view, rank)}
 
 
 def _awaited_by_inspection(view: Timeline) -> dict[int, tuple[str, int]]:
@@ -242,7 +245,9 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     hops = [_hop(view, rank, name, late) for rank, (name, late) in list(circle.items())[:_HOPS]]
     did = "skipped what it called" if is_skipped else "entered them in a different order"
     why = f", and {ranks_words(ranks)} {did} {'in' if is_skipped else 'from'} every step before" if is_decided else ""
-    is_certain = all(_waits_in_one_group(view.facts[rank]) for rank in circle) and not is_decided
+    is_seen = all(name or view.facts[rank].steps.peer >= 0 for rank, (name, _) in circle.items())
+    # NCCL's sends and receives return at once: that a rank waits for one is concluded from its line.
+    is_certain = is_seen and all(_waits_in_one_group(view.facts[rank]) for rank in circle) and not is_decided
     return finding(
         view,
         ranks,

@@ -147,24 +147,23 @@ def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
 
 def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     sent = {rank: call for rank, facts in sorted(view.facts.items()) if (call := last_gloo_call(facts))}
-    other = min(sent or view.facts)
-    was = f"was in {collective_words(sent[other])}" if sent else "had already moved on"
-    own, others = called_at(view, ended[0]), called_at(view, other)
+    # Nobody may have answered.
     left = tuple(sorted(sent or view.facts))
+    other = left[:1]
+    was = f"was in {collective_words(sent[left[0]])}" if sent else "had already moved on"
+    own, others = (called_at(view, some[0]) if some else None for some in (ended, other))
     decided = under_rank_condition(view, sorted((*ended, *left)))
     # If both sides are equally large, nothing shows which is wrong; otherwise the majority is right.
     few = min(ended, left, key=len)
     # In these, each rank sends as much as it likes: the one that received too much did nothing wrong.
     is_theirs = any(is_in(UNEVEN, view.witnesses[rank].stack) for rank in ended)
-    has_majority = len(ended) != len(left) and not is_theirs
+    has_majority = 0 < len(left) != len(ended) and not is_theirs
     unusual = {} if is_theirs else unusual_calls(view)
     ranks = tuple(decided) or tuple(unusual) or (few if has_majority else tuple(sorted((*ended, *left))))
-    is_known = _is_gloo_abort(view, ended) and not is_theirs
-    remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
-    text = (
-        f"{aborted_words(view, ended)}{at_words(own)}, {gloo_abort_words(view, ended)}, while "
-        f"{ranks_words([other])} {was}{at_words(others)}."
-    )
+    is_known = _is_gloo_abort(view, ended) and bool(left) and not is_theirs
+    remedy = _REMEDY_SHARDED if any(is_of_fsdp(view.facts[rank]) for rank in other) else _REMEDY
+    meanwhile = f", while {ranks_words(other)} {was}{at_words(others)}" if other else ""
+    text = f"{aborted_words(view, ended)}{at_words(own)}, {gloo_abort_words(view, ended)}{meanwhile}."
     why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
     why = why or ("Who sent that is not recorded." if is_theirs else "")
     if unusual and not decided:
@@ -173,7 +172,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
         called = capitalised(clause(ranks, "has|have called"))
         why = f"{called} {call_words(call)}{at}, and {call_words(before)} before."
     beyond, skipped = beyond_try(view, sorted({*view.facts, *ended}))
-    if skipped is not None and other in beyond:
+    if skipped is not None and not {*beyond}.isdisjoint(other):
         text = joined((text, skipped_words(skipped, f"{ranks_words(ended)} was")))
     return finding(
         view,
@@ -185,7 +184,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
         evidence=(
             *ended_process_evidence(view, ended),
             *condition_evidence(view, ranks),
-            *where_evidence(view, [other]),
+            *where_evidence(view, other),
         ),
         remedy=f'{remedy} The end of its output decides: "op.preamble.length <= op.nbytes" confirms this.',
     )

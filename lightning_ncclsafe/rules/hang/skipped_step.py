@@ -142,7 +142,8 @@ def _in_a_later_batch(view: Timeline) -> tuple[int, ...]:
     passes = {rank: now[rank].batch_idx for rank in view.waiting if is_in(BACKWARD, view.facts[rank].stack)}
     ahead = tuple(rank for rank in now if rank not in passes)
     are_inspected = all(facts.inspection is not None for facts in view.facts.values())
-    is_one_epoch = len({each.epoch for each in now.values()} | {-1}) == 2
+    epochs = {each.epoch for each in now.values()}
+    is_one_epoch = len(epochs) == 1 and -1 not in epochs
     are_training = all(each.phase is Phase.TRAIN for each in now.values())
     if not (are_inspected and passes and is_one_epoch and are_training) or {*view.waiting} != {*now} or view.silent:
         return ()

@@ -89,7 +89,10 @@ def stopped_early(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, early, others, validation[0], Confidence.LIKELY, validation[1])
     elif ends == {LoopEnd.SHOULD_STOP} and not any(trainers[rank].end in ends for rank in others):
         how = f"stopped training: trainer.should_stop is set there, and not on {ranks_words(others)}"
-        yield _finding(view, early, others, how, Confidence.CERTAIN, _REMEDIES[LoopEnd.SHOULD_STOP])
+        # They may have skipped the validation, after which the others would be asked to stop as well.
+        is_only_sign = not without_validation(view, early, others)
+        confidence = Confidence.CERTAIN if is_only_sign else Confidence.LIKELY
+        yield _finding(view, early, others, how, confidence, _REMEDIES[LoopEnd.SHOULD_STOP])
     elif changes := _changes(trainers, early, others):
         how = f"stopped training: {changes}"
         yield _finding(view, early, others, how, Confidence.LIKELY, _REMEDY_CHANGED)

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     hang_rule,
+    has_other_side,
     joined,
     location_of,
     peer_of,
@@ -81,14 +82,14 @@ def _peers_in_collectives(view: Timeline) -> dict[int, int]:
     for rank in view.waiting:
         doing, peer = view.activities[rank], peer_of(view, rank)
         exchanges = doing.kind is Kind.COLLECTIVE and doing.collective is None
-        if exchanges and peer in view.facts and _is_in_collective(view, peer):
+        if exchanges and peer in view.facts and _is_in_collective(view, peer) and not has_other_side(view, rank):
             peers[rank] = peer
     return peers
 
 
 def _is_in_collective(view: Timeline, rank: int) -> bool:
     doing = view.activities[rank]
-    return doing.kind is Kind.COLLECTIVE and doing.collective is not None and peer_of(view, rank) < 0
+    return doing.kind is Kind.COLLECTIVE and doing.collective is not None and view.facts[rank].steps.peer < 0
 
 
 def _different_messages(view: Timeline, pairs: dict[int, int]) -> Finding:

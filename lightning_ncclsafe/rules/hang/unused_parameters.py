@@ -100,7 +100,7 @@ def _with_incomplete_pass(view: Timeline) -> tuple[int, ...]:
     They have made as many backward passes as the peers have begun, or lack gradients that the peers have.
     """
     awaited = {rank: call for rank in view.waiting if (call := _bucket_call(view, rank)) is not None}
-    past = [rank for rank in sorted(view.facts.keys() - awaited.keys()) if _is_past(view.facts[rank], awaited)]
+    past = [rank for rank in sorted(view.facts.keys() - awaited.keys()) if _is_past(view, rank, awaited)]
     if not past:
         return ()
     known = different_counts(view)
@@ -126,13 +126,19 @@ def _without_gradient(view: Timeline) -> tuple[int, ...]:
     return ranks if len(ranks) < len(view.facts) else ()
 
 
-def _is_past(facts: RankFacts, awaited: dict[int, Collective]) -> bool:
-    """Whether a rank is not in a backward pass and has not called what others wait in, under any number."""
-    call = next(iter(awaited.values()), None)
-    if call is None or any(action.name.endswith(".backward") for action in facts.progress.actions):
+def _is_past(view: Timeline, rank: int, awaited: dict[int, Collective]) -> bool:
+    """Whether a rank is not in a backward pass and has not called something that others wait in, under any number."""
+    if any(action.name.endswith(".backward") for action in view.facts[rank].progress.actions):
         return False
-    later = (entry for entry in facts.collectives if entry.group == call.group and entry.seq >= call.seq)
-    return all(signature(entry) != signature(call) for entry in later)
+    calls = {(call.group, call.seq, signature(call)): call for call in awaited.values()}
+    return any(_has_left_out(view, rank, call) for call in calls.values())
+
+
+def _has_left_out(view: Timeline, rank: int, call: Collective) -> bool:
+    group = view.groups_by_name.get(call.group)
+    later = (one for one in view.facts[rank].collectives if one.group == call.group and one.seq >= call.seq)
+    is_member = group is None or rank in group.members
+    return is_member and all(signature(one) != signature(call) for one in later)
 
 
 def _unused_by_peers(view: Timeline) -> set[str]:

@@ -241,7 +241,12 @@ def outstanding_collective(facts: RankFacts) -> Collective | None:
 
 def outstanding_p2p(facts: RankFacts) -> Collective | None:
     """The oldest send or receive that this rank has called and that has not completed; gloo records none."""
-    return next((entry for entry in facts.collectives if entry.is_p2p and not entry.completed), None)
+    return next(filter(is_open_p2p, facts.collectives), None)
+
+
+def is_open_p2p(call: Collective) -> bool:
+    """Whether it is a send or receive that has not completed."""
+    return call.is_p2p and not call.completed
 
 
 def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:

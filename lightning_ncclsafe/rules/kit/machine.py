@@ -266,7 +266,7 @@ def ailment(facts: RankFacts) -> str:
         return ""
     faults = [f"the kernel's log has Xid {', '.join(gpu.xids)}"] if gpu.xids else []
     faults += [f"NVML wants it to be recovered ({gpu.recovery_action})"] if gpu.recovery_action else []
-    faults += [f"{gpu.ecc_errors} uncorrected ECC errors"] if gpu.ecc_errors else []
+    faults += [f"{gpu.ecc_errors} uncorrected ECC errors"] if (gpu.ecc_errors or 0) > 0 else []
     faults += ["memory rows wait to be remapped"] if gpu.pending_repair else []
     return "; ".join(faults)
 

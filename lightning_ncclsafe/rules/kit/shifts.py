@@ -113,7 +113,13 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
     usually = [rank for rank in ranks if aligned[rank][index].site == usual]
     longest = max(usually, key=lambda rank: len(aligned[rank]))
     before, theirs = aligned[longest][:index], aligned[longest][index:]
-    few = tuple(rank for rank in ranks if rank not in usually and not _is_branch(aligned[rank][index:], theirs))
+    # Some of them may have made a later call more or fewer.
+    variants = {tuple(call.site for call in calls): calls for calls in (aligned[rank][index:] for rank in usually)}
+    is_branch = {
+        rank: rank in usually or any(_is_branch(aligned[rank][index:], calls) for calls in variants.values())
+        for rank in ranks
+    }
+    few = tuple(rank for rank in ranks if not is_branch[rank])
     if not few:
         return _BRANCH
     many = tuple(rank for rank in ranks if rank not in few)
@@ -132,7 +138,7 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
     if any(_distance(aligned[rank][index:], theirs) != count for rank in few):
         return None
     callers, others, call = (few, many, own[0]) if count > 0 else (many, few, theirs[0])
-    ranks = few if is_majority else _odd_side(call, callers, others, before)
+    ranks = few if len(few) < len(many) else _odd_side(call, callers, others, before)
     frame = deepest_user_frame(call.stack)
     return Shift(ranks=ranks, call=call, callers=callers, others=others, count=abs(count), frame=frame)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame
+from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame, RankFacts
 from lightning_ncclsafe.rules.kit.activity import (
     condition_around,
     deepest_user_frame,
@@ -18,6 +18,7 @@ from lightning_ncclsafe.rules.kit.activity import (
     inside_trainer,
     is_in,
     is_landmark,
+    is_open_p2p,
     outstanding_p2p,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
@@ -27,7 +28,8 @@ from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
 _P2P_CALLS = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
-_TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
+# "send 0->1", "recv 1<-0", in ranks of the group: the calling rank comes first.
+_ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
 # Conditions on the rank that hold on all ranks of a distributed job.
 _HOLDS_ON_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
 _HOLDS_ON_NONE = re.compile(r"==\s*-1|<\s*0\b|is None")
@@ -95,17 +97,48 @@ def is_of_wait(frame: Frame) -> bool:
 
 
 def peer_of(view: Timeline, rank: int) -> int:
-    """The rank that this one sends to or receives from; -1 if it does neither, or the peer is unknown.
-
-    NCCL's recorder names it in ranks of the group, the rank itself first: ``"recv 0<-1"``.
-    """
+    """The rank that this one sends to or receives from; -1 if it does neither, or the peer is unknown."""
     facts = view.facts[rank]
     if facts.steps.peer >= 0:
         return facts.steps.peer
     call = outstanding_p2p(facts)
-    match = _TO_PEER.search(call.op) if call is not None else None
-    members = next((group.ranks for group in facts.groups if call is not None and group.name == call.group), ())
-    return members[int(match[1])] if match and int(match[1]) < len(members) else -1
+    other = _other_end(facts, call) if call is not None else None
+    return other[1] if other is not None else -1
+
+
+def has_other_side(view: Timeline, rank: int) -> bool:
+    """Whether the peer has called the other side of a rank's oldest send or receive, with nothing older between both.
+
+    The parts of a batch have one number.
+    """
+    call = outstanding_p2p(view.facts[rank])
+    own = _other_end(view.facts[rank], call) if call is not None else None
+    if call is None or own is None or own[1] not in view.facts:
+        return False
+    peer = view.facts[own[1]]
+    ends = [
+        (one.seq, _other_end(peer, one)) for one in peer.collectives if one.group == call.group and is_open_p2p(one)
+    ]
+    with_rank = [(seq, end[0]) for seq, end in ends if end is not None and end[1] == rank]
+    return any(seq == with_rank[0][0] and kind != own[0] for seq, kind in with_rank)
+
+
+def _other_end(facts: RankFacts, call: Collective) -> tuple[str, int] | None:
+    return other_end(call, next((group.ranks for group in facts.groups if group.name == call.group), ()))
+
+
+def other_end(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
+    """``("send", 4)``: the kind of a send or receive, and the global rank of its other side, by NCCL's recorder."""
+    ends = _ENDS.match(call.op)
+    number = int(ends[3]) if ends else -1
+    return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
+
+
+def caller_of(call: Collective, members: tuple[int, ...]) -> int | None:
+    """The global rank that called a send or receive."""
+    ends = _ENDS.match(call.op)
+    number = int(ends[2]) if ends else -1
+    return members[number] if 0 <= number < len(members) else None
 
 
 @once

@@ -108,7 +108,7 @@ def _words(gpu: GpuFacts) -> Iterator[str]:
 
 def _badness(gpu: GpuFacts) -> int:
     """Errors that end runs come before those that slow them."""
-    return 2 * bool(gpu.recovery_action or gpu.xids) + bool(gpu.ecc_errors or gpu.pending_repair)
+    return 2 * bool(gpu.recovery_action or gpu.xids) + bool((gpu.ecc_errors or 0) > 0 or gpu.pending_repair)
 
 
 @check(

@@ -1,15 +1,12 @@
 """What ranks have called, according to dumps and logs: sends and receives, idle ranks, and all calls of a job."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts, RankFacts
-from lightning_ncclsafe.rules.kit import GroupView, Timeline, numel
+from lightning_ncclsafe.rules.kit import GroupView, Timeline, numel, other_end
 
-# "send 0->1", "recv 1<-0", in ranks of the group: the calling rank comes first.
-_ENDS = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})")
 # These end on no rank before all have called them.
 _OF_ALL = ("all_", "_all", "allgather", "allreduce", "reduce_scatter", "_reduce_scatter", "barrier")
 
@@ -68,20 +65,6 @@ def members_of(view: Timeline, call: Collective) -> tuple[int, ...]:
     """The members of the group of a call; empty if the group is unknown."""
     group = view.groups_by_name.get(call.group)
     return group.members if group is not None else ()
-
-
-def peer_of(call: Collective, members: tuple[int, ...]) -> tuple[str, int] | None:
-    """``("send", 4)``: the kind of a send or receive, and the global rank of its other side."""
-    ends = _ENDS.match(call.op)
-    number = int(ends[3]) if ends else -1
-    return (ends[1], members[number]) if ends and 0 <= number < len(members) else None
-
-
-def caller_of(call: Collective, members: tuple[int, ...]) -> int | None:
-    """The global rank that called a send or receive."""
-    ends = _ENDS.match(call.op)
-    number = int(ends[2]) if ends else -1
-    return members[number] if 0 <= number < len(members) else None
 
 
 def waits_for_all(call: Collective) -> bool:
@@ -190,7 +173,7 @@ class Calls:
         return same or (call.started and not call.completed)
 
     def _pair(self, rank: int, call: Collective) -> None:
-        end = peer_of(call, self.members.get(call.group, ())) if call.pair_number else None
+        end = other_end(call, self.members.get(call.group, ())) if call.pair_number else None
         if end is not None and call.pair_number is not None:
             self._pairs[rank, call.group, end[0], end[1]][call.pair_number] = call
 
@@ -199,7 +182,7 @@ class Calls:
 
         Known only if the dumps of both ranks count their sends and receives from the first.
         """
-        end = peer_of(call, self.members.get(call.group, ())) if call.pair_number else None
+        end = other_end(call, self.members.get(call.group, ())) if call.pair_number else None
         if end is None or call.pair_number is None or (end[1], call.group) not in self._counts:
             return Seen.UNKNOWN, None
         theirs = self._pairs.get((end[1], call.group, "recv" if end[0] == "send" else "send", rank), {})
@@ -218,14 +201,14 @@ class Calls:
         parts = [c for c in self.open[rank] if c.is_p2p and (c.group, c.seq) == (first.group, first.seq)]
         if any(self.other_side(rank, part)[0] is not Seen.ENDED for part in parts):
             return set()
-        ends = (peer_of(part, self.members.get(part.group, ())) for part in parts)
+        ends = (other_end(part, self.members.get(part.group, ())) for part in parts)
         return {end[1] for end in ends if end is not None}
 
     def _ends(self, rank: int) -> dict[tuple[str, str, int], Collective]:
         found: dict[tuple[str, str, int], Collective] = {}
         for call in self.open[rank]:
             if call.is_p2p:
-                end = peer_of(call, self.members.get(call.group, ()))
+                end = other_end(call, self.members.get(call.group, ()))
                 if end is not None:
                     found.setdefault((call.group, *end), call)
         return found

@@ -19,11 +19,12 @@ from lightning_ncclsafe.rules.kit import (
     location_of,
     numel,
     open_collectives,
+    other_end,
     purpose_words,
     ranks_words,
     verb,
 )
-from lightning_ncclsafe.rules.recorded.calls import members_of, peer_of
+from lightning_ncclsafe.rules.recorded.calls import members_of
 from lightning_ncclsafe.rules.recorded.wait_graph import Root
 
 NO_LONGER_TIMEOUT = (
@@ -112,7 +113,7 @@ def waiting_on_peers(view: Timeline, ranks: Iterable[int]) -> dict[int, Collecti
     found: dict[int, Collective] = {}
     for rank, facts in view.facts.items():
         for call in facts.collectives:
-            end = peer_of(call, members_of(view, call)) if call.is_p2p and not call.completed else None
+            end = other_end(call, members_of(view, call)) if call.is_p2p and not call.completed else None
             if end is not None and end[1] in awaited and rank not in awaited:
                 found.setdefault(rank, call)
     return found

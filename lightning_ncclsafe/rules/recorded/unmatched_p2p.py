@@ -12,9 +12,10 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     finding,
     numel,
+    other_end,
     recorded_rule,
 )
-from lightning_ncclsafe.rules.recorded.calls import members_of, open_p2p, peer_of
+from lightning_ncclsafe.rules.recorded.calls import members_of, open_p2p
 from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import NO_LONGER_TIMEOUT, consequence_evidence, described, first_site
 from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots_of
@@ -82,11 +83,11 @@ def _finding(view: Timeline, root: Root) -> Finding:
 
 def _is_a_pair(view: Timeline, calls: dict[int, Collective]) -> bool:
     """Whether one is the other side of the other."""
-    ends = {rank: peer_of(call, members_of(view, call)) for rank, call in calls.items()}
+    ends = {rank: other_end(call, members_of(view, call)) for rank, call in calls.items()}
     kinds = {end[0] for end in ends.values() if end is not None and end[1] in calls}
     return kinds == {"send", "recv"}
 
 
 def _hop(view: Timeline, rank: int, call: Collective) -> str:
-    end = peer_of(call, members_of(view, call)) if call.is_p2p else None
+    end = other_end(call, members_of(view, call)) if call.is_p2p else None
     return f"rank {rank} waits in {call.op}" + (f" for rank {end[1]}" if end is not None else "")

@@ -20,8 +20,8 @@ from enum import Enum
 from functools import cached_property
 
 from lightning_ncclsafe.facts import Collective, Group, JobFacts
-from lightning_ncclsafe.rules.kit import Timeline, numel, once, signature
-from lightning_ncclsafe.rules.recorded.calls import Calls, Op, Seen, has_dumps, peer_of, waits_for_all
+from lightning_ncclsafe.rules.kit import Timeline, numel, once, other_end, signature
+from lightning_ncclsafe.rules.recorded.calls import Calls, Op, Seen, has_dumps, waits_for_all
 from lightning_ncclsafe.rules.recorded.circles import Node, components, ranks_before, ranks_in_circles
 
 
@@ -78,8 +78,9 @@ def roots(view: Timeline) -> tuple[Root, ...]:
 
 
 def roots_of(view: Timeline, cause: RootCause) -> list[Root]:
-    """The roots of one kind."""
-    return [root for root in roots(view) if root.cause is cause]
+    """The roots of one kind, without those in groups whose members are unknown, as nobody has their counters."""
+    known = view.groups_by_name
+    return [root for root in roots(view) if root.cause is cause and all(name in known for name, _ in root.ops)]
 
 
 class _WaitGraph(Calls):
@@ -296,7 +297,7 @@ class _WaitGraph(Calls):
     def _is_with(self, rank: int) -> int | None:
         """The peer with which a rank is in a send or receive that both have reached."""
         first = self.open[rank][0]
-        end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
+        end = other_end(first, self.members.get(first.group, ())) if first.is_p2p else None
         if end is None or end[1] not in self.ends:
             return None
         other = self.ends[end[1]].get((first.group, "recv" if end[0] == "send" else "send", rank))
@@ -330,7 +331,7 @@ class _WaitGraph(Calls):
 
     def _has_exchanged_with(self, rank: int) -> set[int]:
         calls = (call for call in self.view.facts[rank].collectives if call.is_p2p and call.completed)
-        ends = (peer_of(call, self.members.get(call.group, ())) for call in calls)
+        ends = (other_end(call, self.members.get(call.group, ())) for call in calls)
         return {end[1] for end in ends if end is not None}
 
     def _most(self, op: Op) -> tuple[int, str, int]:
@@ -397,7 +398,7 @@ class _WaitGraph(Calls):
     def _waits_with(self, rank: int, peer: int) -> bool:
         """Whether a rank's oldest open call is a send or receive with a peer."""
         first = self.open[rank][0]
-        end = peer_of(first, self.members.get(first.group, ())) if first.is_p2p else None
+        end = other_end(first, self.members.get(first.group, ())) if first.is_p2p else None
         return end is not None and end[1] == peer
 
     def _odd_ones(self, circle: tuple[int, ...], ops: list[Op]) -> tuple[int, ...]:

@@ -141,7 +141,7 @@ def _continued(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 
 def misread_sizes(view: Timeline) -> Finding:
-    """NCCL has completed a call of ``torch.distributed`` with different ones, whose data is no size of anything."""
+    """A call of ``torch.distributed`` has completed with different ones, whose data is no size of anything."""
     ranks = view.raised
     facts = view.facts[ranks[0]]
     frame = exception_place(facts)
@@ -149,7 +149,7 @@ def misread_sizes(view: Timeline) -> Finding:
     text = (
         f"{ranks_words(ranks)} raised {error_words(facts.exception)}{at_words(frame)}, "
         f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}: no rank has sent this size, so ranks have "
-        "called different collectives, which NCCL has completed with each other."
+        "called different collectives, which have completed with each other."
     )
     return finding(
         view,
