@@ -167,6 +167,8 @@ def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
     for name in dict.fromkeys(root.ops[0][0] for root in culprits[:4] if root.ops):
         yield from counters_evidence(view.facts, view.groups_by_name[name])
         yield from one_element_evidence(waiting_in(view.facts, view.groups_by_name[name]).values())
+    if view.job.log.finished and any(0 in root.ranks for root in culprits):
+        yield Evidence(source="log", rank=0, text=f"`Trainer.fit` stopped: {view.job.log.finished}.")
     for root in culprits[:2]:
         yield from log_evidence(view.facts[root.ranks[0]])
 

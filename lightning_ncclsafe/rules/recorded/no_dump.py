@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
+    Findings,
     Timeline,
     clause,
     finding,
@@ -26,8 +27,14 @@ from lightning_ncclsafe.rules.recorded.evidence import (
 from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots, roots_of
 
 
+def is_dead(finding: Finding, others: Findings) -> bool:
+    """Whether it is known which of these ranks has ended, so that there is no dump to look for."""
+    return any(other.ranks and set(other.ranks) <= set(finding.ranks) for other in others.likely(("dead-rank",)))
+
+
 @recorded_rule(
     after="gpu-stuck",
+    superseded=is_dead,
     remedy=(
         "Look at this rank's own output and at its host first: a rank that crashes or is killed writes no dump, nor "
         "does one whose watchdog cannot run. If its file was merely not copied, or is on another host's disk, add "
