@@ -22,6 +22,7 @@ STORE = (
 STOPPED = "`Trainer.fit` stopped: `max_epochs=2` reached.\n"
 MODEL = "[rank{}]: RuntimeError: DDP expects same model across all ranks, but Rank {} has 4 params, while rank {} has "
 MODEL += "inconsistent {} params.\n"
+ENDED = "[ERROR] [launch.py:321:sigkill_handler] ['python', 'm.py', '--local_rank=1'] exits with return code = 1\n"
 WORKER = """\
 Traceback (most recent call last):
   File "/home/me/train.py", line 90, in <module>
@@ -119,6 +120,7 @@ def test_the_only_rank_not_heard_of_has_ended(stopped: bool, tmp_path: Path) -> 
         (LOST, "two ranks are not heard of"),
         (LOST + STORE.format(0) + STORE.format(2), "all ranks are heard of"),
         (LOST + STORE.format(2) + timeout(1), "a timeout ends processes, too"),
+        (LOST + STORE.format(2) + ENDED, "a launcher knows more"),
         (STORE.format(2), "the store is lost at the end of any job"),
     ],
 )
@@ -134,10 +136,18 @@ def test_a_store_that_is_lost_at_the_end_is_no_incident() -> None:
     assert evidence.job() is None
 
 
-def test_a_rank_that_has_trained_to_the_end_says_so(tmp_path: Path) -> None:
-    write(tmp_path, {0: idle(), **{rank: waiting() for rank in (1, 2, 3)}})
-    first = of(tmp_path, STOPPED).findings[0]
-    assert (first.rule, first.ranks) == ("host-stuck", (0,))
+@pytest.mark.parametrize(
+    ("dumps", "log", "rule"),
+    [
+        ({0: idle(), **{rank: waiting() for rank in (1, 2, 3)}}, "", "host-stuck"),
+        ({rank: waiting() for rank in (1, 2, 3)}, "", "no-dump"),
+        ({}, "world_size=3\n" + timeout(1) + timeout(2), "silent-rank"),
+    ],
+)
+def test_a_rank_that_has_trained_to_the_end_says_so(dumps: Any, log: str, rule: str, tmp_path: Path) -> None:
+    write(tmp_path, dumps)
+    first = of(tmp_path, STOPPED + log).findings[0]
+    assert (first.rule, first.ranks) == (rule, (0,))
     assert any(one.text == "`Trainer.fit` stopped: max_epochs=2 reached." for one in first.evidence)
 
 
@@ -160,6 +170,14 @@ def test_a_rank_that_has_found_no_difference_called_something_else() -> None:
     first = judged(MODEL.format(1, 1, 0, 39) + MODEL.format(2, 2, 0, 39) + lost).findings[0]
     assert (first.rule, first.ranks, first.confidence) == ("diverged-collectives", (0,), Confidence.LIKELY)
     assert first.summary.startswith("Rank 0 called something else where ranks 1-2 compared their models")
+
+
+def test_a_rank_that_has_raised_is_no_stuck_host(tmp_path: Path) -> None:
+    """It calls nothing more, and why is said in another way."""
+    write(tmp_path, {0: of_three(), 2: of_three()})
+    lost = "DistBackendError: NCCL error: remote process exited or there was a network error"
+    diagnosis = of(tmp_path, prefixed("[rank1]: ", TRACEBACK.replace("ValueError: bad label 11", lost)))
+    assert "host-stuck" not in {one.rule for one in diagnosis.findings}
 
 
 def test_the_exception_of_a_worker_has_its_own_line() -> None:

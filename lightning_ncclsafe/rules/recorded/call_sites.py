@@ -20,6 +20,7 @@ from lightning_ncclsafe.rules.kit import (
 
 # Of the ranks that have made the same call, this many are compared with the others.
 _COMPARED = 32
+_MOST_SIDES = 4
 
 
 def left_out_at(view: Timeline, split: Divergence) -> str:
@@ -40,7 +41,8 @@ def left_out_evidence(view: Timeline, split: Divergence) -> Iterator[Evidence]:
 def _compared(view: Timeline, split: Divergence) -> tuple[int, ...]:
     """Ranks whose dumps are compared, some of each side; none if a side has no dump."""
     ranks: list[int] = []
-    for _, who in split.variants:
+    sides = split.variants
+    for _, who in sides if len(sides) <= _MOST_SIDES else ():
         dumped = [rank for rank in who if (record := view.facts[rank].record) is not None and record.has_dump]
         if not dumped:
             return ()

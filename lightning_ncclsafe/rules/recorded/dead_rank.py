@@ -25,13 +25,13 @@ from lightning_ncclsafe.rules.recorded.ends import (
     fatal_signal_of,
     raised,
 )
-from lightning_ncclsafe.rules.recorded.evidence import waited_words, waiting_in, waiting_words
+from lightning_ncclsafe.rules.recorded.evidence import finished_evidence, waited_words, waiting_in, waiting_words
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
 
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."
 _REMEDY_FINISHED = (
-    "This rank has made all its steps, and the others wait in one more: give all ranks equally many batches (a sampler "
-    "or a stream that is split evenly, drop_last) and the same settings of the Trainer and state to resume from."
+    "This rank has made all its steps. If the others still train, give all ranks equally many batches (a sampler or a "
+    "stream that is split evenly, drop_last), the same settings of the Trainer and the same state to resume from."
 )
 _REMEDY_ENDED = (
     "If it has come to its end without an error, it had fewer steps than the others, or was told alone to stop. "
@@ -138,9 +138,11 @@ def _lost(view: Timeline) -> Iterator[Finding]:
 
 def _unheard(view: Timeline, found: LogStatements) -> int | None:
     """The only rank of which nothing is heard, where all others have lost a connection or wait; None if unknown."""
+    if not (view.job.is_sized and view.waiting) or stated(view, StatementKind.ENDED):
+        return None
     heard = {*view.facts, *found.by, *view.job.log.lost_store}
     others = [rank for rank in range(view.job.world_size) if rank not in heard]
-    return others[0] if view.job.is_sized and len(others) == 1 and view.waiting else None
+    return others[0] if len(others) == 1 else None
 
 
 def _gone(view: Timeline, found: LogStatements, rank: int) -> Finding:
@@ -163,7 +165,7 @@ def _gone(view: Timeline, found: LogStatements, rank: int) -> Finding:
         evidence=(
             *found.evidence,
             *((Evidence(source="log", text=f"{capitalised(store)}."),) if lost and rank == 0 else ()),
-            *((Evidence(source="log", rank=0, text=f"`Trainer.fit` stopped: {finished}."),) if finished else ()),
+            *finished_evidence(view, (rank,)),
         ),
         remedy=_REMEDY_FINISHED if finished else f"{_REMEDY_ENDED} {_REMEDY}",
     )

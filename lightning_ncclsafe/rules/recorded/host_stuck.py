@@ -28,6 +28,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     consequence_evidence,
     counters_evidence,
     described,
+    finished_evidence,
     log_evidence,
     one_element_evidence,
     waiting_in,
@@ -67,7 +68,7 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
     if failed(view):
         return
     if has_dumps(view.job):
-        found = roots_of(view, RootCause.HOST)
+        found = [root for root in roots_of(view, RootCause.HOST) if not _have_raised(view, root.ranks)]
         for is_sure in (True, False):
             culprits = [root for root in found if root.is_sure is is_sure]
             if culprits:
@@ -81,6 +82,12 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, group, ranks)
     elif not roots(view):
         yield from _named(view)
+
+
+def _have_raised(view: Timeline, ranks: Iterable[int]) -> bool:
+    """Whether ranks without a dump have raised, by their log: they have called nothing more because of that."""
+    every = (view.facts[rank] for rank in ranks)
+    return any(facts.exception and not (facts.record and facts.record.has_dump) for facts in every)
 
 
 def _called_words(group: GroupView, ranks: Iterable[int]) -> str:
@@ -167,8 +174,7 @@ def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
     for name in dict.fromkeys(root.ops[0][0] for root in culprits[:4] if root.ops):
         yield from counters_evidence(view.facts, view.groups_by_name[name])
         yield from one_element_evidence(waiting_in(view.facts, view.groups_by_name[name]).values())
-    if view.job.log.finished and any(0 in root.ranks for root in culprits):
-        yield Evidence(source="log", rank=0, text=f"`Trainer.fit` stopped: {view.job.log.finished}.")
+    yield from finished_evidence(view, [rank for root in culprits for rank in root.ranks])
     for root in culprits[:2]:
         yield from log_evidence(view.facts[root.ranks[0]])
 

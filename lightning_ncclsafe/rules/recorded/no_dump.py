@@ -19,6 +19,7 @@ from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import (
     consequence_evidence,
     counters_evidence,
+    finished_evidence,
     one_element_evidence,
     waiting_in,
     waiting_on_peers,
@@ -93,6 +94,7 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
         f"{text}.",
         confidence=Confidence.LIKELY if only and not (older or others) else Confidence.POSSIBLE,
         evidence=(
+            *finished_evidence(view, ranks),
             *(counters_evidence(view.facts, group) if group is not None else ()),
             *one_element_evidence(waiting.values()),
             *consequence_evidence(found),
