@@ -248,7 +248,7 @@ class Tracebacks:
     @property
     def is_open(self) -> bool:
         """Whether a traceback goes on in the next line."""
-        return bool(self._open or self._of_workers)
+        return bool(self._open)
 
     def begin(self) -> None:
         """Another file begins."""

@@ -97,7 +97,15 @@ def test_a_call_left_out_unnoticed_is_said(tmp_path: Path) -> None:
 
 
 def test_without_stacks_nothing_is_said_of_lines(tmp_path: Path) -> None:
-    write(tmp_path, {rank: made(1, 2, size=9 * (rank == 2) or 1) for rank in range(3)}, "nccl_trace_rank_{}.json")
+    """Calls of one size may be of any line."""
+
+    def sized(*sizes: int) -> dict[str, Any]:
+        calls = [entry(seq, input_sizes=[[size]], output_sizes=[[size]]) for seq, size in enumerate(sizes, start=1)]
+        calls[-1] |= {"state": "scheduled", "retired": False}
+        return dump(*calls, enqueued=len(sizes), completed=len(sizes) - 1, world=3)
+
+    dumps = {rank: sized(1, 2, 1, 2, 7, 1, 2) if rank < 2 else sized(1, 2, 1, 2, 1, 2, 1) for rank in range(3)}
+    write(tmp_path, dumps, "nccl_trace_rank_{}.json")
     first = of(tmp_path, "").findings[0]
     assert (first.ranks, first.location) == ((2,), "")
     assert not [one for one in first.evidence if "By their stacks" in one.text]
@@ -194,6 +202,7 @@ def test_the_traceback_of_a_worker_may_be_cut_off(lines: int) -> None:
         assert (first.rule, first.ranks) == ("failed-rank", (1,))
         known = "data.py:12 in __getitem__" if lines == 7 else "train.py:90 in <module>"
         assert first.location == f"/home/me/{known}"
+        assert "Caught IndexError in DataLoader worker process 1" in first.summary
 
 
 def test_another_traceback_after_that_of_a_worker_is_another_one() -> None:

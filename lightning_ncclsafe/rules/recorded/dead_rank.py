@@ -140,7 +140,7 @@ def _unheard(view: Timeline, found: LogStatements) -> int | None:
     """The only rank of which nothing is heard, where all others have lost a connection or wait; None if unknown."""
     if not (view.job.is_sized and view.waiting) or stated(view, StatementKind.ENDED):
         return None
-    heard = {*view.facts, *found.by, *view.job.log.lost_store}
+    heard = {*view.facts, *found.by, *view.job.log.lost_store, *view.job.outdated, *view.job.left_out}
     others = [rank for rank in range(view.job.world_size) if rank not in heard]
     return others[0] if len(others) == 1 else None
 
