@@ -34,6 +34,8 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 # These start ranks and measure them: other tests would disturb them.
 ALONE = "tests/trainers/"
+# Except for these, which measure nothing: they compute for long, best while others wait.
+BESIDE = ("tests/trainers/test_conformance.py", "tests/trainers/test_data.py")
 # These take long, and start no programs that import torch: begun while what those are forked from is not there yet, and
 # not when all others have ended and a core would have nothing to do.
 FIRST = ("tests/test_suite_ends.py", "tests/timing/test_bounded.py", "tests/reading/test_written_incidents.py")
@@ -318,7 +320,9 @@ class Suite:
                 adopt_orphans(False)
             if "files" in message and not self._tests:
                 self._tests = message["files"]
-                self._files = sorted(message["files"], key=lambda file: (file.startswith(ALONE), file not in FIRST))
+                self._files = sorted(
+                    message["files"], key=lambda file: (is_alone(file), file not in FIRST, file not in BESIDE)
+                )
             if "done" in message:
                 self._count(message["done"], message["outcome"], message["how"])
         try:
@@ -334,7 +338,7 @@ class Suite:
             say(process.text())
 
     def _answer(self, process: Process) -> None:
-        if not self._files or self._files[0].startswith(ALONE):
+        if not self._files or is_alone(self._files[0]):
             others = [other for other in self._running if other is not process]
             if not self._files or not all(other.is_last for other in others):
                 return process.give("")
@@ -352,6 +356,10 @@ class Suite:
         counts[outcome] += 1
         if counts.total() == self._tests[file]:
             say(f"{time.monotonic() - self._since[file]:6.1f} s  {file}: {in_words(counts)}")
+
+
+def is_alone(file: str) -> bool:
+    return file.startswith(ALONE) and file not in BESIDE
 
 
 def say(text: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from parsed import statements_of
 
 from lightning_ncclsafe.code import libraries
 from lightning_ncclsafe.code.libraries import Code, CodePlace, Package, glob
@@ -47,8 +48,8 @@ def files_of(folder: Path) -> tuple[str, ...]:
 
 @cache
 def functions_of(file: Path) -> frozenset[str]:
-    tree = ast.parse(file.read_bytes())
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    nodes = statements_of(ast.parse(file.read_bytes()))
+    return frozenset(node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
 def missing(place: CodePlace, folder: Path) -> list[str]:

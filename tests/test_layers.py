@@ -8,6 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from parsed import parsed, statements_of
 
 import lightning_ncclsafe
 
@@ -87,7 +88,7 @@ def sources(folder: Path = FOLDER) -> Sources:
 def imported(source: str) -> frozenset[str]:
     """Everything that may be the name of a module, of imports on any line but those for type checkers only."""
     found = set[str]()
-    for node in ast.walk(_NoTypeChecking().visit(ast.parse(source))):
+    for node in statements_of(parsed(source), is_for_type_checkers):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
@@ -96,9 +97,8 @@ def imported(source: str) -> frozenset[str]:
     return frozenset(found)
 
 
-class _NoTypeChecking(ast.NodeTransformer):
-    def visit_If(self, node: ast.If) -> ast.If | None:
-        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+def is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def own_imports(source: str, known: Sources) -> set[str]:
@@ -154,7 +154,7 @@ def namesakes(modules: Sources) -> dict[str, list[str]]:
     """Names that several classes have, with the modules that these are in."""
     homes: dict[str, list[str]] = {}
     for name, source in modules.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in statements_of(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
     return {name: modules for name, modules in homes.items() if len(modules) > 1}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from parsed import nodes_of, parsed
 from standing import FACTS, in_offload, in_preflight, meeting, of_guard, seen, standing
 
 import lightning_ncclsafe
@@ -294,32 +295,33 @@ JOINED = {"os.path", "Markup('')"}
 def waiting_functions() -> Iterator[tuple[str, ast.FunctionDef, Path]]:
     for path in sorted(FOLDER.rglob("*.py")):
         module = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
-        for name, function in functions_of(ast.parse(path.read_text()), module):
-            if any(waits(node) for node in own_nodes(function)):
-                yield name, function, path
+        for name, function in waiting_in(parsed(path.read_text()), module).items():
+            yield name, function, path
 
 
-def functions_of(tree: ast.AST, within: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-    for node in ast.iter_child_nodes(tree):
-        name = f"{within}.{node.name}" if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else within
+def waiting_in(tree: ast.AST, module: str) -> dict[str, ast.FunctionDef]:
+    """By name the functions that wait themselves, and not only one that is defined in them."""
+    found: dict[str, ast.FunctionDef] = {}
+    left: list[tuple[ast.AST, str, ast.FunctionDef | None]] = [(tree, module, None)]
+    while left:
+        node, name, function = left.pop()
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            name = f"{name}.{node.name}"
         if isinstance(node, ast.FunctionDef):
-            yield name, node
-        yield from functions_of(node, name)
-
-
-def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(function):
-        if not isinstance(node, ast.FunctionDef):
-            yield node
-            yield from own_nodes(node)
+            function = node
+        elif function is not None and waits(node):
+            found[name] = function
+        left.extend((child, name, function) for child in ast.iter_child_nodes(node))
+    return found
 
 
 def waits(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     name, owner = node.func.attr, node.func.value
-    is_text = isinstance(owner, (ast.Constant, ast.JoinedStr, ast.IfExp)) or ast.unparse(owner) in JOINED
-    return name in WAITING_CALLS and not (name == "join" and is_text)
+    if name != "join":
+        return name in WAITING_CALLS
+    return not isinstance(owner, (ast.Constant, ast.JoinedStr, ast.IfExp)) and ast.unparse(owner) not in JOINED
 
 
 def test_every_waiting_function_is_marked_or_listed() -> None:
@@ -348,10 +350,10 @@ def own_name_in(text: str) -> str:
 
 def texts(source: str) -> Iterator[str]:
     """All texts but docstrings, those of attributes included."""
-    tree = ast.parse(source)
-    documented = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    nodes = nodes_of(source)
+    documented = [node for node in nodes if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
     docs = {id(inner.value) for node in documented for inner in node.body if isinstance(inner, ast.Expr)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             yield node.value
 
@@ -379,7 +381,7 @@ def compared_functions(source: str) -> list[str]:
     """Comparisons of the function of a frame with a name."""
     return [
         ast.unparse(node)
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.Compare)
         and any(isinstance(side, ast.Attribute) and side.attr in ("function", "co_name") for side in operands(node))
         and any(isinstance(side, (ast.Constant, ast.Tuple, ast.Set, ast.Name)) for side in operands(node))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from suite import BESIDE, is_alone
 from suite import FIRST as BEGUN_FIRST
 from warm import Warm, environment
 
@@ -185,8 +186,13 @@ def test_trainer_tests_run_alone(tmp_path: Path) -> None:
     assert all(before <= after for before, after in zip([others_end, *ends], began, strict=False))
 
 
-def test_the_files_that_are_begun_first_are_there() -> None:
-    assert [name for name in BEGUN_FIRST if not (ROOT / name).is_file()] == []
+def test_files_with_a_place_of_their_own_are_there() -> None:
+    assert [name for name in (*BEGUN_FIRST, *BESIDE) if not (ROOT / name).is_file()] == []
+
+
+def test_only_listed_trainer_tests_run_beside_others() -> None:
+    assert is_alone("tests/trainers/test_trainers.py") and not is_alone("tests/guard/test_guard.py")
+    assert not any(map(is_alone, BESIDE))
 
 
 def test_a_failure_is_shown_and_the_rest_runs(tmp_path: Path) -> None:

@@ -60,9 +60,6 @@ START_S = 50
 # 5 s in the constructor of its store. Also for what is forked from whatever imports this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Of ports: each is this process's for as long as it runs.
-_claims: list[socket.socket] = []
-
 
 class Running:
     """A program that was started.
@@ -182,7 +179,8 @@ def free_port() -> int:
         with suppress(OSError), socket.socket() as probe:
             claim.bind(f"\0a port of the tests: {port}")  # known to all processes of this machine
             probe.bind(("", port))
-            _claims.append(claim)
+            # This process has it until it ends.
+            atexit.register(claim.close)
             return port
         claim.close()
     raise OSError("no port is free")

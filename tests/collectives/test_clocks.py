@@ -9,9 +9,11 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
+from lightning_ncclsafe.collectives import alignment
 from lightning_ncclsafe.collectives.alignment import Alignment, Reading, Round, aligned, oscillator_s
 from lightning_ncclsafe.collectives.clocks import ClockSync, numbers, read_alignment
 from lightning_ncclsafe.exchange import ExchangeError, MemoryExchange, SharedMemory
@@ -520,5 +522,9 @@ def test_texts_without_numbers_are_empty() -> None:
     assert read_alignment("1 -2 3 4 5") is None
 
 
-def test_the_oscillator_does_not_go_backward() -> None:
-    assert oscillator_s() <= oscillator_s()
+def test_the_oscillator_is_read_where_the_system_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = SimpleNamespace(CLOCK_MONOTONIC_RAW=4, clock_gettime={4: 5.0}.__getitem__, monotonic=lambda: 7.0)
+    monkeypatch.setattr(alignment, "time", clocks)
+    assert oscillator_s() == 5.0
+    del clocks.CLOCK_MONOTONIC_RAW, clocks.clock_gettime
+    assert oscillator_s() == 7.0

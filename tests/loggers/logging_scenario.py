@@ -4,9 +4,10 @@ Run by the tests as a program: ``python logging_scenario.py FOLDER kill full-dis
 to import torch takes seconds, but ends as a program of its own would. It works in ``FOLDER/<case>``: ``logs`` and
 ``staging`` are there, what it printed is in ``output.txt``, and ``steps.txt`` says which step had been logged when.
 The exit codes and the times of the ends are printed as JSON. ``--again`` starts the same cases once more, when nothing
-goes wrong any more.
+goes wrong any more; with ``--own-mounts`` nobody else sees the disks that they mount.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -42,6 +43,8 @@ Deed = Callable[[L.Trainer], Any]
 # How long a step takes: as most cases last for a second or two, a step of half that costs twice the work.
 STEP_S = 0.01
 SLOW = f"{slow_storage.PROTOCOL}://"
+# From <linux/sched.h>, and MS_PRIVATE | MS_REC of <linux/mount.h>.
+_NEW_MOUNTS, _PRIVATE = 0x20000, 0x44000
 # Imported before the forks, as they would import it each.
 PRELOADED = (rich.console, rich.text)
 
@@ -207,8 +210,15 @@ def is_removed(path: Path) -> bool:
     return not path.exists()
 
 
+def leave_mounts() -> None:
+    """From now on nobody but this process and its children sees what they mount: ``unshare --mount``, as root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS) or libc.mount(b"none", b"/", None, _PRIVATE, None):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def mount_small(folder: Path) -> Path:
-    """A disk of one megabyte; nobody but this process and its children sees it."""
+    """A disk of one megabyte."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "none", str(folder)], check=True)
     return folder
@@ -315,7 +325,6 @@ CASES: dict[str, Callable[[Path], None]] = {
     "full-disk": fill_logs,
     "full-staging": partial(fill_staging, step=5),
     "no-staging": fill_staging,
-    "spawn": partial(fit_on_two, strategy="ddp_spawn"),
     "fork": partial(fit_on_two, strategy="ddp_fork"),
     "popen": lambda folder: fit_on_two(folder, SafeDDP()),
     "guard": lambda folder: fit(
@@ -360,18 +369,20 @@ def fork_each(folder: Path, names: list[str]) -> str | None:
 
 def main() -> None:
     folder, *names = sys.argv[1:]
-    is_again = "--again" in names
+    options, names = ([one for one in names if one.startswith("--") is is_option] for is_option in (True, False))
+    if "--own-mounts" in options:
+        leave_mounts()
     name: str | None = names[0]
     # A launcher that starts this program again has one case for it, and takes its output.
     if "LOCAL_RANK" not in os.environ:
-        name = fork_each(Path(folder), [name for name in names if name != "--again"])
+        name = fork_each(Path(folder), names)
         if name is not None:
             sys.argv[2:] = [name]
             output = os.open(Path(folder, name, "output.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
     if name is not None:
-        case = AGAIN.get(name, partial(fit, steps=20)) if is_again else CASES[name]
+        case = AGAIN.get(name, partial(fit, steps=20)) if "--again" in options else CASES[name]
         case(Path(folder, name))
 
 

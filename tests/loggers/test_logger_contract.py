@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -303,6 +304,23 @@ def test_csv_files_match_stock_byte_for_byte(tmp_path: Path) -> None:
         path = Path("run/version_0") / name
         assert (offloaded / path).read_bytes() == (stock / path).read_bytes()
     assert len((stock / "run/version_0/metrics.csv").read_text().splitlines()) > STEPS + 18
+
+
+@pytest.mark.parametrize("make_logger", [csv, tensorboard])
+def test_a_callback_sent_to_a_spawned_rank_offloads(tmp_path: Path, make_logger: Callable[[Path], Any]) -> None:
+    """Pickled together with the logger, as a launcher does that spawns."""
+    seen: list[bool] = []
+
+    def look(model: Model) -> None:
+        seen.append(any(thread.name.startswith("ncclsafe-stage-") for thread in threading.enumerate()))
+
+    logger, callback = pickle.loads(pickle.dumps((make_logger(tmp_path / "logs"), offload(tmp_path))))
+    fit(logger, {1: look}, callback)
+    assert seen == [True]
+    if make_logger is csv:
+        assert len((tmp_path / "logs/run/version_0/metrics.csv").read_text().splitlines()) > STEPS
+    else:
+        assert stored(tmp_path / "logs")
 
 
 @pytest.mark.parametrize("make_logger", [csv, tensorboard])

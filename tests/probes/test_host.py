@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_ncclsafe.facts import GONE, HostFacts
+from lightning_ncclsafe.facts import GONE
 from lightning_ncclsafe.probes.host.resources import (
     HostProbe,
     child_processes,
@@ -24,14 +24,29 @@ from lightning_ncclsafe.probes.host.resources import (
     own_memory,
 )
 
+Memory = namedtuple("Memory", "total available")
+Swap = namedtuple("Swap", "total used sin")
 
-def test_facts_of_this_host_are_read() -> None:
-    facts = HostProbe().read()
-    assert facts.rss_bytes is not None and facts.rss_bytes > 1 << 20
-    assert facts.memory_total_bytes is not None and facts.memory_total_bytes > facts.rss_bytes
-    assert facts.cores is not None and facts.cores >= 1
-    assert facts.load_1min is not None
-    assert isinstance(facts, HostFacts)
+
+def in_status(name: str) -> int:
+    """Bytes of this process, of a line like ``VmRSS:  524288 kB``."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_each_fact_is_the_number_that_the_host_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 2.5, 3.5))
+    monkeypatch.setattr(os, "sched_getaffinity", {0: {2, 3, 5}}.__getitem__)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(total=1000, available=300))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: Swap(total=500, used=70, sin=10))
+    probe = HostProbe()
+    monkeypatch.setattr(psutil, "swap_memory", lambda: Swap(total=500, used=70, sin=14))
+    facts = probe.read()
+    assert facts.rss_bytes == pytest.approx(in_status("VmRSS"), rel=0.1)
+    assert facts.process_swap_bytes == pytest.approx(in_status("VmSwap"), rel=0.1, abs=1 << 20)
+    assert (facts.memory_total_bytes, facts.memory_available_bytes) == (1000, 300)
+    assert (facts.swap_total_bytes, facts.swap_used_bytes, facts.swapped_in_bytes) == (500, 70, 4)
+    assert (facts.cores, facts.load_1min) == (3, 1.5)
 
 
 def wait_for_the_end(connection: Connection) -> None:

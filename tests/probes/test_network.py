@@ -271,11 +271,16 @@ def test_a_host_without_any_information_is_handled(
     assert facts == NetworkFacts(chosen_by="first that is up")
 
 
-def test_facts_of_this_host_are_read() -> None:
-    for is_cuda in (True, False):
-        facts = network_facts(is_cuda=is_cuda)
-        assert facts.chosen_by
-        assert not any(line.startswith("lo ") for line in facts.interfaces)
+@pytest.mark.parametrize(("is_cuda", "variable"), [(True, "NCCL_SOCKET_IFNAME"), (False, "GLOO_SOCKET_IFNAME")])
+def test_interfaces_and_variables_of_this_host_are_read(
+    is_cuda: bool, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (loopback,) = [one.name for one in interfaces() if "127.0.0.1" in one.addresses]
+    monkeypatch.setenv(variable, loopback)
+    facts = network_facts(is_cuda=is_cuda)
+    assert (facts.default_interface, facts.chosen_by) == (loopback, f"{variable}={loopback}")
+    others = {name for _, name in socket.if_nameindex()} - {loopback}
+    assert {line.split()[0] for line in facts.interfaces} <= others
 
 
 def test_a_pending_name_server_query_is_found() -> None:

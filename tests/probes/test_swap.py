@@ -184,8 +184,19 @@ def test_a_host_without_swap_information_is_handled(
     assert SwapProbe(tmp_path / "none", tmp_path / "neither").read() == SwapFacts()
 
 
-def test_facts_of_this_host_are_read() -> None:
-    probe = SwapProbe()
-    facts = probe.read()
-    assert facts.swapped_out_bytes is None or facts.swapped_out_bytes >= 0
-    assert set(facts.on_network) <= set(facts.devices)
+def is_readable(file: Path) -> bool:
+    try:
+        return bool(file.read_bytes())
+    except OSError:
+        return False
+
+
+def test_what_the_kernel_of_this_host_reports_is_read() -> None:
+    times = iter([0.0, 10.0])
+    facts = SwapProbe(now=times.__next__).read()
+    shares = {"cpu": facts.cpu_waited, "memory": facts.memory_stalled, "io": facts.io_stalled}
+    for name, share in shares.items():
+        assert (share is not None) == is_readable(Path("/proc/pressure") / name), name
+    swaps = Path("/proc/swaps").read_text().splitlines()[1:] if is_readable(Path("/proc/swaps")) else []
+    assert [device.split(" on ")[0] for device in facts.devices] == [line.split()[0] for line in swaps]
+    assert facts.total_bytes == psutil.swap_memory().total

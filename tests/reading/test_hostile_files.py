@@ -5,13 +5,13 @@ import gzip
 import io
 import os
 import pickle
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import calls_in, growth
 from made_dumps import entry, idle, waiting, write
 
 from lightning_ncclsafe.facts import IncidentKind
@@ -83,9 +83,8 @@ def test_lists_that_contain_each_other_are_not_expanded() -> None:
         made = [made, made]
     one = waiting()
     one["entries"][1] |= {"frames": made, "input_sizes": made, "input_dtypes": made, "process_group": made}
-    began = time.process_time()
-    read_dump(from_pickle(pickle.dumps(one, protocol=2)), 0)
-    assert time.process_time() - began < 1
+    data = pickle.dumps(one, protocol=2)
+    calls_in(lambda: read_dump(from_pickle(data), 0), most=10_000)
 
 
 WRONG: tuple[Any, ...] = (
@@ -182,9 +181,9 @@ def test_an_endless_line_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -
     assert peak < 750_000
 
 
-def test_text_that_makes_patterns_slow_is_read_quickly() -> None:
-    began = time.process_time()
-    for word in (
+@pytest.mark.parametrize(
+    "word",
+    [
         b"#0 x from y:1 from ",
         b"[PG ID 1 PG GUID ",
         b'File "',
@@ -192,12 +191,14 @@ def test_text_that_makes_patterns_slow_is_read_quickly() -> None:
         b"\x1b]",
         b"[1m",
         b"ranks [1, ",
-    ):
-        Log().read(
-            io.BytesIO(b"NCCL Stack trace of the failed collective [rank0]: " + word * 3000 + b"\n" + word * 3000),
-            10**7,
-        )
-    assert time.process_time() - began < 3
+    ],
+)
+def test_the_time_for_repeated_words_is_proportional_to_their_number(word: bytes) -> None:
+    def read(words: int) -> None:
+        line = b"NCCL Stack trace of the failed collective [rank0]: " + word * words + b"\n" + word * words
+        Log().read(io.BytesIO(line), 10**7)
+
+    assert growth(read, 1000) < 9, "four times the words"
 
 
 def read(path: Path) -> Artifacts:

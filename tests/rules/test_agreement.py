@@ -1,11 +1,11 @@
 """Every cause of ranks that disagree about their data: found with its ranks, alone, and not in what is healthy."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from effort import calls_in
 from presented_builders import (
     own_loader,
     presenting,
@@ -20,7 +20,7 @@ from presented_builders import (
 from lightning_ncclsafe.facts import JobFacts, LoaderFacts, ProcessFacts, SamplerFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
-from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
+from lightning_ncclsafe.rules.agreement.batches import is_refused, way_on
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule
@@ -1169,16 +1169,9 @@ def many(world: int = 1_024) -> JobFacts:
     return with_sampler(job, seed=lambda rank: rank)
 
 
-def test_a_thousand_ranks_are_judged_at_once() -> None:
-    job = many()
-    # Takes a tenth of a second; comparing every rank with every other one would take many.
-    assert min(timed(job) for _ in range(3)) < 2
-
-
-def timed(job: JobFacts) -> float:
-    start = time.perf_counter()
-    judge(job, AGREEMENT_RULES)
-    return time.perf_counter() - start
+def test_the_effort_is_proportional_to_the_ranks() -> None:
+    few, all_ranks = many(128), many(1_024)
+    assert calls_in(lambda: judge(all_ranks, AGREEMENT_RULES)) < 9 * calls_in(lambda: judge(few, AGREEMENT_RULES))
 
 
 def test_a_thousand_different_ranks_are_reported_briefly() -> None:

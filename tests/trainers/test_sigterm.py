@@ -29,13 +29,12 @@ VALIDATING = (
 ALL_AT_ONCE = ("cluster", "sigterm", "--devices=3", "--rank=-1", *LONG)
 STREAMING = ("cluster", "sigterm", "--devices=3", "--data=stream", *LONG)
 FORWARDED = ("popen", "sigterm", "--rank=0", *LONG)
-WORKER = ("torchrun", "sigterm", *LONG)
 AGENT = ("torchrun", "sigterm-launcher", *LONG)
 PREDICTING = ("cluster", "sigterm", "--devices=3", "--calls=predict", "--hook=predict_step", "--batch=0", "--pace=0.3")
 PREDICTING_TOGETHER = ("cluster", "sigterm", "--devices=2", "--tensor-parallel=1", *PREDICTING[3:])
 UNTOLD = ("cluster", "nothing", "--devices=2")
 STOCK = ("cluster", "nothing", "--devices=2", "--sigterm-broadcast")
-FIRST = [AGENT, WORKER, FORWARDED]
+FIRST = [AGENT, FORWARDED]
 
 
 @dataclass
@@ -138,12 +137,6 @@ def test_sigterm_on_one_voting_rank_stops_all(outcome: Outcome) -> None:
 
 @pytest.mark.program(*FORWARDED)
 def test_the_launching_rank_forwards_sigterm(outcome: Outcome) -> None:
-    assert outcome.exit_code == 0, outcome.output
-    assert_saved(outcome, agreed(outcome, 2).steps)
-
-
-@pytest.mark.program(*WORKER)
-def test_sigterm_on_a_torchrun_worker_stops_all(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     assert_saved(outcome, agreed(outcome, 2).steps)
 

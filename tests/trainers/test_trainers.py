@@ -80,7 +80,7 @@ def first_finding(outcome: Outcome) -> dict[str, Any]:
     return finding
 
 
-@pytest.mark.program("nothing", "--calls", "fit", "validate", "test", "predict", "fit")
+@pytest.mark.program("cluster", "nothing", "--devices", "2", "--calls", "fit", "validate", "test", "predict", "fit")
 def test_healthy_calls_print_one_line_and_leave_nothing(outcome: Outcome) -> None:
     assert outcome.exit_code == 0, outcome.output
     (line,) = outcome.said
@@ -91,7 +91,7 @@ def test_healthy_calls_print_one_line_and_leave_nothing(outcome: Outcome) -> Non
 
 @pytest.mark.parametrize(
     "start_method",
-    [pytest.param(one, marks=pytest.mark.program("raise", "--start-method", one)) for one in ("popen", "spawn")],
+    [pytest.param(one, marks=pytest.mark.program("raise", "--start-method", one)) for one in ("popen", "fork")],
 )
 def test_a_rank_that_raises_is_named_with_its_line(outcome: Outcome, start_method: str) -> None:
     finding = first_finding(outcome)
@@ -114,7 +114,7 @@ def test_the_users_traceback_is_printed_once_after_the_report(outcome: Outcome) 
     assert {"trainer.py", "training_epoch_loop.py"} <= {Path(file).name for file in files}, "Lightning's are left"
 
 
-@pytest.mark.program("raise", "--start-method", "spawn")
+@pytest.mark.program("raise", "--start-method", "fork")
 def test_the_launcher_raises_the_error_of_the_failed_rank(outcome: Outcome) -> None:
     assert "-- Process 1 terminated with the following error:" in outcome.output, outcome.output
     assert "CollectiveTimeoutError" not in outcome.output

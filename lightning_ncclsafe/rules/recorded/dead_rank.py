@@ -147,10 +147,7 @@ def _unheard(view: Timeline, found: LogStatements) -> int | None:
 
 def _gone(view: Timeline, found: LogStatements, rank: int) -> Finding:
     waiting = {
-        other: call
-        for group in view.groups
-        if group.seq is not None
-        for other, call in waiting_in(view.facts, group).items()
+        other: call for group in view.groups if group.seq is not None for other, call in waiting_in(view, group).items()
     }
     finished = view.job.log.finished if rank == 0 else ""
     after = f" after its Trainer had stopped ({finished})" if finished else ""
