@@ -25,6 +25,8 @@ class StatementKind(str, Enum):
     """A rank has reached a monitored barrier, and the rank that counts the others has not answered."""
     OTHER_SIZES = "other-sizes"
     """Ranks have called one operation with different sizes or types, according to a comparison of all ranks."""
+    OTHER_MODEL = "other-model"
+    """A rank has read another number of parameters from another rank; NCCL does not check that it is one."""
     OTHER_OPERATIONS = "other-operations"
     """The same for different operations."""
     LATE = "late"
@@ -69,12 +71,17 @@ class LogFacts:
         works_on: A progress bar that continued after ranks had timed out; empty if there is none.
         is_cut: Whether a log ends just after its last rank began to write.
         spoke: Ranks that wrote about the failure, but nothing about themselves, ascending.
+        lost_store: Ranks that could no longer reach the store, which rank 0 or the launcher keeps, ascending.
+        finished: Why ``Trainer.fit`` has stopped regularly, as only rank 0 reports: ``"max_epochs=2 reached"``; empty
+            if it has not.
     """
 
     statements: tuple[Statement, ...] = ()
     works_on: str = ""
     is_cut: bool = False
     spoke: tuple[int, ...] = ()
+    lost_store: tuple[int, ...] = ()
+    finished: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

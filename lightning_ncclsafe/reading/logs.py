@@ -14,8 +14,10 @@ from lightning_ncclsafe.reading.starts import (
     RANKS_OF_A_HOST,
     Starts,
     Summary,
+    finished,
     has_started,
     launcher_remark,
+    loses_store,
     of_agents,
     srun_ended,
     starts_again,
@@ -150,6 +152,8 @@ class Log:
             works_on=works_on(start.bars, start.limits_s),
             is_cut=self._is_cut,
             spoke=tuple(sorted(rank for rank, one in rank_logs.items() if not one.has_finding)),
+            lost_store=tuple(sorted(start.lost_store)),
+            finished=(start if start.has_finding else self._starts.now).finished,
         )
 
     def _has_ended_itself(self, statement: Statement) -> bool:
@@ -185,6 +189,7 @@ class Log:
         rank = self._speaker(line)
         is_read = self._exceptions(line, rank, text)
         is_read |= self._of_the_job(text)
+        self._ends_regularly(rank, text)
         is_read |= self._stated(rank, text)
         if any(word in text for word in _OF_COLLECTIVES):
             is_read |= self._collective(rank, line, text)
@@ -201,6 +206,12 @@ class Log:
         if remark and len(self.remarks) < _MOST_REMARKS and remark not in self.remarks:
             self.remarks.append(remark)
         return self._ends(text)
+
+    def _ends_regularly(self, rank: int | None, text: str) -> None:
+        """Reads what is also said where nothing is wrong."""
+        self._starts.now.finished = finished(text) or self._starts.now.finished
+        if rank is not None and rank < MOST_RANKS and loses_store(text):
+            self._starts.now.lost_store.add(rank)
 
     def _stated(self, rank: int | None, text: str) -> bool:
         statements = list(self._statements.read(text, rank))

@@ -33,6 +33,8 @@ WORDS = (
     "SignalException",
     "will restart worker",
     "elastic",
+    "Trainer.fit",
+    "should dump",
 )
 """Every line that is read here has one of these words."""
 
@@ -60,6 +62,8 @@ _ENDINGS = (
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO PREEMPTION"), "SLURM ended the job for another one (preemption)."),
     (re.compile(r"DUE TO NODE FAILURE|NODE_FAIL"), "SLURM reports a node failure."),
 )
+_FINISHED = re.compile(r"`Trainer\.fit` stopped: `?(?P<why>max_(?:epochs|steps)=\d+)` reached")
+_LOST_STORE = 'Failed to check the "should dump" flag'
 # How waiting processes end: by the watchdog's abort, or by a launcher after that.
 _FOLLOWS = (0, -6, -15)
 # Exit codes for srun's words; "Killed" and "Aborted" are how all others end.
@@ -78,6 +82,8 @@ class Start:
         statements: What logs say in so many words.
         bars: Progress bars seen after a rank had given up.
         limits_s: Timeouts of collectives that were given up, seconds.
+        lost_store: Ranks that could no longer reach the store.
+        finished: Why the last call of ``Trainer.fit`` has stopped on rank 0; empty if it has not.
     """
 
     ranks: dict[int, RankLog] = field(default_factory=dict)
@@ -87,6 +93,8 @@ class Start:
     statements: list[Statement] = field(default_factory=list)
     bars: list[ProgressBar] = field(default_factory=list)
     limits_s: set[float] = field(default_factory=set)
+    lost_store: set[int] = field(default_factory=set)
+    finished: str = ""
 
     @property
     def has_finding(self) -> bool:
@@ -293,6 +301,17 @@ def _seconds(words: str) -> float | None:
         return (datetime.fromisoformat(words.replace("_", "T")) - datetime(2000, 1, 1)).total_seconds()
     except ValueError:
         return None
+
+
+def finished(text: str) -> str:
+    """Why ``Trainer.fit`` has stopped, according to Lightning: ``"max_epochs=2 reached"``; empty if it is not said."""
+    found = _FINISHED.search(text)
+    return f"{found['why']} reached" if found else ""
+
+
+def loses_store(text: str) -> bool:
+    """Whether NCCL's monitor can no longer reach the store: at the end of any job, or before."""
+    return _LOST_STORE in text
 
 
 def launcher_remark(text: str) -> str:

@@ -233,11 +233,11 @@ _MESSAGES = (
         "NCCL has detected a mismatched collective",
     ),
     message(
-        StatementKind.OTHER_SIZES,
+        StatementKind.OTHER_MODEL,
         "expects same model",
-        r"DDP expects same model across all ranks, but Rank (?P<rank>\d+) has (?P<mine>\d+) params, while rank "
+        r"DDP expects same model across all ranks, but Rank (?P<by>(?P<rank>\d+)) has (?P<mine>\d+) params, while rank "
         r"(?P<other>\d+) has inconsistent (?P<theirs>\d+) params",
-        "rank {rank}'s model has {mine} parameters, rank {other}'s {theirs}",
+        "rank {rank}'s model has {mine} parameters, and it has read {theirs} from rank {other}",
     ),
     message(
         StatementKind.OTHER_OPERATIONS,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import ExceptionFacts, Frame
@@ -59,6 +60,9 @@ _PARENTS = re.compile(
 _CHAIN = re.compile(
     r"During handling of the above exception, another exception occurred|The above exception was the direct cause of"
 )
+# What a loader's worker has raised follows the exception that its process raises of it.
+_OF_WORKER = re.compile(r"Caught \w{1,80} in DataLoader worker process \d+")
+_ORIGINAL = "Original Traceback (most recent call last)"
 _NAMES = re.compile(r"(?:Error|Exception|Interrupt|Exit|StopIteration)$")
 _ALONE = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::\s(?P<message>.{0,4000}))$")
 # These say enough without a traceback and a rank.
@@ -167,10 +171,15 @@ class Traceback:
         rank: The rank in its first line; None if it has none.
     """
 
-    def __init__(self, *, has_head: bool = True, rank: int | None = None) -> None:
-        """Begins to read a traceback; one without a first line counts only if its last line names an exception."""
+    def __init__(self, *, has_head: bool = True, rank: int | None = None, around: ExceptionFacts | None = None) -> None:
+        """Begins to read a traceback; one without a first line counts only if its last line names an exception.
+
+        Args:
+            around: What the process has raised that passes on this exception of another one.
+        """
         self.exception: ExceptionFacts | None = None
         self.rank = rank
+        self.around = around
         self._has_head = has_head
         self._frames: list[Frame] = []
         self._lines = 0
@@ -188,13 +197,27 @@ class Traceback:
         self._end(text)
         return False
 
+    def cut(self) -> ExceptionFacts | None:
+        """What is known of an exception that another process has passed on, without the end of its own traceback."""
+        return replace(self.around, stack=stack([*self.around.stack, *self._frames])) if self.around else None
+
     def _end(self, text: str) -> None:
+        self.exception = self.cut()
         found = _ENDS.match(text)
         if found is None or not self._frames:
             return
-        if self._has_head or _NAMES.search(found["passed_on"] or found["type"]):
+        if (self._has_head and self.around is None) or _NAMES.search(found["passed_on"] or found["type"]):
             type_ = found["passed_on"] or found["type"]
             self.exception = _exception(type_, found["message"] or "", self._frames)
+            if self.around is not None:
+                self.exception = _passed_on(self.around, self.exception, self._frames)
+
+
+def _passed_on(around: ExceptionFacts, own: ExceptionFacts, frames: list[Frame]) -> ExceptionFacts:
+    """The exception of a loader's worker, which its process has raised again."""
+    worker = around.message.removesuffix(".").rpartition(" in ")[2]
+    message = f"{own.message} (in {worker})".strip()
+    return replace(own, message=message, stack=stack([*around.stack, *frames]))
 
 
 class RankException(NamedTuple):
@@ -217,6 +240,7 @@ class Tracebacks:
         self.child: int | None = None
         self._open: dict[_Key, Traceback] = {}
         self._chained: set[_Key] = set()
+        self._of_workers: dict[_Key, RankException] = {}
         self._idle = 0
         self._worker: RankException | None = None
         self._begun: _Key | None = None
@@ -231,10 +255,15 @@ class Tracebacks:
         self.nameless = []
         self._open.clear()
         self._chained.clear()
+        self._of_workers.clear()
         self.child, self._worker = None, None
 
     def flush(self) -> Iterator[RankException]:
-        """The failure of a loader's worker that its process has not reported."""
+        """The failure of a loader's worker that its process has not reported, or whose own traceback is not there."""
+        yield from self._of_workers.values()
+        for reading in self._open.values():
+            if (cut := reading.cut()) is not None:
+                yield RankException(reading.rank, cut)
         if self._worker is not None:
             yield self.owned(*self._worker)
 
@@ -258,6 +287,19 @@ class Tracebacks:
             has_numbers: Whether the number of a child is its rank.
         """
         key = (line.rank, line.stream)
+        before = self._of_workers.pop(key, None)
+        if before is not None and _ORIGINAL in text and len(self._open) < _MOST_OPEN:
+            self._open[key] = Traceback(rank=before.rank, around=before.exception)
+            return [], True
+        found, is_read = self._read(key, line, rank, text, has_numbers=has_numbers)
+        if found and _OF_WORKER.match(found[-1].exception.message) and found[-1].exception.stack:
+            # The next line may begin the traceback of the worker.
+            self._of_workers[key] = found.pop()
+        return [before, *found] if before is not None else found, is_read
+
+    def _read(
+        self, key: _Key, line: Line, rank: int | None, text: str, *, has_numbers: bool
+    ) -> tuple[list[RankException], bool]:
         self._loses_its_prefix(key, text)
         reading = self._open.get(key)
         self._idle = 0 if reading is not None else self._idle + 1

@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Timeline,
+    capitalised,
     clause,
     finding,
     ranks_words,
@@ -24,10 +25,18 @@ from lightning_ncclsafe.rules.recorded.ends import (
     fatal_signal_of,
     raised,
 )
-from lightning_ncclsafe.rules.recorded.evidence import waited_words
+from lightning_ncclsafe.rules.recorded.evidence import finished_evidence, waited_words, waiting_in, waiting_words
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, compared, stated
 
 _REMEDY = "Look at the kernel's log (dmesg) of its host and at the end of its own output."
+_REMEDY_FINISHED = (
+    "This rank has made all its steps. If the others still train, give all ranks equally many batches (a sampler or a "
+    "stream that is split evenly, drop_last), the same settings of the Trainer and the same state to resume from."
+)
+_REMEDY_ENDED = (
+    "If it has come to its end without an error, it had fewer steps than the others, or was told alone to stop. "
+    "Otherwise something has ended it."
+)
 _REMEDIES = {
     -9: (
         "If the kernel's log (dmesg) of its host names the out-of-memory killer, use less memory on the host: fewer "
@@ -42,14 +51,15 @@ _REMEDIES = {
 
 @recorded_rule(after="failed-rank", remedy=_REMEDY, superseded=is_ended_by_gloo)
 def dead_rank(view: Timeline) -> Iterator[Finding]:
-    """The launcher reports that a signal ended a rank's process, other than the watchdog's own abort.
+    """A signal has ended a rank's process, other than the watchdog's own abort; or it is gone while others wait.
 
     Symptom:
         "exitcode: -9", "Signal 11 (SIGSEGV)", "task 3: Out Of Memory", "exits with return code = -9" at the end of the
         log; the others time out, or report "Connection closed by peer".
 
     Cause:
-        The out-of-memory killer, a scheduler, a segmentation fault, a full /dev/shm.
+        The out-of-memory killer, a scheduler, a segmentation fault, a full /dev/shm; or it has come to its end while
+        the others have not.
 
     Remedy:
         Look at the kernel's log of that host. Use less host memory if it was the out-of-memory killer.
@@ -108,6 +118,9 @@ def _lost(view: Timeline) -> Iterator[Finding]:
     found = stated(view, StatementKind.PEER_LOST)
     if not found or a_timeout_expired(view) or compared(view) or stated(view, StatementKind.UNREACHABLE):
         return
+    if (rank := _unheard(view, found)) is not None:
+        yield _gone(view, found, rank)
+        return
     who = f" on {ranks_words(found.by)}" if found.by else ""
     text = (
         f"a connection was closed by its other end{who}: the process there ended, was killed, or failed, and the "
@@ -120,6 +133,38 @@ def _lost(view: Timeline) -> Iterator[Finding]:
         confidence=Confidence.POSSIBLE,
         evidence=found.evidence,
         remedy="Read the logs of all ranks and of all hosts: the first one that ended says why. " + _REMEDY,
+    )
+
+
+def _unheard(view: Timeline, found: LogStatements) -> int | None:
+    """The only rank of which nothing is heard, where all others have lost a connection or wait; None if unknown."""
+    if not (view.job.is_sized and view.waiting) or stated(view, StatementKind.ENDED):
+        return None
+    heard = {*view.facts, *found.by, *view.job.log.lost_store, *view.job.outdated, *view.job.left_out}
+    others = [rank for rank in range(view.job.world_size) if rank not in heard]
+    return others[0] if len(others) == 1 else None
+
+
+def _gone(view: Timeline, found: LogStatements, rank: int) -> Finding:
+    waiting = {
+        other: call for group in view.groups if group.seq is not None for other, call in waiting_in(view, group).items()
+    }
+    finished = view.job.log.finished if rank == 0 else ""
+    after = f" after its Trainer had stopped ({finished})" if finished else ""
+    while_ = f", while {waiting_words(waiting)}" if waiting else ""
+    why = "a connection was closed, and only of this rank there is neither a dump nor a line about that"
+    lost = view.job.log.lost_store
+    store = f"{ranks_words(lost)} can no longer reach the store, which rank 0 or the launcher keeps"
+    return finding(
+        view,
+        (rank,),
+        f"The process of rank {rank} has ended{after}{while_}: {why}.",
+        evidence=(
+            *found.evidence,
+            *((Evidence(source="log", text=f"{capitalised(store)}."),) if lost and rank == 0 else ()),
+            *finished_evidence(view, (rank,)),
+        ),
+        remedy=_REMEDY_FINISHED if finished else f"{_REMEDY_ENDED} {_REMEDY}",
     )
 
 

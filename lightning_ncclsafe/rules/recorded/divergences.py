@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from lightning_ncclsafe.facts import Collective, StatementKind
+from lightning_ncclsafe.facts import Collective, RankFacts, StatementKind
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Divergence,
@@ -28,6 +28,7 @@ from lightning_ncclsafe.rules.kit import (
     signature,
     verb,
 )
+from lightning_ncclsafe.rules.recorded.call_sites import left_out_at, left_out_evidence
 from lightning_ncclsafe.rules.recorded.ends import failed, misled
 from lightning_ncclsafe.rules.recorded.evidence import (
     call_site,
@@ -50,8 +51,24 @@ def conflict(view: Timeline) -> Divergence | None:
     split = view.divergence
     if split is None or failed(view):
         return None
-    calls = {rank: call for rank, call in split.calls.items() if _is_comparable(view, rank, call)}
+    calls = _filled_in({rank: call for rank, call in split.calls.items() if _is_comparable(view, rank, call)})
     return Divergence(split.group, split.seq, calls) if _any_differ(calls.values()) else None
+
+
+def _filled_in(calls: dict[int, Collective]) -> dict[int, Collective]:
+    """The calls, with what a log does not give: types, and whether an all_reduce is a barrier's.
+
+    These are taken from the only call of a dump that it can be.
+    """
+    known = {signature(call): call for call in calls.values() if call.dtypes}
+    if len(known) > _COMPARED:
+        return calls
+    return {rank: call if call.dtypes else _as_in_dump(call, known.values()) for rank, call in calls.items()}
+
+
+def _as_in_dump(call: Collective, known: Iterable[Collective]) -> Collective:
+    alike = [one for one in known if not _differ(call, one)]
+    return replace(call, op=alike[0].op, dtypes=alike[0].dtypes) if len(alike) == 1 else call
 
 
 def _is_comparable(view: Timeline, rank: int, call: Collective) -> bool:
@@ -102,8 +119,12 @@ def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
         ranks,
         f"{text}: {why}.",
         confidence=Confidence.CERTAIN if _is_certain(view, split) else Confidence.LIKELY,
-        location=first_site(split.calls[rank] for rank in ranks),
-        evidence=(*_evidence(view, different), *one_element_evidence(call for call, _ in different)),
+        location=left_out_at(view, split) or first_site(split.calls[rank] for rank in ranks),
+        evidence=(
+            *_evidence(view, different),
+            *left_out_evidence(view, split),
+            *one_element_evidence(call for call, _ in different),
+        ),
     )
 
 
@@ -148,6 +169,47 @@ def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> I
         yield Evidence(source="log", text=f"{text}, and asked for more memory than exists: that follows from this.")
 
 
+def _apart(view: Timeline) -> tuple[int, ...]:
+    """Ranks from which others have read a number of parameters, and that have found no difference themselves.
+
+    Every rank compares the numbers of all: if the models did differ, both sides would have found that.
+    """
+    found = stated(view, StatementKind.OTHER_MODEL)
+    read_from = {rank for one in found for rank in one.ranks if rank != one.by}
+    known = {rank for rank in read_from.intersection(view.facts) if _tells(view.facts[rank])}
+    return tuple(sorted(known.difference(found.by)))
+
+
+def _tells(facts: RankFacts) -> bool:
+    """Whether a log shows how the rank went on."""
+    record = facts.record
+    return record is not None and record.has_log and bool(facts.exception is not None or record.waited_ms)
+
+
+def _of_models(view: Timeline) -> Iterator[Finding]:
+    """DDP has compared the numbers of parameters, as they were read."""
+    found = stated(view, StatementKind.OTHER_MODEL)
+    if not found or _apart(view) or conflict(view) is not None or failed(view):
+        return
+    ranks = found[0].ranks
+    who = next(iter(rank for rank in ranks if rank != found[0].by), ranks[0])
+    is_mutual = len(set(found.by) & set(ranks)) > 1
+    why = "the models differ"
+    if not is_mutual:
+        why = f"the models differ, or rank {who} called something else there, as nothing checks what was read"
+    yield finding(view, ranks, f"{capitalised(found[0].detail)}: {why}.", evidence=found.evidence)
+
+
+def _of_no_models(view: Timeline) -> Iterator[Finding]:
+    """What ranks have read as numbers of parameters are other data."""
+    ranks, found = _apart(view), stated(view, StatementKind.OTHER_MODEL)
+    if not ranks or conflict(view) is not None or failed(view):
+        return
+    text = f"{ranks_words(ranks)} called something else where {ranks_words(found.by)} compared their models"
+    why = f"{found[0].detail}, which is other data, as {ranks_words(ranks)} found no difference"
+    yield finding(view, ranks, f"{capitalised(text)}: {why}.", evidence=found.evidence)
+
+
 _WHY_MISMATCHED = "the operation differs in size or type between ranks and cannot complete"
 
 
@@ -183,6 +245,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
     if split is not None and _is_one_operation(split):
         yield _finding(view, split, _WHY_MISMATCHED)
     yield from _stated_finding(view, StatementKind.OTHER_SIZES, _WHY_MISMATCHED)
+    yield from _of_models(view)
 
 
 _WHY_DIVERGED = "these can never complete together"
@@ -221,5 +284,6 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
     if split is not None and not _is_one_operation(split):
         yield _finding(view, split, _WHY_DIVERGED)
     yield from _stated_finding(view, StatementKind.OTHER_OPERATIONS, _WHY_DIVERGED)
+    yield from _of_no_models(view)
     for unsure in _stated_finding(view, StatementKind.APART, _UNLESS):
         yield replace(unsure, confidence=Confidence.POSSIBLE)

@@ -151,6 +151,12 @@ def waited_words(view: Timeline, ranks: Iterable[int] = ()) -> str:
     return f"; {ranks_words(others)} waited in vain" if others else ""
 
 
+def finished_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
+    """That the Trainer of rank 0 has stopped regularly, if rank 0 is one of these."""
+    if view.job.log.finished and 0 in ranks:
+        yield Evidence(source="log", rank=0, text=f"`Trainer.fit` stopped: {view.job.log.finished}.")
+
+
 def log_evidence(facts: RankFacts, most: int = 1) -> Iterable[Evidence]:
     """The most important lines of a rank's log."""
     for line in (facts.record.lines if facts.record else ())[:most]:

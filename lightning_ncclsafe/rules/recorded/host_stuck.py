@@ -27,6 +27,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     consequence_evidence,
     counters_evidence,
     described,
+    finished_evidence,
     log_evidence,
     one_element_evidence,
     waiting_in,
@@ -66,7 +67,7 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
     if failed(view):
         return
     if has_dumps(view.job):
-        found = roots_of(view, RootCause.HOST)
+        found = [root for root in roots_of(view, RootCause.HOST) if not _have_raised(view, root.ranks)]
         for is_sure in (True, False):
             culprits = [root for root in found if root.is_sure is is_sure]
             if culprits:
@@ -78,6 +79,12 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
         return
     if not roots(view):
         yield from _named(view)
+
+
+def _have_raised(view: Timeline, ranks: Iterable[int]) -> bool:
+    """Whether ranks without a dump have raised, by their log: they have called nothing more because of that."""
+    every = (view.facts[rank] for rank in ranks)
+    return any(facts.exception and not (facts.record and facts.record.has_dump) for facts in every)
 
 
 def _called_words(group: GroupView, ranks: Iterable[int]) -> str:
@@ -164,6 +171,7 @@ def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
     for name in dict.fromkeys(root.ops[0][0] for root in culprits[:4] if root.ops):
         yield from counters_evidence(view, view.groups_by_name[name])
         yield from one_element_evidence(waiting_in(view, view.groups_by_name[name]).values())
+    yield from finished_evidence(view, [rank for root in culprits for rank in root.ranks])
     for root in culprits[:2]:
         yield from log_evidence(view.facts[root.ranks[0]])
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
+    Findings,
     Timeline,
     clause,
     finding,
@@ -18,6 +19,7 @@ from lightning_ncclsafe.rules.recorded.ends import failed
 from lightning_ncclsafe.rules.recorded.evidence import (
     consequence_evidence,
     counters_evidence,
+    finished_evidence,
     one_element_evidence,
     waiting_in,
     waiting_on_peers,
@@ -26,8 +28,14 @@ from lightning_ncclsafe.rules.recorded.evidence import (
 from lightning_ncclsafe.rules.recorded.wait_graph import Root, RootCause, roots, roots_of
 
 
+def is_dead(finding: Finding, others: Findings) -> bool:
+    """Whether it is known which of these ranks has ended, so that there is no dump to look for."""
+    return any(other.ranks and set(other.ranks) <= set(finding.ranks) for other in others.likely(("dead-rank",)))
+
+
 @recorded_rule(
     after="gpu-stuck",
+    superseded=is_dead,
     remedy=(
         "Look at this rank's own output and at its host first: a rank that crashes or is killed writes no dump, nor "
         "does one whose watchdog cannot run. If its file was merely not copied, or is on another host's disk, add "
@@ -90,6 +98,7 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
         f"{text}.",
         confidence=Confidence.LIKELY if only and not (older or others) else Confidence.POSSIBLE,
         evidence=(
+            *finished_evidence(view, ranks),
             *(counters_evidence(view, group) if group is not None else ()),
             *one_element_evidence(waiting.values()),
             *consequence_evidence(found),

@@ -26,6 +26,7 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     NO_LONGER_TIMEOUT,
     counters_evidence,
     exception_in_log,
+    finished_evidence,
     log_evidence,
     one_element_evidence,
     waiting_in,
@@ -217,6 +218,7 @@ def _finding(view: Timeline, absence: _Absence) -> Finding:
         confidence=Confidence.LIKELY if alone and not view.job.log.is_cut else Confidence.POSSIBLE,
         evidence=(
             *_works_on(view),
+            *finished_evidence(view, ranks),
             *counters_evidence(view, group),
             *one_element_evidence(waiting.values()),
             *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),

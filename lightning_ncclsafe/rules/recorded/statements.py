@@ -44,4 +44,4 @@ def stated(view: Timeline, *kinds: StatementKind) -> LogStatements:
 
 def compared(view: Timeline) -> LogStatements:
     """The statements that ranks have called what cannot complete together."""
-    return stated(view, StatementKind.OTHER_SIZES, StatementKind.OTHER_OPERATIONS)
+    return stated(view, StatementKind.OTHER_SIZES, StatementKind.OTHER_MODEL, StatementKind.OTHER_OPERATIONS)

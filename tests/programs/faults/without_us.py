@@ -3,8 +3,9 @@
 Each training runs with Lightning's own DDPStrategy, whose collectives time out after 15 s here. It is counted how often
 its ranks end by themselves, and how often a traceback that they print shows the line that is to blame. ``--keep`` keeps
 what such a run leaves, which ``ncclsafe diagnose`` reads: the log and, with ``--gpu``, dumps of all ranks' Flight
-Recorders. PyTorch's own analyser (``torch.distributed.flight_recorder``) is no help: no timeout of gloo's writes dumps,
-and of those that are written for it, it fails (torch 2.13: ``KeyError`` for the default group).
+Recorders. With gloo, PyTorch's own analyser (``torch.distributed.flight_recorder``) is no help: no timeout of gloo's
+writes dumps, and of those that are written for it, it fails (torch 2.13: ``KeyError`` for the default group). With
+NCCL, it reads what ``--keep`` has kept where no rank's dump is missing; ``docs/cost/accuracy.md`` compares the two.
 """
 
 import argparse
