@@ -35,8 +35,9 @@ _PLACES = (
     (r"/[^\s\"':]*/lib/python3\.\d+/", "/usr/lib/python3/"),
     (r"/[^\s\"':]*/tests/(?=programs/faults/|warm\.py)", "/train/tests/"),
     (r"/tmp/fault-\w+", "/run"),
+    (r"/dev/shm/[\w.-]+", "/dev/shm/segment"),
 )
-_KNOWN = ("/venv/site-packages/", "/usr/lib/python3/", "/train/", "/run", "/pytorch/")
+_KNOWN = ("/dev/shm/", "/venv/site-packages/", "/usr/lib/python3/", "/train/", "/run", "/pytorch/")
 _PATH = re.compile(r"(?<![\w.:/<>-])/(?:[\w.-]+/)+[\w.-]*")
 # The reader needs neither C++ frames nor warnings; these are most of a log.
 _LEFT_OUT = re.compile(r"(?:\[rank\d+\]: ?)?frame #\d+: |.*(?:UserWarning|_pytree\.py|does not have many workers)")
@@ -203,9 +204,13 @@ def main() -> None:
     for folder in folders:
         case = CASES[folder.name]
         ranks = case.ranks if case.scenario.has_ranks else None
-        left = make(folder, causes=case.scenario.causes, ranks=ranks, place=case.place.strip())
-        if not options.only_judge:
-            write(left, FOLDER / f"{case.name}.json.gz")
+        try:
+            left = make(folder, causes=case.scenario.causes, ranks=ranks, place=case.place.strip())
+            if not options.only_judge:
+                write(left, FOLDER / f"{case.name}.json.gz")
+        except ValueError as error:
+            print(f"{case.name}: no recording: {error}")
+            continue
         first = answer(folder)
         said = wrong(left, first)
         right, lines = right + (not said), lines + shows_line(left, first)
