@@ -16,7 +16,7 @@ from lightning_ncclsafe.report.folder import IncidentNumbers, write_all
 from lightning_ncclsafe.report.tables.data import render_mismatch
 from lightning_ncclsafe.report.text import render_short
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
-from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
+from lightning_ncclsafe.rules.agreement.batches import is_refused, way_on
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.data import (
     HOW_DATA_DIFFERS,

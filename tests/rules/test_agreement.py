@@ -20,7 +20,7 @@ from presented_builders import (
 from lightning_ncclsafe.facts import JobFacts, LoaderFacts, ProcessFacts, SamplerFacts
 from lightning_ncclsafe.facts.findings import Confidence, Finding, Severity
 from lightning_ncclsafe.rules.agreement import AGREEMENT_RULES
-from lightning_ncclsafe.rules.agreement.going_on import is_refused, way_on
+from lightning_ncclsafe.rules.agreement.batches import is_refused, way_on
 from lightning_ncclsafe.rules.hang import HANG_RULES
 from lightning_ncclsafe.rules.judging import judge
 from lightning_ncclsafe.rules.kit.rule import SECTIONS, Rule

@@ -298,6 +298,23 @@ def test_keys_of_both_ranks_are_the_fault_of_both() -> None:
     assert ", and rank 0 logs other keys: " in two.summary
 
 
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [("table.append(float(error))", "unmatched-p2p"), ("render(table)", "rank-zero-only-work")],
+)
+def test_on_nccl_a_receive_is_waited_for_where_its_result_is_read(code: str, rule: str) -> None:
+    """``recv`` has returned. A rank that reads no result does something else meanwhile."""
+    line = replace(user("collect", 327, condition="if trainer.is_global_zero:  (line 334)"), code=code)
+    receives = NCCL.rank(0, RUN, line, seq=60)
+    call = Collective(group="0", seq=12, op="recv 0<-2", backend="nccl", is_p2p=True, input_sizes=((1,),))
+    receives = replace(receives, collectives=(*receives.collectives, call))
+    rules = found(job(receives, *(NCCL.waiting(rank, seq=61) for rank in range(1, 4))))
+    assert next(iter(rules)) == rule
+    if rule == "unmatched-p2p":
+        assert rules[rule].location == f"{USER_FILE}:327 in collect"
+        assert "Rank 0 waits in recv for rank 2, which waits in" in rules[rule].summary
+
+
 def test_an_exabyte_is_not_what_was_allocated() -> None:
     """Objects are gathered on one rank while the others reduce: it takes their numbers for a length."""
     line = user("gather_metrics", 77)

@@ -379,6 +379,20 @@ def test_a_rank_that_had_fewer_batches_in_the_validation_that_others_end_has_les
     assert out_of_data_first(timeline(facts)) == ((1,) if is_short else ())
 
 
+def test_a_rank_that_was_asked_to_stop_has_not_left_out_a_validation() -> None:
+    """With NCCL, rank 0 may come as far as the next validation before it waits for the batch that is not trained on."""
+    ranks = {facts.rank: facts for facts in _generates(4).ranks}
+    validates, trains = ranks[0].trainer, ranks[1].trainer
+    assert validates is not None and trains is not None
+    inside = replace(ranks[0], steps=StepFacts(validated=7), trainer=replace(validates, validated=2))
+    asked = replace(trains, end=LoopEnd.SHOULD_STOP, ended_at=(GUARD,))
+    finished = replace(ranks[1].progress, phase=Phase.FINISHED, actions=())
+    stopped = replace(ranks[1], steps=StepFacts(validated=4), trainer=asked, progress=finished)
+    finding = first(job(inside, stopped, world=2))
+    assert (finding.rule, finding.ranks, finding.location) == ("stopped-early", (1,), GUARD)
+    assert "trainer.should_stop is set there, and not on rank 0" in finding.summary
+
+
 @pytest.mark.parametrize(
     ("made", "rule", "location"),
     [

@@ -332,6 +332,33 @@ def test_a_number_that_is_none_is_another_collectives_data_only_in_torchs_own_co
     assert next(iter(found(facts))) == rule
 
 
+GATHER = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=3433, function="gather_object")
+SAVE_SHARDS = Frame(file=f"{SITE}/torch/distributed/checkpoint/state_dict_saver.py", line=195, function="save")
+
+
+@pytest.mark.parametrize(
+    ("inner", "rule"),
+    [
+        ((GATHER,), "diverged-collectives"),
+        ((SAVE_SHARDS, GATHER), "diverged-collectives"),
+        ((user("step", 4),), "failed-rank"),  # what the user's own line asks for may be the user's own mistake
+    ],
+)
+def test_a_size_that_no_rank_has_sent_shows_different_calls_although_no_entry_does(
+    inner: tuple[Frame, ...], rule: str
+) -> None:
+    """The recorders of the other ranks cannot be read."""
+    called = ended(NCCL.rank(0, user("fit", 3), seq=49, outstanding=1, op="all_gather", sizes=((1,),)))
+    message = "CUDA out of memory. Tried to allocate more than 1EB memory."
+    raising = raised(called, "OutOfMemoryError", message, RUN, user("save", 168), *inner)
+    others = [unread(NCCL.rank(rank, RUN, EMPTY_CACHE, seq=84)) for rank in range(1, 4)]
+    finding = judge(job(raising, *others)).findings[0]
+    assert (finding.rule, finding.ranks) == (rule, (0,))
+    if rule == "diverged-collectives":
+        assert (finding.confidence, finding.location) == (LIKELY, f"{USER_FILE}:168 in save")
+        assert "no rank has sent this size" in finding.summary
+
+
 def unread_at_the_end(calls: dict[int, int], **progress: Any) -> JobFacts:
     """All ranks give memory back after training, behind devices that tell nothing."""
     ranks = [unread(NCCL.rank(rank, RUN, EMPTY_CACHE, seq=61, world=len(calls))) for rank in calls]

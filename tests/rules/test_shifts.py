@@ -23,6 +23,7 @@ SITES = {
     "h": ("all_gather", 8, 44),
     "s": ("all_reduce", 8, 50),
     "z": ("barrier", 0, 60),
+    "y": ("barrier", 0, 64),
 }
 ZERO = "if rank == 0:  (line 59)"
 
@@ -125,6 +126,13 @@ def test_the_same_call_in_two_branches_is_no_difference() -> None:
     found = shift(view, "0")
     assert found is not None and (found.ranks, found.call.site) == ((0,), "z")
     assert shift(timeline(of("rgrb", "rhrb", "rgrb")), "0") is None
+
+
+def test_a_branch_of_some_ranks_does_not_hide_the_call_that_another_has_left_out() -> None:
+    """Rank 0 meets the others from a line of its own, and rank 2 passes both lines by."""
+    finding = first(of("rryb", "rrzb", "rrbr", "rrzb"))
+    assert (finding.ranks, finding.location) == ((2,), f"{USER_FILE}:60 in step")
+    assert "skipped barrier at train.py:60 in step, which ranks 0-1, 3 called" in finding.summary
 
 
 def test_units_of_one_size_that_are_called_from_one_line_twice_hide_no_shift() -> None:

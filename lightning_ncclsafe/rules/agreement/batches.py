@@ -1,12 +1,14 @@
-"""How many batches ranks have of their data, and when the Trainer would end an epoch or validate."""
+"""How many batches ranks have, when the Trainer would end an epoch or validate, and whether they may train anyway."""
 
 from collections.abc import Iterator
 
+from lightning_ncclsafe.facts import JobFacts
 from lightning_ncclsafe.rules.agreement.contents import differing_classes, peer_differences
 from lightning_ncclsafe.rules.agreement.reason import reason
 from lightning_ncclsafe.rules.agreement.settings import setting_errors
 from lightning_ncclsafe.rules.agreement.shares import sampler_errors
 from lightning_ncclsafe.rules.kit import (
+    HOW_DATA_DIFFERS,
     TRAIN,
     Evidence,
     Finding,
@@ -79,7 +81,7 @@ def is_uneven(loader: JobLoader) -> bool:
     return loader.batches.differ and all(count is not None for count, _ in loader.batches.parts)
 
 
-def ends_unevenly(view: JobData, loader: JobLoader) -> bool:
+def _ends_unevenly(view: JobData, loader: JobLoader) -> bool:
     """Whether ranks would run out of a loader's data at different batches and then wait for each other."""
     if view.runs_independently or not is_uneven(loader):
         return False
@@ -107,7 +109,7 @@ def _different_batches(view: JobData, loader: JobLoader) -> Finding:
 def _uneven(view: JobData, loader: JobLoader, text: str, why: str = "") -> Finding:
     """The finding that numbers of batches differ: an error where ranks would then wait for each other."""
     empty = _empty(view, loader)
-    harmless = not ends_unevenly(view, loader)
+    harmless = not _ends_unevenly(view, loader)
     policy = _nothing_to_repeat(empty) if empty else _harmless(view, loader) if harmless else ""
     return disagreement(
         loader.batches.deviating,
@@ -269,3 +271,31 @@ def _different_steps(steps: Groups[int | None]) -> Finding:
         f"Ranks would begin validation after different numbers of training batches: {spread_words(steps, _BATCHES)}.",
         evidence=value_evidence(steps, _BATCHES),
     )
+
+
+_WAY = "To train anyway: Trainer(callbacks=[DatasetAgreement({options})])."
+
+
+def is_refused(finding: Finding, job: JobFacts) -> bool:
+    """Whether ranks refuse to start with this finding."""
+    hangs = HOW_DATA_DIFFERS[finding.rule].hangs
+    if hangs is Hangs.AT_ONCE:
+        return True
+    wanted = {facts.data.on_mismatch for facts in job.ranks if facts.data is not None}
+    if finding.severity is not Severity.ERROR or wanted == {"warn"}:
+        return False
+    return "raise" in wanted or hangs is not Hangs.NO or _any_ends_unevenly(job)
+
+
+def way_on(findings: tuple[Finding, ...], job: JobFacts) -> str:
+    """How to train anyway, as a sentence; empty if that is impossible."""
+    errors = {HOW_DATA_DIFFERS[finding.rule].hangs for finding in findings if finding.severity is Severity.ERROR}
+    if errors & {Hangs.AT_ONCE, Hangs.LATER}:
+        return ""
+    uneven = Hangs.IF_UNEVEN in errors or _any_ends_unevenly(job)
+    return _WAY.format(options='on_mismatch="warn"' + (', on_uneven="stop_together"' if uneven else ""))
+
+
+def _any_ends_unevenly(job: JobFacts) -> bool:
+    view = JobData(job)
+    return any(_ends_unevenly(view, loader) for loader in view.loaders)

@@ -6,6 +6,7 @@ from lightning_ncclsafe.code.libraries import BACKWARD, C10D, GROUP_CREATION, SE
 from lightning_ncclsafe.facts import Collective
 from lightning_ncclsafe.rules.hang.diverged_collectives import diverged_collectives
 from lightning_ncclsafe.rules.kit import (
+    ROOTED,
     Confidence,
     Evidence,
     Finding,
@@ -29,8 +30,6 @@ from lightning_ncclsafe.rules.kit import (
     where_evidence,
 )
 
-# The recorder does not have their source or destination.
-_ROOTED = ("broadcast", "scatter", "gather", "reduce")
 _NOT_OF_ALL = SEND_OR_RECV | GROUP_CREATION
 _REMEDY_NCCL = (
     "The code agrees, so look at devices and links: nvidia-smi and the kernel's log (Xid errors) on every host, then a "
@@ -45,7 +44,7 @@ _REMEDY_OTHER = (
 
 def _plan(view: Timeline, finding: Finding) -> Plan:
     """``restart``; ``unknown`` if a GPU has not started the collective: a kernel of the code may keep it busy."""
-    calls = [call for group in view.groups for call in (view.joined(group) or {}).values()]
+    calls = [call for group in view.groups for call in view.joined(group).values()]
     may_be_busy = any(call.backend.startswith("nccl") and not (call.started or call.completed) for call in calls)
     return Plan.UNKNOWN if may_be_busy else Plan.RESTART
 
@@ -115,7 +114,8 @@ def _finding(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> 
     first = calls[next(iter(group.oldest))]
     facts = view.facts[ranks[0]]
     what = collective_words(first, purpose_words(first, facts))
-    may_differ = first.op in _ROOTED and any(view.facts[rank].steps.root < 0 for rank in ranks)
+    # The recorder does not have their source or destination.
+    may_differ = first.op in ROOTED and any(view.facts[rank].steps.root < 0 for rank in ranks)
     text = (
         f"All {len(ranks)} ranks of {group_words(group.name)} have called {what} and it does not complete on "
         f"{ranks_words(group.oldest)}, {batch_words(facts.progress)}, for {duration_words(facts.progress.idle_s)}: "

@@ -14,12 +14,12 @@ from lightning_ncclsafe.rules.kit import (
     Reason,
     Timeline,
     Wait,
+    at_words,
     deepest_user_frame,
     finding,
     hang_rule,
     how_we_know,
     is_swapped_out,
-    place_words,
     silent_finding,
     silent_processes,
     storage_evidence,
@@ -92,14 +92,13 @@ def blocked_on_disk(view: Timeline) -> Iterator[Finding]:
 
 def _silent(view: Timeline, rank: int, process: ProcessFacts) -> Finding:
     frame = deepest_user_frame(process.stack)
-    at = f" {place_words(frame)}" if frame else ""
     # Waiting for a page of a file that was evicted for lack of memory looks the same as waiting for a disk.
     is_certain = wait_of(process.wait_channel) is Wait.NETWORK_STORAGE and not is_swapped_out(process)
     return silent_finding(
         view,
         rank,
         process,
-        f"in uninterruptible sleep{_channel_words(process.wait_channel)}{at}",
+        f"in uninterruptible sleep{_channel_words(process.wait_channel)}{at_words(frame)}",
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
     )
 

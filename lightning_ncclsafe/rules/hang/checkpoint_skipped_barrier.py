@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.facts import RankFacts
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
     Timeline,
     advice,
+    at_words,
+    deepest_user_frame,
     error_words,
     finding,
     hang_rule,
@@ -16,7 +18,6 @@ from lightning_ncclsafe.rules.kit import (
     phase_evidence,
     ranks_words,
     recorder_evidence,
-    short_location,
     storage_evidence,
     verb,
     where_words,
@@ -63,19 +64,14 @@ def _is_saving(facts: RankFacts) -> bool:
     return any(action.name.startswith(_SAVES) for action in facts.progress.actions)
 
 
-def _place(facts: RankFacts) -> Frame | None:
-    """The deepest line of the user's code from which the failed save was called."""
-    stack = facts.failed_save.stack if facts.failed_save is not None else ()
-    return next((frame for frame in reversed(stack) if frame.user), None)
-
-
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
-    failed, frame = facts.failed_save, _place(facts)
+    failed = facts.failed_save
     assert failed is not None
-    at = f" at {short_location(frame)}" if frame else ""
+    frame = deepest_user_frame(failed.stack)
     text = (
-        f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at}; the exception was caught, so "
+        f"saving a checkpoint on {ranks_words(ranks)} raised {error_words(failed)}{at_words(frame)}; "
+        "the exception was caught, so "
         f"{verb(ranks, 'the rank', 'these ranks')} never reached the save's barrier and {verb(ranks, 'is', 'are')} now "
         f"{where_words(view, ranks[0])}{while_others_wait(view, ranks)}."
     )

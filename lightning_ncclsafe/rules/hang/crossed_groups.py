@@ -1,12 +1,11 @@
 """The cause crossed-groups: ranks entered process groups in different orders and wait for each other in a circle."""
 
 import itertools
-import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from lightning_ncclsafe.code.libraries import GROUP_CREATION
-from lightning_ncclsafe.facts import Collective, Group, RankFacts, group_and_backend
+from lightning_ncclsafe.facts import Group, RankFacts, group_and_backend
 from lightning_ncclsafe.rules.kit import (
     FEW_STEPS,
     Confidence,
@@ -17,7 +16,6 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     call_location,
-    capitalised,
     condition_evidence,
     finding,
     gathering_alone,
@@ -26,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     in_own_call,
     is_in,
     is_of_fsdp,
+    peer_of,
     ranks_words,
     send_recv_pairs,
     short_place,
@@ -36,7 +35,6 @@ from lightning_ncclsafe.rules.kit import (
     where_evidence,
 )
 
-_TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
 _REMEDY_MADE = (
     "Call new_group on all ranks for every group, in the same order, even if this rank is not a member; only with "
     "use_local_synchronization=True may the members alone call it."
@@ -123,7 +121,7 @@ def _created_in_circle(view: Timeline, circle: dict[int, tuple[str, int]]) -> Fi
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(itertools.islice(hops, _HOPS)))}: they wait for each other in a circle.",
+        f"{', '.join(itertools.islice(hops, _HOPS))}: they wait for each other in a circle.",
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
         remedy=_REMEDY_ORDER,
@@ -171,7 +169,7 @@ def _awaited(view: Timeline) -> dict[int, tuple[str, int]]:
 
     For a send or receive, the group is empty and the rank is the peer.
     """
-    by_name = {group.name: group for group in view.groups}
+    by_name = view.groups_by_name
     waits_in = {rank: by_name[name] for rank in view.waiting if (name := _waits_in(view, rank)) in by_name}
     late = {name: _late(by_name[name], view, waits_in) for name in {group.name for group in waits_in.values()}}
     awaited = {rank: (group.name, last) for rank, group in waits_in.items() if (last := late[group.name]) is not None}
@@ -208,19 +206,8 @@ def _waits_in(view: Timeline, rank: int) -> str:
 
 def _peer(view: Timeline, rank: int) -> int:
     """The rank that this one sends to or receives from, with nothing else outstanding; -1 if there is none."""
-    facts, doing = view.facts[rank], view.activities[rank]
-    if doing.kind is not Kind.COLLECTIVE or doing.collective is not None:
-        return -1
-    pending = (call for call in facts.collectives if call.is_p2p and not call.completed)
-    recorded = next((peer for call in pending if (peer := _peer_of(call, facts)) >= 0), -1)
-    return facts.steps.peer if facts.steps.peer >= 0 else recorded
-
-
-def _peer_of(call: Collective, facts: RankFacts) -> int:
-    """The peer that NCCL's recorder names, ``"recv 0<-1"``, in ranks of the group, its own first; -1 if none."""
-    match = _TO_PEER.search(call.op)
-    members = next((group.ranks for group in facts.groups if group.name == call.group), ())
-    return members[int(match[1])] if match and int(match[1]) < len(members) else -1
+    doing = view.activities[rank]
+    return peer_of(view, rank) if doing.kind is Kind.COLLECTIVE and doing.collective is None else -1
 
 
 def _late(group: GroupView, view: Timeline, waits_in: dict[int, GroupView]) -> int | None:
@@ -259,7 +246,7 @@ def _finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(hops))}: they wait for each other in a circle{why}.",
+        f"{', '.join(hops)}: they wait for each other in a circle{why}.",
         confidence=Confidence.CERTAIN if is_certain else Confidence.LIKELY,
         # That FSDP gathers a model where the user's code runs it is usual.
         location=call_location(view, sorted(callers, key=lambda rank: _is_of_model(view, rank))),
@@ -290,7 +277,7 @@ def _inspected_finding(view: Timeline, circle: dict[int, tuple[str, int]]) -> Fi
     return finding(
         view,
         ranks,
-        f"{capitalised(', '.join(hops))}: they wait for each other in a circle.",
+        f"{', '.join(hops)}: they wait for each other in a circle.",
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, circle), *where_evidence(view, circle)),
     )
@@ -333,10 +320,9 @@ def _hop(view: Timeline, rank: int, name: str, late: int) -> str:
 
 
 def _evidence(view: Timeline, circle: dict[int, tuple[str, int]]) -> Iterator[Evidence]:
-    by_name = {group.name: group for group in view.groups}
     for rank, (name, late) in list(circle.items())[:_LISTED]:
         if name:
-            group = by_name[name]
+            group = view.groups_by_name[name]
             text = (
                 f"Is in number {group.oldest.get(rank, group.seq)} of {_named(view, name)}, of which rank {late} has "
                 f"called {group.enqueued.get(late, 0)}."

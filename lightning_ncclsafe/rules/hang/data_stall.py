@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from lightning_ncclsafe.code.libraries import CHILD_PROCESS, WAITS_FOR_OTHERS
 from lightning_ncclsafe.facts import Frame, LoaderFacts, ProcessFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
-    Confidence,
     Evidence,
     Finding,
     Timeline,
+    at_words,
     blocked_at_one_line,
     deepest_user_frame,
+    first_user_frame,
     hang_rule,
     how_we_know,
     is_in,
     location_of,
     memory_evidence,
-    short_location,
     short_of_memory,
     size_words,
+    straggler_confidence,
     straggler_finding,
     swaps,
     trainer_start,
@@ -78,7 +79,7 @@ def data_stall(view: Timeline) -> Iterator[Finding]:
         ranks,
         "waits|wait for the dataloader",
         _workers_words(facts),
-        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
+        confidence=straggler_confidence(view),
         location=_worker_location(facts) or None,
         evidence=(*how_we_know(view, ranks), *details),
         remedy=_remedy(facts),
@@ -98,8 +99,7 @@ def _own_stack(worker: ProcessFacts) -> tuple[Frame, ...]:
 
 
 def _worker_location(facts: RankFacts) -> str:
-    frames = (deepest_user_frame(_own_stack(worker)) for worker in facts.workers)
-    return next((location_of(frame) for frame in frames if frame is not None), "")
+    return location_of(first_user_frame(map(_own_stack, facts.workers)))
 
 
 def _workers_words(facts: RankFacts) -> str:
@@ -113,9 +113,8 @@ def _workers_words(facts: RankFacts) -> str:
 
 def _worker_words(worker: ProcessFacts) -> str:
     frame = deepest_user_frame(_own_stack(worker))
-    at = f" at {short_location(frame)}" if frame else ""
     kernel = f" in {worker.wait_channel}" if worker.wait_channel and not frame else ""
-    return f"{worker.state or 'in an unknown state'}{at}{kernel}"
+    return f"{worker.state or 'in an unknown state'}{at_words(frame)}{kernel}"
 
 
 def _evidence(facts: RankFacts) -> Iterator[Evidence]:

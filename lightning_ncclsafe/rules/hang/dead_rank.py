@@ -1,7 +1,6 @@
 """The cause dead-rank: a rank's process no longer exists."""
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Frame, LastSeen, Phase, RankFacts
@@ -17,8 +16,8 @@ from lightning_ncclsafe.rules.kit import (
     aborted_elsewhere,
     aborted_model_run,
     alone_in_trainer,
+    at_words,
     batch_words,
-    capitalised,
     continued_before_abort,
     deepest_user_frame,
     finding,
@@ -27,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     hook_words,
     innermost_action,
     is_gone,
+    is_on_gloo,
     left_in_order,
     location_of,
     overrun_bytes,
@@ -120,20 +120,24 @@ def dead_rank(view: Timeline) -> Iterator[Finding]:
     if gone and continued_before_abort(view):
         gone = tuple(rank for rank in gone if rank not in aborted_by_gloo(view))
     if gone:
-        # If the others have finished, it may have finished before it ended.
-        may_have_left = {facts.progress.phase for facts in view.facts.values()} == {Phase.FINISHED}
-        # That it is gone is certain; that gloo did not end it for what ranks called may not be.
-        may_be_gloo = any(map(partial(_may_have_crashed_on_gloo, view), gone))
-        may_be_gloo = may_be_gloo or not {*gone}.isdisjoint(aborted_by_gloo(view))
-        confidence = Confidence.LIKELY if may_be_gloo else Confidence.CERTAIN
-        # If the others' calls differ, it may have been sent what it had not waited for.
-        is_doubtful = may_have_left or (may_be_gloo and _have_diverged(view))
-        confidence = Confidence.POSSIBLE if is_doubtful else confidence
         ends = {_end(view, rank) for rank in gone}
         end = ends.pop() if len(ends) == 1 else _End()
-        yield _finding(view, gone, confidence, _words(end, many=False), _words(end, many=True), end)
+        yield _finding(view, gone, _confidence(view, gone), _words(end, many=False), _words(end, many=True), end)
     elif (presumed := _presumed(view)) and not alone_in_trainer(view):
         yield _finding(view, presumed, Confidence.LIKELY, "disappeared silently", "disappeared silently", _End())
+
+
+def _confidence(view: Timeline, gone: tuple[int, ...]) -> Confidence:
+    """That they are gone is certain; that gloo did not end them for what ranks called may not be."""
+    may_be_gloo = not {*gone}.isdisjoint(aborted_by_gloo(view))
+    may_be_gloo = may_be_gloo or any(_may_have_crashed_on_gloo(view, rank) for rank in gone)
+    # If the others' calls differ, it may have been sent what it had not waited for.
+    is_doubtful = may_be_gloo and _have_diverged(view)
+    # If the others have finished, it may have finished before it ended.
+    may_have_left = {facts.progress.phase for facts in view.facts.values()} == {Phase.FINISHED}
+    if may_have_left or is_doubtful:
+        return Confidence.POSSIBLE
+    return Confidence.LIKELY if may_be_gloo else Confidence.CERTAIN
 
 
 def _explained(view: Timeline) -> set[int]:
@@ -204,15 +208,16 @@ def _finding(view: Timeline, ranks: tuple[int, ...], confidence: Confidence, one
     kills = _oom_kills(view, ranks) if end.status is None and end.signal in ("", "SIGKILL") else []
     killer = ", and the kernel's out-of-memory killer was active on its host" if kills else ""
     frame = _place(view, ranks)
-    at = f" {place_words(frame)}" if frame else ""
-    if not frame and len(ranks) == 1 and (seen := _last_seen(view, ranks[0])) is not None:
-        frame = _stayed_in(seen)
-        at = f", last seen {_seen_words(seen)}"
-    text = f"The process of {ranks_words(ranks)} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}."
+    at = at_words(frame)
+    process = view.witnesses.get(ranks[0]) if len(ranks) == 1 else None
+    if frame is None and process is not None and process.last_seen is not None:
+        frame = _stayed_in(process.last_seen)
+        at = f", last seen {_seen_words(process.last_seen)}"
+    whose = f"{verb(ranks, 'the process', 'the processes')} of {ranks_words(ranks)}"
     return finding(
         view,
         ranks,
-        capitalised(text) if len(ranks) == 1 else text.replace("The process of", "The processes of"),
+        f"{whose} {verb(ranks, one, many)}{at}{killer}{while_others_wait(view, ranks)}.",
         severity=Severity.ERROR,
         confidence=confidence,
         location=location_of(frame),
@@ -228,11 +233,6 @@ def _place(view: Timeline, ranks: tuple[int, ...]) -> Frame | None:
     stacks = [process.stack for rank in ranks if (process := view.witnesses.get(rank)) is not None]
     frames = {deepest_user_frame(stack[trainer_start(stack) :]) for stack in stacks}
     return frames.pop() if len(frames) == 1 else None
-
-
-def _last_seen(view: Timeline, rank: int) -> LastSeen | None:
-    process = view.witnesses.get(rank)
-    return process.last_seen if process is not None else None
 
 
 def _stayed_in(seen: LastSeen) -> Frame | None:
@@ -278,11 +278,7 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]:
 def _may_have_crashed_on_gloo(view: Timeline, rank: int) -> bool:
     """Whether it aborted itself on gloo, or crashed there and no line of the user's is known to have crashed it."""
     signal = signal_of(view, rank)
-    return _is_on_gloo(view) and (signal == "SIGABRT" or (signal in _NATIVE and _place(view, (rank,)) is None))
-
-
-def _is_on_gloo(view: Timeline) -> bool:
-    return any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
+    return is_on_gloo(view) and (signal == "SIGABRT" or (signal in _NATIVE and _place(view, (rank,)) is None))
 
 
 def _may_be_aborted_by_gloo(view: Timeline, ranks: tuple[int, ...], end: _End) -> bool:
@@ -290,7 +286,7 @@ def _may_be_aborted_by_gloo(view: Timeline, ranks: tuple[int, ...], end: _End) -
     if end.status is not None:
         return False
     ended = any(rank in view.witnesses and signal_of(view, rank) in ("", "SIGABRT") for rank in ranks)
-    return ended and _is_on_gloo(view)
+    return ended and is_on_gloo(view)
 
 
 def _oom_kills(view: Timeline, ranks: tuple[int, ...]) -> list[Evidence]:

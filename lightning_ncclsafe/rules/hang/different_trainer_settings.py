@@ -12,17 +12,16 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Timeline,
     alone_in_trainer,
-    capitalised,
     finding,
     hang_rule,
     is_in,
     joined,
     odd_sizes,
-    others_wait,
     out_of_data_first,
     overrun_ranks,
     ranks_words,
     recorder_evidence,
+    waiting_sentence,
 )
 
 _LISTED = 8
@@ -64,18 +63,12 @@ def different_trainer_settings(view: Timeline) -> Iterator[Finding]:
     if not differing or not (view.waiting or view.raised):
         return
     odd = _narrowed(view, _odd_ones_out(differing))
-    waiting = others_wait(view, ())
     # A rank that works may be what the others wait for, whatever the settings.
     is_explained = bool(view.working(view.facts))
     yield finding(
         view,
         odd,
-        joined(
-            (
-                f"Ranks train with different settings: {'; '.join(_words(differing))}.",
-                f"{capitalised(waiting)}." if waiting else "",
-            )
-        ),
+        joined((f"Ranks train with different settings: {'; '.join(_words(differing))}.", waiting_sentence(view))),
         confidence=Confidence.POSSIBLE if is_explained else Confidence.LIKELY,
         evidence=(*_evidence(differing), *recorder_evidence(view)),
         remedy=_REMEDY_START if differing.keys() <= set(_START) else _REMEDY,

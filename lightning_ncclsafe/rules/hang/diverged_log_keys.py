@@ -140,7 +140,7 @@ def _aborted(view: Timeline) -> Finding | None:
     return finding(
         view,
         ranks,
-        joined((f"{capitalised(text)}.", gone)),
+        joined((f"{text}.", gone)),
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
         location=key.place,
@@ -339,7 +339,7 @@ def _logging_finding(view: Timeline, ranks: tuple[int, ...], text: str, place: s
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}: {others_wait(view, ())}.",
+        f"{text}: {others_wait(view)}.",
         confidence=confidence,
         location=place or call_location(view, ranks),
         evidence=(

@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     advice,
+    at_words,
     batch_words,
     directories,
     directory_words,
@@ -18,11 +19,12 @@ from lightning_ncclsafe.rules.kit import (
     exception_place,
     finding,
     hang_rule,
+    has_misread_sizes,
     is_save,
     location_of,
     ranks_words,
-    short_location,
     storage_evidence,
+    type_and_place,
     verb,
     while_others_wait,
 )
@@ -52,8 +54,8 @@ def exception_during_save(view: Timeline) -> Iterator[Finding]:
     for rank in view.raised:
         error = view.facts[rank].exception
         is_training = view.facts[rank].progress.phase is not Phase.PREDICT
-        if error is not None and is_training and is_save(error.stack):
-            by_place[error.type, location_of(exception_place(view.facts[rank]))].append(rank)
+        if error is not None and is_training and is_save(error.stack) and not has_misread_sizes(view):
+            by_place[type_and_place(view.facts[rank])].append(rank)
     for ranks in by_place.values():
         yield _finding(view, tuple(ranks))
 
@@ -62,12 +64,11 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     error, frame = facts.exception, exception_place(facts)
     assert error is not None
-    at = f" at {short_location(frame)}" if frame else ""
     places = ", ".join(directory_words(entry) for entry in directories(facts, of_checkpoints=True))
     to = f" to {places}" if places else ""
     text = (
         f"{ranks_words(ranks)} raised {error_words(error)} while {verb(ranks, 'it', 'they')} saved a checkpoint"
-        f"{to}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+        f"{to}{at_words(frame)}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
     )
     return finding(
         view,

@@ -15,6 +15,8 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Severity,
     Timeline,
+    all_garbled,
+    at_words,
     batch_words,
     call_evidence,
     calls_words,
@@ -24,13 +26,14 @@ from lightning_ncclsafe.rules.kit import (
     exit_status,
     finding,
     hang_rule,
-    is_garbled,
+    has_misread_sizes,
     is_in,
     joined,
     location_of,
     ranks_words,
     short_location,
     trainer_start,
+    type_and_place,
     while_others_wait,
 )
 
@@ -85,24 +88,20 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
         If more than 16 different exceptions were raised, the remaining ones.
     """
     by_place: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in view.raised if not _is_of_other_calls(view) else ():
-        by_place[_type_and_place(view.facts[rank])].append(rank)
+    # What different collectives have made of each other's data is a consequence.
+    is_consequence = has_misread_sizes(view) or (view.divergence is not None and all_garbled(view))
+    for rank in view.raised if not is_consequence else ():
+        by_place[type_and_place(view.facts[rank])].append(rank)
     for ranks in [*by_place.values()][:_MOST]:
         yield _finding(view, tuple(ranks))
     for rank, raised in [*view.raised_outside.items()][:_MOST]:
         yield _outside(view, rank, raised)
 
 
-def _is_of_other_calls(view: Timeline) -> bool:
-    """Whether all that was raised is only what different collectives have made of each other's data."""
-    errors = [view.facts[rank].exception for rank in view.raised]
-    return view.divergence is not None and all(error is not None and is_garbled(error) for error in errors)
-
-
 def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
     """An exception outside of the Trainer, where no guard reports it: the program recorded it before it ended."""
     frame = deepest_user_frame(raised.stack)
-    at = f" at {short_location(frame)}" if frame else ""
+    at = at_words(frame)
     raised_words = f"{_raised_words(raised)}{at}, outside of the Trainer, and its program ended"
     return finding(
         view,
@@ -116,20 +115,14 @@ def _outside(view: Timeline, rank: int, raised: ExceptionFacts) -> Finding:
     )
 
 
-def _type_and_place(facts: RankFacts) -> tuple[str, str]:
-    exception = facts.exception
-    return (exception.type if exception else "", location_of(exception_place(facts)))
-
-
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
-    exception, frame = facts.exception, exception_place(facts)
-    worker = _line_in_worker(exception.message) if exception else None
-    frame = worker or frame
-    name = exception.type if exception else ""
+    exception = facts.exception
+    assert exception is not None
+    name, frame = exception.type, _line_in_worker(exception.message) or exception_place(facts)
     at = f" at {short_location(frame)}{_called_from(facts, frame)}" if frame else ""
-    did = _raised_words(exception) if exception else ""
-    text = f"{ranks_words(ranks)} {did}{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}."
+    where = f"{at}, {batch_words(facts.progress)}{while_others_wait(view, ranks)}"
+    text = f"{ranks_words(ranks)} {_raised_words(exception)}{where}."
     split = _other_data(view, ranks)
     mixed = _mixed_words(view, split, ranks[0]) if split is not None else ""
     line = frame or (deepest_user_frame(split.calls[ranks[0]].stack) if split is not None else None)

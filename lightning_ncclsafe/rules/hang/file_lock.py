@@ -13,7 +13,6 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     how_we_know,
-    lock_chain,
     ranks_words,
     straggler_finding,
     wait_words,
@@ -82,7 +81,7 @@ def file_lock(view: Timeline) -> Iterator[Finding]:
     circles: set[tuple[int, ...]] = set()
     outside: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, wait in sorted(view.lock_waits.items()):
-        path = [rank, *lock_chain(view.lock_waits, rank)]
+        path = _chain(view, rank)
         root = path[-1]
         if root in path[:-1]:
             circles.add(tuple(sorted(path[path.index(root) : -1])))
@@ -94,6 +93,15 @@ def file_lock(view: Timeline) -> Iterator[Finding]:
     yield from (_circle(view, ranks) for ranks in sorted(circles))
     yield from (_held_by_rank(view, holder, tuple(sorted(ranks))) for holder, ranks in sorted(roots.items()))
     yield from (_held_outside(view, tuple(ranks)) for ranks in outside.values())
+
+
+def _chain(view: Timeline, rank: int) -> list[int]:
+    """A rank, the rank that holds its lock, and so on; in a circle, the last rank appears twice."""
+    chain = [rank]
+    while (wait := view.lock_waits.get(chain[-1])) is not None and wait.is_for_peer and chain[-1] not in chain[:-1]:
+        assert wait.holder is not None
+        chain.append(wait.holder)
+    return chain
 
 
 def _circle(view: Timeline, ranks: tuple[int, ...]) -> Finding:
@@ -129,7 +137,7 @@ def _held_by_rank(view: Timeline, holder: int, ranks: tuple[int, ...]) -> Findin
 
 def _held_outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """A process outside of the job holds the lock, or a process of the waiting rank itself, or it is unknown which."""
-    last = view.lock_waits[(*ranks[:1], *lock_chain(view.lock_waits, ranks[0]))[-1]]
+    last = view.lock_waits[_chain(view, ranks[0])[-1]]
     text = f"{_waits_words(view, ranks)} {where_words(view, ranks[0])}; {last.holder_words}"
     remedy_outside = _REMEDY_UNKNOWN if last.process is None else _REMEDY_OTHERS
     remedy = remedy_outside if last.holder is None else _REMEDY_OWN

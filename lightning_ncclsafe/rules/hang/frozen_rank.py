@@ -22,6 +22,7 @@ from lightning_ncclsafe.rules.kit import (
     ranks_words,
     silent_finding,
     silent_processes,
+    tried_words,
     verb,
     while_others_wait,
 )
@@ -87,5 +88,4 @@ def _host_evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterable[Evidence]
     """The hosts of these ranks that answer on the network."""
     for host in view.job.silent_hosts:
         if host.answers and not {*host.ranks}.isdisjoint(ranks):
-            text = f"From {host.seen_from}, {host.host} was tried at {host.address}: {host.tried}."
-            yield Evidence(source="network", text=f"{text} The processes there do not answer.")
+            yield Evidence(source="network", text=f"{tried_words(host)} The processes there do not answer.")

@@ -11,16 +11,17 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Severity,
     Timeline,
+    at_words,
     batch_words,
     clause,
     exception_evidence,
     exception_place,
     finding,
+    gpu_of,
     hang_rule,
     how_we_know,
     is_garbled,
     location_of,
-    short_location,
     size_words,
     unless_caught,
     verb,
@@ -101,7 +102,7 @@ def _confidence(facts: RankFacts) -> Confidence:
 def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> Finding:
     facts = view.facts[ranks[0]]
     frame = exception_place(facts)
-    at = f" at {short_location(frame)}" if frame else ""
+    at = at_words(frame)
     amounts = _AMOUNTS.search(facts.exception.message if facts.exception else "")
     needs = f" (it needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
     whose = f" (rank {ranks[0]} needed {amounts['wanted']}, with {amounts['free']} free)" if amounts else ""
@@ -123,7 +124,7 @@ def _raised(view: Timeline, ranks: tuple[int, ...], confidence: Confidence) -> F
 
 
 def _free_share(facts: RankFacts) -> float | None:
-    gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
+    gpu = gpu_of(facts)
     if gpu is None or gpu.free_bytes is None or not gpu.total_bytes:
         return None
     return gpu.free_bytes / gpu.total_bytes
@@ -152,7 +153,7 @@ def _full(view: Timeline, rank: int) -> Finding:
 def _evidence(view: Timeline) -> Iterator[Evidence]:
     """The memory of all GPUs, which shows one that differs."""
     for rank, facts in sorted(view.facts.items())[:_LISTED]:
-        gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
+        gpu = gpu_of(facts)
         if gpu is not None and gpu.free_bytes is not None and gpu.total_bytes is not None:
             text = f"Its GPU has {size_words(gpu.free_bytes)} of {size_words(gpu.total_bytes)} free."
             others = f" Others use it, too: {', '.join(gpu.foreign_processes[:3])}." if gpu.foreign_processes else ""

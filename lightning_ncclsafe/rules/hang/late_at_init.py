@@ -1,10 +1,11 @@
 """The cause late-at-init: a rank has not reached the place where the others wait before the first batch."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_ncclsafe.facts import ProcessFacts
+from lightning_ncclsafe.facts import HostFacts, ProcessFacts
 from lightning_ncclsafe.rules.kit import (
+    TOO_LITTLE_MEMORY,
     Confidence,
     Evidence,
     Finding,
@@ -15,14 +16,14 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     deepest_user_frame,
     finding,
+    first_user_frame,
+    growth_bytes_per_s,
     hang_rule,
     how_we_know,
     is_before_first_batch,
     is_before_trainer,
     location_of,
-    memory_clause,
     memory_evidence,
-    memory_remedy,
     memory_words,
     place_words,
     ranks_words,
@@ -45,6 +46,13 @@ _REMEDY = (
 _REMEDY_PREPARING = (
     "Do this work once and ahead of the job, in a separate script that leaves its result on disk. Lightning lets the "
     "other ranks wait for prepare_data without limit, but every start of the job waits as long."
+)
+# Python, torch and its libraries alone: a process with less may still be importing them.
+_IMPORTED_BYTES = 1_000_000_000
+_REMEDY_GROWS = (
+    "It is still filling its memory, and every rank of the host that loads the same takes as much again: load the "
+    "dataset lazily or memory-mapped, or prepare it once and ahead of the job (a script that leaves its result "
+    "on disk), or in prepare_data."
 )
 _REMEDY_OUTSIDE = (
     "Look at the code before this call of the Trainer, above all under a condition on the rank: work there takes time, "
@@ -88,7 +96,7 @@ def _is_late(view: Timeline, rank: int) -> bool:
 def _outside(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """Ranks without a guard that could answer; if their stacks are unknown, they may wait for the others as well."""
     seen = [process for rank in ranks if (process := view.witnesses.get(rank)) is not None]
-    frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
+    frame = first_user_frame(process.stack for process in seen)
     does = place_words(frame) if frame else "at work or in a collective that the others do not call"
     text = (
         f"{clause(ranks, 'has|have not reached this call of the Trainer')}: "
@@ -111,7 +119,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     swapping = any(swaps(view.facts[rank].host_facts) for rank in ranks)
     processes = [other.host_facts for other in view.facts.values() if other.host == facts.host]
-    memory = memory_clause(
+    memory = _memory_clause(
         memory_words(facts.host_facts),
         "its host is swapping" if swapping else "",
         used_up_words(facts.host_facts, processes),
@@ -121,7 +129,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     is_preparing = all(
         any(action.name.endswith(".prepare_data") for action in view.facts[rank].progress.actions) for rank in ranks
     )
-    remedy = memory_remedy(swapping, [view.facts[rank].host_facts for rank in ranks])
+    remedy = _memory_remedy(swapping, [view.facts[rank].host_facts for rank in ranks])
     return finding(
         view,
         ranks,
@@ -134,12 +142,12 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 def _not_joined(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     """Ranks that have not joined the process group, as the ranks that wait for them see their processes."""
     seen = [process for rank in ranks if (process := view.witnesses.get(rank))]
-    frame = next((frame for process in seen if (frame := deepest_user_frame(process.stack))), None)
+    frame = first_user_frame(process.stack for process in seen)
     swapping = any(process.swap_bytes or process.state == "disk-sleep" for process in seen)
     at = f", and {verb(ranks, 'is', 'are')} {place_words(frame)}" if frame else ""
-    memory = memory_clause(memory_words(seen[0]), _used_up_before_joining(view, seen)) if seen else ""
+    memory = _memory_clause(memory_words(seen[0]), _used_up_before_joining(view, seen)) if seen else ""
     text = f"{clause(ranks, 'has|have not joined the process group')}{at}{memory}"
-    remedy = memory_remedy(swapping, seen) or _REMEDY
+    remedy = _memory_remedy(swapping, seen) or _REMEDY
     return finding(
         view,
         ranks,
@@ -164,6 +172,20 @@ def _used_up_before_joining(view: Timeline, seen: Sequence[ProcessFacts]) -> str
     return used_up_words(witness.host_facts, [*answering, *silent])
 
 
+def _memory_clause(*parts: str) -> str:
+    """Words about memory for the middle of a sentence: the first part after a comma, the others after semicolons."""
+    first, *others = parts
+    return (f", {first}" if first else "") + "".join(f"; {part}" for part in others if part)
+
+
+def _memory_remedy(swapping: bool, processes: Iterable[HostFacts | ProcessFacts]) -> str:
+    """What to do about the memory of processes that swap or still grow; empty if they do neither."""
+    if swapping:
+        return TOO_LITTLE_MEMORY
+    large = (process for process in processes if (process.rss_bytes or 0) >= _IMPORTED_BYTES)
+    return _REMEDY_GROWS if any(map(growth_bytes_per_s, large)) else ""
+
+
 def _waiting_words(view: Timeline, whom: str) -> str:
     waiting = tuple(rank for rank, facts in view.facts.items() if waits_in_init(facts))
     return f"{clause(waiting, 'waits|wait for')} {whom} in init_process_group"
@@ -183,6 +205,7 @@ def _processes_evidence(view: Timeline, ranks: Sequence[int], processes: Sequenc
     if unseen:
         text = (
             f"No process of {ranks_words(unseen)} could be seen from where the others wait: it has not been started, "
+            "has ended, or is on a host on which no rank waits."
         )
-        yield Evidence(source="process", text=text + "has ended, or is on a host on which no rank waits.")
+        yield Evidence(source="process", text=text)
     yield Evidence(source="phase", text=capitalised(_waiting_words(view, ranks_words(ranks))) + ".")

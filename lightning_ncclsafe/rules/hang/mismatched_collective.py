@@ -16,6 +16,7 @@ from lightning_ncclsafe.rules.kit import (
     aborted_model_run,
     aborted_words,
     alone_in_trainer,
+    at_words,
     beyond_try,
     call_by_size,
     call_evidence,
@@ -33,6 +34,7 @@ from lightning_ncclsafe.rules.kit import (
     different_roots,
     ended_process_evidence,
     finding,
+    first_user_frame,
     gathering_alone,
     gloo_abort_words,
     group_words,
@@ -48,13 +50,12 @@ from lightning_ncclsafe.rules.kit import (
     out_of_data_first,
     overrun_bytes,
     overrun_ranks,
-    place_words,
     ranks_words,
     same_purpose,
+    send_different_units,
     signal_of,
     skipped_words,
     under_rank_condition,
-    units_of,
     unusual_calls,
     verb,
     where_evidence,
@@ -116,7 +117,7 @@ def mismatched_collective(view: Timeline) -> Iterator[Finding]:
             yield _abort(view, ended)
     elif len({call.op for call in split.calls.values()}) == 1:
         alike = same_purpose(view, split)
-        if alike is not False and not _are_different_units(view, split):
+        if alike is not False and not send_different_units(view, split):
             yield _finding(view, split, is_alike=bool(alike))
 
 
@@ -131,12 +132,12 @@ def _roots_finding(view: Timeline, different: DifferentRoots) -> Finding:
     ranks = tuple(sorted(rank for rank in different.roots if not has_majority or rank not in most))
     text = (
         f"{ranks_words(sorted(different.calls))} have called {collective_words(call)} of "
-        f"{group_words(different.group)} with different roots: {named}. It can never complete: {others_wait(view, ())}."
+        f"{group_words(different.group)} with different roots: {named}. It can never complete: {others_wait(view)}."
     )
     return finding(
         view,
         ranks,
-        capitalised(text),
+        text,
         confidence=Confidence.CERTAIN,
         location=call_location(view, ranks),
         evidence=(*condition_evidence(view, ranks), *where_evidence(view, different.calls)),
@@ -158,19 +159,17 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     has_majority = len(ended) != len(left) and not is_theirs
     unusual = {} if is_theirs else unusual_calls(view)
     ranks = tuple(decided) or tuple(unusual) or (few if has_majority else tuple(sorted((*ended, *left))))
-    has_aborted = _is_gloo_abort(view, ended)
-    is_known = has_aborted and not is_theirs
+    is_known = _is_gloo_abort(view, ended) and not is_theirs
     remedy = _REMEDY_SHARDED if is_of_fsdp(view.facts[other]) else _REMEDY
     text = (
-        f"{aborted_words(view, ended)}{f' {place_words(own)}' if own else ''}, {gloo_abort_words(view, ended)}, while "
-        f"{ranks_words([other])} {was}{f' {place_words(others)}' if others else ''}."
+        f"{aborted_words(view, ended)}{at_words(own)}, {gloo_abort_words(view, ended)}, while "
+        f"{ranks_words([other])} {was}{at_words(others)}."
     )
     why = f"{capitalised(ranks_words(ranks))} {verb(ranks, 'was', 'were')} {decided[ranks[0]]}." if decided else ""
     why = why or ("Who sent that is not recorded." if is_theirs else "")
     if unusual and not decided:
         call, before = next(iter(unusual.values()))
-        frame = deepest_user_frame(view.with_stack(call).stack)
-        at = f" {place_words(frame)}" if frame else ""
+        at = at_words(deepest_user_frame(view.with_stack(call).stack))
         called = capitalised(clause(ranks, "has|have called"))
         why = f"{called} {call_words(call)}{at}, and {call_words(before)} before."
     beyond, skipped = beyond_try(view, sorted({*view.facts, *ended}))
@@ -179,7 +178,7 @@ def _abort(view: Timeline, ended: tuple[int, ...]) -> Finding:
     return finding(
         view,
         ranks,
-        joined((capitalised(text), why)),
+        joined((text, why)),
         severity=Severity.ERROR,
         confidence=Confidence.LIKELY if is_known else Confidence.POSSIBLE,
         location=call_location(view, ranks) if decided else location_of(own or others),
@@ -198,12 +197,6 @@ def _is_gloo_abort(view: Timeline, ended: tuple[int, ...]) -> bool:
     return have_aborted or any(overrun_bytes(view, rank) for rank in ended)
 
 
-def _are_different_units(view: Timeline, split: Divergence) -> bool:
-    """Whether ranks gather different parts of the model: then they compute different things."""
-    units = units_of(view, split)
-    return len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
-
-
 def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
     overrun = overrun_ranks(view, split)
     ranks = odd_sizes(view, split)
@@ -220,7 +213,7 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
     return finding(
         view,
         ranks,
-        joined((f"{capitalised(text)}: {_difference(split)}.", gone)),
+        joined((f"{text}: {_difference(split)}.", gone)),
         severity=Severity.ERROR if overrun else None,
         confidence=confidence,
         # The deviating rank may have moved on; the others have not.
@@ -233,7 +226,7 @@ def _finding(view: Timeline, split: Divergence, *, is_alike: bool) -> Finding:
 def _recorded_at(view: Timeline, split: Divergence, ranks: tuple[int, ...]) -> str:
     """The user's line from which one of these ranks made its call, by the recorder; empty if it is not there."""
     calls = (view.with_stack(split.calls[rank]) for rank in ranks if rank in split.calls)
-    return next((location_of(frame) for call in calls if (frame := deepest_user_frame(call.stack)) is not None), "")
+    return location_of(first_user_frame(call.stack for call in calls))
 
 
 def _difference(split: Divergence) -> str:

@@ -19,6 +19,7 @@ from lightning_ncclsafe.rules.kit import (
     has_given_up,
     lost_words,
     ranks_words,
+    tried_words,
     verb,
 )
 
@@ -115,7 +116,10 @@ def _silently_cut(view: Timeline, cut: tuple[TriedAddress, ...], where: dict[int
         ranks,
         text,
         confidence=Confidence.LIKELY if _is_conclusive(view.job.tried, cut) else Confidence.POSSIBLE,
-        evidence=(*(_probe_evidence(one) for one in view.job.tried[:_LISTED]), *_interfaces(view)),
+        evidence=(
+            *(Evidence(source="network", text=tried_words(one)) for one in view.job.tried[:_LISTED]),
+            *_interfaces(view),
+        ),
         location="",
     )
 
@@ -123,11 +127,6 @@ def _silently_cut(view: Timeline, cut: tuple[TriedAddress, ...], where: dict[int
 def _is_conclusive(tried: tuple[TriedAddress, ...], cut: tuple[TriedAddress, ...]) -> bool:
     """Whether it is not merely a firewall that drops the probe: other hosts answer, or there is no route."""
     return any(one.answers for one in tried) or any(_NO_ROUTE.search(one.tried) for one in cut)
-
-
-def _probe_evidence(one: TriedAddress) -> Evidence:
-    text = f"From {one.seen_from}, {one.host} was tried at {one.address}: {one.tried}."
-    return Evidence(source="network", text=text)
 
 
 def _common_host(view: Timeline, messages: dict[int, str], where: dict[int, str]) -> str:

@@ -10,14 +10,16 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Kind,
     Timeline,
+    at_words,
     clause,
     delayed_by_machine,
     finding,
     hang_rule,
     location_of,
     phase_evidence,
-    place_words,
+    presented_stage,
     recorder_evidence,
+    straggler_confidence,
     where_words,
     while_others_wait,
 )
@@ -53,12 +55,6 @@ def own_code(view: Timeline) -> Iterator[Finding]:
         yield _finding(view, ranks)
 
 
-def _comparison_of(view: Timeline, rank: int) -> str:
-    """The comparison of loaders that a rank is in, by the name of its action; empty if it is in none."""
-    names = (action.name for action in view.facts[rank].progress.actions)
-    return next((name for name in names if name.startswith(AGREEMENT)), "")
-
-
 def _is_in_own_code(view: Timeline, rank: int) -> bool:
     return view.activities[rank].kind is Kind.LIGHTNING and _own_frame(view.facts[rank].stack) is not None
 
@@ -75,9 +71,9 @@ def _own_frame(stack: tuple[Frame, ...]) -> Frame | None:
 
 def _left_alone(view: Timeline) -> tuple[int, ...]:
     """Ranks that are still in a comparison of loaders which all others have left."""
-    inside = {rank: action for rank in view.facts if (action := _comparison_of(view, rank))}
-    others = [view.facts[rank].progress.last_action for rank in view.facts.keys() - inside.keys()]
-    return tuple(sorted(inside)) if inside and others and {*inside.values()} == {*others} else ()
+    inside = {rank: f"{AGREEMENT}{stage}" for rank, facts in view.facts.items() if (stage := presented_stage(facts))}
+    left = {facts.progress.last_action for rank, facts in view.facts.items() if rank not in inside}
+    return tuple(sorted(inside)) if inside and {*inside.values()} == left else ()
 
 
 def _places(view: Timeline, ranks: tuple[int, ...]) -> Iterable[tuple[int, str]]:
@@ -90,14 +86,13 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     # If its machine delays a rank, the line of this package is merely where it happens to be.
     is_machine = not set(ranks).isdisjoint(delayed_by_machine(view))
     frame = _own_frame(view.facts[rank].stack)
-    at = place_words(frame)
     who = clause(ranks, "is|are held up by lightning_ncclsafe itself")
-    text = f"{who}{at and f' {at}'}, {where_words(view, rank)}{while_others_wait(view, ranks)}."
+    text = f"{who}{at_words(frame)}, {where_words(view, rank)}{while_others_wait(view, ranks)}."
     return finding(
         view,
         ranks,
         text,
-        confidence=Confidence.CERTAIN if view.behind and view.waiting and not is_machine else Confidence.LIKELY,
+        confidence=Confidence.LIKELY if is_machine else straggler_confidence(view),
         location=location_of(frame),
         evidence=(
             *(Evidence(source="stack", rank=one, text=f"Is at {place}.") for one, place in _places(view, ranks)),

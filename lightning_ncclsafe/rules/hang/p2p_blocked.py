@@ -14,6 +14,7 @@ from lightning_ncclsafe.rules.kit import (
     duration_words,
     finding,
     gpu_evidence,
+    gpu_of,
     hang_rule,
     pending_on_nccl,
     ranks_words,
@@ -98,7 +99,7 @@ def _evidence(view: Timeline, pending: Pending, started: bool) -> Iterator[Evide
     yield Evidence(source="flight recorder", text=f"{what}, and nothing has ever completed on NCCL in this run.")
     for rank in sorted(pending.calls)[:8]:
         facts = view.facts[rank]
-        gpu = facts.machine.gpu.gpu if facts.machine.gpu else None
+        gpu = gpu_of(facts)
         if gpu is not None:
             yield Evidence(source="gpu", rank=rank, text=f"{gpu.name}, driver {gpu.driver or 'unknown'}.")
         yield from gpu_evidence(facts)

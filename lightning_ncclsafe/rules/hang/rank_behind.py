@@ -130,9 +130,8 @@ def _nobody_stands_out(view: Timeline) -> Finding:
     least = min(places.values())
     behind = tuple(rank for rank, place in places.items() if place == least)
     ranks = behind if len(behind) < len(places) else ()
-    who = f"; {clause(ranks, 'is|are furthest behind')}, " if ranks else ""
-    who += where_words(view, ranks[0]) if ranks else ""
-    text = f"{others_wait(view, ())}, and no rank was found that keeps them waiting{who}."
+    who = f"; {clause(ranks, 'is|are furthest behind')}, {where_words(view, ranks[0])}" if ranks else ""
+    text = f"{others_wait(view)}, and no rank was found that keeps them waiting{who}."
     return finding(
         view,
         ranks,

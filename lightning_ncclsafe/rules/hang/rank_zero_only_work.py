@@ -24,6 +24,7 @@ from lightning_ncclsafe.rules.kit import (
     deepest_user_frame,
     delayed_by_machine,
     encloses_words,
+    end_evidence,
     finding,
     gathering_alone,
     hang_rule,
@@ -33,7 +34,6 @@ from lightning_ncclsafe.rules.kit import (
     place_words,
     ranks_words,
     recorder_evidence,
-    signal_of,
     silent_finding,
     silent_processes,
     thread_exception,
@@ -225,19 +225,13 @@ def _aborted(view: Timeline, run: AbortedModelRun) -> Finding:
         location=location_of(run.frame),
         evidence=(
             Evidence(source="source code", rank=rank, text=text_of_condition),
-            *(Evidence(source="process", rank=one, text=_end_words(view, one)) for one in ended[:8]),
+            *(end_evidence(view, one) for one in ended[:8]),
             *where_evidence(view, view.facts),
         ),
         remedy=_REMEDY_SHARDED,
     )
 
 
-def _end_words(view: Timeline, rank: int) -> str:
-    process, signal = view.witnesses[rank], signal_of(view, rank)
-    return f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
-
-
 def _others_words(view: Timeline, ranks: tuple[int, ...]) -> str:
-    finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
-    left = f", and {clause(finished, 'has|have finished')}" if finished else ""
+    left = f", and {clause(view.finished, 'has|have finished')}" if view.finished else ""
     return left + while_others_wait(view, ranks)

@@ -21,6 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     clause,
     decision,
     different_counts,
+    exception_evidence,
     exception_place,
     finding,
     hang_rule,
@@ -289,7 +290,7 @@ def _evidence(view: Timeline, ranks: tuple[int, ...]) -> Iterator[Evidence]:
         text = f"{steps.with_backward} batches had a backward pass, {steps.skipped} had none."
         yield Evidence(source="steps", rank=rank, text=text)
         if raised is not None and not raised.is_consequence:
-            yield Evidence(source="exception", rank=rank, text=f"{raised.type}: {raised.message}")
+            yield from exception_evidence(facts)
         if steps.skipped and steps.returns_nothing:
             text = f"Returns nothing at {', '.join(map(short_place, steps.returns_nothing[:_LISTED]))}."
             yield Evidence(source="source code", rank=rank, text=text)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.kit import (
-    Confidence,
     Finding,
     Kind,
     Plan,
@@ -13,6 +12,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     how_we_know,
     storage_evidence,
+    straggler_confidence,
     straggler_finding,
 )
 
@@ -50,6 +50,6 @@ def slow_checkpoint(view: Timeline) -> Iterator[Finding]:
         ranks,
         "is|are writing a checkpoint",
         f" to {places}" if places else "",
-        confidence=Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY,
+        confidence=straggler_confidence(view),
         evidence=(*how_we_know(view, ranks), *storage),
     )

@@ -13,7 +13,6 @@ from lightning_ncclsafe.code.libraries import (
 from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import LoggerFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
-    Confidence,
     Evidence,
     Finding,
     Kind,
@@ -27,6 +26,7 @@ from lightning_ncclsafe.rules.kit import (
     is_in,
     size_words,
     storage_evidence,
+    straggler_confidence,
     straggler_finding,
 )
 
@@ -64,7 +64,7 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
     ranks = tuple(rank for rank in view.suspects if view.activities[rank].kind is Kind.LOGGER)
     if not ranks:
         return
-    confidence = Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY
+    confidence = straggler_confidence(view)
     if _is_in_pythons(view.facts[ranks[0]]):
         yield straggler_finding(
             view,

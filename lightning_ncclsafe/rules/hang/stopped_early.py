@@ -18,12 +18,12 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     joined,
-    others_wait,
     out_of_data_first,
     ranks_words,
     recorder_evidence,
     skips_steps,
     verb,
+    waiting_sentence,
     without_validation,
 )
 
@@ -130,10 +130,14 @@ def _validation(
 
 
 def _have_skipped_validation(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    """Whether they have skipped it otherwise than by a line of the user's that ends an epoch, which ends it as well."""
-    trainers = (_trainer(view, rank) for rank in early)
+    """Whether they have skipped it otherwise than by a line of the user's that ends an epoch, which ends it as well.
+
+    With NCCL, the others may be a whole epoch ahead of their devices: a rank that was asked to stop has not skipped it.
+    """
+    trainers = [_trainer(view, rank) for rank in early]
     are_cut_short = all(one.end is LoopEnd.UNKNOWN and _is_cut_short(one) and one.ended_at for one in trainers)
-    return without_validation(view, early, others) and not are_cut_short
+    were_stopped = all(one.end is LoopEnd.SHOULD_STOP for one in trainers)
+    return without_validation(view, early, others) and not are_cut_short and not were_stopped
 
 
 def _batches_left(view: Timeline, early: tuple[int, ...], others: tuple[int, ...]) -> int:
@@ -193,14 +197,13 @@ def _finding(
         f"{clause(early, 'has|have')} {how}, {_at(view, early[0])}, while {ranks_words(others)} "
         f"{verb(others, 'is', 'are')} still in {batch_words(view.facts[others[0]].progress)}"
     )
-    waiting = others_wait(view, ())
     why = f"{capitalised(counts.what)} in {counts.at}: {counts.words}." if counts else ""
     places = _places(view, early, others) if counts is None else [*skips_steps(view)]
     has_finished = any(view.facts[rank].progress.phase is Phase.FINISHED for rank in early)
     return finding(
         view,
         early if counts is None else counts.ranks,
-        joined((f"{capitalised(text)}.", why, f"{capitalised(waiting)}." if waiting else "")),
+        joined((f"{text}.", why, waiting_sentence(view))),
         severity=Severity.ERROR if has_finished else None,
         confidence=confidence,
         location=places[0] if len(places) == 1 and not _may_be_callback(view, early) else "",

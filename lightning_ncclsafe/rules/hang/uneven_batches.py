@@ -27,6 +27,7 @@ from lightning_ncclsafe.rules.kit import (
     recorder_evidence,
     user_location,
     verb,
+    waiting_sentence,
     where_evidence,
 )
 
@@ -94,11 +95,10 @@ def _finding(view: Timeline, short: tuple[int, ...]) -> Finding:
         f"{clause(short, 'has|have')} {how}{f' ({ended})' if ended else ''} while "
         f"{clause(others, 'is|are still')} {where if where.startswith('in ') else f'in {where}'}"
     )
-    waiting = others_wait(view, ())
     return finding(
         view,
         short,
-        joined((f"{capitalised(text)}.", f"{capitalised(waiting)}." if waiting else "")),
+        joined((f"{text}.", waiting_sentence(view))),
         severity=_severity(view, short),
         confidence=confidence if is_known and _is_decided(view, short) else Confidence.POSSIBLE,
         location=user_location(view, others),
@@ -114,7 +114,7 @@ def _loop_finding(view: Timeline, left: LeftLoop) -> Finding:
     text = (
         f"{clause(left.ranks, 'has|have left')} the loop {loop} in which {clause(others, 'is|are still')}: "
         f"{verb(left.ranks, 'it', 'they')} had fewer batches, or something else has ended the loop there. "
-        f"{capitalised(others_wait(view, ()))}."
+        f"{capitalised(others_wait(view))}."
     )
     return finding(
         view,

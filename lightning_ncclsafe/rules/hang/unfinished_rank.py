@@ -7,7 +7,6 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
-    Kind,
     Severity,
     Timeline,
     capitalised,
@@ -17,14 +16,15 @@ from lightning_ncclsafe.rules.kit import (
     has_batches_left,
     in_trainer_again,
     is_gone,
+    joined,
     left_in_order,
     location_of,
-    others_wait,
     phase_evidence,
     place_words,
     ranks_words,
     stack_evidence,
     verb,
+    waiting_sentence,
     where_words,
 )
 
@@ -63,31 +63,32 @@ def unfinished_rank(view: Timeline) -> Iterator[Finding]:
     if again := in_trainer_again(view):
         yield _another_call(view, again)
         return
-    finished = tuple(rank for rank, doing in sorted(view.activities.items()) if doing.kind is Kind.FINISHED)
-    ranks = view.working(view.facts)
+    finished, ranks = view.finished, view.working(view.facts)
     # A rank that still has batches will wait for those that have left: that is a different cause.
     if not ranks or len(finished) + len(ranks) < len(view.facts) or has_batches_left(view, ranks):
         return
     text = f"{clause(ranks, 'has|have not finished')}: {where_words(view, ranks[0])}"
     if not finished:
         if gone := _gone_before_the_end(view, ranks):
-            ended = f"the {'process' if len(gone) == 1 else 'processes'} of {ranks_words(gone)}"
-            text = f"{capitalised(text)}; {ended} {verb(gone, 'has', 'have')} ended."
-            yield finding(view, ranks, text, severity=Severity.WARNING, evidence=(*stack_evidence(view, ranks),))
+            ended = f"the {verb(gone, 'process', 'processes')} of {clause(gone, 'has|have ended')}"
+            text = f"{text}; {ended}."
+            yield finding(view, ranks, text, severity=Severity.WARNING, evidence=stack_evidence(view, ranks))
         return
     left = f"{clause(finished, 'has|have finished and')} {verb(finished, 'leaves', 'leave')}"
     yield finding(
         view,
         ranks,
-        f"{capitalised(text)}; {left}.",
+        f"{text}; {left}.",
         severity=Severity.WARNING,
         confidence=Confidence.CERTAIN,
-        evidence=(
-            *stack_evidence(view, ranks),
-            *phase_evidence(view, ranks),
-            Evidence(source="phase", text=f"{capitalised(ranks_words(finished))}: past the end of the Trainer."),
-        ),
+        evidence=_evidence(view, ranks, finished),
     )
+
+
+def _evidence(view: Timeline, ranks: tuple[int, ...], finished: tuple[int, ...]) -> Iterator[Evidence]:
+    yield from stack_evidence(view, ranks)
+    yield from phase_evidence(view, ranks)
+    yield Evidence(source="phase", text=f"{capitalised(ranks_words(finished))}: past the end of the Trainer.")
 
 
 def _gone_before_the_end(view: Timeline, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,7 +106,6 @@ def _is_at_end(facts: RankFacts) -> bool:
 def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:
     ranks = tuple(sorted(calls))
     finished = tuple(rank for rank in sorted(view.facts) if rank not in calls)
-    waits = others_wait(view, ())
     text = (
         f"{clause(ranks, 'has|have called the Trainer again from within its own call')}, "
         f"{place_words(calls[ranks[0]])}, and {clause(finished, 'has|have not')}: "
@@ -114,13 +114,9 @@ def _another_call(view: Timeline, calls: dict[int, Frame]) -> Finding:
     return finding(
         view,
         ranks,
-        f"{text}. {capitalised(waits)}." if waits else f"{text}.",
+        joined((f"{text}.", waiting_sentence(view))),
         severity=Severity.ERROR,
         location=location_of(calls[ranks[0]]),
-        evidence=(
-            *stack_evidence(view, ranks),
-            *phase_evidence(view, ranks),
-            Evidence(source="phase", text=f"{capitalised(ranks_words(finished))}: past the end of the Trainer."),
-        ),
+        evidence=_evidence(view, ranks, finished),
         remedy=_REMEDY_CALL,
     )

@@ -17,6 +17,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     joined,
     location_of,
+    peer_of,
     place_words,
     ranks_words,
     send_recv_pairs,
@@ -78,7 +79,7 @@ def _peers_in_collectives(view: Timeline) -> dict[int, int]:
     """Ranks that send or receive, each with its peer, if the peer waits in a collective and not in the other side."""
     peers = {}
     for rank in view.waiting:
-        doing, peer = view.activities[rank], view.facts[rank].steps.peer
+        doing, peer = view.activities[rank], peer_of(view, rank)
         exchanges = doing.kind is Kind.COLLECTIVE and doing.collective is None
         if exchanges and peer in view.facts and _is_in_collective(view, peer):
             peers[rank] = peer
@@ -87,7 +88,7 @@ def _peers_in_collectives(view: Timeline) -> dict[int, int]:
 
 def _is_in_collective(view: Timeline, rank: int) -> bool:
     doing = view.activities[rank]
-    return doing.kind is Kind.COLLECTIVE and doing.collective is not None and view.facts[rank].steps.peer < 0
+    return doing.kind is Kind.COLLECTIVE and doing.collective is not None and peer_of(view, rank) < 0
 
 
 def _different_messages(view: Timeline, pairs: dict[int, int]) -> Finding:
@@ -101,8 +102,7 @@ def _different_messages(view: Timeline, pairs: dict[int, int]) -> Finding:
     return finding(
         view,
         tuple(sorted(pairs)),
-        f"{capitalised(', '.join(parts))}, {batch}: what is received is not what is sent, by its tag, its group or its "
-        f"shape.",
+        f"{', '.join(parts)}, {batch}: what is received is not what is sent, by its tag, its group or its shape.",
         location=location_of(view.activities[receiving[0]].frame),
         evidence=_evidence(view, tuple(sorted(pairs))),
     )
@@ -119,7 +119,7 @@ def _peers_moved_on(view: Timeline, peers: dict[int, int]) -> Finding:
     return finding(
         view,
         tuple(sorted(peers if are_few else {*peers, *peers.values()})),
-        f"{capitalised(', '.join(parts))}, {batch}: one side sends or receives more often than the other.",
+        f"{', '.join(parts)}, {batch}: one side sends or receives more often than the other.",
         location=frames.pop() if len(frames) == 1 else "",
         evidence=tuple(stack_evidence(view, (*peers,))),
     )
@@ -153,7 +153,7 @@ def _finding(view: Timeline, sides: tuple[int, ...]) -> Finding:
     return finding(
         view,
         sides,
-        joined((capitalised(first), _others(view, sides))),
+        joined((first, _others(view, sides))),
         location=frames.pop() if len(frames) == 1 else "",
         evidence=_evidence(view, sides),
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lightning_ncclsafe.facts import Frame, RankFacts
+from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.rules.kit import (
     AGREEMENT,
     Confidence,
@@ -10,6 +10,7 @@ from lightning_ncclsafe.rules.kit import (
     Severity,
     Timeline,
     alone_in_trainer,
+    at_words,
     clause,
     condition_evidence,
     condition_of,
@@ -17,6 +18,7 @@ from lightning_ncclsafe.rules.kit import (
     hang_rule,
     how_we_know,
     location_of,
+    presented_stage,
     ranks_words,
     short_location,
     stack_evidence,
@@ -54,7 +56,7 @@ def unpresented_loader(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         Why the others are where they are; only where that is.
     """
-    presenting = {rank: stage for rank, facts in view.facts.items() if (stage := _presented_stage(facts))}
+    presenting = {rank: stage for rank, facts in view.facts.items() if (stage := presented_stage(facts))}
     elsewhere = tuple(sorted(view.facts.keys() - presenting.keys() - set(view.raised) - _has_left(view, presenting)))
     if presenting and elsewhere:
         alone = tuple(rank for rank in sorted(presenting) if condition_of(view, rank))
@@ -63,12 +65,6 @@ def unpresented_loader(view: Timeline) -> Iterator[Finding]:
             if alone == (*sorted(presenting),)
             else _finding(view, presenting, elsewhere)
         )
-
-
-def _presented_stage(facts: RankFacts) -> str:
-    """The stage whose loaders a rank presents; empty if it presents none."""
-    names = (action.name for action in facts.progress.actions)
-    return next((name.removeprefix(AGREEMENT) for name in names if name.startswith(AGREEMENT)), "")
 
 
 def _has_left(view: Timeline, presenting: dict[int, str]) -> set[int]:
@@ -86,9 +82,8 @@ def _asked_at(view: Timeline, presenting: dict[int, str]) -> Frame | None:
 def _alone(view: Timeline, presenting: dict[int, str], elsewhere: tuple[int, ...]) -> Finding:
     """The presenting ranks are under a condition on the rank, so the others will never come."""
     ranks, asked = tuple(sorted(presenting)), _asked_at(view, presenting)
-    at = f" at {short_location(asked)}" if asked else ""
     text = (
-        f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at}, "
+        f"{clause(ranks, 'has|have asked for the')} {presenting[ranks[0]]} alone{at_words(asked)}, "
         f"{under_words(condition_of(view, ranks[0]))}, which all ranks must do; {ranks_words(elsewhere)} "
         f"{verb(elsewhere, 'is', 'are')} {where_words(view, elsewhere[0])}."
     )

@@ -13,6 +13,7 @@ from lightning_ncclsafe.rules.kit import (
     finding,
     hang_rule,
     ranks_words,
+    tried_words,
     verb,
     while_others_wait,
 )
@@ -83,7 +84,5 @@ def _since(job: JobFacts) -> str:
 
 
 def _evidence(host: SilentHost) -> Evidence:
-    text = f"From {host.seen_from}, {host.host} was tried at {host.address}: {host.tried}."
-    return Evidence(
-        source="network", text=f"{text} No rank on it answered, and no other rank is there to observe them."
-    )
+    text = f"{tried_words(host)} No rank on it answered, and no other rank is there to observe them."
+    return Evidence(source="network", text=text)

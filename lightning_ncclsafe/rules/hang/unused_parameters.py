@@ -15,8 +15,8 @@ from lightning_ncclsafe.rules.kit import (
     alone_in_trainer,
     batch_words,
     call_location,
-    capitalised,
     clause,
+    collective_words,
     culprits,
     different_counts,
     exception_evidence,
@@ -28,11 +28,11 @@ from lightning_ncclsafe.rules.kit import (
     once,
     out_of_data_first,
     ranks_words,
-    sent_words,
+    send_different_units,
     shift,
     signature,
     unit_of,
-    units_of,
+    unit_words,
     verb,
     where_words,
     while_others_wait,
@@ -86,8 +86,8 @@ def unused_parameters(view: Timeline) -> Iterator[Finding]:
             yield _incomplete(view, incomplete)
         elif lacking := _without_gradient(view):
             yield _reduced_less(view, lacking)
-        elif _gather_different_units(view) and view.divergence is not None:
-            yield _different_units(view, view.divergence)
+        elif (split := _gathering_different_units(view)) is not None:
+            yield _different_units(view, split)
 
 
 def _is_refused(facts: RankFacts) -> bool:
@@ -154,18 +154,17 @@ def _bucket_call(view: Timeline, rank: int) -> Collective | None:
     return call if unit is not None and unit.kind is UnitKind.DDP_BUCKET else None
 
 
-def _gather_different_units(view: Timeline) -> bool:
-    """Whether all ranks gather a unit of the model in the same batch, and not the same unit."""
+def _gathering_different_units(view: Timeline) -> Divergence | None:
+    """The calls in which ranks gather different units of the model in the same batch; None if they do not."""
     split = view.divergence
     if split is None or out_of_data_first(view):
-        return False
+        return None
     first = shift(view, split.group)
     if first is not None and first.is_decided and first.frame is not None and first.call.seq < split.seq:
         # An earlier call has moved them apart.
-        return False
-    units = units_of(view, split)
+        return None
     places = {(view.facts[rank].progress.epoch, view.facts[rank].progress.batch_idx) for rank in split.calls}
-    return len(places) == 1 and len(units) == len(split.calls) and len({unit.name for unit in units.values()}) > 1
+    return split if len(places) == 1 and send_different_units(view, split) else None
 
 
 def _refusal(view: Timeline, ranks: tuple[int, ...]) -> Finding:
@@ -227,7 +226,7 @@ def _reduced_less(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     else:
         names = _frozen_alone(view)[ranks[0]]
         listed = ", ".join(names[:_NAMES]) + (", …" if len(names) > _NAMES else "")
-        why = f"{capitalised(ranks_words(ranks))} froze {listed} after training began"
+        why = f"{ranks_words(ranks)} froze {listed} after training began"
     text = (
         f"{why}, so FSDP reduced fewer gradients there than on the other ranks, and later calls were paired with the "
         f"wrong ones{while_others_wait(view, ranks)}."
@@ -237,12 +236,12 @@ def _reduced_less(view: Timeline, ranks: tuple[int, ...]) -> Finding:
 
 def _different_units(view: Timeline, split: Divergence) -> Finding:
     ranks = culprits(view, split)
-    rank = ranks[0]
-    other = next(peer for peer in split.calls if sent_words(view, split, peer) != sent_words(view, split, rank))
+    # Else only the call itself can be named.
+    sent = {rank: unit_words(call, view.facts[rank]) or collective_words(call) for rank, call in split.calls.items()}
+    other = next(rank for rank, words in sent.items() if words != sent[ranks[0]])
     text = (
-        f"{clause(ranks, 'waits|wait in')} {sent_words(view, split, rank)}, and "
-        f"{ranks_words([other])} in {sent_words(view, split, other)}, both as number {split.seq}: they run "
-        f"different parts of the model, {where_words(view, rank)}."
+        f"{clause(ranks, 'waits|wait in')} {sent[ranks[0]]}, and {ranks_words([other])} in {sent[other]}, both as "
+        f"number {split.seq}: they run different parts of the model, {where_words(view, ranks[0])}."
     )
     return _finding(view, ranks, text, Confidence.LIKELY, _REMEDY_FSDP + _DECIDES, None, split)
 

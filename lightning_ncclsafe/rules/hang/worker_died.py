@@ -14,18 +14,18 @@ from lightning_ncclsafe.rules.kit import (
     Plan,
     Severity,
     Timeline,
+    at_words,
     batch_words,
     clause,
-    deepest_user_frame,
     duration_words,
     exception_evidence,
     finding,
+    first_user_frame,
     hang_rule,
     how_we_know,
     is_in,
     location_of,
     memory_evidence,
-    place_words,
     says_shm_is_full,
     short_of_memory,
     unless_caught,
@@ -155,7 +155,7 @@ def _raised(view: Timeline, pids: dict[int, str], signal: str, confidence: Confi
     how = clause(ranks, "was|were killed by a signal") + f" ({signal})" if signal else clause(ranks, _ENDED)
     whose = f"The loader's worker {pids[ranks[0]]}" if pids[ranks[0]] else "A worker process"
     frame = _crashed_at(_named(facts, pids[ranks[0]]))
-    at = f" {place_words(frame)}" if frame is not None else ""
+    at = at_words(frame)
     killer = _killer(facts, signal or _KILLS[0])
     waiting = while_others_wait(view, ranks)
     text = f"{whose if len(ranks) == 1 else 'Workers'} of {how}{at}{killer}, {batch_words(facts.progress)}{waiting}."
@@ -180,9 +180,8 @@ def _waits_in_vain(view: Timeline, rank: int) -> Finding:
     is_own = _waits_for_users_process(facts)
     waits = "waits for another process" if is_own else "waits for its dataloader"
     frame = _crashed_at([chosen])
-    at = f" {place_words(frame)}" if frame is not None else ""
     text = (
-        f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}{at}"
+        f"Rank {rank} {waits}, and its child process {chosen.pid} {_end_words(chosen)}{at_words(frame)}"
         f"{_killer(facts, chosen.signal)}: {where_words(view, rank)}{while_others_wait(view, (rank,))}."
     )
     return finding(
@@ -213,7 +212,7 @@ def _misses_a_worker(facts: RankFacts) -> bool:
 
 def _crashed_at(children: Iterable[EndedProcess]) -> Frame | None:
     """The user's line that the first of these children crashed at, or below; None if that is unknown."""
-    return next((frame for child in children if (frame := deepest_user_frame(child.stack)) is not None), None)
+    return first_user_frame(child.stack for child in children)
 
 
 def _end_words(child: EndedProcess) -> str:

@@ -217,6 +217,12 @@ def innermost_action(progress: Progress) -> Action | None:
     return next((one for one in reversed(progress.actions) if one.name not in _WRAPPERS), None)
 
 
+def presented_stage(facts: RankFacts) -> str:
+    """The stage whose loaders a rank presents; empty if it presents none."""
+    names = (action.name for action in facts.progress.actions)
+    return next((name.removeprefix(AGREEMENT) for name in names if name.startswith(AGREEMENT)), "")
+
+
 def open_collectives(facts: RankFacts) -> Iterator[Collective]:
     """The collectives that this rank has called and that have not completed, the oldest first; no sends or receives."""
     return (entry for entry in facts.collectives if not entry.completed and not entry.is_p2p)
@@ -233,9 +239,19 @@ def outstanding_collective(facts: RankFacts) -> Collective | None:
     return next((entry for entry in open_collectives(facts) if (entry.group in votes) is in_vote), None)
 
 
+def outstanding_p2p(facts: RankFacts) -> Collective | None:
+    """The oldest send or receive that this rank has called and that has not completed; gloo records none."""
+    return next((entry for entry in facts.collectives if entry.is_p2p and not entry.completed), None)
+
+
 def deepest_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
     """The innermost frame of the user's own code."""
     return next((frame for frame in reversed(stack) if frame.user), None)
+
+
+def first_user_frame(stacks: Iterable[tuple[Frame, ...]]) -> Frame | None:
+    """The innermost frame of the user's own code on the first of these stacks that has one."""
+    return next((frame for stack in stacks if (frame := deepest_user_frame(stack)) is not None), None)
 
 
 def below_user(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -363,17 +379,26 @@ def _kind_without_landmark(facts: RankFacts, action: str, collective: Collective
         return Kind.COLLECTIVE, hook_words(action)
     if action == "init_process_group":
         return Kind.STORE, action
-    if collective is not None and _blocked_by(collective, facts.stack):
-        return Kind.COLLECTIVE, collective.op
-    if collective is None and facts.stack and _waits_in_c(facts):
-        return Kind.COLLECTIVE, "wait"
-    if waits_for_silent_device(facts):
-        return Kind.COLLECTIVE, "what is queued on a GPU"
+    if call := _call_without_landmark(facts, collective):
+        return Kind.COLLECTIVE, call
     if action.endswith("_dataloader_next"):
         return Kind.LOADER, ""
     if action == "save_checkpoint":
         return Kind.CHECKPOINT, ""
     return (Kind.USER if deepest_user_frame(inside_trainer(facts.stack)) else Kind.LIGHTNING), ""
+
+
+def _call_without_landmark(facts: RankFacts, collective: Collective | None) -> str:
+    """What the main thread waits for although no known frame shows it; empty if it does not seem to wait."""
+    if collective is not None and _blocked_by(collective, facts.stack):
+        return collective.op
+    p2p = outstanding_p2p(facts)
+    # NCCL's send and recv return at once.
+    if p2p is not None and facts.stack and looks_like_device_sync(facts.stack[-1]):
+        return p2p.op.partition(" ")[0]
+    if collective is None and facts.stack and _waits_in_c(facts):
+        return "wait"
+    return "what is queued on a GPU" if waits_for_silent_device(facts) else ""
 
 
 def _waits_in_c(facts: RankFacts) -> bool:
@@ -389,8 +414,12 @@ def _waits_in_c(facts: RankFacts) -> bool:
 
 def _may_wait_unrecorded(facts: RankFacts) -> bool:
     """Whether it may wait in a collective that no recorder has: it hardly runs, or waits for its device."""
-    is_unrecorded = any(group.why is not NotRecorded.LOST for group in facts.unrecorded)
-    return is_unrecorded and (hardly_runs(facts) or waits_for_silent_device(facts))
+    return is_unrecorded(facts) and (hardly_runs(facts) or waits_for_silent_device(facts))
+
+
+def is_unrecorded(facts: RankFacts) -> bool:
+    """Whether no recorder shows what a rank has called in some group."""
+    return any(group.why is not NotRecorded.LOST for group in facts.unrecorded)
 
 
 def waits_for_silent_device(facts: RankFacts) -> bool:

@@ -170,9 +170,8 @@ def in_trainer_again(view: Timeline) -> dict[int, Frame]:
     A second Trainer made in a hook does not count: the other ranks are not part of it.
     """
     again = {rank: frame for rank, facts in view.facts.items() if (frame := _calls_trainer_again(facts))}
-    others = (doing for rank, doing in view.activities.items() if rank not in again)
-    is_alone = len(again) < len(view.facts) and all(doing.kind is Kind.FINISHED for doing in others)
-    return again if is_alone else {}
+    others = view.facts.keys() - again.keys()
+    return again if others and others <= {*view.finished} else {}
 
 
 def _calls_trainer_again(facts: RankFacts) -> Frame | None:

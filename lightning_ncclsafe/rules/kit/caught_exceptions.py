@@ -14,7 +14,14 @@ from lightning_ncclsafe.rules.kit.exception_messages import error_words
 from lightning_ncclsafe.rules.kit.gloo_aborts import aborted_by_gloo
 from lightning_ncclsafe.rules.kit.rule import Rule, once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, stack_of, timeline
-from lightning_ncclsafe.rules.kit.wording import condition_words, duration_words, joined, location_of, short_location
+from lightning_ncclsafe.rules.kit.wording import (
+    at_words,
+    condition_words,
+    duration_words,
+    joined,
+    location_of,
+    short_location,
+)
 
 # An exception that was raised this often is part of how the code works: it is listed, but explains nothing.
 _USUAL = 8
@@ -142,7 +149,7 @@ def _left_a_call(error: CaughtException) -> bool:
 
 
 def _sentence(error: CaughtException, who: str) -> str:
-    at = _at(error)
+    at = at_words(raised_at(error))
     ago = f", {duration_words(error.ago_s)} before this report"
     if error.thread:
         whose = "its" if who == "It" else f"{who}'s"
@@ -157,13 +164,9 @@ def _sentence(error: CaughtException, who: str) -> str:
 def except_block_words(error: CaughtException) -> str:
     """``"in the `except` block (line 7) that caught OSError: No space left on device, raised at train.py:5"``."""
     within = f" (line {error.caught_at.line})" if error.caught_at is not None else ""
-    raised = f", raised{_at(error)}" if raised_at(error) is not None else ""
+    at = at_words(raised_at(error))
+    raised = f", raised{at}" if at else ""
     return f"in the `except` block{within} that caught {error_words(error)}{_out_of(error)}{raised}"
-
-
-def _at(error: CaughtException) -> str:
-    frame = raised_at(error)
-    return f" at {short_location(frame)}" if frame is not None else ""
 
 
 def _out_of(error: CaughtException) -> str:

@@ -6,7 +6,7 @@ What stacks show of ranks that wait in different calls is in ``waits``.
 from collections.abc import Iterable, Iterator
 
 from lightning_ncclsafe.code.libraries import BACKWARD, FSDP, LOGGED_VALUES, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Collective, Frame, ModelUnit, RankFacts, UnitKind
+from lightning_ncclsafe.facts import Collective, Frame, RankFacts, UnitKind
 from lightning_ncclsafe.facts.findings import Evidence
 from lightning_ncclsafe.rules.kit.activity import (
     Kind,
@@ -23,16 +23,17 @@ from lightning_ncclsafe.rules.kit.caught_exceptions import (
     raised_at,
     skipped_words,
 )
+from lightning_ncclsafe.rules.kit.exception_messages import is_garbled, is_raised_by_torch_distributed
 from lightning_ncclsafe.rules.kit.gloo_aborts import (
     aborted_by_gloo,
-    bytes_at_once,
+    at_once,
     minority_by_site,
     overrun_bytes,
     size_bytes,
 )
 from lightning_ncclsafe.rules.kit.purpose import unit_of, unit_words
 from lightning_ncclsafe.rules.kit.rule import once
-from lightning_ncclsafe.rules.kit.sentences import phase_evidence, place_words, stack_evidence, where_words
+from lightning_ncclsafe.rules.kit.sentences import phase_evidence, stack_evidence, where_words
 from lightning_ncclsafe.rules.kit.shifts import shift
 from lightning_ncclsafe.rules.kit.silent_ranks import is_gone
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, minority, stack_of
@@ -44,8 +45,8 @@ from lightning_ncclsafe.rules.kit.wording import (
     clause,
     collective_words,
     encloses_words,
+    place_words,
     ranks_words,
-    verb,
 )
 
 _CALLING_CODE = (
@@ -82,7 +83,7 @@ def _few_by_room(view: Timeline, split: Divergence) -> tuple[int, ...]:
         fits = [
             number
             for number, (call, _) in enumerate(different)
-            if sizes is not None and sizes[1] in bytes_at_once(call, view.job.world_size)
+            if sizes is not None and sizes[1] in at_once(view, call)
         ]
         if len(fits) != 1:
             return ()
@@ -105,6 +106,19 @@ def odd_sizes(view: Timeline, split: Divergence) -> tuple[int, ...]:
         return culprits(view, split)
     smaller, larger = sorted(different, key=lambda variant: size_bytes(variant[0]))
     return tuple(larger[1]) if len(larger[1]) < len(smaller[1]) + len(overrun) else tuple(smaller[1])
+
+
+def all_garbled(view: Timeline) -> bool:
+    """Whether all exceptions, if there are any, only follow from data of another collective than the one waited for."""
+    errors = (view.facts[rank].exception for rank in view.raised)
+    return all(error is not None and is_garbled(error) for error in errors)
+
+
+def has_misread_sizes(view: Timeline) -> bool:
+    """Whether that is so of at least one exception, and ``torch.distributed`` itself raised all of them."""
+    errors = [view.facts[rank].exception for rank in view.raised]
+    are_of_torch = all(error is not None and is_raised_by_torch_distributed(error) for error in errors)
+    return bool(errors) and are_of_torch and all_garbled(view)
 
 
 @once
@@ -174,15 +188,11 @@ def where_evidence(view: Timeline, ranks: Iterable[int]) -> Iterator[Evidence]:
     yield from phase_evidence(view, listed)
 
 
-def units_of(view: Timeline, split: Divergence) -> dict[int, ModelUnit]:
-    """The FSDP unit that each rank's call sends, as far as its size shows it."""
-    units = {rank: unit_of(call, view.facts[rank]) for rank, call in split.calls.items()}
-    return {rank: unit for rank, unit in units.items() if unit is not None and unit.kind is UnitKind.FSDP_UNIT}
-
-
-def sent_words(view: Timeline, split: Divergence, rank: int) -> str:
-    """What a rank's call sends, ``"the all-gather of FSDP unit layers.3, in forward"``; else the call itself."""
-    return unit_words(split.calls[rank], view.facts[rank]) or collective_words(split.calls[rank])
+def send_different_units(view: Timeline, split: Divergence) -> bool:
+    """Whether each rank's call sends an FSDP unit, by its size, and not the same one: they compute different things."""
+    units = [unit_of(call, view.facts[rank]) for rank, call in split.calls.items()]
+    names = [unit.name for unit in units if unit is not None and unit.kind is UnitKind.FSDP_UNIT]
+    return len(names) == len(units) and len({*names}) > 1
 
 
 def same_purpose(view: Timeline, split: Divergence) -> bool | None:
@@ -270,12 +280,3 @@ def was_at_words(view: Timeline, rank: int) -> str:
     """The user's line that a rank was at, or what of Lightning or DDP it was in."""
     known = (words for code, words in _CALLING_CODE if is_in(code, stack_of(view, rank)))
     return place_words(called_at(view, rank)) or next(known, "in Lightning's own code")
-
-
-def silent_words(view: Timeline) -> str:
-    """Sentences about the ranks that do not answer; empty if all answer."""
-    gone = tuple(rank for rank in view.silent if is_gone(view, rank))
-    outside = tuple(rank for rank in view.silent if rank not in gone)
-    ended = f" The process of {ranks_words(gone)} has ended." if gone else ""
-    away = f"{capitalised(ranks_words(outside))} {verb(outside, 'does', 'do')} not answer, as"
-    return ended + (f" {away} {verb(outside, 'a rank', 'ranks')} outside the Trainer." if outside else "")

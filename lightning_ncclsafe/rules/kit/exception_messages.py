@@ -73,8 +73,13 @@ def is_garbled(error: ExceptionFacts) -> bool:
     amount = _WANTED.search(error.message)
     if amount is not None:
         return float(amount["count"]) * _BYTES[amount["unit"]] >= _ABSURD_BYTES
+    return _NO_COUNT in error.message and is_raised_by_torch_distributed(error)
+
+
+def is_raised_by_torch_distributed(error: ExceptionFacts) -> bool:
+    """Whether ``torch.distributed`` itself raised it."""
     deepest = error.stack[-1] if error.stack else None
-    return _NO_COUNT in error.message and deepest is not None and DISTRIBUTED.has(deepest.file, deepest.function)
+    return deepest is not None and DISTRIBUTED.has(deepest.file, deepest.function)
 
 
 _FULL_SHARE = 0.02

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lightning_ncclsafe.facts import FileLockFacts, JobFacts, LockHolder, RankFacts, ThreadLockFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import Activity, Kind, deepest_user_frame, hardly_runs
-from lightning_ncclsafe.rules.kit.wording import duration_words, joined, short_location
+from lightning_ncclsafe.rules.kit.wording import at_words, duration_words, joined, short_location
 
 _OLD_S = 60.0
 _REMEDY_THREADS = (
@@ -110,17 +110,6 @@ def with_lock(doing: Activity, wait: LockWait | None) -> Activity:
     )
 
 
-def lock_chain(waits: Mapping[int, LockWait], rank: int) -> Iterator[int]:
-    """The chain of ranks that a rank waits for; in a circle, the last rank appears twice."""
-    seen: set[int] = set()
-    while rank in waits and waits[rank].is_for_peer and rank not in seen:
-        seen.add(rank)
-        holder = waits[rank].holder
-        assert holder is not None
-        rank = holder
-        yield rank
-
-
 def with_thread_locks(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
     """The same findings; the first also names the thread that holds the lock its rank waits for."""
     locks = {facts.rank: facts.thread_lock for facts in job.ranks if facts.thread_lock is not None}
@@ -130,7 +119,7 @@ def with_thread_locks(findings: Iterable[Finding], job: JobFacts) -> list[Findin
         lock, first = locks[rank], completed[0]
         frame = deepest_user_frame(lock.stack)
         where = f"; it is at {short_location(frame)}" if frame is not None and not lock.is_own else ""
-        taken = f" at {short_location(lock.taken_at)}" if lock.taken_at is not None else ""
+        taken = at_words(lock.taken_at)
         holder = "the same thread has already taken" if lock.is_own else f"its thread {lock.thread!r} has taken"
         text = f"Rank {rank} waits there for `{lock.lock}`, which {holder}{taken}{where}."
         completed[0] = replace(

@@ -92,7 +92,12 @@ def _ended_in_collective(view: Timeline, rank: int) -> bool:
     """Whether one of its threads was in a collective on gloo, below the user's deepest line."""
     process = view.witnesses[rank]
     called = _is_in_collective(process.stack) or _is_in_collective(process.thread_stack)
-    return called and any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
+    return called and is_on_gloo(view)
+
+
+def is_on_gloo(view: Timeline) -> bool:
+    """Whether the last call of a rank is on gloo."""
+    return any(call.backend == "gloo" for facts in view.facts.values() for call in facts.collectives[-1:])
 
 
 def _is_in_collective(stack: tuple[Frame, ...]) -> bool:
@@ -116,7 +121,8 @@ def aborted_elsewhere(view: Timeline) -> tuple[int, ...]:
     may_have_moved_on = any(site.is_users for site in own) and not all(site.is_users for site in others)
     sizes = _overrun_of_any(view, ended)
     received = sizes[0] if sizes is not None else None
-    if any(received in _sent_at_once(facts, view.job.world_size) for facts in view.facts.values()):
+    last = (call for facts in view.facts.values() for call in facts.collectives[-1:])
+    if any(received in at_once(view, call) for call in last):
         may_have_moved_on = False
     if received is not None and _sent_from_there(view, ended, received):
         return ()
@@ -133,7 +139,7 @@ def _sent_from_there(view: Timeline, ended: tuple[int, ...], size: int) -> bool:
     deepest = {(frame.file, frame.function) for stack in stacks if (frame := deepest_user_frame(stack)) is not None}
     recent = (view.with_stack(call) for facts in view.facts.values() for call in facts.collectives[-_RECENT:])
     for call in recent:
-        if size not in bytes_at_once(call, view.job.world_size):
+        if size not in at_once(view, call):
             continue
         frame = deepest_user_frame(call.stack)
         if frame is not None and (frame.file, frame.function) in deepest:
@@ -166,18 +172,16 @@ def call_by_size(view: Timeline) -> CallBySize | None:
 
     Calls from one line may have different sizes, so both lines have to be known.
     """
-    ended, world_size = aborted_by_gloo(view), view.job.world_size
+    ended = aborted_by_gloo(view)
     sizes = _overrun_of_any(view, ended)
     last = {rank: view.with_stack(facts.collectives[-1]) for rank, facts in view.facts.items() if facts.collectives}
     if sizes is None or len(ended) > 1:
         return None
     received, room = sizes
-    sent = {
-        rank: call for rank, call in sorted(last.items()) if call.site and received in bytes_at_once(call, world_size)
-    }
+    sent = {rank: call for rank, call in sorted(last.items()) if call.site and received in at_once(view, call)}
     sites = {call.site for call in sent.values()}
     recent = (call for facts in view.facts.values() for call in facts.collectives[-_RECENT:] if call.site)
-    fitting = {call.site: view.with_stack(call) for call in recent if room in bytes_at_once(call, world_size)}
+    fitting = {call.site: view.with_stack(call) for call in recent if room in at_once(view, call)}
     own = deepest_user_frame(inside_trainer(view.witnesses[ended[0]].stack))
     # It may have moved on to a call of Lightning's while the call is in flight.
     there = [call for call in fitting.values() if own is None or _is_at(deepest_user_frame(call.stack), own)]
@@ -212,17 +216,18 @@ def unusual_calls(view: Timeline) -> dict[int, UnusualCall]:
     received, room = sizes
     found: dict[int, UnusualCall] = {}
     for rank, facts in sorted(view.facts.items()):
-        sent = (call for call in reversed(facts.collectives) if call.site and received in _at_once(view, call))
+        sent = (call for call in reversed(facts.collectives) if call.site and received in at_once(view, call))
         call = next(sent, None)
         earlier = [one for one in facts.collectives if call and one.site == call.site and one.seq < call.seq]
-        if call is not None and len(earlier) >= _OFTEN and all(room in _at_once(view, one) for one in earlier):
+        if call is not None and len(earlier) >= _OFTEN and all(room in at_once(view, one) for one in earlier):
             found[rank] = UnusualCall(call, earlier[-1])
     # If most ranks call it otherwise now, the others have missed a change.
     members = len(view.facts) + len(aborted_by_gloo(view))
     return found if 2 * len(found) < members or members == _PAIR else {}
 
 
-def _at_once(view: Timeline, call: Collective) -> tuple[int, ...]:
+def at_once(view: Timeline, call: Collective) -> tuple[int, ...]:
+    """See :func:`bytes_at_once`."""
     return bytes_at_once(call, view.job.world_size)
 
 
@@ -233,12 +238,6 @@ def minority_by_site(view: Timeline, ranks: Iterable[int]) -> tuple[int, ...]:
         if stack := stack_of(view, rank):
             by_site.setdefault(_site(stack), []).append(rank)
     return minority(by_site.values())
-
-
-def _sent_at_once(facts: RankFacts, world_size: int) -> tuple[int, ...]:
-    """:func:`bytes_at_once` of the last collective of a rank."""
-    last = next(reversed(facts.collectives), None)
-    return () if last is None else bytes_at_once(last, world_size)
 
 
 def bytes_at_once(call: Collective, world_size: int) -> tuple[int, ...]:
@@ -326,8 +325,13 @@ def _overrun_of_any(view: Timeline, ended: Iterable[int]) -> tuple[int, int] | N
 def ended_process_evidence(view: Timeline, ended: Iterable[int]) -> Iterator[Evidence]:
     """How the processes of these ranks have ended, and their last output on stderr."""
     for rank in [*ended][:_LISTED]:
-        process, signal = view.witnesses[rank], signal_of(view, rank)
-        text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
-        yield Evidence(source="process", rank=rank, text=text)
-        if process.said:
-            yield Evidence(source="stderr", rank=rank, text=f"Last output on stderr: {process.said}")
+        yield end_evidence(view, rank)
+        if said := view.witnesses[rank].said:
+            yield Evidence(source="stderr", rank=rank, text=f"Last output on stderr: {said}")
+
+
+def end_evidence(view: Timeline, rank: int) -> Evidence:
+    """How the process of a rank has ended, as another process sees it."""
+    process, signal = view.witnesses[rank], signal_of(view, rank)
+    text = f"Process {process.pid} is {process.state}{f', by {signal}' if signal else ''}."
+    return Evidence(source="process", rank=rank, text=text)

@@ -1,14 +1,14 @@
 """A rank's machine: what the kernel lets it wait for, memory, storage and GPUs, as conditions and in words."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_ncclsafe.facts import Collective, HostFacts, ProcessFacts, RankFacts, StorageFacts
+from lightning_ncclsafe.facts import Collective, GpuFacts, HostFacts, ProcessFacts, RankFacts, StorageFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence
 from lightning_ncclsafe.rules.kit.rule import named_by, once
-from lightning_ncclsafe.rules.kit.timeline import WHY_RANKS_WAIT, GroupView, Timeline
+from lightning_ncclsafe.rules.kit.timeline import ROOTED, WHY_RANKS_WAIT, GroupView, Timeline
 from lightning_ncclsafe.rules.kit.wording import duration_words, size_words
 
 
@@ -70,8 +70,6 @@ _STALLED = 0.3
 _FAULTS_PER_S = 100
 # A process that does not load data allocates and frees less than this in a second.
 _GROWS_BYTES_PER_S = 1_000_000
-# Python, torch and its libraries alone: a process with less may still be importing them.
-_IMPORTED_BYTES = 1_000_000_000
 # Ranks wait for each other this long at a start, unless the program sets another limit: later is irrelevant.
 _SOON_S = 1800.0
 TOO_LITTLE_MEMORY = (
@@ -79,12 +77,6 @@ TOO_LITTLE_MEMORY = (
     "smaller batch or fewer loader workers, and keep swap off network storage."
 )
 """What to do where a host swaps."""
-
-_REMEDY_GROWS = (
-    "It is still filling its memory, and every rank of the host that loads the same takes as much again: load the "
-    "dataset lazily or memory-mapped, or prepare it once and ahead of the job (a script that leaves its result "
-    "on disk), or in prepare_data."
-)
 
 
 def swaps(host: HostFacts) -> bool:
@@ -170,20 +162,6 @@ def memory_evidence(facts: RankFacts) -> Iterator[Evidence]:
         yield Evidence(source="host", rank=facts.rank, text=", ".join(words) + ".")
 
 
-def memory_clause(*parts: str) -> str:
-    """Words about memory for the middle of a sentence: the first part after a comma, the others after semicolons."""
-    first, *others = parts
-    return (f", {first}" if first else "") + "".join(f"; {part}" for part in others if part)
-
-
-def memory_remedy(swapping: bool, processes: Iterable[HostFacts | ProcessFacts]) -> str:
-    """What to do about the memory of processes that swap or still grow; empty if they do neither."""
-    if swapping:
-        return TOO_LITTLE_MEMORY
-    large = (process for process in processes if (process.rss_bytes or 0) >= _IMPORTED_BYTES)
-    return _REMEDY_GROWS if any(map(growth_bytes_per_s, large)) else ""
-
-
 def directories(facts: RankFacts, *, of_checkpoints: bool) -> tuple[StorageFacts, ...]:
     """The directories of checkpoint callbacks, or those of everything else, which is loggers."""
     return tuple(entry for entry in facts.storage if ("Checkpoint" in entry.owner) == of_checkpoints)
@@ -203,9 +181,6 @@ def storage_evidence(facts: RankFacts, *, of_checkpoints: bool) -> Iterator[Evid
 
 # Far longer than a collective takes to connect its ranks, far shorter than any sensible suspect_after.
 _MOMENT_NS = 1_000_000_000
-# In these, some ranks may complete before others have begun: the root has sent, or does not wait.
-_ROOTED = ("broadcast", "scatter", "gather", "reduce", "send", "recv")
-_SYMMETRIC = ("reduce_scatter", "_reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +221,8 @@ class Pending:
     def is_rooted(self) -> bool:
         """Whether it may complete on one rank before it does on the others."""
         op = self.first.op
-        return not op.startswith(("all_", "_all", "all", *_SYMMETRIC)) and any(word in op for word in _ROOTED)
+        is_of_all = op.startswith(("all", "_all", "reduce_scatter", "_reduce_scatter"))
+        return not is_of_all and any(word in op for word in ROOTED)
 
 
 def pending_on_nccl(view: Timeline) -> Iterator[Pending]:
@@ -271,6 +247,11 @@ def has_just_called(view: Timeline, calls: Mapping[int, Collective]) -> bool:
 def uses_gpus(view: Timeline) -> bool:
     """Whether the job has groups on NCCL."""
     return any(entry.backend.startswith("nccl") for facts in view.facts.values() for entry in facts.collectives[-8:])
+
+
+def gpu_of(facts: RankFacts) -> GpuFacts | None:
+    """What the driver reports about a rank's GPU."""
+    return facts.machine.gpu.gpu if facts.machine.gpu is not None else None
 
 
 def ailment(facts: RankFacts) -> str:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP, MODEL_CHECKPOINT
-from lightning_ncclsafe.facts import Frame, LoggedKey, LoopEnd, Phase, Progress, RankFacts, TrainerFacts
+from lightning_ncclsafe.code.libraries import BACKWARD, BATCH, DDP, EARLY_STOPPING, END_OF_EPOCH, FSDP
+from lightning_ncclsafe.facts import Frame, LoopEnd, Phase, Progress, RankFacts, TrainerFacts
 from lightning_ncclsafe.rules.kit.activity import hook_words, is_in, loop_left
 from lightning_ncclsafe.rules.kit.alone import alone_in_trainer, gathering_alone, in_trainer_again
 from lightning_ncclsafe.rules.kit.rule import once
@@ -16,8 +16,6 @@ _EXCHANGE_OF_GRADIENTS = BACKWARD | DDP | FSDP
 _PAST_VALIDATION = 3
 _LOOPS = (Phase.TRAIN, Phase.VALIDATE, Phase.TEST, Phase.PREDICT)
 _IN_BATCH = ("_step", "backward", "forward", "on_train_batch_start", "on_before_zero_grad", "on_after_backward")
-# Callbacks that monitor a logged value.
-_MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
 _PAST_BATCHES = tuple(f"on_{loop}_epoch_end" for loop in ("train", "validation", "test", "predict"))
 
 
@@ -106,8 +104,12 @@ def out_of_data_first(view: Timeline) -> tuple[int, ...]:
         return _an_epoch_ahead(view, first[0])
     # A rank that waits in its batch under a condition on the rank does not wait because of data.
     is_alone = not under_rank_condition(view, view.facts).keys().isdisjoint(still)
-    is_even = _equally_many(view, ended, still) or _validated_it(view, ended, still) or _before_batches(view, still)
-    is_even = is_even or finished_ahead(view) is not None
+    is_even = (
+        _equally_many(view, ended, still)
+        or _validated_it(view, ended, still)
+        or _before_batches(view, still)
+        or finished_ahead(view) is not None
+    )
     return () if is_alone or is_even or _may_be_left_behind(view, ended, still) else ended
 
 
@@ -233,9 +235,14 @@ def _before_batches(view: Timeline, still: tuple[int, ...]) -> bool:
     return all(now.phase is Phase.VALIDATE and now.batch_idx < 0 and not _is_in_loop(now) for now in places)
 
 
+def _validated(view: Timeline) -> dict[int, int]:
+    """How many batches each rank has validated, as far as known."""
+    return {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
+
+
 def _validated_less(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]) -> bool:
     """Whether the ranks that have gone on to training had fewer batches in the validation that others are ending."""
-    validated = {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
+    validated = _validated(view)
     have_left = all(view.facts[rank].progress.phase is Phase.TRAIN for rank in ended)
     if not ended or not have_left or validated.keys() < view.facts.keys():
         return False
@@ -248,9 +255,9 @@ def _validated_it(view: Timeline, ended: tuple[int, ...], still: tuple[int, ...]
         return False
     if without_validation(view, ended, still):
         return False
-    left = [rank for rank in ended if view.facts[rank].progress.phase is not Phase.VALIDATE]
-    validated = {rank: facts.trainer.validated for rank, facts in view.facts.items() if facts.trainer is not None}
-    if len(left) < len(ended) or not validated.keys() >= {*ended, *still}:
+    have_left = all(view.facts[rank].progress.phase is not Phase.VALIDATE for rank in ended)
+    validated = _validated(view)
+    if not have_left or not validated.keys() >= {*ended, *still}:
         return False
     return min(validated[rank] for rank in ended) > max(validated[rank] for rank in still)
 
@@ -276,19 +283,3 @@ def _has_known_length(facts: RankFacts) -> bool:
 def _all_joined(view: Timeline) -> bool:
     pending = [group for group in view.groups if group.seq is not None]
     return bool(pending) and all(view.joined(group) for group in pending)
-
-
-def monitored_on_some(view: Timeline) -> tuple[LoggedKey, tuple[int, ...], tuple[int, ...]] | None:
-    """A key at which a callback looks in which some ranks wait; those, and the others, which have not logged it.
-
-    None if there is no such key, or if a rank is at work or has raised.
-    """
-    inside = {rank for rank in view.waiting if is_in(_MONITORS, view.facts[rank].stack)}
-    outside = view.facts.keys() - inside
-    if not inside or not outside or view.raised or view.working(view.facts) or out_of_data_first(view):
-        return None
-    logged = {rank: {key.name for key in facts.steps.monitored} for rank, facts in view.facts.items()}
-    common = set.intersection(*(logged[rank] for rank in inside))
-    keys = (key for key in view.facts[min(inside)].steps.monitored if key.name in common)
-    key = next((key for key in keys if all(key.name not in logged[rank] for rank in outside)), None)
-    return (key, tuple(sorted(inside)), tuple(sorted(outside))) if key is not None else None

@@ -181,12 +181,12 @@ class Rule(Generic[V]):
         """What the next start should do about it, and on what that depends."""
         if isinstance(self.plan, Plan):
             return self.plan.value
-        return " ".join(cleandoc(self.plan.__doc__ or "").split("\n\n")[0].split())
+        return _first_sentence(self.plan)
 
     @cached_property
     def summary(self) -> str:
         """What it finds, in one sentence: the first one of its docstring."""
-        return " ".join(cleandoc(self.ask.__doc__ or "").split("\n\n")[0].split())
+        return _first_sentence(self.ask)
 
     @cached_property
     def sections(self) -> Mapping[str, str]:
@@ -200,6 +200,11 @@ class Rule(Generic[V]):
                 # A section of more than one paragraph.
                 parts[next(reversed(parts))].append(paragraph)
         return {title: " ".join(" ".join(texts).split()) for title, texts in parts.items()}
+
+
+def _first_sentence(function: Callable[..., object]) -> str:
+    """The first sentence of a function's docstring, on one line."""
+    return " ".join(cleandoc(function.__doc__ or "").split("\n\n")[0].split())
 
 
 @once

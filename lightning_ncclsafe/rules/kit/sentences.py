@@ -4,7 +4,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import ChildProcess, ExceptionFacts, Frame, IncidentKind, Phase, Progress, RankFacts
+from lightning_ncclsafe.facts import (
+    ChildProcess,
+    ExceptionFacts,
+    Frame,
+    IncidentKind,
+    Phase,
+    Progress,
+    RankFacts,
+    SilentHost,
+    TriedAddress,
+)
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding, Severity
 from lightning_ncclsafe.rules.kit.activity import Kind, deepest_user_frame, has_no_trainer
 from lightning_ncclsafe.rules.kit.exception_messages import has_given_up
@@ -18,8 +28,8 @@ from lightning_ncclsafe.rules.kit.wording import (
     duration_words,
     group_words,
     location_of,
+    place_words,
     ranks_words,
-    short_location,
     verb,
 )
 
@@ -81,6 +91,11 @@ def unless_caught(view: Timeline, confidence: Confidence) -> Confidence:
     return Confidence.LIKELY if is_doubtful else confidence
 
 
+def straggler_confidence(view: Timeline) -> Confidence:
+    """Certain if the recorder shows that the others wait for ranks that are behind; else likely."""
+    return Confidence.CERTAIN if view.behind and view.waiting else Confidence.LIKELY
+
+
 def straggler_finding(
     view: Timeline,
     ranks: tuple[int, ...],
@@ -121,11 +136,6 @@ def batch_words(progress: Progress) -> str:
         return stage or (f"before the first batch{of_epoch}" if of_epoch else "in training")
     batch = f"batch {progress.batch_idx}{of_epoch}"
     return f"{batch}, {stage}" if stage else batch
-
-
-def place_words(frame: Frame | None) -> str:
-    """``"at train.py:42 in evaluate"``; empty without a frame."""
-    return f"at {short_location(frame)}" if frame is not None else ""
 
 
 def where_words(view: Timeline, rank: int) -> str:
@@ -204,6 +214,12 @@ def while_others_wait(view: Timeline, ranks: Iterable[int]) -> str:
     """The same as the end of a sentence: ``", while ranks 1-3 wait in …"``; empty if no rank waits."""
     waiting = others_wait(view, ranks)
     return f", while {waiting}" if waiting else ""
+
+
+def waiting_sentence(view: Timeline) -> str:
+    """What all ranks that wait are in; empty if none waits."""
+    waiting = others_wait(view)
+    return f"{capitalised(waiting)}." if waiting else ""
 
 
 def user_location(view: Timeline, ranks: Iterable[int]) -> str:
@@ -316,6 +332,11 @@ def exception_evidence(facts: RankFacts) -> Iterator[Evidence]:
         yield Evidence(source="exception", rank=facts.rank, text=text)
 
 
+def tried_words(host: SilentHost | TriedAddress) -> str:
+    """What became of the attempt to reach a host, as a sentence."""
+    return f"From {host.seen_from}, {host.host} was tried at {host.address}: {host.tried}."
+
+
 def exit_status(exception: ExceptionFacts) -> int | None:
     """The status with which ``sys.exit`` ends the process; None if the exception is not from ``sys.exit``."""
     if exception.type not in _EXITS:
@@ -323,6 +344,11 @@ def exit_status(exception: ExceptionFacts) -> int | None:
     message = exception.message
     # Python prints any other text and exits with 1.
     return 0 if message in ("", "None", "False") else int(message) if _WHOLE.fullmatch(message) else 1
+
+
+def type_and_place(facts: RankFacts) -> tuple[str, str]:
+    """Of a rank's exception: ranks with the same ones have raised alike."""
+    return facts.exception.type if facts.exception else "", location_of(exception_place(facts))
 
 
 def exception_place(facts: RankFacts) -> Frame | None:

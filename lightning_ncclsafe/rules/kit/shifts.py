@@ -9,7 +9,7 @@ from lightning_ncclsafe.facts import Collective, Frame
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, is_in, loop_left
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.timeline import Timeline, signature
-from lightning_ncclsafe.rules.kit.wording import call_words, ranks_words, short_location, under_words
+from lightning_ncclsafe.rules.kit.wording import at_words, call_words, ranks_words, under_words
 
 # A rank makes a few calls more or fewer, for one metric or one save; larger shifts would match any loop.
 _MAX_SHIFT = 8
@@ -48,7 +48,7 @@ class Shift:
 
     def words(self) -> str:
         """``"rank 0 has called barrier at train.py:7 in save, which ranks 1-2 have not: …"``."""
-        at = f" at {short_location(self.frame)}" if self.frame is not None else ""
+        at = at_words(self.frame)
         condition = _condition_of(self.call)
         under = f", {under_words(condition)}" if condition else ""
         distance = "one call" if self.count == 1 else f"{self.count} calls"
@@ -106,21 +106,20 @@ _BRANCH = Shift(ranks=(), call=Collective(group="", seq=0, op=""), callers=(), o
 
 
 def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int, ...]) -> Shift | None:
-    counts = Counter(aligned[rank][index].site for rank in ranks).most_common()
-    usual = counts[0][0]
-    is_majority = counts[0][1] > counts[1][1]
+    usual = Counter(aligned[rank][index].site for rank in ranks).most_common(1)[0][0]
     calls = {rank: aligned[rank][index] for rank in ranks}
     if shadowing := tuple(rank for rank, call in calls.items() if is_in(JOIN, call.stack)):
         return _shift_by_join(calls, shadowing)
-    many = tuple(rank for rank in ranks if aligned[rank][index].site == usual)
-    few = tuple(rank for rank in ranks if rank not in many)
-    longest = max(many, key=lambda rank: len(aligned[rank]))
+    usually = [rank for rank in ranks if aligned[rank][index].site == usual]
+    longest = max(usually, key=lambda rank: len(aligned[rank]))
     before, theirs = aligned[longest][:index], aligned[longest][index:]
+    few = tuple(rank for rank in ranks if rank not in usually and not _is_branch(aligned[rank][index:], theirs))
+    if not few:
+        return _BRANCH
+    many = tuple(rank for rank in ranks if rank not in few)
+    is_majority = len(many) > max(Counter(aligned[rank][index].site for rank in few).values())
     own = aligned[few[0]][index:]
     count = _distance(own, theirs)
-    apart = _fits(own[max(count, 0) :], theirs[max(-count, 0) :]) if count is not None else 0
-    if _is_branch(own, theirs) and _alike(own[1:], theirs[1:]) >= apart:
-        return _BRANCH
     if count is None:
         is_one_call = len({aligned[rank][index].site for rank in few}) == 1
         if is_one_call and (in_loop := _in_loop_left(few, many, own[0], theirs[0], is_majority)) is not None:
@@ -209,9 +208,15 @@ def _same_context(before: _Calls, at: int, index: int) -> bool:
 
 
 def _is_branch(own: _Calls, theirs: _Calls) -> bool:
-    """Whether both have made the same call from different lines, and later calls are equal again."""
-    both = len(own) > 1 and len(theirs) > 1
-    return both and own[1].site == theirs[1].site and signature(own[0]) == signature(theirs[0])
+    """Whether both have made the same call from different lines, and later calls are equal again.
+
+    That has to explain at least as many calls as a distance between the two does.
+    """
+    if len(own) < 2 or len(theirs) < 2 or own[1].site != theirs[1].site or signature(own[0]) != signature(theirs[0]):
+        return False
+    count = _distance(own, theirs)
+    apart = _fits(own[max(count, 0) :], theirs[max(-count, 0) :]) if count is not None else 0
+    return _alike(own[1:], theirs[1:]) >= apart
 
 
 def _distance(own: _Calls, theirs: _Calls) -> int | None:

@@ -8,9 +8,9 @@ from lightning_ncclsafe.facts import COLLECTOR, Frame, ProcessFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, is_in_wait
 from lightning_ncclsafe.rules.kit.machine import Wait, wait_of
-from lightning_ncclsafe.rules.kit.sentences import finding, place_words, while_others_wait
+from lightning_ncclsafe.rules.kit.sentences import finding, while_others_wait
 from lightning_ncclsafe.rules.kit.timeline import Timeline
-from lightning_ncclsafe.rules.kit.wording import location_of, size_words
+from lightning_ncclsafe.rules.kit.wording import location_of, place_words, size_words
 
 _DEAD = ("gone", "zombie")
 _ALIVE = ("running", "sleeping", "disk-sleep")
@@ -157,11 +157,10 @@ def is_before_trainer(view: Timeline, rank: int) -> bool:
     The others wait in ``init_process_group``, which no rank leaves before all have joined; or they have called the
     Trainer once more, and this rank has not.
     """
-    process = view.witnesses.get(rank)
-    may_work = process is None or (process.state in _ALIVE and not process.gil_held and not _is_blocked(process))
-    if rank in view.raised_outside:
+    if rank in view.raised_outside or not (view.awaits_joining or rank in view.job.absent):
         return False
-    return may_work and (view.awaits_joining or rank in view.job.absent)
+    process = view.witnesses.get(rank)
+    return process is None or (process.state in _ALIVE and not process.gil_held and not _is_blocked(process))
 
 
 def waiting_outside_trainer(view: Timeline) -> dict[int, tuple[Frame, ...]]:

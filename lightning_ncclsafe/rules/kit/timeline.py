@@ -14,11 +14,10 @@ from lightning_ncclsafe.facts import (
     Group,
     IncidentKind,
     JobFacts,
-    NotRecorded,
     ProcessFacts,
     RankFacts,
 )
-from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity, open_collectives
+from lightning_ncclsafe.rules.kit.activity import Activity, Kind, activity, is_unrecorded, open_collectives
 from lightning_ncclsafe.rules.kit.exception_messages import with_consequence
 from lightning_ncclsafe.rules.kit.file_locks import LockWait, lock_waits, with_lock
 from lightning_ncclsafe.rules.kit.rule import Rules, View, once, view_of
@@ -30,6 +29,9 @@ _WINDOW = 256
 # Inputs of these may differ between ranks by design.
 _ASYMMETRIC = ("gather", "scatter", "send", "recv", "all_to_all", "alltoall", "_coalesced", "coalesced")
 _EXCHANGES = ("all_to_all", "alltoall")
+ROOTED = ("broadcast", "scatter", "gather", "reduce")
+"""Operations that name one rank, by which they may complete on some ranks before others have begun."""
+
 _SYMMETRIC = ("all_gather", "allgather", "_all_gather", "_allgather", "reduce_scatter", "_reduce_scatter")
 
 Signature = tuple[str, int, tuple[str, ...]]
@@ -164,7 +166,7 @@ class Timeline(View):
         enqueued = {rank: group.last_enqueued for rank, group in by_rank.items()}
         for rank in members:
             is_unlisted = rank not in enqueued and rank in self.facts
-            if is_unlisted and not self.waits(rank) and not self._is_unrecorded(rank, name):
+            if is_unlisted and not self.waits(rank) and all(one.name != name for one in self.facts[rank].unrecorded):
                 enqueued[rank] = 0
         for rank, group in by_rank.items():
             # The recorder's ring may have lost the entry, but not its counters.
@@ -173,13 +175,6 @@ class Timeline(View):
             if rank not in oldest and is_outstanding and not any(entries):
                 oldest[rank] = max(group.last_completed, 0) + 1
         return GroupView(name, members, enqueued, oldest)
-
-    def _is_unrecorded(self, rank: int, name: str | None = None) -> bool:
-        """Whether no recorder shows what the rank has called in this group; without a name, in some group."""
-        unrecorded = self.facts[rank].unrecorded
-        if name is None:
-            return any(group.why is not NotRecorded.LOST for group in unrecorded)
-        return any(group.name == name for group in unrecorded)
 
     def _oldest(self) -> dict[str, dict[int, int]]:
         oldest: dict[str, dict[int, int]] = defaultdict(dict)
@@ -239,7 +234,8 @@ class Timeline(View):
             return behind
         # Without a recorder, at the store or after a transport error, only the stacks show who is awaited.
         by_stacks = any(self.activities[rank].collective is None for rank in self.waiting)
-        return self._not_waiting(self.facts if by_stacks else filter(self._is_unrecorded, self.facts))
+        unrecorded = (rank for rank, facts in self.facts.items() if is_unrecorded(facts))
+        return self._not_waiting(self.facts if by_stacks else unrecorded)
 
     def _not_waiting(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Those that neither wait for peers nor raised, ascending."""
@@ -266,6 +262,11 @@ class Timeline(View):
     def working(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Those of these ranks that neither wait for peers, nor raised, nor have finished."""
         return tuple(rank for rank in self._not_waiting(ranks) if self.activities[rank].kind is not Kind.FINISHED)
+
+    @cached_property
+    def finished(self) -> tuple[int, ...]:
+        """Answering ranks that are past the end of the Trainer, ascending."""
+        return tuple(rank for rank, doing in sorted(self.activities.items()) if doing.kind is Kind.FINISHED)
 
     def waiting_besides(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The ranks that wait, without these."""

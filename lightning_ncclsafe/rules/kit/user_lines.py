@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lightning_ncclsafe.facts import Branch, Collective, Decides, Frame, Phase
 from lightning_ncclsafe.facts.findings import Confidence, Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, inside_trainer, trainer_start
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame, first_user_frame, inside_trainer, trainer_start
 from lightning_ncclsafe.rules.kit.rule import once
 from lightning_ncclsafe.rules.kit.shifts import usual_sites
 from lightning_ncclsafe.rules.kit.timeline import Divergence, Timeline, signature, stack_of
@@ -38,8 +38,7 @@ def called_at(view: Timeline, rank: int) -> Frame | None:
 def call_location(view: Timeline, ranks: Iterable[int]) -> str:
     """The location of the deepest user line of the first of these ranks that has one, preferably below the Trainer."""
     stacks = [stack_of(view, rank) for rank in ranks]
-    frames = (deepest_user_frame(part) for part in (*(inside_trainer(stack) for stack in stacks), *stacks))
-    return next((location_of(frame) for frame in frames if frame is not None), "")
+    return location_of(first_user_frame([*map(inside_trainer, stacks), *stacks]))
 
 
 def divergence_location(view: Timeline, split: Divergence, ranks: Iterable[int]) -> str:
@@ -56,8 +55,7 @@ def divergence_location(view: Timeline, split: Divergence, ranks: Iterable[int])
     usual = usual_sites(before, len(before))
     is_skipped = bool(usual) and {c.site for c in others} == usual and usual.isdisjoint(c.site for c in own)
     calls = [*others, *own] if is_skipped else sorted([*own, *others], key=lambda call: call.site in earlier)
-    frames = (deepest_user_frame(call.stack) for call in calls if call.site)
-    return next((location_of(frame) for frame in frames if frame is not None), "")
+    return location_of(first_user_frame(call.stack for call in calls if call.site))
 
 
 @dataclass(frozen=True, slots=True)

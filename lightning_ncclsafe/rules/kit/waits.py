@@ -12,15 +12,13 @@ from typing import NamedTuple
 from lightning_ncclsafe.code.libraries import DISTRIBUTED, LOGGED_VALUES, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import ELSE, PAST, Collective, Frame
 from lightning_ncclsafe.rules.kit.activity import (
-    Kind,
     condition_around,
     deepest_user_frame,
     depth_passed,
     inside_trainer,
     is_in,
     is_landmark,
-    open_collectives,
-    waits_for_silent_device,
+    outstanding_p2p,
 )
 from lightning_ncclsafe.rules.kit.caught_exceptions import except_block_words, handling_exception, raised_at
 from lightning_ncclsafe.rules.kit.rule import once
@@ -29,6 +27,7 @@ from lightning_ncclsafe.rules.kit.user_lines import in_own_call
 from lightning_ncclsafe.rules.kit.wording import call_words, under_words
 
 _P2P_CALLS = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+_TO_PEER = re.compile(r"\d+(?:->|<-)(\d+)")
 # Conditions on the rank that hold on all ranks of a distributed job.
 _HOLDS_ON_ALL = re.compile(r"!=\s*-1|>=\s*0\b|>\s*-1|is not None")
 _HOLDS_ON_NONE = re.compile(r"==\s*-1|<\s*0\b|is None")
@@ -95,11 +94,25 @@ def is_of_wait(frame: Frame) -> bool:
     return is_landmark(frame) or DISTRIBUTED.has(frame.file, frame.function)
 
 
+def peer_of(view: Timeline, rank: int) -> int:
+    """The rank that this one sends to or receives from; -1 if it does neither, or the peer is unknown.
+
+    NCCL's recorder names it in ranks of the group, the rank itself first: ``"recv 0<-1"``.
+    """
+    facts = view.facts[rank]
+    if facts.steps.peer >= 0:
+        return facts.steps.peer
+    call = outstanding_p2p(facts)
+    match = _TO_PEER.search(call.op) if call is not None else None
+    members = next((group.ranks for group in facts.groups if call is not None and group.name == call.group), ())
+    return members[int(match[1])] if match and int(match[1]) < len(members) else -1
+
+
 @once
 def send_recv_pairs(view: Timeline) -> dict[int, int]:
     """Ranks that wait in a send and its peer's receive, each with its peer."""
     calls = {rank: view.activities[rank].call for rank in view.waiting if view.activities[rank].collective is None}
-    peers = {rank: view.facts[rank].steps.peer for rank in calls}
+    peers = {rank: peer_of(view, rank) for rank in calls}
     return {
         rank: peer
         for rank, peer in peers.items()
@@ -153,7 +166,7 @@ def sole_receiver(view: Timeline) -> int | None:
         return None
     alone = [rank for rank in view.waiting if view.activities[rank].collective is None]
     facts = view.facts[alone[0]] if len(alone) == 1 else None
-    if facts is None or facts.inspection is not None or facts.steps.peer >= 0:
+    if facts is None or facts.inspection is not None or peer_of(view, alone[0]) >= 0:
         return None
     return alone[0] if view.activities[alone[0]].call == "recv" else None
 
@@ -270,52 +283,3 @@ def waiting_in_circle(view: Timeline) -> tuple[int, ...]:
     if sole_receiver(view) is not None:
         return ()
     return tuple(rank for rank in view.behind if view.activities[rank].waits_for_peers)
-
-
-def waiting_for_finished(view: Timeline) -> tuple[int, ...]:
-    """Ranks that wait under a condition on the rank for ranks that have all finished."""
-    have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
-    return tuple(rank for rank in view.waiting if condition_of(view, rank)) if view.behind and have_finished else ()
-
-
-def waiting_apart(view: Timeline) -> tuple[int, ...]:
-    """Ranks that wait under a condition on the rank, where all wait, some of them for devices that tell nothing.
-
-    Empty if one of them waits in the same call as a rank outside: then it only reads a result there.
-    """
-    is_unread = any(waits_for_silent_device(view.facts[rank]) for rank in view.waiting)
-    if not is_unread or view.silent or len(view.waiting) < len(view.facts):
-        return ()
-    apart = tuple(sorted(under_rank_condition(view, view.waiting)))
-    own, others = (
-        {(call.group, call.seq, signature(call)) for rank in ranks if (call := view.activities[rank].collective)}
-        for ranks in (apart, view.waiting_besides(apart))
-    )
-    return apart if own.isdisjoint(others) else ()
-
-
-def finished_early(view: Timeline) -> tuple[int, ...]:
-    """The minority that has finished while all others wait at one line of the user's code."""
-    have_finished = all(view.activities[rank].kind is Kind.FINISHED for rank in view.behind)
-    if not have_finished or 2 * len(view.behind) >= len(view.facts) or {*view.behind, *view.waiting} != {*view.facts}:
-        return ()
-    inside = (inside_trainer(view.facts[rank].stack) for rank in view.waiting)
-    lines = {deepest_user_frame(stack) for stack in inside}
-    return view.behind if len(lines) == 1 and None not in lines else ()
-
-
-def different_call_sites(view: Timeline) -> tuple[int, ...]:
-    """Ranks that called the same collective from a different function than most did."""
-    sites: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in view.waiting:
-        doing = view.activities[rank]
-        # With several outstanding, the stack shows nothing about the oldest.
-        is_sole = len([*open_collectives(view.facts[rank])]) == 1 and not doing.on_device
-        if doing.kind is not Kind.COLLECTIVE or doing.frame is None or not is_sole:
-            return ()
-        sites[(doing.frame.file, doing.frame.function)].append(rank)
-    if len(sites) < 2 or not any(view.joined(group) for group in view.groups):
-        return ()
-    most = max(sites.values(), key=len)
-    few = tuple(rank for who in sites.values() if who is not most for rank in who)
-    return tuple(sorted(few if len(few) < len(most) else (*few, *most)))

@@ -119,6 +119,16 @@ def short_location(frame: Frame) -> str:
     return short_place(location_of(frame))
 
 
+def place_words(frame: Frame | None) -> str:
+    """``"at train.py:42 in evaluate"``; empty without a frame."""
+    return f"at {short_location(frame)}" if frame is not None else ""
+
+
+def at_words(frame: Frame | None) -> str:
+    """The same behind other words: ``" at train.py:42 in evaluate"``."""
+    return f" {place_words(frame)}" if frame is not None else ""
+
+
 def short_place(place: str) -> str:
     """The same of ``"path:line in function"``, as facts have it."""
     path, colon, rest = place.rpartition(":")

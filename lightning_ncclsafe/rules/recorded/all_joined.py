@@ -10,7 +10,6 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
-    capitalised,
     duration_words,
     finding,
     group_words,
@@ -149,7 +148,7 @@ def _late(calls: dict[int, Collective]) -> _Late | None:
 
 
 def _late_words(group: GroupView, calls: dict[int, Collective], late: _Late) -> str:
-    who = f"{capitalised(ranks_words(late.ranks))} called {described(calls[late.ranks[0]])}"
+    who = f"{ranks_words(late.ranks)} called {described(calls[late.ranks[0]])}"
     after = f"{duration_words(late.by_s)} after the first of the {len(calls):,} ranks of {group_words(group.name)}"
     came = f"{verb(late.ranks, 'it', 'they')} came, but probably too late for those that had waited"
     return f"{who} {after}, with a timeout of {duration_words(late.timeout_s)}: {came}."
@@ -161,7 +160,7 @@ def _is_complete(job: JobFacts, group: GroupView) -> bool:
 
 
 def _evidence(view: Timeline, group: GroupView, calls: dict[int, Collective]) -> Iterator[Evidence]:
-    yield from counters_evidence(view.facts, group)
+    yield from counters_evidence(view, group)
     if has_dumps(view.job) and all(call.backend.startswith("nccl") for call in calls.values()):
         waiting = tuple(rank for rank, call in sorted(calls.items()) if not call.started)
         text = f"Not started on the device of {ranks_words(waiting)}." if waiting else "Started on every device."

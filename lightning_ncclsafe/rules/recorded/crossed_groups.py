@@ -9,7 +9,6 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Plan,
     Timeline,
-    capitalised,
     clause,
     finding,
     group_words,
@@ -63,7 +62,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     return finding(
         view,
         root.ranks,
-        f"{capitalised(', '.join(parts[:_LISTED]))}{more}: they wait for each other in a circle{odd}.",
+        f"{', '.join(parts[:_LISTED])}{more}: they wait for each other in a circle{odd}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         location=first_site(first[rank] for rank in root.ranks),
         evidence=(*_evidence(view, root), *consequence_evidence([root])),
@@ -76,4 +75,4 @@ def _evidence(view: Timeline, root: Root) -> Iterator[Evidence]:
         order = ", then ".join(f"{described(call)} of {group_words(call.group)}" for call in calls)
         yield Evidence(source="flight recorder", rank=rank, text=f"Called {order}.")
     for name in dict.fromkeys(name for name, _ in root.ops[:_LISTED]):
-        yield from counters_evidence(view.facts, view.groups_by_name[name])
+        yield from counters_evidence(view, view.groups_by_name[name])

@@ -15,6 +15,7 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Plan,
     Timeline,
+    at_words,
     call_words,
     capitalised,
     collective_words,
@@ -24,7 +25,6 @@ from lightning_ncclsafe.rules.kit import (
     once,
     ranks_words,
     recorded_rule,
-    short_location,
     signature,
     verb,
 )
@@ -41,7 +41,6 @@ from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
 # Operations in logs that may involve only two ranks.
 OF_TWO = ("send", "recv", "recvanysource", "coalesced")
 _LISTED = 8
-DEFAULT_GROUP = "0"
 _COMPARED = 64
 
 
@@ -101,7 +100,7 @@ def _finding(view: Timeline, split: Divergence, why: str) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}: {why}.",
+        f"{text}: {why}.",
         confidence=Confidence.CERTAIN if _is_certain(view, split) else Confidence.LIKELY,
         location=first_site(split.calls[rank] for rank in ranks),
         evidence=(*_evidence(view, different), *one_element_evidence(call for call, _ in different)),
@@ -127,13 +126,11 @@ def _stated_finding(view: Timeline, kind: StatementKind, why: str) -> Iterator[F
 def _is_certain(view: Timeline, split: Divergence) -> bool:
     """Whether it is certain; in logs only for the default group, as others may share names and numbers."""
     records = [record for rank in split.calls if (record := view.facts[rank].record) is not None]
-    is_default = split.group == DEFAULT_GROUP
-    return all(record.has_dump or (record.group_known and is_default) for record in records)
+    return all(record.has_dump or (record.group_known and split.group == "0") for record in records)
 
 
 def _words(call: Collective) -> str:
-    site = call_site(call)
-    return call_words(call) + (f" at {short_location(site)}" if site else "")
+    return f"{call_words(call)}{at_words(call_site(call))}"
 
 
 def _evidence(view: Timeline, variants: list[tuple[Collective, list[int]]]) -> Iterator[Evidence]:

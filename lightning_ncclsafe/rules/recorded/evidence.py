@@ -9,17 +9,18 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     GroupView,
     Timeline,
+    at_words,
     capitalised,
     clause,
     collective_words,
     deepest_user_frame,
+    first_user_frame,
     group_words,
     location_of,
     numel,
     open_collectives,
     purpose_words,
     ranks_words,
-    short_location,
     verb,
 )
 from lightning_ncclsafe.rules.recorded.calls import members_of, peer_of
@@ -31,7 +32,6 @@ NO_LONGER_TIMEOUT = (
 )
 _UNKNOWN_CALL = "a collective"
 _VARIANTS = 3
-_QUOTED = 4
 _NOBODY = RankFacts(rank=0, progress=Progress(phase=Phase.UNKNOWN))
 # The purpose of collectives with one element.
 _ONE_ELEMENT = {
@@ -54,16 +54,14 @@ def call_site(call: Collective | None) -> Frame | None:
 
 def first_site(calls: Iterable[Collective]) -> str:
     """The location of the first of these calls whose line is known; empty if none is."""
-    return next((location_of(site) for site in map(call_site, calls) if site is not None), "")
+    return location_of(first_user_frame(call.stack for call in calls))
 
 
 def described(call: Collective) -> str:
     """The collective with its purpose, if its stack shows it, and its line."""
     means = purpose_words(call, replace(_NOBODY, stack=call.stack)) if call.stack else ""
-    site = call_site(call)
-    return collective_words(call if call.op else replace(call, op=_UNKNOWN_CALL), means) + (
-        f" at {short_location(site)}" if site else ""
-    )
+    named = call if call.op else replace(call, op=_UNKNOWN_CALL)
+    return f"{collective_words(named, means)}{at_words(call_site(call))}"
 
 
 class Words:
@@ -99,10 +97,11 @@ def waiting_words(calls: Mapping[int, Collective]) -> str:
     return "; ".join(parts)
 
 
-def waiting_in(facts: Mapping[int, RankFacts], group: GroupView) -> dict[int, Collective]:
+def waiting_in(view: Timeline, group: GroupView) -> dict[int, Collective]:
     """The call in which each rank of a group waits; only group and number if the recorder has lost it."""
     return {
-        rank: oldest_outstanding(facts[rank], group.name) or Collective(group=group.name, seq=seq, op=_UNKNOWN_CALL)
+        rank: oldest_outstanding(view.facts[rank], group.name)
+        or Collective(group=group.name, seq=seq, op=_UNKNOWN_CALL)
         for rank, seq in group.oldest.items()
     }
 
@@ -128,11 +127,11 @@ def consequence_evidence(found: Iterable[Root]) -> Iterator[Evidence]:
         yield Evidence(source="flight recorder", text=f"{capitalised(text)}: that is a consequence.")
 
 
-def counters_evidence(facts: Mapping[int, RankFacts], group: GroupView) -> Iterable[Evidence]:
+def counters_evidence(view: Timeline, group: GroupView) -> Iterable[Evidence]:
     """The positions of a group's ranks, equal positions together."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in group.enqueued:
-        own = next((one for one in facts[rank].groups if one.name == group.name), None)
+        own = next((one for one in view.facts[rank].groups if one.name == group.name), None)
         if own is not None:
             alike[(own.last_enqueued, own.last_completed)].append(rank)
     for (enqueued, completed), ranks in sorted(alike.items())[:8]:
@@ -153,5 +152,5 @@ def waited_words(view: Timeline, ranks: Iterable[int] = ()) -> str:
 
 def log_evidence(facts: RankFacts, most: int = 1) -> Iterable[Evidence]:
     """The most important lines of a rank's log."""
-    for line in (facts.record.lines if facts.record else ())[: min(most, _QUOTED)]:
+    for line in (facts.record.lines if facts.record else ())[:most]:
         yield Evidence(source="log", rank=facts.rank, text=line)

@@ -4,21 +4,21 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from lightning_ncclsafe.facts import ExceptionFacts, RankFacts, StatementKind
+from lightning_ncclsafe.facts import ExceptionFacts, StatementKind
 from lightning_ncclsafe.rules.hang.failed_rank import is_told_as_exception
 from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
     Timeline,
-    capitalised,
+    at_words,
     deepest_user_frame,
     exception_place,
     finding,
     location_of,
     ranks_words,
     recorded_rule,
-    short_location,
+    type_and_place,
 )
 from lightning_ncclsafe.rules.recorded.ends import a_timeout_expired, died, failed_in_nccl, is_error, raised
 from lightning_ncclsafe.rules.recorded.evidence import exception_in_log, waited_words
@@ -73,7 +73,7 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
     """
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in raised(view):
-        alike[_key(view.facts[rank])].append(rank)
+        alike[type_and_place(view.facts[rank])].append(rank)
     for ranks in alike.values():
         yield _finding(view, tuple(ranks))
     unnamed = [exception for exception in view.job.unnamed if not exception.is_consequence]
@@ -88,16 +88,12 @@ def failed_rank(view: Timeline) -> Iterator[Finding]:
             yield from _in_nccl(view)
 
 
-def _key(facts: RankFacts) -> tuple[str, str]:
-    return facts.exception.type if facts.exception else "", location_of(exception_place(facts))
-
-
 def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     facts = view.facts[ranks[0]]
     exception, frame = facts.exception, exception_place(facts)
     name, message = (exception.type, exception.message) if exception else ("", "")
     what = f"{name}: {_cut(message)}" if message else name
-    at = f" at {short_location(frame)}" if frame else ""
+    at = at_words(frame)
     waited = waited_words(view, ranks)
     is_sure = bool(waited) or name in _SURE or any(_ended(view, rank) for rank in ranks)
     return finding(
@@ -201,7 +197,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
     yield finding(
         view,
         (),
-        f"{capitalised(text)}, and its traceback was not read.",
+        f"{text}, and its traceback was not read.",
         confidence=Confidence.POSSIBLE,
         evidence=ends.evidence or ended,
         remedy="Look for the first traceback in the output of all ranks, and pass that file as well.",
@@ -211,7 +207,7 @@ def _ended_nameless(view: Timeline) -> Iterator[Finding]:
 def _unnamed(view: Timeline, exception: ExceptionFacts) -> Finding:
     frame = deepest_user_frame(exception.stack)
     what = f"{exception.type}: {_cut(exception.message)}" if exception.message else exception.type
-    at = f" at {short_location(frame)}" if frame else ""
+    at = at_words(frame)
     is_sure = any(_ended(view, rank) for rank in view.facts)
     doubt = "" if is_sure else "; the log does not say whether that ended it"
     return finding(

@@ -7,7 +7,6 @@ from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Timeline,
-    capitalised,
     counted,
     finding,
     group_words,
@@ -65,7 +64,7 @@ def _finding(view: Timeline, found: list[Root], confidence: Confidence) -> Findi
     return finding(
         view,
         ranks,
-        f"{capitalised('; '.join(parts))}.",
+        f"{'; '.join(parts)}.",
         confidence=confidence,
         evidence=(*_evidence(view, found), *consequence_evidence(found)),
     )
@@ -91,7 +90,7 @@ def _part(view: Timeline, root: Root) -> str:
     if not others:
         return f"{of} {has} not started {what}, although all others have"
     through = f"those of {ranks_words(others)} have completed it"
-    return f"{of} {verb(root.ranks, 'has', 'have')} not completed {what}, while {through}"
+    return f"{of} {has} not completed {what}, while {through}"
 
 
 def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:
@@ -103,7 +102,7 @@ def _is_through(view: Timeline, rank: int, name: str, seq: int) -> bool:
 
 def _evidence(view: Timeline, found: list[Root]) -> Iterator[Evidence]:
     for name in dict.fromkeys(root.ops[0][0] for root in found[:4] if root.ops):
-        yield from counters_evidence(view.facts, view.groups_by_name[name])
+        yield from counters_evidence(view, view.groups_by_name[name])
     for root in found[:4]:
         for rank in root.ranks[:4]:
             entries = counted(len(open_calls(view.facts[rank])), "entry")

@@ -11,7 +11,6 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
-    capitalised,
     clause,
     duration_words,
     finding,
@@ -72,14 +71,12 @@ def host_stuck(view: Timeline) -> Iterator[Finding]:
             culprits = [root for root in found if root.is_sure is is_sure]
             if culprits:
                 yield _of_dumps(view, culprits, is_sure)
-    held = (
-        [] if has_dumps(view.job) else [(group, ranks) for group in view.groups if (ranks := idle_behind(view, group))]
-    )
-    if held:
+    elif held := [(group, ranks) for group in view.groups if (ranks := idle_behind(view, group))]:
         # Its other groups wait for the same reason.
         group, ranks = max(held, key=lambda one: len(one[0].oldest))
         yield _finding(view, group, ranks)
-    elif not roots(view):
+        return
+    if not roots(view):
         yield from _named(view)
 
 
@@ -134,7 +131,7 @@ def _of_dumps(view: Timeline, culprits: list[Root], is_sure: bool) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised('; '.join(parts))}{f'; its last call was {site}' if site else ''}.",
+        f"{'; '.join(parts)}{f'; its last call was {site}' if site else ''}.",
         confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         evidence=(*_evidence(view, culprits), *consequence_evidence(culprits)),
     )
@@ -148,8 +145,8 @@ def _part(view: Timeline, op: tuple[str, int] | None, ranks: tuple[int, ...]) ->
             f"but not called the other side, while {waiting_words(waiting)}"
         )
     group = view.groups_by_name[op[0]]
-    waiting = waiting_in(view.facts, group)
-    known = all(rank in group.enqueued and group.enqueued[rank] for rank in ranks)
+    waiting = waiting_in(view, group)
+    known = all(group.enqueued.get(rank) for rank in ranks)
     called = f"{_called_words(group, ranks)} and finished all" if known else "finished all that was called there"
     of = "" if known else f" of {group_words(group.name)}"
     return (
@@ -161,18 +158,18 @@ def _evidence(view: Timeline, culprits: list[Root]) -> Iterator[Evidence]:
     for root in culprits[:4]:
         if root.ops:
             group = view.groups_by_name[root.ops[0][0]]
-            waiting = waiting_in(view.facts, group)
+            waiting = waiting_in(view, group)
             for rank in root.ranks:
                 yield from _last_call_evidence(view.facts[rank], group, waiting)
     for name in dict.fromkeys(root.ops[0][0] for root in culprits[:4] if root.ops):
-        yield from counters_evidence(view.facts, view.groups_by_name[name])
-        yield from one_element_evidence(waiting_in(view.facts, view.groups_by_name[name]).values())
+        yield from counters_evidence(view, view.groups_by_name[name])
+        yield from one_element_evidence(waiting_in(view, view.groups_by_name[name]).values())
     for root in culprits[:2]:
         yield from log_evidence(view.facts[root.ranks[0]])
 
 
 def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Finding:
-    waiting = waiting_in(view.facts, group)
+    waiting = waiting_in(view, group)
     text = (
         f"{clause(ranks, 'has|have')} {_called_words(group, ranks)} and finished all, and never "
         f"called number {group.seq:,}, while {waiting_words(waiting)}"
@@ -181,10 +178,10 @@ def _finding(view: Timeline, group: GroupView, ranks: tuple[int, ...]) -> Findin
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}{f'; its last call was {site}' if site else ''}.",
+        f"{text}{f'; its last call was {site}' if site else ''}.",
         evidence=(
             *(item for rank in ranks[:4] for item in _last_call_evidence(view.facts[rank], group, waiting)),
-            *counters_evidence(view.facts, group),
+            *counters_evidence(view, group),
             *(item for rank in ranks[:2] for item in log_evidence(view.facts[rank])),
             *one_element_evidence(waiting.values()),
         ),

@@ -44,10 +44,9 @@ def late_at_init(view: Timeline) -> Iterator[Finding]:
     Cannot see:
         What that rank did; that is in its own output, or in a report of this package's guard.
     """
-    awaited = _awaited(view)
     if failed(view):
         return
-    if awaited:
+    if awaited := _awaited(view):
         yield _finding(view, awaited)
     else:
         yield from _not_joined(view, stated(view, StatementKind.NOT_JOINED))
@@ -64,9 +63,9 @@ def _not_joined(view: Timeline, found: LogStatements) -> Iterator[Finding]:
         yield finding(view, (), f"{text}.", evidence=found.evidence, remedy=_REMEDY_JOIN)
         return
     came = found.by
-    names_all = bool(last.of) and len(came) == last.count and all(rank < last.of for rank in came)
-    ranks = tuple(rank for rank in range(last.of) if rank not in came) if names_all and last.count < last.of else ()
     too_many = last.count >= last.of
+    names_all = len(came) == last.count and all(rank < last.of for rank in came)
+    ranks = tuple(rank for rank in range(last.of) if rank not in came) if names_all and not too_many else ()
     if too_many:
         text = (
             f"{last.count:,} ranks joined a store that was made for {last.of:,}: two launches share its address, "

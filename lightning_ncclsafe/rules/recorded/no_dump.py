@@ -59,19 +59,23 @@ def no_dump(view: Timeline) -> Iterator[Finding]:
 def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
     ranks = tuple(sorted(rank for root in found for rank in root.ranks))
     group = view.groups_by_name.get(first.ops[0][0]) if first.ops else None
-    waiting = waiting_in(view.facts, group) if group is not None else waiting_on_peers(view, ranks)
-    only = len(view.silent) == 1 and all(seen is RootCause.UNREAD for seen in (root.cause for root in roots(view)))
-    only = only and conflict(view) is None and view.facts.keys() == set(first.held)
+    waiting = waiting_in(view, group) if group is not None else waiting_on_peers(view, ranks)
+    only = (
+        len(view.silent) == 1
+        and all(root.cause is RootCause.UNREAD for root in roots(view))
+        and conflict(view) is None
+        and view.facts.keys() == set(first.held)
+    )
+    whom = f"{'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
     older = tuple(rank for rank in ranks if rank in view.job.outdated)
     others = tuple(rank for rank in ranks if rank in view.job.left_out)
     if others:
         whose = f"the {verb(others, 'dump', 'dumps')} of {clause(others, 'is|are')}"
         who = f"{whose} not of this run and rank, and the others wait"
-        then = f"They may wait for {'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
+        then = f"They may wait for {whom}"
     elif older:
         whose = f"The dumps of {ranks_words(older)}"
         who = f"{whose} are older than those of the others, or of another start, and the others wait"
-        whom = f"{'one of ' * (len(ranks) > 1)}{ranks_words(ranks)}"
         then = f"Unless the run still moved then, these wait for {whom}"
     else:
         empty = tuple(rank for rank in ranks if rank in view.facts)
@@ -86,7 +90,7 @@ def _finding(view: Timeline, first: Root, found: list[Root]) -> Finding:
         f"{text}.",
         confidence=Confidence.LIKELY if only and not (older or others) else Confidence.POSSIBLE,
         evidence=(
-            *(counters_evidence(view.facts, group) if group is not None else ()),
+            *(counters_evidence(view, group) if group is not None else ()),
             *one_element_evidence(waiting.values()),
             *consequence_evidence(found),
         ),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lightning_ncclsafe.facts import RankFacts, StatementKind
 from lightning_ncclsafe.rules.kit import (
+    ROOTED,
     Confidence,
     Finding,
     GroupView,
@@ -24,9 +25,6 @@ from lightning_ncclsafe.rules.recorded.evidence import (
     waiting_words,
 )
 from lightning_ncclsafe.rules.recorded.statements import LogStatements, stated
-
-# The root of these may complete before the others call.
-_ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
 
 @recorded_rule(
@@ -66,7 +64,7 @@ def out_of_step(view: Timeline) -> Iterator[Finding]:
         later = [rank for rank, oldest in sorted(group.oldest.items()) if oldest > seq]
         ahead = tuple(rank for rank in later if not _is_known(view.facts[rank], group.name, seq))
         # The root of a small broadcast continues before a late rank has called it.
-        of_two = any(call.op in OF_TWO for call in waiting_in(view.facts, group).values())
+        of_two = any(call.op in OF_TWO for call in waiting_in(view, group).values())
         if ahead and not of_two and not idle_behind(view, group):
             yield _finding(view, group, seq, ahead)
             return
@@ -79,8 +77,8 @@ def _is_known(facts: RankFacts, group: str, seq: int) -> bool:
 
 def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...]) -> Finding:
     least = tuple(sorted(rank for rank, oldest in group.oldest.items() if oldest == seq))
-    waiting = waiting_in(view.facts, group)
-    rooted = waiting[least[0]].op in _ROOTED
+    waiting = waiting_in(view, group)
+    rooted = waiting[least[0]].op in ROOTED
     # If both sides are equally many, those behind are named, as the others wait for them.
     ranks = ahead if len(ahead) < len(least) else least
     text = (
@@ -94,7 +92,7 @@ def _finding(view: Timeline, group: GroupView, seq: int, ahead: tuple[int, ...])
         f"{text}.",
         confidence=Confidence.POSSIBLE if rooted and len(ahead) == 1 else Confidence.LIKELY,
         evidence=(
-            *counters_evidence(view.facts, group),
+            *counters_evidence(view, group),
             *one_element_evidence(waiting.values()),
             *(line for rank in (least[0], ahead[0]) for line in log_evidence(view.facts[rank])),
         ),

@@ -8,13 +8,13 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
+    at_words,
     clause,
     deepest_user_frame,
     finding,
     group_words,
     location_of,
     recorded_rule,
-    short_location,
 )
 from lightning_ncclsafe.rules.recorded.evidence import (
     counters_evidence,
@@ -79,7 +79,7 @@ def _unnamed(view: Timeline) -> Iterator[Finding]:
     lost = [exception for exception in view.job.unnamed if exception.is_consequence]
     for exception in lost[:1]:
         frame = deepest_user_frame(exception.stack)
-        at = f" at {short_location(frame)}" if frame else ""
+        at = at_words(frame)
         yield finding(
             view,
             (),
@@ -94,7 +94,7 @@ def _finding(view: Timeline, group: GroupView) -> Finding:
     least = min(group.oldest.values())
     first = tuple(sorted(rank for rank, seq in group.oldest.items() if seq == least))
     ranks = group.behind or (first if len(first) < len(group.oldest) else ())
-    waiting = waiting_in(view.facts, group)
+    waiting = waiting_in(view, group)
     text = f"In {group_words(group.name)} {waiting_words(waiting)}, and what was read does not show for whom"
     if ranks:
         text += f"; {clause(ranks, 'is|are furthest behind')}"
@@ -104,7 +104,7 @@ def _finding(view: Timeline, group: GroupView) -> Finding:
         f"{text}.",
         confidence=Confidence.POSSIBLE,
         evidence=(
-            *counters_evidence(view.facts, group),
+            *counters_evidence(view, group),
             *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
         ),
     )

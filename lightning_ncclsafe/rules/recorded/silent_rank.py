@@ -11,13 +11,12 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     GroupView,
     Timeline,
-    capitalised,
+    at_words,
     clause,
     deepest_user_frame,
     finding,
     ranks_words,
     recorded_rule,
-    short_location,
     verb,
 )
 from lightning_ncclsafe.rules.recorded.calls import has_called_in, has_dumps, idle_behind
@@ -87,7 +86,7 @@ def _named(view: Timeline, named: LogStatements) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'has', 'have')} not come: {named[0].detail}.",
+        f"{ranks_words(ranks)} {verb(ranks, 'has', 'have')} not come: {named[0].detail}.",
         evidence=named.evidence,
     )
 
@@ -135,15 +134,15 @@ def _of_other_groups(view: Timeline) -> Finding:
     """A log does not give members: the awaited rank may be in several of the groups that wait."""
     ranks = view.job.silent
     groups = [group for group in view.groups if group.seq is not None]
-    waiting = {rank: call for group in groups for rank, call in waiting_in(view.facts, group).items()}
+    waiting = {rank: call for group in groups for rank, call in waiting_in(view, group).items()}
     alone = len(ranks) == 1 and len(waiting) == view.job.world_size - 1 and conflict(view) is None
     return finding(
         view,
         ranks,
-        f"{capitalised(ranks_words(ranks))} {verb(ranks, 'says', 'say')} nothing, while {waiting_words(waiting)}.",
+        f"{ranks_words(ranks)} {verb(ranks, 'says', 'say')} nothing, while {waiting_words(waiting)}.",
         confidence=Confidence.LIKELY if alone else Confidence.POSSIBLE,
         evidence=(
-            *(item for group in groups[:4] for item in counters_evidence(view.facts, group)),
+            *(item for group in groups[:4] for item in counters_evidence(view, group)),
             *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
         ),
     )
@@ -164,8 +163,8 @@ def _by_exceptions(view: Timeline) -> Iterator[Finding]:
     stack = exception.stack if exception else ()
     frame = deepest_user_frame(stack)
     calls = stack[-1].function if stack else ""
-    at = f" in {calls}" + (f" at {short_location(frame)}" if frame else "")
-    text = f"{clause(silent, 'reports|report nothing, while')} {ranks_words(gave_up)} gave up waiting{at}"
+    where = f" in {calls}{at_words(frame)}"
+    text = f"{clause(silent, 'reports|report nothing, while')} {ranks_words(gave_up)} gave up waiting{where}"
     yield finding(
         view,
         silent,
@@ -198,7 +197,7 @@ def _absences(view: Timeline) -> Iterator[_Absence]:
 
 def _finding(view: Timeline, absence: _Absence) -> Finding:
     ranks, group = absence.ranks, absence.group
-    waiting = waiting_in(view.facts, group)
+    waiting = waiting_in(view, group)
     of_two = any(call.op in OF_TWO for call in waiting.values())
     # Two ranks may be an excerpt if the size of the job is unknown.
     is_known = view.job.is_sized or set(ranks) <= set(view.job.log.spoke) or len(waiting) > 2
@@ -214,11 +213,11 @@ def _finding(view: Timeline, absence: _Absence) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}{_meanwhile(view)}.",
+        f"{text}{_meanwhile(view)}.",
         confidence=Confidence.LIKELY if alone and not view.job.log.is_cut else Confidence.POSSIBLE,
         evidence=(
             *_works_on(view),
-            *counters_evidence(view.facts, group),
+            *counters_evidence(view, group),
             *one_element_evidence(waiting.values()),
             *(line for rank in list(waiting)[:2] for line in log_evidence(view.facts[rank])),
         ),

@@ -7,7 +7,7 @@ _QUOTED = 4
 
 
 class LogStatements(tuple[Statement, ...]):
-    """LogStatements in the order of the log."""
+    """Statements in the order of the log."""
 
     __slots__ = ()
 

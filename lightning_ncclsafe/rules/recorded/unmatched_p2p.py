@@ -9,7 +9,6 @@ from lightning_ncclsafe.rules.kit import (
     Finding,
     Plan,
     Timeline,
-    capitalised,
     clause,
     finding,
     numel,
@@ -68,7 +67,7 @@ def _finding(view: Timeline, root: Root) -> Finding:
     return finding(
         view,
         root.ranks,
-        f"{capitalised('; '.join(parts[:_LISTED]))}{more}: {why}.",
+        f"{'; '.join(parts[:_LISTED])}{more}: {why}.",
         confidence=Confidence.LIKELY if root.is_sure else Confidence.POSSIBLE,
         location=first_site(calls.values()),
         evidence=(

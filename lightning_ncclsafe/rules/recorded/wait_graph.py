@@ -265,9 +265,7 @@ class _WaitGraph(Calls):
         elif self.open.get(rank) and (peer := self._is_with(rank)) is not None:
             if rank < peer or self.edges.get(peer):
                 yield Root(cause=RootCause.JOINED, ranks=tuple(sorted((rank, peer))), held=held, is_sure=False)
-        elif not seen:
-            return
-        elif not self.open[rank]:
+        elif seen and not self.open[rank]:
             yield self._idle(rank, held, tuple(ops), is_absent=Seen.ABSENT in seen)
 
     def _idle(self, rank: int, held: tuple[int, ...], ops: tuple[Op, ...], *, is_absent: bool) -> Root:

@@ -6,7 +6,6 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Finding,
     Timeline,
-    capitalised,
     duration_words,
     finding,
     ranks_words,
@@ -54,7 +53,7 @@ def _finding(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}: {held}.",
+        f"{text}: {held}.",
         confidence=Confidence.LIKELY if len(ranks) < len(others) else Confidence.POSSIBLE,
         evidence=tuple(line for rank in ranks[:3] for line in log_evidence(view.facts[rank])),
     )

@@ -70,16 +70,15 @@ class Here:
             path.write_text(str(time.time()))
 
     def strategy(self, **more: Any) -> Any:
+        backend = {"process_group_backend": self.gpu_backend} if self.gpu_backend else {}
         if self.strategy_name == "DDPStrategy":
-            return DDPStrategy(timeout=timedelta(seconds=STOCK_TIMEOUT_S))
+            return DDPStrategy(timeout=timedelta(seconds=STOCK_TIMEOUT_S), **backend)
         if self.strategy_name == "PatientDDPStrategy":
-            return DDPStrategy(timeout=timedelta(seconds=self.timeout_s))
+            return DDPStrategy(timeout=timedelta(seconds=self.timeout_s), **backend)
         split = {"data_parallel_size": self.world_size, "tensor_parallel_size": 1}
         if self.strategy_name == "ModelParallelStrategy":
             return ModelParallelStrategy(**split, timeout=timedelta(seconds=STOCK_TIMEOUT_S))
-        limits = {"suspect_after": self.suspect_after_s, "timeout": timedelta(seconds=self.timeout_s)} | more
-        if self.gpu_backend:
-            limits["process_group_backend"] = self.gpu_backend
+        limits = {"suspect_after": self.suspect_after_s, "timeout": timedelta(seconds=self.timeout_s)} | backend | more
         if self.strategy_name == "SafeModelParallel":
             return SafeModelParallel(**split, **limits)
         if self.strategy_name == "SafeFSDP" and self.gpu_backend:

@@ -191,21 +191,23 @@ def coalesced(here: Here) -> Truth:
 
 
 def mispaired(here: Here) -> Truth:
-    """Rank 1 reduces twice as many numbers, and then another operation; NCCL completes both."""
+    """Rank 1 calls two collectives in the other order, as one that has skipped a sharded layer does; all complete."""
     _warm_up(here)
-    late = here.rank == LATE_RANK
-    dist.all_reduce(here.ones(16 if late else 8))
-    here.sync()
-    if late:
-        dist.broadcast(here.ones(8), src=0)
-    else:
-        dist.all_reduce(here.ones(8))
+    whole, part = here.ones(27 * here.ranks), here.ones(27)
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(whole, part)
+
+    def scatter() -> None:
+        dist.reduce_scatter_tensor(part, whole)
+
+    for call in (scatter, gather) if here.rank == LATE_RANK else (gather, scatter):
+        call()
     for _ in range(3):
         dist.all_reduce(here.ones(8))
     here.settle()
-    return {
-        "mispaired": {"seq": WARM_UP + 1, "size_bytes": [64 if rank == LATE_RANK else 32 for rank in range(here.ranks)]}
-    }
+    sizes = [4 * 27 * (here.ranks if rank == LATE_RANK else 1) for rank in range(here.ranks)]
+    return {"mispaired": {"seq": WARM_UP + 1, "size_bytes": sizes}}
 
 
 SCENES: dict[str, Callable[[Here], Truth]] = {

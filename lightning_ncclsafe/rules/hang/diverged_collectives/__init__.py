@@ -1,31 +1,29 @@
 """The cause diverged-collectives: ranks called different collectives under the same number.
 
-What shows that is divided by where it is seen: ``trainer`` has calls of the Trainer, ``reasons`` a reason among the
-facts, ``calls`` the Flight Recorder's entries, ``aborts`` a process that gloo has aborted, ``waits`` the stacks alone.
+What shows that is divided by where it is seen: ``reasons`` has reasons among the facts, ``calls`` the Flight Recorder's
+entries, ``aborts`` a process that gloo has aborted or an exception, ``waits`` the stacks alone.
 """
 
 from collections.abc import Iterator
 
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
-from lightning_ncclsafe.rules.hang.diverged_collectives.aborts import after_abort
+from lightning_ncclsafe.rules.hang.diverged_collectives.aborts import after_abort, misread_sizes
 from lightning_ncclsafe.rules.hang.diverged_collectives.calls import mismatch, unnoticed
 from lightning_ncclsafe.rules.hang.diverged_collectives.reasons import known_reason
-from lightning_ncclsafe.rules.hang.diverged_collectives.trainer import called_alone, called_before
 from lightning_ncclsafe.rules.hang.diverged_collectives.waits import inspected_waits, waits_elsewhere, waits_for_none
 from lightning_ncclsafe.rules.kit import (
     Finding,
     Plan,
     Timeline,
-    alone_in_trainer,
+    all_garbled,
     gathering_alone,
     hang_rule,
-    is_garbled,
+    has_misread_sizes,
     left_loop,
     out_of_data_first,
     out_of_step,
     unnoticed_shift,
     waiting_in_circle,
-    waiting_outside_trainer,
     with_decision,
 )
 
@@ -68,24 +66,17 @@ def diverged_collectives(view: Timeline) -> Iterator[Finding]:
         whether a value that a function returned did. Before Python 3.12, an exception that the user's code caught
         without logging it, unless it came out of a collective or a hook.
     """
-    return (with_decision(view, finding) for finding in _findings(view))
-
-
-def _findings(view: Timeline) -> Iterator[Finding]:
-    if conditions := alone_in_trainer(view):
-        yield called_alone(view, tuple(sorted(conditions)), next(iter(conditions.values())))
-    elif stacks := waiting_outside_trainer(view):
-        yield called_before(view, stacks)
-    elif reason := known_reason(view):
-        yield reason
-    elif not _is_other_cause(view) and (finding := _by_calls(view)) is not None:
-        yield finding
+    found = known_reason(view) or (None if _is_other_cause(view) else _by_calls(view))
+    if found is not None:
+        yield with_decision(view, found)
 
 
 def _by_calls(view: Timeline) -> Finding | None:
     """What the recorder's entries show, else what the stacks show."""
     if view.divergence is not None:
         return mismatch(view, view.divergence)
+    if has_misread_sizes(view):
+        return misread_sizes(view)
     if (first := unnoticed_shift(view)) is not None:
         return unnoticed(view, first)
     if circle := waiting_in_circle(view):
@@ -95,11 +86,6 @@ def _by_calls(view: Timeline) -> Finding | None:
 
 def _is_other_cause(view: Timeline) -> bool:
     """Whether another rule explains it: uneven data, one rank that runs a sharded model alone, or an exception."""
-    is_explained = out_of_data_first(view) or left_loop(view) or gathering_alone(view)
-    return bool(is_explained) or not all(_is_garbled(view, rank) for rank in view.raised)
-
-
-def _is_garbled(view: Timeline, rank: int) -> bool:
-    """Whether a rank raised because it took another collective's data for the size of its objects."""
-    error = view.facts[rank].exception
-    return error is not None and is_garbled(error)
+    if out_of_data_first(view) or left_loop(view) or gathering_alone(view):
+        return True
+    return not all_garbled(view)

@@ -1,9 +1,9 @@
-"""Diverged collectives after gloo aborted a process, so that the connections of the others broke."""
+"""Diverged collectives that ended a rank: gloo aborted its process, or it raised for data of another collective."""
 
-from lightning_ncclsafe.code.libraries import EARLY_STOPPING, MODEL_CHECKPOINT
 from lightning_ncclsafe.facts import LoggedKey
 from lightning_ncclsafe.rules.hang.diverged_collectives import remedies
 from lightning_ncclsafe.rules.hang.diverged_collectives.calls import mismatch
+from lightning_ncclsafe.rules.hang.diverged_collectives.reasons import MONITORS
 from lightning_ncclsafe.rules.kit import (
     CallBySize,
     Finding,
@@ -13,6 +13,8 @@ from lightning_ncclsafe.rules.kit import (
     aborted_elsewhere,
     aborted_model_run,
     aborted_words,
+    at_words,
+    batch_words,
     call_by_size,
     call_location,
     call_words,
@@ -23,6 +25,9 @@ from lightning_ncclsafe.rules.kit import (
     continued_before_abort,
     deepest_user_frame,
     ended_process_evidence,
+    error_words,
+    exception_evidence,
+    exception_place,
     finding,
     gloo_abort_words,
     is_in,
@@ -31,15 +36,14 @@ from lightning_ncclsafe.rules.kit import (
     out_of_step,
     place_words,
     raised_at,
+    ranks_words,
     same_purpose,
     stack_of,
     verb,
     was_at_words,
     where_evidence,
+    while_others_wait,
 )
-
-# Callbacks that monitor a logged value.
-_MONITORS = EARLY_STOPPING | MODEL_CHECKPOINT
 
 
 def after_abort(view: Timeline) -> Finding | None:
@@ -73,7 +77,7 @@ def _in_different_calls(view: Timeline, ended: tuple[int, ...]) -> Finding:
     return finding(
         view,
         ranks,
-        joined((capitalised(text), why)),
+        joined((text, why)),
         severity=Severity.ERROR,
         location=key.place if key is not None else call_location(view, ranks) or call_location(view, every),
         evidence=(
@@ -99,7 +103,7 @@ def _by_size(view: Timeline, sized: CallBySize) -> Finding:
     return finding(
         view,
         ranks,
-        capitalised(text),
+        text,
         severity=Severity.ERROR,
         location=location_of(sized.frame),
         evidence=(*ended_process_evidence(view, ended), *where_evidence(view, sized.senders)),
@@ -109,7 +113,7 @@ def _by_size(view: Timeline, sized: CallBySize) -> Finding:
 
 def _key_never_logged(view: Timeline, ended: tuple[int, ...], others: tuple[int, ...]) -> LoggedKey | None:
     """The only monitored key that the others have never logged, if the aborted ranks were in such a callback."""
-    if not all(is_in(_MONITORS, stack_of(view, rank)) for rank in ended):
+    if not all(is_in(MONITORS, stack_of(view, rank)) for rank in ended):
         return None
     keys = {key.name: key for rank in others for key in view.facts[rank].steps.unmonitored}
     lacked = [key for key in keys.values() if all(key in view.facts[rank].steps.unmonitored for rank in others)]
@@ -122,7 +126,7 @@ def _continued(view: Timeline, ranks: tuple[int, ...]) -> Finding:
     frame = deepest_user_frame(view.witnesses[ended[0]].stack)
     text = (
         f"{clause(ranks, 'continued after an exception and skipped a collective that')} "
-        f"{clause(ended, 'was|were in')}{f' {place_words(frame)}' if frame else ''}: gloo ended "
+        f"{clause(ended, 'was|were in')}{at_words(frame)}: gloo ended "
         f"{verb(ended, 'its process', 'their processes')}, as it does when a process is sent more than it has room for."
     )
     caught = next((error for error in caught_by(view, ranks[0]) if not error.thread), None)
@@ -133,4 +137,26 @@ def _continued(view: Timeline, ranks: tuple[int, ...]) -> Finding:
         severity=Severity.ERROR,
         location=location_of(raised_at(caught)) if caught is not None else "",
         evidence=where_evidence(view, ranks),
+    )
+
+
+def misread_sizes(view: Timeline) -> Finding:
+    """NCCL has completed a call of ``torch.distributed`` with different ones, whose data is no size of anything."""
+    ranks = view.raised
+    facts = view.facts[ranks[0]]
+    frame = exception_place(facts)
+    assert facts.exception is not None
+    text = (
+        f"{ranks_words(ranks)} raised {error_words(facts.exception)}{at_words(frame)}, "
+        f"{batch_words(facts.progress)}{while_others_wait(view, ranks)}: no rank has sent this size, so ranks have "
+        "called different collectives, which NCCL has completed with each other."
+    )
+    return finding(
+        view,
+        ranks,
+        text,
+        severity=Severity.ERROR,
+        location=location_of(frame),
+        evidence=(*exception_evidence(facts), *where_evidence(view, view.facts)),
+        remedy=remedies.same_calls(view),
     )

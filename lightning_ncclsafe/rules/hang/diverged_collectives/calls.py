@@ -42,12 +42,15 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
     went_on, skipped = continuation(view, split, ranks)
     first = shift(view, split.group)
     # Ranks in a new call under a condition on the rank have called that, rather than skipped what others called.
-    is_alone = first is not None and first.ranks == first.others and conditions.keys() >= {*first.ranks}
-    is_alone = is_alone and all(_is_new(view, split, rank) for rank in ranks)
+    is_alone = (
+        first is not None
+        and first.ranks == first.others
+        and conditions.keys() >= {*first.ranks}
+        and all(_is_new(view, split, rank) for rank in ranks)
+    )
     # Without a majority, an exception shows which side it took past the other's call.
-    is_tied = first is not None and 2 * len(first.ranks) >= len(split.calls)
-    is_past = is_tied and bool(went_on or skipped)
-    if not ended and first is not None and not is_alone and not is_past:
+    is_past = first is not None and 2 * len(first.ranks) >= len(split.calls) and bool(went_on or skipped)
+    if first is not None and not ended and not is_alone and not is_past:
         return _shifted(view, split, first)
     text = f"{calls_words(view, split)} as number {split.seq} of {group_words(split.group)}"
     gone = f"The process of {ranks_words(ended)} has ended, {gloo_abort_words(view, ended)}." if ended else ""
@@ -58,19 +61,17 @@ def mismatch(view: Timeline, split: Divergence) -> Finding:
     is_line_concluded = any(call.site and deepest_user_frame(call.stack) is None for call in called)
     is_concluded = bool(ended) or (bool(why or is_line_concluded) and not conditions)
     is_guess = went_on is not None and 2 * len(ranks) >= len(split.calls)
-    is_of_these = first is not None and not is_alone and not {*first.ranks}.isdisjoint(ranks)
-    lines = (
-        location_of(went_on),
-        location_of(first.frame) if first is not None and is_of_these else "",
-        "" if is_alone else divergence_location(view, split, ranks),
-        call_location(view, ranks),
-    )
+    lines = [location_of(went_on)]
+    if not is_alone:
+        shifted_at = first.frame if first is not None and not {*first.ranks}.isdisjoint(ranks) else None
+        lines += [location_of(shifted_at), divergence_location(view, split, ranks)]
+    lines.append(call_location(view, ranks))
     return finding(
         view,
         ranks,
         joined(
             (
-                f"{capitalised(text)}: {_outcome_words(view, split)}.",
+                f"{text}: {_outcome_words(view, split)}.",
                 gone,
                 f"{where}{f', {why[ranks[0]]}' if ranks[0] in why else ''}.",
                 skipped,
@@ -102,7 +103,7 @@ def _shifted(view: Timeline, split: Divergence, first: Shift) -> Finding:
     return finding(
         view,
         first.ranks,
-        joined((f"{capitalised(first.words())}.", f"{capitalised(later)}: {_outcome_words(view, split)}.")),
+        joined((f"{first.words()}.", f"{capitalised(later)}: {_outcome_words(view, split)}.")),
         # What follows is the same again, and shows how far they are first.
         confidence=Confidence.CERTAIN if first.count and first.is_decided and first.frame else Confidence.LIKELY,
         location=location_of(first.frame) or call_location(view, first.ranks),
@@ -125,7 +126,7 @@ def unnoticed(view: Timeline, first: Shift) -> Finding:
     return finding(
         view,
         first.ranks,
-        f"{capitalised(text)}. {capitalised(others_wait(view))}.",
+        f"{text}. {capitalised(others_wait(view))}.",
         confidence=Confidence.CERTAIN if first.is_decided else Confidence.LIKELY,
         location=location_of(first.frame),
         evidence=where_evidence(view, view.facts),

@@ -10,16 +10,17 @@ from lightning_ncclsafe.rules.kit import (
     Confidence,
     Evidence,
     Finding,
+    Kind,
     Timeline,
     call_location,
     called_at,
     capitalised,
     clause,
     condition_evidence,
-    different_call_sites,
+    condition_of,
+    deepest_user_frame,
     different_waits,
     finding,
-    finished_early,
     group_words,
     how_we_know,
     in_own_call,
@@ -29,14 +30,15 @@ from lightning_ncclsafe.rules.kit import (
     line_passed,
     location_of,
     minority,
+    open_collectives,
     others_wait,
     out_of_step,
     place_words,
     positions,
     ranks_words,
+    signature,
+    under_rank_condition,
     wait_words,
-    waiting_apart,
-    waiting_for_finished,
     waits_for_silent_device,
     where_evidence,
     where_words,
@@ -65,9 +67,9 @@ def _in_calls_of_few(view: Timeline) -> tuple[int, ...]:
 
 def waits_for_none(view: Timeline) -> Finding | None:
     """The places where ranks wait show that they do not wait for each other."""
-    if conditioned := waiting_for_finished(view) or waiting_apart(view):
+    if conditioned := _waiting_for_finished(view) or _waiting_apart(view):
         return waits_elsewhere(view, conditioned)
-    if finished := finished_early(view):
+    if finished := _finished_early(view):
         where = place_words(called_at(view, view.waiting[0]))
         return _finding(
             view,
@@ -78,10 +80,60 @@ def waits_for_none(view: Timeline) -> Finding | None:
         )
     if (apart := _different_numbers(view)) is not None:
         return apart
-    if ranks := different_call_sites(view):
+    if ranks := _different_call_sites(view):
         text = f"{ranks_words(ranks)} joined the same collective from a different place than the other ranks"
         return _finding(view, ranks, f"{text}, {where_words(view, ranks[0])}")
     return None
+
+
+def _waiting_for_finished(view: Timeline) -> tuple[int, ...]:
+    """Ranks that wait under a condition on the rank for ranks that have all finished."""
+    if not view.behind or not {*view.behind} <= {*view.finished}:
+        return ()
+    return tuple(rank for rank in view.waiting if condition_of(view, rank))
+
+
+def _waiting_apart(view: Timeline) -> tuple[int, ...]:
+    """Ranks that wait under a condition on the rank, where all wait, some of them for devices that tell nothing.
+
+    Empty if one of them waits in the same call as a rank outside: then it only reads a result there.
+    """
+    is_unread = any(waits_for_silent_device(view.facts[rank]) for rank in view.waiting)
+    if not is_unread or view.silent or len(view.waiting) < len(view.facts):
+        return ()
+    apart = tuple(sorted(under_rank_condition(view, view.waiting)))
+    own, others = (
+        {(call.group, call.seq, signature(call)) for rank in ranks if (call := view.activities[rank].collective)}
+        for ranks in (apart, view.waiting_besides(apart))
+    )
+    return apart if own.isdisjoint(others) else ()
+
+
+def _finished_early(view: Timeline) -> tuple[int, ...]:
+    """The minority that has finished while all others wait at one line of the user's code."""
+    have_finished = {*view.behind} <= {*view.finished}
+    if not have_finished or 2 * len(view.behind) >= len(view.facts) or {*view.behind, *view.waiting} != {*view.facts}:
+        return ()
+    inside = (inside_trainer(view.facts[rank].stack) for rank in view.waiting)
+    lines = {deepest_user_frame(stack) for stack in inside}
+    return view.behind if len(lines) == 1 and None not in lines else ()
+
+
+def _different_call_sites(view: Timeline) -> tuple[int, ...]:
+    """Ranks that called the same collective from a different function than most did."""
+    sites: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank in view.waiting:
+        doing = view.activities[rank]
+        # With several outstanding, the stack shows nothing about the oldest.
+        is_sole = len([*open_collectives(view.facts[rank])]) == 1 and not doing.on_device
+        if doing.kind is not Kind.COLLECTIVE or doing.frame is None or not is_sole:
+            return ()
+        sites[(doing.frame.file, doing.frame.function)].append(rank)
+    if len(sites) < 2 or not any(view.joined(group) for group in view.groups):
+        return ()
+    most = max(sites.values(), key=len)
+    few = tuple(rank for who in sites.values() if who is not most for rank in who)
+    return tuple(sorted(few if len(few) < len(most) else (*few, *most)))
 
 
 def _different_numbers(view: Timeline) -> Finding | None:
@@ -125,7 +177,7 @@ def _finding(
     return finding(
         view,
         ranks,
-        f"{capitalised(text)}: {others_wait(view, ())}.",
+        f"{text}: {others_wait(view)}.",
         location=location,
         evidence=where_evidence(view, view.facts) if evidence is None else evidence,
     )
