@@ -21,7 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     forget,
     timeline,
     with_caught,
-    with_thread_locks,
+    with_threads,
 )
 from lightning_ncclsafe.rules.unknowns import unknowns
 
@@ -50,7 +50,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     others = Findings(every)
     kept = [(rule, finding) for rule, finding in every if not rule.is_superseded(finding, others)]
     findings = with_caught(sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence)), job)
-    findings = with_thread_locks(findings, job)
+    findings = with_threads(findings, job)
     findings = [_with_hosts(finding, job) for finding in _with_past_lateness(findings, job)]
     forget()
     return Diagnosis(job=job, findings=tuple(findings), unanswered=(*missing, *failures))
