@@ -230,7 +230,16 @@ OF_MULTIPROCESSING: dict[str, Callable[[], object]] = {
 }
 ALL = OF_TORCH | OF_LIGHTNING | OF_OTHERS | OF_MULTIPROCESSING
 # Python's own that are documented.
-_OF_PYTHON = {"_exit", "_getframe", "_current_exceptions", "_current_frames", "_closed", "_fields", "_replace"}
+_OF_PYTHON = {
+    "_exit",
+    "_getframe",
+    "_current_exceptions",
+    "_current_frames",
+    "_closed",
+    "_fields",
+    "_replace",
+    "_WorkItem",
+}
 
 
 def options_of_backends() -> Iterator[Callable[[], Any]]:

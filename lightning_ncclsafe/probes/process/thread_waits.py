@@ -24,11 +24,10 @@ from lightning_ncclsafe.probes.process.stacks import (
     with_source_in_time,
 )
 
-# Code that waits for a thread to end, for one future, or for several; and code that runs the task of a future.
+# Code that waits for a thread to end, for one future, or for several.
 _JOIN = threading.Thread.join.__code__
 _OF_ONE = (futures.Future.result.__code__, futures.Future.exception.__code__)
 _OF_SEVERAL = (futures.wait.__code__, futures.as_completed.__code__)
-_TASK = pools._WorkItem.run.__code__
 
 
 def waited_for() -> AwaitedThread | None:
@@ -54,9 +53,11 @@ def _awaited() -> Iterator[int]:
 
 def _running(awaited: list[Any]) -> Iterator[int]:
     """The threads whose tasks complete these futures."""
+    # Not when this is imported: it is private, and a Python without it lacks this fact alone.
+    task = pools._WorkItem.run.__code__
     wanted = {id(future) for future in awaited if future is not None}
     for ident, innermost in sys._current_frames().items():
-        if any(id(_future(frame)) in wanted for frame, _ in traceback.walk_stack(innermost) if frame.f_code is _TASK):
+        if any(id(_future(frame)) in wanted for frame, _ in traceback.walk_stack(innermost) if frame.f_code is task):
             yield ident
 
 
