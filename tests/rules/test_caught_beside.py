@@ -317,6 +317,9 @@ def test_a_rank_that_failed_elsewhere_does_not_wait_there() -> None:
     assert "Rank 0 waits for its thread 'writer', which is at train.py:31 in upload." in finding.summary
 
 
-def test_only_the_first_finding_about_such_a_rank_tells_its_thread() -> None:
-    findings = judge(behind(_awaited(user("upload", 31)))).findings
-    assert sum("its thread 'writer'" in one.summary for one in findings) == 1
+def test_only_the_first_finding_and_its_first_rank_tell_a_thread() -> None:
+    one = _awaited(user("upload", 31))
+    two, three = (replace(one, rank=rank, stack=(user("step", line), JOIN)) for rank, line in ((1, 80), (2, 90)))
+    findings = judge(job(one, two, three, GLOO.waiting(3, seq=61))).findings
+    assert [finding.ranks for finding in findings] == [(0, 1), (2,)]
+    assert [finding.summary.count("its thread 'writer'") for finding in findings] == [1, 0]
