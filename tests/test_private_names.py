@@ -220,13 +220,14 @@ OF_OTHERS: dict[str, Callable[[], object]] = {
     "_get_file_writer": said_in("torch.utils.tensorboard.writer", "_get_file_writer"),
     "_file_name": said_in("tensorboard.summary.writer.event_file_writer", "_file_name"),
 }
-# Of Python's multiprocessing.
+# Of Python's multiprocessing and concurrent.futures.
 OF_MULTIPROCESSING: dict[str, Callable[[], object]] = {
     "_children": said_in("multiprocessing.process", "_children"),
     "_flag": lambda: multiprocessing.Event()._flag.release,  # type: ignore[attr-defined]
     "_popen": said_in("multiprocessing.process", "_popen"),
     "_reader": lambda: multiprocessing.Queue()._reader.fileno(),  # type: ignore[attr-defined]
     "_recv": takes("multiprocessing.connection", "Connection._recv", None, 1, None),
+    "_WorkItem": has(lambda: importlib.import_module("concurrent.futures.thread"), "_WorkItem"),
     "_wlock": lambda: multiprocessing.Queue()._wlock.acquire(timeout=1),  # type: ignore[attr-defined]
 }
 ALL = OF_TORCH | OF_LIGHTNING | OF_OTHERS | OF_MULTIPROCESSING

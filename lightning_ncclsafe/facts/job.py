@@ -13,6 +13,7 @@ from lightning_ncclsafe.facts.frames import CaughtException, ExceptionFacts, Fra
 from lightning_ncclsafe.facts.machine import HostFacts, MachineFacts, TriedAddress
 from lightning_ncclsafe.facts.preflight import PreflightFacts
 from lightning_ncclsafe.facts.processes import (
+    AwaitedThread,
     ChildProcess,
     FileLockFacts,
     InspectionFacts,
@@ -94,6 +95,7 @@ class RankFacts:
         awaited_processes: The child process that its main thread waits for, and those that this one has started.
         file_lock: The lock on a file that its main thread waits for; None if it waits for none.
         thread_lock: The thread lock that its main thread waits for; None if none is known.
+        awaited_thread: The thread of its process that its main thread waits for; None if none is known.
         held_locks: Paths of the files on which its process holds a lock.
         loaders: Dataloaders of the current loop.
         data: The dataloaders of a stage, for comparison; None if the incident is not about data.
@@ -133,6 +135,7 @@ class RankFacts:
     awaited_processes: tuple[ChildProcess, ...] = ()
     file_lock: FileLockFacts | None = None
     thread_lock: ThreadLockFacts | None = None
+    awaited_thread: AwaitedThread | None = None
     held_locks: tuple[str, ...] = ()
     loaders: tuple[LoaderFacts, ...] = ()
     data: DataFacts | None = None

@@ -156,6 +156,19 @@ class ThreadLockFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AwaitedThread:
+    """The thread of its own process that a rank's main thread waits for: for its end, or for a task that it runs.
+
+    Attributes:
+        name: Its name.
+        stack: Where it is, outermost frame first.
+    """
+
+    name: str
+    stack: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledActivity:
     """What the main thread of a rank was doing in some of the samples of its stack.
 

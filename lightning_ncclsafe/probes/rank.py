@@ -35,6 +35,7 @@ from lightning_ncclsafe.probes.process import (
     lock_waits,
     stacks,
     thread_locks,
+    thread_waits,
     traceback_signal,
 )
 from lightning_ncclsafe.probes.process.caught import CaughtExceptions
@@ -252,6 +253,7 @@ class RankProbe:
             "loaders": self._trainer.loaders,
             "loggers": self._loggers,
             "thread_lock": thread_locks.waited_for,
+            "awaited_thread": thread_waits.waited_for,
             "peers": lambda: tuple(self.look_at_peer(peer) for peer in self.peers),
             "host_facts": self._host_facts,
             "file_lock": lock_waits.waited_for,

@@ -21,7 +21,7 @@ from lightning_ncclsafe.rules.kit import (
     forget,
     timeline,
     with_caught,
-    with_thread_locks,
+    with_threads,
 )
 from lightning_ncclsafe.rules.unknowns import unknowns
 
@@ -50,7 +50,7 @@ def judge(job: JobFacts, rules: Sequence[Rule[Any]] = HANG_RULES) -> Diagnosis:
     others = Findings(every)
     kept = [(rule, finding) for rule, finding in every if not rule.is_superseded(finding, others)]
     kept = sorted(kept, key=lambda pair: _CONFIDENCES.index(pair[1].confidence))
-    findings = with_thread_locks(with_caught(kept, job), job)
+    findings = with_threads(with_caught(kept, job), job)
     if kept and _has_own_remedy(*kept[0], job):
         findings[0] = replace(findings[0], remedy=kept[0][1].remedy)
     findings = [_with_hosts(finding, job) for finding in _with_past_lateness(findings, job)]

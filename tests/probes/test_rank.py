@@ -36,7 +36,7 @@ from lightning_ncclsafe.probes.trainer.state import TrainerProbe
 AMPLE_S = 20.0
 BEFORE_HOST_FACTS = [
     *("trainer", "steps", "caught", "failed_save", "stack", "thread_stack", "collectives", "units", "loaders"),
-    *("loggers", "thread_lock", "peers"),
+    *("loggers", "thread_lock", "awaited_thread", "peers"),
 ]
 AFTER_HOST_FACTS = ["file_lock", "held_locks", "awaited_processes", "workers", "storage", "versions"]
 

@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_ncclsafe.facts import ThreadLockFacts
-from lightning_ncclsafe.probes.process import stacks, thread_locks
+from lightning_ncclsafe.probes.process import thread_locks
 
 HERE = str(Path(__file__))
 WAIT_S = 20.0
@@ -45,23 +45,6 @@ class Table:
 def line_of(mark: str) -> int:
     lines = Path(HERE).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# <- {mark}"))
-
-
-@pytest.fixture(name="training")
-def _training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], None]], threading.Thread]]:
-    """Lets a thread train that calls this."""
-    threads: list[threading.Thread] = []
-
-    def train(call: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=call, daemon=True)
-        monkeypatch.setattr(stacks, "_trains", thread)
-        thread.start()
-        threads.append(thread)
-        return thread
-
-    yield train
-    for thread in threads:
-        thread.join(WAIT_S)
 
 
 def seen(thread: threading.Thread) -> ThreadLockFacts | None:

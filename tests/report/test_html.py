@@ -23,7 +23,7 @@ from incidents import (
     recorded_incident,
 )
 
-from lightning_ncclsafe.facts import ExceptionFacts
+from lightning_ncclsafe.facts import AwaitedThread, ExceptionFacts, Frame
 from lightning_ncclsafe.facts.findings import Diagnosis
 from lightning_ncclsafe.report.html.page import render_html
 
@@ -270,6 +270,15 @@ def test_stacks_seen_by_other_ranks_are_shown() -> None:
     html = render_html(replace(incident_of(4), job=job))
     assert html.count("<h3>4 workers of rank 0</h3>") == 1
     assert "score = self.score(image)" in html[: html.index("Where ranks stand")]
+
+
+def test_the_stack_of_an_awaited_thread_is_shown() -> None:
+    base = incident_of(4)
+    awaited = AwaitedThread(name="writer", stack=(Frame(file="/train.py", line=7, function="put", code="send(part)"),))
+    ranks = tuple(replace(facts, awaited_thread=awaited) for facts in base.job.ranks)
+    html = render_html(replace(base, job=replace(base.job, ranks=ranks)))
+    _, title, rest = html.partition("<h3>The thread that rank 0 waits for</h3>")
+    assert title and "send(part)" in rest.partition("</div>")[0]
 
 
 def test_hosts_are_shown_by_rank_or_as_a_range() -> None:

@@ -34,6 +34,7 @@ from builders import (
 )
 
 from lightning_ncclsafe.facts import (
+    AwaitedThread,
     Frame,
     MachineFacts,
     MainThreadFacts,
@@ -47,6 +48,7 @@ from lightning_ncclsafe.rules.kit.purpose import purpose_words
 
 STEP = user("training_step", 40, code="loss = self.model(x)")
 MONITORED = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=5400, function="monitored_barrier")
+SHARDED_SAVE = Frame(file=f"{SITE}/torch/distributed/checkpoint/state_dict_saver.py", line=500, function="write_data")
 PICKLING = Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=3000, function="_object_to_tensor")
 DDP_FORWARD = Frame(file=f"{SITE}/torch/nn/parallel/distributed.py", line=1600, function="forward")
 FETCHER = Frame(file=f"{SITE}/lightning/pytorch/loops/fetchers.py", line=60, function="__next__")
@@ -98,6 +100,52 @@ SWEEP = Frame(file=f"{SITE}/wandb/sdk/launch/agent.py", line=1, function="run")
 )
 def test_kinds_by_stack(stack: tuple[Frame, ...], kind: Kind) -> None:
     assert activity(GLOO.rank(0, *stack, seq=5)).kind is kind
+
+
+JOIN = Frame(file=f"{SITE}/../threading.py", line=1149, function="join")
+THREAD_RUN = Frame(file=f"{SITE}/../threading.py", line=1012, function="run")
+
+
+def waiting_for(*frames: Frame, main: tuple[Frame, ...] = (STEP, JOIN)) -> RankFacts:
+    """A rank whose main thread waits for a thread that is there."""
+    return replace(GLOO.rank(0, *main, seq=5), awaited_thread=AwaitedThread(name="writer", stack=(THREAD_RUN, *frames)))
+
+
+@pytest.mark.parametrize(
+    ("stack", "kind"),
+    [
+        ((SHARDED_SAVE, user("write_data", 9)), Kind.CHECKPOINT),
+        ((user("write", 8), TORCH_SAVE), Kind.CHECKPOINT),
+        ((user("log", 8), TENSORBOARD, FLUSH), Kind.LOGGER),
+        ((SHARDED_SAVE, ALL_REDUCE), Kind.COLLECTIVE),
+        ((MONITORED,), Kind.STORE),
+        ((user("fetch", 8), NEXT_DATA), Kind.USER),
+        ((user("step", 8), ENGINE), Kind.USER),
+        ((user("upload", 8),), Kind.USER),
+        ((), Kind.USER),
+    ],
+)
+def test_the_kind_of_a_rank_that_waits_for_its_thread_is_what_that_one_is_in(
+    stack: tuple[Frame, ...], kind: Kind
+) -> None:
+    doing = activity(waiting_for(*stack))
+    assert doing.kind is kind
+    assert (doing.place, doing.waits_alone) == (STEP, kind is Kind.USER)
+
+
+def test_a_thread_that_is_no_longer_awaited_does_not_count() -> None:
+    assert activity(waiting_for(TORCH_SAVE, main=(STEP,))).kind is Kind.USER
+    assert activity(waiting_for(TORCH_SAVE, main=(STEP, JOIN, user("handler", 4)))).kind is Kind.USER
+
+
+def test_the_main_threads_own_kind_comes_first() -> None:
+    assert activity(waiting_for(TORCH_SAVE, main=(TENSORBOARD, FLUSH, JOIN))).kind is Kind.LOGGER
+
+
+def test_a_thread_that_saves_predictions_saves_no_checkpoint() -> None:
+    waiting = waiting_for(TORCH_SAVE)
+    predicts = replace(waiting, progress=replace(waiting.progress, phase=Phase.PREDICT))
+    assert activity(predicts).kind is Kind.USER
 
 
 def test_backward_waits_only_with_a_collective_outstanding() -> None:

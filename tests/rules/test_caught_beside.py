@@ -10,6 +10,7 @@ from builders import (
     NCCL,
     NEXT,
     NEXT_DATA,
+    TORCH_SAVE,
     TRAINING_STEP,
     USER_FILE,
     Backend,
@@ -22,6 +23,7 @@ from builders import (
 from judged import first
 
 from lightning_ncclsafe.facts import (
+    AwaitedThread,
     CaughtException,
     EndedProcess,
     Frame,
@@ -273,3 +275,51 @@ def test_a_lock_that_is_taken_again_is_reported_as_that() -> None:
     finding = first(_locked(is_own=True, thread="MainThread"))
     assert "which the same thread has already taken at train.py:19 in consume." in finding.summary
     assert finding.remedy.startswith("Take the lock once")
+
+
+JOIN = Frame(file="/usr/lib/python3.12/threading.py", line=1149, function="join")
+
+
+def _awaited(*stack: Frame) -> RankFacts:
+    thread = AwaitedThread(name="writer", stack=stack)
+    return replace(GLOO.rank(0, user("step", 80), JOIN, seq=60, action=TRAINING_STEP), awaited_thread=thread)
+
+
+def test_the_awaited_thread_is_reported_beside_the_cause() -> None:
+    finding = first(behind(_awaited(JOIN, user("upload", 31, code="put(part)"), QUEUE_GET, CONDITION)))
+    assert (finding.rule, finding.ranks, finding.location) == ("rank-behind", (0,), f"{USER_FILE}:80 in step")
+    told = "Rank 0 waits there for its thread 'writer', which is at train.py:31 in upload."
+    assert finding.summary.endswith(told)
+    seen = f"Its thread 'writer' is at {USER_FILE}:31 in upload: put(part)"
+    assert [item.text for item in finding.evidence if "Its thread" in item.text] == [seen]
+
+
+def test_a_thread_in_no_code_of_the_user_is_told_with_its_deepest_frame() -> None:
+    assert "which is at threading.py:355 in wait." in first(behind(_awaited(QUEUE_GET, CONDITION))).summary
+
+
+def test_a_thread_that_saves_makes_it_a_checkpoint() -> None:
+    finding = first(behind(_awaited(TORCH_SAVE)))
+    assert (finding.rule, finding.ranks, finding.location) == ("slow-checkpoint", (0,), f"{USER_FILE}:80 in step")
+    assert "Rank 0 waits there for its thread 'writer', which is at serialization.py:950 in save." in finding.summary
+
+
+def test_a_thread_in_a_handler_of_python_makes_it_that_logger() -> None:
+    handlers = Frame(file="/usr/lib/python3.12/logging/__init__.py", line=1700, function="callHandlers")
+    finding = first(behind(_awaited(user("tell", 8), handlers)))
+    assert finding.rule == "slow-logger" and "a handler of Python's logging" in finding.summary
+    assert finding.remedy.startswith("Take the handler off")
+
+
+def test_a_rank_that_failed_elsewhere_does_not_wait_there() -> None:
+    finding = first(behind(raised(_awaited(user("upload", 31)), "KeyError", "'label'", user("feed", 12))))
+    assert finding.rule == "failed-rank"
+    assert "Rank 0 waits for its thread 'writer', which is at train.py:31 in upload." in finding.summary
+
+
+def test_only_the_first_finding_and_its_first_rank_tell_a_thread() -> None:
+    one = _awaited(user("upload", 31))
+    two, three = (replace(one, rank=rank, stack=(user("step", line), JOIN)) for rank, line in ((1, 80), (2, 90)))
+    findings = judge(job(one, two, three, GLOO.waiting(3, seq=61))).findings
+    assert [finding.ranks for finding in findings] == [(0, 1), (2,)]
+    assert [finding.summary.count("its thread 'writer'") for finding in findings] == [1, 0]

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.facts.findings import Diagnosis
-from lightning_ncclsafe.rules.kit.wording import capitalised, ranks_words
+from lightning_ncclsafe.rules.kit.wording import capitalised, clause, ranks_words
 
 _MOST_STACKS = 16
 _MOST_FRAMES = 80
@@ -18,7 +18,7 @@ _FEW_FRAMES = 3
 _INNERMOST = 2
 _PACKAGES = "-packages/"
 _INSTALLED = re.compile(r".*(?:-packages|/lib/python3\.\d+)/")
-# Stacks that other ranks have read: of workers, and of ranks that did not answer.
+# Stacks of awaited threads, and those that other ranks have read: of workers, and of ranks that did not answer.
 _MOST_SEEN = 6
 
 
@@ -102,7 +102,8 @@ def stacks_of(diagnosis: Diagnosis) -> Stacks:
 
 
 def _seen_from_outside(diagnosis: Diagnosis, named: set[int]) -> Iterator[tuple[str, bool, tuple[Frame, ...]]]:
-    """Title, whether a finding names the rank, and frames, of stacks of workers and silent ranks."""
+    """Title, whether a finding names the rank, and frames, of stacks of awaited threads, workers and silent ranks."""
+    yield from _of_awaited_threads(diagnosis, named)
     alike: dict[tuple[int, tuple[Frame, ...]], list[int]] = defaultdict(list)
     for facts in diagnosis.job.ranks:
         for worker in facts.workers if facts.rank in named else ():
@@ -114,6 +115,15 @@ def _seen_from_outside(diagnosis: Diagnosis, named: set[int]) -> Iterator[tuple[
     for process in diagnosis.job.witnessed:
         if process.stack:
             yield f"Rank {process.rank}, as seen from outside", process.rank in named, process.stack
+
+
+def _of_awaited_threads(diagnosis: Diagnosis, named: set[int]) -> Iterator[tuple[str, bool, tuple[Frame, ...]]]:
+    alike: dict[tuple[Frame, ...], list[int]] = defaultdict(list)
+    for facts in diagnosis.job.ranks:
+        if facts.rank in named and facts.awaited_thread is not None:
+            alike[facts.awaited_thread.stack].append(facts.rank)
+    for stack, ranks in alike.items():
+        yield f"The thread{'s' * (len(ranks) > 1)} that {clause(ranks, 'waits|wait')} for", True, stack
 
 
 def _in_common(stacks: Sequence[tuple[Frame, ...]]) -> int:

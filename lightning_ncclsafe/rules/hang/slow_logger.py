@@ -11,13 +11,14 @@ from lightning_ncclsafe.code.libraries import (
     WANDB_RUN,
 )
 from lightning_ncclsafe.code.marks import Mark
-from lightning_ncclsafe.facts import LoggerFacts, RankFacts
+from lightning_ncclsafe.facts import Frame, LoggerFacts, RankFacts
 from lightning_ncclsafe.rules.kit import (
     Evidence,
     Finding,
     Kind,
     Plan,
     Timeline,
+    awaited_thread,
     directories,
     directory_words,
     duration_words,
@@ -91,7 +92,14 @@ def slow_logger(view: Timeline) -> Iterator[Finding]:
 
 def _is_in_pythons(facts: RankFacts) -> bool:
     """Whether it is a handler of Python's logging that holds it up, called by the user's code."""
-    return is_in(PYTHON_LOGGING, facts.stack) and not is_in(LOGGING | LOG_WRITERS, facts.stack)
+    stack = _with_thread(facts)
+    return is_in(PYTHON_LOGGING, stack) and not is_in(LOGGING | LOG_WRITERS, stack)
+
+
+def _with_thread(facts: RankFacts) -> tuple[Frame, ...]:
+    """The main thread's frames, and those of the thread that it waits for."""
+    thread = awaited_thread(facts)
+    return (*facts.stack, *(thread.stack if thread is not None else ()))
 
 
 def _logger_evidence(facts: RankFacts) -> Iterator[Evidence]:
@@ -108,7 +116,7 @@ def _logger_evidence(facts: RankFacts) -> Iterator[Evidence]:
 
 def _call(facts: RankFacts) -> str:
     """The outermost call of a logging library, ``"SummaryWriter.flush"``; empty if none is known."""
-    for frame in facts.stack:
+    for frame in _with_thread(facts):
         if frame.mark == Mark.LOGGER and not frame.function.startswith("_"):
             return f"{_OFFLOAD}.{frame.function}"
         for code, owner in _OWNERS:

@@ -12,6 +12,7 @@ from lightning_ncclsafe.code.marks import Mark
 from lightning_ncclsafe.facts import (
     VOTE_GROUPS,
     Action,
+    AwaitedThread,
     Branch,
     Collective,
     Decides,
@@ -47,6 +48,10 @@ class Kind(str, Enum):
     LIGHTNING = "Lightning"
     """Lightning's or another library's code, with no user code below the Trainer."""
     FINISHED = "finished"
+
+
+# What a thread may be in to be waited for by the user's code: a save, a logger, or the wait for other ranks.
+_KINDS_OF_THREADS = (Kind.CHECKPOINT, Kind.LOGGER, Kind.COLLECTIVE, Kind.STORE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +198,7 @@ def activity(facts: RankFacts) -> Activity:
     landmark, outer = _innermost_landmark(inside)
     collective = outstanding_collective(facts)
     kind, call = _kind(facts, landmark, collective)
+    kind, call = _of_thread(facts) if kind is Kind.USER else (kind, call)
     action = innermost_action(facts.progress)
     condition, frame = _rank_condition(outer)
     return Activity(
@@ -266,6 +272,11 @@ def below_user(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 def _last_user(stack: tuple[Frame, ...]) -> int:
     return max((depth for depth, frame in enumerate(stack) if frame.user), default=-1)
+
+
+def awaited_thread(facts: RankFacts) -> AwaitedThread | None:
+    """The thread that a rank's main thread waits for, if its stack shows that it still waits; None if it does not."""
+    return facts.awaited_thread if is_in(libraries.WAITS_FOR_OTHERS, below_user(facts.stack)) else None
 
 
 def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:
@@ -405,6 +416,16 @@ def _call_without_landmark(facts: RankFacts, collective: Collective | None) -> s
     if collective is None and facts.stack and _waits_in_c(facts):
         return "wait"
     return "what is queued on a GPU" if waits_for_silent_device(facts) else None
+
+
+def _of_thread(facts: RankFacts) -> tuple[Kind, str]:
+    """The same of the user's code on the main thread, which is what the thread is in that it waits for."""
+    thread = awaited_thread(facts)
+    landmark, _ = _innermost_landmark(thread.stack) if thread is not None else (None, ())
+    if landmark is None or landmark.kind not in _KINDS_OF_THREADS:
+        return Kind.USER, ""
+    is_prediction = landmark.kind is Kind.CHECKPOINT and facts.progress.phase is Phase.PREDICT
+    return (Kind.USER, "") if landmark.weak or is_prediction else (landmark.kind, landmark.call)
 
 
 def _waits_in_c(facts: RankFacts) -> bool:

@@ -1,19 +1,13 @@
-"""Ranks that wait for a file lock or a lock between threads, and who holds it, as far as ranks see it together."""
+"""Ranks that wait for a file lock, and who holds it, as far as ranks see it together."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lightning_ncclsafe.facts import FileLockFacts, JobFacts, LockHolder, RankFacts, ThreadLockFacts
-from lightning_ncclsafe.facts.findings import Evidence, Finding
-from lightning_ncclsafe.rules.kit.activity import Activity, Kind, deepest_user_frame, hardly_runs
-from lightning_ncclsafe.rules.kit.wording import at_words, duration_words, joined, short_location
+from lightning_ncclsafe.facts import FileLockFacts, LockHolder, RankFacts
+from lightning_ncclsafe.rules.kit.activity import Activity, Kind, hardly_runs
+from lightning_ncclsafe.rules.kit.wording import duration_words
 
 _OLD_S = 60.0
-_REMEDY_THREADS = (
-    "Let no thread wait for anything else while it holds a lock: for a queue, another thread, a server. Take several "
-    "locks in the same order everywhere."
-)
-_REMEDY_AGAIN = "Take the lock once, in the outer function only, or make it a threading.RLock."
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +102,3 @@ def with_lock(doing: Activity, wait: LockWait | None) -> Activity:
         waits_alone=doing.waits_alone and not wait.is_for_peer,
         waits_for_holder=wait.is_for_peer,
     )
-
-
-def with_thread_locks(findings: Iterable[Finding], job: JobFacts) -> list[Finding]:
-    """The same findings; the first also names the thread that holds the lock its rank waits for."""
-    locks = {facts.rank: facts.thread_lock for facts in job.ranks if facts.thread_lock is not None}
-    completed = list(findings)
-    waiting = [rank for finding in completed[:1] for rank in finding.ranks if rank in locks]
-    for rank in waiting[:1]:
-        lock, first = locks[rank], completed[0]
-        frame = deepest_user_frame(lock.stack)
-        where = f"; it is at {short_location(frame)}" if frame is not None and not lock.is_own else ""
-        taken = at_words(lock.taken_at)
-        holder = "the same thread has already taken" if lock.is_own else f"its thread {lock.thread!r} has taken"
-        text = f"Rank {rank} waits there for `{lock.lock}`, which {holder}{taken}{where}."
-        completed[0] = replace(
-            first,
-            summary=joined((first.summary, text)),
-            evidence=(*first.evidence, *(_thread_evidence(rank, lock) if where else ())),
-            remedy=_REMEDY_AGAIN if lock.is_own else _REMEDY_THREADS,
-        )
-    return completed
-
-
-def _thread_evidence(rank: int, lock: ThreadLockFacts) -> Iterator[Evidence]:
-    frame = lock.stack[-1]
-    yield Evidence(source="stack", rank=rank, text=f"Its thread {lock.thread!r} is in {short_location(frame)}.")
