@@ -51,6 +51,19 @@ def test_an_all_gather_of_different_sizes_is_legal() -> None:
     assert found_in([[(2, 4)], [(2, 8)]]) is None
 
 
+def test_one_operation_may_be_called_by_different_functions() -> None:
+    assert found_in([[(2, 4)], [(3, 4)]]) is None
+    assert found_in([[(2, 4)], [(3, 4)], [(1, 4)]]) is not None
+
+
+def test_four_different_calls_are_named_and_the_ranks_of_others_counted() -> None:
+    found = found_in([[(0, 4 + rank // 2)] for rank in range(16)])
+    assert found is not None
+    named = [(one.size_bytes, one.ranks) for one in found.calls]
+    assert named == [(4, (0, 1)), (5, (2, 3)), (6, (4, 5)), (7, (6, 7))]
+    assert found.other_ranks == 8
+
+
 def test_equal_calls_are_no_mispairing() -> None:
     assert found_in([[(0, 4), (1, 8)], [(0, 4), (1, 8)]]) is None
 
