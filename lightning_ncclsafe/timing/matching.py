@@ -159,8 +159,10 @@ class Matcher:
         clocks = [self._clocks.get(rank, Clock()) for rank in group.ranks]
         offset_ns = np.array([clock.offset_ns for clock in clocks], dtype=np.int64)
         seq, arrival_ns = table["seq"][0], table["created_ns"] - offset_ns[:, None]
-        self.mispairing = self.mispairing or self._mispairing(group, table, arrival_ns)
         last_seq, before_ns = self._last.get(group.name, (-1, arrival_ns[:, 0]))
+        # Where numbers begin again, a group has been made again, and its calls may be those of different ones.
+        later = seq > last_seq
+        self.mispairing = self.mispairing or self._mispairing(group, table[:, later], arrival_ns[:, later])
         self._last[group.name] = (int(seq[-1]), arrival_ns[:, -1].copy())
         return MatchedCalls(
             group=group,
@@ -179,6 +181,8 @@ class Matcher:
 
     def _mispairing(self, group: GroupMembers, table: Calls, arrival_ns: NDArray[Any]) -> Mispairing | None:
         """The first column in which ranks differ, if it has ended on all of them; shapes are (R, K)."""
+        if not table.size:
+            return None
         op, size_bytes = table["op"], table["size_bytes"]
         has_equal_sizes = np.isin(op[0], [self._ops[name] for name in _OF_EQUAL_SIZES & self._ops.keys()])
         # Ranks may call one operation by different functions, all_gather and all_gather_into_tensor.

@@ -78,6 +78,18 @@ def test_calls_of_different_times_belong_to_two_groups_of_one_name() -> None:
     assert found_in([[(0, 4)], [(1, 4)]], late_ns=4 * S) is not None
 
 
+def test_a_group_that_is_made_again_under_its_name_may_call_something_else() -> None:
+    matcher = Matcher()
+    group = GroupMembers(name="0", ranks=(0, 1), backend="nccl")
+    for time, ops in enumerate([(0, 0), (0, 1)]):
+        rows = [call(rank, 1, time * MS, op=op, duration_ns=MS) for rank, op in enumerate(ops)]
+        matcher.add(window(rows, groups=[group], ops=OPS, clocks=known(range(2))))
+    assert matcher.mispairing is None
+    rows = [call(rank, 2, 3 * MS, op=rank, duration_ns=MS) for rank in range(2)]
+    matcher.add(window(rows, groups=[group], ops=OPS, clocks=known(range(2))))
+    assert matcher.mispairing is not None
+
+
 def test_times_are_those_of_one_clock() -> None:
     matcher = Matcher()
     group = GroupMembers(name="0", ranks=(0, 1), backend="nccl")
