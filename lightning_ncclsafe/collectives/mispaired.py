@@ -12,6 +12,7 @@ from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.probes.process.stacks import call_site, with_source
 from lightning_ncclsafe.recorder.model import backend_of, group_of, seq_of
 from lightning_ncclsafe.report.lines import safe
+from lightning_ncclsafe.rules.kit.activity import deepest_user_frame
 from lightning_ncclsafe.rules.kit.wording import capitalised, group_words, location_of, ranks_words, size_words
 from lightning_ncclsafe.timing.matching import Mispairing, PairedCall
 
@@ -19,6 +20,8 @@ from lightning_ncclsafe.timing.matching import Mispairing, PairedCall
 def mispairing_words(found: Mispairing) -> str:
     """What ranks have called, what follows and what to do, in one line."""
     calls = [f"{_call_words(call)} on {ranks_words(call.ranks)}" for call in found.calls]
+    if found.other_ranks:
+        calls.append(f"something else on {found.other_ranks:,} more rank{'s' * (found.other_ranks > 1)}")
     return safe(
         f"collectives of different kinds have completed with each other: number {found.seq} of "
         f"{group_words(found.group, found.description)}, at training batch {found.step}, is "
@@ -35,9 +38,9 @@ def own_call_words(found: Mispairing, rank: int) -> str:
     """
     own = next((call for call in found.calls if call.ranks[0] == rank), None)
     frames = _stack(found, own) if own is not None else ()
-    at = next((frame for frame in reversed(frames) if frame.user), frames[-1] if frames else None)
-    if own is None or at is None:
+    if own is None or not frames:
         return ""
+    at = deepest_user_frame(frames) or frames[-1]
     code = f": {at.code}" if at.code else ""
     return safe(f"{capitalised(ranks_words([rank]))} called its {_call_words(own)} in {location_of(at)}{code}")
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_ncclsafe.timing.summary import plain_op
 from lightning_ncclsafe.timing.windows import UNKNOWN_NS, Calls, Clock, GroupMembers, Window
 
 # Most rows, of all groups together, that wait for a member's calls: 64 MB.
@@ -21,6 +22,8 @@ _OF_EQUAL_SIZES = frozenset(
 )
 # Calls that are further apart may be those of two groups of one name, the second made after the first has ended.
 _SAME_TIME_NS = 5_000_000_000
+# Each rank may give another size; all ranks read what was found, and each call is told by one of them.
+_MOST_DIFFERENT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,8 @@ class Mispairing:
         description: Its purpose.
         seq: The number of the call.
         step: Training batch that the first rank called it in.
-        calls: The different calls, those of most ranks first.
+        calls: The different calls, those of most ranks first; the first four.
+        other_ranks: How many ranks have made other calls than these.
     """
 
     group: str
@@ -57,6 +61,7 @@ class Mispairing:
     seq: int
     step: int
     calls: tuple[PairedCall, ...]
+    other_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +159,10 @@ class Matcher:
         clocks = [self._clocks.get(rank, Clock()) for rank in group.ranks]
         offset_ns = np.array([clock.offset_ns for clock in clocks], dtype=np.int64)
         seq, arrival_ns = table["seq"][0], table["created_ns"] - offset_ns[:, None]
-        self.mispairing = self.mispairing or self._mispairing(group, table, arrival_ns)
         last_seq, before_ns = self._last.get(group.name, (-1, arrival_ns[:, 0]))
+        # Where numbers begin again, a group has been made again, and its calls may be those of different ones.
+        later = seq > last_seq
+        self.mispairing = self.mispairing or self._mispairing(group, table[:, later], arrival_ns[:, later])
         self._last[group.name] = (int(seq[-1]), arrival_ns[:, -1].copy())
         return MatchedCalls(
             group=group,
@@ -174,9 +181,14 @@ class Matcher:
 
     def _mispairing(self, group: GroupMembers, table: Calls, arrival_ns: NDArray[Any]) -> Mispairing | None:
         """The first column in which ranks differ, if it has ended on all of them; shapes are (R, K)."""
+        if not table.size:
+            return None
         op, size_bytes = table["op"], table["size_bytes"]
         has_equal_sizes = np.isin(op[0], [self._ops[name] for name in _OF_EQUAL_SIZES & self._ops.keys()])
-        differs = (op != op[0]).any(axis=0) | (has_equal_sizes & (size_bytes != size_bytes[0]).any(axis=0))
+        # Ranks may call one operation by different functions, all_gather and all_gather_into_tensor.
+        kinds: dict[str, int] = {}
+        kind = np.array([kinds.setdefault(plain_op(name), len(kinds)) for name in self._ops])[op]
+        differs = (kind != kind[0]).any(axis=0) | (has_equal_sizes & (size_bytes != size_bytes[0]).any(axis=0))
         # Only back ends that time calls on the device complete different ones with each other.
         differs &= durations_known(table["duration_ns"]) & (np.ptp(arrival_ns, axis=0) < _SAME_TIME_NS)
         if not differs.any():
@@ -185,13 +197,15 @@ class Matcher:
         sides: dict[tuple[str, int], list[int]] = defaultdict(list)
         for row, rank in enumerate(group.ranks):
             sides[ops[op[row, column]], int(size_bytes[row, column])].append(rank)
-        calls = (PairedCall(op=op, size_bytes=size, ranks=tuple(ranks)) for (op, size), ranks in sides.items())
+        calls = [PairedCall(op=op, size_bytes=size, ranks=tuple(ranks)) for (op, size), ranks in sides.items()]
+        calls.sort(key=lambda call: (-len(call.ranks), call.ranks))
         return Mispairing(
             group=group.name,
             description=group.description,
             seq=int(table["seq"][0, column]),
             step=int(table["step"][0, column]),
-            calls=tuple(sorted(calls, key=lambda call: (-len(call.ranks), call.ranks))),
+            calls=tuple(calls[:_MOST_DIFFERENT]),
+            other_ranks=sum(len(call.ranks) for call in calls[_MOST_DIFFERENT:]),
         )
 
     def _keep(self, name: str, calls: Calls) -> None:

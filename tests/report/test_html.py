@@ -275,7 +275,10 @@ def test_stacks_seen_by_other_ranks_are_shown() -> None:
 def test_the_stack_of_an_awaited_thread_is_shown() -> None:
     base = incident_of(4)
     awaited = AwaitedThread(name="writer", stack=(Frame(file="/train.py", line=7, function="put", code="send(part)"),))
-    ranks = tuple(replace(facts, awaited_thread=awaited) for facts in base.job.ranks)
+    join = Frame(file="/usr/lib/python3.12/threading.py", line=1149, function="join")
+    moved_on = tuple(replace(facts, awaited_thread=awaited) for facts in base.job.ranks)
+    assert "The thread that" not in render_html(replace(base, job=replace(base.job, ranks=moved_on)))
+    ranks = tuple(replace(facts, stack=(*facts.stack, join)) for facts in moved_on)
     html = render_html(replace(base, job=replace(base.job, ranks=ranks)))
     _, title, rest = html.partition("<h3>The thread that rank 0 waits for</h3>")
     assert title and "send(part)" in rest.partition("</div>")[0]

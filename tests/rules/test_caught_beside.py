@@ -298,6 +298,15 @@ def test_a_thread_in_no_code_of_the_user_is_told_with_its_deepest_frame() -> Non
     assert "which is at threading.py:355 in wait." in first(behind(_awaited(QUEUE_GET, CONDITION))).summary
 
 
+def test_a_thread_without_a_name_or_a_stack() -> None:
+    rank = _awaited(user("upload", 31))
+    assert rank.awaited_thread is not None
+    nameless = replace(rank, awaited_thread=replace(rank.awaited_thread, name=""))
+    told = "Rank 0 waits there for another thread of its process, which is at train.py:31 in upload."
+    assert told in first(behind(nameless)).summary
+    assert "thread" not in first(behind(_awaited())).summary
+
+
 def test_a_thread_that_saves_makes_it_a_checkpoint() -> None:
     finding = first(behind(_awaited(TORCH_SAVE)))
     assert (finding.rule, finding.ranks, finding.location) == ("slow-checkpoint", (0,), f"{USER_FILE}:80 in step")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from builders import BARRIER, ENGINE, GLOO, MAIN, NCCL, RUN, SITE, USER_FILE, job, user
 from call_scenes import RESULT
+from effort import calls_in
 from judged import first
 
 from lightning_ncclsafe._torch import recorders
@@ -127,6 +128,16 @@ def test_a_branch_is_no_difference_although_ranks_come_apart_soon_after_it() -> 
     finding = first(of("rgrgz", "rhrgr", "rgrgz"))
     assert (finding.ranks, finding.location) == ((1,), f"{USER_FILE}:60 in step")
     assert "skipped barrier" in finding.summary
+
+
+def test_the_effort_is_proportional_to_the_ranks_whatever_each_calls_later() -> None:
+    def calls_of(ranks: int) -> int:
+        later = [f"{number:06b}".replace("0", "r").replace("1", "s") * 4 for number in range(ranks // 2)]
+        view = timeline(of(*(f"{site}b{text}" for site in "gh" for text in later)))
+        view.sequences("0")
+        return calls_in(lambda: shift(view, "0"))
+
+    assert calls_of(64) < 6 * calls_of(16)
 
 
 def test_the_same_call_in_two_branches_is_no_difference() -> None:

@@ -51,6 +51,19 @@ def test_an_all_gather_of_different_sizes_is_legal() -> None:
     assert found_in([[(2, 4)], [(2, 8)]]) is None
 
 
+def test_one_operation_may_be_called_by_different_functions() -> None:
+    assert found_in([[(2, 4)], [(3, 4)]]) is None
+    assert found_in([[(2, 4)], [(3, 4)], [(1, 4)]]) is not None
+
+
+def test_four_different_calls_are_named_and_the_ranks_of_others_counted() -> None:
+    found = found_in([[(0, 4 + rank // 2)] for rank in range(16)])
+    assert found is not None
+    named = [(one.size_bytes, one.ranks) for one in found.calls]
+    assert named == [(4, (0, 1)), (5, (2, 3)), (6, (4, 5)), (7, (6, 7))]
+    assert found.other_ranks == 8
+
+
 def test_equal_calls_are_no_mispairing() -> None:
     assert found_in([[(0, 4), (1, 8)], [(0, 4), (1, 8)]]) is None
 
@@ -63,6 +76,18 @@ def test_nothing_is_said_of_a_call_that_has_not_ended_on_a_rank(rank: int) -> No
 def test_calls_of_different_times_belong_to_two_groups_of_one_name() -> None:
     assert found_in([[(0, 4)], [(1, 4)]], late_ns=6 * S) is None
     assert found_in([[(0, 4)], [(1, 4)]], late_ns=4 * S) is not None
+
+
+def test_a_group_that_is_made_again_under_its_name_may_call_something_else() -> None:
+    matcher = Matcher()
+    group = GroupMembers(name="0", ranks=(0, 1), backend="nccl")
+    for time, ops in enumerate([(0, 0), (0, 1)]):
+        rows = [call(rank, 1, time * MS, op=op, duration_ns=MS) for rank, op in enumerate(ops)]
+        matcher.add(window(rows, groups=[group], ops=OPS, clocks=known(range(2))))
+    assert matcher.mispairing is None
+    rows = [call(rank, 2, 3 * MS, op=rank, duration_ns=MS) for rank in range(2)]
+    matcher.add(window(rows, groups=[group], ops=OPS, clocks=known(range(2))))
+    assert matcher.mispairing is not None
 
 
 def test_times_are_those_of_one_clock() -> None:

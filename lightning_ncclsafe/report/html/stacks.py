@@ -8,6 +8,7 @@ from itertools import groupby
 
 from lightning_ncclsafe.facts import Frame
 from lightning_ncclsafe.facts.findings import Diagnosis
+from lightning_ncclsafe.rules.kit.activity import awaited_thread
 from lightning_ncclsafe.rules.kit.wording import capitalised, clause, ranks_words
 
 _MOST_STACKS = 16
@@ -120,8 +121,8 @@ def _seen_from_outside(diagnosis: Diagnosis, named: set[int]) -> Iterator[tuple[
 def _of_awaited_threads(diagnosis: Diagnosis, named: set[int]) -> Iterator[tuple[str, bool, tuple[Frame, ...]]]:
     alike: dict[tuple[Frame, ...], list[int]] = defaultdict(list)
     for facts in diagnosis.job.ranks:
-        if facts.rank in named and facts.awaited_thread is not None:
-            alike[facts.awaited_thread.stack].append(facts.rank)
+        if facts.rank in named and (thread := awaited_thread(facts)) is not None:
+            alike[thread.stack].append(facts.rank)
     for stack, ranks in alike.items():
         yield f"The thread{'s' * (len(ranks) > 1)} that {clause(ranks, 'waits|wait')} for", True, stack
 

@@ -276,7 +276,10 @@ def _last_user(stack: tuple[Frame, ...]) -> int:
 
 def awaited_thread(facts: RankFacts) -> AwaitedThread | None:
     """The thread that a rank's main thread waits for, if its stack shows that it still waits; None if it does not."""
-    return facts.awaited_thread if is_in(libraries.WAITS_FOR_OTHERS, below_user(facts.stack)) else None
+    still_waits = is_in(libraries.WAITS_FOR_OTHERS, below_user(facts.stack))
+    thread = facts.awaited_thread if still_waits else None
+    # A report that is read again may lack the thread's stack.
+    return thread if thread is not None and thread.stack else None
 
 
 def condition_around(stack: tuple[Frame, ...]) -> tuple[str, Frame | None]:

@@ -17,6 +17,8 @@ _MAX_SHIFT = 8
 _CONTEXT = 2
 # This many equal calls after the shift show its size.
 _ENOUGH = 8
+# With this many different pasts of ranks on the usual side, those of the others are compared.
+_MOST_VARIANTS = 8
 
 _Calls = Sequence[Collective]
 
@@ -115,9 +117,9 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
     before, theirs = aligned[longest][:index], aligned[longest][index:]
     # Some of them may have made a later call more or fewer.
     variants = {tuple(call.site for call in calls): calls for calls in (aligned[rank][index:] for rank in usually)}
+    compared = [*variants.values()][:_MOST_VARIANTS]
     is_branch = {
-        rank: rank in usually or any(_is_branch(aligned[rank][index:], calls) for calls in variants.values())
-        for rank in ranks
+        rank: rank in usually or any(_is_branch(aligned[rank][index:], calls) for calls in compared) for rank in ranks
     }
     few = tuple(rank for rank in ranks if not is_branch[rank])
     if not few:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from lightning_ncclsafe.facts import JobFacts, RankFacts
 from lightning_ncclsafe.facts.findings import Evidence, Finding
 from lightning_ncclsafe.rules.kit.activity import awaited_thread, deepest_user_frame
-from lightning_ncclsafe.rules.kit.wording import at_words, joined, location_of, place_words, short_location
+from lightning_ncclsafe.rules.kit.wording import at_words, capitalised, joined, location_of, place_words, short_location
 
 _REMEDY_LOCKS = (
     "Let no thread wait for anything else while it holds a lock: for a queue, another thread, a server. Take several "
@@ -55,8 +55,9 @@ def _with_awaited(finding: Finding, facts: RankFacts) -> Finding:
     # The finding may be about another line of this rank's: where it raised an exception, for example.
     there = " there" if finding.location == location_of(deepest_user_frame(facts.stack)) else ""
     frame = deepest_user_frame(thread.stack) or thread.stack[-1]
-    text = f"Rank {facts.rank} waits{there} for its thread {thread.name!r}, which is {place_words(frame)}."
-    seen = f"Its thread {thread.name!r} is at {location_of(frame)}" + (f": {frame.code}" if frame.code else "")
+    named = f"its thread {thread.name!r}" if thread.name else "another thread of its process"
+    text = f"Rank {facts.rank} waits{there} for {named}, which is {place_words(frame)}."
+    seen = f"{capitalised(named)} is at {location_of(frame)}" + (f": {frame.code}" if frame.code else "")
     return replace(
         finding,
         summary=joined((finding.summary, text)),

@@ -152,7 +152,7 @@ def _gone(view: Timeline, found: LogStatements, rank: int) -> Finding:
     finished = view.job.log.finished if rank == 0 else ""
     after = f" after its Trainer had stopped ({finished})" if finished else ""
     while_ = f", while {waiting_words(waiting)}" if waiting else ""
-    why = "a connection was closed, and only of this rank there is neither a dump nor a line about that"
+    why = "a connection was closed, and this rank alone has left neither a dump nor a line about it"
     lost = view.job.log.lost_store
     store = f"{ranks_words(lost)} can no longer reach the store, which rank 0 or the launcher keeps"
     return finding(
