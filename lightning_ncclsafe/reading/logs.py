@@ -14,6 +14,7 @@ from lightning_ncclsafe.reading.starts import (
     RANKS_OF_A_HOST,
     Starts,
     Summary,
+    begins_trainer,
     finished,
     has_started,
     launcher_remark,
@@ -189,7 +190,7 @@ class Log:
         rank = self._speaker(line)
         is_read = self._exceptions(line, rank, text)
         is_read |= self._of_the_job(text)
-        self._ends_regularly(rank, text)
+        is_read |= self._begins_or_ends_regularly(rank, text)
         is_read |= self._stated(rank, text)
         if any(word in text for word in _OF_COLLECTIVES):
             is_read |= self._collective(rank, line, text)
@@ -207,11 +208,13 @@ class Log:
             self.remarks.append(remark)
         return self._ends(text)
 
-    def _ends_regularly(self, rank: int | None, text: str) -> None:
-        """Reads what is also said where nothing is wrong."""
-        self._starts.now.finished = finished(text) or self._starts.now.finished
+    def _begins_or_ends_regularly(self, rank: int | None, text: str) -> bool:
+        """Reads what is also said where nothing is wrong; whether a call of the Trainer begins."""
+        begins = begins_trainer(text)
+        self._starts.now.finished = "" if begins else finished(text) or self._starts.now.finished
         if rank is not None and rank < MOST_RANKS and loses_store(text):
             self._starts.now.lost_store.add(rank)
+        return begins
 
     def _stated(self, rank: int | None, text: str) -> bool:
         statements = list(self._statements.read(text, rank))

@@ -34,6 +34,7 @@ WORDS = (
     "will restart worker",
     "elastic",
     "Trainer.fit",
+    " - CUDA_VISIBLE_DEVICES: [",
     "should dump",
 )
 """Every line that is read here has one of these words."""
@@ -62,6 +63,7 @@ _ENDINGS = (
     (re.compile(r"CANCELLED AT \S{1,40} DUE TO PREEMPTION"), "SLURM ended the job for another one (preemption)."),
     (re.compile(r"DUE TO NODE FAILURE|NODE_FAIL"), "SLURM reports a node failure."),
 )
+_BEGINS = re.compile(r"LOCAL_RANK: \d+ - CUDA_VISIBLE_DEVICES: ")
 _FINISHED = re.compile(r"`Trainer\.fit` stopped: `?(?P<why>max_(?:epochs|steps)=\d+)` reached")
 _LOST_STORE = 'Failed to check the "should dump" flag'
 # How waiting processes end: by the watchdog's abort, or by a launcher after that.
@@ -307,6 +309,11 @@ def finished(text: str) -> str:
     """Why ``Trainer.fit`` has stopped, according to Lightning: ``"max_epochs=2 reached"``; empty if it is not said."""
     found = _FINISHED.search(text)
     return f"{found['why']} reached" if found else ""
+
+
+def begins_trainer(text: str) -> bool:
+    """Whether a call of the Trainer begins, according to Lightning's strategies for GPUs."""
+    return _BEGINS.match(text) is not None
 
 
 def loses_store(text: str) -> bool:

@@ -144,6 +144,14 @@ def test_a_store_that_is_lost_at_the_end_is_no_incident() -> None:
     assert evidence.job() is None
 
 
+def test_a_rank_that_trains_again_has_not_come_to_the_end(tmp_path: Path) -> None:
+    write(tmp_path, {rank: waiting() for rank in (1, 2, 3)})
+    again = "LOCAL_RANK: 0 - CUDA_VISIBLE_DEVICES: [0,1,2,3]\n"
+    first = of(tmp_path, STOPPED + again).findings[0]
+    assert (first.rule, first.ranks) == ("no-dump", (0,))
+    assert not any(one.text.startswith("`Trainer.fit` stopped") for one in first.evidence)
+
+
 @pytest.mark.parametrize(
     ("dumps", "log", "rule"),
     [

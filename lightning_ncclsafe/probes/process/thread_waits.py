@@ -24,10 +24,16 @@ from lightning_ncclsafe.probes.process.stacks import (
     with_source_in_time,
 )
 
+
+def _codes(*functions: Any) -> tuple[Any, ...]:
+    """The code of functions; a program may have put something else in their place."""
+    return tuple(function.__code__ for function in functions if hasattr(function, "__code__"))
+
+
 # Code that waits for a thread to end, for one future, or for several.
-_JOIN = threading.Thread.join.__code__
-_OF_ONE = (futures.Future.result.__code__, futures.Future.exception.__code__)
-_OF_SEVERAL = (futures.wait.__code__, futures.as_completed.__code__)
+_JOIN = _codes(threading.Thread.join)
+_OF_ONE = _codes(futures.Future.result, futures.Future.exception)
+_OF_SEVERAL = _codes(futures.wait, futures.as_completed)
 
 
 def waited_for() -> AwaitedThread | None:
@@ -42,12 +48,12 @@ def waited_for() -> AwaitedThread | None:
 def _awaited() -> Iterator[int]:
     """Python's number of the thread that is awaited below the user's innermost line; none if that is unknown."""
     for frame in takewhile(lambda frame: not is_user_code(frame.f_code.co_filename), main_thread_frames()):
-        if frame.f_code is _JOIN:
+        if frame.f_code in _JOIN:
             ident = getattr_static(frame.f_locals.get("self"), "_ident", None)
             yield from [ident] if isinstance(ident, int) else []
         elif frame.f_code in _OF_ONE:
             yield from _running([frame.f_locals.get("self")])
-        elif frame.f_code in _OF_SEVERAL and type(awaited := frame.f_locals.get("fs")) is set:
+        elif frame.f_code in _OF_SEVERAL and type(awaited := frame.f_locals.get("fs")) in (set, list, tuple):
             yield from _running([*awaited])
 
 
