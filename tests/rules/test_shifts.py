@@ -151,7 +151,9 @@ def test_a_branch_of_some_ranks_does_not_hide_the_call_that_another_has_left_out
     """Rank 0 meets the others from a line of its own, and rank 2 passes both lines by."""
     finding = first(of("rryb", "rrzb", "rrbr", "rrzb"))
     assert (finding.ranks, finding.location) == ((2,), f"{USER_FILE}:60 in step")
-    assert "skipped barrier at train.py:60 in step, which ranks 0-1, 3 called" in finding.summary
+    assert "skipped barrier at train.py:60 in step or at another line, which ranks 0-1, 3 called" in finding.summary
+    assert finding.confidence is Confidence.LIKELY
+    assert first(of("rrzb", "rrzb", "rrbr", "rrzb")).confidence is Confidence.CERTAIN
 
 
 def test_units_of_one_size_that_are_called_from_one_line_twice_hide_no_shift() -> None:

@@ -34,6 +34,7 @@ class Shift:
         others: The ranks that have not.
         count: The number of such calls; 0 if ranks wait in the first of them.
         frame: The line to look at; None if the call is not the user's.
+        is_at_one_line: Whether all have made it there. If not, the ranks that have not may belong to another line.
     """
 
     ranks: tuple[int, ...]
@@ -42,6 +43,7 @@ class Shift:
     others: tuple[int, ...]
     count: int
     frame: Frame | None
+    is_at_one_line: bool = True
 
     @property
     def is_decided(self) -> bool:
@@ -50,8 +52,8 @@ class Shift:
 
     def words(self) -> str:
         """``"rank 0 has called barrier at train.py:7 in save, which ranks 1-2 have not: …"``."""
-        at = at_words(self.frame)
-        condition = _condition_of(self.call)
+        at = at_words(self.frame) + ("" if self.is_at_one_line else " or at another line")
+        condition = _condition_of(self.call) if self.is_at_one_line else ""
         under = f", {under_words(condition)}" if condition else ""
         distance = "one call" if self.count == 1 else f"{self.count} calls"
         since = f": since then they are {distance} apart" if self.count else ""
@@ -141,8 +143,15 @@ def _shift_at(aligned: dict[int, list[Collective]], index: int, ranks: tuple[int
         return None
     callers, others, call = (few, many, own[0]) if count > 0 else (many, few, theirs[0])
     ranks = few if len(few) < len(many) else _odd_side(call, callers, others, before)
-    frame = deepest_user_frame(call.stack)
-    return Shift(ranks=ranks, call=call, callers=callers, others=others, count=abs(count), frame=frame)
+    return Shift(
+        ranks=ranks,
+        call=call,
+        callers=callers,
+        others=others,
+        count=abs(count),
+        frame=deepest_user_frame(call.stack),
+        is_at_one_line=len({aligned[rank][index].site for rank in callers}) == 1,
+    )
 
 
 def _shift_by_join(calls: dict[int, Collective], shadowing: tuple[int, ...]) -> Shift | None:

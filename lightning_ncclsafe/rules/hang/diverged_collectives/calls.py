@@ -105,11 +105,16 @@ def _shifted(view: Timeline, split: Divergence, first: Shift) -> Finding:
         first.ranks,
         joined((f"{first.words()}.", f"{capitalised(later)}: {_outcome_words(view, split)}.")),
         # What follows is the same again, and shows how far they are first.
-        confidence=Confidence.CERTAIN if first.count and first.is_decided and first.frame else Confidence.LIKELY,
+        confidence=Confidence.CERTAIN if first.count and _is_sure(first) and first.frame else Confidence.LIKELY,
         location=location_of(first.frame) or call_location(view, first.ranks),
         evidence=(*call_evidence(split), *where_evidence(view, split.calls)),
         remedy=remedies.same_calls(view),
     )
+
+
+def _is_sure(first: Shift) -> bool:
+    """Whether both are known: who is out of step, and at which line."""
+    return first.is_decided and first.is_at_one_line
 
 
 def _outcome_words(view: Timeline, split: Divergence) -> str:
@@ -127,7 +132,7 @@ def unnoticed(view: Timeline, first: Shift) -> Finding:
         view,
         first.ranks,
         f"{text}. {capitalised(others_wait(view))}.",
-        confidence=Confidence.CERTAIN if first.is_decided else Confidence.LIKELY,
+        confidence=Confidence.CERTAIN if _is_sure(first) else Confidence.LIKELY,
         location=location_of(first.frame),
         evidence=where_evidence(view, view.facts),
         remedy=remedies.same_calls(view),
